@@ -1,0 +1,49 @@
+# The few commands that a person types. PYTHON= chooses the interpreter; everything runs in .venv,
+# which is laid over that interpreter's packages where it already has a fitting torch.
+PYTHON ?= python3
+PY := .venv/bin/python
+
+.PHONY: help venv build demo test lint format sanitize bench clean
+
+help:
+	@echo "make demo      train a small model on 2 processes: gloo beside pycomm (draws demo.png)"
+	@echo "make test      build, lint, all tests"
+	@echo "make build     the compiled modules, in place"
+	@echo "make lint      format, lint and types       make format    let the formatters rewrite"
+	@echo "make sanitize  the native suites under address, undefined and thread sanitizers"
+	@echo "make bench     collectives beside gloo      make venv      the environment, .venv"
+	@echo "make clean     what was built (.venv stays)"
+
+venv:
+	@command -v $(PYTHON) >/dev/null || { echo "pycomm: $(PYTHON) not found: apt-get install python3-dev python3-venv, or PYTHON=..."; exit 1; }
+	@$(PYTHON) tools/environment.py
+
+build: venv
+	$(PY) setup.py -q build_ext --inplace
+	@$(MAKE) --no-print-directory .venv/installed
+
+# Makes `pycomm` a command of .venv and leaves the entry points that torch looks up.
+.venv/installed: pyproject.toml
+	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: build
+	$(PY) -m pycomm demo
+
+test: build lint
+	$(PY) -m pytest
+
+lint: venv
+	$(PY) tools/lint.py
+
+format: venv
+	$(PY) tools/lint.py --fix
+
+sanitize: venv
+	$(PY) -m pytest tests/test_native.py
+
+bench: build
+	$(PY) -m pycomm bench collectives
+
+clean:
+	rm -rf build dist *.egg-info pycomm/*.so

@@ -1,0 +1,198 @@
+"""Builds the compiled modules of pycomm: writes one build.ninja and runs ninja.
+
+This is not where the project's metadata stands (pyproject.toml), and it decides nothing at run
+time. Called by pip (`pip install .`, `pip install -e . --no-build-isolation`) and by
+`python setup.py build_ext --inplace`.
+
+    _core   the engine and its Python face; needs no torch
+    _c10d   the torch.distributed backend; only where torch is importable
+
+Where torch is importable every module takes torch's own pybind11 headers: a class cannot pass
+between modules that were built with different ones.
+"""
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+FLAGS = [
+    *("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-pthread"),
+    *("-Wall", "-Wextra", "-Werror"),
+    "-Wno-restrict",  # g++ 12 sees ghosts in std::string
+]
+
+NINJA_RULES = """\
+ninja_required_version = 1.5
+rule compile
+  command = $cxx -MMD -MF $out.d $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = c++ $in
+rule link
+  command = $cxx -shared -pthread $in $libs -o $out
+  description = link $out
+"""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One compiled module: what it is made of and what it needs beyond FLAGS."""
+
+    name: str
+    sources: list[Path]
+    flags: list[str] = field(default_factory=list)
+    libs: list[str] = field(default_factory=list)
+
+
+def torch_root() -> Path | None:
+    """Folder of the torch package, found without the seconds that importing it takes."""
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def python_flags(torch: Path | None) -> list[str]:
+    """Include paths of Python and pybind11. Exits with a sentence when headers are missing."""
+    include = Path(sysconfig.get_paths()["include"])
+    if not (include / "Python.h").exists():
+        major, minor = sys.version_info[:2]
+        sys.exit(
+            f"pycomm: {include}/Python.h is missing: the headers of Python are needed to build. "
+            f"On Debian: apt-get install python{major}.{minor}-dev"
+        )
+    if torch is not None:
+        pybind = str(torch / "include")
+    else:
+        import pybind11
+
+        pybind = pybind11.get_include()
+    return ["-isystem", str(include), "-isystem", pybind]
+
+
+def c10d_sources() -> list[Path]:
+    """The only files that see torch."""
+    return sorted((CSRC / "bindings").glob("c10d*.cpp"))
+
+
+def modules() -> list[Module]:
+    """The modules that can be built here, with what each needs."""
+    torch = torch_root()
+    python = [f"-I{CSRC}", *python_flags(torch)]
+    c10d = c10d_sources()
+    every = [p for p in sorted(CSRC.rglob("*.cpp")) if CSRC / "cuda" not in p.parents]
+    found = [Module("_core", [p for p in every if p not in c10d], python)]
+    if torch is not None and c10d:
+        version = importlib.metadata.version("torch").split("+")[0]
+        # No rpath: _c10d is imported after torch, which has loaded these libraries by then.
+        found.append(
+            Module(
+                "_c10d",
+                c10d,
+                [
+                    *python,
+                    *("-isystem", str(torch / "include/torch/csrc/api/include")),
+                    f'-DPYCOMM_TORCH_VERSION="{version}"',
+                ],
+                [f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"],
+            )
+        )
+    return found
+
+
+def compiler() -> str:
+    """The C++ compiler ($CXX, else g++). Exits with a sentence when there is none."""
+    cxx = os.environ.get("CXX", "g++")
+    if shutil.which(shlex.split(cxx)[0]) is None:
+        sys.exit(f"pycomm: no C++ compiler ({cxx} not found). On Debian: apt-get install g++")
+    return cxx
+
+
+def ninja_binary() -> str:
+    """The ninja of the PyPI package, wherever that lies, else the one on PATH."""
+    try:
+        for file in importlib.metadata.distribution("ninja").files or []:
+            if file.name == "ninja" and file.parent.name == "bin":
+                return str(file.locate())
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    path = shutil.which("ninja")
+    if path is None:
+        sys.exit("pycomm: ninja not found: pip install ninja (on Debian: ninja-build)")
+    return path
+
+
+def escape(text: str | Path) -> str:
+    """A path as build.ninja spells it."""
+    return str(text).replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
+
+
+def shell(words: list[str]) -> str:
+    """Words of a command as the value of a ninja variable."""
+    return shlex.join(words).replace("$", "$$")
+
+
+def write_ninja(folder: Path, built: list[Module]) -> None:
+    """Writes build.ninja into `folder`; objects go to <folder>/<module>/, modules beside it."""
+    lines = [NINJA_RULES, f"cxx = {compiler()}", "builddir = ."]
+    for module in built:
+        lines.append(f"{module.name}_flags = {shell(FLAGS + module.flags)}")
+        objects = []
+        for source in module.sources:
+            target = escape(Path(module.name) / source.relative_to(CSRC).with_suffix(".o"))
+            lines += [
+                f"build {target}: compile {escape(source)}",
+                f"  flags = ${module.name}_flags",
+            ]
+            objects.append(target)
+        lines += [
+            f"build {module.name}.so: link {' '.join(objects)}",
+            f"  libs = {shell(module.libs)}",
+        ]
+    text = "\n".join(lines) + "\n"
+    path = folder / "build.ninja"
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+class NinjaBuild(build_ext):
+    """build_ext that leaves the work to ninja: parallel, and only what has changed."""
+
+    def build_extensions(self) -> None:
+        """Builds every module and copies each to the place where setuptools wants it."""
+        folder = ROOT / "build" / str(sysconfig.get_config_var("SOABI"))
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")  # one build at a time; let go where this function ends
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = modules()
+        write_ninja(folder, built)
+        jobs = ["-j", str(self.parallel)] if self.parallel else []
+        if subprocess.run([ninja_binary(), "-C", str(folder), *jobs], check=False).returncode:
+            sys.exit("pycomm: the build failed; the first error above says where")
+        for module in built:
+            target = Path(self.get_ext_fullpath(f"pycomm.{module.name}"))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)  # a process that has the old one mapped keeps it
+            shutil.copy2(folder / f"{module.name}.so", target)
+
+
+def extensions() -> list[Extension]:
+    """What setuptools is told: the names. Nothing here compiles (also `sdist` comes by)."""
+    names = ["_core"]
+    if torch_root() is not None and c10d_sources():
+        names.append("_c10d")
+    return [Extension(f"pycomm.{name}", []) for name in names]
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": NinjaBuild})
