@@ -1,0 +1,26 @@
+// A point in time after which a wait must give up.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+namespace pycomm {
+
+using Clock = std::chrono::steady_clock;
+
+class Deadline {
+ public:
+  explicit Deadline(std::chrono::nanoseconds limit) : start_(Clock::now()), end_(start_ + limit) {}
+  bool expired() const { return Clock::now() >= end_; }
+  std::chrono::nanoseconds left() const {
+    return std::max(std::chrono::nanoseconds{0},
+                    std::chrono::duration_cast<std::chrono::nanoseconds>(end_ - Clock::now()));
+  }
+  double elapsed_s() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
+  double limit_s() const { return std::chrono::duration<double>(end_ - start_).count(); }
+
+ private:
+  Clock::time_point start_, end_;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,37 @@
+// Memory that two ranks share and that has no name: nothing is left behind when both are gone.
+#pragma once
+
+#include <cstddef>
+
+#include "os/fd.h"
+
+namespace pycomm {
+
+// A memfd of `bytes`, sealed against shrinking, so that a peer cannot make us fault.
+Fd make_shared_memory(size_t bytes);
+
+// True if `fd` is such a memory of exactly `bytes`.
+bool is_shared_memory(int fd, size_t bytes);
+
+size_t page_bytes();
+
+// A page of head and a ring of `bytes` (a multiple of the page) that is mapped twice in a row, so that
+// any run of up to `bytes` in it is contiguous.
+class RingMemory {
+ public:
+  RingMemory(int fd, size_t bytes);
+  ~RingMemory();
+  RingMemory(const RingMemory&) = delete;
+  RingMemory& operator=(const RingMemory&) = delete;
+
+  static size_t file_bytes(size_t ring_bytes) { return page_bytes() + ring_bytes; }
+  std::byte* head() const { return base_; }
+  std::byte* ring() const { return base_ + page_bytes(); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* base_;
+  size_t bytes_;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,65 @@
+// Stream sockets, TCP and abstract Unix, as far as setting up a connection goes: everything that is
+// opened here is non-blocking and close-on-exec. Not here: sending, receiving, and who is at the
+// other end (transport/handshake.h). Called by the stores, the transports and the forming of a
+// group.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "os/fd.h"
+
+namespace pycomm {
+
+struct Address {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+  std::string text() const;  // "127.0.0.1:14758", "[::1]:14758", "@name"
+  std::string host() const;  // the same without the port
+  uint16_t port() const;     // 0 for a Unix address
+};
+
+// `host` is an IPv4 or IPv6 literal or a name, which is looked up (that may block); IPv4 is
+// preferred where a name has both. An empty host is every IPv4 interface, to listen on. Throws
+// InvalidArgument.
+Address tcp_address(const std::string& host, uint16_t port);
+
+// A name that lives in this machine's network namespace and in no file; at most 107 bytes.
+Address abstract_unix_address(const std::string& name);
+
+// Throws InvalidArgument when the address is taken or is not of this machine. Port 0: see
+// local_address().
+Fd listen_on(const Address& address, int backlog);
+
+Address local_address(int fd);
+
+// Begins to connect; the socket is writable, or in error, when that is over, and connect_error()
+// then says how. Throws PeerLost when the connection cannot even be begun (no route, no local port
+// left).
+Fd start_connect(const Address& address);
+
+// 0: connected. EINPROGRESS: not yet. Otherwise why not; a refused connection is ECONNREFUSED. The
+// kernel tells a reason once: do not ask again after one.
+int connect_error(int fd);
+
+// The next waiting connection, or an empty Fd when none is waiting. When this process or this
+// machine has no descriptor (or memory) left, the Fd is empty too, `*exhausted` becomes true and
+// the connection keeps waiting, so that the listener stays readable: close something, or leave the
+// listener out of the next polls for a while, or the loop spins.
+Fd accept_from(int fd, bool* exhausted = nullptr);
+
+// poll() on one descriptor: the events that came, 0 when the limit passed first.
+short poll_one(int fd, short events, std::chrono::nanoseconds limit);
+
+// The addresses by which others may reach this machine, without ports: global ones before loopback,
+// IPv4 before IPv6; link-local ones are left out.
+std::vector<std::string> interface_addresses();
+
+// InternalError: "<doing> failed: <what errno says> (errno N)".
+[[noreturn]] void throw_errno(const std::string& doing);
+
+}  // namespace pycomm
