@@ -1,0 +1,124 @@
+// The rules of the choice and the one table of plans.
+#include "collectives/choose.h"
+
+#include <array>
+#include <string>
+
+#include "collectives/collectives.h"
+#include "core/errors.h"
+
+namespace pycomm {
+namespace {
+
+// Up to this a message costs its latency more than its bytes, and sending everything to everybody
+// beats two rounds. A prototype inside one host turned here; to be measured per transport.
+constexpr size_t kSmallBytes = 16 * 1024;
+
+// Up to this many ranks one step with size - 1 messages is held to beat a tree's 2 log2(size) steps
+// with one. To be measured.
+constexpr int kFewRanks = 8;
+
+// What every plan is made from.
+struct Place {
+  int rank, size;
+  size_t count;
+  int root;
+};
+
+struct Entry {
+  Operation operation;
+  Algorithm algorithm;
+  Plan (*plan)(const Place&);
+};
+
+template <Plan (*kPlan)(int, int, size_t)>
+Plan rootless(const Place& at) {
+  return kPlan(at.rank, at.size, at.count);
+}
+
+template <Plan (*kPlan)(int, int, size_t, int)>
+Plan rooted(const Place& at) {
+  return kPlan(at.rank, at.size, at.count, at.root);
+}
+
+Plan barrier(const Place& at) { return direct_barrier(at.rank, at.size); }
+
+constexpr std::array<Entry, 14> kPlans{{
+    {Operation::all_reduce, Algorithm::ring, rootless<ring_all_reduce>},
+    {Operation::all_reduce, Algorithm::tree, rootless<tree_all_reduce>},
+    {Operation::all_reduce, Algorithm::direct, rootless<direct_all_reduce>},
+    {Operation::all_reduce, Algorithm::owner, rootless<owner_all_reduce>},
+    {Operation::broadcast, Algorithm::ring, rooted<ring_broadcast>},
+    {Operation::broadcast, Algorithm::tree, rooted<tree_broadcast>},
+    {Operation::broadcast, Algorithm::direct, rooted<direct_broadcast>},
+    {Operation::all_gather, Algorithm::ring, rootless<ring_all_gather>},
+    {Operation::all_gather, Algorithm::tree, rootless<tree_all_gather>},
+    {Operation::all_gather, Algorithm::direct, rootless<direct_all_gather>},
+    {Operation::reduce_scatter, Algorithm::ring, rootless<ring_reduce_scatter>},
+    {Operation::reduce_scatter, Algorithm::tree, rootless<tree_reduce_scatter>},
+    {Operation::reduce_scatter, Algorithm::direct, rootless<direct_reduce_scatter>},
+    {Operation::barrier, Algorithm::direct, barrier},
+}};
+
+// Whether the sum must be a fold: asked for, or the type would round at every addition.
+bool needs_fold(const Question& question) {
+  const bool rounds = question.op == ReduceOp::sum || question.op == ReduceOp::avg ||
+                      question.op == ReduceOp::product;
+  return question.reproducible || (is_half(question.dtype) && rounds);
+}
+
+}  // namespace
+
+Algorithm choose(const Question& question) {
+  check(question.operation != Operation::send && question.operation != Operation::recv,
+        "send and recv have no plan");
+  if (question.size == 1) return Algorithm::direct;
+  const size_t bytes = question.count * bytes_of(question.dtype);
+  const bool small = bytes <= kSmallBytes, few = question.size <= kFewRanks;
+  switch (question.operation) {
+    case Operation::all_reduce:
+      if (needs_fold(question)) return small ? Algorithm::direct : Algorithm::owner;
+      if (small) return few ? Algorithm::direct : Algorithm::tree;
+      return Algorithm::ring;
+    case Operation::reduce_scatter:
+      if (needs_fold(question) || (small && few)) return Algorithm::direct;
+      // Along the tree the whole input travels, not a rank's part of it.
+      return bytes * static_cast<size_t>(question.size) <= kSmallBytes ? Algorithm::tree
+                                                                       : Algorithm::ring;
+    case Operation::broadcast:
+      return small ? Algorithm::tree : Algorithm::ring;
+    case Operation::all_gather:
+      return small ? Algorithm::direct : Algorithm::ring;
+    case Operation::barrier:
+      return Algorithm::direct;
+    case Operation::send:
+    case Operation::recv:
+      break;
+  }
+  return Algorithm::direct;
+}
+
+std::vector<Algorithm> algorithms_for(Operation operation) {
+  std::vector<Algorithm> found;
+  for (const Entry& entry : kPlans)
+    if (entry.operation == operation) found.push_back(entry.algorithm);
+  return found;
+}
+
+Plan make_plan(Algorithm algorithm, Operation operation, int rank, int size, size_t count,
+               int root) {
+  check(algorithm != Algorithm::automatic, "a plan needs an algorithm that was chosen");
+  check(operation != Operation::send && operation != Operation::recv, "send and recv have no plan");
+  check(0 <= rank && rank < size && 0 <= root && root < size, "rank and root lie in the group");
+  for (const Entry& entry : kPlans)
+    if (entry.operation == operation && entry.algorithm == algorithm)
+      return entry.plan({rank, size, count, root});
+  std::string there;
+  for (const Algorithm other : algorithms_for(operation))
+    there += (there.empty() ? "" : ", ") + std::string(name_of(other));
+  throw Unsupported(std::string(name_of(operation)) + " has no algorithm \"" +
+                        std::string(name_of(algorithm)) + "\"; there is " + there,
+                    {.op = std::string(name_of(operation))});
+}
+
+}  // namespace pycomm

@@ -1,0 +1,59 @@
+// Every plan, by name. Pure functions; choose.h picks among them and engine/ runs what they give.
+//
+// `count` is elements: of the array (all_reduce, broadcast), of one rank's input (all_gather: the
+// output is size * count), of one rank's output (reduce_scatter: the input is size * count).
+//
+// What holds for all of them, for every size and count (tests/native/prove.h proves it):
+//   * No buffering is needed: a send may wait until its receiver has come to the matching receive.
+//   * `input` and `output` may be one array; in all_gather `input` may be this rank's place in
+//     `output`, in reduce_scatter `output` may be this rank's place in `input`.
+//   * All ranks add an element in the same order and finish it once.
+//   * Except in broadcast nothing is written to `output` before this rank has heard of every other
+//     rank, through whatever chain of messages: who disagrees is noticed while arrays are whole.
+//   * A piece without elements is sent all the same: its header must be seen. Its sender waits for
+//     nothing, so a message without elements says only that its sender has begun.
+//   * A group of one copies.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+
+#include "collectives/plan.h"
+
+namespace pycomm {
+
+Plan ring_all_reduce(int rank, int size, size_t count);
+Plan ring_broadcast(int rank, int size, size_t count, int root);
+Plan ring_all_gather(int rank, int size, size_t count);
+Plan ring_reduce_scatter(int rank, int size, size_t count);
+
+Plan direct_all_reduce(int rank, int size, size_t count);
+Plan direct_broadcast(int rank, int size, size_t count, int root);
+Plan direct_all_gather(int rank, int size, size_t count);
+Plan direct_reduce_scatter(int rank, int size, size_t count);
+Plan direct_barrier(int rank, int size);
+
+Plan owner_all_reduce(int rank, int size, size_t count);
+
+Plan tree_all_reduce(int rank, int size, size_t count);
+Plan tree_broadcast(int rank, int size, size_t count, int root);
+Plan tree_all_gather(int rank, int size, size_t count);
+Plan tree_reduce_scatter(int rank, int size, size_t count);
+
+// Parts that plans share, written in direct.cpp.
+
+// The whole plan of a group of one.
+Plan copy_plan(Range from, Range to);
+
+// An empty message to and from every peer: after its moves every rank has been heard of.
+void append_announcement(Plan& plan, int rank, int size);
+
+// Sends `part_of(peer)` of the input to every peer and folds what came, this rank's own part with
+// it, in rank order into `result`. Uses size * result.count elements of scratch.
+void append_fold(Plan& plan, int rank, int size, const std::function<Range(int)>& part_of,
+                 Range result);
+
+// Pieces that a ring broadcast of `count` elements is cut into.
+size_t ring_broadcast_pieces(int size, size_t count);
+
+}  // namespace pycomm

@@ -1,0 +1,122 @@
+// Plans in which every rank talks to every other at once, without a detour: step k sends to rank +
+// k and receives from rank - k, so that no two ranks send to the same one in the same step. One
+// round trip deep, but every rank handles size - 1 messages: for small arrays and few ranks. Sums
+// are folded in rank order, so that their bits depend on the inputs alone.
+#include "collectives/collectives.h"
+
+namespace pycomm {
+namespace {
+
+int ahead(int rank, int size, int step) { return (rank + step) % size; }
+int behind(int rank, int size, int step) { return (rank + size - step) % size; }
+
+}  // namespace
+
+Plan copy_plan(Range from, Range to) {
+  Plan plan;
+  plan.moves.push_back({0, from, 0, to});
+  return plan;
+}
+
+void append_announcement(Plan& plan, int rank, int size) {
+  for (int step = 1; step < size; ++step)
+    plan.moves.push_back({ahead(rank, size, step), {}, behind(rank, size, step), {}});
+}
+
+void append_fold(Plan& plan, int rank, int size, const std::function<Range(int)>& part_of,
+                 Range result) {
+  const auto slot = [&](int i) {
+    return Range{Space::scratch, static_cast<size_t>(i) * result.count, result.count};
+  };
+  plan.scratch = static_cast<size_t>(size) * result.count;
+  plan.moves.push_back({rank, part_of(rank), rank, slot(rank)});
+  for (int step = 1; step < size; ++step) {
+    const int to = ahead(rank, size, step), from = behind(rank, size, step);
+    plan.moves.push_back({to, part_of(to), from, slot(from)});
+  }
+  plan.moves.push_back({rank, {Space::scratch, 0, plan.scratch}, rank, result, Combine::fold});
+}
+
+// One shot. With three ranks and arrays a, b and c:
+//
+//           rank 0       rank 1       rank 2
+//   copy    a to slot 0  b to slot 1  c to slot 2
+//   step 1  a to rank 1  b to rank 2  c to rank 0    the receiver keeps it in the sender's slot
+//   step 2  a to rank 2  b to rank 0  c to rank 1
+//   fold    a + b + c    a + b + c    a + b + c      into the output
+//
+// Steps: size - 1. Elements sent: (size - 1) count.
+Plan direct_all_reduce(int rank, int size, size_t count) {
+  const Range input{Space::input, 0, count}, output{Space::output, 0, count};
+  if (size == 1) return copy_plan(input, output);
+  Plan plan;
+  append_fold(plan, rank, size, [&](int) { return input; }, output);
+  return plan;
+}
+
+// With three ranks and root 0: the root sends to rank 1, then to rank 2.
+//
+// Steps: size - 1. Elements sent: (size - 1) count by the root, else 0.
+Plan direct_broadcast(int rank, int size, size_t count, int root) {
+  const Range whole{Space::output, 0, count};
+  Plan plan;
+  if (rank != root) plan.moves.push_back({kNobody, {}, root, whole});
+  for (int step = 1; rank == root && step < size; ++step)
+    plan.moves.push_back({ahead(root, size, step), whole});
+  return plan;
+}
+
+// With three ranks that hold a, b and c, after the announcement:
+//
+//           rank 0       rank 1       rank 2
+//   step 1  a to rank 1  b to rank 2  c to rank 0    the receiver copies it to the sender's place
+//   step 2  a to rank 2  b to rank 0  c to rank 1
+//
+// Steps: 2 (size - 1), the first half of them empty; size - 1 with two ranks. Elements sent:
+// (size - 1) count.
+Plan direct_all_gather(int rank, int size, size_t count) {
+  const Range input{Space::input, 0, count};
+  const auto place = [&](int i) {
+    return Range{Space::output, static_cast<size_t>(i) * count, count};
+  };
+  Plan plan;
+  // With two ranks the first message comes from the only peer and says as much.
+  if (size > 2) append_announcement(plan, rank, size);
+  for (int step = 1; step < size; ++step) {
+    const int from = behind(rank, size, step);
+    plan.moves.push_back({ahead(rank, size, step), input, from, place(from)});
+  }
+  plan.moves.push_back({rank, input, rank, place(rank)});
+  return plan;
+}
+
+// With three ranks, each holding parts for ranks 0, 1 and 2:
+//
+//           rank 0            rank 1            rank 2
+//   copy    own to slot 0     own to slot 1     own to slot 2
+//   step 1  part 1 to rank 1  part 2 to rank 2  part 0 to rank 0    kept in the sender's slot
+//   step 2  part 2 to rank 2  part 0 to rank 0  part 1 to rank 1
+//   fold    slots 0 + 1 + 2   slots 0 + 1 + 2   slots 0 + 1 + 2     into the output
+//
+// Steps: size - 1. Elements sent: (size - 1) count.
+Plan direct_reduce_scatter(int rank, int size, size_t count) {
+  const auto part = [&](int i) {
+    return Range{Space::input, static_cast<size_t>(i) * count, count};
+  };
+  const Range output{Space::output, 0, count};
+  if (size == 1) return copy_plan(part(0), output);
+  Plan plan;
+  append_fold(plan, rank, size, part, output);
+  return plan;
+}
+
+// The announcement alone. A chain of empty messages would not do: an empty send waits for nothing.
+//
+// Steps: size - 1. Elements sent: 0.
+Plan direct_barrier(int rank, int size) {
+  Plan plan;
+  append_announcement(plan, rank, size);
+  return plan;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,132 @@
+// Plans round a ring: every rank sends to its right neighbour only. Each moves the fewest bytes
+// that the operation can do with, in a number of steps that grows with the size: for large arrays.
+#include "collectives/collectives.h"
+
+namespace pycomm {
+namespace {
+
+using PartOf = std::function<Range(int)>;
+
+// Pieces of a broadcast are no smaller than this, so that a message is worth its header and its
+// wake-up: 64 KiB of float32. To be measured.
+constexpr size_t kBroadcastPiece = 16384;
+
+// Pieces per rank that a broadcast passes through on its way: filling the chain then costs at most
+// an eighth of the whole.
+constexpr size_t kPiecesPerHop = 8;
+
+int right_of(int rank, int size) { return (rank + 1) % size; }
+int left_of(int rank, int size) { return (rank + size - 1) % size; }
+
+// Part i of the input goes once round the ring, from rank i+1 to rank i, and every rank on the way
+// adds its own; rank i finishes it into `result`. Two places of scratch take turns: one is sent
+// while the other fills.
+void append_reduce_round(Plan& plan, int rank, int size, const PartOf& input_part, Range result) {
+  const size_t place = input_part(0).count;  // no part is longer than the first
+  Range sent = input_part(rank - 1);
+  for (int step = 0; step < size - 1; ++step) {
+    const Range mine = input_part(rank - step - 2);
+    const bool last = step == size - 2;
+    const Range sum{Space::scratch, step % 2 == 0 ? 0 : place, mine.count};
+    plan.moves.push_back({right_of(rank, size), sent, left_of(rank, size), last ? result : sum,
+                          last ? Combine::finish : Combine::reduce, mine});
+    sent = sum;
+  }
+  plan.scratch = static_cast<size_t>(std::clamp(size - 2, 0, 2)) * place;
+}
+
+// Part i of the output goes once round the ring, from rank i to rank i-1. `first` is where this
+// rank's own part lies.
+void append_gather_round(Plan& plan, int rank, int size, Range first, const PartOf& output_part) {
+  for (int step = 0; step < size - 1; ++step)
+    plan.moves.push_back({right_of(rank, size), step == 0 ? first : output_part(rank - step),
+                          left_of(rank, size), output_part(rank - step - 1)});
+}
+
+}  // namespace
+
+// Reduce-scatter, then all-gather. With three ranks and pieces a b c:
+//
+//             rank 0      rank 1      rank 2
+//   reduce 0  sends c     sends a     sends b      the receiver adds, in scratch
+//   reduce 1  sends b     sends c     sends a      the receiver finishes, in the output
+//   gather 0  sends a     sends b     sends c      the receiver copies
+//   gather 1  sends c     sends a     sends b
+//
+// Steps: 2 (size - 1). Elements sent: 2 count - piece(rank) - piece(rank + 1), about
+// 2 count (size - 1) / size.
+Plan ring_all_reduce(int rank, int size, size_t count) {
+  if (size == 1) return copy_plan({Space::input, 0, count}, {Space::output, 0, count});
+  const auto part = [&](Space space, int i) { return piece(space, count, size, i); };
+  const Range own = part(Space::output, rank);
+  Plan plan;
+  append_reduce_round(plan, rank, size, [&](int i) { return part(Space::input, i); }, own);
+  append_gather_round(plan, rank, size, own, [&](int i) { return part(Space::output, i); });
+  return plan;
+}
+
+size_t ring_broadcast_pieces(int size, size_t count) {
+  const size_t hops = size > 2 ? static_cast<size_t>(size) - 2 : 0;  // behind the first
+  return std::max<size_t>(1, std::min(kPiecesPerHop * hops, count / kBroadcastPiece));
+}
+
+// A chain from the root to its left neighbour; a rank passes one piece on while the next arrives.
+// With three ranks, root 0 and pieces a b:
+//
+//           rank 0      rank 1      rank 2
+//   step 0  sends a
+//   step 1  sends b     sends a
+//   step 2              sends b
+//
+// Steps: pieces + size - 2. Elements sent: count, by the last rank 0.
+Plan ring_broadcast(int rank, int size, size_t count, int root) {
+  const auto pieces = static_cast<int>(ring_broadcast_pieces(size, count));
+  const int right = right_of(rank, size);
+  Plan plan;
+  for (int i = 0; i < pieces; ++i) {
+    const Range part = piece(Space::output, count, pieces, i);
+    if (rank != root) plan.moves.push_back({kNobody, {}, left_of(rank, size), part});
+    if (right != root) plan.moves.push_back({right, part});
+  }
+  return plan;
+}
+
+// With three ranks that hold a, b and c, after the announcement:
+//
+//           rank 0      rank 1      rank 2
+//   step 0  sends a     sends b     sends c      the receiver copies
+//   step 1  sends c     sends a     sends b
+//
+// Steps: 2 (size - 1), the first half of them empty; size - 1 with two ranks. Elements sent:
+// (size - 1) count.
+Plan ring_all_gather(int rank, int size, size_t count) {
+  const Range input{Space::input, 0, count};
+  const auto part = [&](int i) {
+    return piece(Space::output, static_cast<size_t>(size) * count, size, i);
+  };
+  Plan plan;
+  if (size > 2) append_announcement(plan, rank, size);  // one peer: its first message says as much
+  append_gather_round(plan, rank, size, input, part);
+  plan.moves.push_back({rank, input, rank, part(rank)});
+  return plan;
+}
+
+// The first half of the all-reduce:
+//
+//           rank 0      rank 1      rank 2
+//   step 0  sends c     sends a     sends b      the receiver adds, in scratch
+//   step 1  sends b     sends c     sends a      the receiver finishes its own, in the output
+//
+// Steps: size - 1. Elements sent: (size - 1) count.
+Plan ring_reduce_scatter(int rank, int size, size_t count) {
+  const auto part = [&](int i) {
+    return piece(Space::input, static_cast<size_t>(size) * count, size, i);
+  };
+  const Range output{Space::output, 0, count};
+  if (size == 1) return copy_plan(part(0), output);
+  Plan plan;
+  append_reduce_round(plan, rank, size, part, output);
+  return plan;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,167 @@
+// Plans along a binomial tree: log2(size) steps up or down, whole arrays at a time. For small
+// arrays and many ranks.
+//
+// The parent of a node is the node with its lowest set bit cleared; its children are the node plus
+// each power of two below that bit. The nodes under a node are a run that starts with it:
+//
+//              0                  0 has the children 1, 2, 4
+//          /   |   \              2 has the child 3
+//         1    2     4            4 has the children 5, 6
+//              |    / \           6 has the child 7
+//              3   5   6
+//                      |
+//                      7
+//
+// "log" below is log2(size) rounded up, "children" the number of this rank's children, "under" the
+// number of nodes under a node, itself included.
+#include <vector>
+
+#include "collectives/collectives.h"
+
+namespace pycomm {
+namespace {
+
+int parent_of(int node) { return node & (node - 1); }
+
+// In ascending order, so by size of what is under them.
+std::vector<int> children_of(int node, int size) {
+  std::vector<int> children;
+  for (int bit = 1; (node & bit) == 0 && node + bit < size; bit *= 2)
+    children.push_back(node + bit);
+  return children;
+}
+
+size_t under(int node, int size) {
+  const int bit = node & -node;  // 0 for the root, which has all
+  return static_cast<size_t>(node == 0 ? size : std::min(bit, size - node));
+}
+
+// Sums `input` of all nodes towards node 0, which finishes it into `result`. The others add up in
+// scratch, from 0 on.
+void append_reduce(Plan& plan, int rank, int size, Range input, Range result) {
+  const Range scratch{Space::scratch, 0, input.count};
+  const auto children = children_of(rank, size);
+  Range sum = input;
+  for (const int child : children) {
+    const bool last = rank == 0 && child == children.back();
+    plan.moves.push_back({kNobody,
+                          {},
+                          child,
+                          last ? result : scratch,
+                          last ? Combine::finish : Combine::reduce,
+                          sum});
+    sum = scratch;
+  }
+  if (rank != 0) plan.moves.push_back({parent_of(rank), sum});
+  if (!children.empty()) plan.scratch = std::max(plan.scratch, input.count);
+}
+
+// Hands `whole` down from the root, the largest subtree first; there it lies in `source`.
+void append_broadcast(Plan& plan, int rank, int size, Range source, Range whole, int root = 0) {
+  const int node = (rank - root + size) % size;
+  const auto rank_of = [&](int of) { return (of + root) % size; };
+  if (node != 0) plan.moves.push_back({kNobody, {}, rank_of(parent_of(node)), whole});
+  const auto children = children_of(node, size);
+  for (auto child = children.rbegin(); child != children.rend(); ++child)
+    plan.moves.push_back({rank_of(*child), node == 0 ? source : whole});
+}
+
+}  // namespace
+
+// Up the tree, then down. With three ranks:
+//
+//           rank 0                rank 1         rank 2
+//   step 0                        sends to 0                    rank 0 adds, in scratch
+//   step 1                                       sends to 0     rank 0 finishes, in the output
+//   step 2  sends the sum to 2
+//   step 3  sends the sum to 1
+//
+// Steps: 2 log. Messages: children, and 1 more but for rank 0; each of count elements.
+Plan tree_all_reduce(int rank, int size, size_t count) {
+  const Range input{Space::input, 0, count}, output{Space::output, 0, count};
+  if (size == 1) return copy_plan(input, output);
+  Plan plan;
+  append_reduce(plan, rank, size, input, output);
+  append_broadcast(plan, rank, size, output, output);
+  return plan;
+}
+
+// Node i is rank root + i. With three ranks and root 0: rank 0 sends to rank 2, then to rank 1.
+//
+// Steps: log. Messages: children, each of count elements.
+Plan tree_broadcast(int rank, int size, size_t count, int root) {
+  const Range whole{Space::output, 0, count};
+  Plan plan;
+  append_broadcast(plan, rank, size, whole, whole, root);
+  return plan;
+}
+
+// Runs of inputs go up the tree in scratch, all of them come down. With three ranks that hold a, b,
+// c:
+//
+//           rank 0           rank 1        rank 2
+//   copy    a to scratch
+//   step 0                   b to rank 0                  rank 0 appends, in scratch
+//   step 1                                 c to rank 0
+//   step 2  a b c to rank 2                               the receiver copies, in the output
+//   step 3  a b c to rank 1
+//
+// Scratch instead of the output: rank 0 has heard of all only when all have arrived. Empty messages
+// in front would need one for every pair of ranks.
+//
+// Steps: 2 log. Messages: as in the all-reduce. Elements sent: under * count up (but for rank 0)
+// and children * size * count down.
+Plan tree_all_gather(int rank, int size, size_t count) {
+  const Range input{Space::input, 0, count};
+  const Range output{Space::output, 0, static_cast<size_t>(size) * count};
+  if (size == 1) return copy_plan(input, output);
+  const auto children = children_of(rank, size);
+  Range run = input;
+  Plan plan;
+  if (!children.empty()) {
+    run = {Space::scratch, 0, under(rank, size) * count};
+    plan.scratch = run.count;
+    plan.moves.push_back({rank, input, rank, {Space::scratch, 0, count}});
+  }
+  for (const int child : children) {
+    const auto offset = static_cast<size_t>(child - rank) * count;
+    plan.moves.push_back(
+        {kNobody, {}, child, {Space::scratch, offset, under(child, size) * count}});
+  }
+  if (rank != 0) plan.moves.push_back({parent_of(rank), run});
+  append_broadcast(plan, rank, size, run, output);
+  if (rank == 0) plan.moves.push_back({rank, run, rank, output});
+  return plan;
+}
+
+// All inputs are added up the tree in scratch, runs of the sum come down. With three ranks and
+// parts a b c of the sum:
+//
+//           rank 0       rank 1         rank 2
+//   step 0               sends to 0                    rank 0 adds, in scratch
+//   step 1                              sends to 0     rank 0 finishes, in scratch
+//   step 2  c to rank 2                                straight to the output: nobody is under it
+//   step 3  b to rank 1
+//   copy    a
+//
+// Steps: 2 log. Messages: as in the all-reduce. Elements sent: size * count up (but for rank 0) and
+// (under - 1) * count down.
+Plan tree_reduce_scatter(int rank, int size, size_t count) {
+  const Range input{Space::input, 0, static_cast<size_t>(size) * count};
+  const Range output{Space::output, 0, count};
+  if (size == 1) return copy_plan(input, output);
+  const auto children = children_of(rank, size);
+  const Range run{Space::scratch, 0, under(rank, size) * count};
+  Plan plan;
+  append_reduce(plan, rank, size, input, {Space::scratch, 0, input.count});
+  if (rank != 0)
+    plan.moves.push_back({kNobody, {}, parent_of(rank), children.empty() ? output : run});
+  for (auto child = children.rbegin(); child != children.rend(); ++child) {
+    const auto offset = static_cast<size_t>(*child - rank) * count;
+    plan.moves.push_back({*child, {Space::scratch, offset, under(*child, size) * count}});
+  }
+  if (!children.empty()) plan.moves.push_back({rank, {Space::scratch, 0, count}, rank, output});
+  return plan;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,84 @@
+// The choice of an algorithm, and the table behind it.
+#include "collectives/choose.h"
+
+#include <string>
+#include <vector>
+
+#include "core/errors.h"
+#include "harness.h"
+#include "prove.h"
+
+namespace pycomm {
+namespace {
+
+bool folds(const Question& question, Algorithm algorithm) {
+  std::vector<Plan> plans;
+  for (int rank = 0; rank < question.size; ++rank)
+    plans.push_back(
+        make_plan(algorithm, question.operation, rank, question.size, question.count, 0));
+  const Proof proof = prove(plans, {question.operation, question.count});
+  expect_equal(proof.error, std::string(), "proof");
+  return proof.folded;
+}
+
+void choice_test() {
+  for (const Operation operation :
+       {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
+        Operation::reduce_scatter, Operation::barrier})
+    for (const Dtype dtype : {Dtype::bfloat16, Dtype::float32, Dtype::uint8})
+      for (const int size : {1, 2, 8, 9, 64})
+        for (const size_t count : {0, 1, 4096, 4097, 16384, 16385, 1 << 20})
+          for (const bool reproducible : {false, true}) {
+            const Question question{operation, dtype, ReduceOp::avg, size, count, reproducible};
+            const bool folded = folds(question, choose(question));
+            if (reproducible || is_half(dtype))
+              expect(folded, std::string(name_of(operation)) + " of " + std::to_string(count) +
+                                 " on " + std::to_string(size) + " ranks is not folded");
+          }
+}
+const Test kChoice{"every choice has a plan, and a fold where one is needed", choice_test};
+
+void rules_test() {
+  const auto is = [](const Question& question, Algorithm wanted) {
+    expect_equal(name_of(choose(question)), name_of(wanted),
+                 std::string(name_of(question.operation)));
+  };
+  const auto sum = ReduceOp::sum, max = ReduceOp::max;
+  is({Operation::all_reduce, Dtype::float32, sum, 8, 4096}, Algorithm::direct);
+  is({Operation::all_reduce, Dtype::float32, sum, 9, 4096}, Algorithm::tree);
+  is({Operation::all_reduce, Dtype::float32, sum, 8, 4097}, Algorithm::ring);
+  is({Operation::all_reduce, Dtype::float32, sum, 8, 4097, true}, Algorithm::owner);
+  is({Operation::all_reduce, Dtype::float16, sum, 2, 8193}, Algorithm::owner);
+  is({Operation::all_reduce, Dtype::float16, max, 2, 8193}, Algorithm::ring);
+  is({Operation::all_reduce, Dtype::float32, sum, 1, 1 << 20}, Algorithm::direct);
+  is({Operation::broadcast, Dtype::float32, sum, 4, 4096}, Algorithm::tree);
+  is({Operation::broadcast, Dtype::float32, sum, 4, 4097}, Algorithm::ring);
+  is({Operation::all_gather, Dtype::float32, sum, 64, 4096}, Algorithm::direct);
+  is({Operation::all_gather, Dtype::float32, sum, 4, 4097}, Algorithm::ring);
+  is({Operation::reduce_scatter, Dtype::float32, sum, 8, 4096}, Algorithm::direct);
+  is({Operation::reduce_scatter, Dtype::float32, sum, 16, 256}, Algorithm::tree);
+  is({Operation::reduce_scatter, Dtype::float32, sum, 16, 257}, Algorithm::ring);
+  is({Operation::reduce_scatter, Dtype::bfloat16, sum, 64, 1 << 20}, Algorithm::direct);
+  is({Operation::barrier, Dtype::uint8, sum, 64, 0}, Algorithm::direct);
+}
+const Test kRules{"the rules of the choice", rules_test};
+
+void unsupported_test() {
+  const std::string error = expect_throws<Unsupported>(
+      [] { make_plan(Algorithm::owner, Operation::broadcast, 0, 2, 8, 0); });
+  expect_equal(error,
+               std::string("broadcast has no algorithm \"owner\"; there is ring, tree, direct"),
+               "text");
+  expect_throws<InternalError>([] { make_plan(Algorithm::ring, Operation::send, 0, 2, 8, 0); });
+  expect_throws<InternalError>(
+      [] { make_plan(Algorithm::automatic, Operation::barrier, 0, 2, 0, 0); });
+  expect_throws<InternalError>(
+      [] { make_plan(Algorithm::ring, Operation::broadcast, 0, 2, 8, 2); });
+  expect_throws<InternalError>([] { choose({.operation = Operation::recv}); });
+  expect(algorithms_for(Operation::send).empty(), "send has no plans");
+}
+const Test kUnsupported{"a pair without a plan is refused with the ones there are",
+                        unsupported_test};
+
+}  // namespace
+}  // namespace pycomm

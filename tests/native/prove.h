@@ -1,0 +1,48 @@
+// Proves plans: runs those of all ranks in one thread on symbols, with no buffer, thread or clock.
+//
+// What a place of memory holds is an expression over ranks, such as (0 + 2) + 1, and the number of
+// the element that it is about. Sums are commutative here and never associative, as floating point
+// is, so two ranks whose expressions differ could hold different bits. A whole run of elements that
+// share an expression is one entry: the cost of a proof depends on the moves, hardly on the count.
+//
+// The run is the engine's at its least patient: a send is over only when its receiver has come to
+// the matching receive (nothing is buffered), sends and receives each keep their order, a send
+// waits for the moves before it that write what it reads, and a write for the sends before it that
+// read what it overwrites. Which rank goes first changes nothing, so one run stands for all.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "collectives/plan.h"
+#include "core/operation.h"
+
+namespace pycomm {
+
+struct Case {
+  Operation operation = Operation::all_reduce;
+  size_t count = 0;  // as in collectives.h
+  int root = 0;
+  // The caller passes one array: input is output, or this rank's place in the larger of the two.
+  bool aliased = false;
+};
+
+struct Proof {
+  std::string error;             // the first violation, with rank, move and element; empty: proven
+  std::vector<size_t> messages;  // that each rank sends to others
+  std::vector<size_t> elements;  // in them
+  int steps = 0;                 // when a rank can send one message and receive one at a time
+  bool folded = true;            // every sum is the fold of ranks 0, 1, 2, ... in this order
+};
+
+// plans[r] is rank r's; at most 64 ranks. Proven is, beside the order of things told above, that
+//   * the operation's result is in every output: each rank's contribution once, finished once (with
+//     two ranks or more), the same expression on all ranks;
+//   * nothing is read before it is there, no range leaves its memory, input is never written, and
+//     `in` overlaps neither `out` nor, unless they are the same place, `with`;
+//   * output is written only by a rank that has heard of all ranks, through any chain of messages
+//     (not in broadcast); after a barrier every rank has.
+Proof prove(const std::vector<Plan>& plans, const Case& what);
+
+}  // namespace pycomm
