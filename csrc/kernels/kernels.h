@@ -1,0 +1,30 @@
+// The element-wise kernels of the CPU and the one table that finds them.
+//
+// Pointers need no alignment (what arrives on a wire has none) and `out` may be the same as `a` or `b`
+// but not overlap them otherwise. Nothing allocates, nothing throws, any number of threads may call.
+#pragma once
+
+#include <cstddef>
+
+#include "core/dtype.h"
+#include "core/reduce_op.h"
+
+namespace pycomm {
+
+// One reduction of one dtype. float16 and bfloat16 are added in float32 and rounded (to nearest,
+// ties to even) once per call. min and max: NaN wins, and -0 is less than +0, so that the operands
+// can be swapped. Integers wrap around. bool: sum is or, product is and.
+struct Reducer {
+  // out[i] = a[i] (+) b[i]
+  void (*reduce)(void* out, const void* a, const void* b, size_t count);
+  // The same, and the last addition of these elements: avg divides by `size` here.
+  void (*finish)(void* out, const void* a, const void* b, size_t count, int size);
+  // out[i] = slots[i] (+) slots[count + i] (+) ... over `size` slots, left to right; finished.
+  // `out` may be one of the slots.
+  void (*fold)(void* out, const void* slots, size_t count, int size);
+};
+
+// Throws Unsupported where the pair has no meaning: avg of integers or bool, bits of floats.
+const Reducer& reducer(Dtype dtype, ReduceOp op);
+
+}  // namespace pycomm
