@@ -1,0 +1,37 @@
+// The store of ranks that are threads of one process. The TCP store's server keeps its keys in one.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "rendezvous/store.h"
+
+namespace pycomm {
+
+// From any thread.
+class LocalStore final : public Store {
+ public:
+  void set(const std::string& key, const std::string& value) override;
+  std::string get(const std::string& key, const Deadline& deadline) override;
+
+  // The value if somebody has set it; never waits.
+  std::optional<std::string> find(const std::string& key) const;
+  // As set(), unless keys and values together would then exceed `max_bytes`: false.
+  bool set_within(const std::string& key, const std::string& value, size_t max_bytes);
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::string> values_;
+  size_t bytes_ = 0;  // of all keys and values
+};
+
+// What every store's get() throws at its deadline.
+[[noreturn]] void throw_key_timeout(const std::string& key, const Deadline& deadline,
+                                    const std::string& store);
+
+}  // namespace pycomm

@@ -1,0 +1,106 @@
+// What the TCP store's client and server say to each other after the handshake, byte by byte: one
+// request, one reply, in turn. Parsing gives a value, "more bytes are needed" or "no frame of
+// ours", for any bytes, and never holds more than the limits below. Used by tcp_store.cpp,
+// store_server.cpp.
+//
+//   request: verb (1 byte), bytes of key (4), bytes of value (4), how long to wait in ms (4), key,
+//   value reply:   status (1 byte), bytes of value (4), value
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace pycomm::store_frame {
+
+inline constexpr size_t kMaxKeyBytes = 1024, kMaxValueBytes = size_t{1} << 20;
+inline constexpr size_t kRequestHeadBytes = 13, kReplyHeadBytes = 5;
+inline constexpr std::string_view kContext = "pycomm store";  // of the handshake's claim
+inline constexpr int kServerRank = 0, kClientRank = 1;        // and its ranks
+
+enum class Verb : uint8_t { set = 1, get = 2 };
+enum class Status : uint8_t { ok = 1, absent = 2, full = 3 };
+
+struct Request {
+  Verb verb = Verb::get;
+  uint32_t wait_ms = 0;  // get: after so long without the key the reply is `absent`
+  std::string key, value;
+};
+
+struct Reply {
+  Status status = Status::ok;
+  std::string value;
+};
+
+enum class Parse : uint8_t { complete, more, broken };
+
+// `needed`: how many bytes the frame has, as far as that can be told yet; when complete, all of
+// them.
+template <typename Frame>
+struct Parsed {
+  Parse parse = Parse::more;
+  size_t needed = 0;
+  Frame frame{};
+};
+
+inline void put_u32(std::string& bytes, size_t value) {
+  for (int shift = 0; shift < 32; shift += 8) bytes.push_back(static_cast<char>(value >> shift));
+}
+
+inline uint32_t u32_at(std::string_view bytes, size_t at) {
+  uint32_t value = 0;
+  for (size_t i = 0; i < 4; ++i) value |= uint32_t{static_cast<uint8_t>(bytes[at + i])} << (8 * i);
+  return value;
+}
+
+inline std::string encode(const Request& request) {
+  std::string bytes(1, static_cast<char>(request.verb));
+  put_u32(bytes, request.key.size());
+  put_u32(bytes, request.value.size());
+  put_u32(bytes, request.wait_ms);
+  return bytes + request.key + request.value;
+}
+
+inline std::string encode(const Reply& reply) {
+  std::string bytes(1, static_cast<char>(reply.status));
+  put_u32(bytes, reply.value.size());
+  return bytes + reply.value;
+}
+
+inline Parsed<Request> parse_request(std::string_view bytes) {
+  Parsed<Request> parsed{Parse::more, kRequestHeadBytes, {}};
+  if (bytes.size() < kRequestHeadBytes) return parsed;
+  const auto verb = static_cast<Verb>(bytes[0]);
+  const size_t key_bytes = u32_at(bytes, 1), value_bytes = u32_at(bytes, 5);
+  const bool known = verb == Verb::set || (verb == Verb::get && value_bytes == 0);
+  if (!known || key_bytes > kMaxKeyBytes || value_bytes > kMaxValueBytes) {
+    parsed.parse = Parse::broken;
+    return parsed;
+  }
+  parsed.needed = kRequestHeadBytes + key_bytes + value_bytes;
+  if (bytes.size() < parsed.needed) return parsed;
+  parsed.parse = bytes.size() == parsed.needed ? Parse::complete : Parse::broken;
+  parsed.frame = {verb, u32_at(bytes, 9), std::string(bytes.substr(kRequestHeadBytes, key_bytes)),
+                  std::string(bytes.substr(kRequestHeadBytes + key_bytes, value_bytes))};
+  return parsed;
+}
+
+inline Parsed<Reply> parse_reply(std::string_view bytes) {
+  Parsed<Reply> parsed{Parse::more, kReplyHeadBytes, {}};
+  if (bytes.size() < kReplyHeadBytes) return parsed;
+  const auto status = static_cast<Status>(bytes[0]);
+  const size_t value_bytes = u32_at(bytes, 1);
+  const bool known = status == Status::ok || status == Status::absent || status == Status::full;
+  if (!known || value_bytes > kMaxValueBytes) {
+    parsed.parse = Parse::broken;
+    return parsed;
+  }
+  parsed.needed = kReplyHeadBytes + value_bytes;
+  if (bytes.size() < parsed.needed) return parsed;
+  parsed.parse = bytes.size() == parsed.needed ? Parse::complete : Parse::broken;
+  parsed.frame = {status, std::string(bytes.substr(kReplyHeadBytes))};
+  return parsed;
+}
+
+}  // namespace pycomm::store_frame

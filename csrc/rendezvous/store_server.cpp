@@ -1,0 +1,217 @@
+// See store_server.h.
+#include "rendezvous/store_server.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "core/errors.h"
+
+namespace pycomm {
+
+using store_frame::Parse;
+using store_frame::Reply;
+using store_frame::Request;
+using store_frame::Status;
+using store_frame::Verb;
+
+namespace {
+
+constexpr int kBacklog = 1024;
+// Under a flood a stranger keeps its place at least this long, so that one who holds the key has
+// the time to show it: the handshake takes well under a millisecond on one host, some on a network.
+constexpr std::chrono::milliseconds kGrace{20};
+// How long the listener rests when no descriptor is left and no stranger can give way.
+constexpr std::chrono::milliseconds kRest{100};
+constexpr size_t kReadBytes = 1 << 16;
+// Waits longer than this are asked anew: nothing overflows.
+constexpr std::chrono::hours kLongest{1};
+
+}  // namespace
+
+struct StoreServer::Client {
+  explicit Client(Handshake first) : handshake(std::make_unique<Handshake>(std::move(first))) {}
+  int fd() const { return handshake ? handshake->fd() : socket.get(); }
+
+  Clock::time_point born = Clock::now();
+  std::unique_ptr<Handshake> handshake;  // until it is over
+  bool handshake_sends = false;
+  Fd socket;                       // from then on
+  std::string in, out;             // a request in part, a reply
+  size_t sent = 0;                 // of the reply
+  std::optional<Request> waiting;  // a get whose key nobody has set yet
+  Clock::time_point wait_end{};
+};
+
+StoreServer::StoreServer(const Address& address, std::string key,
+                         std::chrono::nanoseconds handshake_limit)
+    : key_(std::move(key)),
+      handshake_limit_(handshake_limit),
+      listener_(listen_on(address, kBacklog)),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      port_(local_address(listener_.get()).port()) {
+  if (key_.empty()) throw InvalidArgument("the key of a store is empty");
+  if (!wake_) throw_errno("making an eventfd");
+  thread_ = std::thread([this] { run(); });
+}
+
+StoreServer::~StoreServer() {
+  stopping_ = true;
+  wake();
+  thread_.join();
+}
+
+void StoreServer::wake() { ::eventfd_write(wake_.get(), 1); }
+
+void StoreServer::run() try {
+  std::vector<pollfd> polled;
+  while (!stopping_) {
+    polled.clear();
+    polled.push_back({wake_.get(), POLLIN, 0});
+    const bool listening = Clock::now() >= accept_again_;
+    polled.push_back({listening ? listener_.get() : -1, POLLIN, 0});
+    for (const Client& client : clients_) {
+      const bool sends = client.handshake ? client.handshake_sends : !client.out.empty();
+      polled.push_back({client.fd(), static_cast<short>(sends ? POLLOUT : POLLIN), 0});
+    }
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(next_deadline() - Clock::now());
+    const auto wait_ms = std::max<std::chrono::milliseconds::rep>(left.count(), 0);
+    if (::poll(polled.data(), polled.size(), static_cast<int>(wait_ms)) < 0 && errno != EINTR)
+      throw_errno("polling the store's sockets");
+    eventfd_t ignored = 0;
+    if (polled[0].revents != 0) ::eventfd_read(wake_.get(), &ignored);
+    size_t at = 2;
+    for (auto client = clients_.begin(); client != clients_.end(); ++at)
+      client = advance(*client, polled[at].revents) ? std::next(client) : clients_.erase(client);
+    if (polled[1].revents != 0) accept_one();
+  }
+} catch (const std::exception&) {
+  // Out of memory, or a bug. Nobody may wait for a server that does not run: all connections end.
+  clients_.clear();
+  listener_.reset();
+}
+
+Clock::time_point StoreServer::next_deadline() const {
+  const auto now = Clock::now();
+  auto next = now + kLongest;
+  if (accept_again_ > now) next = accept_again_;
+  for (const Client& client : clients_) {
+    if (client.handshake) next = std::min(next, now + client.handshake->deadline().left());
+    if (client.waiting) next = std::min(next, client.wait_end);
+  }
+  return next;
+}
+
+// One in a round, so that a flood of strangers leaves each of them, and the clients, a turn.
+void StoreServer::accept_one() {
+  const auto is_stranger = [](const Client& client) { return client.handshake != nullptr; };
+  const auto strangers = std::count_if(clients_.begin(), clients_.end(), is_stranger);
+  if (static_cast<size_t>(strangers) >= kMaxStrangers && !drop_oldest_stranger()) return;
+  bool exhausted = false;
+  Fd fd = accept_from(listener_.get(), &exhausted);
+  if (exhausted) drop_oldest_stranger();
+  if (!fd) return;
+  clients_.emplace_back(Handshake(
+      std::move(fd), Handshake::Role::listener, key_,
+      {std::string(store_frame::kContext), store_frame::kServerRank, store_frame::kClientRank},
+      handshake_limit_));
+}
+
+bool StoreServer::drop_oldest_stranger() {
+  const auto oldest = std::find_if(clients_.begin(), clients_.end(), [](const Client& client) {
+    return client.handshake != nullptr;
+  });
+  const auto now = Clock::now();
+  accept_again_ = oldest == clients_.end() ? now + kRest : oldest->born + kGrace;
+  if (accept_again_ > now) return false;
+  clients_.erase(oldest);
+  return true;
+}
+
+// False when the client is to be dropped. Called for every client in every round.
+bool StoreServer::advance(Client& client, short events) {
+  if (client.handshake) return shake_hands(client, events);
+  if (!client.out.empty()) return events == 0 || send(client);
+  if (client.waiting) return events == 0 && answer(client);  // who waits is silent, or has gone
+  return events == 0 || receive(client);
+}
+
+bool StoreServer::shake_hands(Client& client, short events) {
+  if (events == 0 && !client.handshake->deadline().expired()) return true;
+  switch (client.handshake->advance()) {
+    case Handshake::Step::want_read:
+      client.handshake_sends = false;
+      return true;
+    case Handshake::Step::want_write:
+      client.handshake_sends = true;
+      return true;
+    case Handshake::Step::refused:
+      return false;
+    case Handshake::Step::done:
+      break;
+  }
+  client.socket = client.handshake->release();
+  client.handshake.reset();
+  return true;
+}
+
+// Reads never past the end of the request that is being read, so that no more than one is held.
+bool StoreServer::receive(Client& client) {
+  auto parsed = store_frame::parse_request(client.in);
+  const size_t had = client.in.size();
+  client.in.resize(had + std::min(kReadBytes, parsed.needed - had));
+  const ssize_t got =
+      ::recv(client.socket.get(), client.in.data() + had, client.in.size() - had, 0);
+  const int error = errno;
+  client.in.resize(had + static_cast<size_t>(std::max<ssize_t>(got, 0)));
+  if (got <= 0) return got < 0 && (error == EAGAIN || error == EINTR);
+  parsed = store_frame::parse_request(client.in);
+  if (parsed.parse != Parse::complete) return parsed.parse == Parse::more;
+  client.in.clear();
+  client.wait_end = Clock::now() + std::min<std::chrono::milliseconds>(
+                                       std::chrono::milliseconds(parsed.frame.wait_ms), kLongest);
+  client.waiting = std::move(parsed.frame);
+  return answer(client);
+}
+
+bool StoreServer::answer(Client& client) {
+  const Request& request = *client.waiting;
+  Reply reply;
+  if (request.verb == Verb::set) {
+    // The set may be what other clients wait for, also those whose turn in this round is over.
+    if (keys_.set_within(request.key, request.value, kMaxStoreBytes))
+      wake();
+    else
+      reply.status = Status::full;
+  } else if (auto value = keys_.find(request.key)) {
+    reply.value = std::move(*value);
+  } else {
+    if (Clock::now() < client.wait_end) return true;
+    reply.status = Status::absent;
+  }
+  client.waiting.reset();
+  client.out = store_frame::encode(reply);
+  client.sent = 0;
+  return send(client);
+}
+
+bool StoreServer::send(Client& client) {
+  while (client.sent < client.out.size()) {
+    const ssize_t got = ::send(client.socket.get(), client.out.data() + client.sent,
+                               client.out.size() - client.sent, MSG_NOSIGNAL);
+    if (got < 0 && errno == EAGAIN) return true;
+    if (got < 0 && errno != EINTR) return false;
+    if (got > 0) client.sent += static_cast<size_t>(got);
+  }
+  client.out.clear();
+  return true;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,65 @@
+// A store that one rank serves over TCP and the others reach with the run's key.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/deadline.h"
+#include "os/fd.h"
+#include "rendezvous/store.h"
+#include "rendezvous/store_frame.h"
+
+namespace pycomm {
+
+class StoreServer;
+
+// From any thread; calls of several threads do not wait for each other. A key has 1 to 1024 bytes,
+// a value at most 1 MiB (InvalidArgument).
+class TcpStore final : public Store {
+ public:
+  using Log = std::function<void(const std::string&)>;
+
+  // This process serves, and the object is a store of its own server. An empty host: every IPv4
+  // interface; port 0: any that is free. Nothing listens any more after the destructor, and clients
+  // that then still wait get PeerLost. Throws InvalidArgument: address taken or unknown, empty key.
+  static std::unique_ptr<TcpStore> serve(const std::string& host, uint16_t port,
+                                         const std::string& key);
+
+  // Waits until a server is there that holds the same key, trying again and again with longer and
+  // longer pauses, up to a second; `log` gets a line for each attempt that failed, on this thread,
+  // and may throw to give up. Throws Timeout with the last reason.
+  static std::unique_ptr<TcpStore> connect(const std::string& host, uint16_t port,
+                                           const std::string& key, const Deadline& deadline,
+                                           Log log = {});
+
+  ~TcpStore() override;
+
+  // Both throw PeerLost when the server goes away, InternalError when it speaks nonsense; set
+  // throws Timeout after 30 s.
+  void set(const std::string& key, const std::string& value) override;
+  std::string get(const std::string& key, const Deadline& deadline) override;
+
+  uint16_t port() const { return port_; }
+
+ private:
+  TcpStore(std::string host, uint16_t port, std::string key, Log log);
+  Fd open(const Deadline& deadline) const;
+  Fd take(const Deadline& deadline);
+  store_frame::Reply ask(const store_frame::Request& request, const Deadline& deadline);
+  std::string name() const;
+
+  std::string host_;
+  uint16_t port_;
+  std::string key_;
+  Log log_;
+  std::unique_ptr<StoreServer> server_;  // where this process serves
+  std::mutex mutex_;
+  std::vector<Fd> idle_;  // connections that no call uses now
+};
+
+}  // namespace pycomm

@@ -1,0 +1,52 @@
+// The 32 bytes in front of everything that travels. Both sides fill in what they believe the call to
+// be, so that a disagreement is seen before a byte of it is used; that is the whole cost of the check.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+namespace pycomm {
+
+static_assert(std::endian::native == std::endian::little, "frames are little-endian");
+
+enum class FrameKind : uint8_t {
+  data = 1,      // a segment of a call
+  mismatch = 2,  // "we disagree about a call of this epoch": the payload says how
+  goodbye = 3,   // the last frame: the payload says why
+};
+
+// The numbers of enums travel as they are; what they mean is the engine's business.
+struct Header {
+  uint16_t magic = kMagic;
+  uint8_t version = kVersion;
+  FrameKind kind = FrameKind::data;
+  uint8_t operation = 0;
+  uint8_t dtype = 0;
+  uint8_t op = 0;
+  uint8_t algorithm = 0;
+  uint16_t epoch = 0;     // counts the mismatches that the group has survived
+  uint16_t unused = 0;
+  uint32_t sequence = 0;  // which call of the epoch
+  uint32_t peer = 0;      // root of a broadcast, tag of a message
+  uint32_t bytes = 0;     // of payload behind this header
+  uint64_t count = 0;     // elements of the whole call
+
+  static constexpr uint16_t kMagic = 0x6370;  // "pc"
+  static constexpr uint8_t kVersion = 1;
+};
+static_assert(sizeof(Header) == 32);
+
+// Payload per frame. Small enough that a frame cut short by an error is soon filled up, large enough
+// that its header costs nothing (1/8192).
+inline constexpr size_t kSegmentBytes = size_t{256} << 10;
+
+// A notice (mismatch, goodbye) carries one sentence.
+inline constexpr size_t kNoticeBytes = 2048;
+
+// Frames that carry `bytes` of payload: an empty message is one frame.
+constexpr size_t frames_for(size_t bytes) {
+  return bytes == 0 ? 1 : (bytes + kSegmentBytes - 1) / kSegmentBytes;
+}
+
+}  // namespace pycomm

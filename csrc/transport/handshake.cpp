@@ -1,0 +1,180 @@
+// See handshake.h.
+#include "transport/handshake.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "core/errors.h"
+#include "os/random.h"
+#include "os/socket.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kNonceBytes = 32, kRankBytes = 4, kProofBytes = 32;
+constexpr size_t kGreetingBytes = kNonceBytes + kRankBytes;
+constexpr size_t kAnswerBytes = kNonceBytes + kRankBytes;
+constexpr char kYes = 'y';
+
+std::string text_of(const std::array<uint8_t, 32>& bytes) { return {bytes.begin(), bytes.end()}; }
+
+std::string little_endian(uint32_t value) {
+  std::string bytes;
+  for (int shift = 0; shift < 32; shift += 8) bytes.push_back(static_cast<char>(value >> shift));
+  return bytes;
+}
+
+std::string rank_bytes(int rank) { return little_endian(static_cast<uint32_t>(rank)); }
+
+int rank_at(std::string_view bytes, size_t at) {
+  uint32_t value = 0;
+  for (size_t i = 0; i < kRankBytes; ++i)
+    value |= uint32_t{static_cast<uint8_t>(bytes[at + i])} << (8 * i);
+  return static_cast<int>(value);
+}
+
+std::string reason(int error) { return std::generic_category().message(error); }
+
+}  // namespace
+
+Handshake::Handshake(Fd fd, Role role, std::string key, Claim claim, std::chrono::nanoseconds limit)
+    : fd_(std::move(fd)),
+      role_(role),
+      key_(std::move(key)),
+      claim_(std::move(claim)),
+      deadline_(limit) {
+  if (key_.empty()) throw InvalidArgument("the key of a connection is empty");
+  if (role_ == Role::connector) {
+    greeting_ = text_of(random_bytes()) + rank_bytes(claim_.rank);
+    buffer_ = greeting_;
+  } else {
+    expect_bytes(kGreetingBytes);
+  }
+}
+
+Handshake::Step Handshake::advance() {
+  while (state_ != Step::done && state_ != Step::refused) {
+    if (deadline_.expired()) {
+      refuse("the other side did not finish the handshake within its limit");
+    } else if (transfer()) {
+      ++stage_;
+      moved_ = 0;
+      next();
+    } else {
+      break;
+    }
+  }
+  return state_;
+}
+
+Fd Handshake::release() {
+  check(state_ == Step::done, "a connection left its handshake early");
+  return std::move(fd_);
+}
+
+bool Handshake::is_sending() const { return (stage_ % 2 == 0) == (role_ == Role::connector); }
+
+// Moves what the socket takes or gives; true when the message is complete.
+bool Handshake::transfer() {
+  state_ = is_sending() ? Step::want_write : Step::want_read;
+  if (role_ == Role::connector && !connected_) {
+    const int error = connect_error(fd_.get());
+    if (error == EINPROGRESS) return false;
+    if (error != 0) {
+      refuse(reason(error));
+      return false;
+    }
+    connected_ = true;
+  }
+  while (moved_ < buffer_.size()) {
+    char* at = buffer_.data() + moved_;
+    const size_t left = buffer_.size() - moved_;
+    const ssize_t got =
+        is_sending() ? ::send(fd_.get(), at, left, MSG_NOSIGNAL) : ::recv(fd_.get(), at, left, 0);
+    if (got > 0) {
+      moved_ += static_cast<size_t>(got);
+    } else if (got == 0) {
+      refuse("the other side closed the connection during the handshake");
+      return false;
+    } else if (errno == EAGAIN) {
+      return false;
+    } else if (errno != EINTR) {
+      refuse("the connection broke during the handshake: " + reason(errno));
+      return false;
+    }
+  }
+  return true;
+}
+
+// What follows the message that is complete.
+void Handshake::next() {
+  const bool connector = role_ == Role::connector;
+  switch (stage_) {
+    case 1:
+      return connector ? expect_bytes(kAnswerBytes + kProofBytes) : answer_greeting();
+    case 2:
+      return connector ? check_listener() : expect_bytes(kProofBytes);
+    case 3:
+      return connector ? expect_bytes(1) : check_connector();
+  }
+  if (connector && buffer_[0] != kYes) return refuse("the other side did not say yes");
+  state_ = Step::done;
+}
+
+void Handshake::answer_greeting() {
+  greeting_ = buffer_;
+  answer_ = text_of(random_bytes()) + rank_bytes(claim_.rank);
+  buffer_ = answer_ + text_of(proof_of(Role::listener));
+}
+
+void Handshake::check_listener() {
+  answer_ = buffer_.substr(0, kAnswerBytes);
+  if (!is_proven(std::string_view(buffer_).substr(kAnswerBytes), Role::listener)) return;
+  peer_ = rank_at(answer_, kNonceBytes);
+  if (claim_.expected != -1 && claim_.expected != peer_)
+    return refuse("rank " + std::to_string(peer_) + " answered where rank " +
+                  std::to_string(claim_.expected) + " was expected");
+  buffer_ = text_of(proof_of(Role::connector));
+}
+
+void Handshake::check_connector() {
+  if (!is_proven(buffer_, Role::connector)) return;
+  peer_ = rank_at(greeting_, kNonceBytes);
+  if (claim_.expected != -1 && claim_.expected != peer_)
+    return refuse("rank " + std::to_string(peer_) + " called where rank " +
+                  std::to_string(claim_.expected) + " was expected");
+  buffer_.assign(1, kYes);
+}
+
+bool Handshake::is_proven(std::string_view proof, Role signer) {
+  Digest got{};
+  std::copy(proof.begin(), proof.end(), got.begin());
+  if (equal_in_constant_time(got, proof_of(signer))) return true;
+  refuse("the other side does not hold the same key, or is of another group or version");
+  return false;
+}
+
+Digest Handshake::proof_of(Role signer) const {
+  const std::string label = signer == Role::listener ? "pycomm 1 listener" : "pycomm 1 connector";
+  // The context has a length in front of it and all else has a fixed size: no two different
+  // conversations give the same bytes.
+  return hmac_sha256(key_, label + '\0' +
+                               little_endian(static_cast<uint32_t>(claim_.context.size())) +
+                               claim_.context + greeting_ + answer_);
+}
+
+void Handshake::expect_bytes(size_t bytes) { buffer_.assign(bytes, '\0'); }
+
+void Handshake::refuse(const std::string& why) {
+  why_ = why;
+  state_ = Step::refused;
+  fd_.reset();
+}
+
+}  // namespace pycomm

@@ -1,0 +1,84 @@
+// How two ends of a fresh connection prove to each other that they hold the run's key and belong to
+// the same group, before either believes a byte of the other. Who may not is refused with a
+// sentence. Not encryption: what follows travels in the clear. Called by the transports' set-up and
+// the store.
+//
+//   connector                                    listener
+//   nonce C, my rank                      ->
+//                                         <-     nonce L, my rank, HMAC("listener", all of it)
+//   HMAC("connector", all of it)          ->
+//                                         <-     yes
+//
+// "All of it" is the context, both nonces and both ranks. Fixed sizes; the two labels keep one
+// end's proof from being sent back to it, the nonces keep an old proof from being used again; the
+// ranks are looked at only after the proof that covers them.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "core/deadline.h"
+#include "core/sha256.h"
+#include "os/fd.h"
+
+namespace pycomm {
+
+struct Claim {
+  std::string context;  // the group's name and token: both ends must hold the same
+  int rank = 0;         // who I am
+  int expected = -1;    // whom I call, or whom alone I let in; -1: anybody
+};
+
+inline constexpr std::chrono::seconds kHandshakeLimit{5};
+
+// A state machine that never blocks: poll fd() for what advance() wants, and call it again then,
+// and also when `limit` has passed: it then refuses.
+class Handshake {
+ public:
+  enum class Role : uint8_t { connector, listener };
+  enum class Step : uint8_t { want_read, want_write, done, refused };
+
+  // Owns the non-blocking stream socket, which a connector may still be connecting. Throws
+  // InvalidArgument on an empty key.
+  Handshake(Fd fd, Role role, std::string key, Claim claim,
+            std::chrono::nanoseconds limit = kHandshakeLimit);
+
+  // Once refused, the socket is closed. Not one byte after the other's last is read.
+  Step advance();
+  int fd() const { return fd_.get(); }  // -1 once refused or released
+  const Deadline& deadline() const { return deadline_; }
+  Fd release();                       // after done
+  int peer() const { return peer_; }  // after done: the rank that the other proved to be
+  const std::string& why() const { return why_; }  // after refused
+
+ private:
+  bool is_sending() const;
+  bool transfer();
+  void next();
+  void answer_greeting();
+  void check_listener();
+  void check_connector();
+  bool is_proven(std::string_view proof, Role signer);
+  Digest proof_of(Role signer) const;
+  void expect_bytes(size_t bytes);
+  void refuse(const std::string& why);
+
+  Fd fd_;
+  Role role_;
+  std::string key_;
+  Claim claim_;
+  Deadline deadline_;
+  Step state_ = Step::want_write;
+  std::string buffer_;  // the message that is being sent or received
+  size_t moved_ = 0;    // of it so far
+  int stage_ = 0;       // 0 to 3: which of the four messages
+  bool connected_ = false;
+  std::string greeting_;  // what the connector sent first
+  std::string answer_;    // what the listener answered, without its proof
+  int peer_ = -1;
+  std::string why_;
+};
+
+}  // namespace pycomm

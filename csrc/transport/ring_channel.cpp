@@ -1,0 +1,105 @@
+#include "transport/ring_channel.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <new>
+
+#include "core/errors.h"
+
+namespace pycomm {
+namespace {
+
+// The reader is told of new bytes at least this often, so that it works while the writer copies.
+constexpr size_t kPublishBytes = size_t{32} << 10;
+
+}  // namespace
+
+RingChannel::RingChannel(std::string_view transport, std::shared_ptr<RingMemory> in,
+                         std::shared_ptr<RingMemory> out, Fd bell)
+    : transport_(transport), in_(std::move(in)), out_(std::move(out)), bell_(std::move(bell)) {}
+
+// Sleeping and waking cross like this: the sleeper stores `sleeps`, then loads the position; the mover
+// stores the position, then loads `sleeps`. All four are sequentially consistent, so at least one of
+// them sees the other, and no wake-up is lost.
+void RingChannel::ring_bell_if(std::atomic<uint32_t>& sleeps) {
+  if (sleeps.load() == 0 || sleeps.exchange(0) == 0) return;
+  const char byte = 0;
+  // A full bell wakes as well as one more byte would; a dead peer is noticed by poll.
+  (void)::send(bell_.get(), &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+size_t RingChannel::put(ConstBytes bytes) {
+  size_t done = 0;
+  while (done < bytes.size()) {
+    if (written_ - peer_read_ == out_->bytes())
+      peer_read_ = out().read.load(std::memory_order_acquire);  // its reads end before we overwrite
+    const size_t space = out_->bytes() - (written_ - peer_read_);
+    const size_t n = std::min({space, bytes.size() - done, kPublishBytes});
+    if (n == 0) break;
+    std::memcpy(out_->ring() + written_ % out_->bytes(), bytes.data() + done, n);
+    written_ += n;
+    done += n;
+    out().written.store(written_);
+    ring_bell_if(out().reader_sleeps);
+  }
+  return done;
+}
+
+size_t RingChannel::send(ConstBytes head, ConstBytes body) {
+  if (hung_up_) return head.size() + body.size();
+  const size_t n = put(head);
+  return n == head.size() ? n + put(body) : n;
+}
+
+ConstBytes RingChannel::peek(size_t want) {
+  const uint64_t written = in().written.load(std::memory_order_acquire);  // its bytes are there
+  check(written - read_ <= in_->bytes(), "a ring holds more than it can");
+  return {in_->ring() + read_ % in_->bytes(), std::min<size_t>(written - read_, want)};
+}
+
+void RingChannel::take(size_t bytes) {
+  read_ += bytes;
+  in().read.store(read_);
+  ring_bell_if(in().writer_sleeps);
+}
+
+size_t RingChannel::receive(Bytes into) {
+  const ConstBytes here = peek(std::min(into.size(), 2 * kPublishBytes));
+  if (here.empty()) return 0;
+  std::memcpy(into.data(), here.data(), here.size());
+  take(here.size());
+  return here.size();
+}
+
+pollfd RingChannel::arm(Want want) {
+  if (want.receive) in().reader_sleeps.store(1);
+  if (want.send) out().writer_sleeps.store(1);
+  // Only for the order of sequentially consistent operations; the caller looks for progress next.
+  if (want.receive) (void)in().written.load();
+  if (want.send) peer_read_ = out().read.load();
+  return {bell_.get(), POLLIN, 0};
+}
+
+void RingChannel::disarm(short revents) {
+  in().reader_sleeps.store(0);
+  out().writer_sleeps.store(0);
+  if (revents == 0 || hung_up_) return;
+  std::array<char, 64> bytes;
+  for (;;) {
+    const auto n = ::recv(bell_.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+    if (n > 0) continue;
+    if (n < 0 && errno == EINTR) continue;
+    if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) hung_up_ = true;
+    return;
+  }
+}
+
+void RingChannel::hang_up() {
+  if (bell_) ::shutdown(bell_.get(), SHUT_RDWR);
+}
+
+}  // namespace pycomm

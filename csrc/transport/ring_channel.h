@@ -1,0 +1,54 @@
+// A channel through memory that both ranks see: a ring of bytes for each direction and a bell.
+//
+// Each ring has one writer and one reader. The bell is a stream socket: whoever sleeps says so in the
+// ring, whoever moves the ring then sends it one byte; and the kernel closes it when a rank dies.
+// local.cpp and shm.cpp differ only in how two ranks come to hold the same rings.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "os/fd.h"
+#include "os/shared_memory.h"
+#include "transport/transport.h"
+
+namespace pycomm {
+
+// The first page of a ring. Positions count bytes since the start and never wrap.
+struct RingHead {
+  alignas(64) std::atomic<uint64_t> written;
+  alignas(64) std::atomic<uint64_t> read;
+  alignas(64) std::atomic<uint32_t> reader_sleeps;
+  alignas(64) std::atomic<uint32_t> writer_sleeps;
+};
+
+class RingChannel final : public Channel {
+ public:
+  RingChannel(std::string_view transport, std::shared_ptr<RingMemory> in,
+              std::shared_ptr<RingMemory> out, Fd bell);
+
+  std::string_view transport() const override { return transport_; }
+  size_t send(ConstBytes head, ConstBytes body) override;
+  ConstBytes peek(size_t want) override;
+  void take(size_t bytes) override;
+  size_t receive(Bytes into) override;
+  bool hung_up() const override { return hung_up_; }
+  pollfd arm(Want want) override;
+  void disarm(short revents) override;
+  void hang_up() override;
+
+ private:
+  RingHead& in() const { return *reinterpret_cast<RingHead*>(in_->head()); }
+  RingHead& out() const { return *reinterpret_cast<RingHead*>(out_->head()); }
+  size_t put(ConstBytes bytes);
+  void ring_bell_if(std::atomic<uint32_t>& sleeps);
+
+  std::string_view transport_;
+  std::shared_ptr<RingMemory> in_, out_;
+  Fd bell_;
+  uint64_t written_ = 0, read_ = 0;  // our own ends; the shared copies are for the peer
+  uint64_t peer_read_ = 0;           // the last we saw of the peer's
+  bool hung_up_ = false;
+};
+
+}  // namespace pycomm

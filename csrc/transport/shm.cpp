@@ -1,0 +1,129 @@
+#include "transport/shm.h"
+
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <cstring>
+#include <map>
+
+#include "core/errors.h"
+#include "os/random.h"
+#include "os/shared_memory.h"
+#include "os/socket.h"
+#include "transport/ring_channel.h"
+
+namespace pycomm {
+namespace {
+
+std::string random_name() {
+  constexpr std::string_view digits = "0123456789abcdef";
+  std::string name;
+  for (const uint8_t byte : random_bytes()) {
+    name += digits[byte >> 4];
+    name += digits[byte & 15];
+  }
+  return name;
+}
+
+// A message of one byte with a descriptor beside it.
+struct Passed {
+  char byte = 0;
+  iovec data{&byte, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+
+  Passed() {
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+  }
+  Passed(const Passed&) = delete;
+  Passed& operator=(const Passed&) = delete;
+};
+
+void pass(int socket, int fd) {
+  Passed passed;
+  cmsghdr* head = CMSG_FIRSTHDR(&passed.message);
+  head->cmsg_level = SOL_SOCKET;
+  head->cmsg_type = SCM_RIGHTS;
+  head->cmsg_len = CMSG_LEN(sizeof fd);
+  std::memcpy(CMSG_DATA(head), &fd, sizeof fd);
+  // A peer that died meanwhile is noticed when its own offer is waited for.
+  if (::sendmsg(socket, &passed.message, MSG_NOSIGNAL) < 0 && errno != EPIPE && errno != ECONNRESET)
+    throw_errno("passing shared memory to a peer");
+}
+
+Fd take_passed(int socket, const Deadline& deadline) {
+  Passed passed;
+  for (;;) {
+    const auto n = ::recvmsg(socket, &passed.message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (n == 0) throw PeerLost("it hung up while its connection was set up");
+    if (n > 0) break;
+    if (errno != EAGAIN && errno != EINTR)
+      throw PeerLost(std::string("it was lost while its connection was set up: ") +
+                     std::strerror(errno));
+    if (deadline.expired()) throw Timeout("it connected but sent no shared memory");
+    pollfd wait{socket, POLLIN, 0};
+    ::poll(&wait, 1, 100);
+  }
+  const cmsghdr* head = CMSG_FIRSTHDR(&passed.message);
+  if (head == nullptr || head->cmsg_type != SCM_RIGHTS || head->cmsg_len != CMSG_LEN(sizeof(int)))
+    throw PeerLost("it sent no shared memory");
+  int fd = -1;
+  std::memcpy(&fd, CMSG_DATA(head), sizeof fd);
+  return Fd(fd);
+}
+
+class Shm final : public SocketTransport {
+ public:
+  explicit Shm(size_t ring_bytes)
+      : ring_bytes_(ring_bytes),
+        address_("pycomm-" + random_name()),
+        listener_(listen_on(abstract_unix_address(address_), SOMAXCONN)) {}
+
+  std::string_view name() const override { return "shm"; }
+  const std::string& address() const override { return address_; }
+  int listener() const override { return listener_.get(); }
+  Fd call(const std::string& address) const override {
+    return start_connect(abstract_unix_address(address));
+  }
+
+  // Each side makes the ring that it reads, and gives the other the same memory to write.
+  void offer(int fd) override {
+    Fd memory = make_shared_memory(RingMemory::file_bytes(ring_bytes_));
+    pass(fd, memory.get());
+    offered_[fd] = std::move(memory);
+  }
+
+  std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) override {
+    auto mine = offered_.extract(fd.get());
+    check(!mine.empty(), "accepted without an offer");
+    const Fd theirs = take_passed(fd.get(), deadline);
+    if (!is_shared_memory(theirs.get(), RingMemory::file_bytes(ring_bytes_)))
+      throw PeerLost("what it sent is not shared memory of the agreed size");
+    auto in = std::make_shared<RingMemory>(mine.mapped().get(), ring_bytes_);
+    auto out = std::make_shared<RingMemory>(theirs.get(), ring_bytes_);
+    return std::make_unique<RingChannel>("shm", std::move(in), std::move(out), std::move(fd));
+  }
+
+ private:
+  size_t ring_bytes_;
+  std::string address_;
+  Fd listener_;
+  std::map<int, Fd> offered_;
+};
+
+}  // namespace
+
+std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, std::string& why) {
+  try {
+    (void)make_shared_memory(RingMemory::file_bytes(ring_bytes));
+    return std::make_unique<Shm>(ring_bytes);
+  } catch (const Error& error) {
+    why = error.what();
+    return nullptr;
+  }
+}
+
+}  // namespace pycomm

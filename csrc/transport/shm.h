@@ -1,0 +1,13 @@
+// Processes of one host: shared memory passed over a Unix socket, which then serves as the bell.
+//
+// The socket's name is abstract, random, and gone with the listener; the memory never had one.
+#pragma once
+
+#include "transport/transport.h"
+
+namespace pycomm {
+
+// Null where this host has no memfd or no abstract Unix sockets; `why` then says so.
+std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, std::string& why);
+
+}  // namespace pycomm

@@ -1,0 +1,144 @@
+#include "transport/tcp.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <vector>
+
+#include "os/socket.h"
+
+namespace pycomm {
+namespace {
+
+// What is read ahead. A header and a small message come in one system call; of a large message at
+// most kReadAhead bytes are copied twice.
+constexpr size_t kReadAhead = size_t{4} << 10;
+constexpr size_t kBufferBytes = size_t{256} << 10;
+
+class TcpChannel final : public Channel {
+ public:
+  explicit TcpChannel(Fd fd) : fd_(std::move(fd)), buffer_(kBufferBytes) {
+    const int on = 1;
+    ::setsockopt(fd_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  }
+
+  std::string_view transport() const override { return "tcp"; }
+
+  size_t send(ConstBytes head, ConstBytes body) override {
+    if (hung_up_) return head.size() + body.size();
+    std::array<iovec, 2> parts{{{const_cast<std::byte*>(head.data()), head.size()},
+                                {const_cast<std::byte*>(body.data()), body.size()}}};
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = parts.size();
+    for (;;) {
+      const auto n = ::sendmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+      if (n >= 0) return static_cast<size_t>(n);
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
+      hung_up_ = true;  // what it sent before may still be there to read
+      return head.size() + body.size();
+    }
+  }
+
+  ConstBytes peek(size_t want) override {
+    want = std::min(want, kBufferBytes);
+    if (end_ - begin_ < want) {
+      if (begin_ + want > kBufferBytes || begin_ == end_) {
+        std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
+        end_ -= begin_;
+        begin_ = 0;
+      }
+      end_ += read({buffer_.data() + end_, begin_ + want - end_});
+    }
+    return {buffer_.data() + begin_, std::min(want, end_ - begin_)};
+  }
+
+  void take(size_t bytes) override { begin_ += bytes; }
+
+  size_t receive(Bytes into) override {
+    if (begin_ == end_) {
+      if (into.size() >= kReadAhead) return read(into);
+      begin_ = 0;
+      end_ = read({buffer_.data(), kReadAhead});
+    }
+    const size_t n = std::min(into.size(), end_ - begin_);
+    if (n == 0) return 0;  // memcpy from nowhere is not allowed even for no bytes
+    std::memcpy(into.data(), buffer_.data() + begin_, n);
+    begin_ += n;
+    return n;
+  }
+
+  bool hung_up() const override { return hung_up_; }
+
+  pollfd arm(Want want) override {
+    // POLLRDHUP tells of a peer that closed even where nothing is to be read now.
+    const int events = (want.receive ? POLLIN : 0) | (want.send ? POLLOUT : 0) | POLLRDHUP;
+    return {fd_.get(), static_cast<short>(events), 0};
+  }
+
+  void disarm(short revents) override {
+    if ((revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0) hung_up_ = true;
+  }
+
+  void hang_up() override { ::shutdown(fd_.get(), SHUT_WR); }
+
+ private:
+  size_t read(Bytes into) {
+    for (;;) {
+      const auto n = ::recv(fd_.get(), into.data(), into.size(), MSG_DONTWAIT);
+      if (n > 0) return static_cast<size_t>(n);
+      if (n < 0 && errno == EINTR) continue;
+      if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) hung_up_ = true;
+      return 0;
+    }
+  }
+
+  Fd fd_;
+  std::vector<std::byte> buffer_;
+  size_t begin_ = 0, end_ = 0;  // what was read ahead
+  bool hung_up_ = false;
+};
+
+class Tcp final : public SocketTransport {
+ public:
+  explicit Tcp(const std::string& address)
+      : listener_(listen_on(tcp_address(address, 0), SOMAXCONN)) {
+    const auto port = local_address(listener_.get()).port();
+    const auto host = address.empty() ? interface_addresses().at(0) : address;
+    address_ = host + " " + std::to_string(port);
+  }
+
+  std::string_view name() const override { return "tcp"; }
+  const std::string& address() const override { return address_; }
+  int listener() const override { return listener_.get(); }
+
+  Fd call(const std::string& address) const override {
+    const auto blank = address.find(' ');
+    const auto port = static_cast<uint16_t>(std::strtoul(address.c_str() + blank + 1, nullptr, 10));
+    return start_connect(tcp_address(address.substr(0, blank), port));
+  }
+
+  void offer(int) override {}
+  std::unique_ptr<Channel> accept(Fd fd, const Deadline&) override {
+    return std::make_unique<TcpChannel>(std::move(fd));
+  }
+
+ private:
+  Fd listener_;
+  std::string address_;
+};
+
+}  // namespace
+
+std::unique_ptr<SocketTransport> make_tcp(const std::string& address) {
+  return std::make_unique<Tcp>(address);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,75 @@
+// What a transport is: a way to move bytes, in order and in both directions, between two ranks. It
+// knows no dtype, no reduction, no plan, and not what a frame means.
+//
+// Nothing here blocks. A rank that has nothing to do arms its channels, polls their descriptors, and
+// disarms them again; so one poll(2) covers any mixture of transports, and sees a peer die.
+#pragma once
+
+#include <poll.h>
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "core/deadline.h"
+#include "os/fd.h"
+
+namespace pycomm {
+
+using Bytes = std::span<std::byte>;
+using ConstBytes = std::span<const std::byte>;
+
+// What a rank waits for on a channel while it sleeps. A channel always wakes it when the peer hangs up.
+struct Want {
+  bool receive = false;
+  bool send = false;
+};
+
+// One end of a connection. Used by one thread at a time.
+class Channel {
+ public:
+  virtual ~Channel() = default;  // hangs up
+  virtual std::string_view transport() const = 0;
+
+  // Takes as much of `head` and then `body` as fits now, perhaps nothing; gives the bytes taken.
+  // After the peer hung up bytes are taken and lost.
+  virtual size_t send(ConstBytes head, ConstBytes body) = 0;
+
+  // What has arrived and was not taken, as one run; at least 64 KiB of it if that much was sent and
+  // `want` asks for it. Valid until the next call.
+  virtual ConstBytes peek(size_t want) = 0;
+  virtual void take(size_t bytes) = 0;
+  // Moves what has arrived into `into`; gives the bytes moved.
+  virtual size_t receive(Bytes into) = 0;
+
+  // The peer hung up or died. What it sent before can still be received.
+  virtual bool hung_up() const = 0;
+
+  // Before sleeping; look for progress once more between arm() and poll(2), or a wake-up is lost.
+  virtual pollfd arm(Want want) = 0;
+  virtual void disarm(short revents) = 0;
+
+  // Ends this side: what was sent is still delivered, and the peer sees hung_up().
+  virtual void hang_up() = 0;
+};
+
+// Ranks of two processes meet on a socket, prove who they are (handshake.h), and only then make a
+// channel of it: each side offers, then each side accepts.
+class SocketTransport {
+ public:
+  virtual ~SocketTransport() = default;
+  virtual std::string_view name() const = 0;
+  // What a peer needs in order to call; plain text.
+  virtual const std::string& address() const = 0;
+  virtual int listener() const = 0;
+  // Starts a connection to such an address. It fails or stands when the descriptor is writable.
+  virtual Fd call(const std::string& address) const = 0;
+  // Sends what the other side needs for its end. Never blocks for long.
+  virtual void offer(int fd) = 0;
+  // Waits for the other side's offer. Throws PeerLost, Timeout.
+  virtual std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) = 0;
+};
+
+}  // namespace pycomm
