@@ -1,0 +1,160 @@
+// Runs plans and messages over links, on the host, on the caller's thread.
+//
+// One thread at a time; group/ sees to that. What goes wrong ends in one of two ways. A disagreement
+// (Mismatch) starts a new epoch: all ranks forget the calls of the old one, and go on. Everything else
+// breaks the engine: it tells its peers why, hangs up, and repeats the first cause for ever.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/deadline.h"
+#include "core/errors.h"
+#include "engine/link.h"
+#include "engine/schedule.h"
+#include "kernels/kernels.h"
+
+namespace pycomm {
+
+// Something that moves bytes over the links until it is done.
+class Task {
+ public:
+  virtual ~Task() = default;
+  // Does what can be done now without waiting; true if anything moved.
+  virtual bool advance() = 0;
+  virtual bool done() const = 0;
+  // Whom it waits for, or kNobody.
+  virtual int sending_to() const = 0;
+  virtual int receiving_from() const = 0;
+};
+
+// A call of the user's in the engine's words: one plan over arrays. Element `i` of a space that is cut
+// into pieces of `piece` elements lies at (i / piece) * stride + i % piece; without blocks both are
+// the whole array.
+struct Job {
+  const Schedule* schedule = nullptr;
+  Header signature{};  // what every frame of the call says; epoch and sequence are the engine's
+  const std::byte* input = nullptr;
+  std::byte* output = nullptr;
+  size_t element_bytes = 1;
+  size_t piece = 0, stride = 0;  // 0: contiguous
+  const Reducer* reducer = nullptr;
+  int size = 1;  // ranks, which avg divides by
+};
+
+// A message from one rank to another, whole.
+struct Message {
+  Header header{};  // peer is the tag, count the elements
+  std::vector<std::byte> kept{};
+  std::byte* into = nullptr;  // `kept`, or the receiver's array if it waits already
+  size_t bytes = 0, have = 0;
+};
+
+struct EngineOptions {
+  int rank = 0;
+  std::vector<std::string> names;  // by rank: "rank 2 (host a, pid 77)"
+  std::chrono::nanoseconds spin{0};  // how long a wait looks before it sleeps
+  std::function<bool()> interrupted;
+};
+
+class Engine {
+ public:
+  // `channels` by rank; null for oneself.
+  Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions options);
+  ~Engine();
+
+  void run(const Job& job, const Deadline& deadline);
+  void send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline);
+  void receive(int from, const Header& signature, Bytes into, const Deadline& deadline);
+
+  // Says goodbye and hangs up. What peers were sent is still delivered to them.
+  void leave() noexcept;
+  // Tells the peers why and hangs up; later calls throw GroupBroken with this cause.
+  void fail(const Error& error) noexcept;
+  // From any thread: ends the wait that is under way, with GroupBroken.
+  void stop(const std::string& reason) noexcept;
+  // Throws GroupBroken if the engine is broken or has left.
+  void check_usable();
+
+  uint64_t frames_sent() const { return sum(&Link::frames_sent); }
+  uint64_t bytes_written() const { return sum(&Link::bytes_written); }
+  uint64_t bytes_received() const { return sum(&Link::bytes_received); }
+  uint64_t payload_sent() const { return payload_sent_; }
+
+  // For tasks. The link to `peer` if the frame at its front belongs to the run under way, else null;
+  // frames that belong to nothing here are dealt with on the way.
+  Link* incoming(int peer);
+  // Sends of the frames of a run: starts a frame if none is open. False while notices are in the way.
+  bool open(int peer, const Header& header);
+  size_t push(int peer, ConstBytes payload);
+  bool frame_over(int peer) { return at(peer).link->idle(); }
+  // The oldest message from `peer` with the tag, once it is whole.
+  std::optional<Message> take_message(int peer, uint32_t tag);
+  Bytes scratch(size_t bytes);
+  int rank() const { return options_.rank; }
+
+ private:
+  struct Peer {
+    std::unique_ptr<Link> link;
+    std::optional<std::string> departed;  // why it left
+    std::deque<Message> messages;         // arrived, or (the last) arriving
+    bool parked = false;                  // the frame at the front is for a later call
+    uint64_t seen = 0;                    // bytes received when last looked at
+  };
+  // What is at the front of a link.
+  enum class Front { nothing, ours, later };
+
+  void keep_half_arrived();
+  void guard(Task& task, const Header& signature, const Deadline& deadline);
+  void drive(Task& task, const Deadline& deadline);
+  void sleep(Task& task, const Deadline& deadline);
+  void check_world(const Task& task, const Deadline& deadline);
+  void check_needed(const Task& task);
+  bool tend_all();
+  Front tend(int peer);
+  Front judge(int peer, const Header& header);
+  void absorb(int peer, const Header& header);
+  void read_notice(int peer, const Header& header);
+  void heed_goodbye(int peer, const std::string& payload);
+  [[noreturn]] void disagree(int peer, const Header& theirs);
+  void new_epoch();
+  void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
+  bool flush_all(std::chrono::nanoseconds limit);
+  Peer& at(int peer) { return peers_[static_cast<size_t>(peer)]; }
+  uint64_t sum(uint64_t (Link::*figure)() const) const;
+  std::string name(int peer) const { return options_.names[static_cast<size_t>(peer)]; }
+
+  EngineOptions options_;
+  std::vector<Peer> peers_;
+  std::vector<pollfd> polled_;
+  std::vector<Channel*> armed_;  // those behind polled_, which starts with wake_
+  Clock::time_point asked_{};    // when options_.interrupted was asked last
+  std::vector<std::byte> scratch_;
+  uint16_t epoch_ = 0;
+  uint32_t sequence_ = 0;
+  const Header* running_ = nullptr;  // the run under way, if any
+  struct Awaited {
+    int from;
+    Header signature;
+    Bytes into;
+  };
+  std::optional<Awaited> awaited_;  // the message that a receive waits for
+  uint64_t payload_sent_ = 0;
+
+  std::atomic<bool> stopped_{false};
+  Fd wake_;                // written by stop()
+  std::mutex mutex_;       // guards the two below
+  std::string stop_reason_;
+  std::string broken_;     // the first cause
+};
+
+// What a header says a call is: "all_reduce(float32, sum, count 10)".
+std::string describe(const Header& header);
+
+}  // namespace pycomm

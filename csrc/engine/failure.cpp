@@ -1,0 +1,186 @@
+// How an engine fails: disagreements, goodbyes, and the first cause that it repeats.
+#include <algorithm>
+#include <cstring>
+
+#include "core/operation.h"
+#include "engine/engine.h"
+
+namespace pycomm {
+namespace {
+
+constexpr std::chrono::milliseconds kLastWords{200};
+
+// A goodbye that blames nobody: the rank has done its part.
+constexpr uint8_t kDeparted = 255;
+
+// The payload of a goodbye: kind, who is to blame, and a sentence.
+std::string encode_goodbye(uint8_t kind, int32_t peer, const std::string& text) {
+  std::string payload(1 + sizeof peer, '\0');
+  payload[0] = static_cast<char>(kind);
+  std::memcpy(payload.data() + 1, &peer, sizeof peer);
+  return payload + text;
+}
+
+}  // namespace
+
+std::string describe(const Header& header) {
+  const auto named = [](const auto& table, uint8_t i) {
+    return i < table.size() ? std::string(table[i]) : "unknown " + std::to_string(i);
+  };
+  std::string text = named(kOperations, header.operation) + "(";
+  if (header.operation == static_cast<uint8_t>(Operation::barrier)) return text + ")";
+  text += header.dtype < kDtypes.size() ? std::string(kDtypes[header.dtype].name) : "unknown dtype";
+  text += ", count " + std::to_string(header.count);
+  switch (static_cast<Operation>(header.operation)) {
+    case Operation::all_reduce:
+    case Operation::reduce_scatter:
+      text += ", " + named(kReduceOps, header.op);
+      break;
+    case Operation::broadcast:
+      text += ", root " + std::to_string(header.peer);
+      break;
+    case Operation::send:
+    case Operation::recv:
+      text += ", tag " + std::to_string(header.peer);
+      break;
+    case Operation::all_gather:
+    case Operation::barrier:
+      break;
+  }
+  return text + ", " + named(kAlgorithms, header.algorithm) + ")";
+}
+
+// Tells everybody, then forgets the calls of this epoch. User memory is untouched by then: plans write
+// to it only when every rank's header was seen.
+void Engine::disagree(int peer, const Header& theirs) {
+  const std::string text = "ranks disagree about call " + std::to_string(sequence_) + ": " +
+                           name(options_.rank) + " called " + describe(*running_) + ", " +
+                           name(peer) + " called " + describe(theirs) + "; no array was changed";
+  Header notice{.kind = FrameKind::mismatch, .epoch = epoch_};
+  const ErrorFields fields{.op = std::string(name_of(static_cast<Operation>(running_->operation))),
+                           .sequence = sequence_,
+                           .rank = options_.rank,
+                           .peer = peer};
+  new_epoch();
+  for (Peer& who : peers_)
+    if (who.link) who.link->post(notice, text);
+  flush_all(kLastWords);
+  throw Mismatch(text, fields);
+}
+
+void Engine::new_epoch() {
+  ++epoch_;
+  sequence_ = 0;
+  running_ = nullptr;
+  for (Peer& who : peers_)
+    if (who.link) who.link->abandon();  // what was half received is of an old epoch and is dropped
+}
+
+void Engine::read_notice(int peer, const Header& header) {
+  Peer& who = at(peer);
+  check(header.bytes <= kNoticeBytes, "a notice is too long");
+  const ConstBytes here = who.link->peek();
+  if (here.size() < header.bytes) return;  // not whole yet
+  const std::string payload(reinterpret_cast<const char*>(here.data()), here.size());
+  const Header notice = header;
+  who.link->take(here.size());
+  who.link->finish();
+  if (notice.kind == FrameKind::goodbye) return heed_goodbye(peer, payload);
+  if (notice.epoch != epoch_) return;  // we have noticed it ourselves
+  const int64_t sequence = sequence_;
+  const auto op = running_ ? name_of(static_cast<Operation>(running_->operation)) : "";
+  new_epoch();
+  throw Mismatch(payload, {.op = std::string(op),
+                           .sequence = sequence,
+                           .rank = options_.rank,
+                           .peer = peer});
+}
+
+void Engine::heed_goodbye(int peer, const std::string& payload) {
+  check(payload.size() >= 1 + sizeof(int32_t), "a goodbye is too short");
+  const auto kind = static_cast<uint8_t>(payload[0]);
+  int32_t blamed = kNobody;
+  std::memcpy(&blamed, payload.data() + 1, sizeof blamed);
+  const std::string text = payload.substr(1 + sizeof blamed);
+  if (kind == kDeparted) {
+    at(peer).departed = text;
+    return;
+  }
+  const std::string told = text + " (as " + name(peer) + " reports)";
+  if (blamed == options_.rank)
+    throw PeerLost(name(peer) + " gave up on this rank: " + text, {.peer = peer});
+  if (kind == static_cast<uint8_t>(ErrorKind::peer_lost)) throw PeerLost(told, {.peer = blamed});
+  if (kind == static_cast<uint8_t>(ErrorKind::timeout)) throw Timeout(told, {.peer = blamed});
+  throw GroupBroken(told, {.peer = peer});
+}
+
+void Engine::say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept {
+  try {
+    const Header header{.kind = FrameKind::goodbye, .epoch = epoch_};
+    for (Peer& who : peers_) {
+      if (!who.link) continue;
+      who.link->abandon();
+      who.link->post(header, encode_goodbye(kind, peer, text));
+    }
+    flush_all(kLastWords);
+  } catch (...) {  // out of memory: the closed connection must say it alone
+  }
+  for (Peer& who : peers_)
+    if (who.link) who.link->channel().hang_up();
+}
+
+// Sends what is owed to everybody, for at most `limit`. Does not read: peers that wait for us do.
+bool Engine::flush_all(std::chrono::nanoseconds limit) {
+  const Deadline deadline(limit);
+  for (;;) {
+    std::vector<pollfd> waiting;
+    std::vector<Channel*> armed;
+    for (Peer& who : peers_) {
+      if (!who.link || who.link->channel().hung_up() || who.link->flush()) continue;
+      waiting.push_back(who.link->channel().arm({false, true}));
+      armed.push_back(&who.link->channel());
+      if (who.link->flush()) waiting.back().fd = -1;  // room came between: do not sleep for it
+    }
+    if (armed.empty()) return true;
+    const bool idle = std::ranges::all_of(waiting, [](const pollfd& p) { return p.fd >= 0; });
+    if (idle) ::poll(waiting.data(), waiting.size(), 10);
+    for (size_t i = 0; i < armed.size(); ++i) armed[i]->disarm(waiting[i].revents);
+    if (deadline.expired()) return false;
+  }
+}
+
+void Engine::leave() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!broken_.empty()) return;
+    broken_ = "it was closed";
+  }
+  say_goodbye(kDeparted, kNobody, "it closed the group");
+}
+
+void Engine::fail(const Error& error) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!broken_.empty()) return;
+    broken_ = error.what();
+  }
+  say_goodbye(static_cast<uint8_t>(error.kind()), error.fields().peer, error.what());
+}
+
+void Engine::stop(const std::string& reason) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_reason_ = reason;
+  }
+  stopped_.store(true);
+  const uint64_t one = 1;
+  (void)!::write(wake_.get(), &one, sizeof one);
+}
+
+void Engine::check_usable() {
+  const std::lock_guard lock(mutex_);
+  if (!broken_.empty())
+    throw GroupBroken("this group cannot be used any more: " + broken_, {.rank = options_.rank});
+}
+
+}  // namespace pycomm

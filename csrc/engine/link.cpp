@@ -1,0 +1,136 @@
+#include "engine/link.h"
+
+#include <algorithm>
+#include <array>
+
+#include "core/errors.h"
+
+namespace pycomm {
+namespace {
+
+constexpr std::array<std::byte, 4096> kFilling{};
+
+ConstBytes bytes_of(const Header& header) { return std::as_bytes(std::span(&header, 1)); }
+
+}  // namespace
+
+size_t Link::write(ConstBytes head, ConstBytes body) {
+  const size_t n = channel_->send(head, body);
+  bytes_written_ += n;
+  return n;
+}
+
+void Link::begin(const Header& header) {
+  check(idle(), "a frame was begun inside another");
+  out_ = header;
+  head_left_ = sizeof(Header);
+  body_left_ = header.bytes;
+  ++frames_sent_;
+}
+
+size_t Link::push(ConstBytes payload) {
+  payload = payload.first(std::min(payload.size(), body_left_));
+  const size_t n = write(bytes_of(out_).last(head_left_), payload);
+  const size_t head = std::min(n, head_left_);
+  head_left_ -= head;
+  body_left_ -= n - head;
+  return n - head;
+}
+
+void Link::abandon() {
+  if (head_left_ == sizeof(Header)) {  // none of it is out
+    head_left_ = body_left_ = 0;
+    --frames_sent_;
+  }
+  abandoned_ = head_left_ + body_left_ > 0;
+}
+
+bool Link::fill_up() {
+  while (head_left_ + body_left_ > 0) {
+    const size_t left = head_left_ + body_left_;
+    push(ConstBytes(kFilling).first(std::min(kFilling.size(), body_left_)));
+    if (head_left_ + body_left_ == left) return false;
+  }
+  abandoned_ = false;
+  return true;
+}
+
+void Link::post(Header header, const std::string& text) {
+  notices_.push_back({header, text.substr(0, kNoticeBytes)});
+  notices_.back().header.bytes = static_cast<uint32_t>(notices_.back().text.size());
+}
+
+bool Link::flush() {
+  if (abandoned_ && !fill_up()) return false;
+  if (head_left_ + body_left_ > 0) return false;  // a notice must not cut a live frame in two
+  while (!notices_.empty()) {
+    const Notice& notice = notices_.front();
+    const auto head = bytes_of(notice.header);
+    const auto body = std::as_bytes(std::span(notice.text));
+    const size_t in_head = std::min(notice_sent_, head.size());
+    const size_t n = write(head.subspan(in_head), body.subspan(notice_sent_ - in_head));
+    notice_sent_ += n;
+    if (notice_sent_ < head.size() + body.size()) return false;
+    ++frames_sent_;
+    notice_sent_ = 0;
+    notices_.pop_front();
+  }
+  return true;
+}
+
+const Header* Link::front() {
+  if (discarding_ && !drop()) return nullptr;
+  if (!whole_ && !read_header()) return nullptr;
+  return &in_;
+}
+
+bool Link::read_header() {
+  const size_t n = channel_->receive(
+      std::as_writable_bytes(std::span(&in_, 1)).subspan(head_have_));
+  head_have_ += n;
+  bytes_received_ += n;
+  if (head_have_ < sizeof(Header)) return false;
+  check(in_.magic == Header::kMagic && in_.version == Header::kVersion,
+        "bytes arrived that are no frame of this version");
+  whole_ = true;
+  payload_left_ = in_.bytes;
+  return true;
+}
+
+bool Link::drop() {
+  while (payload_left_ > 0) {
+    const size_t n = peek().size();
+    if (n == 0) return false;
+    take(n);
+  }
+  discarding_ = false;
+  finish();
+  return true;
+}
+
+void Link::finish() {
+  check(whole_ && payload_left_ == 0, "a frame was finished before its end");
+  whole_ = false;
+  head_have_ = 0;
+}
+
+ConstBytes Link::peek() { return channel_->peek(payload_left_); }
+
+void Link::take(size_t bytes) {
+  channel_->take(bytes);
+  payload_left_ -= bytes;
+  bytes_received_ += bytes;
+}
+
+size_t Link::receive(Bytes into) {
+  const size_t n = channel_->receive(into.first(std::min(into.size(), payload_left_)));
+  payload_left_ -= n;
+  bytes_received_ += n;
+  return n;
+}
+
+void Link::discard() {
+  if (whole_) discarding_ = true;
+}
+
+}  // namespace pycomm

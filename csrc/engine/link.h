@@ -1,0 +1,75 @@
+// Frames over a channel: a header and its payload, sent and received in pieces as they fit.
+//
+// A link also keeps the stream whole when a call fails in the middle: a frame that was begun is filled
+// up, one that was half received is thrown away, and notices go out between frames.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/frame.h"
+#include "transport/transport.h"
+
+namespace pycomm {
+
+class Link {
+ public:
+  explicit Link(std::unique_ptr<Channel> channel) : channel_(std::move(channel)) {}
+
+  // Sending. push() sends what it can of the frame begun last and gives the payload bytes that went;
+  // begin() may be called once idle().
+  bool idle() const { return head_left_ == 0 && body_left_ == 0 && notices_.empty(); }
+  void begin(const Header& header);
+  size_t push(ConstBytes payload);
+  // Gives up the frame in the making; flush() fills it up.
+  void abandon();
+  // Queues a frame of one sentence behind what is being sent.
+  void post(Header header, const std::string& text);
+  // Sends what is owed: fillings and notices. True when nothing is owed.
+  bool flush();
+
+  // Receiving. front() is the header of the frame at the front, or null until it has arrived whole; its
+  // payload is then taken bit by bit, and finish() makes way for the next frame. Throws InternalError
+  // on bytes that are no header.
+  const Header* front();
+  size_t payload_left() const { return payload_left_; }
+  ConstBytes peek();
+  void take(size_t bytes);
+  size_t receive(Bytes into);
+  void finish();
+  // Throws the frame at the front away, now and as the rest of it arrives.
+  void discard();
+
+  Channel& channel() { return *channel_; }
+  uint64_t frames_sent() const { return frames_sent_; }
+  uint64_t bytes_written() const { return bytes_written_; }
+  uint64_t bytes_received() const { return bytes_received_; }
+
+ private:
+  struct Notice {
+    Header header;
+    std::string text;
+  };
+  size_t write(ConstBytes head, ConstBytes body);
+  bool fill_up();
+  bool read_header();
+  bool drop();
+
+  std::unique_ptr<Channel> channel_;
+  // Sending: what is left of the frame that push() feeds.
+  Header out_{};
+  size_t head_left_ = 0, body_left_ = 0;
+  bool abandoned_ = false;
+  std::deque<Notice> notices_;
+  size_t notice_sent_ = 0;  // bytes of the first notice that are out
+  // Receiving: the frame at the front.
+  Header in_{};
+  size_t head_have_ = 0, payload_left_ = 0;
+  bool whole_ = false, discarding_ = false;
+  uint64_t frames_sent_ = 0, bytes_written_ = 0, bytes_received_ = 0;
+};
+
+}  // namespace pycomm

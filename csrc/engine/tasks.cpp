@@ -1,0 +1,172 @@
+#include "engine/tasks.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace pycomm {
+namespace {
+
+// One step moves at most this much, so that sending and receiving take turns.
+constexpr size_t kStepBytes = size_t{64} << 10;
+
+}  // namespace
+
+Run::Run(Engine& engine, const Job& job, const Header& header)
+    : engine_(engine),
+      job_(job),
+      header_(header),
+      rank_(engine.rank()),
+      scratch_(engine.scratch(job.schedule->plan.scratch * job.element_bytes).data()) {
+  skip();
+}
+
+const std::byte* Run::place(const Range& range) const {
+  size_t begin = range.begin;
+  if (range.space == Space::scratch) return scratch_ + begin * job_.element_bytes;
+  if (job_.piece != 0) begin = begin / job_.piece * job_.stride + begin % job_.piece;
+  const std::byte* base = range.space == Space::input ? job_.input : job_.output;
+  return base + begin * job_.element_bytes;
+}
+
+std::byte* Run::place_out(const Range& range) const {
+  check(range.space != Space::input, "a plan writes to its input");
+  return const_cast<std::byte*>(place(range));
+}
+
+// Both cursors step over the moves that are not theirs; local moves are the receiving cursor's.
+void Run::skip() {
+  while (sending_ < end() && (move(sending_).to == kNobody || move(sending_).to == rank_))
+    ++sending_;
+  while (receiving_ < end() && move(receiving_).from == kNobody) ++receiving_;
+}
+
+int Run::sending_to() const { return sending_ < end() ? move(sending_).to : kNobody; }
+
+int Run::receiving_from() const {
+  return receiving_ < end() && move(receiving_).from != rank_ ? move(receiving_).from : kNobody;
+}
+
+// How many bytes of the sending move are there to be sent.
+size_t Run::sendable() const {
+  const Needs& need = needs(sending_);
+  const auto after = static_cast<size_t>(need.send_after);
+  if (need.send_after < 0 || after < receiving_) return bytes(move(sending_).out);
+  return after == receiving_ && need.streams ? landed_ : 0;
+}
+
+bool Run::send_step() {
+  if (sending_ == end()) return false;
+  const Move& now = move(sending_);
+  const size_t total = bytes(now.out), there = sendable();
+  if (!frame_open_) {
+    if (total > 0 && there <= sent_) return false;
+    if (total == 0 && needs(sending_).send_after >= static_cast<int>(receiving_)) return false;
+    header_.bytes = static_cast<uint32_t>(std::min(kSegmentBytes, total - sent_));
+    if (!engine_.open(now.to, header_)) return false;
+    frame_open_ = true;
+    frame_left_ = header_.bytes;
+  }
+  const size_t n = std::min({there - sent_, frame_left_, kStepBytes});
+  if (n == 0 && frame_left_ > 0) return false;
+  const size_t gone = engine_.push(now.to, {total > 0 ? place(now.out) + sent_ : nullptr, n});
+  sent_ += gone;
+  frame_left_ -= gone;
+  if (frame_left_ == 0 && engine_.frame_over(now.to)) {
+    frame_open_ = false;
+    if (sent_ == total) {
+      sent_ = 0;
+      ++sending_;
+      skip();
+    }
+    return true;
+  }
+  return gone > 0;
+}
+
+bool Run::receive_step() {
+  if (receiving_ == end()) return false;
+  const Move& now = move(receiving_);
+  if (needs(receiving_).land_after >= static_cast<int>(sending_)) return false;
+  if (now.from == rank_) {
+    do_locally(now);
+  } else {
+    Link* link = engine_.incoming(now.from);
+    if (link == nullptr) return false;
+    const size_t before = landed_;
+    if (link->payload_left() > 0 && !land(*link, now)) return false;
+    if (link->payload_left() > 0) return landed_ > before;
+    link->finish();
+    if (landed_ < bytes(now.in)) return true;
+  }
+  landed_ = 0;
+  ++receiving_;
+  skip();
+  return true;
+}
+
+// Takes some payload of the frame at the front. False if too little of it is there.
+bool Run::land(Link& link, const Move& now) {
+  check(landed_ + link.payload_left() <= bytes(now.in), "a peer sent more than its plan says");
+  std::byte* into = place_out(now.in) + landed_;
+  if (now.combine == Combine::copy) {
+    const size_t n = link.receive({into, std::min(link.payload_left(), kStepBytes)});
+    landed_ += n;
+    return n > 0;
+  }
+  const ConstBytes here = link.peek();
+  const size_t count = std::min(here.size(), kStepBytes) / job_.element_bytes;
+  if (count == 0) return false;
+  const std::byte* with = place(now.with) + landed_;
+  const auto size = static_cast<int>(job_.size);
+  if (now.combine == Combine::finish)
+    job_.reducer->finish(into, with, here.data(), count, size);
+  else
+    job_.reducer->reduce(into, with, here.data(), count);
+  link.take(count * job_.element_bytes);
+  landed_ += count * job_.element_bytes;
+  return true;
+}
+
+void Run::do_locally(const Move& now) const {
+  if (now.in.count == 0) return;
+  std::byte* into = place_out(now.in);
+  const std::byte* arrived = place(now.out);
+  switch (now.combine) {
+    case Combine::copy:
+      if (into != arrived) std::memmove(into, arrived, bytes(now.in));
+      return;
+    case Combine::reduce:
+      return job_.reducer->reduce(into, place(now.with), arrived, now.in.count);
+    case Combine::finish:
+      return job_.reducer->finish(into, place(now.with), arrived, now.in.count, job_.size);
+    case Combine::fold:
+      return job_.reducer->fold(into, arrived, now.in.count,
+                                static_cast<int>(now.out.count / now.in.count));
+  }
+}
+
+bool SendMessage::advance() {
+  if (!frame_open_) {
+    header_.bytes = static_cast<uint32_t>(std::min(kSegmentBytes, bytes_.size() - sent_));
+    if (!engine_.open(to_, header_)) return false;
+    frame_open_ = true;
+    frame_left_ = header_.bytes;
+  }
+  const size_t gone = engine_.push(to_, bytes_.subspan(sent_, std::min(frame_left_, kStepBytes)));
+  sent_ += gone;
+  frame_left_ -= gone;
+  if (frame_left_ > 0 || !engine_.frame_over(to_)) return gone > 0;
+  frame_open_ = false;
+  done_ = sent_ == bytes_.size();
+  return true;
+}
+
+bool ReceiveMessage::advance() {
+  message_ = engine_.take_message(from_, tag_);
+  if (message_) return true;
+  (void)engine_.incoming(from_);
+  message_ = engine_.take_message(from_, tag_);
+  return message_.has_value();
+}
+
+}  // namespace pycomm

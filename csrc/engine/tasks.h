@@ -1,0 +1,78 @@
+// The three things an engine does: a plan, a message out, a message in.
+#pragma once
+
+#include "engine/engine.h"
+
+namespace pycomm {
+
+// A plan on its way: one cursor sends, one receives, both in the order of the moves. What is received
+// is combined as it arrives; what depends on it is sent on as it lands.
+class Run final : public Task {
+ public:
+  Run(Engine& engine, const Job& job, const Header& header);
+  bool advance() override { return static_cast<int>(send_step()) + receive_step() > 0; }
+  bool done() const override { return sending_ == end() && receiving_ == end(); }
+  int sending_to() const override;
+  int receiving_from() const override;
+
+ private:
+  size_t end() const { return job_.schedule->plan.moves.size(); }
+  const Move& move(size_t i) const { return job_.schedule->plan.moves[i]; }
+  const Needs& needs(size_t i) const { return job_.schedule->needs[i]; }
+  const std::byte* place(const Range& range) const;
+  std::byte* place_out(const Range& range) const;
+  size_t bytes(const Range& range) const { return range.count * job_.element_bytes; }
+  void skip();
+  size_t sendable() const;
+  bool send_step();
+  bool receive_step();
+  bool land(Link& link, const Move& move);
+  void do_locally(const Move& move) const;
+
+  Engine& engine_;
+  const Job& job_;
+  Header header_;
+  int rank_;
+  std::byte* scratch_;
+  size_t sending_ = 0, receiving_ = 0;  // the two cursors
+  size_t sent_ = 0, landed_ = 0;        // bytes of the moves under the cursors
+  bool frame_open_ = false;             // a frame of the sending move is being fed
+  size_t frame_left_ = 0;
+};
+
+class SendMessage final : public Task {
+ public:
+  SendMessage(Engine& engine, int to, const Header& header, ConstBytes bytes)
+      : engine_(engine), to_(to), header_(header), bytes_(bytes) {}
+  bool advance() override;
+  bool done() const override { return done_; }
+  int sending_to() const override { return to_; }
+  int receiving_from() const override { return kNobody; }
+
+ private:
+  Engine& engine_;
+  int to_;
+  Header header_;
+  ConstBytes bytes_;
+  size_t sent_ = 0, frame_left_ = 0;
+  bool frame_open_ = false, done_ = false;
+};
+
+class ReceiveMessage final : public Task {
+ public:
+  ReceiveMessage(Engine& engine, int from, uint32_t tag)
+      : engine_(engine), from_(from), tag_(tag) {}
+  bool advance() override;
+  bool done() const override { return message_.has_value(); }
+  int sending_to() const override { return kNobody; }
+  int receiving_from() const override { return from_; }
+  const Message& message() const { return *message_; }
+
+ private:
+  Engine& engine_;
+  int from_;
+  uint32_t tag_;
+  std::optional<Message> message_;
+};
+
+}  // namespace pycomm

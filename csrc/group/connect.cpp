@@ -1,0 +1,88 @@
+#include "group/connect.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "group/host_group.h"
+#include "os/random.h"
+
+namespace pycomm {
+namespace {
+
+std::vector<std::string> exchange_notes(Store& store, const ConnectOptions& options,
+                                        const std::string& mine, const Deadline& deadline) {
+  const auto key = [&](int rank) { return options.name + "/note/" + std::to_string(rank); };
+  store.set(key(options.rank), mine);
+  std::vector<std::string> notes;
+  std::string missing;
+  for (int rank = 0; rank < options.size; ++rank) {
+    try {
+      notes.push_back(store.get(key(rank), deadline));
+    } catch (const Timeout&) {
+      missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+    }
+  }
+  if (!missing.empty())
+    throw Timeout("the group \"" + options.name + "\" did not form in " +
+                      std::to_string(deadline.limit_s()) + " s: of " +
+                      std::to_string(options.size) + " ranks these have not come: " + missing,
+                  {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
+  return notes;
+}
+
+void check_options(const ConnectOptions& options) {
+  const auto refuse = [&](const std::string& why) {
+    throw InvalidArgument("init: " + why, {.op = "init"});
+  };
+  if (options.size < 1) refuse("a group has at least one rank, not " + std::to_string(options.size));
+  if (options.rank < 0 || options.rank >= options.size)
+    refuse("there is no rank " + std::to_string(options.rank) + " in a group of " +
+           std::to_string(options.size));
+  if (options.timeout.count() <= 0) refuse("a timeout must be longer than nothing");
+  const auto& by = options.transport;
+  if (!by.empty() && by != "local" && by != "shm" && by != "tcp")
+    refuse("there is no transport \"" + by + "\"; there are local, shm and tcp");
+}
+
+}  // namespace
+
+std::shared_ptr<Group> make_group(ConnectOptions options, const Exchange& exchange,
+                                  std::vector<int> ranks) {
+  const Deadline deadline(options.timeout);
+  const MeshRequest request{.rank = options.rank,
+                            .size = options.size,
+                            .name = options.name,
+                            .key = options.secret,
+                            .transport = options.transport,
+                            .address = options.address,
+                            .options = options.reproducible ? "reproducible=True"
+                                                            : "reproducible=False"};
+  Mesh mesh = form_mesh(request, exchange, deadline);
+  auto group = std::make_shared<HostGroup>(std::move(options), std::move(mesh), std::move(ranks));
+  // Nobody goes on, or leaves, before everybody stands: until here a closed connection is a death.
+  group->run({.operation = Operation::barrier});
+  return group;
+}
+
+std::shared_ptr<Group> connect(Store& store, ConnectOptions options) {
+  check_options(options);
+  const Deadline deadline(options.timeout);
+  if (options.secret.empty() && options.size > 1) {
+    const std::string key = options.name + "/key";
+    if (options.rank == 0) {
+      const auto bytes = random_bytes();
+      store.set(key, std::string(bytes.begin(), bytes.end()));
+    }
+    options.secret = store.get(key, deadline);
+  }
+  std::vector<int> ranks(static_cast<size_t>(options.size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const ConnectOptions asked = options;
+  return make_group(
+      std::move(options),
+      [&](const std::string& mine) { return exchange_notes(store, asked, mine, deadline); },
+      std::move(ranks));
+}
+
+}  // namespace pycomm

@@ -1,0 +1,109 @@
+// A group of ranks that call collectives together: the one interface that bindings see.
+//
+// Every rank makes the same calls in the same order. A group belongs to one thread at a time: a second
+// thread that enters while a call runs gets InvalidArgument (split the group instead). Calls made with
+// run() happen on the caller's thread; those made with start() happen in order on one worker, and a
+// run() waits for its turn behind them.
+//
+// This header names no transport, no socket and no algorithm's code, so that a module compiled apart
+// (bindings/c10d.cpp) can use a group that another module made without linking anything of ours.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/errors.h"
+#include "core/operation.h"
+#include "core/reduce_op.h"
+
+namespace pycomm {
+
+// One call. `count` is elements of: the array (all_reduce, broadcast, send, recv), the input
+// (all_gather: the output is size() times that), the output (reduce_scatter: the input is size() times
+// that). Arrays are contiguous and stay alive until the call is over. `input` may be the same address
+// as `output`, or, in all_gather and reduce_scatter, as this rank's place in the larger one. Broadcast
+// and recv use `output` only, send `input` only, barrier neither.
+struct Call {
+  Operation operation = Operation::barrier;
+  Dtype dtype = Dtype::uint8;
+  ReduceOp op = ReduceOp::sum;
+  const void* input = nullptr;
+  void* output = nullptr;
+  size_t count = 0;
+  int peer = 0;       // root of broadcast, destination of send, source of recv
+  uint32_t tag = 0;   // send, recv
+  Algorithm algorithm = Algorithm::automatic;
+  std::chrono::nanoseconds timeout{0};  // 0: the group's
+};
+
+class Work {
+ public:
+  virtual ~Work() = default;
+  virtual bool done() const = 0;
+  // Waits until the call is over and throws its error if it failed. Throws Timeout when `limit` passes
+  // first; the call itself goes on. A limit of 0 waits as long as the call may take.
+  virtual void wait(std::chrono::nanoseconds limit = std::chrono::nanoseconds{0}) = 0;
+  // The error of a call that is over, or null.
+  virtual std::exception_ptr error() const = 0;
+};
+
+// What this rank has done since the group stands. `bytes_sent` is payload handed to transports;
+// `bytes_written` adds the frame headers: what peers were really sent.
+struct Stats {
+  uint64_t calls = 0;
+  uint64_t frames_sent = 0;
+  uint64_t bytes_sent = 0;
+  uint64_t bytes_written = 0;
+  uint64_t bytes_received = 0;
+  double seconds = 0;  // inside calls
+};
+
+// Who a rank is, as it said when the group formed.
+struct Member {
+  std::string host;
+  int64_t pid = 0;
+  std::string transport;  // what this rank reaches it by: "self", "local", "shm", "tcp"
+};
+
+class Group {
+ public:
+  virtual ~Group() = default;  // says goodbye first, as close() does
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual const std::string& name() const = 0;
+  virtual const std::vector<Member>& members() const = 0;  // by rank
+  virtual const std::vector<int>& ranks() const = 0;       // by rank: its rank in the first group
+  virtual int local_rank() const = 0;                      // among the ranks of this host, by rank
+  virtual int local_size() const = 0;
+  virtual int host_count() const = 0;
+
+  // InvalidArgument and Unsupported are thrown before anything moves.
+  virtual void run(const Call& call) = 0;
+  // `then` runs once on the worker when the call is over, with its error or null; it must not throw.
+  virtual std::shared_ptr<Work> start(const Call& call,
+                                      std::function<void(std::exception_ptr)> then = {}) = 0;
+
+  // Collective. Ranks that give the same color form a group, ordered by (key, rank); a negative color
+  // takes part and gets null.
+  virtual std::shared_ptr<Group> split(int color, int key) = 0;
+
+  virtual Stats stats() const = 0;
+  virtual void set_timeout(std::chrono::nanoseconds timeout) = 0;
+
+  // Leaves in peace: peers that need nothing more from this rank do not notice. Twice is fine. Later
+  // calls raise GroupBroken.
+  virtual void close() noexcept = 0;
+  // From any thread: the call that runs, here and on every peer, ends with an error that carries
+  // `reason`, and the group is broken for good.
+  virtual void abort(const std::string& reason) noexcept = 0;
+};
+
+}  // namespace pycomm

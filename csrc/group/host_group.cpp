@@ -1,0 +1,282 @@
+#include "group/host_group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "collectives/choose.h"
+#include "core/sha256.h"
+
+namespace pycomm {
+namespace {
+
+// Scratch of one call. A call that would need more runs in blocks; with 8 MiB of rings (mesh.cpp) a
+// group stays under 16 MiB a rank, whatever the message.
+constexpr size_t kScratchBytes = size_t{8} << 20;
+constexpr size_t kMaxPlans = 256;
+// Longer than two processors need to answer each other, shorter than a time slice.
+constexpr std::chrono::microseconds kSpin{20};
+
+bool is_plan(Operation operation) {
+  return operation != Operation::send && operation != Operation::recv;
+}
+
+EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh) {
+  EngineOptions engine{.rank = options.rank, .names = {}, .interrupted = options.interrupted};
+  for (size_t i = 0; i < mesh.members.size(); ++i)
+    engine.names.push_back(name_of(static_cast<int>(i), mesh.members[i]));
+  const auto here = std::ranges::count(mesh.hosts, mesh.hosts[static_cast<size_t>(options.rank)]);
+  // Where ranks share processors, looking takes the time from the very rank that is waited for.
+  if (here <= static_cast<long>(std::thread::hardware_concurrency())) engine.spin = kSpin;
+  return engine;
+}
+
+Header signature_of(const Call& call, Algorithm algorithm) {
+  Header header;
+  const bool message = !is_plan(call.operation);
+  header.operation = static_cast<uint8_t>(message ? Operation::send : call.operation);
+  header.dtype = static_cast<uint8_t>(call.dtype);
+  const bool reduces =
+      call.operation == Operation::all_reduce || call.operation == Operation::reduce_scatter;
+  header.op = reduces ? static_cast<uint8_t>(call.op) : 0;
+  header.algorithm = static_cast<uint8_t>(algorithm);
+  header.count = call.count;
+  if (message) header.peer = call.tag;
+  if (call.operation == Operation::broadcast) header.peer = static_cast<uint32_t>(call.peer);
+  return header;
+}
+
+}  // namespace
+
+HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
+    : options_(std::move(options)),
+      members_(mesh.members),
+      ranks_(std::move(ranks)),
+      engine_(std::move(mesh.channels), engine_options(options_, mesh)),
+      worker_(options_.interrupted) {
+  const auto& hosts = mesh.hosts;
+  const auto me = static_cast<size_t>(options_.rank);
+  local_size_ = static_cast<int>(std::ranges::count(hosts, hosts[me]));
+  local_rank_ = static_cast<int>(std::count(hosts.begin(), hosts.begin() + options_.rank, hosts[me]));
+  host_count_ = static_cast<int>(std::set<std::string>(hosts.begin(), hosts.end()).size());
+}
+
+HostGroup::~HostGroup() { close(); }
+
+void HostGroup::check_call(const Call& call) const {
+  const std::string op(name_of(call.operation));
+  const auto refuse = [&](const std::string& why) {
+    throw InvalidArgument(op + ": " + why, {.op = op, .rank = options_.rank});
+  };
+  const size_t factor =
+      call.operation == Operation::all_gather || call.operation == Operation::reduce_scatter
+          ? static_cast<size_t>(options_.size)
+          : 1;
+  if (call.count > (SIZE_MAX >> 4) / factor / bytes_of(call.dtype))
+    refuse("a count of " + std::to_string(call.count) + " elements is more than memory can hold");
+  const bool reads = call.operation != Operation::broadcast && call.operation != Operation::recv;
+  const bool writes = call.operation != Operation::send;
+  if (call.operation != Operation::barrier && call.count > 0 &&
+      ((reads && call.input == nullptr) || (writes && call.output == nullptr)))
+    refuse("an array of " + std::to_string(call.count) + " elements has no address");
+  const bool to_peer = call.operation == Operation::broadcast || !is_plan(call.operation);
+  if (to_peer && (call.peer < 0 || call.peer >= options_.size))
+    refuse("there is no rank " + std::to_string(call.peer) + " in a group of " +
+           std::to_string(options_.size));
+  if (!is_plan(call.operation) && call.peer == options_.rank)
+    refuse("rank " + std::to_string(call.peer) + " cannot send to itself");
+  if (call.operation == Operation::all_reduce || call.operation == Operation::reduce_scatter)
+    (void)reducer(call.dtype, call.op);
+  if (is_plan(call.operation) && call.algorithm != Algorithm::automatic) {
+    const auto known = algorithms_for(call.operation);
+    if (std::ranges::find(known, call.algorithm) == known.end())
+      throw Unsupported(op + " has no algorithm \"" + std::string(name_of(call.algorithm)) + "\"",
+                        {.op = op, .rank = options_.rank});
+  }
+}
+
+void HostGroup::run(const Call& call) {
+  check_call(call);
+  worker_.run([&] { execute(call); });
+}
+
+std::shared_ptr<Work> HostGroup::start(const Call& call,
+                                       std::function<void(std::exception_ptr)> then) {
+  check_call(call);
+  return worker_.start([this, call] { execute(call); }, std::move(then));
+}
+
+void HostGroup::execute(const Call& call) {
+  std::chrono::nanoseconds timeout;
+  {
+    const std::lock_guard lock(mutex_);
+    timeout = call.timeout.count() > 0 ? call.timeout : options_.timeout;
+  }
+  const Deadline deadline(timeout);
+  const size_t bytes = call.count * bytes_of(call.dtype);
+  switch (call.operation) {
+    case Operation::send:
+      engine_.send(call.peer, signature_of(call, Algorithm::direct),
+                   {static_cast<const std::byte*>(call.input), bytes}, deadline);
+      break;
+    case Operation::recv:
+      engine_.receive(call.peer, signature_of(call, Algorithm::direct),
+                      {static_cast<std::byte*>(call.output), bytes}, deadline);
+      break;
+    case Operation::all_reduce:
+    case Operation::broadcast:
+    case Operation::all_gather:
+    case Operation::reduce_scatter:
+    case Operation::barrier:
+      execute_plan(call, deadline);
+      break;
+  }
+  const std::lock_guard lock(mutex_);
+  ++stats_.calls;
+  stats_.seconds += deadline.elapsed_s();
+  stats_.frames_sent = engine_.frames_sent();
+  stats_.bytes_sent = engine_.payload_sent();
+  stats_.bytes_written = engine_.bytes_written();
+  stats_.bytes_received = engine_.bytes_received();
+}
+
+void HostGroup::execute_plan(const Call& call, const Deadline& deadline) {
+  Algorithm algorithm = call.algorithm;
+  if (algorithm == Algorithm::automatic)
+    algorithm = choose({call.operation, call.dtype, call.op, options_.size, call.count,
+                        options_.reproducible});
+  const size_t element = bytes_of(call.dtype);
+  const size_t block = planned(call, algorithm, call.count).block;
+  Job job;
+  job.signature = signature_of(call, algorithm);
+  job.element_bytes = element;
+  job.size = options_.size;
+  if (call.operation == Operation::all_reduce || call.operation == Operation::reduce_scatter)
+    job.reducer = &reducer(call.dtype, call.op);
+  size_t begin = 0;
+  do {
+    const size_t count = std::min(block, call.count - begin);
+    job.schedule = &planned(call, algorithm, count).schedule;
+    if (call.operation == Operation::reduce_scatter && count < call.count) {
+      job.piece = count;
+      job.stride = call.count;
+    }
+    job.input = static_cast<const std::byte*>(call.input) + begin * element;
+    job.output = static_cast<std::byte*>(call.output) + begin * element;
+    engine_.run(job, deadline);
+    begin += count;
+  } while (begin < call.count);
+}
+
+// How many elements of a call run at once, so that scratch stays within kScratchBytes. All ranks must
+// find the same number, so they ask for rank 0's plan, whose scratch is the largest. A tree's
+// reduce_scatter has ranges that span pieces, which blocks would tear apart; it runs whole.
+size_t HostGroup::block_of(const Call& call, Algorithm algorithm) const {
+  const bool gathers = call.operation == Operation::reduce_scatter;
+  if (call.operation != Operation::all_reduce && !(gathers && algorithm != Algorithm::tree))
+    return call.count;
+  size_t block = call.count;
+  for (;;) {
+    const size_t scratch =
+        make_plan(algorithm, call.operation, 0, options_.size, block, 0).scratch *
+        bytes_of(call.dtype);
+    if (scratch <= kScratchBytes || block <= 1) return block;
+    block = std::max<size_t>(1, std::min(block - 1, block / (scratch / kScratchBytes + 1)));
+  }
+}
+
+const HostGroup::Planned& HostGroup::planned(const Call& call, Algorithm algorithm, size_t count) {
+  const int root = call.operation == Operation::broadcast ? call.peer : 0;
+  const auto key = std::tuple(call.operation, algorithm, count, root);
+  if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
+  if (plans_.size() >= kMaxPlans) plans_.clear();
+  Call asked = call;
+  asked.count = count;
+  Planned made{make_schedule(make_plan(algorithm, call.operation, options_.rank, options_.size,
+                                       count, root),
+                             options_.rank),
+               block_of(asked, algorithm)};
+  return plans_.emplace(key, std::move(made)).first->second;
+}
+
+Stats HostGroup::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {
+  if (timeout.count() <= 0) throw InvalidArgument("a timeout must be longer than nothing");
+  const std::lock_guard lock(mutex_);
+  options_.timeout = timeout;
+}
+
+void HostGroup::close() noexcept {
+  if (worker_.busy()) engine_.stop("it was closed while a call ran");
+  worker_.join();
+  engine_.leave();
+}
+
+void HostGroup::abort(const std::string& reason) noexcept {
+  engine_.stop(reason);
+  try {
+    worker_.run([&] { engine_.fail(GroupBroken("the group was aborted: " + reason)); });
+  } catch (const Error&) {  // a call is under way, and ends with the reason by itself
+  }
+}
+
+// Everybody's text, by rank: first the lengths, then the texts, padded to the longest.
+std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
+  const auto size = static_cast<size_t>(options_.size);
+  std::vector<int64_t> lengths(size);
+  const auto length = static_cast<int64_t>(mine.size());
+  run({.operation = Operation::all_gather, .dtype = Dtype::int64, .input = &length,
+       .output = lengths.data(), .count = 1});
+  const auto longest = static_cast<size_t>(*std::ranges::max_element(lengths));
+  std::string padded = mine, all(size * longest, '\0');
+  padded.resize(longest);
+  run({.operation = Operation::all_gather, .input = padded.data(), .output = all.data(),
+       .count = longest});
+  std::vector<std::string> texts;
+  for (size_t i = 0; i < size; ++i)
+    texts.push_back(all.substr(i * longest, static_cast<size_t>(lengths[i])));
+  return texts;
+}
+
+std::shared_ptr<Group> HostGroup::split(int color, int key) {
+  struct Wish {
+    int32_t color, key;
+  };
+  const Wish wish{color, key};
+  std::vector<Wish> wishes(static_cast<size_t>(options_.size));
+  run({.operation = Operation::all_gather, .dtype = Dtype::int32, .input = &wish,
+       .output = wishes.data(), .count = 2});
+  std::vector<int> members;
+  for (int i = 0; i < options_.size; ++i)
+    if (color >= 0 && wishes[static_cast<size_t>(i)].color == color) members.push_back(i);
+  std::ranges::stable_sort(members, {}, [&](int i) { return wishes[static_cast<size_t>(i)].key; });
+
+  const std::string name = options_.name + "/" + std::to_string(splits_++);
+  if (color < 0) {  // the others exchange their notes through us
+    (void)gather_texts({});
+    return nullptr;
+  }
+  ConnectOptions child = options_;
+  child.name = name + "." + std::to_string(color);
+  child.size = static_cast<int>(members.size());
+  child.rank = static_cast<int>(std::ranges::find(members, options_.rank) - members.begin());
+  const Digest digest = hmac_sha256(options_.secret, child.name);
+  child.secret.assign(digest.begin(), digest.end());
+  std::vector<int> ranks;
+  for (const int member : members) ranks.push_back(ranks_[static_cast<size_t>(member)]);
+  const Exchange exchange = [&](const std::string& mine) {
+    const auto texts = gather_texts(mine);
+    std::vector<std::string> ours;
+    for (const int member : members) ours.push_back(texts[static_cast<size_t>(member)]);
+    return ours;
+  };
+  return make_group(std::move(child), exchange, std::move(ranks));
+}
+
+}  // namespace pycomm

@@ -1,0 +1,72 @@
+// The group of ranks whose arrays lie in host memory: checks a call, chooses its plan, runs it.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "engine/engine.h"
+#include "group/connect.h"
+#include "group/group.h"
+#include "group/mesh.h"
+#include "group/worker.h"
+
+namespace pycomm {
+
+class HostGroup final : public Group {
+ public:
+  // `options.secret` is the run's key by now.
+  HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks);
+  ~HostGroup() override;
+
+  int rank() const override { return options_.rank; }
+  int size() const override { return options_.size; }
+  const std::string& name() const override { return options_.name; }
+  const std::vector<Member>& members() const override { return members_; }
+  const std::vector<int>& ranks() const override { return ranks_; }
+  int local_rank() const override { return local_rank_; }
+  int local_size() const override { return local_size_; }
+  int host_count() const override { return host_count_; }
+
+  void run(const Call& call) override;
+  std::shared_ptr<Work> start(const Call& call,
+                              std::function<void(std::exception_ptr)> then) override;
+  std::shared_ptr<Group> split(int color, int key) override;
+  Stats stats() const override;
+  void set_timeout(std::chrono::nanoseconds timeout) override;
+  void close() noexcept override;
+  void abort(const std::string& reason) noexcept override;
+
+ private:
+  // A plan for blocks of `block` elements, of which a call has several if its scratch would be large.
+  struct Planned {
+    Schedule schedule;
+    size_t block = 0;
+  };
+
+  void check_call(const Call& call) const;
+  void execute(const Call& call);
+  void execute_plan(const Call& call, const Deadline& deadline);
+  const Planned& planned(const Call& call, Algorithm algorithm, size_t count);
+  size_t block_of(const Call& call, Algorithm algorithm) const;
+  std::vector<std::string> gather_texts(const std::string& mine);
+
+  ConnectOptions options_;
+  std::vector<Member> members_;
+  std::vector<int> ranks_;
+  int local_rank_ = 0, local_size_ = 1, host_count_ = 1;
+  int splits_ = 0;
+  Engine engine_;
+  std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;
+  mutable std::mutex mutex_;  // guards stats_ and the timeout
+  Stats stats_;
+  Worker worker_;  // the last member: its thread ends before what it uses
+};
+
+// Forms the mesh, makes the group of it, and returns when all its ranks have.
+std::shared_ptr<Group> make_group(ConnectOptions options, const Exchange& exchange,
+                                  std::vector<int> ranks);
+
+}  // namespace pycomm

@@ -1,0 +1,44 @@
+// How ranks that know only where to leave a note come to hold a channel to each other.
+//
+// Each rank listens, leaves its addresses, reads everybody's, calls those before it and is called by
+// those behind it. Nobody is believed before the handshake, strangers cannot stop it, and once the mesh
+// stands nothing listens any more. Called by connect() and by Group::split().
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/deadline.h"
+#include "group/group.h"
+#include "transport/transport.h"
+
+namespace pycomm {
+
+struct MeshRequest {
+  int rank = 0, size = 1;
+  std::string name;
+  std::string key;        // for the handshakes
+  std::string transport;  // force one, or empty
+  std::string address;    // to listen on for tcp, or empty
+  std::string options;    // must be the same on every rank; shown when it is not
+};
+
+struct Mesh {
+  std::vector<std::unique_ptr<Channel>> channels;  // by rank; null for oneself
+  std::vector<Member> members;                     // by rank
+  std::vector<std::string> hosts;                  // by rank: equal where ranks share a host
+};
+
+// Gives everybody's note, by rank, for one's own.
+using Exchange = std::function<std::vector<std::string>(const std::string& mine)>;
+
+// Throws Timeout naming who is missing, PeerLost, Mismatch (options), Unsupported (no transport reaches
+// a peer).
+Mesh form_mesh(const MeshRequest& request, const Exchange& exchange, const Deadline& deadline);
+
+// "rank 2 (host a, pid 77)"
+std::string name_of(int rank, const Member& member);
+
+}  // namespace pycomm

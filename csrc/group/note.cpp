@@ -1,0 +1,79 @@
+#include "group/note.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <charconv>
+#include <fstream>
+
+#include "core/errors.h"
+#include "os/random.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kMaxNoteBytes = 4096;
+
+std::string random_word() {
+  std::string word;
+  for (const uint8_t byte : random_bytes()) word += static_cast<char>('a' + byte % 16);
+  return word;
+}
+
+// Boot id and network namespace: two containers on one machine are two hosts unless they share both.
+std::string host_identity() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat space {};
+  if (::stat("/proc/self/ns/net", &space) != 0 || boot.empty()) return "unknown-" + random_word();
+  return boot + "-" + std::to_string(space.st_ino);
+}
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
+}
+
+}  // namespace
+
+Note my_note() {
+  // The word goes stale in a forked child, and the pid tells it apart.
+  static const std::string word = random_word();
+  Note note;
+  note.pid = ::getpid();
+  note.process = word + "-" + std::to_string(note.pid);
+  note.host_id = host_identity();
+  note.host = host_name();
+  return note;
+}
+
+std::string encode(const Note& note) {
+  std::string text = "pycomm-1\n";
+  for (const std::string& field : {note.process, note.host_id, note.host, std::to_string(note.pid),
+                                   note.options, note.token, note.shm, note.tcp})
+    text += field + "\n";
+  return text;
+}
+
+Note decode_note(const std::string& text) {
+  check(text.size() <= kMaxNoteBytes, "a rank's note is too long");
+  std::array<std::string, 9> fields;
+  size_t begin = 0;
+  for (std::string& field : fields) {
+    const size_t end = text.find('\n', begin);
+    check(end != std::string::npos, "a rank's note is cut short");
+    field = text.substr(begin, end - begin);
+    begin = end + 1;
+  }
+  check(begin == text.size() && fields[0] == "pycomm-1",
+        "a rank's note is not of this version of pycomm");
+  Note note{fields[1], fields[2], fields[3], 0, fields[5], fields[6], fields[7], fields[8]};
+  const std::string& pid = fields[4];
+  const auto parsed = std::from_chars(pid.data(), pid.data() + pid.size(), note.pid);
+  check(parsed.ec == std::errc{} && parsed.ptr == pid.data() + pid.size(),
+        "a rank's note has no process number");
+  return note;
+}
+
+}  // namespace pycomm

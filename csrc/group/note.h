@@ -1,0 +1,25 @@
+// What a rank leaves for the others while a group forms: who it is and how it is reached.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace pycomm {
+
+struct Note {
+  std::string process;  // equal for ranks that are threads of one process
+  std::string host_id;  // equal for ranks of one host and network namespace
+  std::string host;     // its name, for people
+  int64_t pid = 0;
+  std::string options;
+  std::string token;    // rank 0's: unique to the group
+  std::string shm, tcp; // addresses; empty: not to be had
+};
+
+Note my_note();
+std::string encode(const Note& note);
+// Throws InternalError on anything that encode() did not make.
+Note decode_note(const std::string& text);
+
+}  // namespace pycomm
