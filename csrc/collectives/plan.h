@@ -1,7 +1,7 @@
 // A collective as data: what one rank sends, receives and combines, in order.
 //
-// A plan is a pure function of (rank, size, count). No buffer, dtype, socket or stream appears in it;
-// engine/ runs plans and tests/native/prove.h proves them without a thread or a byte of memory.
+// A plan is a pure function of (rank, size, count). No buffer, dtype, socket or stream appears in
+// it; engine/ runs plans and tests/native/prove.h proves them without a thread or a byte of memory.
 #pragma once
 
 #include <algorithm>
@@ -26,13 +26,14 @@ struct Range {
 //   reduce  in = with (+) arrived
 //   finish  in = last(with (+) arrived): the last addition of an element; `avg` divides here, once
 //   fold    in = last(slot 0 (+) slot 1 (+) ...), where arrived is that many runs of in.count
-//           elements after one another. Local only; 16-bit floats are added in float32 and rounded once
+//           elements after one another. Local only; 16-bit floats are added in float32 and rounded
+//           once
 enum class Combine : uint8_t { copy, reduce, finish, fold };
 
 inline constexpr int kNobody = -1;
 
-// One step of one rank: send `out` to `to` while what `from` sends is combined into `in`. Either peer
-// may be kNobody. A move to and from oneself is local: `out` is what arrives.
+// One step of one rank: send `out` to `to` while what `from` sends is combined into `in`. Either
+// peer may be kNobody. A move to and from oneself is local: `out` is what arrives.
 //
 // Sends happen in the order of the moves, and so do receives, but the two orders advance on their
 // own: the send of move i+1 may start as soon as the elements that it reads are there. `in` never

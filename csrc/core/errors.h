@@ -1,8 +1,8 @@
 // The one tree of errors, the same in C++, in Python and in the last frame that a rank sends.
 //
-// Three classes of them. Your mistake (InvalidArgument, Unsupported, Mismatch): nothing moved and the
-// group stays usable. The world's (Timeout, PeerLost): the group is broken for good, and every later
-// call raises GroupBroken with the first cause. Ours (InternalError): a bug in this library.
+// Three classes of them. Your mistake (InvalidArgument, Unsupported, Mismatch): nothing moved and
+// the group stays usable. The world's (Timeout, PeerLost): the group is broken for good, and every
+// later call raises GroupBroken with the first cause. Ours (InternalError): a bug in this library.
 #pragma once
 
 #include <array>

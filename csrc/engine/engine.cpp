@@ -174,7 +174,7 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
   if (!deadline.expired()) return;
   const int from = task.receiving_from(), to = task.sending_to();
   const int peer = from != kNobody ? from : to;
-  std::string text = "timed out after " + std::to_string(deadline.limit_s()) + " s";
+  std::string text = "Timed out after " + std::to_string(deadline.limit_s()) + " s";
   if (peer != kNobody)
     text += (from != kNobody ? ", waiting for data from " : ", waiting to send to ") + name(peer) +
             ": it has not called, or waits for somebody itself";
@@ -208,7 +208,8 @@ Engine::Front Engine::tend(int peer) {
   Peer& who = at(peer);
   Link& link = *who.link;
   for (;;) {
-    const bool last = link.channel().hung_up();  // looked at first: what it sent before is there now
+    const bool last =
+        link.channel().hung_up();  // looked at first: what it sent before is there now
     const Header* header = link.front();
     const Front front = header == nullptr ? Front::nothing : judge(peer, *header);
     who.parked = front == Front::later;
@@ -222,7 +223,8 @@ Engine::Front Engine::tend(int peer) {
   }
 }
 
-// What the frame at the front means here. Front::nothing: it was dealt with, as far as it has arrived.
+// What the frame at the front means here. Front::nothing: it was dealt with, as far as it has
+// arrived.
 Engine::Front Engine::judge(int peer, const Header& header) {
   Link& link = *at(peer).link;
   switch (header.kind) {
@@ -314,8 +316,8 @@ void Engine::keep_half_arrived() {
 
 std::optional<Message> Engine::take_message(int peer, uint32_t tag) {
   auto& messages = at(peer).messages;
-  const auto found = std::ranges::find_if(
-      messages, [&](const Message& m) { return m.header.peer == tag; });
+  const auto found =
+      std::ranges::find_if(messages, [&](const Message& m) { return m.header.peer == tag; });
   if (found == messages.end() || found->have < found->bytes) return std::nullopt;
   Message message = std::move(*found);
   messages.erase(found);

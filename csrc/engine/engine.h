@@ -1,8 +1,9 @@
 // Runs plans and messages over links, on the host, on the caller's thread.
 //
-// One thread at a time; group/ sees to that. What goes wrong ends in one of two ways. A disagreement
-// (Mismatch) starts a new epoch: all ranks forget the calls of the old one, and go on. Everything else
-// breaks the engine: it tells its peers why, hangs up, and repeats the first cause for ever.
+// One thread at a time; group/ sees to that. What goes wrong ends in one of two ways. A
+// disagreement (Mismatch) starts a new epoch: all ranks forget the calls of the old one, and go on.
+// Everything else breaks the engine: it tells its peers why, hangs up, and repeats the first cause
+// for ever.
 #pragma once
 
 #include <atomic>
@@ -34,9 +35,9 @@ class Task {
   virtual int receiving_from() const = 0;
 };
 
-// A call of the user's in the engine's words: one plan over arrays. Element `i` of a space that is cut
-// into pieces of `piece` elements lies at (i / piece) * stride + i % piece; without blocks both are
-// the whole array.
+// A call of the user's in the engine's words: one plan over arrays. Element `i` of a space that is
+// cut into pieces of `piece` elements lies at (i / piece) * stride + i % piece; without blocks both
+// are the whole array.
 struct Job {
   const Schedule* schedule = nullptr;
   Header signature{};  // what every frame of the call says; epoch and sequence are the engine's
@@ -58,7 +59,7 @@ struct Message {
 
 struct EngineOptions {
   int rank = 0;
-  std::vector<std::string> names;  // by rank: "rank 2 (host a, pid 77)"
+  std::vector<std::string> names;    // by rank: "rank 2 (host a, pid 77)"
   std::chrono::nanoseconds spin{0};  // how long a wait looks before it sleeps
   std::function<bool()> interrupted;
 };
@@ -87,10 +88,11 @@ class Engine {
   uint64_t bytes_received() const { return sum(&Link::bytes_received); }
   uint64_t payload_sent() const { return payload_sent_; }
 
-  // For tasks. The link to `peer` if the frame at its front belongs to the run under way, else null;
-  // frames that belong to nothing here are dealt with on the way.
+  // For tasks. The link to `peer` if the frame at its front belongs to the run under way, else
+  // null; frames that belong to nothing here are dealt with on the way.
   Link* incoming(int peer);
-  // Sends of the frames of a run: starts a frame if none is open. False while notices are in the way.
+  // Sends of the frames of a run: starts a frame if none is open. False while notices are in the
+  // way.
   bool open(int peer, const Header& header);
   size_t push(int peer, ConstBytes payload);
   bool frame_over(int peer) { return at(peer).link->idle(); }
@@ -148,10 +150,10 @@ class Engine {
   uint64_t payload_sent_ = 0;
 
   std::atomic<bool> stopped_{false};
-  Fd wake_;                // written by stop()
-  std::mutex mutex_;       // guards the two below
+  Fd wake_;           // written by stop()
+  std::mutex mutex_;  // guards the two below
   std::string stop_reason_;
-  std::string broken_;     // the first cause
+  std::string broken_;  // the first cause
 };
 
 // What a header says a call is: "all_reduce(float32, sum, count 10)".

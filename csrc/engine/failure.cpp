@@ -50,8 +50,8 @@ std::string describe(const Header& header) {
   return text + ", " + named(kAlgorithms, header.algorithm) + ")";
 }
 
-// Tells everybody, then forgets the calls of this epoch. User memory is untouched by then: plans write
-// to it only when every rank's header was seen.
+// Tells everybody, then forgets the calls of this epoch. User memory is untouched by then: plans
+// write to it only when every rank's header was seen.
 void Engine::disagree(int peer, const Header& theirs) {
   const std::string text = "ranks disagree about call " + std::to_string(sequence_) + ": " +
                            name(options_.rank) + " called " + describe(*running_) + ", " +
@@ -90,10 +90,8 @@ void Engine::read_notice(int peer, const Header& header) {
   const int64_t sequence = sequence_;
   const auto op = running_ ? name_of(static_cast<Operation>(running_->operation)) : "";
   new_epoch();
-  throw Mismatch(payload, {.op = std::string(op),
-                           .sequence = sequence,
-                           .rank = options_.rank,
-                           .peer = peer});
+  throw Mismatch(
+      payload, {.op = std::string(op), .sequence = sequence, .rank = options_.rank, .peer = peer});
 }
 
 void Engine::heed_goodbye(int peer, const std::string& payload) {

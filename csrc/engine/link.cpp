@@ -85,8 +85,8 @@ const Header* Link::front() {
 }
 
 bool Link::read_header() {
-  const size_t n = channel_->receive(
-      std::as_writable_bytes(std::span(&in_, 1)).subspan(head_have_));
+  const size_t n =
+      channel_->receive(std::as_writable_bytes(std::span(&in_, 1)).subspan(head_have_));
   head_have_ += n;
   bytes_received_ += n;
   if (head_have_ < sizeof(Header)) return false;

@@ -1,7 +1,7 @@
 // Frames over a channel: a header and its payload, sent and received in pieces as they fit.
 //
-// A link also keeps the stream whole when a call fails in the middle: a frame that was begun is filled
-// up, one that was half received is thrown away, and notices go out between frames.
+// A link also keeps the stream whole when a call fails in the middle: a frame that was begun is
+// filled up, one that was half received is thrown away, and notices go out between frames.
 #pragma once
 
 #include <deque>
@@ -19,8 +19,8 @@ class Link {
  public:
   explicit Link(std::unique_ptr<Channel> channel) : channel_(std::move(channel)) {}
 
-  // Sending. push() sends what it can of the frame begun last and gives the payload bytes that went;
-  // begin() may be called once idle().
+  // Sending. push() sends what it can of the frame begun last and gives the payload bytes that
+  // went; begin() may be called once idle().
   bool idle() const { return head_left_ == 0 && body_left_ == 0 && notices_.empty(); }
   void begin(const Header& header);
   size_t push(ConstBytes payload);
@@ -31,9 +31,9 @@ class Link {
   // Sends what is owed: fillings and notices. True when nothing is owed.
   bool flush();
 
-  // Receiving. front() is the header of the frame at the front, or null until it has arrived whole; its
-  // payload is then taken bit by bit, and finish() makes way for the next frame. Throws InternalError
-  // on bytes that are no header.
+  // Receiving. front() is the header of the frame at the front, or null until it has arrived whole;
+  // its payload is then taken bit by bit, and finish() makes way for the next frame. Throws
+  // InternalError on bytes that are no header.
   const Header* front();
   size_t payload_left() const { return payload_left_; }
   ConstBytes peek();

@@ -1,5 +1,5 @@
-// A plan with what its moves wait for: which received elements a send needs, and which sends must be
-// out before a place may be overwritten. Worked out once per plan and kept with it.
+// A plan with what its moves wait for: which received elements a send needs, and which sends must
+// be out before a place may be overwritten. Worked out once per plan and kept with it.
 #pragma once
 
 #include <vector>

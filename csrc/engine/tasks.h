@@ -5,8 +5,8 @@
 
 namespace pycomm {
 
-// A plan on its way: one cursor sends, one receives, both in the order of the moves. What is received
-// is combined as it arrives; what depends on it is sent on as it lands.
+// A plan on its way: one cursor sends, one receives, both in the order of the moves. What is
+// received is combined as it arrives; what depends on it is sent on as it lands.
 class Run final : public Task {
  public:
   Run(Engine& engine, const Job& job, const Header& header);

@@ -1,6 +1,6 @@
 #include "group/connect.h"
 
-#include <algorithm>
+#include <map>
 #include <numeric>
 #include <utility>
 
@@ -35,7 +35,8 @@ void check_options(const ConnectOptions& options) {
   const auto refuse = [&](const std::string& why) {
     throw InvalidArgument("init: " + why, {.op = "init"});
   };
-  if (options.size < 1) refuse("a group has at least one rank, not " + std::to_string(options.size));
+  if (options.size < 1)
+    refuse("a group has at least one rank, not " + std::to_string(options.size));
   if (options.rank < 0 || options.rank >= options.size)
     refuse("there is no rank " + std::to_string(options.rank) + " in a group of " +
            std::to_string(options.size));
@@ -47,21 +48,43 @@ void check_options(const ConnectOptions& options) {
 
 }  // namespace
 
+namespace {
+
+// Rank 0's one line: who is here and how they talk.
+void announce(const Group& group, const ConnectOptions& options) {
+  if (!options.log || options.rank != 0) return;
+  std::map<std::string, int> peers;
+  for (const Member& member : group.members()) ++peers[member.transport];
+  peers.erase("self");
+  std::string by;
+  for (const auto& [transport, count] : peers)
+    by += (by.empty() ? "" : ", ") + std::to_string(count) + " peers by " + transport;
+  options.log("group \"" + options.name + "\": " + std::to_string(options.size) + " ranks on " +
+              std::to_string(group.host_count()) + " hosts; rank 0 is local rank " +
+              std::to_string(group.local_rank()) + " of " + std::to_string(group.local_size()) +
+              " on " + group.members()[0].host + ", device cpu" + (by.empty() ? "" : ", " + by) +
+              "; algorithm by size" + (options.reproducible ? ", sums in rank order" : ""));
+}
+
+}  // namespace
+
 std::shared_ptr<Group> make_group(ConnectOptions options, const Exchange& exchange,
                                   std::vector<int> ranks) {
   const Deadline deadline(options.timeout);
-  const MeshRequest request{.rank = options.rank,
-                            .size = options.size,
-                            .name = options.name,
-                            .key = options.secret,
-                            .transport = options.transport,
-                            .address = options.address,
-                            .options = options.reproducible ? "reproducible=True"
-                                                            : "reproducible=False"};
+  const MeshRequest request{
+      .rank = options.rank,
+      .size = options.size,
+      .name = options.name,
+      .key = options.secret,
+      .transport = options.transport,
+      .address = options.address,
+      .options = options.reproducible ? "reproducible=True" : "reproducible=False",
+      .log = options.log};
   Mesh mesh = form_mesh(request, exchange, deadline);
-  auto group = std::make_shared<HostGroup>(std::move(options), std::move(mesh), std::move(ranks));
+  auto group = std::make_shared<HostGroup>(options, std::move(mesh), std::move(ranks));
   // Nobody goes on, or leaves, before everybody stands: until here a closed connection is a death.
   group->run({.operation = Operation::barrier});
+  announce(*group, options);
   return group;
 }
 

@@ -16,16 +16,17 @@ struct ConnectOptions {
   int size = 1;
   std::string name = "world";
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // of the forming and of every call
-  std::string secret;        // the run's key; rank 0 makes one and leaves it in the store if empty
-  std::string transport;     // "local", "shm", "tcp": that one only; empty: the best for each pair
-  std::string address;       // this rank's address for tcp; empty: found by itself
-  bool reproducible = false; // sums in rank order whatever the size: bits depend on the inputs alone
-  std::function<bool()> interrupted;               // asked at least every 100 ms while a call waits
-  std::function<void(const std::string&)> log;     // one line for a person; may be empty
+  std::string secret;     // the run's key; rank 0 makes one and leaves it in the store if empty
+  std::string transport;  // "local", "shm", "tcp": that one only; empty: the best for each pair
+  std::string address;    // this rank's address for tcp; empty: found by itself
+  bool reproducible =
+      false;  // sums in rank order whatever the size: bits depend on the inputs alone
+  std::function<bool()> interrupted;            // asked at least every 100 ms while a call waits
+  std::function<void(const std::string&)> log;  // one line for a person; may be empty
 };
 
-// Collective. Every rank calls it with the same store, size and name; a name is used once in a store.
-// Throws Timeout naming the ranks that did not come, PeerLost, Mismatch (options differ).
+// Collective. Every rank calls it with the same store, size and name; a name is used once in a
+// store. Throws Timeout naming the ranks that did not come, PeerLost, Mismatch (options differ).
 std::shared_ptr<Group> connect(Store& store, ConnectOptions options);
 
 }  // namespace pycomm

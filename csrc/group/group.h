@@ -1,12 +1,13 @@
 // A group of ranks that call collectives together: the one interface that bindings see.
 //
-// Every rank makes the same calls in the same order. A group belongs to one thread at a time: a second
-// thread that enters while a call runs gets InvalidArgument (split the group instead). Calls made with
-// run() happen on the caller's thread; those made with start() happen in order on one worker, and a
-// run() waits for its turn behind them.
+// Every rank makes the same calls in the same order. A group belongs to one thread at a time: a
+// second thread that enters while a call runs gets InvalidArgument (split the group instead). Calls
+// made with run() happen on the caller's thread; those made with start() happen in order on one
+// worker, and a run() waits for its turn behind them.
 //
-// This header names no transport, no socket and no algorithm's code, so that a module compiled apart
-// (bindings/c10d.cpp) can use a group that another module made without linking anything of ours.
+// This header names no transport, no socket and no algorithm's code, so that a module compiled
+// apart (bindings/c10d.cpp) can use a group that another module made without linking anything of
+// ours.
 #pragma once
 
 #include <chrono>
@@ -26,10 +27,10 @@
 namespace pycomm {
 
 // One call. `count` is elements of: the array (all_reduce, broadcast, send, recv), the input
-// (all_gather: the output is size() times that), the output (reduce_scatter: the input is size() times
-// that). Arrays are contiguous and stay alive until the call is over. `input` may be the same address
-// as `output`, or, in all_gather and reduce_scatter, as this rank's place in the larger one. Broadcast
-// and recv use `output` only, send `input` only, barrier neither.
+// (all_gather: the output is size() times that), the output (reduce_scatter: the input is size()
+// times that). Arrays are contiguous and stay alive until the call is over. `input` may be the same
+// address as `output`, or, in all_gather and reduce_scatter, as this rank's place in the larger
+// one. Broadcast and recv use `output` only, send `input` only, barrier neither.
 struct Call {
   Operation operation = Operation::barrier;
   Dtype dtype = Dtype::uint8;
@@ -37,8 +38,8 @@ struct Call {
   const void* input = nullptr;
   void* output = nullptr;
   size_t count = 0;
-  int peer = 0;       // root of broadcast, destination of send, source of recv
-  uint32_t tag = 0;   // send, recv
+  int peer = 0;      // root of broadcast, destination of send, source of recv
+  uint32_t tag = 0;  // send, recv
   Algorithm algorithm = Algorithm::automatic;
   std::chrono::nanoseconds timeout{0};  // 0: the group's
 };
@@ -47,8 +48,8 @@ class Work {
  public:
   virtual ~Work() = default;
   virtual bool done() const = 0;
-  // Waits until the call is over and throws its error if it failed. Throws Timeout when `limit` passes
-  // first; the call itself goes on. A limit of 0 waits as long as the call may take.
+  // Waits until the call is over and throws its error if it failed. Throws Timeout when `limit`
+  // passes first; the call itself goes on. A limit of 0 waits as long as the call may take.
   virtual void wait(std::chrono::nanoseconds limit = std::chrono::nanoseconds{0}) = 0;
   // The error of a call that is over, or null.
   virtual std::exception_ptr error() const = 0;
@@ -87,19 +88,20 @@ class Group {
 
   // InvalidArgument and Unsupported are thrown before anything moves.
   virtual void run(const Call& call) = 0;
-  // `then` runs once on the worker when the call is over, with its error or null; it must not throw.
+  // `then` runs once on the worker when the call is over, with its error or null; it must not
+  // throw.
   virtual std::shared_ptr<Work> start(const Call& call,
                                       std::function<void(std::exception_ptr)> then = {}) = 0;
 
-  // Collective. Ranks that give the same color form a group, ordered by (key, rank); a negative color
-  // takes part and gets null.
+  // Collective. Ranks that give the same color form a group, ordered by (key, rank); a negative
+  // color takes part and gets null.
   virtual std::shared_ptr<Group> split(int color, int key) = 0;
 
   virtual Stats stats() const = 0;
   virtual void set_timeout(std::chrono::nanoseconds timeout) = 0;
 
-  // Leaves in peace: peers that need nothing more from this rank do not notice. Twice is fine. Later
-  // calls raise GroupBroken.
+  // Leaves in peace: peers that need nothing more from this rank do not notice. Twice is fine.
+  // Later calls raise GroupBroken.
   virtual void close() noexcept = 0;
   // From any thread: the call that runs, here and on every peer, ends with an error that carries
   // `reason`, and the group is broken for good.

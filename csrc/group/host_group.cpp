@@ -59,7 +59,8 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
   const auto& hosts = mesh.hosts;
   const auto me = static_cast<size_t>(options_.rank);
   local_size_ = static_cast<int>(std::ranges::count(hosts, hosts[me]));
-  local_rank_ = static_cast<int>(std::count(hosts.begin(), hosts.begin() + options_.rank, hosts[me]));
+  local_rank_ =
+      static_cast<int>(std::count(hosts.begin(), hosts.begin() + options_.rank, hosts[me]));
   host_count_ = static_cast<int>(std::set<std::string>(hosts.begin(), hosts.end()).size());
 }
 
@@ -145,8 +146,8 @@ void HostGroup::execute(const Call& call) {
 void HostGroup::execute_plan(const Call& call, const Deadline& deadline) {
   Algorithm algorithm = call.algorithm;
   if (algorithm == Algorithm::automatic)
-    algorithm = choose({call.operation, call.dtype, call.op, options_.size, call.count,
-                        options_.reproducible});
+    algorithm = choose(
+        {call.operation, call.dtype, call.op, options_.size, call.count, options_.reproducible});
   const size_t element = bytes_of(call.dtype);
   const size_t block = planned(call, algorithm, call.count).block;
   Job job;
@@ -170,8 +171,8 @@ void HostGroup::execute_plan(const Call& call, const Deadline& deadline) {
   } while (begin < call.count);
 }
 
-// How many elements of a call run at once, so that scratch stays within kScratchBytes. All ranks must
-// find the same number, so they ask for rank 0's plan, whose scratch is the largest. A tree's
+// How many elements of a call run at once, so that scratch stays within kScratchBytes. All ranks
+// must find the same number, so they ask for rank 0's plan, whose scratch is the largest. A tree's
 // reduce_scatter has ranges that span pieces, which blocks would tear apart; it runs whole.
 size_t HostGroup::block_of(const Call& call, Algorithm algorithm) const {
   const bool gathers = call.operation == Operation::reduce_scatter;
@@ -194,10 +195,10 @@ const HostGroup::Planned& HostGroup::planned(const Call& call, Algorithm algorit
   if (plans_.size() >= kMaxPlans) plans_.clear();
   Call asked = call;
   asked.count = count;
-  Planned made{make_schedule(make_plan(algorithm, call.operation, options_.rank, options_.size,
-                                       count, root),
-                             options_.rank),
-               block_of(asked, algorithm)};
+  Planned made{
+      make_schedule(make_plan(algorithm, call.operation, options_.rank, options_.size, count, root),
+                    options_.rank),
+      block_of(asked, algorithm)};
   return plans_.emplace(key, std::move(made)).first->second;
 }
 
@@ -231,12 +232,17 @@ std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
   const auto size = static_cast<size_t>(options_.size);
   std::vector<int64_t> lengths(size);
   const auto length = static_cast<int64_t>(mine.size());
-  run({.operation = Operation::all_gather, .dtype = Dtype::int64, .input = &length,
-       .output = lengths.data(), .count = 1});
+  run({.operation = Operation::all_gather,
+       .dtype = Dtype::int64,
+       .input = &length,
+       .output = lengths.data(),
+       .count = 1});
   const auto longest = static_cast<size_t>(*std::ranges::max_element(lengths));
   std::string padded = mine, all(size * longest, '\0');
   padded.resize(longest);
-  run({.operation = Operation::all_gather, .input = padded.data(), .output = all.data(),
+  run({.operation = Operation::all_gather,
+       .input = padded.data(),
+       .output = all.data(),
        .count = longest});
   std::vector<std::string> texts;
   for (size_t i = 0; i < size; ++i)
@@ -250,8 +256,11 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
   };
   const Wish wish{color, key};
   std::vector<Wish> wishes(static_cast<size_t>(options_.size));
-  run({.operation = Operation::all_gather, .dtype = Dtype::int32, .input = &wish,
-       .output = wishes.data(), .count = 2});
+  run({.operation = Operation::all_gather,
+       .dtype = Dtype::int32,
+       .input = &wish,
+       .output = wishes.data(),
+       .count = 2});
   std::vector<int> members;
   for (int i = 0; i < options_.size; ++i)
     if (color >= 0 && wishes[static_cast<size_t>(i)].color == color) members.push_back(i);

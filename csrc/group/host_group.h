@@ -40,7 +40,8 @@ class HostGroup final : public Group {
   void abort(const std::string& reason) noexcept override;
 
  private:
-  // A plan for blocks of `block` elements, of which a call has several if its scratch would be large.
+  // A plan for blocks of `block` elements, of which a call has several if its scratch would be
+  // large.
   struct Planned {
     Schedule schedule;
     size_t block = 0;

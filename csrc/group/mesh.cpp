@@ -22,7 +22,8 @@ constexpr size_t kMaxStrangers = 64;
 constexpr std::chrono::milliseconds kSlice{100}, kRetry{50};
 constexpr int kRefusals = 100;  // by one peer, before it is believed: 5 s
 
-// A rank holds one ring for each peer; together they stay under 8 MiB, however many ranks there are.
+// A rank holds one ring for each peer; together they stay under 8 MiB, however many ranks there
+// are.
 size_t ring_bytes(int size) {
   const size_t share = (size_t{8} << 20) / static_cast<size_t>(std::max(1, size - 1));
   return std::clamp(std::bit_floor(share), size_t{64} << 10, size_t{1} << 20);
@@ -139,15 +140,17 @@ class Forming {
       try {
         mesh.channels[i] = met_[i].transport->accept(std::move(met_[i].fd), deadline_);
       } catch (const Error& error) {
-        throw PeerLost(name(static_cast<int>(i)) + " was lost while the group formed: " +
-                           error.what(),
-                       {.op = "init", .rank = request_.rank, .peer = static_cast<int>(i)});
+        throw PeerLost(
+            name(static_cast<int>(i)) + " was lost while the group formed: " + error.what(),
+            {.op = "init", .rank = request_.rank, .peer = static_cast<int>(i)});
       }
     }
   }
 
   Handshake shake(Fd fd, Handshake::Role role, int expected) const {
-    return {std::move(fd), role, request_.key,
+    return {std::move(fd),
+            role,
+            request_.key,
             {notes_[0].token + request_.name, request_.rank, expected}};
   }
 
@@ -171,7 +174,12 @@ class Forming {
     caller.handshake.reset();
     caller.why = why;
     caller.retry_at = Clock::now() + kRetry;
-    if (++caller.refusals == kRefusals)
+    ++caller.refusals;
+    if (request_.log)
+      request_.log("connect to " + name(caller.peer) + " failed " +
+                   std::to_string(caller.refusals) + " times with reason: " + why +
+                   "; retry after 0.05 seconds");
+    if (caller.refusals == kRefusals)
       throw PeerLost(name(caller.peer) + " cannot be reached: " + why,
                      {.op = "init", .rank = request_.rank, .peer = caller.peer});
   }
@@ -197,7 +205,7 @@ class Forming {
     }
     const auto limit = std::min<std::chrono::nanoseconds>(
         std::ranges::any_of(callers_, [](const Caller& c) { return c.refusals > 0; }) ? kRetry
-                                                                                       : kSlice,
+                                                                                      : kSlice,
         deadline_.left());
     ::poll(polled.data(), polled.size(),
            static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
@@ -212,8 +220,7 @@ class Forming {
       if (!transport) continue;
       while (Fd fd = accept_from(transport->listener(), &crowded_)) {
         if (strangers_.size() == kMaxStrangers) strangers_.pop_front();
-        strangers_.push_back(
-            {transport, shake(std::move(fd), Handshake::Role::listener, -1)});
+        strangers_.push_back({transport, shake(std::move(fd), Handshake::Role::listener, -1)});
       }
     }
     if (crowded_) strangers_.clear();  // no descriptors left: those that we hold may be why

@@ -1,8 +1,8 @@
 // How ranks that know only where to leave a note come to hold a channel to each other.
 //
-// Each rank listens, leaves its addresses, reads everybody's, calls those before it and is called by
-// those behind it. Nobody is believed before the handshake, strangers cannot stop it, and once the mesh
-// stands nothing listens any more. Called by connect() and by Group::split().
+// Each rank listens, leaves its addresses, reads everybody's, calls those before it and is called
+// by those behind it. Nobody is believed before the handshake, strangers cannot stop it, and once
+// the mesh stands nothing listens any more. Called by connect() and by Group::split().
 #pragma once
 
 #include <functional>
@@ -23,6 +23,7 @@ struct MeshRequest {
   std::string transport;  // force one, or empty
   std::string address;    // to listen on for tcp, or empty
   std::string options;    // must be the same on every rank; shown when it is not
+  std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
 };
 
 struct Mesh {
@@ -34,8 +35,8 @@ struct Mesh {
 // Gives everybody's note, by rank, for one's own.
 using Exchange = std::function<std::vector<std::string>(const std::string& mine)>;
 
-// Throws Timeout naming who is missing, PeerLost, Mismatch (options), Unsupported (no transport reaches
-// a peer).
+// Throws Timeout naming who is missing, PeerLost, Mismatch (options), Unsupported (no transport
+// reaches a peer).
 Mesh form_mesh(const MeshRequest& request, const Exchange& exchange, const Deadline& deadline);
 
 // "rank 2 (host a, pid 77)"

@@ -21,11 +21,12 @@ std::string random_word() {
   return word;
 }
 
-// Boot id and network namespace: two containers on one machine are two hosts unless they share both.
+// Boot id and network namespace: two containers on one machine are two hosts unless they share
+// both.
 std::string host_identity() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat space {};
+  struct stat space{};
   if (::stat("/proc/self/ns/net", &space) != 0 || boot.empty()) return "unknown-" + random_word();
   return boot + "-" + std::to_string(space.st_ino);
 }

@@ -13,8 +13,8 @@ struct Note {
   std::string host;     // its name, for people
   int64_t pid = 0;
   std::string options;
-  std::string token;    // rank 0's: unique to the group
-  std::string shm, tcp; // addresses; empty: not to be had
+  std::string token;     // rank 0's: unique to the group
+  std::string shm, tcp;  // addresses; empty: not to be had
 };
 
 Note my_note();

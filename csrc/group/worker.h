@@ -1,4 +1,5 @@
-// Whose turn it is: one caller at a time, and behind it the asynchronous calls, in order, on one thread.
+// Whose turn it is: one caller at a time, and behind it the asynchronous calls, in order, on one
+// thread.
 #pragma once
 
 #include <condition_variable>

@@ -1,7 +1,8 @@
 // The element-wise kernels of the CPU and the one table that finds them.
 //
-// Pointers need no alignment (what arrives on a wire has none) and `out` may be the same as `a` or `b`
-// but not overlap them otherwise. Nothing allocates, nothing throws, any number of threads may call.
+// Pointers need no alignment (what arrives on a wire has none) and `out` may be the same as `a` or
+// `b` but not overlap them otherwise. Nothing allocates, nothing throws, any number of threads may
+// call.
 #pragma once
 
 #include <cstddef>

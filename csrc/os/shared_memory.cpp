@@ -24,7 +24,7 @@ Fd make_shared_memory(size_t bytes) {
 
 bool is_shared_memory(int fd, size_t bytes) {
   const int seals = ::fcntl(fd, F_GET_SEALS);
-  struct stat status {};
+  struct stat status{};
   return seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ::fstat(fd, &status) == 0 &&
          static_cast<size_t>(status.st_size) == bytes;
 }

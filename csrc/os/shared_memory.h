@@ -15,8 +15,8 @@ bool is_shared_memory(int fd, size_t bytes);
 
 size_t page_bytes();
 
-// A page of head and a ring of `bytes` (a multiple of the page) that is mapped twice in a row, so that
-// any run of up to `bytes` in it is contiguous.
+// A page of head and a ring of `bytes` (a multiple of the page) that is mapped twice in a row, so
+// that any run of up to `bytes` in it is contiguous.
 class RingMemory {
  public:
   RingMemory(int fd, size_t bytes);

@@ -1,5 +1,6 @@
-// The 32 bytes in front of everything that travels. Both sides fill in what they believe the call to
-// be, so that a disagreement is seen before a byte of it is used; that is the whole cost of the check.
+// The 32 bytes in front of everything that travels. Both sides fill in what they believe the call
+// to be, so that a disagreement is seen before a byte of it is used; that is the whole cost of the
+// check.
 #pragma once
 
 #include <bit>
@@ -25,7 +26,7 @@ struct Header {
   uint8_t dtype = 0;
   uint8_t op = 0;
   uint8_t algorithm = 0;
-  uint16_t epoch = 0;     // counts the mismatches that the group has survived
+  uint16_t epoch = 0;  // counts the mismatches that the group has survived
   uint16_t unused = 0;
   uint32_t sequence = 0;  // which call of the epoch
   uint32_t peer = 0;      // root of a broadcast, tag of a message
@@ -37,8 +38,8 @@ struct Header {
 };
 static_assert(sizeof(Header) == 32);
 
-// Payload per frame. Small enough that a frame cut short by an error is soon filled up, large enough
-// that its header costs nothing (1/8192).
+// Payload per frame. Small enough that a frame cut short by an error is soon filled up, large
+// enough that its header costs nothing (1/8192).
 inline constexpr size_t kSegmentBytes = size_t{256} << 10;
 
 // A notice (mismatch, goodbye) carries one sentence.

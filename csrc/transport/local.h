@@ -8,8 +8,8 @@
 
 namespace pycomm {
 
-// The channel between `rank` and `peer` of the group called `meeting`, a name unique in the process.
-// Whoever comes first makes both ends; a second call for the same end is an InternalError.
+// The channel between `rank` and `peer` of the group called `meeting`, a name unique in the
+// process. Whoever comes first makes both ends; a second call for the same end is an InternalError.
 std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int peer,
                                        size_t ring_bytes);
 

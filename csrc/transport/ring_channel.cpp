@@ -22,9 +22,9 @@ RingChannel::RingChannel(std::string_view transport, std::shared_ptr<RingMemory>
                          std::shared_ptr<RingMemory> out, Fd bell)
     : transport_(transport), in_(std::move(in)), out_(std::move(out)), bell_(std::move(bell)) {}
 
-// Sleeping and waking cross like this: the sleeper stores `sleeps`, then loads the position; the mover
-// stores the position, then loads `sleeps`. All four are sequentially consistent, so at least one of
-// them sees the other, and no wake-up is lost.
+// Sleeping and waking cross like this: the sleeper stores `sleeps`, then loads the position; the
+// mover stores the position, then loads `sleeps`. All four are sequentially consistent, so at least
+// one of them sees the other, and no wake-up is lost.
 void RingChannel::ring_bell_if(std::atomic<uint32_t>& sleeps) {
   if (sleeps.load() == 0 || sleeps.exchange(0) == 0) return;
   const char byte = 0;

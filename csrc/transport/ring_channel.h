@@ -1,8 +1,8 @@
 // A channel through memory that both ranks see: a ring of bytes for each direction and a bell.
 //
-// Each ring has one writer and one reader. The bell is a stream socket: whoever sleeps says so in the
-// ring, whoever moves the ring then sends it one byte; and the kernel closes it when a rank dies.
-// local.cpp and shm.cpp differ only in how two ranks come to hold the same rings.
+// Each ring has one writer and one reader. The bell is a stream socket: whoever sleeps says so in
+// the ring, whoever moves the ring then sends it one byte; and the kernel closes it when a rank
+// dies. local.cpp and shm.cpp differ only in how two ranks come to hold the same rings.
 #pragma once
 
 #include <atomic>

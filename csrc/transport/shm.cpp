@@ -16,11 +16,11 @@ namespace pycomm {
 namespace {
 
 std::string random_name() {
-  constexpr std::string_view digits = "0123456789abcdef";
+  constexpr std::string_view kDigits = "0123456789abcdef";
   std::string name;
   for (const uint8_t byte : random_bytes()) {
-    name += digits[byte >> 4];
-    name += digits[byte & 15];
+    name += kDigits[byte >> 4];
+    name += kDigits[byte & 15];
   }
   return name;
 }

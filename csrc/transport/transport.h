@@ -1,8 +1,8 @@
 // What a transport is: a way to move bytes, in order and in both directions, between two ranks. It
 // knows no dtype, no reduction, no plan, and not what a frame means.
 //
-// Nothing here blocks. A rank that has nothing to do arms its channels, polls their descriptors, and
-// disarms them again; so one poll(2) covers any mixture of transports, and sees a peer die.
+// Nothing here blocks. A rank that has nothing to do arms its channels, polls their descriptors,
+// and disarms them again; so one poll(2) covers any mixture of transports, and sees a peer die.
 #pragma once
 
 #include <poll.h>
@@ -21,7 +21,8 @@ namespace pycomm {
 using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
 
-// What a rank waits for on a channel while it sleeps. A channel always wakes it when the peer hangs up.
+// What a rank waits for on a channel while it sleeps. A channel always wakes it when the peer hangs
+// up.
 struct Want {
   bool receive = false;
   bool send = false;
