@@ -1,0 +1,74 @@
+// What the files of the module _core share: the handle that Python holds, and their entry points.
+//
+// Not an interface for other modules: those take the capsule and include group/group.h alone.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <chrono>
+#include <deque>
+#include <memory>
+
+#include "group/group.h"
+
+namespace pycomm::bindings {
+
+namespace py = pybind11;
+
+// While it lives the GIL is free and the thread may block. A signal handler that raises meanwhile
+// leaves its exception in the thread state, where throw_pending() finds it.
+class Blocking {
+ public:
+  Blocking() = default;
+
+ private:
+  py::gil_scoped_release release_;
+};
+
+// Throws what a signal handler raised while the GIL was free. Needs the GIL.
+inline void throw_pending() {
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+}
+
+// How often this process image was forked off since the module was loaded.
+unsigned forks();
+void count_forks();  // called once
+
+// Asked by the engine while a call waits: has a signal handler raised? Any thread, with or without
+// the GIL; only Python's main thread runs handlers, so the others always hear no.
+bool interrupted();
+
+// The seconds that Python gives as the nanoseconds that the core takes. Throws InvalidArgument for
+// negative numbers and NaN.
+std::chrono::nanoseconds nanoseconds(double seconds);
+
+// Python's hold on a group. It keeps what asynchronous calls read and write alive until they are
+// over, and refuses every call in a forked child, where the group's sockets are the parent's.
+class Handle {
+ public:
+  explicit Handle(std::shared_ptr<Group> group);
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
+  ~Handle();
+
+  Group& group() const;
+  const std::shared_ptr<Group>& shared() const { return group_; }
+  bool in_child() const { return forks() != born_; }
+  // Keeps `arrays` until `work` is over.
+  void keep(std::shared_ptr<Work> work, py::object arrays);
+
+ private:
+  struct Kept {
+    std::shared_ptr<Work> work;
+    py::object arrays;
+  };
+  std::shared_ptr<Group> group_;
+  std::deque<Kept> kept_;  // in the order of the calls, which is the order in which they end
+  unsigned born_;
+};
+
+void bind_errors();                     // core_errors.cpp
+void bind_stores(py::module_& module);  // core_store.cpp
+void bind_group(py::module_& module);   // core_group.cpp
+
+}  // namespace pycomm::bindings

@@ -1,0 +1,84 @@
+// Errors of the core as the classes of pycomm.errors, and signals as errors.
+//
+// The translator serves every module that shares our pybind11: an Error that passes through torch's
+// bindings becomes the same class. Nothing here may fail: it runs while an error is on its way.
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <exception>
+
+#include "bindings/core.h"
+#include "core/errors.h"
+
+namespace pycomm::bindings {
+namespace {
+
+std::atomic<unsigned> fork_count{0};
+
+// None where the field does not apply.
+template <typename Value>
+py::object field(const Value& value, const Value& absent) {
+  if (value == absent) return py::none();
+  return py::cast(value);
+}
+
+py::object to_python(const Error& error) {
+  const auto& name = kErrorNames[static_cast<size_t>(error.kind())];
+  const ErrorFields& fields = error.fields();
+  // A text can hold what another rank said about itself: bytes that are not UTF-8 must not matter.
+  const auto text = py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(
+      error.what(), static_cast<Py_ssize_t>(std::string_view(error.what()).size()), "replace"));
+  py::object raised =
+      py::module_::import("pycomm.errors").attr(py::str(name.data(), name.size()))(text);
+  raised.attr("op") = field(fields.op, std::string());
+  raised.attr("sequence") = field<int64_t>(fields.sequence, -1);
+  raised.attr("rank") = field(fields.rank, -1);
+  raised.attr("peer") = field(fields.peer, -1);
+  raised.attr("elapsed_s") = field(fields.elapsed_s, 0.0);
+  raised.attr("bytes") = field<int64_t>(fields.bytes, -1);
+  return raised;
+}
+
+void translate(std::exception_ptr thrown) {
+  try {
+    if (thrown) std::rethrow_exception(thrown);
+  } catch (const Error& error) {
+    if (PyErr_Occurred() != nullptr) return;  // Ctrl-C ended the call: that is what the user sees
+    try {
+      const py::object raised = to_python(error);
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+    } catch (...) {  // pycomm.errors cannot be imported, as when the interpreter goes down
+      PyErr_Clear();
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+  }
+}
+
+}  // namespace
+
+unsigned forks() { return fork_count.load(std::memory_order_relaxed); }
+
+void count_forks() {
+  pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
+}
+
+bool interrupted() {
+  if (gettid() != getpid() || Py_IsInitialized() == 0) return false;
+  const py::gil_scoped_acquire gil;
+  return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
+}
+
+std::chrono::nanoseconds nanoseconds(double seconds) {
+  if (std::isnan(seconds) || seconds < 0)
+    throw InvalidArgument("a time limit must be a positive number of seconds, not " +
+                          std::to_string(seconds));
+  constexpr double kYears = 1e8;  // three years: far from where nanoseconds overflow
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(std::min(seconds, kYears)));
+}
+
+void bind_errors() { py::register_exception_translator(&translate); }
+
+}  // namespace pycomm::bindings

@@ -1,0 +1,206 @@
+// A group and the work it has under way, as Python sees them.
+#include <pybind11/stl.h>
+
+#include <array>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "bindings/core.h"
+
+namespace pycomm::bindings {
+namespace {
+
+constexpr const char* kCapsule = "pycomm.Group";
+
+// The group with an end that suits Python: without the GIL, as goodbyes may wait, and in a forked
+// child not at all, as they would be said on the parent's sockets.
+std::shared_ptr<Group> guarded(std::shared_ptr<Group> group) {
+  Group* raw = group.get();
+  return {raw, [group = std::move(group), born = forks()](Group*) mutable {
+            if (forks() != born) {
+              [[maybe_unused]] auto* leaked = new std::shared_ptr<Group>(std::move(group));
+            } else if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
+              const py::error_scope pending;
+              const Blocking blocking;
+              group.reset();
+            } else {
+              group.reset();
+            }
+          }};
+}
+
+template <size_t kSize>
+std::string list(const std::array<std::string_view, kSize>& names) {
+  std::string text;
+  for (const auto name : names) text += (text.empty() ? "" : ", ") + std::string(name);
+  return text;
+}
+
+// Which entry of its table a name is.
+template <typename Enum, size_t kSize>
+Enum find(const std::array<std::string_view, kSize>& names, std::string_view name,
+          std::string_view what) {
+  for (size_t i = 0; i < kSize; ++i)
+    if (names[i] == name) return static_cast<Enum>(i);
+  throw InvalidArgument("unknown " + std::string(what) + " '" + std::string(name) +
+                        "'; one of: " + list(names));
+}
+
+constexpr auto kDtypeNames = [] {
+  std::array<std::string_view, kDtypes.size()> names{};
+  for (size_t i = 0; i < names.size(); ++i) names[i] = kDtypes[i].name;
+  return names;
+}();
+
+// The arguments of run() and start(), in the order that _core.pyi gives.
+Call call_from(const py::args& args) {
+  check(args.size() == 10, "a call takes ten arguments");
+  const auto text = [&](size_t i) { return args[i].cast<std::string_view>(); };
+  Call call;
+  call.operation = find<Operation>(kOperations, text(0), "operation");
+  call.dtype = find<Dtype>(kDtypeNames, text(1), "dtype");
+  call.op = find<ReduceOp>(kReduceOps, text(2), "op");
+  call.input = reinterpret_cast<const void*>(args[3].cast<uintptr_t>());
+  call.output = reinterpret_cast<void*>(args[4].cast<uintptr_t>());
+  call.count = args[5].cast<size_t>();
+  call.peer = args[6].cast<int>();
+  call.tag = args[7].cast<uint32_t>();
+  call.algorithm = find<Algorithm>(kAlgorithms, text(8), "algorithm");
+  call.timeout = nanoseconds(args[9].cast<double>());
+  return call;
+}
+
+void run(const Handle& handle, const py::args& args) {
+  const Call call = call_from(args);
+  Group& group = handle.group();
+  {
+    const Blocking blocking;
+    group.run(call);
+  }
+  throw_pending();
+}
+
+std::shared_ptr<Work> start(Handle& handle, const py::object& arrays, const py::args& args) {
+  auto work = handle.group().start(call_from(args));
+  handle.keep(work, arrays);
+  return work;
+}
+
+void wait(Work& work, double timeout_s) {
+  const auto limit = nanoseconds(timeout_s);
+  {
+    const Blocking blocking;
+    work.wait(limit);
+  }
+  throw_pending();
+}
+
+py::object split(const Handle& handle, int color, int key) {
+  std::shared_ptr<Group> part;
+  {
+    Group& group = handle.group();
+    const Blocking blocking;
+    part = group.split(color, key);
+  }
+  py::object held = py::none();
+  if (part) held = py::cast(std::make_unique<Handle>(std::move(part)));
+  throw_pending();
+  return held;
+}
+
+void close(const Handle& handle) {
+  if (handle.in_child()) return;
+  const Blocking blocking;
+  handle.shared()->close();
+}
+
+void abort(const Handle& handle, const std::string& reason) {
+  if (handle.in_child()) return;
+  const Blocking blocking;
+  handle.shared()->abort(reason);
+}
+
+py::capsule capsule(const Handle& handle) {
+  handle.group();
+  const auto drop = [](PyObject* object) {
+    delete static_cast<std::shared_ptr<Group>*>(PyCapsule_GetPointer(object, kCapsule));
+  };
+  return py::capsule(new std::shared_ptr<Group>(handle.shared()), kCapsule, drop);
+}
+
+template <size_t kSize>
+py::tuple names(const std::array<std::string_view, kSize>& table) {
+  py::tuple all(kSize);
+  for (size_t i = 0; i < kSize; ++i) all[i] = py::str(table[i].data(), table[i].size());
+  return all;
+}
+
+void bind_records(py::module_& module) {
+  py::class_<Stats>(module, "Stats")
+      .def_readonly("calls", &Stats::calls)
+      .def_readonly("frames_sent", &Stats::frames_sent)
+      .def_readonly("bytes_sent", &Stats::bytes_sent)
+      .def_readonly("bytes_written", &Stats::bytes_written)
+      .def_readonly("bytes_received", &Stats::bytes_received)
+      .def_readonly("seconds", &Stats::seconds)
+      .def_readonly("bytes", &Stats::bytes_written);
+  py::class_<Member>(module, "Member")
+      .def_readonly("host", &Member::host)
+      .def_readonly("pid", &Member::pid)
+      .def_readonly("transport", &Member::transport);
+}
+
+}  // namespace
+
+Handle::Handle(std::shared_ptr<Group> group) : group_(guarded(std::move(group))), born_(forks()) {}
+
+Handle::~Handle() {
+  group_.reset();  // first, so that nothing is under way when the arrays go
+  for (auto& kept : kept_)
+    if (in_child() || !kept.work->done()) kept.arrays.release();  // another holds the group: leak
+}
+
+Group& Handle::group() const {
+  if (in_child())
+    throw GroupBroken(
+        "this process was forked off after the group formed, and the group stays with the parent; "
+        "start processes with spawn instead");
+  return *group_;
+}
+
+void Handle::keep(std::shared_ptr<Work> work, py::object arrays) {
+  while (!kept_.empty() && kept_.front().work->done()) kept_.pop_front();
+  kept_.push_back({std::move(work), std::move(arrays)});
+}
+
+void bind_group(py::module_& module) {
+  bind_records(module);
+  module.attr("OPERATIONS") = names(kOperations);
+  module.attr("DTYPES") = names(kDtypeNames);
+  module.attr("REDUCE_OPS") = names(kReduceOps);
+  module.attr("ALGORITHMS") = names(kAlgorithms);
+  py::class_<Work, std::shared_ptr<Work>>(module, "Work")
+      .def("done", &Work::done)
+      .def("wait", &wait);
+  py::class_<Handle>(module, "Group")
+      .def_property_readonly("rank", [](const Handle& h) { return h.group().rank(); })
+      .def_property_readonly("size", [](const Handle& h) { return h.group().size(); })
+      .def_property_readonly("name", [](const Handle& h) { return h.group().name(); })
+      .def_property_readonly("members", [](const Handle& h) { return h.group().members(); })
+      .def_property_readonly("ranks", [](const Handle& h) { return h.group().ranks(); })
+      .def_property_readonly("local_rank", [](const Handle& h) { return h.group().local_rank(); })
+      .def_property_readonly("local_size", [](const Handle& h) { return h.group().local_size(); })
+      .def_property_readonly("host_count", [](const Handle& h) { return h.group().host_count(); })
+      .def_property_readonly("forked", &Handle::in_child)
+      .def("run", &run)
+      .def("start", &start)
+      .def("split", &split)
+      .def("stats", [](const Handle& h) { return h.group().stats(); })
+      .def("set_timeout", [](const Handle& h, double s) { h.group().set_timeout(nanoseconds(s)); })
+      .def("close", &close)
+      .def("abort", &abort)
+      .def("_capsule", &capsule);
+}
+
+}  // namespace pycomm::bindings

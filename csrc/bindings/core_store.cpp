@@ -1,0 +1,122 @@
+// The stores in which ranks find each other, and connect().
+#include <pybind11/stl.h>
+
+#include <string>
+#include <utility>
+
+#include "bindings/core.h"
+#include "group/connect.h"
+#include "rendezvous/local_store.h"
+#include "rendezvous/store.h"
+#include "rendezvous/tcp_store.h"
+
+namespace pycomm::bindings {
+namespace {
+
+// A store written in Python: an object with set(key, value: bytes) and get(key, timeout_s) ->
+// bytes.
+class PythonStore : public Store {
+ public:
+  explicit PythonStore(py::object object) : object_(std::move(object)) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    const py::gil_scoped_acquire gil;
+    object_.attr("set")(key, py::bytes(value));
+  }
+  std::string get(const std::string& key, const Deadline& deadline) override {
+    const py::gil_scoped_acquire gil;
+    const double left_s = std::chrono::duration<double>(deadline.left()).count();
+    return object_.attr("get")(key, left_s).cast<py::bytes>();
+  }
+
+ private:
+  py::object object_;
+};
+
+// One line for a person, through Python's logging. Called on any thread; must not fail.
+void log(const std::string& line) {
+  if (Py_IsInitialized() == 0) return;
+  const py::gil_scoped_acquire gil;
+  const py::error_scope pending;
+  try {
+    py::module_::import("logging").attr("getLogger")("pycomm").attr("info")("%s", line);
+  } catch (const py::error_already_set&) {
+    PyErr_Clear();  // a line that cannot be written is no reason to end a call
+  }
+}
+
+// Tells of an attempt that failed, and gives up when a signal handler has raised.
+void log_attempt(const std::string& line) {
+  log(line);
+  if (!interrupted()) return;
+  const py::gil_scoped_acquire gil;
+  throw_pending();
+}
+
+std::unique_ptr<TcpStore> serve(const std::string& host, uint16_t port, const std::string& key) {
+  const Blocking blocking;
+  return TcpStore::serve(host, port, key);
+}
+
+std::unique_ptr<TcpStore> reach(const std::string& host, uint16_t port, const std::string& key,
+                                double timeout_s) {
+  const Blocking blocking;
+  return TcpStore::connect(host, port, key, Deadline(nanoseconds(timeout_s)), &log_attempt);
+}
+
+ConnectOptions options_from(const py::kwargs& named) {
+  ConnectOptions options;
+  options.rank = named["rank"].cast<int>();
+  options.size = named["size"].cast<int>();
+  options.name = named["name"].cast<std::string>();
+  options.timeout = nanoseconds(named["timeout_s"].cast<double>());
+  options.secret = named["secret"].cast<std::string>();
+  options.transport = named["transport"].cast<std::string>();
+  options.address = named["address"].cast<std::string>();
+  options.reproducible = named["reproducible"].cast<bool>();
+  options.interrupted = &interrupted;
+  if (named["log"].cast<bool>()) options.log = &log;
+  return options;
+}
+
+std::unique_ptr<Handle> connect_from(const py::object& object, const py::kwargs& named) {
+  ConnectOptions options = options_from(named);
+  PythonStore adapter(object);
+  Store& store = py::isinstance<Store>(object) ? object.cast<Store&>() : adapter;
+  std::shared_ptr<Group> group;
+  {
+    const Blocking blocking;
+    group = connect(store, std::move(options));
+  }
+  auto handle = std::make_unique<Handle>(std::move(group));
+  throw_pending();
+  return handle;
+}
+
+}  // namespace
+
+void bind_stores(py::module_& module) {
+  py::class_<Store>(module, "Store")
+      .def("set",
+           [](Store& store, const std::string& key, const py::bytes& value) {
+             const std::string copy = value;
+             const Blocking blocking;
+             store.set(key, copy);
+           })
+      .def("get", [](Store& store, const std::string& key, double timeout_s) {
+        std::string value;
+        {
+          const Blocking blocking;
+          value = store.get(key, Deadline(nanoseconds(timeout_s)));
+        }
+        return py::bytes(value);
+      });
+  py::class_<LocalStore, Store>(module, "LocalStore").def(py::init<>());
+  py::class_<TcpStore, Store>(module, "TcpStore")
+      .def_static("serve", &serve)
+      .def_static("connect", &reach)
+      .def_property_readonly("port", &TcpStore::port);
+  module.def("connect", &connect_from);
+}
+
+}  // namespace pycomm::bindings

@@ -1,0 +1,48 @@
+"""The command line: `pycomm` and `python -m pycomm`. Each command's work is done elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+BENCHMARKS = ("collectives", "kernels", "training", "links")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their arguments; a command's own options are parsed by it."""
+    main = argparse.ArgumentParser(prog="pycomm", description="Collective communication.")
+    commands = main.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what is built and what works on this machine")
+    demo = commands.add_parser("demo", help="trains a model on two processes", add_help=False)
+    bench = commands.add_parser("bench", help="measures, beside peers", add_help=False)
+    bench.add_argument("what", choices=BENCHMARKS)
+    for command in (demo, bench):
+        command.set_defaults(rest=[])
+    return main
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; gives its exit status."""
+    chosen, rest = parser().parse_known_args(argv)
+    if chosen.command == "info":
+        if rest:
+            parser().error(f"info takes no arguments: {' '.join(rest)}")
+        from pycomm.info import report
+
+        print(report())
+        return 0
+    name = "pycomm.demo" if chosen.command == "demo" else f"benchmarks.{chosen.what}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in (name, name.split(".", maxsplit=1)[0]):
+            raise
+        print(f"pycomm: {name} is not here; it is part of the repository", file=sys.stderr)
+        return 2
+    return int(module.main(rest) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

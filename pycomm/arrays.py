@@ -1,0 +1,220 @@
+"""One view of every kind of array: torch tensors, NumPy arrays, anything with NumPy's interface.
+
+A view is validated here, once: what the core gets is a pointer to contiguous elements of a dtype
+that it knows. An array that is not contiguous is copied into one that is, and copied back
+afterwards. torch is recognised without importing it. Called by collectives.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pycomm import _core
+from pycomm.errors import InvalidArgument, Unsupported
+
+__all__ = ["View", "copied", "empty_like", "plain", "view"]
+
+COMPLEX = "complex numbers travel as pairs: pass torch.view_as_real(x), or x.view(float) in NumPy"
+OVERLAP = (
+    "elements of the array share memory (as after expand or broadcast_to), so the call cannot "
+    "write to it: pass a copy (x.clone() or x.copy())"
+)
+
+# What has been seen so far: a look-up is faster than asking again.
+_numpy_names: dict[Any, str] = {}
+_torch_names: dict[Any, str] = {}
+_torch: dict[str, Any] = {}  # what is needed of the module
+_viewers: dict[type, Callable[[Any, bool], View]] = {}
+
+
+class View:
+    """Contiguous elements that the core may read, and write if asked for.
+
+    Attributes:
+        pointer: address of the first element.
+        dtype: a name of `_core.DTYPES`.
+        count: elements.
+        array: what owns the memory; keep it while the core uses the pointer.
+        target: the user's array, if `array` is a contiguous stand-in for it, else None.
+    """
+
+    __slots__ = ("array", "count", "dtype", "pointer", "target")
+
+    def __init__(
+        self, pointer: int, dtype: str, count: int, array: Any, target: Any = None
+    ) -> None:
+        self.pointer = pointer
+        self.dtype = dtype
+        self.count = count
+        self.array = array
+        self.target = target
+
+    def finish(self) -> None:
+        """Copies the stand-in's elements to the user's array."""
+        if self.target is not None:
+            _copy(self.target, self.array)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.count * int(self.array.itemsize)
+
+
+def view(x: Any, *, write: bool = False) -> View:
+    """The view of `x`, of any shape and strides.
+
+    With `write`, the elements come back into `x` at `finish()`.
+
+    Raises:
+        InvalidArgument: not an array; `write` and read-only, or elements share memory.
+        Unsupported: a dtype, device or layout that does not travel.
+    """
+    viewer = _viewers.get(type(x)) or _learn_kind(x)
+    return viewer(x, write)
+
+
+def plain(x: Any) -> Any:
+    """`x` as a torch tensor or a NumPy array on the same memory, for its shape and dtype."""
+    return x if type(x) is np.ndarray or _is_torch(x) else _as_numpy(x, write=False)
+
+
+def empty_like(x: Any, shape: tuple[int, ...]) -> Any:
+    """A new array of the kind, dtype and device of `x`, which plain() has given."""
+    if _is_torch(x):
+        return sys.modules["torch"].empty(shape, dtype=x.dtype, device=x.device)
+    return np.empty(shape, x.dtype)
+
+
+def copied(one: View) -> View:
+    """The same elements in memory of their own, not to be copied back."""
+    if _is_torch(one.array):
+        array = one.array.detach().clone()
+        return View(array.data_ptr(), one.dtype, one.count, array)
+    array = one.array.copy()
+    return View(_core.address(array), one.dtype, one.count, array)
+
+
+def _learn_kind(x: Any) -> Callable[[Any, bool], View]:
+    """What makes views of arrays of the type of `x`, not seen so far."""
+    kind = type(x)
+    if not _is_torch(x):
+        _viewers[kind] = _numpy_view
+        return _numpy_view
+    torch: Any = sys.modules["torch"]
+    # A subclass that dispatches by itself holds its elements elsewhere, as a DTensor does.
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise Unsupported(f"a {kind.__name__} has no memory of its own; pass the tensors inside it")
+    _torch.update(strided=torch.strided, contiguous_format=torch.contiguous_format)
+    _viewers[kind] = _torch_view
+    return _torch_view
+
+
+def _is_torch(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _copy(target: Any, source: Any) -> None:
+    if isinstance(target, np.ndarray):
+        np.copyto(target, source)
+    else:
+        target.detach().copy_(source)
+
+
+def _as_numpy(x: Any, write: bool) -> Any:
+    """Memory of an object that NumPy can see without copying it."""
+    if isinstance(x, np.generic) and not write:
+        return np.asarray(x)
+    if isinstance(x, np.ndarray):
+        return x
+    if isinstance(x, np.generic) or not _has_memory(x):
+        raise InvalidArgument(
+            f"expected an array (torch tensor, NumPy array, buffer), not {type(x).__name__}"
+        )
+    return np.asarray(x) if hasattr(x, "__array_interface__") else np.asarray(memoryview(x))
+
+
+def _has_memory(x: Any) -> bool:
+    if hasattr(x, "__array_interface__"):
+        return True
+    try:
+        memoryview(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _numpy_view(x: Any, write: bool) -> View:
+    if type(x) is not np.ndarray:
+        x = _as_numpy(x, write)
+    name = _numpy_names.get(x.dtype) or _learn_numpy(x.dtype)
+    flags = x.flags
+    if write and not flags.writeable:
+        raise InvalidArgument("the array is read-only and the call would change it: pass x.copy()")
+    if flags.c_contiguous:
+        return View(_core.address(x), name, x.size, x)
+    if write and _may_overlap(x.shape, x.strides, x.itemsize):
+        raise InvalidArgument(OVERLAP)
+    array = np.ascontiguousarray(x)
+    return View(_core.address(array), name, array.size, array, x if write else None)
+
+
+def _learn_numpy(dtype: Any) -> str:
+    """The name of a NumPy dtype not seen so far; raises Unsupported for what does not travel."""
+    if not dtype.isnative:
+        raise Unsupported(
+            f"dtype {dtype} is not in this machine's byte order: "
+            "pass x.astype(x.dtype.newbyteorder('='))"
+        )
+    if dtype.kind == "c":
+        raise Unsupported(f"dtype {dtype}: {COMPLEX}")
+    if dtype.name not in _core.DTYPES:
+        raise Unsupported(f"dtype {dtype} does not travel; these do: {', '.join(_core.DTYPES)}")
+    _numpy_names[dtype] = dtype.name
+    return str(dtype.name)
+
+
+def _torch_view(x: Any, write: bool) -> View:
+    name = _torch_names.get(x.dtype) or _learn_torch(x)
+    if not x.is_cpu or x.layout is not _torch["strided"]:
+        raise Unsupported(_why_not(x))
+    if x.is_contiguous() and not x.is_neg():
+        return View(x.data_ptr(), name, x.numel(), x)
+    if write and _may_overlap(x.shape, x.stride(), 1):
+        raise InvalidArgument(OVERLAP)
+    array = x.detach().resolve_neg().clone(memory_format=_torch["contiguous_format"])
+    return View(array.data_ptr(), name, array.numel(), array, x if write else None)
+
+
+def _learn_torch(x: Any) -> str:
+    """The name of a torch dtype not seen so far; raises Unsupported for what does not travel."""
+    dtype, name = x.dtype, str(x.dtype).removeprefix("torch.")
+    if dtype.is_complex:
+        raise Unsupported(f"dtype {dtype}: {COMPLEX}")
+    if x.is_quantized:
+        raise Unsupported(f"dtype {dtype}: quantized tensors do not travel; pass x.int_repr()")
+    if name not in _core.DTYPES:
+        raise Unsupported(f"dtype {dtype} does not travel; these do: {', '.join(_core.DTYPES)}")
+    _torch_names[dtype] = name
+    return name
+
+
+def _why_not(x: Any) -> str:
+    if x.is_cpu:
+        return f"tensors of layout {x.layout} do not travel; pass x.to_dense()"
+    return f"tensors on device {x.device} are not supported here; pass x.cpu()"
+
+
+def _may_overlap(shape: Any, strides: Any, itemsize: int) -> bool:
+    """Whether two elements may share memory; a few odd layouts that do not are refused too."""
+    reach = 0  # from the first byte of an element to the first of the farthest, so far
+    for stride, length in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True)):
+        if length > 1:
+            if stride < reach + itemsize:
+                return True
+            reach += stride * (length - 1)
+    return False

@@ -1,0 +1,206 @@
+"""What the environment says: the only place of the package that reads it.
+
+Understands pycomm's own variables and those of torchrun, Paddle, Open MPI and Slurm (srun); with
+none of them the process is a group of its own. `pycomm.init` calls it; `pycomm info` lists them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pycomm.errors import InvalidArgument
+
+__all__ = ["TRANSPORTS", "VARIABLES", "Config", "environment"]
+
+TRANSPORTS = ("local", "shm", "tcp")
+LOG_LEVELS = ("warning", "info", "debug")
+MIN_SECRET = 16  # characters; `secrets.token_hex(32)` makes 64
+
+VARIABLES = {
+    "PYCOMM_RANK": "this process's rank, 0 to size - 1",
+    "PYCOMM_SIZE": "how many processes there are",
+    "PYCOMM_LOCAL_RANK": "its rank among the processes of its host",
+    "PYCOMM_LOCAL_SIZE": "how many processes its host has",
+    "PYCOMM_SECRET": f"the run's key, the same for all: {MIN_SECRET} characters or more",
+    "PYCOMM_ADDRESS": "address by which the other hosts reach this one; found by itself",
+    "PYCOMM_TRANSPORT": "shm or tcp: this transport only; the best for each pair if unset",
+    "PYCOMM_LOG": "info: what the group is made of; debug: more; warning if unset",
+}
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How one launcher spells rank, size, local rank and local size ("" where it does not)."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+# The first whose rank variable is set wins. Slurm is srun alone: SLURM_STEP_NUM_TASKS is not set in
+# a batch script, which is one process however many tasks the job has.
+LAUNCHERS = (
+    Launcher("pycomm", "PYCOMM_RANK", "PYCOMM_SIZE", "PYCOMM_LOCAL_RANK", "PYCOMM_LOCAL_SIZE"),
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Launcher("paddle", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_RANK_IN_NODE", ""),
+    Launcher(
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One process's place in the run. Strings are empty and ports 0 where nothing was said.
+
+    Attributes:
+        launcher: whose variables gave the rank; "" for a process alone.
+        rank, size: this process and how many there are.
+        local_rank, local_size: the same on this host, or None where the launcher does not say.
+        master_host, master_port: where rank 0 can be met.
+        agent_store: a launcher (torchrun) already serves torch's TCPStore there.
+        secret: the run's key.
+        address: this host's address for the others.
+        transport: one of TRANSPORTS, or "" for the best.
+        log: one of LOG_LEVELS.
+    """
+
+    launcher: str = ""
+    rank: int = 0
+    size: int = 1
+    local_rank: int | None = None
+    local_size: int | None = None
+    master_host: str = ""
+    master_port: int = 0
+    agent_store: bool = False
+    secret: str = ""
+    address: str = ""
+    transport: str = ""
+    log: str = "warning"
+
+
+def environment(values: Mapping[str, str] | None = None, secret: str | None = None) -> Config:
+    """The configuration that `values` (os.environ if None) describe; `secret` goes before theirs.
+
+    Raises:
+        InvalidArgument: a value makes no sense; the text names the variable.
+    """
+    env = os.environ if values is None else values
+    launcher = next((known for known in LAUNCHERS if _is_from(env, known)), None)
+    host, port = _master(env, launcher.name if launcher else "")
+    if secret is None and env.get("PYCOMM_SECRET", ""):
+        secret = env["PYCOMM_SECRET"]
+        check_secret(secret, "PYCOMM_SECRET")
+    rank, size = _rank_and_size(env, launcher)
+    return Config(
+        launcher=launcher.name if launcher else "",
+        rank=rank,
+        size=size,
+        local_rank=_number(env, launcher.local_rank) if launcher else None,
+        local_size=_number(env, launcher.local_size, 1) if launcher else None,
+        master_host=host,
+        master_port=port,
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+        secret=secret or "",
+        address=env.get("PYCOMM_ADDRESS", ""),
+        transport=_choice(env, "PYCOMM_TRANSPORT", TRANSPORTS, ""),
+        log=_choice(env, "PYCOMM_LOG", LOG_LEVELS, "warning"),
+    )
+
+
+def described() -> list[tuple[str, str, str]]:
+    """Name, value ("" if unset; the secret is not shown) and meaning of each PYCOMM_* variable."""
+    rows = []
+    for name, meaning in VARIABLES.items():
+        value = os.environ.get(name, "")
+        rows.append((name, "(set)" if value and name == "PYCOMM_SECRET" else value, meaning))
+    return rows
+
+
+def check_secret(secret: str, source: str) -> None:
+    """Raises InvalidArgument, naming `source`, for a key that is too short to be one."""
+    if len(secret) < MIN_SECRET:
+        raise InvalidArgument(
+            f"{source} has {len(secret)} characters and needs {MIN_SECRET} or more; to make one: "
+            'python -c "import secrets; print(secrets.token_hex(32))"'
+        )
+
+
+def _is_from(env: Mapping[str, str], launcher: Launcher) -> bool:
+    """Whether this launcher's variables are there; srun's only together."""
+    if launcher.name == "slurm":
+        return launcher.rank in env and launcher.size in env
+    return launcher.rank in env or (launcher.name == "pycomm" and launcher.size in env)
+
+
+def _number(env: Mapping[str, str], name: str, least: int = 0) -> int | None:
+    """The value of a variable as a number >= least; None if it is unset."""
+    text = env.get(name, "") if name else ""
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+        raise InvalidArgument(f"{name} is {text!r}; it must be a whole number from {least} on")
+    return int(text)
+
+
+def _rank_and_size(env: Mapping[str, str], launcher: Launcher | None) -> tuple[int, int]:
+    if launcher is None:
+        return 0, 1
+    rank, size = _number(env, launcher.rank), _number(env, launcher.size, 1)
+    for name, value in ((launcher.rank, rank), (launcher.size, size)):
+        if value is None:
+            raise InvalidArgument(f"{name} is not set, although other variables of its kind are")
+    assert rank is not None
+    assert size is not None
+    if rank >= size:
+        raise InvalidArgument(
+            f"{launcher.rank} is {rank} and {launcher.size} is {size}: ranks end at {size - 1}"
+        )
+    return rank, size
+
+
+def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...], unset: str) -> str:
+    value = env.get(name, "") or unset
+    if value != unset and value not in choices:
+        raise InvalidArgument(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+    return value
+
+
+def _master(env: Mapping[str, str], launcher: str) -> tuple[str, int]:
+    """Where rank 0 can be met: MASTER_ADDR and MASTER_PORT, else what the launcher offers."""
+    host, port = env.get("MASTER_ADDR", ""), _port(env, "MASTER_PORT", env.get("MASTER_PORT", ""))
+    if launcher == "paddle" and not host:
+        first = env.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")[0]
+        if first:
+            host, _, text = first.rpartition(":")
+            port = _port(env, "PADDLE_TRAINER_ENDPOINTS", text)
+    if launcher == "slurm":
+        host = host or _first_node(env.get("SLURM_STEP_NODELIST", ""))
+        # Any port that all tasks agree on; two steps of one job should not meet.
+        job, step = _number(env, "SLURM_JOB_ID") or 0, _number(env, "SLURM_STEP_ID") or 0
+        port = port or 20000 + (job * 7 + step) % 20000
+    return host, port
+
+
+def _port(env: Mapping[str, str], name: str, text: str) -> int:
+    if not text:
+        return 0
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 0 < int(text) < 65536:
+        raise InvalidArgument(f"{name} is {env[name]!r}; its port must be from 1 to 65535")
+    return int(text)
+
+
+def _first_node(nodes: str) -> str:
+    """The first host of a Slurm list: "a7" of "a[7-9,12],b" and "a7,a8"."""
+    match = re.match(r"([^,\[]*)(?:\[([^\],-]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""

@@ -1,0 +1,289 @@
+"""Groups of ranks, and the default group of the process.
+
+A Group is a thin coat over the core's: names and numbers. What arrays become is in collectives.py.
+The default group is made by `init`, found by every call without `group=`, and closed at exit. A
+thread can have one of its own: that is how `pycomm.testing` runs ranks as threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from pycomm import _core, config, rendezvous
+from pycomm.errors import GroupBroken, InvalidArgument, Unsupported
+
+__all__ = [
+    "Group",
+    "adopt",
+    "default",
+    "default_core",
+    "host_count",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "set_num_threads",
+    "shutdown",
+    "size",
+]
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class Group:
+    """Ranks that call collectives together, each from one thread, all in the same order."""
+
+    __slots__ = ("__weakref__", "_core", "_rank", "_size")
+
+    def __init__(self, core: _core.Group) -> None:
+        self._core = core
+        self._rank, self._size = core.rank, core.size
+        _groups.add(self)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, 0 to size - 1."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._size
+
+    @property
+    def ranks(self) -> list[int]:
+        """By rank: its rank in the first group, of which this one may be a part."""
+        return self._core.ranks
+
+    @property
+    def name(self) -> str:
+        """The group's name, the same on every rank."""
+        return self._core.name
+
+    @property
+    def members(self) -> list[_core.Member]:
+        """By rank: host, process id, and the transport by which this rank reaches it."""
+        return self._core.members
+
+    def split(self, color: int | None, key: int | None = None) -> Group | None:
+        """Collective. The group of the ranks that give the same color, ordered by (key, rank).
+
+        A color of None (or a negative one) takes part and gets None; a key of None is the rank.
+        """
+        core = self._core.split(-1 if color is None else color, self._rank if key is None else key)
+        return None if core is None else Group(core)
+
+    def shrink(self) -> Group:
+        """The group of the ranks that still live."""
+        raise Unsupported("shrink() is not built yet: end the run and start it with those left")
+
+    def stats(self) -> _core.Stats:
+        """What this rank has done so far: bytes (written to peers), calls, seconds."""
+        return self._core.stats()
+
+    def close(self) -> None:
+        """Leaves in peace; later calls raise GroupBroken. Closing twice is fine."""
+        self._core.close()
+
+    def abort(self, reason: str) -> None:
+        """From any thread: ends the group on every rank with an error that carries `reason`."""
+        self._core.abort(reason)
+
+    def __repr__(self) -> str:
+        """As <pycomm.Group 'world' rank 0 of 2>."""
+        name = self._core.name if not self._core.forked else "of the parent process"
+        return f"<pycomm.Group {name!r} rank {self._rank} of {self._size}>"
+
+
+class _State:
+    """The default group of the process, and what stands around it."""
+
+    group: Group | None = None
+    adopted: bool = False  # the engine is torch's, which closes it
+    ended: str = ""  # why there is none any more
+    count: int = 0  # groups made by init so far: a name is used once in a store
+    num_threads: int | None = None
+    lock = threading.RLock()
+
+
+_state = _State()
+_thread = threading.local()
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def init(
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    transport: str | None = None,
+    secret: str | None = None,
+    reproducible: bool = False,
+) -> Group:
+    """Forms the default group from the environment; collective over the processes of the run.
+
+    The second call gives the same group, whatever its arguments; after torch's
+    init_process_group("pycomm") the group is that one's engine.
+
+    Args:
+        timeout_s: the limit of the forming and of every later call that names none, in seconds.
+        transport: "shm" or "tcp": this one only; None: PYCOMM_TRANSPORT, or the best for each pair.
+        secret: the run's key; None: PYCOMM_SECRET.
+        reproducible: sums in rank order whatever the size, so that bits depend on the inputs alone.
+
+    Raises:
+        InvalidArgument: an argument or a variable makes no sense.
+        Timeout: not all ranks came; the text names those that did not.
+        PeerLost, Mismatch: a rank died, or was started with other options.
+    """
+    with _state.lock:
+        found = _find()
+        if found is not None:
+            return found
+        if not timeout_s > 0:
+            raise InvalidArgument(f"timeout_s is {timeout_s}; it must be more than 0 seconds")
+        if transport is not None and transport not in config.TRANSPORTS:
+            raise InvalidArgument(
+                f"transport is {transport!r}; it must be one of {', '.join(config.TRANSPORTS)}"
+            )
+        if secret is not None:
+            config.check_secret(secret, "secret")
+        _state.group = _form(timeout_s, transport, secret, reproducible)
+        _state.adopted = False
+        return _state.group
+
+
+def _form(timeout_s: float, transport: str | None, secret: str | None, reproducible: bool) -> Group:
+    here = config.environment(secret=secret)
+    _log_at(here.log)
+    store = rendezvous.find_store(here, timeout_s)
+    _state.count += 1
+    core = _core.connect(
+        store,
+        rank=here.rank,
+        size=here.size,
+        name="world" if _state.count == 1 else f"world.{_state.count}",
+        timeout_s=timeout_s,
+        secret=here.secret,
+        transport=here.transport if transport is None else transport,
+        address=here.address,
+        reproducible=reproducible,
+        log=here.log != "warning",
+    )
+    return Group(core)
+
+
+def _log_at(level: str) -> None:
+    """Lets pycomm's lines through to stderr, unless the program has set up logging itself."""
+    logger = logging.getLogger("pycomm")
+    if level == "warning" or logger.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("pycomm: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+
+
+def shutdown() -> None:
+    """Closes the default group; calling it twice is fine. An engine of torch's is left to torch."""
+    with _state.lock:
+        group, adopted = _state.group, _state.adopted
+        _state.group, _state.adopted = None, False
+        if group is not None:
+            _state.ended = "the default group was closed by pycomm.shutdown()"
+            if not adopted:
+                group.close()
+
+
+def is_initialized() -> bool:
+    """Whether there is a default group."""
+    return _find() is not None
+
+
+def _find() -> Group | None:
+    return getattr(_thread, "group", None) or _state.group
+
+
+def default() -> Group:
+    """The default group. Raises GroupBroken after shutdown, InvalidArgument before init."""
+    group = _find()
+    if group is None:
+        if _state.ended:
+            raise GroupBroken(f"{_state.ended}; pycomm.init() makes a new one")
+        raise InvalidArgument("there is no default group yet: call pycomm.init() first")
+    return group
+
+
+def rank() -> int:
+    """This process's rank in the default group."""
+    return default().rank
+
+
+def size() -> int:
+    """How many ranks the default group has."""
+    return default().size
+
+
+def local_rank() -> int:
+    """This process's rank among those of its host."""
+    return default()._core.local_rank
+
+
+def local_size() -> int:
+    """How many processes of the default group run on this host."""
+    return default()._core.local_size
+
+
+def host_count() -> int:
+    """On how many hosts the default group runs."""
+    return default()._core.host_count
+
+
+def set_num_threads(n: int) -> None:
+    """How many threads this process may reduce with; today one is used, whatever is asked."""
+    if n < 1:
+        raise InvalidArgument(f"set_num_threads({n}): at least one thread is needed")
+    _state.num_threads = n
+
+
+def adopt(core: _core.Group | None) -> None:
+    """Makes torch's engine the default group, or forgets it (None). Called by torch_backend."""
+    with _state.lock:
+        if core is None:
+            if _state.adopted:
+                _state.group, _state.adopted = None, False
+                _state.ended = "torch's process group was destroyed"
+            return
+        _state.group, _state.adopted = Group(core), True
+
+
+def default_core() -> _core.Group | None:
+    """The engine of the default group, for torch_backend to build on; None before init."""
+    group = _find()
+    return None if group is None else group._core
+
+
+@contextlib.contextmanager
+def as_thread_default(group: Group) -> Iterator[None]:
+    """Within it, `group` is the default of this thread alone."""
+    _thread.group = group
+    try:
+        yield
+    finally:
+        del _thread.group
+
+
+def _close_all(*_: Any) -> None:
+    """At exit: leaves every group in peace, so that no peer takes the end for a loss."""
+    for group in list(_groups):
+        with contextlib.suppress(Exception):
+            group.close()
+
+
+atexit.register(_close_all)

@@ -1,0 +1,112 @@
+"""Chooses the store in which the ranks of a run find each other. Called by pycomm.init alone.
+
+Two ways. Where torch's own rendezvous is at hand (a process group that stands already, torchrun, or
+MASTER_ADDR with torch importable and no key), the addresses and the run's key go through torch's
+store. Else rank 0 serves a store of ours, which only a holder of PYCOMM_SECRET can talk to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from pycomm import _core
+from pycomm.config import Config
+from pycomm.errors import InvalidArgument, Timeout
+
+__all__ = ["find_store"]
+
+PAUSE_S = 0.02  # between two looks at torch's store: its own wait would hold Ctrl-C up
+
+
+class TorchStore:
+    """A torch.distributed store as the core wants one."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        """Leaves `value` under `key`."""
+        self._store.set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """The value of `key`, once somebody has set it. Raises Timeout after `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        while not self._store.check([key]):
+            left = end - time.monotonic()
+            if left <= 0:
+                raise Timeout(
+                    f"nobody set {key!r} in torch's store in {timeout_s:.1f} s",
+                    op="init",
+                    elapsed_s=timeout_s,
+                )
+            time.sleep(min(left, PAUSE_S))
+        return bytes(self._store.get(key))
+
+
+def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonStore:
+    """The store for this process of a run of `config.size` processes.
+
+    Raises:
+        InvalidArgument: nothing says where rank 0 is, or there is no key and no torch.
+        Timeout, PeerLost: rank 0 is not there.
+    """
+    if config.size == 1:
+        return _core.LocalStore()
+    torch_store = _store_of_torch(config, timeout_s)
+    if torch_store is not None:
+        return torch_store
+    if not config.master_host or not config.master_port:
+        raise InvalidArgument(
+            f"{config.size} processes need to meet: set MASTER_ADDR and MASTER_PORT to rank 0's "
+            "host and a free port there"
+        )
+    if not config.secret:
+        raise InvalidArgument(
+            "PYCOMM_SECRET is not set, and without torch's rendezvous the processes need a key: "
+            'give all the same, made by python -c "import secrets; print(secrets.token_hex(32))"'
+        )
+    place = config.master_host, config.master_port, config.secret
+    if config.rank == 0:
+        return _core.TcpStore.serve("", config.master_port, config.secret)
+    return _core.TcpStore.connect(*place, timeout_s)
+
+
+def _store_of_torch(config: Config, timeout_s: float) -> TorchStore | None:
+    """torch's store, where it is there already or is the only way to pass a key on."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        from torch.distributed import distributed_c10d as c10d
+
+        return _prefixed(c10d._get_default_store())
+    wanted = config.agent_store or not config.secret
+    has_address = config.master_host and config.master_port
+    if not wanted or not has_address or importlib.util.find_spec("torch") is None:
+        return None
+    dist = importlib.import_module("torch.distributed")
+    if config.launcher in ("torchrun", "pycomm"):  # the variables that torch reads are there
+        found = dist.rendezvous(
+            "env://", config.rank, config.size, timeout=timedelta(seconds=timeout_s)
+        )
+        return _prefixed(next(found)[0])
+    return _prefixed(
+        dist.TCPStore(
+            config.master_host,
+            config.master_port,
+            config.size,
+            config.rank == 0,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    )
+
+
+def _prefixed(store: Any) -> TorchStore:
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    return TorchStore(PrefixStore("pycomm", store))
