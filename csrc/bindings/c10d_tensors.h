@@ -1,0 +1,211 @@
+// What the engine may do with a torch tensor: its dtype, its memory, and the copies around a call.
+//
+// Knows no verb (c10d_verbs.h) and no group. Everything here happens before a byte moves, so every
+// error is the caller's and leaves the group usable. Included by c10d.cpp only.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+#include <vector>
+
+#include "group/group.h"
+
+namespace pycomm::bindings {
+
+// One verb of torch's, ready for the engine: calls in order, then copies. Tensors in `held` are
+// memory that the calls use and nobody else owns.
+struct Job {
+  c10d::OpType type;
+  const char* title;  // the profiler's: "pycomm:" and the verb
+  std::vector<at::Tensor> inputs{};
+  std::vector<at::Tensor> outputs{};  // the value of the future
+  c10::SmallVector<Call, 1> calls{};
+  std::vector<at::Tensor> held{};
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies{};  // to, from
+
+  std::string verb() const { return std::string(title).substr(sizeof("pycomm:") - 1); }
+  [[noreturn]] void refuse(const std::string& why) const {
+    throw InvalidArgument("pycomm " + verb() + ": " + why, {.op = verb()});
+  }
+  [[noreturn]] void lacks(const std::string& what) const {
+    throw Unsupported("pycomm " + verb() + ": " + what, {.op = verb()});
+  }
+};
+
+// Tensor work here is none of autograd's business, and the engine's worker has no torch state of
+// its own.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+// An element of a tensor is `parts` elements of the engine.
+struct Element {
+  Dtype dtype;
+  size_t parts;
+};
+
+using DtypePair = std::pair<at::ScalarType, Dtype>;
+inline constexpr std::array<DtypePair, 10> kSame{{
+    {at::kHalf, Dtype::float16},
+    {at::kBFloat16, Dtype::bfloat16},
+    {at::kFloat, Dtype::float32},
+    {at::kDouble, Dtype::float64},
+    {at::kChar, Dtype::int8},
+    {at::kShort, Dtype::int16},
+    {at::kInt, Dtype::int32},
+    {at::kLong, Dtype::int64},
+    {at::kByte, Dtype::uint8},
+    {at::kBool, Dtype::boolean},
+}};
+inline constexpr std::array<DtypePair, 3> kComplexParts{{
+    {at::kComplexHalf, Dtype::float16},
+    {at::kComplexFloat, Dtype::float32},
+    {at::kComplexDouble, Dtype::float64},
+}};
+// Sums, products and bit operations give the same bits signed and unsigned; orders and means do
+// not.
+inline constexpr std::array<DtypePair, 3> kSigned{{
+    {at::kUInt16, Dtype::int16},
+    {at::kUInt32, Dtype::int32},
+    {at::kUInt64, Dtype::int64},
+}};
+
+template <size_t kSize>
+std::optional<Dtype> find(const std::array<DtypePair, kSize>& pairs, at::ScalarType type) {
+  for (const auto& [torch, ours] : pairs)
+    if (torch == type) return ours;
+  return std::nullopt;
+}
+
+// For verbs that move elements and do not look at them: any dtype at all, if need be as bytes.
+inline Element moved_as(const at::Tensor& tensor) {
+  if (const auto same = find(kSame, tensor.scalar_type())) return {*same, 1};
+  if (const auto part = find(kComplexParts, tensor.scalar_type())) return {*part, 2};
+  return {Dtype::uint8, static_cast<size_t>(tensor.element_size())};
+}
+
+inline Element reduced_as(const Job& job, const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  const auto type = tensor.scalar_type();
+  if (const auto same = find(kSame, type)) return {*same, 1};
+  const auto part = find(kComplexParts, type);
+  if (part && c10d::isComplexViewAsRealAllowed(op)) return {*part, 2};
+  if (part) job.lacks("complex tensors can be summed and averaged only; use torch.view_as_real");
+  const bool by_bits = op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::PRODUCT ||
+                       op == c10d::ReduceOp::BAND || op == c10d::ReduceOp::BOR ||
+                       op == c10d::ReduceOp::BXOR;
+  if (const auto same = find(kSigned, type); same && by_bits) return {*same, 1};
+  job.lacks(std::string("no such reduction of ") + c10::toString(type) +
+            "; convert the tensor to a dtype of the table in the docs");
+}
+
+// PREMUL_SUM is a sum of tensors that were scaled before.
+inline ReduceOp engine_op(const Job& job, const c10d::ReduceOp& op) {
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+    case c10d::ReduceOp::PREMUL_SUM:
+      return ReduceOp::sum;
+    case c10d::ReduceOp::AVG:
+      return ReduceOp::avg;
+    case c10d::ReduceOp::PRODUCT:
+      return ReduceOp::product;
+    case c10d::ReduceOp::MIN:
+      return ReduceOp::min;
+    case c10d::ReduceOp::MAX:
+      return ReduceOp::max;
+    case c10d::ReduceOp::BAND:
+      return ReduceOp::band;
+    case c10d::ReduceOp::BOR:
+      return ReduceOp::bor;
+    case c10d::ReduceOp::BXOR:
+      return ReduceOp::bxor;
+    case c10d::ReduceOp::UNUSED:
+      break;
+  }
+  job.lacks("unknown reduction");
+}
+
+inline void check_place(const Job& job, const at::Tensor& tensor) {
+  if (!tensor.defined()) job.refuse("got an undefined tensor");
+  if (!tensor.device().is_cpu())
+    job.lacks("takes CPU tensors; this one is on " + tensor.device().str() +
+              ". Move it, or make the group with another backend for that device, as in "
+              "\"cpu:pycomm,cuda:nccl\"");
+  if (tensor.layout() != at::kStrided || tensor.is_quantized())
+    job.lacks("takes dense tensors; call to_dense() or dequantize() first");
+}
+
+// No two elements share memory. Says so for every slice, transpose and view of a dense tensor, and
+// refuses as_strided layouts that interlock without sharing.
+inline bool is_free_of_overlap(const at::Tensor& tensor) {
+  if (tensor.numel() < 2 || tensor.is_contiguous()) return true;
+  c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;  // stride, size
+  for (int64_t d = 0; d < tensor.dim(); ++d)
+    if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 0;  // the furthest offset that the dimensions so far lead to
+  for (const auto& [stride, size] : dims) {
+    if (stride <= reach) return false;
+    reach += stride * (size - 1);
+  }
+  return true;
+}
+
+// The values lie in memory as they are, in row-major order.
+inline bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+// `tensor` itself or a plain copy of it, which the job holds.
+inline at::Tensor readable(Job& job, const at::Tensor& tensor) {
+  check_place(job, tensor);
+  if (is_plain(tensor)) return tensor;
+  BelowAutograd guard;
+  job.held.push_back(tensor.contiguous().resolve_conj().resolve_neg());
+  return job.held.back();
+}
+
+enum class Values : uint8_t { unused, kept };
+
+// Plain memory that becomes `tensor`: itself, or a stand-in (with its values, if they matter) that
+// is copied back when the calls are over.
+inline at::Tensor writable(Job& job, const at::Tensor& tensor, Values values) {
+  check_place(job, tensor);
+  if (!is_free_of_overlap(tensor))
+    job.refuse("elements of the output share memory (an expanded tensor?); pass a clone()");
+  if (is_plain(tensor)) return tensor;
+  BelowAutograd guard;
+  at::Tensor stand_in = at::empty(tensor.sizes(), tensor.options());
+  if (values == Values::kept) stand_in.copy_(tensor);
+  job.copies.emplace_back(tensor, stand_in);
+  return stand_in;
+}
+
+inline char* bytes_at(const at::Tensor& plain) { return static_cast<char*>(plain.data_ptr()); }
+
+struct Memory {
+  const char* begin;
+  const char* end;
+};
+inline Memory memory_of(const at::Tensor& plain) {
+  return {bytes_at(plain), bytes_at(plain) + plain.nbytes()};
+}
+inline bool share(Memory a, Memory b) { return a.begin < b.end && b.begin < a.end; }
+
+// Tensors that follow one another in memory, as the pieces of one array do.
+inline bool are_pieces_of_one(const std::vector<at::Tensor>& tensors) {
+  const char* next = bytes_at(tensors.front());
+  for (const auto& tensor : tensors) {
+    if (!is_plain(tensor) || bytes_at(tensor) != next ||
+        !tensor.storage().is_alias_of(tensors.front().storage()))
+      return false;
+    next += tensor.nbytes();
+  }
+  return true;
+}
+
+}  // namespace pycomm::bindings

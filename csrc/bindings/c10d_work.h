@@ -1,0 +1,172 @@
+// The handle of a call made through torch, and the errors that it raises in Python.
+//
+// A Job's calls end on the engine's worker (or on the caller's thread); the last one to end copies
+// the results back, finishes the Work and its future, if anybody asked for one. Included by
+// c10d.cpp only.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "bindings/c10d_tensors.h"
+
+namespace pycomm::bindings {
+
+namespace py = pybind11;
+using std::chrono::milliseconds;
+
+// The Python exception for an error of ours, made by the translator of the module that made the
+// group. torch's python_error, unlike a type that torch does not know, keeps its class through
+// autograd's threads, and can be raised more than once.
+inline python_error as_python(const std::exception_ptr& ours) {
+  py::gil_scoped_acquire gil;
+  try {
+    std::rethrow_exception(ours);
+  } catch (...) {
+    py::detail::try_translate_exceptions();
+  }
+  python_error result;
+  result.persist();
+  return result;
+}
+
+// Runs `body`; an error of ours leaves as a Python exception.
+template <typename Body>
+auto with_python_errors(const Body& body) {
+  try {
+    return body();
+  } catch (const Error&) {
+    throw as_python(std::current_exception());
+  }
+}
+
+// Ctrl-C must end a wait; only the main thread hears it, and only with the interpreter's lock.
+inline void raise_pending_signal() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return;
+  python_error error;
+  error.persist();
+  throw python_error(error);
+}
+
+class EngineWork : public c10d::Work {
+ public:
+  EngineWork(int rank, uint64_t sequence, Job job)
+      : c10d::Work(rank, job.type, job.title, job.inputs),
+        sequence_(sequence),
+        job_(std::move(job)),
+        left_(job_.calls.size()) {
+    if (job_.calls.empty()) land(1, nullptr);
+  }
+
+  const Job& job() const { return job_; }
+
+  // `count` of the calls are over. The first error wins; the last call finishes the work.
+  void land(size_t count, const std::exception_ptr& error) noexcept {
+    if (error && !failed_.exchange(true)) error_ = error;
+    if (left_.fetch_sub(count) > count) return;
+    try {
+      if (!failed_) copy_back(job_);
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+    job_.held.clear();
+    job_.copies.clear();
+    finish(error_);
+    over_.store(true, std::memory_order_release);
+    settle();
+  }
+
+  static void copy_back(Job& job) {
+    BelowAutograd guard;
+    for (auto& [to, from] : job.copies)
+      if (!to.is_same(from)) to.copy_(from.view(to.sizes()));
+  }
+
+  std::exception_ptr exception() const override {
+    std::lock_guard lock(mutex_);
+    return exception_ ? std::make_exception_ptr(as_python(exception_)) : nullptr;
+  }
+
+  // 0 waits for as long as the call may take. A wait that times out leaves the call running.
+  bool wait(milliseconds limit) override {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < kSpins && !over_.load(std::memory_order_acquire); ++i)
+      std::this_thread::yield();
+    std::unique_lock lock(mutex_);
+    while (!completed_) {
+      const milliseconds spent =
+          std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now() - start);
+      if (limit > kNoTimeout && spent >= limit)
+        throw as_python(std::make_exception_ptr(timed_out(limit)));
+      cv_.wait_for(lock, limit > kNoTimeout ? std::min(kSlice, limit - spent) : kSlice,
+                   [this] { return completed_; });
+      if (completed_) break;
+      lock.unlock();
+      raise_pending_signal();
+      lock.lock();
+    }
+    if (exception_) throw as_python(exception_);
+    return true;
+  }
+
+  std::vector<at::Tensor> result() override { return job_.outputs; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    {
+      std::lock_guard lock(mutex_);
+      if (!future_)
+        future_ =
+            c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    }
+    settle();
+    return future_;
+  }
+
+ private:
+  static constexpr int kSpins = 20;  // about 10 us of yields: most small calls end within it
+  static constexpr milliseconds kSlice{100};
+
+  Timeout timed_out(milliseconds limit) const {
+    ErrorFields fields{
+        .op = job_.verb(), .sequence = static_cast<int64_t>(sequence_), .rank = rank_};
+    fields.elapsed_s = std::chrono::duration<double>(limit).count();
+    return Timeout("pycomm " + fields.op + ": wait() reached its timeout of " +
+                       std::to_string(limit.count()) + " ms; the call itself goes on",
+                   fields);
+  }
+
+  // Gives the future its value once there are both: whoever makes the second of them comes here.
+  void settle() {
+    {
+      std::lock_guard lock(mutex_);
+      if (!future_ || !completed_ || std::exchange(settled_, true)) return;
+    }
+    if (exception_)
+      future_->setErrorIfNeeded(std::make_exception_ptr(as_python(exception_)));
+    else
+      future_->markCompleted(c10::IValue(job_.outputs));
+  }
+
+  const uint64_t sequence_;
+  Job job_;
+  std::atomic<size_t> left_;
+  std::atomic<bool> failed_{false};
+  std::exception_ptr error_;
+  std::atomic<bool> over_{false};
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool settled_ = false;
+};
+
+}  // namespace pycomm::bindings

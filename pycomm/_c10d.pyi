@@ -1,0 +1,35 @@
+"""The compiled backend for torch.distributed. Private: use `pycomm.torch_backend`."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Backend as _C10dBackend
+from torch._C._distributed_c10d import ErrorType
+
+torch_version: str
+
+class Options(_C10dBackend.Options):
+    def __init__(self, timeout: timedelta = ...) -> None: ...
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options: ...
+
+class Backend(_C10dBackend):
+    """Made from the capsule that _core.Group._capsule() gives.
+
+    `owner`: the group ends with the backend, and `ended` is called when it does.
+    """
+
+    def __init__(
+        self,
+        capsule: object,
+        options: Options,
+        owner: bool,
+        ended: Callable[[], object] | None = None,
+    ) -> None: ...
+    @property
+    def options(self) -> Options: ...
+    def get_error(self) -> ErrorType: ...
+    def stats(self) -> dict[str, float]: ...
+
+def close_all() -> None:
+    """Closes every group that is still open, as the interpreter ends."""

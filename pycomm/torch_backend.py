@@ -1,0 +1,161 @@
+"""The torch.distributed backend "pycomm": how torch's groups come to stand on our engine.
+
+`torch.distributed.init_process_group("pycomm")` needs no import of this file: it is for `stats`
+and for the `Options` to give to `init_process_group(pg_options=...)`. The verbs are C++ (the module
+_c10d); docs/torch_backend.md lists them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from pycomm import _core, _torch_autoload, config, rendezvous
+from pycomm import group as groups
+from pycomm.errors import InvalidArgument, Unsupported
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+    from torch.distributed.distributed_c10d import GroupName
+
+    from pycomm import _c10d
+
+__all__ = ["Options", "create", "is_available", "stats"]
+
+REBUILD = "rebuild it in its folder: `pip install --no-build-isolation --no-deps .`"
+
+_torch_autoload.register()
+
+
+@functools.cache
+def _module() -> Any:
+    """The compiled part. Raises Unsupported where it is missing or was built for another torch."""
+    try:
+        from pycomm import _c10d
+    except ImportError as error:
+        raise Unsupported(
+            f"pycomm's torch backend cannot be loaded with torch {torch.__version__} ({error}); "
+            f"it is built for one version of torch: {REBUILD}"
+        ) from error
+    _check_version(_c10d.torch_version, torch.__version__)
+    atexit.register(_c10d.close_all)
+    return _c10d
+
+
+def _check_version(built_for: str, running: str) -> None:
+    if built_for != running.partition("+")[0]:
+        raise Unsupported(
+            f"pycomm's torch backend was built for torch {built_for} and this is torch {running}; "
+            f"{REBUILD}"
+        )
+
+
+def is_available() -> bool:
+    """Whether the compiled part is there and fits this torch."""
+    try:
+        _module()
+    except Unsupported:
+        return False
+    return True
+
+
+def Options(timeout: timedelta | None = None) -> _c10d.Options:  # noqa: N802
+    """Options of a group, as torch's other backends have them; `timeout` limits each call."""
+    made: _c10d.Options = _module().Options() if timeout is None else _module().Options(timeout)
+    return made
+
+
+def create(options: _DistributedBackendOptions, backend_options: object) -> _c10d.Backend:
+    """Connects the ranks of a new torch group and gives its backend. Collective over that group.
+
+    The engine of `pycomm.init` serves torch's default group too, if it has the same ranks, and
+    stays open when torch's group ends; else torch's engine becomes pycomm's default group while it
+    stands.
+
+    Raises:
+        Unsupported: the compiled part does not fit this torch.
+        InvalidArgument: `backend_options` are those of another backend.
+        Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
+    """
+    module = _module()
+    timeout = timedelta(seconds=_seconds(options.timeout))
+    ours = _options(backend_options, timeout)
+    ours.global_ranks_in_group = options.global_ranks_in_group
+    ours.group_name = cast("GroupName", options.group_id)
+    shared = None if options.global_ranks_in_group else _engine_of_init(options)
+    core = _connect(options, timeout) if shared is None else shared
+    ended = None
+    if shared is None and not options.global_ranks_in_group:
+        groups.adopt(core)
+        ended = functools.partial(groups.adopt, None)
+    backend: _c10d.Backend = module.Backend(core._capsule(), ours, shared is None, ended)
+    return backend
+
+
+def _options(given: object, timeout: timedelta) -> _c10d.Options:
+    if given is not None and not isinstance(given, _module().Options):
+        raise InvalidArgument(
+            f"pg_options is a {type(given).__name__}; the backend pycomm takes "
+            "pycomm.torch_backend.Options"
+        )
+    ours: _c10d.Options = _module().Options() if given is None else given
+    ours._timeout = timeout
+    return ours
+
+
+def _seconds(timeout: timedelta | float) -> float:
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+
+
+def _engine_of_init(options: _DistributedBackendOptions) -> _core.Group | None:
+    """The engine behind pycomm's default group, where it has the ranks of torch's."""
+    core = groups.default_core()
+    if core is None or (core.rank, core.size) != (options.group_rank, options.group_size):
+        return None
+    return core
+
+
+def _connect(options: _DistributedBackendOptions, timeout: timedelta) -> _core.Group:
+    """Forms the group through torch's store; rank 0 leaves the run's key there if there is none."""
+    place = config.environment()
+    return _core.connect(
+        rendezvous.TorchStore(options.store),
+        rank=options.group_rank,
+        size=options.group_size,
+        name=options.group_id or "default",
+        timeout_s=timeout.total_seconds(),
+        secret=place.secret,
+        transport=place.transport,
+        address=place.address,
+        reproducible=False,
+        log=place.log != "warning",
+    )
+
+
+def stats(process_group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    """What this rank has done in a group since it stands.
+
+    Args:
+        process_group: a group of torch's with the backend pycomm; None is the default group.
+
+    Returns:
+        calls, frames_sent, bytes_sent (payload), bytes_written (with frame headers: what peers were
+        really sent), bytes_received, and the seconds spent inside calls.
+
+    Raises:
+        InvalidArgument: the group has another backend for CPU tensors.
+    """
+    process_group = process_group or dist.group.WORLD
+    if process_group is None:
+        raise InvalidArgument("no process group: call torch.distributed.init_process_group first")
+    backend: Any = process_group._get_backend(torch.device("cpu"))
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    if not isinstance(backend, _module().Backend):
+        raise InvalidArgument(f"the group's CPU backend is {backend.name()!r}, not pycomm")
+    counted: dict[str, float] = backend.stats()
+    return counted

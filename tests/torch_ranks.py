@@ -1,0 +1,141 @@
+"""Processes whose default torch group stands on pycomm, for the tests of the backend.
+
+A pool of spawned processes is kept between tests; each test sends them one function, which runs
+with a fresh default group (file store). No test itself: test_c10d*.py import its fixtures.
+"""
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm.torch_backend  # noqa: F401
+
+LIMIT_S = 60  # of one function in all processes
+
+
+def _serve(rank: int, size: int, pipe: Connection) -> None:
+    """What a process of the pool does: runs what comes, each with a fresh default group."""
+    torch.set_num_threads(1)
+    while True:
+        task = pipe.recv()
+        if task is None:
+            return
+        fn, args, path = task
+        try:
+            dist.init_process_group(
+                "pycomm",
+                init_method=f"file://{path}",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=20),
+            )
+            try:
+                result = fn(*args)
+            finally:
+                dist.destroy_process_group()
+            pipe.send((True, result))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class Ranks:
+    """Processes that run a function with torch's default group on pycomm."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.size, self.calls, self.broken = size, 0, False
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, folder: Path, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results by rank. A process that fails, dies or is late fails the test."""
+        self.calls += 1
+        self.broken = True
+        for pipe in self.pipes:
+            pipe.send((fn, args, str(folder / f"store{self.calls}")))
+        end = time.monotonic() + LIMIT_S
+        results, failures = [], []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(max(0.0, end - time.monotonic())):
+                failures.append(f"rank {rank} of {self.size} did not answer within {LIMIT_S} s")
+                continue
+            fine, result = pipe.recv()
+            results.append(result)
+            if not fine:
+                failures.append(f"rank {rank} of {self.size}:\n{result}")
+        if failures:
+            pytest.fail("\n".join(failures), pytrace=False)
+        self.broken = False
+        return results
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+class Pools:
+    """The pool of each size, made when it is first needed and again after a failure."""
+
+    def __init__(self) -> None:
+        self.pools: dict[int, Ranks] = {}
+
+    def run(self, size: int, folder: Path, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        pool = self.pools.get(size)
+        if pool is None or pool.broken:
+            if pool is not None:
+                pool.stop()
+            pool = self.pools[size] = Ranks(size)
+        return pool.run(folder, fn, *args)
+
+    def stop(self) -> None:
+        for pool in self.pools.values():
+            pool.stop()
+
+
+@pytest.fixture(name="pools", scope="module")
+def pools_fixture() -> Iterator[Pools]:
+    made = Pools()
+    yield made
+    made.stop()
+
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(name="run")
+def run_fixture(pools: Pools, tmp_path: Path) -> Run:
+    """run(size, fn, *args) -> results by rank."""
+    return lambda size, fn, *args: pools.run(size, tmp_path, fn, *args)
+
+
+SIZES = pytest.mark.parametrize("size", [2, 3])
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, so that every sum and product is exact, different on each rank."""
+    made = torch.Generator().manual_seed(rank + 100 * len(shape))
+    return torch.randint(1, 5, shape, generator=made).to(dtype)
+
+
+def same(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
+    """Bit by bit."""
+    assert got.dtype == wanted.dtype, (what, got, wanted)
+    assert got.shape == wanted.shape, (what, got, wanted)
+    as_bytes = [x.contiguous().reshape(-1).view(torch.uint8) for x in (got, wanted)]
+    assert torch.equal(*as_bytes), (what, got, wanted)
