@@ -1,0 +1,133 @@
+"""From what the ranks of each row said to the table, demo.json and demo.png. Called by main."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from pycomm.demo.machine import describe
+from pycomm.demo.rows import Row
+from pycomm.demo.training import Outcome, Settings
+
+MB = 2**20
+COLORS = ("#9aa0a6", "#1a73e8", "#e8710a", "#188038")
+SMOOTHED_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table. Losses and seconds are by step: the ranks' mean and their slowest."""
+
+    key: str
+    name: str
+    parameters: int
+    final_loss: float
+    seconds_per_step: float  # median
+    mb_per_rank_and_step: float
+    counted_by: str
+    replicas_equal: bool
+    digest: str  # of rank 0
+    losses: list[float]
+    seconds: list[float]
+
+
+def result(row: Row, outcomes: Sequence[Outcome]) -> Result:
+    """Joins what the ranks of `row` said, in rank order."""
+    seconds = [max(step) for step in zip(*(o.seconds for o in outcomes), strict=True)]
+    first = outcomes[0]
+    return Result(
+        key=row.key,
+        name=row.name,
+        parameters=first.parameters,
+        final_loss=first.final_loss,
+        seconds_per_step=statistics.median(seconds),
+        mb_per_rank_and_step=statistics.mean(o.bytes_sent for o in outcomes) / len(seconds) / MB,
+        counted_by=first.counted_by,
+        replicas_equal=len({o.digest for o in outcomes}) == 1,
+        digest=first.digest,
+        losses=[statistics.mean(step) for step in zip(*(o.losses for o in outcomes), strict=True)],
+        seconds=seconds,
+    )
+
+
+def table(results: Sequence[Result]) -> Table:
+    """The rows as a person reads them."""
+    shown = Table(title="the same training, each way", title_justify="left")
+    shown.add_column("way", style="bold")
+    shown.add_column("final loss", justify="right")
+    shown.add_column("s / step", justify="right")
+    shown.add_column("MB / rank / step", justify="right")
+    shown.add_column("replicas equal")
+    for r in results:
+        shown.add_row(
+            r.name,
+            f"{r.final_loss:.6f}",
+            f"{r.seconds_per_step:.4f}",
+            f"{r.mb_per_rank_and_step:.3f} ({r.counted_by})",
+            f"yes, {r.digest[:8]}" if r.replicas_equal else "NO",
+        )
+    return shown
+
+
+def save_json(path: Path, settings: Settings, processes: int, results: Sequence[Result]) -> None:
+    """Everything that table and plot show, and where it was measured."""
+    content = {
+        "machine": describe(),
+        "settings": asdict(settings) | {"processes": processes},
+        "rows": [asdict(r) for r in results],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def save_plot(path: Path, results: Sequence[Result]) -> None:
+    """Loss over steps, loss over seconds, and the two costs of a step as bars."""
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    over_steps, over_seconds, costs = figure.subplots(1, 3)
+    for i, r in enumerate(results):
+        # Dense rows learn the same: a later row is drawn thinner, so that one sees it on the other.
+        style = {"color": COLORS[i % len(COLORS)], "lw": max(1.2, 4.5 - 2.5 * i), "label": r.name}
+        losses = _smooth(r.losses)
+        over_steps.plot(range(1, len(losses) + 1), losses, **style)
+        over_seconds.plot(list(itertools.accumulate(r.seconds)), losses, **style)
+    over_steps.set(xlabel="step", ylabel="training loss (nats per character)")
+    over_seconds.set(xlabel="seconds", ylabel="training loss (nats per character)")
+    over_steps.legend(frameon=False)
+    _bars(costs, results)
+    for axes in (over_steps, over_seconds, costs):
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in (over_steps, over_seconds):
+        axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=150)
+
+
+def _smooth(losses: Sequence[float]) -> list[float]:
+    """The mean of the last few losses, at each step."""
+    windows = (losses[max(0, i - SMOOTHED_STEPS + 1) : i + 1] for i in range(len(losses)))
+    return [statistics.mean(window) for window in windows]
+
+
+def _bars(seconds: Axes, results: Sequence[Result]) -> None:
+    """Seconds per step at the left of each pair (left axis), MB per step at the right."""
+    megabytes = seconds.twinx()
+    megabytes.spines["top"].set_visible(False)
+    for i, r in enumerate(results):
+        color = COLORS[i % len(COLORS)]
+        time_bar = seconds.bar(i - 0.2, r.seconds_per_step, 0.36, color=color)
+        seconds.bar_label(time_bar, fmt="%.3f s", fontsize=8)
+        size_bar = megabytes.bar(
+            i + 0.2, r.mb_per_rank_and_step, 0.36, color=color, alpha=0.45, hatch="//"
+        )
+        megabytes.bar_label(size_bar, fmt="%.3g MB", fontsize=8)
+    seconds.set_xticks(range(len(results)), [r.name for r in results])
+    seconds.set_ylabel("seconds per step (solid)")
+    megabytes.set_ylabel("MB sent per rank and step (hatched)")
+    seconds.margins(y=0.15)
+    megabytes.margins(y=0.15)

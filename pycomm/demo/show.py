@@ -1,0 +1,83 @@
+"""The demo as a person sees it: a progress bar for each row, the table, a sample of the text.
+
+Called by main in __init__.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torch.multiprocessing.spawn import ProcessException
+
+from pycomm.demo import processes, report, training
+from pycomm.demo.rows import Row
+
+
+def show(rows: Sequence[Row], steps: int, size: int, out: Path) -> int:
+    """Trains `rows` on `size` processes each, prints and stores what came of it; main's result."""
+    console = Console()
+    settings = training.Settings(steps=steps)
+    out.mkdir(parents=True, exist_ok=True)
+    results: list[report.Result] = []
+    sample = ""
+    for row in rows:
+        try:
+            outcomes = _train(console, row, settings, size)
+        except ProcessException as error:
+            console.print(f"{row.name}: a rank failed\n{error}", style="red", markup=False)
+            return 1
+        except KeyboardInterrupt:
+            console.print(f"{row.name}: interrupted")
+            return 130
+        results.append(report.result(row, outcomes))
+        sample = outcomes[0].sample
+    console.print(report.table(results))
+    for r in results[1:]:
+        console.print(
+            f"{r.name}: final loss differs from {results[0].name} by "
+            f"{abs(r.final_loss - results[0].final_loss):.1e}",
+            highlight=False,
+        )
+    console.print(Panel(Text(sample), title="Python as the model writes it", title_align="left"))
+    report.save_json(out / "demo.json", settings, size, results)
+    report.save_plot(out / "demo.png", results)
+    console.print(f"{out / 'demo.json'}  {out / 'demo.png'}", highlight=False)
+    return 0 if all(r.replicas_equal for r in results) else 1
+
+
+def _train(
+    console: Console, row: Row, settings: training.Settings, size: int
+) -> list[training.Outcome]:
+    """What the ranks said at their end, by rank; shows how far they are meanwhile."""
+    outcomes: dict[int, training.Outcome] = {}
+    bar = Progress(
+        TextColumn("{task.description:16}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task(row.name, total=settings.steps, loss=float("nan"))
+    line_every = max(1, settings.steps // 5)
+
+    def hear(rank: int, said: training.Progress | training.Outcome) -> None:
+        if isinstance(said, training.Outcome):
+            outcomes[rank] = said
+            return
+        bar.update(task, completed=said.step, loss=said.loss)
+        if not console.is_terminal and said.step % line_every == 0:
+            console.print(
+                f"{row.name}: step {said.step} of {settings.steps}, loss {said.loss:.3f}",
+                highlight=False,
+            )
+
+    with bar:
+        processes.run(training.train, (row.key, settings), size, hear)
+    return [outcomes[rank] for rank in range(size)]

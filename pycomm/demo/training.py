@@ -1,0 +1,138 @@
+"""What each rank of the demo does: builds the model, trains it by one row's way, tells how it went.
+
+Called on fresh processes by main through processes.run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from pycomm.demo import text
+from pycomm.demo.model import CharGPT, Shape
+from pycomm.demo.processes import Rank
+from pycomm.demo.rows import ROWS
+from pycomm.demo.traffic import bytes_sent
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all rows have in common; tuned on 2 cores, so that 4 rows take less than 4 minutes."""
+
+    steps: int
+    seed: int = 0
+    batch: int = 8  # windows per rank and step
+    rate: float = 0.5
+    momentum: float = 0.9
+    warmup: int = 20  # steps
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Said by rank 0 after each step; the loss is that of its own batch."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Said by every rank at its end."""
+
+    losses: list[float]  # of its own batches, by step
+    seconds: list[float]  # by step
+    bytes_sent: int  # by this rank in all steps
+    counted_by: str  # "pycomm", "kernel", or "computed" where nobody counts
+    digest: str  # SHA-256 of all parameters
+    final_loss: float  # on held-out text, the same on every rank
+    sample: str  # written by the trained model; "" except on rank 0
+    parameters: int
+
+
+def train(rank: Rank, key: str, settings: Settings) -> None:
+    """Trains row `key`; says Progress and one Outcome."""
+    row = ROWS[key]
+    dist.init_process_group(row.backend, store=rank.store, rank=rank.rank, world_size=rank.size)
+    torch.manual_seed(settings.seed)
+    model = CharGPT(Shape(alphabet=len(text.ALPHABET)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=settings.momentum)
+    parallel = row.wrap(model, optimizer)
+    learn_from, judge_by = text.load()
+    random = torch.Generator().manual_seed(settings.seed * 1000 + rank.rank)
+
+    losses: list[float] = []
+    seconds: list[float] = []
+    dist.barrier()
+    sent_before = bytes_sent(row.backend)
+    for step in range(settings.steps):
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(settings, step)
+        x, y = text.batch(learn_from, settings.batch, model.shape.context, random)
+        loss = F.cross_entropy(parallel.forward(x).flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        parallel.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+        if rank.rank == 0:
+            rank.say(Progress(step + 1, losses[-1]))
+    sent, counted_by = _difference(sent_before, bytes_sent(row.backend))
+    if counted_by == "computed":
+        sent = settings.steps * _ring_bytes(model, rank.size)
+    rank.say(
+        Outcome(
+            losses,
+            seconds,
+            sent,
+            counted_by,
+            _digest(model),
+            _judge(model, judge_by),
+            _sample(model) if rank.rank == 0 else "",
+            sum(p.numel() for p in model.parameters()),
+        )
+    )
+    dist.barrier()  # nobody leaves while another still needs it
+
+
+def _rate(settings: Settings, step: int) -> float:
+    """A line up, then half a cosine down."""
+    rising = min(1.0, (step + 1) / settings.warmup)
+    return settings.rate * rising * (0.525 + 0.475 * math.cos(math.pi * step / settings.steps))
+
+
+def _difference(before: tuple[int, str] | None, after: tuple[int, str] | None) -> tuple[int, str]:
+    return (after[0] - before[0], after[1]) if before and after else (0, "computed")
+
+
+def _ring_bytes(model: nn.Module, size: int) -> int:
+    """What a rank of a ring all-reduce sends for all gradients: 2 (size - 1) / size of them."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    return 2 * (size - 1) * total // size
+
+
+def _digest(model: nn.Module) -> str:
+    sha = hashlib.sha256()
+    for weight in model.parameters():
+        sha.update(weight.detach().numpy().tobytes())
+    return sha.hexdigest()
+
+
+@torch.no_grad()
+def _judge(model: CharGPT, tokens: torch.Tensor) -> float:
+    random = torch.Generator().manual_seed(0)
+    x, y = text.batch(tokens, 256, model.shape.context, random)
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
+
+
+def _sample(model: CharGPT) -> str:
+    start = text.encode(b"\ndef ").long()
+    random = torch.Generator().manual_seed(0)
+    return text.decode(model.write(start, 400, random)).strip("\n")
