@@ -1,0 +1,110 @@
+"""Builds the native suites, tests/native/*_test.cpp, plain or under a sanitizer.
+
+    python tests/native/build.py [plain|asan|tsan] [suite ...]     builds, prints the binaries
+
+A suite is its own file with harness.cpp, the other files of this folder and all of csrc that needs
+no Python. Objects are shared by the suites of one sanitizer and lie in build/native/<sanitizer>/
+with the binaries; only what has changed is built. No suppression files: a report is a failure.
+Called by tests/test_native.py.
+"""
+
+import fcntl
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+CSRC = ROOT / "csrc"
+
+SANITIZERS = {
+    "plain": [],
+    "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "tsan": ["-fsanitize=thread"],
+}
+FLAGS = [
+    *("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"),
+    *("-Wall", "-Wextra", "-Werror"),
+    "-Wno-restrict",  # g++ 12 sees ghosts in std::string
+]
+RULES = """\
+rule compile
+  command = $cxx -MMD -MF $out.d $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule archive
+  command = rm -f $out && ar crs $out $in
+rule link
+  command = $cxx $flags $in -ldl -o $out
+"""
+
+
+class BuildFailed(Exception):
+    """A suite did not compile; the text is the compiler's."""
+
+
+def suites() -> list[str]:
+    """Names of the suites: "plans" for plans_test.cpp."""
+    return sorted(p.stem.removesuffix("_test") for p in HERE.glob("*_test.cpp"))
+
+
+def ninja_binary() -> str:
+    """The ninja of the PyPI package, wherever that lies, else the one on PATH."""
+    for file in importlib.metadata.distribution("ninja").files or []:
+        if file.name == "ninja" and file.parent.name == "bin":
+            return str(file.locate())
+    return shutil.which("ninja") or "ninja"
+
+
+def write_ninja(folder: Path, sanitizer: str) -> None:
+    """Writes build.ninja into `folder`. What is no suite goes into one archive: a suite links what
+    it uses, main() of harness.cpp with the rest."""
+    flags = [*FLAGS, *SANITIZERS[sanitizer], f"-I{CSRC}", f"-I{HERE}"]
+    apart = (CSRC / "bindings", CSRC / "cuda")
+    library = [p for p in sorted(CSRC.rglob("*.cpp")) if not any(a in p.parents for a in apart)]
+    library += [p for p in sorted(HERE.glob("*.cpp")) if not p.stem.endswith("_test")]
+    lines = [f"cxx = {os.environ.get('CXX', 'g++')}", f"flags = {' '.join(flags)}", RULES]
+    objects = []
+    for source in library:
+        objects.append(str(source.relative_to(ROOT).with_suffix(".o")))
+        lines.append(f"build {objects[-1]}: compile {source}")
+    lines.append(f"build library.a: archive {' '.join(objects)}")
+    for suite in suites():
+        lines.append(f"build {suite}.o: compile {HERE / suite}_test.cpp")
+        lines.append(f"build {suite}: link {suite}.o library.a")
+    text = "\n".join(lines) + "\n"
+    path = folder / "build.ninja"
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def build(sanitizer: str, names: list[str]) -> list[Path]:
+    """Builds these suites; the paths of their binaries. Raises BuildFailed."""
+    folder = ROOT / "build" / "native" / sanitizer
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [ninja_binary(), "-C", str(folder), *names]
+    with (folder / "lock").open("w") as lock:  # one build at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write_ninja(folder, sanitizer)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildFailed(done.stdout + done.stderr)
+    return [folder / name for name in names]
+
+
+def main() -> None:
+    """The command line: see the head of this file."""
+    sanitizer, *names = sys.argv[1:] or ["plain"]
+    if sanitizer not in SANITIZERS:
+        sys.exit(f"{sanitizer}: not one of {', '.join(SANITIZERS)}")
+    try:
+        print(*build(sanitizer, names or suites()), sep="\n")
+    except BuildFailed as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

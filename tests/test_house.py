@@ -1,0 +1,269 @@
+"""Holds the floor plan: who may see whom, in C++ and in Python, and the sizes of the rooms.
+
+The tables come first; a new folder of csrc or module of pycomm needs its line there.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+PYCOMM = ROOT / "pycomm"
+
+# What the files whose path begins so may include of ours; the longest beginning counts. A name that
+# ends in "/" stands for the folder.
+MAY_INCLUDE = {
+    "core/": ["core/"],
+    "os/": ["core/", "os/"],
+    "collectives/": ["core/", "collectives/"],
+    "kernels/": ["core/", "kernels/"],
+    # The store proves who calls with the transports' handshake.
+    "rendezvous/": ["core/", "os/", "rendezvous/", "transport/handshake.h"],
+    "transport/": ["core/", "os/", "transport/"],
+    "engine/": [
+        *("core/", "engine/", "collectives/plan.h", "kernels/kernels.h"),
+        *("transport/transport.h", "transport/frame.h"),
+    ],
+    "group/": [
+        *("core/", "os/", "collectives/", "kernels/", "rendezvous/"),
+        *("transport/", "engine/", "group/"),
+    ],
+    "bindings/core": [
+        *("bindings/core", "core/", "group/group.h", "group/connect.h"),
+        *("kernels/kernels.h", "rendezvous/"),
+    ],
+    "bindings/c10d": ["bindings/c10d", "group/group.h"],
+}
+STANDARD_LIBRARY_ONLY = ["core/", "collectives/"]
+MAY_INCLUDE_TORCH = "bindings/c10d"
+
+# Modules and packages of pycomm, lowest floor first: each sees itself and the floors below it.
+FLOORS = [
+    ["_core", "_cuda", "_c10d"],
+    ["errors"],
+    ["arrays", "config"],
+    ["rendezvous"],
+    ["group", "kernels"],
+    ["collectives", "reference"],
+    ["compress", "data", "metrics"],
+    ["parallel", "optim", "functional"],
+    ["launch", "torch_backend", "testing"],
+    ["info"],
+    ["__init__"],
+    ["demo"],
+    ["__main__"],
+]
+SAME_ROOM = {"_torch_autoload": "torch_backend"}  # the light door that torch opens at its import
+MAY_IMPORT_TORCH = [
+    *("torch_backend", "demo"),
+    "rendezvous",  # inside a function, where torch's own store is to be joined
+    *("compress", "data", "metrics", "parallel", "optim", "functional"),
+]
+# Who reads the environment; the others are given what they need. Launchers pass it on to children.
+MAY_SEE_ENVIRONMENT = ["pycomm/config.py", "pycomm/launch/", "pycomm/demo/processes.py"]
+
+LONGEST_FILE = 500
+MOST_VARIABLES = 8
+NOT_VARIABLES = {"PYCOMM_TORCH_VERSION"}  # set by setup.py for the compiler
+
+
+def tree(*folders: str, ends: tuple[str, ...]) -> list[Path]:
+    """The files below these folders of the repository with one of these endings."""
+    found = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in ends]
+    return sorted(found)
+
+
+CPP = tree("csrc", ends=(".cpp", ".h", ".hpp", ".cu", ".cuh"))
+PYTHON = tree("pycomm", ends=(".py",))
+
+
+def name_of(path: Path) -> str:
+    """A file's path as the tables spell it."""
+    return str(path.relative_to(CSRC if CSRC in path.parents else ROOT))
+
+
+def begins(name: str, beginnings: list[str]) -> bool:
+    return any(name.startswith(b) for b in beginnings)
+
+
+def lines_with(pattern: str, paths: list[Path]) -> Iterator[tuple[str, str]]:
+    """Where a pattern stands: (file:line, what the first group matched)."""
+    for path in paths:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for match in re.finditer(pattern, line):
+                yield f"{name_of(path)}:{number}", match.group(1)
+
+
+def test_cpp_rooms_see_only_what_they_may() -> None:
+    wrong = []
+    for where, header in lines_with(r'^\s*#\s*include "(.+?)"', CPP):
+        beginnings = [b for b in MAY_INCLUDE if where.startswith(b)]
+        assert beginnings, f"{where}: give this room its line in MAY_INCLUDE"
+        if not begins(header, MAY_INCLUDE[max(beginnings, key=len)]):
+            wrong.append(f"{where} may not include {header}")
+        elif not (CSRC / header).exists():
+            wrong.append(f"{where}: there is no {header}")
+    assert wrong == []
+
+
+def test_the_lowest_rooms_use_the_standard_library_only() -> None:
+    low = [p for p in CPP if begins(name_of(p), STANDARD_LIBRARY_ONLY)]
+    assert list(lines_with(r"#\s*include <(.*[./].*)>", low)) == []
+
+
+def test_torch_headers_stand_in_the_adaptor_only() -> None:
+    rest = [p for p in CPP if not name_of(p).startswith(MAY_INCLUDE_TORCH)]
+    assert list(lines_with(r'#\s*include [<"]((?:torch|ATen|c10|caffe2)/.*)[>"]', rest)) == []
+
+
+@pytest.mark.timeout(300)
+def test_every_header_compiles_alone() -> None:
+    """But the adaptor's, which cost half a minute each and have one includer."""
+    import pybind11
+
+    cxx = os.environ.get("CXX", "g++")
+    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fsyntax-only"]
+    flags += [f"-I{CSRC}", "-isystem", sysconfig.get_paths()["include"]]
+    flags += ["-isystem", pybind11.get_include()]
+
+    def complaint(header: str) -> str:
+        command = [cxx, *flags, "-x", "c++", "-"]
+        text = f'#include "{header}"\n'
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        return f"{header}: {done.stderr}" if done.returncode else ""
+
+    headers = [name_of(p) for p in CPP if p.suffix == ".h"]
+    headers = [h for h in headers if not h.startswith(MAY_INCLUDE_TORCH)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        assert [text for text in pool.map(complaint, headers) if text] == []
+
+
+def test_no_function_like_macro() -> None:
+    assert list(lines_with(r"^\s*#\s*define\s+(\w+\()", CPP)) == []
+
+
+def test_the_core_neither_ends_the_process_nor_prints() -> None:
+    pattern = r"\b(std::(?:abort|exit|quick_exit|terminate|cout|cerr)|_exit\(|\w*printf\(|puts\()"
+    found = [hit for hit in lines_with(pattern, CPP) if "snprintf" not in hit[1]]
+    assert found == []
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports, wherever in it: (line, dotted name). `from a import b` is
+    a.b where that is a module of ours and a otherwise; blocks for type checkers do not count."""
+    module = ast.parse(path.read_text())
+    package = path.relative_to(ROOT).parent.parts
+    for_checkers = [
+        child
+        for node in ast.walk(module)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for child in ast.walk(statement)
+    ]
+    for node in ast.walk(module):
+        if node in for_checkers:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                deeper = f"{base}.{alias.name}"
+                yield node.lineno, deeper if is_ours(deeper) else base
+
+
+def is_ours(dotted: str) -> bool:
+    path = ROOT.joinpath(*dotted.split("."))
+    compiled = dotted in ("pycomm._core", "pycomm._cuda", "pycomm._c10d")
+    return compiled or path.is_dir() or path.with_suffix(".py").exists()
+
+
+def room_of(path: Path) -> str:
+    """The module or package of pycomm that a file belongs to."""
+    return known_as(path.relative_to(PYCOMM).parts[0].removesuffix(".py"))
+
+
+def known_as(room: str) -> str:
+    return SAME_ROOM.get(room, room)
+
+
+def floor_of(room: str) -> int:
+    for height, rooms in enumerate(FLOORS):
+        if room in rooms:
+            return height
+    pytest.fail(f"pycomm/{room} has no place in FLOORS yet: give it one")
+
+
+def test_python_rooms_see_only_the_floors_below() -> None:
+    wrong = []
+    for path in PYTHON:
+        room = room_of(path)
+        for line, name in imports(path):
+            first, *rest = name.split(".")
+            seen = known_as(rest[0]) if rest else "__init__"
+            if first == "pycomm" and seen != room and floor_of(seen) >= floor_of(room):
+                wrong.append(f"{name_of(path)}:{line} may not import {name}")
+    assert wrong == []
+
+
+def test_torch_is_imported_by_the_adaptor_and_the_training_layer_only() -> None:
+    wrong = [
+        f"{name_of(path)}:{line} imports {name}"
+        for path in PYTHON
+        if room_of(path) not in MAY_IMPORT_TORCH
+        for line, name in imports(path)
+        if name.split(".")[0] == "torch"
+    ]
+    assert wrong == []
+
+
+def test_importing_pycomm_does_not_import_torch() -> None:
+    code = "import pycomm, sys; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert done.returncode == 0
+
+
+def test_the_environment_is_read_by_the_configuration_only() -> None:
+    ours = [p for p in PYTHON if not begins(name_of(p), MAY_SEE_ENVIRONMENT)]
+    found = list(lines_with(r"\b(os\.environb?\b|(?:os\.|secure_)?getenv|environ\b)", CPP))
+    found += lines_with(r"\b(os\.environb?\b|getenv\()", ours)
+    found += lines_with(r"from os import .*\b(environ|getenv)", ours)
+    assert found == []
+
+
+def test_there_are_few_environment_variables() -> None:
+    places = tree("csrc", "pycomm", "benchmarks", ends=(".cpp", ".h", ".py"))
+    names = {name for _, name in lines_with(r"\b(PYCOMM_[A-Z0-9_]+)", places)} - NOT_VARIABLES
+    assert len(names) <= MOST_VARIABLES, sorted(names)
+
+
+def test_files_are_short() -> None:
+    folders = ("csrc", "pycomm", "benchmarks", "examples", "tests", "tools")
+    paths = tree(*folders, ends=(".cpp", ".h", ".hpp", ".cu", ".cuh", ".py"))
+    lengths = {name_of(p): len(p.read_text().splitlines()) for p in [*paths, ROOT / "setup.py"]}
+    assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
+
+
+def test_every_command_is_documented() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    text = "\n".join(page.read_text() for page in pages)
+    help_text = subprocess.run(
+        [sys.executable, "-m", "pycomm", "--help"],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+    ).stdout  # fmt: skip
+    listed = re.search(r"\{([\w,-]+)\}", help_text)
+    assert listed, help_text
+    targets = re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = [f"pycomm {name}" for name in listed.group(1).split(",")]
+    commands += [f"make {name}" for name in " ".join(targets).split() if name != "help"]
+    assert [c for c in commands if not re.search(rf"{c}\b", text)] == []

@@ -1,0 +1,63 @@
+"""Runs every native suite under the address and undefined, and under the thread sanitizer.
+
+The suites are C++ (tests/native/*_test.cpp); tests/native/build.py builds them. A report of a
+sanitizer fails the suite: there are no suppressions.
+"""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "native"))
+from build import BuildFailed, build, suites
+
+RUN_LIMIT_S = 120  # of one suite; what takes longer is stuck or too big
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+}
+
+
+@cache
+def fixed_addresses() -> list[str]:
+    """A prefix that turns address randomisation off: the thread sanitizer of g++ 12 cannot place
+    its shadow on kernels that randomise 32 bits. Empty where the system does not allow it."""
+    prefix = ["setarch", "-R"]
+    try:
+        allowed = subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode
+    except FileNotFoundError:
+        return []
+    return prefix if allowed == 0 else []
+
+
+# The first test of a sanitizer compiles all of csrc.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("suite", suites())
+@pytest.mark.parametrize("sanitizer", ["asan", "tsan"])
+def test_native(sanitizer: str, suite: str) -> None:
+    try:
+        (binary,) = build(sanitizer, [suite])
+    except BuildFailed as error:
+        pytest.fail(str(error), pytrace=False)
+    try:
+        done = subprocess.run(
+            [*fixed_addresses(), str(binary)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=RUN_LIMIT_S,
+            env={**os.environ, **OPTIONS},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        said = (error.stdout or b"").decode(errors="replace")
+        pytest.fail(f"{suite} was not done after {RUN_LIMIT_S} s\n{said}", pytrace=False)
+    if done.returncode != 0:
+        pytest.fail(f"{suite} ended with {done.returncode}\n{done.stdout}", pytrace=False)
+    assert ", 0 failed" in done.stdout
