@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessException
 
 from pycomm import demo
@@ -135,9 +136,10 @@ def fail(rank: processes.Rank) -> None:
 
 
 def linger(rank: processes.Rank) -> None:
-    """Waits in C++ for what never comes."""
+    """Waits in C++ for what never comes, on a store that the parent does not keep."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank.say(os.getpid())
-    rank.store.wait(["never"])
+    store.wait(["never"])
 
 
 def test_everything_said_is_heard() -> None:
@@ -150,6 +152,15 @@ def test_everything_said_is_heard() -> None:
 def test_the_error_of_a_rank_is_shown_and_ends_all() -> None:
     with pytest.raises(ProcessException, match="no more paper"):
         processes.run(fail, (), 2, lambda rank, said: None)
+    assert multiprocessing.active_children() == []
+
+
+def test_an_error_of_the_listener_ends_all() -> None:
+    def hear(rank: int, said: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        processes.run(linger, (), 2, hear)
     assert multiprocessing.active_children() == []
 
 

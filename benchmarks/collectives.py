@@ -1,0 +1,161 @@
+"""`python -m benchmarks collectives`: pycomm's collectives beside its peers, in one run.
+
+Two worker processes (or --ranks of them) hold a process group of every contestant. Each case is
+checked against the exact answer; then the contestants are timed in turn, round by round, with the
+copy that gives the limit among them. Ends with 1 when an answer was wrong or a contestant beat the
+limit.
+
+main() is called by benchmarks.__main__ and pycomm.__main__.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.multiprocessing.spawn import ProcessException
+
+from benchmarks import plot, table, worker
+from benchmarks.peers import OURS, PEERS, Peer
+from benchmarks.sizes import format_size, parse_sizes
+from benchmarks.verbs import DTYPES, VERBS, Case
+from pycomm.demo import machine, processes
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was asked for."""
+
+    ranks: int
+    cases: list[Case]
+    peers: list[Peer]
+    rounds: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, stores; the exit status."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    peers = [OURS[name] for name in options.ours] + [PEERS[name] for name in options.peers]
+    if not peers or options.ranks < 2 or options.rounds < 1:
+        parser.error("nothing to measure: at least one contestant, 2 ranks and 1 round are needed")
+    cases = [
+        Case(verb, dtype, size, options.ranks)
+        for verb in options.ops
+        for dtype in options.dtypes
+        for size in options.sizes
+    ]
+    run = Run(options.ranks, list(dict.fromkeys(cases)), peers, options.rounds)
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        found = _measure(console, run)
+    except ProcessException as error:
+        console.print(f"a rank failed\n{error}", style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    _store(run, found, options.json, options.plot)
+    said = table.faults(found)
+    for sentence in said:
+        console.print(sentence, style="red", markup=False)
+    return 1 if said else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pycomm bench collectives", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--sizes", type=_sizes, default="4:64M", help="first:last[:factor] or a list (%(default)s)"
+    )
+    parser.add_argument("--ops", type=_names(VERBS), default="all_reduce", help=",".join(VERBS))
+    parser.add_argument("--dtypes", type=_names(DTYPES), default="float32", help=",".join(DTYPES))
+    parser.add_argument("--peers", type=_names(PEERS), default="gloo", help=",".join(PEERS))
+    parser.add_argument(
+        "--ours",
+        type=_names(OURS),
+        default=",".join(OURS),
+        help="pycomm through torch.distributed, and called directly (%(default)s)",
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="how often each takes its turn")
+    parser.add_argument("--json", type=Path, help="where to store all figures")
+    parser.add_argument("--plot", type=Path, help="where to draw bandwidth over size")
+    return parser
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return parse_sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    names = list(known)
+
+    def parse(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
+        for name in chosen:
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"{name!r} is not among {', '.join(names)}")
+        return chosen
+
+    return parse
+
+
+def _measure(console: Console, run: Run) -> list[table.Line]:
+    """Runs all cases on fresh processes; prints the lines of each as soon as all ranks have it."""
+    found: list[table.Line] = []
+    waiting: dict[Case, dict[int, worker.Times]] = {}
+    bar = Progress(
+        TextColumn("{task.description:24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    task = bar.add_task("starting", total=len(run.cases))
+
+    def hear(rank: int, said: worker.Times) -> None:
+        by_rank = waiting.setdefault(said.case, {})
+        by_rank[rank] = said
+        if len(by_rank) < run.ranks:
+            return
+        new = table.lines([by_rank[r] for r in range(run.ranks)])
+        if not found or (found[-1].verb, found[-1].dtype) != (said.case.verb, said.case.dtype):
+            console.print(f"# {said.case.verb} {said.case.dtype}\n{table.HEADER}")
+        found.extend(new)
+        for line in new:
+            console.print(table.text(line))
+        for name, why in said.refused.items():
+            console.print(f"# {name} refuses {said.case.verb} {said.case.dtype}: {why}")
+        bar.update(task, advance=1, description=f"{said.case.verb} {format_size(said.case.bytes)}")
+
+    flags = RawArray("q", run.ranks * worker.SLOT)
+    with bar:
+        args = (flags, run.peers, run.cases, run.rounds)
+        processes.run(worker.work, args, run.ranks, hear)
+    return found
+
+
+def _store(
+    run: Run, found: Sequence[table.Line], json_to: Path | None, plot_to: Path | None
+) -> None:
+    where = machine.describe()
+    if json_to:
+        settings = {"ranks": run.ranks, "rounds": run.rounds, "peers": [p.name for p in run.peers]}
+        content = {"machine": where, "settings": settings, "rows": [asdict(x) for x in found]}
+        json_to.write_text(json.dumps(content, indent=1) + "\n")
+    if plot_to and found:
+        cpu, cores, torch_version = where["cpu"], where["cores"], where["torch"]
+        caption = f"{run.ranks} ranks, {cpu}, {cores} cores, torch {torch_version}, {where['date']}"
+        plot.save(plot_to, found, caption)

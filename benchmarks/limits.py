@@ -1,0 +1,39 @@
+"""The limit: how fast memory can be copied on this machine now, all ranks at once.
+
+A copy of B bytes reads B and writes B. Each rank copies its own arrays with one thread, in the same
+rounds as the contestants, and the faster of two ways counts: plain stores (torch) and the memcpy of
+the C library (NumPy), which takes non-temporal stores where arrays exceed its share of the cache.
+
+Called by worker.py and table.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from benchmarks.verbs import VERBS, Call, Case
+
+SMALLEST_COPY = 2**16
+"""Bytes. Below, a copy from Python measures Python; the bandwidth at this size stands for them."""
+
+TOLERANCE = 1.03
+"""A contestant this much faster than the limit shows that the limit is wrong."""
+
+
+def copies(count_bytes: int) -> dict[str, Call]:
+    """Ways to copy max(count_bytes, SMALLEST_COPY) bytes, by name; each call copies once."""
+    length = max(count_bytes, SMALLEST_COPY)
+    source = torch.ones(length, dtype=torch.uint8)
+    target = torch.zeros(length, dtype=torch.uint8)
+    source_array, target_array = source.numpy(), target.numpy()
+    return {
+        "copy plain": lambda: target.copy_(source),
+        "copy libc": lambda: np.copyto(target_array, source_array),
+    }
+
+
+def limit_s(case: Case, copy_s: float) -> float:
+    """Seconds that `case` takes at least, where the copy for case.bytes takes `copy_s`."""
+    copied = max(case.bytes, SMALLEST_COPY)
+    return copy_s * VERBS[case.verb].traffic(case.size) / 2 * case.bytes / copied

@@ -1,0 +1,49 @@
+"""Who takes part in a run: pycomm's own faces and the peers it is measured against. Called by
+collectives.py (names) and worker.py (groups and calls).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from benchmarks.verbs import Arrays, Call, direct, through_torch
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One contestant: its name, the torch.distributed backend under it."""
+
+    name: str
+    backend: str
+    bypasses_torch: bool = False  # called through pycomm's own functions
+
+
+OURS = {p.name: p for p in (Peer("pycomm", "pycomm"), Peer("pycomm-direct", "pycomm", True))}
+PEERS = {p.name: p for p in (Peer("gloo", "gloo"),)}
+
+
+class Groups:
+    """One process group for each backend, all on the same ranks.
+
+    pycomm's is the default group, which is the one that pycomm's own calls use.
+    """
+
+    def __init__(self, peers: list[Peer], store: Store, rank: int, size: int) -> None:
+        backends = sorted({p.backend for p in peers}, key=lambda name: name != "pycomm")
+        dist.init_process_group(backends[0], store=store, rank=rank, world_size=size)
+        self._groups: dict[str, dist.ProcessGroup | None] = {backends[0]: None}
+        for name in backends[1:]:
+            self._groups[name] = dist.new_group(backend=name)
+        if any(p.bypasses_torch for p in peers):
+            import pycomm
+
+            pycomm.init()
+
+    def call(self, peer: Peer, arrays: Arrays) -> Call:
+        """What `peer` does with `arrays`."""
+        if peer.bypasses_torch:
+            return direct(arrays)
+        return through_torch(arrays, self._groups[peer.backend])

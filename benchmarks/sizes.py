@@ -1,0 +1,47 @@
+"""Sizes as a person writes them: "4", "64K", "1.5M", "4:64M", "4:64M:4", "4,1K,1M". Called by the
+suites' command lines; nothing here measures.
+"""
+
+from __future__ import annotations
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes; units are powers of 1024. ValueError for what is no positive whole number of bytes."""
+    number, unit = text.strip().upper().removesuffix("B"), ""
+    if number and number[-1] in UNITS:
+        number, unit = number[:-1], number[-1]
+    try:
+        value = float(number) * UNITS[unit]
+    except ValueError:
+        raise ValueError(f"{text!r} is no size: write 4, 64K or 1M") from None
+    if value < 1 or value != int(value):
+        raise ValueError(f"{text!r} is no size: it must be whole bytes, at least 1")
+    return int(value)
+
+
+def parse_sizes(text: str) -> list[int]:
+    """A list by comma; first:last doubles each time, first:last:factor multiplies by factor."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        first, *rest = part.split(":")
+        if len(rest) > 2:
+            raise ValueError(f"{part!r} is no range: write first:last or first:last:factor")
+        size = parse_size(first)
+        last = parse_size(rest[0]) if rest else size
+        factor = int(rest[1]) if len(rest) == 2 else 2
+        if factor < 2 or last < size:
+            raise ValueError(f"{part!r} is no range: it must grow, by a factor of at least 2")
+        while size <= last:
+            sizes.append(size)
+            size *= factor
+    return sizes
+
+
+def format_size(count_bytes: int) -> str:
+    """The shortest of these spellings that says `count_bytes` exactly."""
+    for unit in "GMK":
+        if count_bytes % UNITS[unit] == 0:
+            return f"{count_bytes // UNITS[unit]}{unit}"
+    return str(count_bytes)

@@ -1,0 +1,121 @@
+"""From the ranks' times to lines of figures, and lines as text in the columns of
+nccl-tests.
+
+Called by collectives.py and plot.py; nothing here measures.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.limits import TOLERANCE, limit_s
+from benchmarks.verbs import VERBS
+from benchmarks.worker import Times
+
+COPIES = ("copy plain", "copy libc")
+COMPARATOR = "gloo"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contestant in one case. Times are the slowest rank's; a GB is 10^9 bytes, as there."""
+
+    size_bytes: int
+    count: int
+    dtype: str
+    redop: str
+    verb: str
+    peer: str
+    time_us: float  # median over rounds of each round's median
+    p99_us: float  # over all calls
+    algbw_gbs: float
+    busbw_gbs: float
+    wrong: int
+    ratio: float | None  # times faster than gloo; None without it
+    limit_percent: float  # of the speed that memory allows
+    limit_us: float
+    round_medians_us: list[list[float]]  # [rank][round]
+
+
+def lines(by_rank: Sequence[Times]) -> list[Line]:
+    """The lines of one case, from what each rank said of it, in rank order."""
+    case = by_rank[0].case
+    copy_s = min(_slowest([_typical(t.seconds[name]) for t in by_rank]) for name in COPIES)
+    fastest_s = limit_s(case, copy_s)
+    times = {
+        name: _slowest([_typical(t.seconds[name]) for t in by_rank]) for name in by_rank[0].wrong
+    }
+    return [_line(name, by_rank, times, fastest_s) for name in times]
+
+
+def _line(name: str, by_rank: Sequence[Times], times: dict[str, float], fastest_s: float) -> Line:
+    case, time_s = by_rank[0].case, times[name]
+    verb = VERBS[case.verb]
+    algbw = case.bytes / time_s / 1e9
+    per_rank = [t.seconds[name] for t in by_rank]
+    return Line(
+        size_bytes=case.bytes,
+        count=case.count,
+        dtype=case.dtype,
+        redop=verb.redop,
+        verb=case.verb,
+        peer=name,
+        time_us=time_s * 1e6,
+        p99_us=_slowest([_p99([s for series in rounds for s in series]) for rounds in per_rank])
+        * 1e6,
+        algbw_gbs=algbw,
+        busbw_gbs=algbw * verb.bus_factor(case.size),
+        wrong=sum(t.wrong[name] for t in by_rank),
+        ratio=times[COMPARATOR] / time_s if COMPARATOR in times else None,
+        limit_percent=100 * fastest_s / time_s,
+        limit_us=fastest_s * 1e6,
+        round_medians_us=[[statistics.median(s) * 1e6 for s in rounds] for rounds in per_rank],
+    )
+
+
+def faults(found: Sequence[Line]) -> list[str]:
+    """Sentences that say why this run must not be believed; none when it may be."""
+    said = [
+        f"{line.peer}: {line.verb} of {line.size_bytes} bytes: {line.wrong} elements are wrong"
+        for line in found
+        if line.wrong
+    ]
+    said += [
+        f"{line.peer}: {line.verb} of {line.size_bytes} bytes runs at "
+        f"{line.limit_percent:.0f} % of the limit: then the limit is wrong"
+        for line in found
+        if line.limit_percent > 100 * TOLERANCE
+    ]
+    return said
+
+
+HEADER = (
+    f"{'# size (B)':>12} {'count':>10} {'type':>8} {'redop':>5} {'peer':>14} {'time (us)':>10} "
+    f"{'p99 (us)':>10} {'algbw':>7} {'busbw':>7} {'#wrong':>6} {'vs gloo':>8} {'% limit':>7}"
+)
+"""Bandwidths are in GB/s, 10^9 bytes."""
+
+
+def text(line: Line) -> str:
+    """One line under HEADER."""
+    ratio = "-" if line.ratio is None else f"{line.ratio:.2f}x"
+    return (
+        f"{line.size_bytes:>12} {line.count:>10} {line.dtype:>8} {line.redop:>5} {line.peer:>14} "
+        f"{line.time_us:>10.2f} {line.p99_us:>10.2f} {line.algbw_gbs:>7.2f} {line.busbw_gbs:>7.2f} "
+        f"{line.wrong:>6} {ratio:>8} {line.limit_percent:>7.1f}"
+    )
+
+
+def _typical(rounds: Sequence[Sequence[float]]) -> float:
+    return statistics.median(statistics.median(series) for series in rounds)
+
+
+def _slowest(by_rank: Sequence[float]) -> float:
+    return max(by_rank)
+
+
+def _p99(seconds: Sequence[float]) -> float:
+    """The smallest time that at least 99 % of the calls do not exceed."""
+    return sorted(seconds)[-(-len(seconds) * 99 // 100) - 1]

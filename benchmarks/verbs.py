@@ -1,0 +1,157 @@
+"""The collectives that are measured: their arrays, calls, right answers and factors.
+
+Nothing here measures. Called by worker.py (arrays, calls) and table.py (factors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Call = Callable[[], object]
+
+DTYPES = (
+    *("float16", "bfloat16", "float32", "float64"),
+    *("int8", "int16", "int32", "int64", "uint8"),
+)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One collective. `size` below is ranks, S the bytes that nccl-tests calls size."""
+
+    name: str
+    redop: str  # as nccl-tests prints it
+    whole_input: bool  # the input holds a piece for every rank
+    whole_output: bool
+    bus_factor: Callable[[int], float]  # busbw / algbw, as in nccl-tests
+    traffic: Callable[[int], float]  # bytes a rank reads and writes at least, in S
+
+
+VERBS = {
+    verb.name: verb
+    for verb in (
+        Verb("all_reduce", "sum", True, True, lambda n: 2 * (n - 1) / n, lambda n: 2),
+        Verb("broadcast", "none", True, True, lambda n: 1, lambda n: 2),
+        Verb("all_gather", "none", False, True, lambda n: (n - 1) / n, lambda n: 2),
+        Verb("reduce_scatter", "sum", True, False, lambda n: (n - 1) / n, lambda n: 1 + 1 / n),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One verb on one dtype and size, for `size` ranks."""
+
+    verb: str
+    dtype: str
+    wanted_bytes: int
+    size: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the verb changes its input."""
+        return VERBS[self.verb].whole_input and VERBS[self.verb].whole_output
+
+    @property
+    def count(self) -> int:
+        """Elements as nccl-tests prints them: of the smaller of input and output, at least one."""
+        elements = self.wanted_bytes // self.itemsize
+        return max(1, elements if self.in_place else elements // self.size)
+
+    @property
+    def whole_count(self) -> int:
+        """Elements of the larger of input and output."""
+        return self.count if self.in_place else self.count * self.size
+
+    @property
+    def bytes(self) -> int:
+        """S: bytes of the larger of input and output; rounded from what was wanted."""
+        return self.whole_count * self.itemsize
+
+
+def pattern(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `rank` puts in: [count] whole numbers below 8, so that sums are exact in every dtype."""
+    i = torch.arange(count, dtype=torch.int32)
+    return (((i * 40503 + rank * 7919) >> 5) & 7).to(dtype)
+
+
+class Arrays:
+    """The arrays of one rank in one case."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.rank = case, rank
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        verb = VERBS[case.verb]
+        self.source = pattern(rank, self._length(verb.whole_input), self.dtype)
+        self.input = self.source.clone()
+        self.output = (
+            self.input
+            if case.in_place
+            else torch.empty(self._length(verb.whole_output), dtype=self.dtype)
+        )
+
+    def rewrite(self) -> None:
+        """Puts the input back as it was before the call."""
+        self.input.copy_(self.source)
+
+    def expected(self) -> torch.Tensor:
+        """The exact output of this rank."""
+        case = self.case
+        if case.verb == "broadcast":
+            return pattern(0, case.count, self.dtype)
+        if case.verb == "all_gather":
+            return torch.cat([pattern(r, case.count, self.dtype) for r in range(case.size)])
+        total = pattern(0, case.whole_count, self.dtype)
+        for other in range(1, case.size):
+            total += pattern(other, case.whole_count, self.dtype)
+        if case.verb == "all_reduce":
+            return total
+        return total[self.rank * case.count : (self.rank + 1) * case.count]
+
+    def wrong(self, call: Call) -> int:
+        """Elements of the output that are wrong after one call."""
+        self.output.fill_(99)
+        self.rewrite()
+        call()
+        return int((self.output != self.expected()).sum().item())
+
+    def _length(self, whole: bool) -> int:
+        return self.case.whole_count if whole else self.case.count
+
+
+def through_torch(arrays: Arrays, group: dist.ProcessGroup | None) -> Call:
+    """The verb as a torch.distributed call on `group`."""
+    x, out = arrays.input, arrays.output
+    # The newer spelling where this torch has it: the older one warns there.
+    gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    return {
+        "all_reduce": lambda: dist.all_reduce(x, group=group),
+        "broadcast": lambda: dist.broadcast(x, 0, group=group),
+        "all_gather": lambda: gather(out, x, group=group),
+        "reduce_scatter": lambda: scatter(out, x, group=group),
+    }[arrays.case.verb]
+
+
+def direct(arrays: Arrays) -> Call:
+    """The verb as a call of pycomm's own, on its default group."""
+    import pycomm
+
+    size = arrays.case.size
+    x, out = arrays.input, arrays.output
+    return {
+        "all_reduce": lambda: pycomm.all_reduce(x),
+        "broadcast": lambda: pycomm.broadcast(x, src=0),
+        "all_gather": lambda: pycomm.all_gather(x, out=out.view(size, -1)),
+        "reduce_scatter": lambda: pycomm.reduce_scatter(x.view(size, -1), out=out),
+    }[arrays.case.verb]

@@ -1,0 +1,110 @@
+"""What each rank of a benchmark run does: checks every case, then times all contestants in turn.
+
+Called on fresh processes by collectives.py through pycomm.demo.processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.limits import copies
+from benchmarks.peers import Groups, Peer
+from benchmarks.verbs import Arrays, Call, Case
+from pycomm.demo.processes import Rank
+
+SLOT = 8  # int64 of a cache line: each rank's flag has its own
+
+
+@dataclass(frozen=True)
+class Times:
+    """Said by every rank after each case; `seconds[name][round]` is a list of single calls."""
+
+    case: Case
+    wrong: dict[str, int]  # by contestant
+    refused: dict[str, str]  # why, by contestant that cannot do this case
+    seconds: dict[str, list[list[float]]]  # contestants and copies
+
+
+class Barrier:
+    """Ranks of one host meet here within about a microsecond; it belongs to no contestant.
+
+    `flags` is shared memory, int64 [size * SLOT], zero at first: how often each rank has come.
+    """
+
+    def __init__(self, flags: Any, rank: int, size: int) -> None:
+        self._flags, self._mine = flags, rank * SLOT
+        self._others = [other * SLOT for other in range(size) if other != rank]
+        self._times = 0
+
+    def __call__(self) -> None:
+        self._times += 1
+        self._flags[self._mine] = self._times
+        for other in self._others:
+            looks = 0
+            while self._flags[other] < self._times:
+                looks += 1
+                if looks > 100:  # the other may need this core
+                    os.sched_yield()
+
+
+def work(rank: Rank, flags: Any, peers: list[Peer], cases: list[Case], rounds: int) -> None:
+    """Says one Times for each case."""
+    torch.set_num_threads(1)
+    groups = Groups(peers, rank.store, rank.rank, rank.size)
+    barrier = Barrier(flags, rank.rank, rank.size)
+    for case in cases:
+        rank.say(_measure(case, peers, groups, barrier, rounds, rank.rank))
+    barrier()  # nobody leaves while another still needs it
+
+
+def calls_per_round(count_bytes: int) -> int:
+    """Many for small sizes, that p99 means something; at least 2."""
+    return max(2, min(100, 2**24 // count_bytes))
+
+
+def _measure(
+    case: Case, peers: list[Peer], groups: Groups, barrier: Barrier, rounds: int, rank: int
+) -> Times:
+    arrays = Arrays(case, rank)
+    contestants: dict[str, Call] = {}
+    times = Times(case, {}, {}, {})
+    for peer in peers:
+        call = groups.call(peer, arrays)
+        barrier()
+        try:
+            times.wrong[peer.name] = arrays.wrong(call)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            times.refused[peer.name] = str(error).splitlines()[0]
+        else:
+            contestants[peer.name] = call
+    contestants |= copies(case.bytes)
+    names = list(contestants)
+    times.seconds.update({name: [] for name in names})
+    calls = calls_per_round(case.bytes)
+    for turn in range(rounds):
+        first = turn % len(names)  # nobody always comes after the same one
+        for name in names[first:] + names[:first]:
+            series = _series(contestants[name], arrays.rewrite, barrier, calls)
+            times.seconds[name].append(series)
+    return times
+
+
+def _series(call: Call, rewrite: Callable[[], None], barrier: Barrier, calls: int) -> list[float]:
+    """Seconds of each of `calls` calls after one that warms up; all ranks start each together."""
+    seconds = []
+    gc.disable()
+    for _ in range(calls + 1):
+        rewrite()
+        barrier()
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    gc.enable()
+    return seconds[1:]

@@ -1,0 +1,178 @@
+"""The benchmark of collectives: its arithmetic on made-up times, and tiny real runs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import collectives, limits, table, verbs
+from benchmarks.sizes import format_size, parse_size, parse_sizes
+from benchmarks.worker import Times
+
+
+@pytest.mark.parametrize(
+    ("written", "sizes"),
+    [
+        ("4", [4]),
+        ("4:64", [4, 8, 16, 32, 64]),
+        ("4:64:4", [4, 16, 64]),
+        ("4:100:4", [4, 16, 64]),
+        ("1,1K,1.5M,2G", [1, 1024, 3 << 19, 2 << 30]),
+        ("64kB", [65536]),
+    ],
+)
+def test_sizes_are_read(written: str, sizes: list[int]) -> None:
+    assert parse_sizes(written) == sizes
+
+
+def test_the_default_sizes_are_powers_of_two() -> None:
+    assert parse_sizes("4:64M") == [2**i for i in range(2, 27)]
+
+
+@pytest.mark.parametrize("written", ["", "M", "0", "-4", "0.3", "4x", "8:4", "4:8:1", "1:2:3:4"])
+def test_what_is_no_size_is_refused(written: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        parse_sizes(written)
+
+
+def test_sizes_are_written_as_they_are_read() -> None:
+    for size in (1, 1000, 1024, 3 << 19, 64 << 20, 1 << 30):
+        assert parse_size(format_size(size)) == size
+    assert [format_size(size) for size in (1000, 3 << 19, 1 << 30)] == ["1000", "1536K", "1G"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "count", "size_bytes", "bus_factor"),
+    [
+        ("all_reduce", 1024, 4096, 1.5),
+        ("broadcast", 1024, 4096, 1),
+        ("all_gather", 256, 4096, 0.75),
+        ("reduce_scatter", 256, 4096, 0.75),
+    ],
+)
+def test_counts_and_factors_are_those_of_nccl_tests(
+    verb: str, count: int, size_bytes: int, bus_factor: float
+) -> None:
+    case = verbs.Case(verb, "float32", 4096, 4)
+    assert (case.count, case.bytes) == (count, size_bytes)
+    assert verbs.VERBS[verb].bus_factor(4) == bus_factor
+    assert verbs.Case(verb, "float64", 1, 4).count == 1
+
+
+def right_call(arrays: verbs.Arrays) -> Callable[[], object]:
+    """The verb done by one process that knows what all ranks put in."""
+    return lambda: arrays.output.copy_(arrays.expected())
+
+
+@pytest.mark.parametrize("dtype", verbs.DTYPES)
+@pytest.mark.parametrize("verb", list(verbs.VERBS))
+def test_wrong_elements_are_counted(verb: str, dtype: str) -> None:
+    arrays = verbs.Arrays(verbs.Case(verb, dtype, 4096, 3), rank=1)
+    right = right_call(arrays)
+    assert arrays.wrong(right) == 0
+    assert arrays.wrong(lambda: None) > 0  # the right answer of before does not count
+
+    def swap_two() -> None:
+        right()
+        first = int((arrays.output != arrays.output[0]).nonzero()[0])
+        arrays.output[[0, first]] = arrays.output[[first, 0]]
+
+    assert arrays.wrong(swap_two) == 2
+
+
+def test_the_sum_of_all_patterns_is_expected() -> None:
+    arrays = verbs.Arrays(verbs.Case("reduce_scatter", "int8", 6 * 50, 6), rank=5)
+    total = sum(verbs.pattern(r, 300, torch.int64) for r in range(6))
+    assert isinstance(total, torch.Tensor)
+    assert torch.equal(arrays.expected().long(), total[250:])
+
+
+def times(gloo: list[list[float]], ours: list[list[float]], wrong: int = 0) -> Times:
+    """What a rank says of an all_reduce of 1 MB whose copy takes 10 us, or 30 the other way."""
+    return Times(
+        case=verbs.Case("all_reduce", "float32", 2**20, 2),
+        wrong={"pycomm": wrong, "gloo": 0},
+        refused={},
+        seconds={"pycomm": ours, "gloo": gloo, "copy plain": [[30e-6]], "copy libc": [[10e-6]]},
+    )
+
+
+def test_figures_are_those_of_the_slowest_rank() -> None:
+    fast = times([[300e-6] * 3] * 3, [[20e-6] * 3] * 3)
+    slow = times([[400e-6] * 3] * 3, [[40e-6, 50e-6, 90e-6], [60e-6] * 3, [10e-6] * 3], wrong=2)
+    ours, gloo = table.lines([fast, slow])
+    assert (ours.peer, gloo.peer) == ("pycomm", "gloo")
+    assert ours.time_us == pytest.approx(50)  # the median of 50, 60, 10
+    assert ours.p99_us == pytest.approx(90)
+    assert ours.ratio == pytest.approx(8)
+    assert gloo.ratio == 1
+    assert ours.limit_percent == pytest.approx(20)  # two ranks: reads S, writes S, as the copy
+    assert ours.algbw_gbs == pytest.approx(2**20 / 50e3)
+    assert ours.busbw_gbs == ours.algbw_gbs
+    assert ours.wrong == 2
+    assert ours.round_medians_us[1] == pytest.approx([50, 60, 10])
+
+
+def test_a_line_stands_under_its_header() -> None:
+    one = times([[400e-6]], [[50e-6]])
+    ours, _ = table.lines([one, one])
+    assert len(table.text(ours)) == len(table.HEADER)
+    words = table.text(ours).split()
+    assert words == [
+        *("1048576", "262144", "float32", "sum", "pycomm"),
+        *("50.00", "50.00", "20.97", "20.97", "0", "8.00x", "20.0"),
+    ]
+
+
+def test_faults_are_told() -> None:
+    good = times([[400e-6]], [[50e-6]])
+    assert table.faults(table.lines([good, good])) == []
+    bad = times([[400e-6]], [[9e-6]], wrong=3)
+    wrong, too_fast = table.faults(table.lines([good, bad]) + table.lines([bad, bad]))[1:]
+    assert "6 elements are wrong" in wrong
+    assert "111 % of the limit" in too_fast
+
+
+def test_the_limit_of_small_sizes_is_a_bandwidth() -> None:
+    small = verbs.Case("all_reduce", "float32", 4, 2)
+    assert limits.limit_s(small, 1.0) == 4 / limits.SMALLEST_COPY
+    large = verbs.Case("reduce_scatter", "float32", 2**20, 2)
+    assert limits.limit_s(large, 1.0) == 0.75
+    for copy in limits.copies(100).values():
+        copy()
+
+
+@pytest.mark.parametrize("ours", ["", "pycomm", "pycomm-direct"])
+def test_a_tiny_run_is_right(ours: str, tmp_path: Path) -> None:
+    json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
+    args = ["collectives", "--sizes", "4,64K", "--ops", ",".join(verbs.VERBS), "--ours", ours]
+    args += ["--rounds", "2", "--json", str(json_to), "--plot", str(plot_to)]
+    assert command.main(args) == 0
+    stored = json.loads(json_to.read_text())
+    peers = ["gloo", ours] if ours else ["gloo"]
+    rows = stored["rows"]
+    assert len(rows) == len(peers) * 2 * len(verbs.VERBS)
+    assert {row["peer"] for row in rows} == set(peers)
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 and row["ratio"] > 0 for row in rows)
+    assert stored["machine"]["torch"] == torch.__version__
+    assert plot_to.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_a_peer_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--sizes", "8", "--dtypes", "int16", "--ours", "", "--rounds", "1"]
+    assert collectives.main(args) == 0
+    assert "gloo refuses all_reduce int16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("args", [["--peers", "smoke"], ["--sizes", "x"], ["--ranks", "1"]])
+def test_nonsense_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        collectives.main(args)
+    assert "bench collectives: error" in capsys.readouterr().err
+
+
+def test_the_suite_must_be_named() -> None:
+    assert command.main([]) == command.main(["poetry"]) == 2
