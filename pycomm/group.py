@@ -161,7 +161,7 @@ def init(
 
 def _form(timeout_s: float, transport: str | None, secret: str | None, reproducible: bool) -> Group:
     here = config.environment(secret=secret)
-    _log_at(here.log)
+    log_at(here.log)
     store = rendezvous.find_store(here, timeout_s)
     _state.count += 1
     core = _core.connect(
@@ -179,7 +179,7 @@ def _form(timeout_s: float, transport: str | None, secret: str | None, reproduci
     return Group(core)
 
 
-def _log_at(level: str) -> None:
+def log_at(level: str) -> None:
     """Lets pycomm's lines through to stderr, unless the program has set up logging itself."""
     logger = logging.getLogger("pycomm")
     if level == "warning" or logger.hasHandlers():

@@ -123,6 +123,7 @@ def _engine_of_init(options: _DistributedBackendOptions) -> _core.Group | None:
 def _connect(options: _DistributedBackendOptions, timeout: timedelta) -> _core.Group:
     """Forms the group through torch's store; rank 0 leaves the run's key there if there is none."""
     place = config.environment()
+    groups.log_at(place.log)
     return _core.connect(
         rendezvous.TorchStore(options.store),
         rank=options.group_rank,
