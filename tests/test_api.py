@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -282,8 +283,12 @@ def test_groups_leave_nothing_behind() -> None:
     before = counts()
     for transport in TRANSPORTS * 3:
         run_ranks(3, fn, transport=transport)
-    after = counts()
-    assert after[:2] == before[:2]
+    limit = time.monotonic() + 5  # the kernel counts a thread a moment longer than join() does
+    while counts()[1] > before[1] and time.monotonic() < limit:
+        os.sched_yield()
+    fds, threads, _ = counts()
+    assert fds <= before[0]
+    assert threads <= before[1]
 
 
 ALONE = """

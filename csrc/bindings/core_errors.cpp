@@ -41,7 +41,8 @@ py::object to_python(const Error& error) {
   return raised;
 }
 
-void translate(std::exception_ptr thrown) {
+// pybind11 says that it comes by value.
+void translate(std::exception_ptr thrown) {  // NOLINT(performance-unnecessary-value-param)
   try {
     if (thrown) std::rethrow_exception(thrown);
   } catch (const Error& error) {

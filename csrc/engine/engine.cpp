@@ -58,8 +58,8 @@ void Engine::run(const Job& job, const Deadline& deadline) {
   Header header = job.signature;
   header.epoch = epoch_;
   header.sequence = sequence_;
-  running_ = &header;
   Run task(*this, job, header);
+  running_ = &header;
   guard(task, header, deadline);
   ++sequence_;
 }
@@ -94,6 +94,7 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
   } const clear{*this};
   check_usable();
   try {
+    if (stopped_.load()) check_world(task, deadline);
     drive(task, deadline);
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::mismatch) throw;
@@ -101,9 +102,20 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
     fields.op = name_of(static_cast<Operation>(signature.operation));
     fields.rank = options_.rank;
     fields.elapsed_s = deadline.elapsed_s();
-    const Error told(error.kind(), fields.op + ": " + error.what(), fields);
+    std::string text = fields.op + ": " + error.what();
+    if (error.kind() == ErrorKind::timeout && running_ != nullptr) {
+      const auto missing = call_roll(error);
+      for (const int peer : missing)
+        text += (peer == missing[0] ? "; missing from this call: " : ", ") + name(peer);
+      if (!missing.empty()) fields.peer = missing[0];
+    }
+    const Error told(error.kind(), text, fields);
     fail(told);
     throw told;
+  } catch (const std::exception& error) {  // of `interrupted`, or out of memory
+    fail(InternalError(std::string(name_of(static_cast<Operation>(signature.operation))) + ": " +
+                       error.what()));
+    throw;
   }
 }
 
@@ -136,9 +148,9 @@ void Engine::sleep(Task& task, const Deadline& deadline) {
   for (size_t i = 0; i < peers_.size(); ++i) {
     const Peer& peer = peers_[i];
     if (!peer.link || peer.link->channel().hung_up()) continue;
-    const bool feeding = task.sending_to() == static_cast<int>(i);
     armed_.push_back(&peer.link->channel());
-    polled_.push_back(armed_.back()->arm({!peer.parked, feeding || !peer.link->idle()}));
+    polled_.push_back(
+        armed_.back()->arm({!must_wait(static_cast<int>(i), task), !peer.link->idle()}));
   }
   struct Disarm {
     Engine& engine;
@@ -176,8 +188,7 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
   const int peer = from != kNobody ? from : to;
   std::string text = "Timed out after " + std::to_string(deadline.limit_s()) + " s";
   if (peer != kNobody)
-    text += (from != kNobody ? ", waiting for data from " : ", waiting to send to ") + name(peer) +
-            ": it has not called, or waits for somebody itself";
+    text += (from != kNobody ? ", waiting for data from " : ", waiting to send to ") + name(peer);
   throw Timeout(text, {.peer = peer});
 }
 
@@ -203,6 +214,13 @@ bool Engine::tend_all() {
   return moved;
 }
 
+// True if the frame at the front has to stay there, so that what arrives behind it is no news.
+bool Engine::must_wait(int peer, const Task& task) {
+  const Front front = at(peer).front;
+  return at(peer).link->has_front() &&
+         (front == Front::later || (front == Front::ours && task.receiving_from() != peer));
+}
+
 // Deals with what has arrived from `peer` until something is at the front that belongs to a call.
 Engine::Front Engine::tend(int peer) {
   Peer& who = at(peer);
@@ -212,11 +230,11 @@ Engine::Front Engine::tend(int peer) {
         link.channel().hung_up();  // looked at first: what it sent before is there now
     const Header* header = link.front();
     const Front front = header == nullptr ? Front::nothing : judge(peer, *header);
-    who.parked = front == Front::later;
+    who.front = front;
     const bool waits = header == nullptr || link.payload_left() > 0;
     if (front == Front::later || (front == Front::ours && !waits)) return front;
     if (!waits) continue;
-    if (last && !who.departed && link.channel().peek(1).empty())
+    if (last && !who.departed && (header == nullptr || link.peek().size() < link.payload_left()))
       throw PeerLost(name(peer) + " died or lost its connection: it hung up without a word",
                      {.peer = peer});
     return front;
@@ -231,6 +249,11 @@ Engine::Front Engine::judge(int peer, const Header& header) {
     case FrameKind::data:
       break;
     case FrameKind::mismatch:
+      // Of a call that we have yet to make, or of an epoch that we have yet to hear of.
+      if (const int when = order(header, epoch_, sequence_);
+          when > 0 || (when == 0 && running_ == nullptr))
+        return Front::later;
+      [[fallthrough]];
     case FrameKind::goodbye:
       read_notice(peer, header);
       return Front::nothing;
@@ -254,16 +277,16 @@ Link* Engine::incoming(int peer) {
   return tend(peer) == Front::ours ? at(peer).link.get() : nullptr;
 }
 
-bool Engine::open(int peer, const Header& header) {
+bool Engine::open(int peer, const Header& header, ConstBytes payload) {
   Link& link = *at(peer).link;
   if (at(peer).departed) return false;
   if (!link.idle() && !link.flush()) return false;
-  link.begin(header);
+  link.begin(header, payload);
   return true;
 }
 
-size_t Engine::push(int peer, ConstBytes payload) {
-  const size_t n = at(peer).link->push(payload);
+size_t Engine::push(int peer) {
+  const size_t n = at(peer).link->push();
   payload_sent_ += n;
   return n;
 }
@@ -274,8 +297,9 @@ void Engine::absorb(int peer, const Header& header) {
   Peer& who = at(peer);
   Link& link = *who.link;
   if (who.messages.empty() || who.messages.back().have == who.messages.back().bytes) {
+    check(header.dtype < kDtypes.size(), "a message has no sound header");
     const size_t bytes = header.count * bytes_of(static_cast<Dtype>(header.dtype));
-    check(header.dtype < kDtypes.size() && bytes >= header.bytes, "a message has no sound header");
+    check(bytes >= header.bytes, "a message has no sound header");
     Message message{.header = header, .bytes = bytes};
     const bool queued = std::ranges::any_of(
         who.messages, [&](const Message& m) { return m.header.peer == header.peer; });

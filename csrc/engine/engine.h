@@ -91,10 +91,10 @@ class Engine {
   // For tasks. The link to `peer` if the frame at its front belongs to the run under way, else
   // null; frames that belong to nothing here are dealt with on the way.
   Link* incoming(int peer);
-  // Sends of the frames of a run: starts a frame if none is open. False while notices are in the
-  // way.
-  bool open(int peer, const Header& header);
-  size_t push(int peer, ConstBytes payload);
+  // Begins a frame, whose payload stays in place until frame_over(). False while notices are in the
+  // way. push() sends what fits now and gives the payload bytes that went.
+  bool open(int peer, const Header& header, ConstBytes payload);
+  size_t push(int peer);
   bool frame_over(int peer) { return at(peer).link->idle(); }
   // The oldest message from `peer` with the tag, once it is whole.
   std::optional<Message> take_message(int peer, uint32_t tag);
@@ -102,15 +102,15 @@ class Engine {
   int rank() const { return options_.rank; }
 
  private:
-  struct Peer {
-    std::unique_ptr<Link> link;
-    std::optional<std::string> departed;  // why it left
-    std::deque<Message> messages;         // arrived, or (the last) arriving
-    bool parked = false;                  // the frame at the front is for a later call
-    uint64_t seen = 0;                    // bytes received when last looked at
-  };
   // What is at the front of a link.
   enum class Front { nothing, ours, later };
+  struct Peer {
+    std::unique_ptr<Link> link;
+    std::optional<std::string> departed;  // its last words
+    std::deque<Message> messages;         // arrived, or (the last) arriving
+    Front front = Front::nothing;         // what stood there when last looked at
+    uint64_t seen = 0;                    // bytes received when last looked at
+  };
 
   void keep_half_arrived();
   void guard(Task& task, const Header& signature, const Deadline& deadline);
@@ -119,14 +119,18 @@ class Engine {
   void check_world(const Task& task, const Deadline& deadline);
   void check_needed(const Task& task);
   bool tend_all();
+  bool must_wait(int peer, const Task& task);
   Front tend(int peer);
   Front judge(int peer, const Header& header);
   void absorb(int peer, const Header& header);
   void read_notice(int peer, const Header& header);
   void heed_goodbye(int peer, const std::string& payload);
   [[noreturn]] void disagree(int peer, const Header& theirs);
-  void new_epoch();
+  void new_epoch(const Header& notice, const std::string& text);
+  void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
+  std::vector<int> call_roll(const Error& error);
+  bool answers(Peer& who);
   bool flush_all(std::chrono::nanoseconds limit);
   Peer& at(int peer) { return peers_[static_cast<size_t>(peer)]; }
   uint64_t sum(uint64_t (Link::*figure)() const) const;

@@ -9,6 +9,9 @@ namespace pycomm {
 namespace {
 
 constexpr std::chrono::milliseconds kLastWords{200};
+// Much longer than a rank that waits in a call needs to answer, on a busy machine too; with
+// kLastWords within the second that a call may exceed its limit by.
+constexpr std::chrono::milliseconds kRollCall{400};
 
 // A goodbye that blames nobody: the rank has done its part.
 constexpr uint8_t kDeparted = 255;
@@ -56,24 +59,27 @@ void Engine::disagree(int peer, const Header& theirs) {
   const std::string text = "ranks disagree about call " + std::to_string(sequence_) + ": " +
                            name(options_.rank) + " called " + describe(*running_) + ", " +
                            name(peer) + " called " + describe(theirs) + "; no array was changed";
-  Header notice{.kind = FrameKind::mismatch, .epoch = epoch_};
+  const Header notice{.kind = FrameKind::mismatch, .epoch = epoch_, .sequence = sequence_};
   const ErrorFields fields{.op = std::string(name_of(static_cast<Operation>(running_->operation))),
                            .sequence = sequence_,
                            .rank = options_.rank,
                            .peer = peer};
-  new_epoch();
-  for (Peer& who : peers_)
-    if (who.link) who.link->post(notice, text);
-  flush_all(kLastWords);
+  new_epoch(notice, text);
   throw Mismatch(text, fields);
 }
 
-void Engine::new_epoch() {
+// Every rank passes the notice on to every other before it forgets the old epoch. So whoever waits
+// for a rank that has given the call up hears of it on the very link that it reads.
+void Engine::new_epoch(const Header& notice, const std::string& text) {
   ++epoch_;
   sequence_ = 0;
   running_ = nullptr;
-  for (Peer& who : peers_)
-    if (who.link) who.link->abandon();  // what was half received is of an old epoch and is dropped
+  for (Peer& who : peers_) {
+    if (!who.link) continue;
+    who.link->abandon();  // what was half received is of an old epoch and is dropped
+    who.link->post(notice, text);
+  }
+  flush_all(kLastWords);
 }
 
 void Engine::read_notice(int peer, const Header& header) {
@@ -89,7 +95,7 @@ void Engine::read_notice(int peer, const Header& header) {
   if (notice.epoch != epoch_) return;  // we have noticed it ourselves
   const int64_t sequence = sequence_;
   const auto op = running_ ? name_of(static_cast<Operation>(running_->operation)) : "";
-  new_epoch();
+  new_epoch(notice, payload);
   throw Mismatch(
       payload, {.op = std::string(op), .sequence = sequence, .rank = options_.rank, .peer = peer});
 }
@@ -100,27 +106,59 @@ void Engine::heed_goodbye(int peer, const std::string& payload) {
   int32_t blamed = kNobody;
   std::memcpy(&blamed, payload.data() + 1, sizeof blamed);
   const std::string text = payload.substr(1 + sizeof blamed);
-  if (kind == kDeparted) {
-    at(peer).departed = text;
-    return;
-  }
+  at(peer).departed = text;
+  if (kind == kDeparted) return;
   const std::string told = text + " (as " + name(peer) + " reports)";
+  if (kind == static_cast<uint8_t>(ErrorKind::timeout)) throw Timeout(told, {.peer = blamed});
   if (blamed == options_.rank)
     throw PeerLost(name(peer) + " gave up on this rank: " + text, {.peer = peer});
   if (kind == static_cast<uint8_t>(ErrorKind::peer_lost)) throw PeerLost(told, {.peer = blamed});
-  if (kind == static_cast<uint8_t>(ErrorKind::timeout)) throw Timeout(told, {.peer = blamed});
   throw GroupBroken(told, {.peer = peer});
+}
+
+// Who waits in a call answers a goodbye at once with one of its own, so that all come to know who
+// was not there: gives those who stayed silent.
+std::vector<int> Engine::call_roll(const Error& error) {
+  post_goodbye(static_cast<uint8_t>(error.kind()), error.fields().peer, error.what());
+  const Deadline deadline(kRollCall);
+  for (;;) {
+    std::vector<int> silent;
+    std::vector<pollfd> waiting;
+    for (size_t i = 0; i < peers_.size(); ++i) {
+      if (!peers_[i].link || answers(peers_[i])) continue;
+      silent.push_back(static_cast<int>(i));
+      waiting.push_back(peers_[i].link->channel().arm({true, false}));
+      if (answers(peers_[i])) waiting.back().fd = -1;  // it came between: do not sleep for it
+    }
+    if (silent.empty() || deadline.expired()) return silent;
+    const bool idle = std::ranges::all_of(waiting, [](const pollfd& p) { return p.fd >= 0; });
+    if (idle) ::poll(waiting.data(), waiting.size(), 10);
+    for (size_t i = 0; i < silent.size(); ++i)
+      at(silent[i]).link->channel().disarm(waiting[i].revents);
+  }
+}
+
+bool Engine::answers(Peer& who) {
+  while (const Header* header = who.link->front()) {
+    if (header->kind == FrameKind::goodbye) return true;
+    who.link->discard();
+  }
+  return who.departed || who.link->channel().hung_up();
+}
+
+void Engine::post_goodbye(uint8_t kind, int peer, const std::string& text) {
+  const Header header{.kind = FrameKind::goodbye, .epoch = epoch_};
+  for (Peer& who : peers_) {
+    if (!who.link) continue;
+    who.link->abandon();
+    who.link->post(header, encode_goodbye(kind, peer, text));
+  }
+  flush_all(kLastWords);
 }
 
 void Engine::say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept {
   try {
-    const Header header{.kind = FrameKind::goodbye, .epoch = epoch_};
-    for (Peer& who : peers_) {
-      if (!who.link) continue;
-      who.link->abandon();
-      who.link->post(header, encode_goodbye(kind, peer, text));
-    }
-    flush_all(kLastWords);
+    post_goodbye(kind, peer, text);
   } catch (...) {  // out of memory: the closed connection must say it alone
   }
   for (Peer& who : peers_)

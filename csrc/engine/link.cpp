@@ -1,14 +1,11 @@
 #include "engine/link.h"
 
 #include <algorithm>
-#include <array>
 
 #include "core/errors.h"
 
 namespace pycomm {
 namespace {
-
-constexpr std::array<std::byte, 4096> kFilling{};
 
 ConstBytes bytes_of(const Header& header) { return std::as_bytes(std::span(&header, 1)); }
 
@@ -20,39 +17,34 @@ size_t Link::write(ConstBytes head, ConstBytes body) {
   return n;
 }
 
-void Link::begin(const Header& header) {
-  check(idle(), "a frame was begun inside another");
+void Link::begin(const Header& header, ConstBytes payload) {
+  check(idle() && header.bytes == payload.size(), "a frame was begun inside another");
   out_ = header;
   head_left_ = sizeof(Header);
-  body_left_ = header.bytes;
+  body_ = payload;
+  abandoned_ = false;
   ++frames_sent_;
 }
 
-size_t Link::push(ConstBytes payload) {
-  payload = payload.first(std::min(payload.size(), body_left_));
-  const size_t n = write(bytes_of(out_).last(head_left_), payload);
+size_t Link::push() {
+  const size_t n = write(bytes_of(out_).last(head_left_), body_);
   const size_t head = std::min(n, head_left_);
   head_left_ -= head;
-  body_left_ -= n - head;
+  body_ = body_.subspan(n - head);
   return n - head;
 }
 
 void Link::abandon() {
+  if (abandoned_ || !open()) return;
   if (head_left_ == sizeof(Header)) {  // none of it is out
-    head_left_ = body_left_ = 0;
+    head_left_ = 0;
+    body_ = {};
     --frames_sent_;
+    return;
   }
-  abandoned_ = head_left_ + body_left_ > 0;
-}
-
-bool Link::fill_up() {
-  while (head_left_ + body_left_ > 0) {
-    const size_t left = head_left_ + body_left_;
-    push(ConstBytes(kFilling).first(std::min(kFilling.size(), body_left_)));
-    if (head_left_ + body_left_ == left) return false;
-  }
-  abandoned_ = false;
-  return true;
+  kept_.assign(body_.begin(), body_.end());
+  body_ = kept_;
+  abandoned_ = true;
 }
 
 void Link::post(Header header, const std::string& text) {
@@ -61,8 +53,9 @@ void Link::post(Header header, const std::string& text) {
 }
 
 bool Link::flush() {
-  if (abandoned_ && !fill_up()) return false;
-  if (head_left_ + body_left_ > 0) return false;  // a notice must not cut a live frame in two
+  if (open() && !abandoned_) return false;  // a notice must not cut a live frame in two
+  if (open()) push();
+  if (open()) return false;
   while (!notices_.empty()) {
     const Notice& notice = notices_.front();
     const auto head = bytes_of(notice.header);

@@ -1,7 +1,8 @@
 // Frames over a channel: a header and its payload, sent and received in pieces as they fit.
 //
-// A link also keeps the stream whole when a call fails in the middle: a frame that was begun is
-// filled up, one that was half received is thrown away, and notices go out between frames.
+// A link also keeps the stream whole when a call fails in the middle: a frame that was begun still
+// goes out, with its true bytes, for its receiver may take it for good; one that was half received
+// is thrown away; and notices go out between frames.
 #pragma once
 
 #include <deque>
@@ -19,22 +20,23 @@ class Link {
  public:
   explicit Link(std::unique_ptr<Channel> channel) : channel_(std::move(channel)) {}
 
-  // Sending. push() sends what it can of the frame begun last and gives the payload bytes that
-  // went; begin() may be called once idle().
-  bool idle() const { return head_left_ == 0 && body_left_ == 0 && notices_.empty(); }
-  void begin(const Header& header);
-  size_t push(ConstBytes payload);
-  // Gives up the frame in the making; flush() fills it up.
+  // Sending. begin() may be called once idle(); its payload stays where it is until the frame is
+  // out or abandoned. push() sends what fits of it and gives the payload bytes that went.
+  bool idle() const { return !open() && notices_.empty(); }
+  void begin(const Header& header, ConstBytes payload);
+  size_t push();
+  // Lets go of the payload of the frame in the making: what is left of it is copied, for flush().
   void abandon();
   // Queues a frame of one sentence behind what is being sent.
   void post(Header header, const std::string& text);
-  // Sends what is owed: fillings and notices. True when nothing is owed.
+  // Sends what is owed: the rest of an abandoned frame, and notices. True when nothing is owed.
   bool flush();
 
   // Receiving. front() is the header of the frame at the front, or null until it has arrived whole;
   // its payload is then taken bit by bit, and finish() makes way for the next frame. Throws
   // InternalError on bytes that are no header.
   const Header* front();
+  bool has_front() const { return whole_ && !discarding_; }
   size_t payload_left() const { return payload_left_; }
   ConstBytes peek();
   void take(size_t bytes);
@@ -53,15 +55,17 @@ class Link {
     Header header;
     std::string text;
   };
+  bool open() const { return head_left_ > 0 || !body_.empty(); }
   size_t write(ConstBytes head, ConstBytes body);
-  bool fill_up();
   bool read_header();
   bool drop();
 
   std::unique_ptr<Channel> channel_;
-  // Sending: what is left of the frame that push() feeds.
+  // Sending: what is left of the frame in the making. The body is the caller's, or `kept_`.
   Header out_{};
-  size_t head_left_ = 0, body_left_ = 0;
+  size_t head_left_ = 0;
+  ConstBytes body_;
+  std::vector<std::byte> kept_;
   bool abandoned_ = false;
   std::deque<Notice> notices_;
   size_t notice_sent_ = 0;  // bytes of the first notice that are out

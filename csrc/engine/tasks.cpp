@@ -42,45 +42,43 @@ void Run::skip() {
 
 int Run::sending_to() const { return sending_ < end() ? move(sending_).to : kNobody; }
 
+// While a place is not free yet it is the send before it that the run waits for.
 int Run::receiving_from() const {
-  return receiving_ < end() && move(receiving_).from != rank_ ? move(receiving_).from : kNobody;
+  if (receiving_ == end() || needs(receiving_).land_after >= static_cast<int>(sending_))
+    return kNobody;
+  return move(receiving_).from != rank_ ? move(receiving_).from : kNobody;
 }
 
-// How many bytes of the sending move are there to be sent.
-size_t Run::sendable() const {
+// Whether the first `upto` bytes of the sending move are there.
+bool Run::sendable(size_t upto) const {
   const Needs& need = needs(sending_);
   const auto after = static_cast<size_t>(need.send_after);
-  if (need.send_after < 0 || after < receiving_) return bytes(move(sending_).out);
-  return after == receiving_ && need.streams ? landed_ : 0;
+  if (need.send_after < 0 || after < receiving_) return true;
+  return after == receiving_ && need.streams && landed_ >= upto;
 }
 
 bool Run::send_step() {
   if (sending_ == end()) return false;
   const Move& now = move(sending_);
-  const size_t total = bytes(now.out), there = sendable();
+  const size_t total = bytes(now.out);
   if (!frame_open_) {
-    if (total > 0 && there <= sent_) return false;
-    if (total == 0 && needs(sending_).send_after >= static_cast<int>(receiving_)) return false;
-    header_.bytes = static_cast<uint32_t>(std::min(kSegmentBytes, total - sent_));
-    if (!engine_.open(now.to, header_)) return false;
+    const size_t frame = std::min(kSegmentBytes, total - sent_);
+    if (!sendable(sent_ + frame)) return false;
+    header_.bytes = static_cast<uint32_t>(frame);
+    if (!engine_.open(now.to, header_, {total > 0 ? place(now.out) + sent_ : nullptr, frame}))
+      return false;
     frame_open_ = true;
-    frame_left_ = header_.bytes;
   }
-  const size_t n = std::min({there - sent_, frame_left_, kStepBytes});
-  if (n == 0 && frame_left_ > 0) return false;
-  const size_t gone = engine_.push(now.to, {total > 0 ? place(now.out) + sent_ : nullptr, n});
-  sent_ += gone;
-  frame_left_ -= gone;
-  if (frame_left_ == 0 && engine_.frame_over(now.to)) {
-    frame_open_ = false;
-    if (sent_ == total) {
-      sent_ = 0;
-      ++sending_;
-      skip();
-    }
-    return true;
+  const size_t gone = engine_.push(now.to);
+  if (!engine_.frame_over(now.to)) return gone > 0;
+  frame_open_ = false;
+  sent_ += header_.bytes;
+  if (sent_ == total) {
+    sent_ = 0;
+    ++sending_;
+    skip();
   }
-  return gone > 0;
+  return true;
 }
 
 bool Run::receive_step() {
@@ -147,16 +145,15 @@ void Run::do_locally(const Move& now) const {
 
 bool SendMessage::advance() {
   if (!frame_open_) {
-    header_.bytes = static_cast<uint32_t>(std::min(kSegmentBytes, bytes_.size() - sent_));
-    if (!engine_.open(to_, header_)) return false;
+    const size_t frame = std::min(kSegmentBytes, bytes_.size() - sent_);
+    header_.bytes = static_cast<uint32_t>(frame);
+    if (!engine_.open(to_, header_, bytes_.subspan(sent_, frame))) return false;
     frame_open_ = true;
-    frame_left_ = header_.bytes;
   }
-  const size_t gone = engine_.push(to_, bytes_.subspan(sent_, std::min(frame_left_, kStepBytes)));
-  sent_ += gone;
-  frame_left_ -= gone;
-  if (frame_left_ > 0 || !engine_.frame_over(to_)) return gone > 0;
+  const size_t gone = engine_.push(to_);
+  if (!engine_.frame_over(to_)) return gone > 0;
   frame_open_ = false;
+  sent_ += header_.bytes;
   done_ = sent_ == bytes_.size();
   return true;
 }

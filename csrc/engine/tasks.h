@@ -6,7 +6,7 @@
 namespace pycomm {
 
 // A plan on its way: one cursor sends, one receives, both in the order of the moves. What is
-// received is combined as it arrives; what depends on it is sent on as it lands.
+// received is combined as it arrives; what depends on it is sent on frame by frame.
 class Run final : public Task {
  public:
   Run(Engine& engine, const Job& job, const Header& header);
@@ -23,7 +23,7 @@ class Run final : public Task {
   std::byte* place_out(const Range& range) const;
   size_t bytes(const Range& range) const { return range.count * job_.element_bytes; }
   void skip();
-  size_t sendable() const;
+  bool sendable(size_t upto) const;
   bool send_step();
   bool receive_step();
   bool land(Link& link, const Move& move);
@@ -36,8 +36,7 @@ class Run final : public Task {
   std::byte* scratch_;
   size_t sending_ = 0, receiving_ = 0;  // the two cursors
   size_t sent_ = 0, landed_ = 0;        // bytes of the moves under the cursors
-  bool frame_open_ = false;             // a frame of the sending move is being fed
-  size_t frame_left_ = 0;
+  bool frame_open_ = false;             // a frame of the sending move is on its way
 };
 
 class SendMessage final : public Task {
@@ -54,7 +53,7 @@ class SendMessage final : public Task {
   int to_;
   Header header_;
   ConstBytes bytes_;
-  size_t sent_ = 0, frame_left_ = 0;
+  size_t sent_ = 0;
   bool frame_open_ = false, done_ = false;
 };
 

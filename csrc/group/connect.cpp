@@ -68,7 +68,7 @@ void announce(const Group& group, const ConnectOptions& options) {
 
 }  // namespace
 
-std::shared_ptr<Group> make_group(ConnectOptions options, const Exchange& exchange,
+std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
                                   std::vector<int> ranks) {
   const Deadline deadline(options.timeout);
   const MeshRequest request{
@@ -101,10 +101,9 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options) {
   }
   std::vector<int> ranks(static_cast<size_t>(options.size));
   std::iota(ranks.begin(), ranks.end(), 0);
-  const ConnectOptions asked = options;
   return make_group(
-      std::move(options),
-      [&](const std::string& mine) { return exchange_notes(store, asked, mine, deadline); },
+      options,
+      [&](const std::string& mine) { return exchange_notes(store, options, mine, deadline); },
       std::move(ranks));
 }
 

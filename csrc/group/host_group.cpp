@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kScratchBytes = size_t{8} << 20;
 constexpr size_t kMaxPlans = 256;
 // Longer than two processors need to answer each other, shorter than a time slice.
-constexpr std::chrono::microseconds kSpin{20};
+constexpr std::chrono::microseconds kSpin{50};
 
 bool is_plan(Operation operation) {
   return operation != Operation::send && operation != Operation::recv;
@@ -220,11 +220,8 @@ void HostGroup::close() noexcept {
 }
 
 void HostGroup::abort(const std::string& reason) noexcept {
-  engine_.stop(reason);
-  try {
-    worker_.run([&] { engine_.fail(GroupBroken("the group was aborted: " + reason)); });
-  } catch (const Error&) {  // a call is under way, and ends with the reason by itself
-  }
+  engine_.stop(reason);  // ends the call that runs, and those that wait behind it
+  worker_.run_between([&] { engine_.fail(GroupBroken("the group was aborted: " + reason)); });
 }
 
 // Everybody's text, by rank: first the lengths, then the texts, padded to the longest.
@@ -285,7 +282,7 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     for (const int member : members) ours.push_back(texts[static_cast<size_t>(member)]);
     return ours;
   };
-  return make_group(std::move(child), exchange, std::move(ranks));
+  return make_group(child, exchange, std::move(ranks));
 }
 
 }  // namespace pycomm

@@ -67,7 +67,7 @@ class HostGroup final : public Group {
 };
 
 // Forms the mesh, makes the group of it, and returns when all its ranks have.
-std::shared_ptr<Group> make_group(ConnectOptions options, const Exchange& exchange,
+std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
                                   std::vector<int> ranks);
 
 }  // namespace pycomm

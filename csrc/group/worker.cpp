@@ -11,6 +11,10 @@ namespace {
 constexpr std::chrono::milliseconds kSlice{100};
 constexpr std::chrono::hours kForever{24 * 365};
 
+constexpr const char* kSecondThread =
+    "another thread is inside a call of this group; use group.split() for each thread";
+constexpr const char* kClosed = "this group cannot be used any more: it was closed";
+
 }  // namespace
 
 class Worker::Started final : public Work {
@@ -72,78 +76,117 @@ class Worker::Started final : public Work {
 
 Worker::~Worker() { join(); }
 
-void Worker::run(const Body& body) {
-  std::unique_lock lock(mutex_);
-  if (caller_inside_)
-    throw InvalidArgument(
-        "another thread is inside a call of this group; use group.split() for each thread");
-  caller_inside_ = true;
-  struct Leave {
-    Worker& worker;
-    ~Leave() {
-      const std::lock_guard lock(worker.mutex_);
-      worker.caller_inside_ = false;
-    }
+// Waits for the caller's turn. Whoever was let in sets caller_inside back.
+void Worker::enter(std::unique_lock<std::mutex>& lock) {
+  State& state = *state_;
+  if (state.caller_inside) throw InvalidArgument(kSecondThread);
+  if (state.ending) throw GroupBroken(kClosed);
+  state.caller_inside = true;
+  state.caller = std::this_thread::get_id();
+  const auto leave = [&](const char* why) {
+    state.caller_inside = false;
+    state.changed.notify_all();
+    throw GroupBroken(why);
   };
-  const auto our_turn = [&] { return queue_.empty() && !worker_inside_; };
-  while (!changed_.wait_for(lock, kSlice, our_turn)) {
+  const auto our_turn = [&] { return state.queue.empty() && !state.worker_inside; };
+  while (!state.changed.wait_for(lock, kSlice, [&] { return our_turn() || state.ending; })) {
     lock.unlock();
     const bool stop = interrupted_ && interrupted_();
     lock.lock();
-    if (stop) {
-      caller_inside_ = false;
-      throw GroupBroken("waiting for earlier calls was interrupted");
-    }
+    if (stop) leave("waiting for earlier calls was interrupted");
   }
+  if (state.ending) leave(kClosed);
+}
+
+void Worker::run(const Body& body) {
+  std::unique_lock lock(state_->mutex);
+  if (state_->thread == std::this_thread::get_id()) {
+    lock.unlock();
+    return body();
+  }
+  enter(lock);
   lock.unlock();
-  const Leave leave{*this};
+  struct Leave {
+    State& state;
+    ~Leave() {
+      const std::lock_guard lock(state.mutex);
+      state.caller_inside = false;
+      state.changed.notify_all();
+    }
+  } const leave{*state_};
   body();
+}
+
+void Worker::run_between(const Body& body) {
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  const auto me = std::this_thread::get_id();
+  if (state.caller_inside && state.caller == me) return;
+  state.changed.wait(lock, [&] {
+    return state.thread == me ||
+           (!state.caller_inside && !state.worker_inside && state.queue.empty());
+  });
+  body();  // with the lock: who wants to enter waits
 }
 
 std::shared_ptr<Work> Worker::start(Body body, Then then) {
   auto started = std::make_shared<Started>(*this, std::move(body), std::move(then));
-  {
-    const std::lock_guard lock(mutex_);
-    if (caller_inside_)
-      throw InvalidArgument(
-          "another thread is inside a call of this group; use group.split() for each thread");
-    if (ending_) throw GroupBroken("this group was closed");
-    queue_.push_back(started);
-    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
+  State& state = *state_;
+  const std::lock_guard lock(state.mutex);
+  if (state.caller_inside) throw InvalidArgument(kSecondThread);
+  if (state.ending) throw GroupBroken(kClosed);
+  state.queue.push_back(started);
+  if (!thread_.joinable()) {
+    thread_ = std::thread([held = state_] { loop(*held); });
+    state.thread = thread_.get_id();
   }
-  changed_.notify_all();
+  state.changed.notify_all();
   return started;
 }
 
-void Worker::loop() {
-  std::unique_lock lock(mutex_);
+void Worker::loop(State& state) {
+  std::unique_lock lock(state.mutex);
   for (;;) {
-    changed_.wait(lock, [&] { return ending_ || !queue_.empty(); });
-    if (queue_.empty()) return;
-    worker_inside_ = true;
-    auto next = std::move(queue_.front());
-    queue_.pop_front();
-    lock.unlock();
-    next->execute();
-    next.reset();
-    lock.lock();
-    worker_inside_ = false;
-    changed_.notify_all();
+    state.changed.wait(lock, [&] { return state.ending || !state.queue.empty(); });
+    if (state.queue.empty()) return;
+    state.worker_inside = true;
+    run_next(state, lock);
+    state.worker_inside = false;
+    state.changed.notify_all();
   }
+}
+
+void Worker::run_next(State& state, std::unique_lock<std::mutex>& lock) {
+  auto next = std::move(state.queue.front());
+  state.queue.pop_front();
+  lock.unlock();
+  next->execute();
+  next.reset();
+  lock.lock();
 }
 
 bool Worker::busy() const {
-  const std::lock_guard lock(mutex_);
-  return caller_inside_ || worker_inside_ || !queue_.empty();
+  const std::lock_guard lock(state_->mutex);
+  return state_->caller_inside || state_->worker_inside || !state_->queue.empty();
 }
 
 void Worker::join() {
-  {
-    const std::lock_guard lock(mutex_);
-    ending_ = true;
-  }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  state.ending = true;
+  state.changed.notify_all();
+  const auto me = std::this_thread::get_id();
+  const bool in_then = state.thread == me;
+  while (in_then && !state.queue.empty()) run_next(state, lock);
+  // A caller that joins from inside its own call (by `interrupted`) does not wait for itself.
+  state.changed.wait(lock, [&] {
+    const bool caller_out = !state.caller_inside || state.caller == me;
+    return caller_out && (in_then || (state.queue.empty() && !state.worker_inside));
+  });
+  std::thread ended = std::move(thread_);
+  lock.unlock();
+  if (!ended.joinable()) return;
+  in_then ? ended.detach() : ended.join();
 }
 
 }  // namespace pycomm

@@ -23,23 +23,34 @@ class Worker {
   ~Worker();
 
   // Runs `body` on this thread when everything started before is over. InvalidArgument if another
-  // thread is inside.
+  // thread is inside. Inside a `then`, whose turn it is, `body` runs at once.
   void run(const Body& body);
   std::shared_ptr<Work> start(Body body, Then then);
+  // Runs `body` between two calls, when all that was started and who is inside is over; not at all
+  // on a thread that is inside a call itself.
+  void run_between(const Body& body);
   // True if a call runs or waits.
   bool busy() const;
-  // Ends the thread when what was started is over.
+  // Lets nobody in any more, and ends the thread when what was started and who is inside is over.
+  // Whoever joins inside a `then` may destroy the worker there.
   void join();
 
  private:
   class Started;
-  void loop();
+  // What the thread uses. It may outlive the worker by the end of the `then` that destroyed it.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::shared_ptr<Started>> queue;
+    bool caller_inside = false, worker_inside = false, ending = false;
+    std::thread::id caller, thread;
+  };
+  void enter(std::unique_lock<std::mutex>& lock);
+  static void loop(State& state);
+  static void run_next(State& state, std::unique_lock<std::mutex>& lock);
 
   std::function<bool()> interrupted_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::shared_ptr<Started>> queue_;
-  bool caller_inside_ = false, worker_inside_ = false, ending_ = false;
+  std::shared_ptr<State> state_ = std::make_shared<State>();
   std::thread thread_;
 };
 

@@ -38,9 +38,9 @@ struct Header {
 };
 static_assert(sizeof(Header) == 32);
 
-// Payload per frame. Small enough that a frame cut short by an error is soon filled up, large
-// enough that its header costs nothing (1/8192).
-inline constexpr size_t kSegmentBytes = size_t{256} << 10;
+// Payload per frame. A frame is begun when all of it is there: small enough that ranks in a chain
+// work at the same time, large enough that its header costs nothing (1/2048).
+inline constexpr size_t kSegmentBytes = size_t{64} << 10;
 
 // A notice (mismatch, goodbye) carries one sentence.
 inline constexpr size_t kNoticeBytes = 2048;
