@@ -1,0 +1,208 @@
+// A rank that dies in the middle of a call, after any number of bytes: the others either have all
+// that the call needs, or learn who it was. Engines over channels that are cut on purpose.
+#include <poll.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "collectives/choose.h"
+#include "engine/engine.h"
+#include "harness.h"
+#include "kernels/kernels.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+using ranks::Array;
+using ranks::element;
+
+constexpr size_t kRing = size_t{128} << 10;
+
+// What a dying rank may still send, and its channels, which go together.
+struct Life {
+  size_t left = SIZE_MAX;
+  std::vector<class Mortal*> channels{};
+  void end();
+};
+
+struct Died : std::runtime_error {
+  Died() : std::runtime_error("died") {}
+};
+
+// Passes everything on until its rank's life is over: then the peer sees it gone in mid-sentence.
+class Mortal final : public Channel {
+ public:
+  Mortal(std::unique_ptr<Channel> inner, Life& life) : inner_(std::move(inner)), life_(life) {
+    life.channels.push_back(this);
+  }
+  void die() { inner_.reset(); }
+
+  std::string_view transport() const override { return "mortal"; }
+  size_t send(ConstBytes head, ConstBytes body) override {
+    if (!inner_) return head.size() + body.size();
+    const auto allowed = [&](ConstBytes b, size_t n) { return b.first(std::min(b.size(), n)); };
+    const ConstBytes first = allowed(head, life_.left);
+    const size_t n = inner_->send(first, allowed(body, life_.left - first.size()));
+    life_.left -= n;
+    if (life_.left == 0) {
+      life_.end();
+      throw Died();
+    }
+    return n;
+  }
+  ConstBytes peek(size_t want) override { return inner_ ? inner_->peek(want) : ConstBytes{}; }
+  void take(size_t bytes) override { inner_->take(bytes); }
+  size_t receive(Bytes into) override { return inner_ ? inner_->receive(into) : 0; }
+  bool hung_up() const override { return !inner_ || inner_->hung_up(); }
+  pollfd arm(Want want) override { return inner_ ? inner_->arm(want) : pollfd{-1, 0, 0}; }
+  void disarm(short revents) override {
+    if (inner_) inner_->disarm(revents);
+  }
+  void hang_up() override {
+    if (inner_) inner_->hang_up();
+  }
+
+ private:
+  std::unique_ptr<Channel> inner_;
+  Life& life_;
+};
+
+void Life::end() {
+  for (Mortal* channel : channels) channel->die();
+}
+
+struct Ranks {
+  Ranks(int size, const std::string& transport, int mortal, size_t lifetime)
+      : channels(static_cast<size_t>(size)) {
+    life.left = lifetime;
+    for (auto& row : channels) row.resize(static_cast<size_t>(size));
+    for (size_t i = 0; i < channels.size(); ++i)
+      for (size_t j = i + 1; j < channels.size(); ++j) {
+        auto [a, b] = ranks::channel_pair(transport, kRing);
+        channels[i][j] = std::move(a);
+        channels[j][i] = std::move(b);
+      }
+    for (auto& channel : channels[static_cast<size_t>(mortal)])
+      if (channel) channel = std::make_unique<Mortal>(std::move(channel), life);
+  }
+  std::unique_ptr<Engine> engine(int rank) {
+    EngineOptions options{.rank = rank, .names = {}, .interrupted = {}};
+    for (size_t i = 0; i < channels.size(); ++i)
+      options.names.push_back("rank " + std::to_string(i));
+    return std::make_unique<Engine>(std::move(channels[static_cast<size_t>(rank)]),
+                                    std::move(options));
+  }
+  Life life;
+  std::vector<std::vector<std::unique_ptr<Channel>>> channels;
+};
+
+struct Scene {
+  Operation operation;
+  Algorithm algorithm;
+  int size;
+  size_t count;
+  int mortal;
+  size_t lifetime;  // bytes that the mortal rank sends
+  std::string text() const {
+    return std::string(name_of(operation)) + " " + std::string(name_of(algorithm)) + ", rank " +
+           std::to_string(mortal) + " of " + std::to_string(size) + " dies after " +
+           std::to_string(lifetime) + " bytes: ";
+  }
+};
+
+// One call of an engine over float32; all_reduce or broadcast from rank 0.
+void run_call(Engine& engine, const Scene& scene, Array& array) {
+  const Schedule schedule = make_schedule(
+      make_plan(scene.algorithm, scene.operation, engine.rank(), scene.size, scene.count, 0),
+      engine.rank());
+  Job job{.schedule = &schedule};
+  job.signature.operation = static_cast<uint8_t>(scene.operation);
+  job.signature.count = scene.count;
+  job.signature.algorithm = static_cast<uint8_t>(scene.algorithm);
+  job.signature.dtype = static_cast<uint8_t>(Dtype::float32);
+  job.input = job.output = array.data();
+  job.element_bytes = 4;
+  job.reducer = &reducer(Dtype::float32, ReduceOp::sum);
+  job.size = scene.size;
+  engine.run(job, Deadline(20s));
+}
+
+void expect_known(const Error& error, const Scene& scene) {
+  const std::string who = "rank " + std::to_string(scene.mortal);
+  const std::string text = error.what();
+  expect(error.kind() == ErrorKind::peer_lost, scene.text() + text);
+  expect(error.fields().peer == scene.mortal && text.find(who) != std::string::npos,
+         scene.text() + text);
+}
+
+// A survivor's call ends right or with the name of the dead; what comes after it ends with an
+// error.
+void survive(Engine& engine, const Scene& scene) {
+  Array array(Dtype::float32, scene.count), want(Dtype::float32, scene.count);
+  array.fill([&](size_t i) { return element(engine.rank(), i); });
+  want.fill([&](size_t i) {
+    int sum = element(0, i);
+    if (scene.operation == Operation::all_reduce)
+      for (int rank = 1; rank < scene.size; ++rank) sum += element(rank, i);
+    return sum;
+  });
+  try {
+    run_call(engine, scene, array);
+  } catch (const Error& error) {
+    expect_known(error, scene);
+    expect_throws<GroupBroken>([&] { run_call(engine, scene, array); });
+    return;
+  }
+  expect(array == want, scene.text() + "a call succeeded with wrong numbers");
+}
+
+void play(const std::string& transport, const Scene& scene) {
+  Ranks all(scene.size, transport, scene.mortal, scene.lifetime);
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Engine>> engines;  // kept: who succeeds must not leave before others
+  ranks::run(scene.size, [&](int rank) {
+    Engine* engine = nullptr;
+    {
+      const std::lock_guard lock(mutex);
+      engines.push_back(all.engine(rank));
+      engine = engines.back().get();
+    }
+    if (rank != scene.mortal) return survive(*engine, scene);
+    Array array(Dtype::float32, scene.count);
+    array.fill([&](size_t i) { return element(rank, i); });
+    try {
+      run_call(*engine, scene, array);
+    } catch (const Died&) {
+      return;
+    }
+    const std::lock_guard lock(mutex);
+    all.life.end();  // it had nothing more to send: it dies behind its call
+  });
+}
+
+struct ByTransport {
+  ByTransport(const std::string& name, void (*body)(const std::string& transport)) {
+    for (const std::string& transport : ranks::kTransports)
+      Test(transport + ": " + name, [=] { body(transport); });
+  }
+};
+
+const ByTransport kEverywhere{
+    "a death after any number of bytes is noticed by all", [](const std::string& by) {
+      constexpr size_t kCount = 60'000;  // 240 KB: more than a ring holds
+      for (const Operation operation : {Operation::all_reduce, Operation::broadcast})
+        for (const Algorithm algorithm : algorithms_for(operation))
+          for (const int size : {3, 4}) {
+            int mortal = 0;
+            for (const size_t lifetime :
+                 {1, 31, 32, 33, 34, 1'000, 65'538, 100'000, 161'001, 230'003})
+              play(by, {operation, algorithm, size, kCount, mortal++ % size, lifetime});
+          }
+    }};
+
+}  // namespace

@@ -1,0 +1,486 @@
+// What a group of ranks does when all goes well: every verb by every algorithm over every
+// transport, against a plain model; messages, asynchronous calls, split. What goes wrong is in
+// engine_test.cpp.
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <future>
+#include <map>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives/choose.h"
+#include "harness.h"
+#include "ranks.h"
+#include "transport/frame.h"
+
+namespace {
+
+using namespace pycomm;
+using ranks::Array;
+using ranks::element;
+using ranks::kSlowdown;
+
+constexpr Operation kPlanned[] = {Operation::all_reduce, Operation::broadcast,
+                                  Operation::all_gather, Operation::reduce_scatter};
+
+// One collective, its arrays, and what they must become.
+struct Case {
+  Operation operation;
+  Algorithm algorithm;
+  Dtype dtype;
+  ReduceOp op;
+  size_t count;
+  int root;
+  bool in_place;
+  int call;  // varies the numbers
+
+  std::string text() const {
+    return std::string(name_of(operation)) + " " + std::string(name_of(algorithm)) + " " +
+           std::string(name_of(dtype)) + " " + std::string(name_of(op)) + " count " +
+           std::to_string(count) + " root " + std::to_string(root) + (in_place ? " in place" : "");
+  }
+};
+
+int reduced(const Case& c, int size, size_t i) {
+  int result = element(0, i, c.call);
+  for (int rank = 1; rank < size; ++rank) {
+    const int next = element(rank, i, c.call);
+    if (c.op == ReduceOp::sum) result += next;
+    if (c.op == ReduceOp::max) result = std::max(result, next);
+    if (c.op == ReduceOp::min) result = std::min(result, next);
+  }
+  return result;
+}
+
+size_t input_count(const Case& c, int size) {
+  return c.operation == Operation::reduce_scatter ? c.count * static_cast<size_t>(size) : c.count;
+}
+size_t output_count(const Case& c, int size) {
+  return c.operation == Operation::all_gather ? c.count * static_cast<size_t>(size) : c.count;
+}
+
+Array wanted(const Case& c, int rank, int size) {
+  Array array(c.dtype, output_count(c, size));
+  const size_t mine = static_cast<size_t>(rank) * c.count;
+  array.fill([&](size_t i) {
+    switch (c.operation) {
+      case Operation::all_reduce:
+        return reduced(c, size, i);
+      case Operation::broadcast:
+        return element(c.root, i, c.call);
+      case Operation::all_gather:
+        return element(static_cast<int>(i / c.count), i % c.count, c.call);
+      case Operation::reduce_scatter:
+        return reduced(c, size, mine + i);
+      case Operation::send:
+      case Operation::recv:
+      case Operation::barrier:
+        break;
+    }
+    return 0;
+  });
+  return array;
+}
+
+// The arrays of one rank. In place there is one: the larger, with the other inside it.
+struct Arrays {
+  Arrays(const Case& c, int rank, int size)
+      : input(c.dtype, input_count(c, size)), output(c.dtype, output_count(c, size)) {
+    input.fill([&](size_t i) { return element(rank, i, c.call); });
+    const size_t mine = static_cast<size_t>(rank) * c.count;
+    call = {.operation = c.operation,
+            .dtype = c.dtype,
+            .op = c.op,
+            .input = input.data(),
+            .output = output.data(),
+            .count = c.count,
+            .peer = c.root,
+            .algorithm = c.algorithm};
+    const size_t bytes = c.count * bytes_of(c.dtype);
+    if (c.operation == Operation::broadcast) {
+      call.input = nullptr;
+      if (rank == c.root) std::memcpy(output.data(), input.data(), bytes);
+    } else if (c.in_place && c.operation == Operation::reduce_scatter) {
+      call.output = input.at(mine);
+    } else if (c.in_place) {
+      const size_t at = c.operation == Operation::all_gather ? mine : 0;
+      std::memcpy(output.at(at), input.data(), bytes);
+      call.input = output.at(at);
+    }
+  }
+  Array input, output;
+  Call call;
+};
+
+// All that a call must have done; the input must be as it was unless it is the output.
+void expect_result(const Case& c, Arrays& arrays, int rank, int size) {
+  Array want = wanted(c, rank, size);
+  Array input = Arrays(c, rank, size).input;
+  if (c.in_place && c.operation == Operation::reduce_scatter) {
+    const size_t bytes = c.count * bytes_of(c.dtype);
+    std::memcpy(input.at(static_cast<size_t>(rank) * c.count), want.data(), bytes);
+    want = Array(c.dtype, c.count);
+  }
+  expect(arrays.output == want, c.text() + ": the output is wrong");
+  expect(arrays.input == input, c.text() + ": the input is wrong");
+}
+
+// What a plan sends: payload, and frames.
+std::pair<uint64_t, uint64_t> traffic(const Case& c, int rank, int size) {
+  uint64_t bytes = 0, frames = 0;
+  for (const Move& move : make_plan(c.algorithm, c.operation, rank, size, c.count, c.root).moves) {
+    if (move.to == kNobody || move.to == rank) continue;
+    bytes += move.out.count * bytes_of(c.dtype);
+    frames += frames_for(move.out.count * bytes_of(c.dtype));
+  }
+  return {bytes, frames};
+}
+
+void run_case(Group& group, const Case& c) {
+  Arrays arrays(c, group.rank(), group.size());
+  const Stats before = group.stats();
+  group.run(arrays.call);
+  const Stats after = group.stats();
+  expect_result(c, arrays, group.rank(), group.size());
+  const auto [bytes, frames] = traffic(c, group.rank(), group.size());
+  const uint64_t sent = after.bytes_sent - before.bytes_sent;
+  expect_equal(sent, bytes, c.text() + ": payload bytes");
+  expect_equal(after.frames_sent - before.frames_sent, frames, c.text() + ": frames");
+  expect_equal(after.bytes_written - before.bytes_written, sent + sizeof(Header) * frames,
+               c.text() + ": bytes written");
+}
+
+void run_cases(Group& group) {
+  int call = 0;
+  for (const Operation operation : kPlanned)
+    for (const Algorithm algorithm : algorithms_for(operation))
+      for (const size_t count : {0, 1, 7, 1000, 70'000})
+        for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::int64, Dtype::uint8}) {
+          if (count > 1000 && dtype != Dtype::float32) continue;
+          if (kSlowdown > 1 && dtype == Dtype::int64) continue;
+          const int roots = operation == Operation::broadcast ? group.size() : 1;
+          const ReduceOp op = call % 2 == 0 ? ReduceOp::sum : ReduceOp::max;
+          for (int root = 0; root < roots; ++root)
+            for (const bool in_place : {false, true})
+              run_case(group, {operation, algorithm, dtype, op, count, root, in_place, ++call});
+        }
+}
+
+struct ByTransport {
+  ByTransport(const std::string& name, void (*body)(const std::string& transport)) {
+    for (const std::string& transport : ranks::kTransports)
+      Test(transport + ": " + name, [=] { body(transport); });
+  }
+};
+
+const ByTransport kVerbs{"every verb by every algorithm is right", [](const std::string& by) {
+                           for (int size = 1; size <= 5; size += 1 + (kSlowdown > 1 && size == 3))
+                             ranks::run_groups(size, by, run_cases);
+                         }};
+
+const Test kBlocks{
+    "a call with too much scratch runs in blocks", [] {
+      constexpr size_t kCount = 2'500'001;  // 3 ranks: from 10 MB of scratch on
+      std::vector<std::pair<Operation, Algorithm>> verbs{
+          {Operation::all_reduce, Algorithm::owner}, {Operation::reduce_scatter, Algorithm::ring}};
+      if (kSlowdown == 1) {
+        verbs.push_back({Operation::all_reduce, Algorithm::tree});
+        verbs.push_back({Operation::all_reduce, Algorithm::direct});
+        verbs.push_back({Operation::reduce_scatter, Algorithm::direct});
+      }
+      ranks::run_groups(3, "local", [&](Group& group) {
+        bool in_place = false;
+        for (const auto& [operation, algorithm] : verbs) {
+          in_place = !in_place;
+          const Case c{operation, algorithm, Dtype::float32, ReduceOp::sum, kCount, 0, in_place, 1};
+          Arrays arrays(c, group.rank(), group.size());
+          const Stats before = group.stats();
+          group.run(arrays.call);
+          expect_result(c, arrays, group.rank(), group.size());
+          const auto [bytes, frames] = traffic(c, group.rank(), group.size());
+          const uint64_t sent = group.stats().bytes_sent - before.bytes_sent;
+          expect(operation == Operation::all_reduce ? sent > bytes / 2 : sent == bytes,
+                 c.text() + ": payload bytes");
+        }
+      });
+    }};
+
+// Numbers whose sum depends on the order of the additions.
+Array random_numbers(Dtype dtype, size_t count, uint32_t seed) {
+  Array array(dtype, count);
+  std::mt19937 random(seed);
+  for (size_t i = 0; i < count; ++i) {
+    const auto bits = std::bit_cast<uint32_t>(
+        std::ldexp(static_cast<float>(random()) - 2e9f, -static_cast<int>(random() % 40)));
+    if (dtype == Dtype::float32) std::memcpy(array.at(i), &bits, 4);
+    if (dtype == Dtype::bfloat16)
+      std::memcpy(array.at(i), reinterpret_cast<const char*>(&bits) + 2, 2);
+  }
+  return array;
+}
+
+const Test kSameBits{
+    "the same bits on every rank, by every transport", [] {
+      constexpr size_t kCount = 30'011;
+      for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16})
+        for (const Algorithm algorithm : algorithms_for(Operation::all_reduce))
+          for (const int size : {2, 4, 5}) {
+            std::vector<Array> results(3 * static_cast<size_t>(size), Array(dtype, kCount));
+            for (size_t t = 0; t < 3; ++t)
+              ranks::run_groups(size, ranks::kTransports[t], [&](Group& group) {
+                Array& array =
+                    results[t * static_cast<size_t>(size) + static_cast<size_t>(group.rank())];
+                array = random_numbers(dtype, kCount, static_cast<uint32_t>(group.rank()));
+                group.run({.operation = Operation::all_reduce,
+                           .dtype = dtype,
+                           .input = array.data(),
+                           .output = array.data(),
+                           .count = kCount,
+                           .algorithm = algorithm});
+              });
+            for (const Array& result : results)
+              expect(result == results[0], std::string(name_of(algorithm)) + ": bits differ");
+          }
+    }};
+
+Case random_case(std::mt19937& random, int size, int call) {
+  const Operation operation = kPlanned[random() % 4];
+  const auto algorithms = algorithms_for(operation);
+  constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::int64, Dtype::uint8};
+  constexpr ReduceOp kOps[] = {ReduceOp::sum, ReduceOp::max, ReduceOp::min};
+  const size_t count = random() % 16 == 0 ? random() % 60'000 : random() % 1000;
+  return {operation,
+          algorithms[random() % algorithms.size()],
+          kDtypes[random() % 4],
+          kOps[random() % 3],
+          count,
+          static_cast<int>(random() % static_cast<uint32_t>(size)),
+          random() % 2 == 0,
+          call};
+}
+
+const ByTransport kSoak{"3,000 calls of any kind in a row", [](const std::string& by) {
+                          ranks::run_groups(4, by, [](Group& group) {
+                            std::mt19937 random(7);
+                            for (int call = 0; call < 3000 / kSlowdown; ++call)
+                              run_case(group, random_case(random, group.size(), call));
+                          });
+                        }};
+
+const ByTransport kAsync{
+    "asynchronous calls run in order, between synchronous ones", [](const std::string& by) {
+      ranks::run_groups(3, by, [](Group& group) {
+        std::mt19937 random(3);
+        for (int round = 0; round < 5; ++round) {
+          std::vector<Case> cases;
+          std::vector<std::unique_ptr<Arrays>> arrays;
+          std::vector<std::shared_ptr<Work>> works;
+          std::vector<int> ends;  // written by the worker, read when it is idle
+          for (int i = 0; i < 20; ++i) {
+            cases.push_back(random_case(random, group.size(), i));
+            arrays.push_back(std::make_unique<Arrays>(cases.back(), group.rank(), group.size()));
+            works.push_back(group.start(arrays.back()->call, [&ends, i](std::exception_ptr error) {
+              ends.push_back(error ? -1 : i);
+            }));
+          }
+          if (round % 2 == 0) works[13]->wait();
+          const Case last = random_case(random, group.size(), 20);
+          Arrays lasting(last, group.rank(), group.size());
+          group.run(lasting.call);
+          expect_result(last, lasting, group.rank(), group.size());
+          for (size_t i = 0; i < cases.size(); ++i) {
+            expect(works[i]->done() && !works[i]->error(),
+                   "a call before a synchronous one is over");
+            works[i]->wait();
+            expect_result(cases[i], *arrays[i], group.rank(), group.size());
+            expect_equal(ends[i], static_cast<int>(i), "order of the calls");
+          }
+        }
+      });
+    }};
+
+Call message(Operation operation, Array& array, size_t count, int peer, uint32_t tag = 0) {
+  return {.operation = operation,
+          .dtype = Dtype::int64,
+          .input = array.data(),
+          .output = array.data(),
+          .count = count,
+          .peer = peer,
+          .tag = tag};
+}
+
+Array numbers(size_t count, int seed) {
+  Array array(Dtype::int64, count);
+  array.fill([&](size_t i) { return element(seed, i); });
+  return array;
+}
+
+void send(Group& group, size_t count, int seed, int peer, uint32_t tag) {
+  Array array = numbers(count, seed);
+  group.run(message(Operation::send, array, count, peer, tag));
+}
+
+void receive(Group& group, size_t count, int seed, int peer, uint32_t tag) {
+  Array array(Dtype::int64, count);
+  group.run(message(Operation::recv, array, count, peer, tag));
+  expect(array == numbers(count, seed), "message " + std::to_string(seed) + " is wrong");
+}
+
+const ByTransport kMessages{
+    "messages are kept by tag, in order, until they are received", [](const std::string& by) {
+      ranks::run_groups(3, by, [](Group& group) {
+        if (group.rank() == 0) {
+          for (int i = 0; i < 4; ++i) send(group, 1000, i, 1, 5);
+          send(group, 0, 0, 1, 6);
+          send(group, 300'000, 9, 1, 7);
+        }
+        group.run({.operation = Operation::barrier});
+        if (group.rank() == 1) {
+          receive(group, 300'000, 9, 0, 7);
+          for (int i = 0; i < 4; ++i) receive(group, 1000, i, 0, 5);
+          receive(group, 0, 0, 0, 6);
+        }
+        group.run({.operation = Operation::barrier});
+        // Everybody sends to everybody before anybody receives, far more than any buffer holds.
+        constexpr size_t kMany = 500'000;
+        for (int step = 1; step < 3; ++step)
+          send(group, kMany, group.rank() * 3 + step, (group.rank() + step) % 3, 1);
+        for (int step = 1; step < 3; ++step) {
+          const int from = (group.rank() + 3 - step) % 3;
+          receive(group, kMany, from * 3 + step, from, 1);
+        }
+      });
+    }};
+
+const ByTransport kMismatched{
+    "a message of another kind is dropped; the group goes on", [](const std::string& by) {
+      ranks::run_groups(2, by, [](Group& group) {
+        for (int i = 0; i < 3; ++i) {
+          if (group.rank() == 0) {
+            send(group, 4, 1, 1, 0);
+            send(group, 50'000, 2, 1, 0);
+          } else {
+            Array array(Dtype::int64, 3);
+            const Array before = array;
+            const auto ending =
+                ranks::ending_of([&] { group.run(message(Operation::recv, array, 3, 0)); });
+            expect(
+                ending.is(ErrorKind::mismatch) && ending.says("count 4") && ending.says("count 3"),
+                ending.text());
+            expect(array == before, "a wrong message was written");
+            const auto work = group.start(message(Operation::recv, array, 3, 0), {});
+            expect_throws<Mismatch>([&] { work->wait(); });
+            expect(work->done() && work->error() && array == before, "the error of the work");
+          }
+          run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum,
+                           500, 0, true, i});
+        }
+      });
+    }};
+
+const ByTransport kSplit{
+    "split by color and key; the parent stays usable", [](const std::string& by) {
+      ranks::run_groups(5, by, [](Group& group) {
+        const int rank = group.rank();
+        const auto part = group.split(rank == 2 ? -1 : rank % 2, -rank);
+        expect_equal(part == nullptr, rank == 2, "who has no group");
+        const Case c{Operation::all_reduce,
+                     Algorithm::ring,
+                     Dtype::float32,
+                     ReduceOp::sum,
+                     999,
+                     0,
+                     false,
+                     1};
+        if (part) {
+          const std::vector<int> members = rank % 2 == 0 ? std::vector{4, 0} : std::vector{3, 1};
+          expect(part->ranks() == members && part->size() == 2, "members of the part");
+          expect_equal(members[static_cast<size_t>(part->rank())], rank, "rank in the part");
+          run_case(*part, c);
+          const auto alone = part->split(part->rank(), 0);
+          expect(alone->size() == 1 && alone->ranks() == std::vector{rank}, "a group of one");
+          run_case(*alone, c);
+        }
+        run_case(group, c);
+        const auto all = group.split(7, 0);
+        run_case(*all, c);
+        run_case(group, c);
+      });
+    }};
+
+const ByTransport kThreads{
+    "two groups of the same ranks serve two threads at once", [](const std::string& by) {
+      ranks::run_groups(3, by, [](Group& group) {
+        const auto left = group.split(0, 0), right = group.split(0, 0);
+        ranks::run(2, [&](int thread) {
+          std::mt19937 random(static_cast<uint32_t>(thread));
+          for (int i = 0; i < 50; ++i)
+            run_case(thread == 0 ? *left : *right, random_case(random, 3, i));
+        });
+      });
+    }};
+
+const ByTransport kOneThread{
+    "a second thread that enters is turned away", [](const std::string& by) {
+      std::promise<void> refused;
+      ranks::run_groups(2, by, [&](Group& group) {
+        if (group.rank() == 1) {
+          refused.get_future().wait();
+          return send(group, 100, 1, 0, 0);
+        }
+        std::atomic<int> entered{0}, turned_away{0};
+        ranks::run(2, [&](int) {
+          const auto ending = ranks::ending_of([&] { receive(group, 100, 1, 1, 0); });
+          ++(ending.is(ErrorKind::invalid_argument) ? turned_away : entered);
+          if (ending.is(ErrorKind::invalid_argument)) {
+            expect(ending.says("split"), ending.text());
+            refused.set_value();
+          }
+        });
+        expect(entered == 1 && turned_away == 1, "one thread enters, one is turned away");
+      });
+    }};
+
+const Test kRefuses{
+    "wrong arguments are refused before anything moves", [] {
+      ranks::run_groups(2, "local", [](Group& group) {
+        Array array(Dtype::float32, 4);
+        const auto refused = [&]<typename Wanted>(Wanted*, Call call) {
+          call.dtype = call.dtype == Dtype::uint8 ? Dtype::float32 : call.dtype;
+          expect_throws<Wanted>([&] { group.run(call); });
+          expect_throws<Wanted>([&] { group.start(call, {}); });
+        };
+        InvalidArgument* invalid = nullptr;
+        Unsupported* unsupported = nullptr;
+        std::byte* data = array.data();
+        refused(invalid, {.operation = Operation::all_reduce, .count = 4});
+        refused(invalid,
+                {.operation = Operation::broadcast, .output = data, .count = 4, .peer = 2});
+        refused(invalid, {.operation = Operation::send, .input = data, .count = 4, .peer = -1});
+        refused(invalid,
+                {.operation = Operation::recv, .output = data, .count = 4, .peer = group.rank()});
+        refused(invalid, {.operation = Operation::all_gather,
+                          .input = data,
+                          .output = data,
+                          .count = SIZE_MAX / 4});
+        refused(unsupported, {.operation = Operation::all_reduce,
+                              .op = ReduceOp::band,
+                              .input = data,
+                              .output = data,
+                              .count = 4});
+        refused(unsupported, {.operation = Operation::all_gather,
+                              .input = data,
+                              .output = data,
+                              .count = 1,
+                              .algorithm = Algorithm::owner});
+        run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum, 4,
+                         0, false, 0});
+      });
+    }};
+
+}  // namespace

@@ -1,0 +1,235 @@
+// Frames over a channel that takes and gives as little as it likes: what engine/link.h promises.
+#include "engine/link.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/errors.h"
+#include "harness.h"
+
+namespace {
+
+using namespace pycomm;
+using Buffer = std::vector<std::byte>;
+
+// One direction of a connection, in memory.
+using Wire = std::deque<std::byte>;
+
+// A channel that moves 1 to `grain` bytes at a time, as cut by chance, and holds at most `room`.
+class Trickle final : public Channel {
+ public:
+  Trickle(Wire& out, Wire& in, size_t grain, size_t room)
+      : out_(out), in_(in), grain_(grain), room_(room), random_(grain) {}
+
+  std::string_view transport() const override { return "trickle"; }
+  size_t send(ConstBytes head, ConstBytes body) override {
+    size_t left = std::min(1 + random_() % grain_, room_ - std::min(room_, out_.size()));
+    const size_t all = std::min(left, head.size() + body.size());
+    for (const ConstBytes part : {head, body}) {
+      const size_t n = std::min(left, part.size());
+      out_.insert(out_.end(), part.begin(), part.begin() + static_cast<std::ptrdiff_t>(n));
+      left -= n;
+    }
+    return all;
+  }
+  ConstBytes peek(size_t want) override {
+    shown_.assign(in_.begin(),
+                  in_.begin() + static_cast<std::ptrdiff_t>(std::min(want, in_.size())));
+    return shown_;
+  }
+  void take(size_t bytes) override {
+    in_.erase(in_.begin(), in_.begin() + static_cast<std::ptrdiff_t>(bytes));
+  }
+  size_t receive(Bytes into) override {
+    const size_t n = std::min({into.size(), in_.size(), 1 + random_() % grain_});
+    std::copy_n(in_.begin(), n, into.begin());
+    take(n);
+    return n;
+  }
+  bool hung_up() const override { return false; }
+  pollfd arm(Want) override { return {-1, 0, 0}; }
+  void disarm(short) override {}
+  void hang_up() override {}
+
+ private:
+  Wire &out_, &in_;
+  size_t grain_, room_;
+  std::mt19937 random_;
+  Buffer shown_;
+};
+
+struct Line {
+  explicit Line(size_t grain, size_t room = 10'000)
+      : sender(std::make_unique<Trickle>(there, back, grain, room)),
+        receiver(std::make_unique<Trickle>(back, there, grain, room)) {}
+  Wire there, back;
+  Link sender, receiver;
+};
+
+Buffer pattern(size_t bytes, int seed) {
+  Buffer buffer(bytes);
+  for (size_t i = 0; i < bytes; ++i) buffer[i] = static_cast<std::byte>(i * 31 + i / 251 + seed);
+  return buffer;
+}
+
+Header header_of(size_t bytes, uint32_t sequence) {
+  return {.sequence = sequence, .bytes = static_cast<uint32_t>(bytes), .count = bytes};
+}
+
+void begin(Link& link, const Buffer& payload, uint32_t sequence) {
+  link.begin(header_of(payload.size(), sequence), payload);
+}
+
+constexpr int kTries = 1'000'000;  // of a loop that must end; what is stuck fails
+
+// Receives the frame at the front, by peeking and by receiving in turns.
+Buffer take_frame(Link& link, uint32_t sequence, const std::function<void()>& meanwhile = [] {}) {
+  const Header* header = nullptr;
+  for (int i = 0; i < kTries && header == nullptr; ++i) {
+    meanwhile();
+    header = link.front();
+  }
+  expect(header != nullptr, "no frame came");
+  expect_equal(header->sequence, sequence, "sequence of the frame");
+  Buffer got;
+  for (int i = 0; i < kTries && link.payload_left() > 0; ++i) {
+    meanwhile();
+    if (i % 2 == 0) {
+      const ConstBytes here = link.peek();
+      got.insert(got.end(), here.begin(), here.end());
+      link.take(here.size());
+    } else {
+      Buffer into(100);
+      into.resize(link.receive(into));
+      got.insert(got.end(), into.begin(), into.end());
+    }
+  }
+  expect_equal(link.payload_left(), size_t{0}, "payload left");
+  link.finish();
+  return got;
+}
+
+const Test kCut{
+    "a frame of any size arrives whole, wherever it is cut", [] {
+      for (const size_t grain : {1, 2, 31, 32, 33, 1000, 100'000}) {
+        Line line(grain, 50);
+        uint32_t sequence = 0;
+        for (const size_t bytes : {0, 1, 0, 31, 32, 1000, 0, 5000}) {
+          const Buffer payload = pattern(bytes, static_cast<int>(sequence));
+          begin(line.sender, payload, ++sequence);
+          const auto feed = [&] { line.sender.push(); };
+          expect(take_frame(line.receiver, sequence, feed) == payload, "another payload arrived");
+          expect(line.sender.idle(), "the sender is not done");
+        }
+        expect_equal(line.sender.frames_sent(), uint64_t{8}, "frames");
+        expect_equal(line.sender.bytes_written(), line.receiver.bytes_received(), "bytes");
+        expect_equal(line.sender.bytes_written(), uint64_t{8 * 32 + 6064}, "bytes written");
+      }
+    }};
+
+const Test kNotices{
+    "notices go out between frames, in order", [] {
+      for (const size_t grain : {1, 7, 40, 100'000}) {
+        Line line(grain, 60);
+        const Buffer payload = pattern(500, 1);
+        begin(line.sender, payload, 1);
+        line.sender.push();
+        line.sender.post({.kind = FrameKind::mismatch, .sequence = 2}, "first");
+        line.sender.post({.kind = FrameKind::goodbye, .sequence = 3}, std::string(5000, 'x'));
+        expect(!line.sender.flush(), "a notice went before the frame was done");
+        const auto feed = [&] {
+          line.sender.push();
+          line.sender.flush();
+        };
+        expect(take_frame(line.receiver, 1, feed) == payload, "a notice cut the frame");
+        const Buffer first = take_frame(line.receiver, 2, [&] { line.sender.flush(); });
+        expect(std::string(reinterpret_cast<const char*>(first.data()), first.size()) == "first",
+               "another sentence");
+        const Buffer second = take_frame(line.receiver, 3, [&] { line.sender.flush(); });
+        expect_equal(second.size(), kNoticeBytes, "bytes of a long sentence");
+        expect(line.sender.idle() && line.sender.flush(), "something is still owed");
+      }
+    }};
+
+const Test kAbandon{
+    "an abandoned frame arrives with its true bytes, and the next is sound", [] {
+      for (size_t out = 0; out < 120;
+           ++out) {  // wire bytes that are out when the frame is given up
+        Line line(1);
+        Buffer payload = pattern(80, 5);
+        const Buffer truth = payload;
+        begin(line.sender, payload, 1);
+        for (int i = 0; i < kTries && line.there.size() < std::min<size_t>(out, 112); ++i)
+          line.sender.push();
+        line.sender.abandon();
+        std::fill(payload.begin(), payload.end(), std::byte{0xee});  // the caller's again
+        line.sender.abandon();                                       // twice is once
+        line.sender.post({.sequence = 2}, "why");
+        const auto flush = [&] { line.sender.flush(); };
+        if (out > 0)
+          expect(take_frame(line.receiver, 1, flush) == truth, "not what was to be sent");
+        expect_equal(take_frame(line.receiver, 2, flush).size(), size_t{3}, "bytes of the notice");
+        const Buffer next = pattern(90, 6);
+        begin(line.sender, next, 3);
+        const auto feed = [&] { line.sender.push(); };
+        expect(take_frame(line.receiver, 3, feed) == next, "the next frame is not sound");
+        expect_equal(line.sender.frames_sent(), uint64_t{out > 0 ? 3u : 2u}, "frames");
+      }
+    }};
+
+const Test kDiscard{"what is discarded goes as it arrives; what follows stays", [] {
+                      for (size_t taken = 0; taken < 50; taken += 7) {
+                        Line line(3, 20);
+                        const Buffer payload = pattern(50, 7), next = pattern(20, 8);
+                        begin(line.sender, payload, 1);
+                        const auto feed = [&] {
+                          line.sender.push();
+                          if (line.sender.idle() && line.sender.frames_sent() == 1)
+                            begin(line.sender, next, 2);
+                        };
+                        for (int i = 0; i < kTries && line.receiver.front() == nullptr; ++i) feed();
+                        Buffer into(taken);
+                        for (size_t have = 0; have < taken; feed())
+                          have += line.receiver.receive(Bytes(into).subspan(have));
+                        line.receiver.discard();
+                        expect(take_frame(line.receiver, 2, feed) == next,
+                               "the frame behind it is not sound");
+                      }
+                    }};
+
+const Test kGarbage{"bytes that are no header are an error of ours", [] {
+                      for (const int kind : {0, 1, 2}) {
+                        Line line(100'000);
+                        Header header;
+                        if (kind == 0) header.magic = 0x1234;
+                        if (kind == 1) header.version = 99;
+                        const auto* bytes = reinterpret_cast<const std::byte*>(&header);
+                        line.there.assign(bytes, bytes + sizeof header);
+                        for (int i = 0; i < 31; ++i) line.there.pop_back();
+                        expect(line.receiver.front() == nullptr, "a header of one byte");
+                        line.there.assign(bytes + 1, bytes + sizeof header);
+                        if (kind == 2) {
+                          for (int i = 0; i < kTries && line.receiver.front() == nullptr; ++i)
+                            continue;
+                          continue;
+                        }
+                        expect_throws<InternalError>([&] {
+                          for (int i = 0; i < kTries; ++i) (void)line.receiver.front();
+                        });
+                      }
+                    }};
+
+const Test kMisuse{"a frame inside a frame, and an early end, are errors of ours", [] {
+                     Line line(10);
+                     const Buffer payload = pattern(100, 1);
+                     begin(line.sender, payload, 1);
+                     expect_throws<InternalError>([&] { begin(line.sender, payload, 2); });
+                     expect_throws<InternalError>([&] { line.receiver.finish(); });
+                   }};
+
+}  // namespace

@@ -1,0 +1,199 @@
+// Ranks as threads of the test: start them, join them, and keep what became of each. And the arrays
+// that they pass: filled by a formula, with guard bytes around them.
+//
+// Called by the suites that need more than one rank at a time.
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/errors.h"
+#include "group/connect.h"
+#include "group/group.h"
+#include "harness.h"
+#include "os/socket.h"
+#include "rendezvous/local_store.h"
+#include "transport/local.h"
+#include "transport/shm.h"
+#include "transport/tcp.h"
+
+namespace ranks {
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+inline constexpr int kSlowdown = 6;  // of what a sanitizer makes slow
+#else
+inline constexpr int kSlowdown = 1;
+#endif
+
+inline const std::vector<std::string> kTransports{"local", "shm", "tcp"};
+
+// Runs `body(rank)` on a thread for each rank; the first error of the lowest rank is thrown when
+// all are done.
+inline void run(int size, const std::function<void(int)>& body) {
+  std::vector<std::exception_ptr> errors(static_cast<size_t>(size));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank);
+      } catch (...) {
+        errors[static_cast<size_t>(rank)] = std::current_exception();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  for (size_t rank = 0; rank < errors.size(); ++rank) {
+    try {
+      if (errors[rank]) std::rethrow_exception(errors[rank]);
+    } catch (const std::exception& error) {
+      throw Failure("rank " + std::to_string(rank) + " of " + std::to_string(size) + ": " +
+                    error.what());
+    }
+  }
+}
+
+// A place where groups of one test meet.
+struct World {
+  int size = 1;
+  std::string transport;
+  std::chrono::nanoseconds timeout = std::chrono::seconds(30);  // far beyond any call that works
+  std::string name = "world";
+  pycomm::LocalStore store{};
+
+  std::shared_ptr<pycomm::Group> join(int rank, bool reproducible = false) {
+    pycomm::ConnectOptions options;
+    options.rank = rank;
+    options.size = size;
+    options.name = name;
+    options.timeout = timeout;
+    options.transport = transport;
+    options.address = "127.0.0.1";
+    options.reproducible = reproducible;
+    return pycomm::connect(store, options);
+  }
+};
+
+// A world in which every rank runs `body` in its group.
+inline void run_groups(World& world, const std::function<void(pycomm::Group&)>& body) {
+  run(world.size, [&](int rank) { body(*world.join(rank)); });
+}
+
+inline void run_groups(int size, const std::string& transport,
+                       const std::function<void(pycomm::Group&)>& body) {
+  World world{.size = size, .transport = transport};
+  run_groups(world, body);
+}
+
+// How a call ended: its error, or none, and how long it took.
+struct Ending {
+  std::optional<pycomm::Error> error;
+  double seconds = 0;
+
+  bool is(pycomm::ErrorKind kind) const { return error && error->kind() == kind; }
+  std::string text() const {
+    if (!error) return "no error";
+    return std::string(pycomm::kErrorNames[static_cast<size_t>(error->kind())]) + ": " +
+           error->what();
+  }
+  bool says(const std::string& part) const { return text().find(part) != std::string::npos; }
+};
+
+inline Ending ending_of(const std::function<void()>& call) {
+  const auto begin = pycomm::Clock::now();
+  Ending ending;
+  try {
+    call();
+  } catch (const pycomm::Error& error) {
+    ending.error = error;
+  }
+  ending.seconds = std::chrono::duration<double>(pycomm::Clock::now() - begin).count();
+  return ending;
+}
+
+// Both ends of a fresh connection, without a handshake.
+struct Ends {
+  std::unique_ptr<pycomm::Channel> a, b;
+};
+
+inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
+  using namespace pycomm;
+  using namespace std::chrono_literals;
+  if (transport == "local") {
+    static std::atomic<int> meetings{0};
+    const std::string meeting = "test " + std::to_string(meetings++);
+    auto a = local_channel(meeting, 0, 1, ring_bytes);
+    return {std::move(a), local_channel(meeting, 1, 0, ring_bytes)};
+  }
+  std::string why;
+  const auto make = [&] {
+    return transport == "shm" ? make_shm(ring_bytes, why) : make_tcp("127.0.0.1");
+  };
+  const auto caller = make(), listener = make();
+  expect(caller && listener, why);
+  Fd out = caller->call(listener->address());
+  expect((poll_one(listener->listener(), POLLIN, 10s) & POLLIN) != 0, "nobody called");
+  Fd in = accept_from(listener->listener());
+  expect(in && (poll_one(out.get(), POLLOUT, 10s) & POLLOUT) != 0, "no connection");
+  caller->offer(out.get());
+  listener->offer(in.get());
+  const Deadline deadline(10s);
+  auto a = caller->accept(std::move(out), deadline);
+  return {std::move(a), listener->accept(std::move(in), deadline)};
+}
+
+// Numbers that every dtype holds exactly are written and read as int.
+inline void put(pycomm::Dtype dtype, std::byte* at, int value) {
+  const auto write = [&](auto number) { std::memcpy(at, &number, sizeof number); };
+  if (dtype == pycomm::Dtype::float32) return write(static_cast<float>(value));
+  if (dtype == pycomm::Dtype::float64) return write(static_cast<double>(value));
+  if (dtype == pycomm::Dtype::bfloat16)
+    return write(static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(value)) >> 16));
+  std::memset(at, 0, pycomm::bytes_of(dtype));
+  *at = static_cast<std::byte>(value);  // the integers, below 128
+}
+
+inline constexpr size_t kGuard = 64;
+inline constexpr std::byte kGuardByte{0xa5}, kFill{0x5a};
+
+// `count` elements, filled with kFill, and kGuard bytes on both sides that must not change.
+class Array {
+ public:
+  Array(pycomm::Dtype dtype, size_t count)
+      : dtype_(dtype), count_(count), bytes_(count * pycomm::bytes_of(dtype) + 2 * kGuard, kFill) {
+    for (size_t i = 0; i < kGuard; ++i) bytes_[i] = bytes_[bytes_.size() - 1 - i] = kGuardByte;
+  }
+  std::byte* data() { return bytes_.data() + kGuard; }
+  std::byte* at(size_t i) { return data() + i * pycomm::bytes_of(dtype_); }
+  template <typename Value>
+  void fill(Value&& value) {
+    for (size_t i = 0; i < count_; ++i) put(dtype_, at(i), value(i));
+  }
+  bool operator==(const Array& other) const {
+    return bytes_.size() == other.bytes_.size() &&
+           std::memcmp(bytes_.data(), other.bytes_.data(), bytes_.size()) == 0;
+  }
+
+ private:
+  pycomm::Dtype dtype_;
+  size_t count_;
+  std::vector<std::byte> bytes_;
+};
+
+// Element `i` of what rank `rank` brings to call `call`: small, so that sums are exact.
+inline int element(int rank, size_t i, int call = 0) {
+  return static_cast<int>((i * 3 + static_cast<size_t>(rank) * 5 + static_cast<size_t>(call)) % 7);
+}
+
+}  // namespace ranks

@@ -1,0 +1,306 @@
+// What every transport promises (transport/transport.h), held against all of them; and what shm
+// refuses from a peer.
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/errors.h"
+#include "harness.h"
+#include "os/shared_memory.h"
+#include "os/socket.h"
+#include "ranks.h"
+#include "transport/local.h"
+#include "transport/shm.h"
+#include "transport/tcp.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+using Buffer = std::vector<std::byte>;
+
+constexpr size_t kRing = size_t{128} << 10;
+constexpr size_t kPeekBytes = size_t{64} << 10;  // what peek() promises
+
+using Pair = ranks::Ends;
+
+// One test for each transport.
+struct Conformance {
+  Conformance(const std::string& name, void (*body)(Pair)) {
+    for (const std::string& transport : ranks::kTransports)
+      Test(transport + ": " + name, [=] { body(ranks::channel_pair(transport, kRing)); });
+  }
+};
+
+// Sleeps in poll(2) until `progress` is true, as an engine does; a wake-up that is lost fails.
+void sleep_until(Channel& channel, Want want, const std::function<bool()>& progress) {
+  while (!progress()) {
+    pollfd armed = channel.arm(want);
+    const bool came = progress();
+    const int woken = came ? 1 : ::poll(&armed, 1, 10'000);
+    channel.disarm(came ? short{0} : armed.revents);
+    expect(woken > 0, "nobody woke a sleeper");
+    if (came) return;
+  }
+}
+
+// Byte `i` of the stream `stream`.
+std::byte byte_at(uint64_t i, uint64_t stream) {
+  return static_cast<std::byte>(((i + stream * 77) * 0x9E3779B97F4A7C15u) >> 56);
+}
+
+Buffer make_bytes(uint64_t from, size_t bytes, uint64_t stream) {
+  Buffer buffer(bytes);
+  for (size_t i = 0; i < bytes; ++i) buffer[i] = byte_at(from + i, stream);
+  return buffer;
+}
+
+void expect_bytes(ConstBytes got, uint64_t from, uint64_t stream) {
+  for (size_t i = 0; i < got.size(); ++i)
+    if (got[i] != byte_at(from + i, stream))
+      expect(false, "byte " + std::to_string(from + i) + " of the stream is wrong");
+}
+
+// Everything, whatever it takes.
+void send_all(Channel& channel, ConstBytes bytes) {
+  sleep_until(channel, {.send = true}, [&] {
+    bytes = bytes.subspan(channel.send({}, bytes));
+    return bytes.empty();
+  });
+}
+
+Buffer receive_all(Channel& channel, size_t bytes) {
+  Buffer buffer(bytes);
+  size_t have = 0;
+  sleep_until(channel, {.receive = true}, [&] {
+    have += channel.receive(Bytes(buffer).subspan(have));
+    return have == bytes;
+  });
+  return buffer;
+}
+
+// One end of a conversation: random cuts on both ways at once, head and body, and every way to
+// receive.
+class Talker {
+ public:
+  Talker(Channel& channel, uint64_t total, uint64_t mine, uint64_t theirs)
+      : channel_(channel), total_(total), mine_(mine), theirs_(theirs), random_(mine) {}
+
+  void talk() {
+    sleep_until(channel_, {.receive = true, .send = true}, [&] {
+      while (send_some() + receive_some() > 0) {
+      }
+      return sent_ == total_ && received_ == total_;
+    });
+  }
+
+ private:
+  size_t below(size_t limit) { return random_() % limit; }
+  size_t any_size() { return below(8) == 0 ? below(300'000) : below(5'000); }
+
+  size_t send_some() {
+    if (pending_.empty()) {
+      pending_ = make_bytes(sent_, std::min<uint64_t>(total_ - sent_, any_size()), mine_);
+      head_ = pending_.empty() ? 0 : below(std::min<size_t>(pending_.size(), 64) + 1);
+    }
+    const ConstBytes bytes = pending_;
+    const size_t n = channel_.send(bytes.first(head_), bytes.subspan(head_));
+    expect(n <= bytes.size(), "more was taken than there was");
+    sent_ += n;
+    head_ -= std::min(n, head_);
+    pending_.erase(pending_.begin(), pending_.begin() + static_cast<std::ptrdiff_t>(n));
+    return n;
+  }
+
+  size_t receive_some() {
+    const auto want = std::min<uint64_t>(total_ - received_, 1 + any_size());
+    size_t n = 0;
+    if (below(2) == 0) {
+      const ConstBytes here = channel_.peek(want);
+      expect(here.size() <= want, "more was shown than asked for");
+      expect_bytes(here, received_, theirs_);
+      n = here.empty() ? 0 : 1 + below(here.size());
+      channel_.take(n);
+    } else {
+      Buffer into(want);
+      n = channel_.receive(into);
+      expect_bytes(ConstBytes(into).first(n), received_, theirs_);
+    }
+    received_ += n;
+    return n;
+  }
+
+  Channel& channel_;
+  uint64_t total_, mine_, theirs_;
+  std::mt19937_64 random_;
+  uint64_t sent_ = 0, received_ = 0;
+  Buffer pending_;
+  size_t head_ = 0;
+};
+
+const Conformance kTalks{
+    "all bytes arrive, in order, both ways at once", [](Pair pair) {
+      ranks::run(2, [&](int rank) {
+        Talker(rank == 0 ? *pair.a : *pair.b, 3'000'000, 1 + rank, 2 - rank).talk();
+      });
+    }};
+
+const Conformance kShows{
+    "peek shows at least 64 KiB of what was sent, wherever it lies", [](Pair pair) {
+      uint64_t sent = 0, taken = 0;
+      for (const size_t take : {size_t{1}, size_t{4095}, size_t{32}, kPeekBytes, size_t{70'001}}) {
+        const Buffer more = make_bytes(sent, 100'000 - (sent - taken), 3);
+        send_all(*pair.a, more);
+        sent += more.size();
+        for (const size_t want :
+             {size_t{1}, size_t{32}, size_t{5000}, kPeekBytes, size_t{90'000}}) {
+          ConstBytes here;
+          sleep_until(*pair.b, {.receive = true}, [&] {
+            here = pair.b->peek(want);
+            return here.size() >= std::min(want, kPeekBytes);
+          });
+          expect(here.size() <= want, "more was shown than asked for");
+          expect_bytes(here, taken, 3);
+        }
+        Buffer some(take / 2);
+        sleep_until(*pair.b, {.receive = true}, [&] { return !pair.b->peek(1).empty(); });
+        const size_t first = pair.b->receive(some);
+        expect_bytes(ConstBytes(some).first(first), taken, 3);
+        const size_t rest = pair.b->peek(take - first).size();
+        pair.b->take(rest);
+        taken += first + rest;
+      }
+    }};
+
+const Conformance kWakes{"no wake-up is lost", [](Pair pair) {
+                           ranks::run(2, [&](int rank) {
+                             Channel& mine = rank == 0 ? *pair.a : *pair.b;
+                             for (int i = 0; i < 10'000; ++i) {
+                               const Buffer ball = make_bytes(static_cast<uint64_t>(i), 1, 0);
+                               if (rank == 0) send_all(mine, ball);
+                               expect(receive_all(mine, 1) == ball, "another ball came back");
+                               if (rank == 1) send_all(mine, ball);
+                             }
+                           });
+                         }};
+
+const Conformance kWakesWriters{"no wake-up of a writer is lost", [](Pair pair) {
+                                  constexpr size_t kBytes = size_t{16} << 20;
+                                  ranks::run(2, [&](int rank) {
+                                    const Buffer block(size_t{1} << 20);
+                                    for (size_t i = 0; i < kBytes; i += block.size()) {
+                                      if (rank == 0) send_all(*pair.a, block);
+                                      if (rank == 1)
+                                        expect(receive_all(*pair.b, block.size()) == block,
+                                               "a block is wrong");
+                                    }
+                                  });
+                                }};
+
+const Conformance kEmpty{"nothing is there before anything was sent", [](Pair pair) {
+                           expect(pair.a->peek(1).empty(), "something to peek at");
+                           Buffer into(64);
+                           expect_equal(pair.a->receive(into), size_t{0}, "bytes received");
+                           expect(!pair.a->hung_up() && !pair.b->hung_up(), "hung up");
+                           expect_equal(pair.a->send({}, {}), size_t{0}, "bytes of nothing");
+                           pollfd armed = pair.a->arm({.receive = true});
+                           expect_equal(::poll(&armed, 1, 0), 0, "events without a cause");
+                           pair.a->disarm(0);
+                         }};
+
+void expect_last_words(Pair& pair, const std::function<void()>& end) {
+  const Buffer words = make_bytes(0, 50'000, 4);
+  send_all(*pair.a, words);
+  end();
+  sleep_until(*pair.b, {}, [&] { return pair.b->hung_up(); });
+  expect(receive_all(*pair.b, words.size()) == words, "what was sent before is not there");
+  expect(pair.b->peek(1).empty(), "more arrived than was sent");
+  expect_equal(pair.b->send(words, words), 2 * words.size(), "bytes swallowed");
+}
+
+const Conformance kHangsUp{"the peer sees who hangs up, after all that was sent",
+                           [](Pair pair) { expect_last_words(pair, [&] { pair.a->hang_up(); }); }};
+
+const Conformance kDies{"the peer sees who is gone, after all that was sent",
+                        [](Pair pair) { expect_last_words(pair, [&] { pair.a.reset(); }); }};
+
+const Conformance kFull{"a writer whose peer dies is not stuck", [](Pair pair) {
+                          const Buffer block(size_t{1} << 20);
+                          while (pair.a->send({}, block) > 0) {
+                          }
+                          std::thread peer([&] { pair.b.reset(); });
+                          sleep_until(*pair.a, {.send = true}, [&] { return pair.a->hung_up(); });
+                          peer.join();
+                          for (int i = 0; i < 100; ++i)
+                            expect_equal(pair.a->send(block, block), 2 * block.size(),
+                                         "bytes swallowed");
+                        }};
+
+const Conformance kWakesAtTheEnd{"hanging up wakes whoever sleeps for nothing else", [](Pair pair) {
+                                   std::thread peer([&] { pair.b->hang_up(); });
+                                   sleep_until(*pair.a, {}, [&] { return pair.a->hung_up(); });
+                                   peer.join();
+                                 }};
+
+// Sends one byte and perhaps a descriptor, as an offer does.
+void pass(int socket, int fd) {
+  char byte = 0;
+  iovec data{&byte, 1};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof fd)] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  if (fd >= 0) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    cmsghdr* head = CMSG_FIRSTHDR(&message);
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof fd);
+    std::memcpy(CMSG_DATA(head), &fd, sizeof fd);
+  }
+  expect_equal(::sendmsg(socket, &message, MSG_NOSIGNAL), ssize_t{1}, "bytes passed");
+}
+
+Fd unsealed_memory(size_t bytes) {
+  Fd fd(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  expect_equal(::ftruncate(fd.get(), static_cast<off_t>(bytes)), 0, "ftruncate");
+  return fd;
+}
+
+// What shm makes of an offer.
+template <typename Wanted>
+void expect_offer_refused(const std::function<void(Fd&)>& offer) {
+  std::string why;
+  const auto transport = make_shm(kRing, why);
+  expect(transport != nullptr, why);
+  int ends[2];
+  expect_equal(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0, "socketpair");
+  Fd mine(ends[0]), theirs(ends[1]);
+  transport->offer(mine.get());
+  offer(theirs);
+  expect_throws<Wanted>([&] { transport->accept(std::move(mine), Deadline(200ms)); });
+}
+
+const Test kRefuses{
+    "shm refuses memory that is not what was agreed", [] {
+      const size_t right = RingMemory::file_bytes(kRing);
+      for (const size_t wrong : {right - page_bytes(), right + page_bytes(), size_t{0}})
+        expect_offer_refused<PeerLost>(
+            [&](Fd& peer) { pass(peer.get(), make_shared_memory(wrong).get()); });
+      expect_offer_refused<PeerLost>(
+          [&](Fd& peer) { pass(peer.get(), unsealed_memory(right).get()); });
+      expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), peer.get()); });
+      expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), -1); });
+      expect_offer_refused<PeerLost>([&](Fd& peer) { peer.reset(); });
+      expect_offer_refused<Timeout>([&](Fd&) {});
+    }};
+
+}  // namespace
