@@ -1,5 +1,6 @@
 #include "group/connect.h"
 
+#include <algorithm>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -83,7 +84,9 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
   Mesh mesh = form_mesh(request, exchange, deadline);
   auto group = std::make_shared<HostGroup>(options, std::move(mesh), std::move(ranks));
   // Nobody goes on, or leaves, before everybody stands: until here a closed connection is a death.
-  group->run({.operation = Operation::barrier});
+  group->run({.operation = Operation::barrier,
+              .timeout = std::max<std::chrono::nanoseconds>(deadline.left(),
+                                                            std::chrono::milliseconds(1))});
   announce(*group, options);
   return group;
 }

@@ -193,8 +193,8 @@ const ByTransport kOneWay{
       for (int size = 2; size <= 4; ++size)
         ranks::run_groups(size, by, [](Group& group) {
           for (const Algorithm algorithm : algorithms_for(Operation::broadcast))
-            for (const size_t count : {kSmall, odd == 1 && group.size() == 3 ? kLarge : 0})
-              for (int odd = 0; odd < group.size(); ++odd) {
+            for (int odd = 0; odd < group.size(); ++odd) {
+              for (const size_t count : {kSmall, odd == 1 && group.size() == 3 ? kLarge : 0}) {
                 Call call{.operation = Operation::broadcast,
                           .dtype = Dtype::float32,
                           .count = count,
@@ -214,6 +214,7 @@ const ByTransport kOneWay{
                        "an array was changed");
                 expect_sound(group, count, odd);
               }
+            }
         });
     }};
 
