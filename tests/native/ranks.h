@@ -33,7 +33,7 @@
 namespace ranks {
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-inline constexpr int kSlowdown = 6;  // of what a sanitizer makes slow
+inline constexpr int kSlowdown = 10;  // of what a sanitizer makes slow
 #else
 inline constexpr int kSlowdown = 1;
 #endif
