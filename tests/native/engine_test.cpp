@@ -247,6 +247,40 @@ const ByTransport kInOrder{
       });
     }};
 
+const ByTransport kUncut{
+    "a notice of an earlier call does not cut a message", [](const std::string& by) {
+      ranks::run_groups(2, by, [](Group& group) {
+        for (int i = 0; i < 5; ++i) {
+          Array array(Dtype::float32, kLarge);
+          array.fill([&](size_t j) { return element(i, j); });
+          const Array truth = array;
+          Call broadcast{.operation = Operation::broadcast,
+                         .dtype = Dtype::float32,
+                         .output = array.data(),
+                         .count = kSmall};
+          Call message{.dtype = Dtype::float32, .count = kLarge, .peer = 1 - group.rank()};
+          if (group.rank() == 0) {
+            group.run(broadcast);  // the root hears nothing of rank 1's other count yet
+            message.operation = Operation::send;
+            message.input = array.data();
+            group.run(message);
+            const Ending ending = ending_of([&] { group.run({.operation = Operation::barrier}); });
+            expect(ending.is(ErrorKind::mismatch), ending.text());
+          } else {
+            ++broadcast.count;
+            const Ending ending = ending_of([&] { group.run(broadcast); });
+            expect(ending.is(ErrorKind::mismatch), ending.text());
+            array = Array(Dtype::float32, kLarge);
+            message.operation = Operation::recv;
+            message.output = array.data();
+            group.run(message);
+            expect(array == truth, "the message was cut");
+          }
+          expect_sound(group, kSmall);
+        }
+      });
+    }};
+
 // All but `missing` make the call, which times out; `missing` comes when they have given up.
 void expect_timeout(const std::string& by, int size, int missing, const Call& call) {
   std::vector<std::promise<void>> over(static_cast<size_t>(size));
