@@ -249,10 +249,11 @@ Engine::Front Engine::judge(int peer, const Header& header) {
     case FrameKind::data:
       break;
     case FrameKind::mismatch:
-      // Of a call that we have yet to make, or of an epoch that we have yet to hear of; and a message
-      // that we send is not cut by one of the past.
+      // Of a call that we have yet to make, or of an epoch that we have yet to hear of; and a
+      // message that we send is not cut by one of the past. What we know already must not stay in
+      // the way.
       if (const int when = order(header, epoch_, sequence_);
-          when > 0 || (running_ == nullptr && (when == 0 || !awaited_)))
+          when > 0 || (running_ == nullptr && header.epoch == epoch_ && (when == 0 || !awaited_)))
         return Front::later;
       [[fallthrough]];
     case FrameKind::goodbye:

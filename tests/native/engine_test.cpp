@@ -281,6 +281,30 @@ const ByTransport kUncut{
       });
     }};
 
+const ByTransport kBothSend{
+    "after a disagreement both sides send before they receive", [](const std::string& by) {
+      ranks::run_groups(2, by, [](Group& group) {
+        for (int i = 0; i < 5; ++i) {
+          disagree(group, {.operation = Operation::all_reduce, .count = 9}, {}, i % 2);
+          const int peer = 1 - group.rank();
+          Array mine(Dtype::float64, 2 * kLarge), theirs(Dtype::float64, 2 * kLarge);
+          mine.fill([&](size_t j) { return element(group.rank(), j); });
+          const auto move = [&](Operation operation, Array& array) {
+            group.run({.operation = operation,
+                       .dtype = Dtype::float64,
+                       .input = array.data(),
+                       .output = array.data(),
+                       .count = 2 * kLarge,
+                       .peer = peer});
+          };
+          move(Operation::send, mine);
+          move(Operation::recv, theirs);
+          mine.fill([&](size_t j) { return element(peer, j); });
+          expect(mine == theirs, "another message arrived");
+        }
+      });
+    }};
+
 // All but `missing` make the call, which times out; `missing` comes when they have given up.
 void expect_timeout(const std::string& by, int size, int missing, const Call& call) {
   std::vector<std::promise<void>> over(static_cast<size_t>(size));
