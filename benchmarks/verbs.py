@@ -36,7 +36,8 @@ VERBS = {
     verb.name: verb
     for verb in (
         Verb("all_reduce", "sum", True, True, lambda n: 2 * (n - 1) / n, lambda n: 2),
-        Verb("broadcast", "none", True, True, lambda n: 1, lambda n: 2),
+        # The root only reads, the others only write.
+        Verb("broadcast", "none", True, True, lambda n: 1, lambda n: 1),
         Verb("all_gather", "none", False, True, lambda n: (n - 1) / n, lambda n: 2),
         Verb("reduce_scatter", "sum", True, False, lambda n: (n - 1) / n, lambda n: 1 + 1 / n),
     )
