@@ -64,7 +64,7 @@ def is_available() -> bool:
     return True
 
 
-def Options(timeout: timedelta | None = None) -> _c10d.Options:  # noqa: N802
+def Options(timeout: timedelta | None = None) -> _c10d.Options:  # noqa: N802 - as torch's
     """Options of a group, as torch's other backends have them; `timeout` limits each call."""
     made: _c10d.Options = _module().Options() if timeout is None else _module().Options(timeout)
     return made

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+# pytest finds the fixtures by name, so that they look unused.
 from torch_ranks import SIZES, Run, pools_fixture, run_fixture, same, values  # noqa: F401
 
 from pycomm.errors import InvalidArgument, Unsupported

@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+# pytest finds the fixtures by name, so that they look unused.
 from torch_ranks import LIMIT_S, SIZES, Ranks, Run, pools_fixture, run_fixture, same  # noqa: F401
 
 import pycomm

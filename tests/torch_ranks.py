@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pycomm.torch_backend  # noqa: F401
+import pycomm.torch_backend  # noqa: F401 - registers the backend
 
 LIMIT_S = 60  # of one function in all processes
 

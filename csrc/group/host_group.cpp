@@ -17,9 +17,8 @@ namespace {
 constexpr size_t kScratchBytes = size_t{8} << 20;
 constexpr size_t kMaxPlans = 256;
 // Longer than two processors need to answer each other (about 1 us), and short, for whoever shares
-// the processor pays for it: with a third busy process on 2 processors a 4-byte all_reduce takes
-// 120 us at 20, 200 us at 50 and 500 us at 200; alone it takes 5 us at each (pycomm bench
-// collectives).
+// the processor pays for it: a small all_reduce of 2 ranks takes 5 to 8 us at 20, 50 and 200 when
+// alone, but 110, 180 and 400 us beside a busy process (benchmarks/results/spin.json).
 constexpr std::chrono::microseconds kSpin{20};
 
 bool is_plan(Operation operation) {

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 
@@ -47,7 +47,7 @@ def run(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [mp.get_context("spawn").Pipe(duplex=False) for _ in range(size)]
     ways_out = [way_out for _, way_out in pipes]
-    context: ProcessContext = start_processes(  # type: ignore[no-untyped-call]
+    context: ProcessContext = start_processes(  # type: ignore[no-untyped-call]  # torch's own
         _enter, (size, store.port, ways_out, body, args), size, join=False, start_method="spawn"
     )
     for way_out in ways_out:

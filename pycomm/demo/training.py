@@ -78,7 +78,7 @@ def train(rank: Rank, key: str, settings: Settings) -> None:
         x, y = text.batch(learn_from, settings.batch, model.shape.context, random)
         loss = F.cross_entropy(parallel.forward(x).flatten(0, 1), y.flatten())
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         parallel.step()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
