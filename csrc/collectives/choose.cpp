@@ -18,13 +18,6 @@ constexpr size_t kSmallBytes = 16 * 1024;
 // with one. To be measured.
 constexpr int kFewRanks = 8;
 
-// What every plan is made from.
-struct Place {
-  int rank, size;
-  size_t count;
-  int root;
-};
-
 struct Entry {
   Operation operation;
   Algorithm algorithm;
@@ -90,6 +83,10 @@ Algorithm choose(const Question& question) {
     case Operation::all_gather:
       return small ? Algorithm::direct : Algorithm::ring;
     case Operation::barrier:
+    case Operation::reduce:
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::all_to_all:
       return Algorithm::direct;
     case Operation::send:
     case Operation::recv:
@@ -105,14 +102,13 @@ std::vector<Algorithm> algorithms_for(Operation operation) {
   return found;
 }
 
-Plan make_plan(Algorithm algorithm, Operation operation, int rank, int size, size_t count,
-               int root) {
+Plan make_plan(Algorithm algorithm, Operation operation, const Place& at) {
   check(algorithm != Algorithm::automatic, "a plan needs an algorithm that was chosen");
   check(operation != Operation::send && operation != Operation::recv, "send and recv have no plan");
-  check(0 <= rank && rank < size && 0 <= root && root < size, "rank and root lie in the group");
+  check(0 <= at.rank && at.rank < at.size && 0 <= at.root && at.root < at.size,
+        "rank and root lie in the group");
   for (const Entry& entry : kPlans)
-    if (entry.operation == operation && entry.algorithm == algorithm)
-      return entry.plan({rank, size, count, root});
+    if (entry.operation == operation && entry.algorithm == algorithm) return entry.plan(at);
   std::string there;
   for (const Algorithm other : algorithms_for(operation))
     there += (there.empty() ? "" : ", ") + std::string(name_of(other));

@@ -31,9 +31,8 @@ Algorithm choose(const Question& question);
 // The algorithms that have a plan for this operation; none for send and recv.
 std::vector<Algorithm> algorithms_for(Operation operation);
 
-// `root` matters to broadcast only. Throws Unsupported for an algorithm that has no plan for this
-// operation. `automatic`, send and recv are bugs of the caller.
-Plan make_plan(Algorithm algorithm, Operation operation, int rank, int size, size_t count,
-               int root);
+// Throws Unsupported for an algorithm that has no plan for this operation. `automatic`, send and
+// recv are bugs of the caller.
+Plan make_plan(Algorithm algorithm, Operation operation, const Place& at);
 
 }  // namespace pycomm

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace pycomm {
@@ -45,6 +46,20 @@ struct Move {
   Range in{};
   Combine combine = Combine::copy;
   Range with{};  // of in.count elements; read by reduce and finish only
+};
+
+// What a plan is a function of. `count` is elements of: the array (all_reduce, reduce, broadcast),
+// one rank's input (all_gather, gather), one rank's output (reduce_scatter, scatter), what one rank
+// sends another (all_to_all).
+struct Place {
+  int rank = 0, size = 1;
+  size_t count = 0;
+  int root = 0;  // of reduce, broadcast, gather, scatter
+  // Empty, or: all_gather: elements that each rank gives, the same list on all ranks; all_to_all:
+  // elements that go to each rank, and behind them those that come from each. Then `count` is 0.
+  std::span<const size_t> counts{};
+  // By rank: which host, numbered from 0 in order of their first ranks. Empty: one host.
+  std::span<const int> hosts{};
 };
 
 struct Plan {

@@ -16,19 +16,24 @@ enum class Operation : uint8_t {
   send,
   recv,
   barrier,
+  reduce,
+  gather,
+  scatter,
+  all_to_all,
 };
 
-inline constexpr std::array<std::string_view, 7> kOperations{
-    "all_reduce", "broadcast", "all_gather", "reduce_scatter", "send", "recv", "barrier"};
+inline constexpr std::array<std::string_view, 11> kOperations{
+    "all_reduce", "broadcast", "all_gather", "reduce_scatter", "send",      "recv",
+    "barrier",    "reduce",    "gather",     "scatter",        "all_to_all"};
 
 constexpr std::string_view name_of(Operation operation) {
   return kOperations[static_cast<size_t>(operation)];
 }
 
-enum class Algorithm : uint8_t { automatic, ring, tree, direct, owner };
+enum class Algorithm : uint8_t { automatic, ring, tree, direct, owner, halving, hierarchical };
 
-inline constexpr std::array<std::string_view, 5> kAlgorithms{"auto", "ring", "tree", "direct",
-                                                             "owner"};
+inline constexpr std::array<std::string_view, 7> kAlgorithms{
+    "auto", "ring", "tree", "direct", "owner", "halving", "hierarchical"};
 
 constexpr std::string_view name_of(Algorithm algorithm) {
   return kAlgorithms[static_cast<size_t>(algorithm)];

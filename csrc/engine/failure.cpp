@@ -37,6 +37,7 @@ std::string describe(const Header& header) {
   switch (static_cast<Operation>(header.operation)) {
     case Operation::all_reduce:
     case Operation::reduce_scatter:
+    case Operation::reduce:
       text += ", " + named(kReduceOps, header.op);
       break;
     case Operation::broadcast:
@@ -46,7 +47,10 @@ std::string describe(const Header& header) {
     case Operation::recv:
       text += ", tag " + std::to_string(header.peer);
       break;
+    case Operation::gather:
+    case Operation::scatter:
     case Operation::all_gather:
+    case Operation::all_to_all:
     case Operation::barrier:
       break;
   }

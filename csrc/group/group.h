@@ -26,11 +26,17 @@
 
 namespace pycomm {
 
-// One call. `count` is elements of: the array (all_reduce, broadcast, send, recv), the input
-// (all_gather: the output is size() times that), the output (reduce_scatter: the input is size()
-// times that). Arrays are contiguous and stay alive until the call is over. `input` may be the same
-// address as `output`, or, in all_gather and reduce_scatter, as this rank's place in the larger
-// one. Broadcast and recv use `output` only, send `input` only, barrier neither.
+// recv: whoever has sent something with the tag.
+inline constexpr int kAnySource = -1;
+
+// One call. `count` is elements of: the array (all_reduce, reduce, broadcast, send, recv), the
+// input (all_gather, gather: the output is size() times that), the output (reduce_scatter, scatter:
+// the input is size() times that), what one rank sends another (all_to_all: both are size() times
+// that). Arrays are contiguous and stay alive until the call is over. `input` may be the same
+// address as `output`, or, in all_gather, gather, reduce_scatter and scatter, as this rank's place
+// in the larger one; in all_to_all they share nothing. Broadcast and recv use `output` only, send
+// `input` only, barrier neither; reduce and gather write `output` on the root alone, where scatter
+// alone reads `input`.
 struct Call {
   Operation operation = Operation::barrier;
   Dtype dtype = Dtype::uint8;
@@ -38,10 +44,15 @@ struct Call {
   const void* input = nullptr;
   void* output = nullptr;
   size_t count = 0;
-  int peer = 0;      // root of broadcast, destination of send, source of recv
+  int peer = 0;      // root of broadcast, reduce, gather, scatter; to whom of send, whence of recv
   uint32_t tag = 0;  // send, recv
   Algorithm algorithm = Algorithm::automatic;
   std::chrono::nanoseconds timeout{0};  // 0: the group's
+  // Empty, or: all_gather: elements that each rank gives, the same list on all ranks; all_to_all:
+  // elements that go to each rank, and behind them those that come from each. They lie after one
+  // another in rank order, and `count` is then 0.
+  std::vector<size_t> counts{};
+  int* source = nullptr;  // recv: told from whom, if not null
 };
 
 class Work {
@@ -85,6 +96,8 @@ class Group {
   virtual int local_rank() const = 0;                      // among the ranks of this host, by rank
   virtual int local_size() const = 0;
   virtual int host_count() const = 0;
+  // By rank: which host, numbered from 0 in order of their first ranks.
+  virtual const std::vector<int>& hosts() const = 0;
 
   // InvalidArgument and Unsupported are thrown before anything moves.
   virtual void run(const Call& call) = 0;

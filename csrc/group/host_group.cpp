@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 #include <thread>
 #include <utility>
 
@@ -63,7 +62,13 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
   local_size_ = static_cast<int>(std::ranges::count(hosts, hosts[me]));
   local_rank_ =
       static_cast<int>(std::count(hosts.begin(), hosts.begin() + options_.rank, hosts[me]));
-  host_count_ = static_cast<int>(std::set<std::string>(hosts.begin(), hosts.end()).size());
+  std::vector<std::string> known;
+  for (const std::string& host : hosts) {
+    const auto found = std::ranges::find(known, host);
+    hosts_.push_back(static_cast<int>(found - known.begin()));
+    if (found == known.end()) known.push_back(host);
+  }
+  host_count_ = static_cast<int>(known.size());
 }
 
 HostGroup::~HostGroup() { close(); }
@@ -133,6 +138,10 @@ void HostGroup::execute(const Call& call) {
     case Operation::all_gather:
     case Operation::reduce_scatter:
     case Operation::barrier:
+    case Operation::reduce:
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::all_to_all:
       execute_plan(call, deadline);
       break;
   }
@@ -173,6 +182,15 @@ void HostGroup::execute_plan(const Call& call, const Deadline& deadline) {
   } while (begin < call.count);
 }
 
+Place HostGroup::place(int rank, const Call& call, size_t count) const {
+  return {.rank = rank,
+          .size = options_.size,
+          .count = count,
+          .root = call.operation == Operation::broadcast ? call.peer : 0,
+          .counts = call.counts,
+          .hosts = hosts_};
+}
+
 // How many elements of a call run at once, so that scratch stays within kScratchBytes. All ranks
 // must find the same number, so they ask for rank 0's plan, whose scratch is the largest. A tree's
 // reduce_scatter has ranges that span pieces, which blocks would tear apart; it runs whole.
@@ -183,24 +201,21 @@ size_t HostGroup::block_of(const Call& call, Algorithm algorithm) const {
   size_t block = call.count;
   for (;;) {
     const size_t scratch =
-        make_plan(algorithm, call.operation, 0, options_.size, block, 0).scratch *
-        bytes_of(call.dtype);
+        make_plan(algorithm, call.operation, place(0, call, block)).scratch * bytes_of(call.dtype);
     if (scratch <= kScratchBytes || block <= 1) return block;
     block = std::max<size_t>(1, std::min(block - 1, block / (scratch / kScratchBytes + 1)));
   }
 }
 
 const HostGroup::Planned& HostGroup::planned(const Call& call, Algorithm algorithm, size_t count) {
-  const int root = call.operation == Operation::broadcast ? call.peer : 0;
-  const auto key = std::tuple(call.operation, algorithm, count, root);
+  const Place at = place(options_.rank, call, count);
+  const auto key = std::tuple(call.operation, algorithm, count, at.root);
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
   if (plans_.size() >= kMaxPlans) plans_.clear();
   Call asked = call;
   asked.count = count;
-  Planned made{
-      make_schedule(make_plan(algorithm, call.operation, options_.rank, options_.size, count, root),
-                    options_.rank),
-      block_of(asked, algorithm)};
+  Planned made{make_schedule(make_plan(algorithm, call.operation, at), options_.rank),
+               block_of(asked, algorithm)};
   return plans_.emplace(key, std::move(made)).first->second;
 }
 

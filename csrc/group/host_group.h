@@ -29,6 +29,7 @@ class HostGroup final : public Group {
   int local_rank() const override { return local_rank_; }
   int local_size() const override { return local_size_; }
   int host_count() const override { return host_count_; }
+  const std::vector<int>& hosts() const override { return hosts_; }
 
   void run(const Call& call) override;
   std::shared_ptr<Work> start(const Call& call,
@@ -51,12 +52,14 @@ class HostGroup final : public Group {
   void execute(const Call& call);
   void execute_plan(const Call& call, const Deadline& deadline);
   const Planned& planned(const Call& call, Algorithm algorithm, size_t count);
+  Place place(int rank, const Call& call, size_t count) const;
   size_t block_of(const Call& call, Algorithm algorithm) const;
   std::vector<std::string> gather_texts(const std::string& mine);
 
   ConnectOptions options_;
   std::vector<Member> members_;
   std::vector<int> ranks_;
+  std::vector<int> hosts_;
   int local_rank_ = 0, local_size_ = 1, host_count_ = 1;
   int splits_ = 0;
   Engine engine_;

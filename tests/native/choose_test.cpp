@@ -15,7 +15,8 @@ bool folds(const Question& question, Algorithm algorithm) {
   std::vector<Plan> plans;
   for (int rank = 0; rank < question.size; ++rank)
     plans.push_back(
-        make_plan(algorithm, question.operation, rank, question.size, question.count, 0));
+        make_plan(algorithm, question.operation,
+                  {.rank = rank, .size = question.size, .count = question.count, .root = 0}));
   const Proof proof = prove(plans, {question.operation, question.count});
   expect_equal(proof.error, std::string(), "proof");
   return proof.folded;
@@ -64,16 +65,23 @@ void rules_test() {
 const Test kRules{"the rules of the choice", rules_test};
 
 void unsupported_test() {
-  const std::string error = expect_throws<Unsupported>(
-      [] { make_plan(Algorithm::owner, Operation::broadcast, 0, 2, 8, 0); });
+  const std::string error = expect_throws<Unsupported>([] {
+    make_plan(Algorithm::owner, Operation::broadcast,
+              {.rank = 0, .size = 2, .count = 8, .root = 0});
+  });
   expect_equal(error,
                std::string("broadcast has no algorithm \"owner\"; there is ring, tree, direct"),
                "text");
-  expect_throws<InternalError>([] { make_plan(Algorithm::ring, Operation::send, 0, 2, 8, 0); });
-  expect_throws<InternalError>(
-      [] { make_plan(Algorithm::automatic, Operation::barrier, 0, 2, 0, 0); });
-  expect_throws<InternalError>(
-      [] { make_plan(Algorithm::ring, Operation::broadcast, 0, 2, 8, 2); });
+  expect_throws<InternalError>([] {
+    make_plan(Algorithm::ring, Operation::send, {.rank = 0, .size = 2, .count = 8, .root = 0});
+  });
+  expect_throws<InternalError>([] {
+    make_plan(Algorithm::automatic, Operation::barrier,
+              {.rank = 0, .size = 2, .count = 0, .root = 0});
+  });
+  expect_throws<InternalError>([] {
+    make_plan(Algorithm::ring, Operation::broadcast, {.rank = 0, .size = 2, .count = 8, .root = 2});
+  });
   expect_throws<InternalError>([] { choose({.operation = Operation::recv}); });
   expect(algorithms_for(Operation::send).empty(), "send has no plans");
 }

@@ -117,9 +117,10 @@ struct Scene {
 
 // One call of an engine over float32; all_reduce or broadcast from rank 0.
 void run_call(Engine& engine, const Scene& scene, Array& array) {
-  const Schedule schedule = make_schedule(
-      make_plan(scene.algorithm, scene.operation, engine.rank(), scene.size, scene.count, 0),
-      engine.rank());
+  const Schedule schedule =
+      make_schedule(make_plan(scene.algorithm, scene.operation,
+                              {.rank = engine.rank(), .size = scene.size, .count = scene.count}),
+                    engine.rank());
   Job job{.schedule = &schedule};
   job.signature.operation = static_cast<uint8_t>(scene.operation);
   job.signature.count = scene.count;

@@ -80,6 +80,10 @@ Array wanted(const Case& c, int rank, int size) {
       case Operation::send:
       case Operation::recv:
       case Operation::barrier:
+      case Operation::reduce:
+      case Operation::gather:
+      case Operation::scatter:
+      case Operation::all_to_all:
         break;
     }
     return 0;
@@ -133,7 +137,9 @@ void expect_result(const Case& c, Arrays& arrays, int rank, int size) {
 // What a plan sends: payload, and frames.
 std::pair<uint64_t, uint64_t> traffic(const Case& c, int rank, int size) {
   uint64_t bytes = 0, frames = 0;
-  for (const Move& move : make_plan(c.algorithm, c.operation, rank, size, c.count, c.root).moves) {
+  for (const Move& move : make_plan(c.algorithm, c.operation,
+                                    {.rank = rank, .size = size, .count = c.count, .root = c.root})
+                              .moves) {
     if (move.to == kNobody || move.to == rank) continue;
     bytes += move.out.count * bytes_of(c.dtype);
     frames += frames_for(move.out.count * bytes_of(c.dtype));

@@ -25,7 +25,9 @@ constexpr size_t kCounts[] = {0, 1, 2, 3, 7, 64, 65, 1000};
 std::vector<Plan> plans_of(Algorithm algorithm, int size, const Case& what) {
   std::vector<Plan> plans;
   for (int rank = 0; rank < size; ++rank)
-    plans.push_back(make_plan(algorithm, what.operation, rank, size, what.count, what.root));
+    plans.push_back(
+        make_plan(algorithm, what.operation,
+                  {.rank = rank, .size = size, .count = what.count, .root = what.root}));
   return plans;
 }
 
@@ -80,6 +82,10 @@ Cost ring_cost(int rank, int size, const Case& what) {
     case Operation::send:
     case Operation::recv:
     case Operation::barrier:
+    case Operation::reduce:
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::all_to_all:
       break;
   }
   return {};
@@ -98,6 +104,10 @@ Cost direct_cost(int rank, int size, const Case& what) {
       return {static_cast<size_t>(rounds) * (n - 1), (n - 1) * c, rounds * (size - 1)};
     }
     case Operation::barrier:
+    case Operation::reduce:
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::all_to_all:
       return {n - 1, 0, size - 1};
     case Operation::send:
     case Operation::recv:
@@ -122,6 +132,10 @@ Cost tree_cost(int rank, int size, const Case& what) {
     case Operation::send:
     case Operation::recv:
     case Operation::barrier:
+    case Operation::reduce:
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::all_to_all:
       break;
   }
   return {};
