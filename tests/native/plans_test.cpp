@@ -159,6 +159,8 @@ Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what) {
     case Algorithm::owner:
       return owner_cost(rank, size, what);
     case Algorithm::automatic:
+    case Algorithm::halving:
+    case Algorithm::hierarchical:
       break;
   }
   return {};
