@@ -22,6 +22,7 @@ struct Entry {
   Operation operation;
   Algorithm algorithm;
   Plan (*plan)(const Place&);
+  bool heeds_counts = false;
 };
 
 template <Plan (*kPlan)(int, int, size_t)>
@@ -36,7 +37,7 @@ Plan rooted(const Place& at) {
 
 Plan barrier(const Place& at) { return direct_barrier(at.rank, at.size); }
 
-constexpr std::array<Entry, 14> kPlans{{
+constexpr std::array<Entry, 18> kPlans{{
     {Operation::all_reduce, Algorithm::ring, rootless<ring_all_reduce>},
     {Operation::all_reduce, Algorithm::tree, rootless<tree_all_reduce>},
     {Operation::all_reduce, Algorithm::direct, rootless<direct_all_reduce>},
@@ -44,13 +45,17 @@ constexpr std::array<Entry, 14> kPlans{{
     {Operation::broadcast, Algorithm::ring, rooted<ring_broadcast>},
     {Operation::broadcast, Algorithm::tree, rooted<tree_broadcast>},
     {Operation::broadcast, Algorithm::direct, rooted<direct_broadcast>},
-    {Operation::all_gather, Algorithm::ring, rootless<ring_all_gather>},
+    {Operation::all_gather, Algorithm::ring, ring_all_gather, true},
     {Operation::all_gather, Algorithm::tree, rootless<tree_all_gather>},
-    {Operation::all_gather, Algorithm::direct, rootless<direct_all_gather>},
+    {Operation::all_gather, Algorithm::direct, direct_all_gather, true},
     {Operation::reduce_scatter, Algorithm::ring, rootless<ring_reduce_scatter>},
     {Operation::reduce_scatter, Algorithm::tree, rootless<tree_reduce_scatter>},
     {Operation::reduce_scatter, Algorithm::direct, rootless<direct_reduce_scatter>},
     {Operation::barrier, Algorithm::direct, barrier},
+    {Operation::reduce, Algorithm::direct, rooted<direct_reduce>},
+    {Operation::gather, Algorithm::direct, rooted<direct_gather>},
+    {Operation::scatter, Algorithm::direct, rooted<direct_scatter>},
+    {Operation::all_to_all, Algorithm::direct, direct_all_to_all, true},
 }};
 
 // Whether the sum must be a fold: asked for, or the type would round at every addition.
@@ -95,10 +100,11 @@ Algorithm choose(const Question& question) {
   return Algorithm::direct;
 }
 
-std::vector<Algorithm> algorithms_for(Operation operation) {
+std::vector<Algorithm> algorithms_for(Operation operation, bool counts) {
   std::vector<Algorithm> found;
   for (const Entry& entry : kPlans)
-    if (entry.operation == operation) found.push_back(entry.algorithm);
+    if (entry.operation == operation && (!counts || entry.heeds_counts))
+      found.push_back(entry.algorithm);
   return found;
 }
 
@@ -107,13 +113,17 @@ Plan make_plan(Algorithm algorithm, Operation operation, const Place& at) {
   check(operation != Operation::send && operation != Operation::recv, "send and recv have no plan");
   check(0 <= at.rank && at.rank < at.size && 0 <= at.root && at.root < at.size,
         "rank and root lie in the group");
+  const bool counts = !at.counts.empty();
   for (const Entry& entry : kPlans)
-    if (entry.operation == operation && entry.algorithm == algorithm) return entry.plan(at);
+    if (entry.operation == operation && entry.algorithm == algorithm &&
+        (!counts || entry.heeds_counts))
+      return entry.plan(at);
   std::string there;
-  for (const Algorithm other : algorithms_for(operation))
+  for (const Algorithm other : algorithms_for(operation, counts))
     there += (there.empty() ? "" : ", ") + std::string(name_of(other));
-  throw Unsupported(std::string(name_of(operation)) + " has no algorithm \"" +
-                        std::string(name_of(algorithm)) + "\"; there is " + there,
+  throw Unsupported(std::string(name_of(operation)) + (counts ? " of parts that differ" : "") +
+                        " has no algorithm \"" + std::string(name_of(algorithm)) + "\"; there is " +
+                        there,
                     {.op = std::string(name_of(operation))});
 }
 

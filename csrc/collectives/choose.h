@@ -12,8 +12,10 @@
 
 namespace pycomm {
 
-// `count` as in collectives.h. `dtype` and `op` matter to all_reduce and reduce_scatter: 16-bit
-// floats that round at every addition are folded instead, with one rounding.
+// `count` as in collectives.h; where counts differ by rank, in all_gather their mean, rounded up,
+// and in all_to_all 0, for ranks that see different counts have to choose the same. `dtype` and
+// `op` matter to all_reduce, reduce and reduce_scatter: 16-bit floats that round at every addition
+// are folded instead, with one rounding.
 struct Question {
   Operation operation = Operation::barrier;
   Dtype dtype = Dtype::uint8;
@@ -28,11 +30,12 @@ struct Question {
 // to ask for one is a bug.
 Algorithm choose(const Question& question);
 
-// The algorithms that have a plan for this operation; none for send and recv.
-std::vector<Algorithm> algorithms_for(Operation operation);
+// The algorithms that have a plan for this operation, with counts by rank if `counts`; none for
+// send and recv.
+std::vector<Algorithm> algorithms_for(Operation operation, bool counts = false);
 
-// Throws Unsupported for an algorithm that has no plan for this operation. `automatic`, send and
-// recv are bugs of the caller.
+// Throws Unsupported for an algorithm that has no plan for this operation and its counts.
+// `automatic`, send and recv are bugs of the caller.
 Plan make_plan(Algorithm algorithm, Operation operation, const Place& at);
 
 }  // namespace pycomm

@@ -1,15 +1,20 @@
 // Every plan, by name. Pure functions; choose.h picks among them and engine/ runs what they give.
 //
-// `count` is elements: of the array (all_reduce, broadcast), of one rank's input (all_gather: the
-// output is size * count), of one rank's output (reduce_scatter: the input is size * count).
+// `count` is elements: of the array (all_reduce, reduce, broadcast), of one rank's input
+// (all_gather, gather: the output is size * count), of one rank's output (reduce_scatter, scatter:
+// the input is size * count), of what one rank sends another (all_to_all). Those that take a Place
+// heed its `counts`.
 //
 // What holds for all of them, for every size and count (tests/native/prove.h proves it):
 //   * No buffering is needed: a send may wait until its receiver has come to the matching receive.
-//   * `input` and `output` may be one array; in all_gather `input` may be this rank's place in
-//     `output`, in reduce_scatter `output` may be this rank's place in `input`.
+//   * `input` and `output` may be one array; in all_gather and gather `input` may be this rank's
+//     place in `output`, in reduce_scatter and scatter `output` this rank's place in `input`; in
+//     all_to_all they share nothing.
+//   * Reduce and gather write the root's output alone, and scatter reads the root's input alone.
 //   * All ranks add an element in the same order and finish it once.
-//   * Except in broadcast nothing is written to `output` before this rank has heard of every other
-//     rank, through whatever chain of messages: who disagrees is noticed while arrays are whole.
+//   * Except in broadcast and scatter nothing is written to `output` before this rank has heard of
+//     every other rank, through whatever chain of messages: who disagrees is noticed while arrays
+//     are whole.
 //   * A piece without elements is sent all the same: its header must be seen. Its sender waits for
 //     nothing, so a message without elements says only that its sender has begun.
 //   * A group of one copies.
@@ -24,14 +29,18 @@ namespace pycomm {
 
 Plan ring_all_reduce(int rank, int size, size_t count);
 Plan ring_broadcast(int rank, int size, size_t count, int root);
-Plan ring_all_gather(int rank, int size, size_t count);
+Plan ring_all_gather(const Place& at);
 Plan ring_reduce_scatter(int rank, int size, size_t count);
 
 Plan direct_all_reduce(int rank, int size, size_t count);
 Plan direct_broadcast(int rank, int size, size_t count, int root);
-Plan direct_all_gather(int rank, int size, size_t count);
+Plan direct_all_gather(const Place& at);
 Plan direct_reduce_scatter(int rank, int size, size_t count);
 Plan direct_barrier(int rank, int size);
+Plan direct_reduce(int rank, int size, size_t count, int root);
+Plan direct_gather(int rank, int size, size_t count, int root);
+Plan direct_scatter(int rank, int size, size_t count, int root);
+Plan direct_all_to_all(const Place& at);
 
 Plan owner_all_reduce(int rank, int size, size_t count);
 

@@ -2,6 +2,8 @@
 // k and receives from rank - k, so that no two ranks send to the same one in the same step. One
 // round trip deep, but every rank handles size - 1 messages: for small arrays and few ranks. Sums
 // are folded in rank order, so that their bits depend on the inputs alone.
+#include <utility>
+
 #include "collectives/collectives.h"
 
 namespace pycomm {
@@ -73,12 +75,11 @@ Plan direct_broadcast(int rank, int size, size_t count, int root) {
 //   step 2  a to rank 2  b to rank 0  c to rank 1
 //
 // Steps: 2 (size - 1), the first half of them empty; size - 1 with two ranks. Elements sent:
-// (size - 1) count.
-Plan direct_all_gather(int rank, int size, size_t count) {
-  const Range input{Space::input, 0, count};
-  const auto place = [&](int i) {
-    return Range{Space::output, static_cast<size_t>(i) * count, count};
-  };
+// (size - 1) times what this rank gives.
+Plan direct_all_gather(const Place& at) {
+  const auto [rank, size] = std::pair(at.rank, at.size);
+  const auto place = [&](int i) { return part(Space::output, at.count, at.counts, i); };
+  const Range input{Space::input, 0, place(rank).count};
   Plan plan;
   // With two ranks the first message comes from the only peer and says as much.
   if (size > 2) append_announcement(plan, rank, size);
@@ -107,6 +108,33 @@ Plan direct_reduce_scatter(int rank, int size, size_t count) {
   if (size == 1) return copy_plan(part(0), output);
   Plan plan;
   append_fold(plan, rank, size, part, output);
+  return plan;
+}
+
+// With three ranks that hold a, b and c, and root 0:
+//
+//           rank 0       rank 1       rank 2
+//   copy    a to slot 0
+//   step 1               b to rank 0                  kept in the sender's slot
+//   step 2                            c to rank 0
+//   fold    a + b + c                                 into the output
+//
+// Steps: size - 1. Elements sent: count, by the root 0.
+Plan direct_reduce(int rank, int size, size_t count, int root) {
+  const Range input{Space::input, 0, count}, output{Space::output, 0, count};
+  if (size == 1) return copy_plan(input, output);
+  Plan plan;
+  if (rank != root) {
+    plan.moves.push_back({root, input});
+    return plan;
+  }
+  plan.scratch = static_cast<size_t>(size) * count;
+  plan.moves.push_back({rank, input, rank, part(Space::scratch, count, {}, rank)});
+  for (int step = 1; step < size; ++step) {
+    const int from = ahead(rank, size, step);
+    plan.moves.push_back({kNobody, {}, from, part(Space::scratch, count, {}, from)});
+  }
+  plan.moves.push_back({rank, {Space::scratch, 0, plan.scratch}, rank, output, Combine::fold});
   return plan;
 }
 

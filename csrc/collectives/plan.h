@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <span>
 #include <vector>
 
@@ -72,6 +73,15 @@ struct Plan {
 inline Range piece(Space space, size_t count, int size, int i) {
   const auto n = static_cast<size_t>(size), c = static_cast<size_t>((i % size + size) % size);
   return {space, c * (count / n) + std::min(c, count % n), count / n + (c < count % n ? 1 : 0)};
+}
+
+// Run `i` of those that lie after one another: of counts[i] elements, or of `count` each where
+// `counts` is empty.
+inline Range part(Space space, size_t count, std::span<const size_t> counts, int i) {
+  const auto at = static_cast<size_t>(i);
+  if (counts.empty()) return {space, at * count, count};
+  const auto before = counts.first(at);
+  return {space, std::accumulate(before.begin(), before.end(), size_t{0}), counts[at]};
 }
 
 }  // namespace pycomm

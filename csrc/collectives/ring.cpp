@@ -1,5 +1,7 @@
 // Plans round a ring: every rank sends to its right neighbour only. Each moves the fewest bytes
 // that the operation can do with, in a number of steps that grows with the size: for large arrays.
+#include <utility>
+
 #include "collectives/collectives.h"
 
 namespace pycomm {
@@ -98,16 +100,17 @@ Plan ring_broadcast(int rank, int size, size_t count, int root) {
 //   step 1  sends c     sends a     sends b
 //
 // Steps: 2 (size - 1), the first half of them empty; size - 1 with two ranks. Elements sent:
-// (size - 1) count.
-Plan ring_all_gather(int rank, int size, size_t count) {
-  const Range input{Space::input, 0, count};
-  const auto part = [&](int i) {
-    return piece(Space::output, static_cast<size_t>(size) * count, size, i);
+// all parts but the right neighbour's: (size - 1) count.
+Plan ring_all_gather(const Place& at) {
+  const auto [rank, size] = std::pair(at.rank, at.size);
+  const auto place = [&at](int i) {
+    return part(Space::output, at.count, at.counts, (i + at.size) % at.size);
   };
+  const Range input{Space::input, 0, place(rank).count};
   Plan plan;
   if (size > 2) append_announcement(plan, rank, size);  // one peer: its first message says as much
-  append_gather_round(plan, rank, size, input, part);
-  plan.moves.push_back({rank, input, rank, part(rank)});
+  append_gather_round(plan, rank, size, input, place);
+  plan.moves.push_back({rank, input, rank, place(rank)});
   return plan;
 }
 

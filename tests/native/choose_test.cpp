@@ -72,6 +72,13 @@ void unsupported_test() {
   expect_equal(error,
                std::string("broadcast has no algorithm \"owner\"; there is ring, tree, direct"),
                "text");
+  const size_t counts[] = {3, 5};
+  const Place ragged{.rank = 0, .size = 2, .counts = counts};
+  expect_equal(expect_throws<Unsupported>(
+                   [&] { make_plan(Algorithm::tree, Operation::all_gather, ragged); }),
+               std::string("all_gather of parts that differ has no algorithm \"tree\"; there is "
+                           "ring, direct"),
+               "text");
   expect_throws<InternalError>([] {
     make_plan(Algorithm::ring, Operation::send, {.rank = 0, .size = 2, .count = 8, .root = 0});
   });

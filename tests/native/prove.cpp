@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "shapes.h"
 #include "symbols.h"
 
 namespace pycomm {
@@ -14,6 +15,7 @@ using namespace symbols;
 struct Rank {
   int rank = 0;
   const Plan* plan = nullptr;
+  Shape shape;
   Memory memory;
   size_t base[3] = {};         // where each space begins in memory
   size_t reach[3] = {};        // elements of each space
@@ -43,8 +45,8 @@ class Prover {
   bool writable(const Rank& at) const;
   bool overlap(const Rank& at, const Range& a, const Range& b) const;
   bool is_local(const Rank& at, const Move& move) const { return move.from == at.rank; }
-  bool is_sum() const {
-    return what_.operation == Operation::all_reduce || what_.operation == Operation::reduce_scatter;
+  int host_of(const Rank& at) const {
+    return what_.hosts.empty() ? 0 : what_.hosts[static_cast<size_t>(at.rank)];
   }
   void set_up(Rank& at);
   void check_move(const Rank& at, const Move& move) const;
@@ -69,6 +71,8 @@ class Prover {
   Proof proof_;
 };
 
+constexpr int kSum = -1;
+
 size_t index_of(Space space) { return static_cast<size_t>(space); }
 
 Prover::Prover(const std::vector<Plan>& plans, const Case& what)
@@ -90,28 +94,23 @@ Prover::Prover(const std::vector<Plan>& plans, const Case& what)
 
 // Lays out the three spaces and puts the rank's own elements where the caller has them.
 void Prover::set_up(Rank& at) {
-  const auto rank = static_cast<size_t>(at.rank);
-  const bool gathers = what_.operation == Operation::all_gather;
-  const bool scatters = what_.operation == Operation::reduce_scatter;
-  const bool casts = what_.operation == Operation::broadcast;
-  const size_t count = what_.operation == Operation::barrier ? 0 : what_.count;
-  const size_t input = casts ? 0 : scatters ? size_ * count : count;
-  const size_t output = gathers ? size_ * count : count;
-  at.reach[0] = input;
-  at.reach[1] = output;
+  const Shape& shape = at.shape = shape_of(what_, at.rank, static_cast<int>(size_));
+  at.reach[0] = shape.input;
+  at.reach[1] = shape.output;
   at.reach[2] = at.plan->scratch;
-  at.base[0] = what_.aliased && gathers ? rank * count : 0;
-  at.base[1] = !what_.aliased ? input : scatters ? rank * count : 0;
-  at.base[2] = input + output;
+  at.base[0] = what_.aliased ? shape.own_in_output : 0;
+  at.base[1] = what_.aliased ? shape.own_in_input : shape.input;
+  at.base[2] = shape.input + shape.output;
   at.heard = at.tells = bit(at.rank);
-  const size_t own = casts ? (at.rank == what_.root ? count : 0) : input;
+  const bool casts = what_.operation == Operation::broadcast;
+  const size_t own = !shape.gives ? 0 : casts ? shape.output : shape.input;
   const size_t place = casts ? at.base[1] : at.base[0];
   if (own > 0)
     at.memory.replace(place, place,
                       {Run{.begin = place,
                            .count = own,
                            .expression = expressions_.leaf(at.rank),
-                           .element = gathers ? rank * count : 0,
+                           .element = shape.element,
                            .heard = at.heard}});
   for (size_t i = 0; i < at.plan->moves.size(); ++i)
     in_move(at, i, [&] { check_move(at, at.plan->moves[i]); });
@@ -227,6 +226,7 @@ bool Prover::send(Rank& from) {
   from.sent = to.received;
   const size_t begin = from.base[index_of(move.out.space)] + move.out.begin;
   for (Run& run : from.memory.between(begin, begin + move.out.count)) run.read = from.sent;
+  if (host_of(from) != host_of(to)) proof_.crossed += move.out.count;
   ++proof_.messages[static_cast<size_t>(from.rank)];
   proof_.elements[static_cast<size_t>(from.rank)] += move.out.count;
   ++from.sending;
@@ -245,8 +245,7 @@ void Prover::land(Rank& at, const std::vector<Run>& arrived, uint64_t told, int 
     over = std::max(over, run.read + length);
   at.received = over = std::max(over, at.received + length);
   proof_.steps = std::max(proof_.steps, over);
-  if (move.in.space == Space::output && move.in.count > 0 && at.heard != all_ &&
-      what_.operation != Operation::broadcast)
+  if (move.in.space == Space::output && move.in.count > 0 && at.heard != all_ && !at.shape.one_way)
     violate("output element " + text(move.in.begin) + " is written before rank " +
             text(first_of(all_ & ~at.heard)) + " has been heard of");
   auto fresh = combine(at, move, arrived);
@@ -337,21 +336,26 @@ void Prover::check_sum(int expression) {
 }
 
 void Prover::check_result(const Rank& at, const std::vector<Run>& result) {
-  const bool scatters = what_.operation == Operation::reduce_scatter;
-  const size_t shift = scatters ? static_cast<size_t>(at.rank) * what_.count : 0;
-  for (const Run& run : result) {
+  std::vector<Run> wanted;  // what is wanted as a run, its expression the giver's number
+  size_t begin = 0;
+  for (const Wanted& part : at.shape.wanted) {
+    if (part.count > 0)
+      wanted.push_back({.begin = begin,
+                        .count = part.count,
+                        .expression = part.sum ? kSum : part.giver,
+                        .element = part.element});
+    begin += part.count;
+  }
+  in_pairs(result, wanted, [&](const Run& run, const Run& due) {
     const auto where = [&] { return "element " + text(run.begin) + ": "; };
     blame(where, [&] {
-      if (run.element != run.begin + shift) violate("it is element " + text(run.element));
-      if (is_sum()) check_sum(run.expression);
-      if (what_.operation == Operation::broadcast &&
-          run.expression != expressions_.leaf(what_.root))
-        violate("it is not the root's");
-      if (what_.operation == Operation::all_gather &&
-          expressions_.ranks(run.expression) != bit(static_cast<int>(run.element / what_.count)))
-        violate("it is not what its rank gave");
+      if (run.element != due.element) violate("it is element " + text(run.element));
+      if (due.expression == kSum)
+        check_sum(run.expression);
+      else if (run.expression != expressions_.leaf(due.expression))
+        violate("it is not what rank " + std::to_string(due.expression) + " gave");
     });
-  }
+  });
 }
 
 void Prover::check_results() {

@@ -26,12 +26,17 @@ struct Case {
   int root = 0;
   // The caller passes one array: input is output, or this rank's place in the larger of the two.
   bool aliased = false;
+  // Empty, or: all_gather: elements that each rank gives; all_to_all: those that rank r gives rank
+  // q at [r * size + q].
+  std::vector<size_t> counts{};
+  std::vector<int> hosts{};  // by rank, or empty: one host
 };
 
 struct Proof {
   std::string error;             // the first violation, with rank, move and element; empty: proven
   std::vector<size_t> messages;  // that each rank sends to others
   std::vector<size_t> elements;  // in them
+  size_t crossed = 0;            // elements, of all ranks together, that went to another host
   int steps = 0;                 // when a rank can send one message and receive one at a time
   bool folded = true;            // every sum is the fold of ranks 0, 1, 2, ... in this order
 };
@@ -42,7 +47,7 @@ struct Proof {
 //   * nothing is read before it is there, no range leaves its memory, input is never written, and
 //     `in` overlaps neither `out` nor, unless they are the same place, `with`;
 //   * output is written only by a rank that has heard of all ranks, through any chain of messages
-//     (not in broadcast); after a barrier every rank has.
+//     (not in broadcast and scatter); after a barrier every rank has.
 Proof prove(const std::vector<Plan>& plans, const Case& what);
 
 }  // namespace pycomm

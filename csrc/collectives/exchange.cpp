@@ -1,0 +1,83 @@
+// Plans that hand elements on as they are, everyone (or the root) to each peer straight: gather,
+// scatter and all-to-all. Nothing travels twice, but a root, or every rank, handles size - 1
+// messages. What goes to or comes from the root alone along a tree is in tree.cpp.
+#include "collectives/collectives.h"
+
+namespace pycomm {
+
+// With three ranks that hold a, b and c, and root 0:
+//
+//           rank 0       rank 1           rank 2
+//   step 1               nothing to 0                      the root hears of everybody
+//   step 2                                nothing to 0
+//   step 3               b to rank 0                       straight to its place
+//   step 4                                c to rank 0
+//   copy    a
+//
+// Steps: 2 (size - 1), the first half of them empty; 1 with two ranks. Elements sent: count, by the
+// root 0.
+Plan direct_gather(int rank, int size, size_t count, int root) {
+  const Range input{Space::input, 0, count};
+  const auto place = [&](int i) { return part(Space::output, count, {}, i); };
+  Plan plan;
+  const bool announces = size > 2;  // two ranks: the data says as much
+  if (rank != root) {
+    if (announces) plan.moves.push_back({root, {}});
+    plan.moves.push_back({root, input});
+    return plan;
+  }
+  for (int step = 1; announces && step < size; ++step)
+    plan.moves.push_back({kNobody, {}, (root + step) % size, {}});
+  for (int step = 1; step < size; ++step) {
+    const int from = (root + step) % size;
+    plan.moves.push_back({kNobody, {}, from, place(from)});
+  }
+  plan.moves.push_back({rank, input, rank, place(rank)});
+  return plan;
+}
+
+// With three ranks and root 0: the root sends part 1 to rank 1, then part 2 to rank 2, and copies
+// part 0.
+//
+// Steps: size - 1. Elements sent: (size - 1) count by the root, else 0.
+Plan direct_scatter(int rank, int size, size_t count, int root) {
+  const Range output{Space::output, 0, count};
+  Plan plan;
+  if (rank != root) {
+    plan.moves.push_back({kNobody, {}, root, output});
+    return plan;
+  }
+  for (int step = 1; step < size; ++step) {
+    const int to = (root + step) % size;
+    plan.moves.push_back({to, part(Space::input, count, {}, to)});
+  }
+  plan.moves.push_back({rank, part(Space::input, count, {}, rank), rank, output});
+  return plan;
+}
+
+// With three ranks, after the announcement; "part 1" is the one for rank 1:
+//
+//           rank 0            rank 1            rank 2
+//   step 1  part 1 to rank 1  part 2 to rank 2  part 0 to rank 0    to the sender's place
+//   step 2  part 2 to rank 2  part 0 to rank 0  part 1 to rank 1
+//   copy    part 0            part 1            part 2
+//
+// Steps: the announcement's and size - 1. Elements sent: all parts but the own.
+Plan direct_all_to_all(const Place& at) {
+  const auto size = static_cast<size_t>(at.size);
+  const bool even = at.counts.empty();
+  const auto goes = even ? at.counts : at.counts.first(size);
+  const auto comes = even ? at.counts : at.counts.subspan(size, size);
+  const auto out = [&](int i) { return part(Space::input, at.count, goes, i); };
+  const auto in = [&](int i) { return part(Space::output, at.count, comes, i); };
+  Plan plan;
+  if (at.size > 2) append_announcement(plan, at.rank, at.size);
+  for (int step = 1; step < at.size; ++step) {
+    const int to = (at.rank + step) % at.size, from = (at.rank + at.size - step) % at.size;
+    plan.moves.push_back({to, out(to), from, in(from)});
+  }
+  plan.moves.push_back({at.rank, out(at.rank), at.rank, in(at.rank)});
+  return plan;
+}
+
+}  // namespace pycomm

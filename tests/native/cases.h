@@ -1,0 +1,16 @@
+// What the suites that prove plans share: the plans of all ranks for a case, and its name.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/operation.h"
+#include "prove.h"
+
+namespace pycomm {
+
+std::vector<Plan> plans_of(Algorithm algorithm, int size, const Case& what);
+
+std::string title(Algorithm algorithm, int size, const Case& what);
+
+}  // namespace pycomm
