@@ -9,8 +9,8 @@ Slurm's; without any the process is a group of its own. `python -m pycomm info` 
 """
 
 from pycomm import errors
+from pycomm.calls import Work
 from pycomm.collectives import (
-    Work,
     algorithms,
     all_gather,
     all_gather_object,
@@ -26,9 +26,6 @@ from pycomm.collectives import (
     reduce_scatter,
     scatter,
     send,
-    user_get,
-    user_pop,
-    user_set,
 )
 from pycomm.group import (
     Group,
@@ -42,6 +39,7 @@ from pycomm.group import (
     shutdown,
     size,
 )
+from pycomm.values import user_get, user_pop, user_set
 
 __all__ = [
     "Group",

@@ -14,15 +14,13 @@ what the call was to write is then undefined.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
-from pycomm import _core, arrays
-from pycomm.arrays import View
+from pycomm import _core, arrays, calls
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group, default
 
 __all__ = [
-    "Work",
     "algorithms",
     "all_gather",
     "all_gather_object",
@@ -38,46 +36,7 @@ __all__ = [
     "reduce_scatter",
     "scatter",
     "send",
-    "user_get",
-    "user_pop",
-    "user_set",
 ]
-
-# What the core's run() and start() take, up to the time limit.
-Call: TypeAlias = tuple[str, str, str, int, int, int, int, int, str]
-
-
-class Work:
-    """A call under way. Its arrays must be left alone until it is over.
-
-    A result for an array that is not contiguous is copied there by wait() or result().
-    """
-
-    __slots__ = ("_core", "_output", "_result")
-
-    def __init__(self, core: _core.Work, output: View | None, result: Any) -> None:
-        self._core = core
-        self._output = output
-        self._result = result
-
-    def done(self) -> bool:
-        """Whether the call is over, well or badly."""
-        return self._core.done()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the call is over; raises its error, or Timeout after `timeout_s` seconds.
-
-        After such a Timeout the call goes on, and can be waited for again.
-        """
-        self._core.wait(_limit(timeout_s))
-        output, self._output = self._output, None
-        if output is not None:
-            output.finish()
-
-    def result(self) -> Any:
-        """Waits, and gives what the call without async_op returns."""
-        self.wait()
-        return self._result
 
 
 def all_reduce(
@@ -99,7 +58,7 @@ def all_reduce(
     """
     v = arrays.view(x, write=True)
     call = ("all_reduce", v.dtype, op, v.pointer, v.pointer, v.count, 0, 0, algorithm or "auto")
-    return _go(group, call, timeout_s, async_op, v, v, x)
+    return calls.go(group, call, timeout_s, async_op, v, v, x)
 
 
 def broadcast(
@@ -114,7 +73,7 @@ def broadcast(
     """Makes `x` on every rank what it is on rank `src`, in place. Returns `x`."""
     v = arrays.view(x, write=True)
     call = ("broadcast", v.dtype, "sum", 0, v.pointer, v.count, src, 0, algorithm or "auto")
-    return _go(group, call, timeout_s, async_op, v, v, x)
+    return calls.go(group, call, timeout_s, async_op, v, v, x)
 
 
 def all_gather(
@@ -138,12 +97,12 @@ def all_gather(
     group = group or default()
     x = arrays.plain(x)
     shape = (group.size, *x.shape)
-    out = _output(out, x, shape)
+    out = calls.output(out, x, shape)
     source, target = arrays.view(x), arrays.view(out, write=True)
-    source = _apart(source, target, group.rank * source.nbytes)
+    source = calls.apart(source, target, group.rank * source.nbytes)
     places = source.pointer, target.pointer
     call = ("all_gather", target.dtype, "sum", *places, source.count, 0, 0, algorithm or "auto")
-    return _go(group, call, timeout_s, async_op, source, target, out)
+    return calls.go(group, call, timeout_s, async_op, source, target, out)
 
 
 def reduce_scatter(
@@ -175,12 +134,12 @@ def reduce_scatter(
             f"ranks, not {list(shape)}",
             op="reduce_scatter",
         )
-    out = _output(out, x, shape[1:])
+    out = calls.output(out, x, shape[1:])
     source, target = arrays.view(x), arrays.view(out, write=True)
-    source = _apart(source, target, -group.rank * target.nbytes)
+    source = calls.apart(source, target, -group.rank * target.nbytes)
     places = source.pointer, target.pointer
     call = ("reduce_scatter", target.dtype, op, *places, target.count, 0, 0, algorithm or "auto")
-    return _go(group, call, timeout_s, async_op, source, target, out)
+    return calls.go(group, call, timeout_s, async_op, source, target, out)
 
 
 def send(
@@ -195,7 +154,7 @@ def send(
     """Sends `x` to rank `dst`, which calls recv with the same tag, count and dtype."""
     v = arrays.view(x)
     call = ("send", v.dtype, "sum", v.pointer, 0, v.count, dst, _tag(tag), "auto")
-    return _go(group, call, timeout_s, async_op, v, None, None)
+    return calls.go(group, call, timeout_s, async_op, v, None, None)
 
 
 def recv(
@@ -210,7 +169,7 @@ def recv(
     """Receives into `x` what rank `src` sends with the same tag. Returns `x`."""
     v = arrays.view(x, write=True)
     call = ("recv", v.dtype, "sum", 0, v.pointer, v.count, src, _tag(tag), "auto")
-    return _go(group, call, timeout_s, async_op, v, v, x)
+    return calls.go(group, call, timeout_s, async_op, v, v, x)
 
 
 def barrier(
@@ -218,7 +177,7 @@ def barrier(
 ) -> Any:
     """Returns when every rank has called it."""
     call = ("barrier", "uint8", "sum", 0, 0, 0, 0, 0, "auto")
-    return _go(group, call, timeout_s, async_op, None, None, None)
+    return calls.go(group, call, timeout_s, async_op, None, None, None)
 
 
 def algorithms() -> tuple[str, ...]:
@@ -226,61 +185,10 @@ def algorithms() -> tuple[str, ...]:
     return tuple(name for name in _core.ALGORITHMS if name != "auto")
 
 
-def _go(
-    group: Group | None,
-    call: Call,
-    timeout_s: float | None,
-    async_op: bool,
-    source: View | None,
-    output: View | None,
-    result: Any,
-) -> Any:
-    """Makes the call, or starts it, and copies back where that is needed."""
-    core = (group or default())._core
-    limit = 0.0 if timeout_s is None else _limit(timeout_s)
-    if async_op:
-        return Work(core.start((source, output), *call, limit), output, result)
-    core.run(*call, limit)
-    if output is not None and output.target is not None:
-        output.finish()
-    return result
-
-
-def _limit(timeout_s: float | None) -> float:
-    """The core's spelling of a time limit: 0 for none of its own."""
-    if timeout_s is None:
-        return 0.0
-    if not timeout_s > 0:
-        raise InvalidArgument(f"timeout_s is {timeout_s}; it must be more than 0 seconds")
-    return timeout_s
-
-
 def _tag(tag: int) -> int:
     if not 0 <= tag < 1 << 32:
         raise InvalidArgument(f"tag is {tag}; it must be from 0 to 2^32 - 1")
     return tag
-
-
-def _output(out: Any, x: Any, shape: tuple[int, ...]) -> Any:
-    """`out`, checked against `shape` and the dtype of `x`; a new array if it is None."""
-    if out is None:
-        return arrays.empty_like(x, shape)
-    given = arrays.plain(out).shape
-    if given != shape:
-        raise InvalidArgument(f"out has shape {list(given)} and the result {list(shape)}")
-    return out
-
-
-def _apart(source: View, target: View, place: int) -> View:
-    """`source`, or a copy of it where it shares memory with `target` other than as the core allows.
-
-    `place` is how many bytes after the target's first the source may begin.
-    """
-    if source.dtype != target.dtype:
-        raise InvalidArgument(f"out is of dtype {target.dtype} and x of {source.dtype}")
-    first, last = source.pointer, source.pointer + source.nbytes
-    shared = first < target.pointer + target.nbytes and target.pointer < last
-    return arrays.copied(source) if shared and first != target.pointer + place else source
 
 
 # The verbs of the contract that are not built yet, with what to use until then.
@@ -323,18 +231,3 @@ def all_gather_object(value: Any, **_: Any) -> NoReturn:
 def empty(shape: Any, dtype: Any, shared: bool = True) -> NoReturn:
     """Not built yet."""
     _unsupported("empty", "any array can be passed to a collective")
-
-
-def user_set(key: str, value: Any) -> NoReturn:
-    """Not built yet."""
-    _unsupported("user_set", "broadcast an array")
-
-
-def user_get(key: str, timeout_s: float | None = None) -> NoReturn:
-    """Not built yet."""
-    _unsupported("user_get", "broadcast an array")
-
-
-def user_pop(key: str) -> NoReturn:
-    """Not built yet."""
-    _unsupported("user_pop", "broadcast an array")

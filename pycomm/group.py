@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from pycomm import _core, config, rendezvous
 from pycomm.errors import GroupBroken, InvalidArgument, Unsupported
@@ -37,15 +37,21 @@ __all__ = [
 
 DEFAULT_TIMEOUT_S = 600.0
 
+Store: TypeAlias = "_core.Store | _core.PythonStore"
+
 
 class Group:
     """Ranks that call collectives together, each from one thread, all in the same order."""
 
-    __slots__ = ("__weakref__", "_core", "_rank", "_size")
+    __slots__ = ("__weakref__", "_core", "_rank", "_size", "_store", "_timeout_s")
 
-    def __init__(self, core: _core.Group) -> None:
+    def __init__(
+        self, core: _core.Group, store: Store | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """A coat over `core`, which met in `store`; `timeout_s` is the limit of its calls."""
         self._core = core
         self._rank, self._size = core.rank, core.size
+        self._store, self._timeout_s = store, timeout_s
         _groups.add(self)
 
     @property
@@ -79,7 +85,7 @@ class Group:
         A color of None (or a negative one) takes part and gets None; a key of None is the rank.
         """
         core = self._core.split(-1 if color is None else color, self._rank if key is None else key)
-        return None if core is None else Group(core)
+        return None if core is None else Group(core, self._store, self._timeout_s)
 
     def shrink(self) -> Group:
         """The group of the ranks that still live."""
@@ -92,10 +98,23 @@ class Group:
     def close(self) -> None:
         """Leaves in peace; later calls raise GroupBroken. Closing twice is fine."""
         self._core.close()
+        if not self._core.forked:
+            self._store = None  # with rank 0's goes what the ranks have left there
 
     def abort(self, reason: str) -> None:
         """From any thread: ends the group on every rank with an error that carries `reason`."""
         self._core.abort(reason)
+
+    def _board(self) -> tuple[Store, str, float]:
+        """For values.py: where this group's keys are kept, what they begin with, the time limit.
+
+        Raises:
+            GroupBroken: the group was closed, or is the parent process's.
+        """
+        name = self._core.name  # raises in a forked child
+        if self._store is None:
+            raise GroupBroken("this rank has left the group: it was closed", rank=self._rank)
+        return self._store, f"{name}/user/", self._timeout_s
 
     def __repr__(self) -> str:
         """As <pycomm.Group 'world' rank 0 of 2>."""
@@ -109,7 +128,6 @@ class _State:
     group: Group | None = None
     adopted: bool = False  # the engine is torch's, which closes it
     ended: str = ""  # why there is none any more
-    count: int = 0  # groups made by init so far: a name is used once in a store
     num_threads: int | None = None
     lock = threading.RLock()
 
@@ -163,12 +181,11 @@ def _form(timeout_s: float, transport: str | None, secret: str | None, reproduci
     here = config.environment(secret=secret)
     log_at(here.log)
     store = rendezvous.find_store(here, timeout_s)
-    _state.count += 1
     core = _core.connect(
         store,
         rank=here.rank,
         size=here.size,
-        name="world" if _state.count == 1 else f"world.{_state.count}",
+        name="world",
         timeout_s=timeout_s,
         secret=here.secret,
         transport=here.transport if transport is None else transport,
@@ -176,7 +193,8 @@ def _form(timeout_s: float, transport: str | None, secret: str | None, reproduci
         reproducible=reproducible,
         log=here.log != "warning",
     )
-    return Group(core)
+    store.settle()
+    return Group(core, store, timeout_s)
 
 
 def log_at(level: str) -> None:
@@ -252,7 +270,9 @@ def set_num_threads(n: int) -> None:
     _state.num_threads = n
 
 
-def adopt(core: _core.Group | None) -> None:
+def adopt(
+    core: _core.Group | None, store: Store | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> None:
     """Makes torch's engine the default group, or forgets it (None). Called by torch_backend."""
     with _state.lock:
         if core is None:
@@ -260,7 +280,7 @@ def adopt(core: _core.Group | None) -> None:
                 _state.group, _state.adopted = None, False
                 _state.ended = "torch's process group was destroyed"
             return
-        _state.group, _state.adopted = Group(core), True
+        _state.group, _state.adopted = Group(core, store, timeout_s), True
 
 
 def default_core() -> _core.Group | None:

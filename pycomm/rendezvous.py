@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import secrets
 import sys
 import time
 from datetime import timedelta
@@ -21,10 +22,13 @@ from pycomm.errors import InvalidArgument, Timeout
 __all__ = ["find_store"]
 
 PAUSE_S = 0.02  # between two looks at torch's store: its own wait would hold Ctrl-C up
+# What no value of ours begins with: an answer for a key that is not there, and what remove() leaves
+# of a value, with a word of its own.
+ABSENT, GONE = b"\0absent", b"\0gone "
 
 
 class TorchStore:
-    """A torch.distributed store as the core wants one."""
+    """A torch.distributed store as the core wants one: see _core.pyi, PythonStore."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -36,7 +40,7 @@ class TorchStore:
     def get(self, key: str, timeout_s: float) -> bytes:
         """The value of `key`, once somebody has set it. Raises Timeout after `timeout_s`."""
         end = time.monotonic() + timeout_s
-        while not self._store.check([key]):
+        while (value := self._look(key)) is None:
             left = end - time.monotonic()
             if left <= 0:
                 raise Timeout(
@@ -45,7 +49,28 @@ class TorchStore:
                     elapsed_s=timeout_s,
                 )
             time.sleep(min(left, PAUSE_S))
-        return bytes(self._store.get(key))
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to the number under `key`, 0 if there is none; gives the sum."""
+        return int(self._store.add(key, amount))
+
+    def remove(self, key: str) -> bytes | None:
+        """Takes the key away and gives its value to one of those who ask; None to the others."""
+        value = self._look(key)
+        if value is None:
+            return None
+        # Not delete_key: it tells several callers that they deleted a key, or deletes a newer one.
+        mark = GONE + secrets.token_bytes(8)
+        return value if bytes(self._store.compare_set(key, value, mark)) == mark else None
+
+    def settle(self) -> None:
+        """Nothing of ours listens."""
+
+    def _look(self, key: str) -> bytes | None:
+        """The value of `key`, or None, at once."""
+        value = bytes(self._store.compare_set(key, ABSENT, ABSENT))
+        return None if value == ABSENT or value.startswith(GONE) else value
 
 
 def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonStore:

@@ -82,7 +82,8 @@ def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
     """This rank's place in the group."""
     key = options.get("secret", "")
     named = {"name": "world", "address": "", "reproducible": False, "log": False, "secret": key}
-    return Group(_core.connect(store, rank=rank, **{**named, **options}))
+    core = _core.connect(store, rank=rank, **{**named, **options})
+    return Group(core, store, options["timeout_s"])
 
 
 class _Threads:

@@ -88,10 +88,11 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
     ours.global_ranks_in_group = options.global_ranks_in_group
     ours.group_name = cast("GroupName", options.group_id)
     shared = None if options.global_ranks_in_group else _engine_of_init(options)
-    core = _connect(options, timeout) if shared is None else shared
+    store = rendezvous.TorchStore(options.store)
+    core = _connect(store, options, timeout) if shared is None else shared
     ended = None
     if shared is None and not options.global_ranks_in_group:
-        groups.adopt(core)
+        groups.adopt(core, store, timeout.total_seconds())
         ended = functools.partial(groups.adopt, None)
     backend: _c10d.Backend = module.Backend(core._capsule(), ours, shared is None, ended)
     return backend
@@ -120,12 +121,14 @@ def _engine_of_init(options: _DistributedBackendOptions) -> _core.Group | None:
     return core
 
 
-def _connect(options: _DistributedBackendOptions, timeout: timedelta) -> _core.Group:
+def _connect(
+    store: rendezvous.TorchStore, options: _DistributedBackendOptions, timeout: timedelta
+) -> _core.Group:
     """Forms the group through torch's store; rank 0 leaves the run's key there if there is none."""
     place = config.environment()
     groups.log_at(place.log)
     return _core.connect(
-        rendezvous.TorchStore(options.store),
+        store,
         rank=options.group_rank,
         size=options.group_size,
         name=options.group_id or "default",

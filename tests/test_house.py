@@ -50,10 +50,12 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 FLOORS = [
     ["_core", "_cuda", "_c10d"],
     ["errors"],
-    ["arrays", "config"],
+    ["arrays", "config", "plain"],
     ["rendezvous"],
     ["group", "kernels"],
+    ["calls"],
     ["collectives", "reference"],
+    ["values"],
     ["compress", "data", "metrics"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],

@@ -1,6 +1,8 @@
 // The stores in which ranks find each other, and connect().
 #include <pybind11/stl.h>
 
+#include <chrono>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -13,8 +15,9 @@
 namespace pycomm::bindings {
 namespace {
 
-// A store written in Python: an object with set(key, value: bytes) and get(key, timeout_s) ->
-// bytes.
+constexpr std::chrono::milliseconds kSlice{100};  // the longest wait that hears no signal
+
+// A store written in Python: an object with the methods of _core.pyi's PythonStore.
 class PythonStore : public Store {
  public:
   explicit PythonStore(py::object object) : object_(std::move(object)) {}
@@ -27,6 +30,16 @@ class PythonStore : public Store {
     const py::gil_scoped_acquire gil;
     const double left_s = std::chrono::duration<double>(deadline.left()).count();
     return object_.attr("get")(key, left_s).cast<py::bytes>();
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    const py::gil_scoped_acquire gil;
+    return object_.attr("add")(key, amount).cast<int64_t>();
+  }
+  std::optional<std::string> remove(const std::string& key) override {
+    const py::gil_scoped_acquire gil;
+    const py::object value = object_.attr("remove")(key);
+    if (value.is_none()) return std::nullopt;
+    return value.cast<py::bytes>();
   }
 
  private:
@@ -93,24 +106,57 @@ std::unique_ptr<Handle> connect_from(const py::object& object, const py::kwargs&
   return handle;
 }
 
+void set(Store& store, const std::string& key, const py::bytes& value) {
+  const std::string copy = value;
+  const Blocking blocking;
+  store.set(key, copy);
+}
+
+// In slices, so that Ctrl-C ends the wait.
+py::bytes get(Store& store, const std::string& key, double timeout_s) {
+  const Deadline deadline(nanoseconds(timeout_s));
+  std::optional<std::string> value;
+  while (!value) {
+    const bool last = deadline.left() <= kSlice;
+    try {
+      const Blocking blocking;
+      value = store.get(key, last ? deadline : Deadline(kSlice));
+    } catch (const Timeout&) {
+      if (last) throw;
+    }
+    if (interrupted()) throw_pending();
+  }
+  return *value;
+}
+
+int64_t add(Store& store, const std::string& key, int64_t amount) {
+  const Blocking blocking;
+  return store.add(key, amount);
+}
+
+py::object remove(Store& store, const std::string& key) {
+  std::optional<std::string> value;
+  {
+    const Blocking blocking;
+    value = store.remove(key);
+  }
+  return value ? py::object(py::bytes(*value)) : py::none();
+}
+
+void settle(Store& store) {
+  const Blocking blocking;
+  store.settle();
+}
+
 }  // namespace
 
 void bind_stores(py::module_& module) {
   py::class_<Store>(module, "Store")
-      .def("set",
-           [](Store& store, const std::string& key, const py::bytes& value) {
-             const std::string copy = value;
-             const Blocking blocking;
-             store.set(key, copy);
-           })
-      .def("get", [](Store& store, const std::string& key, double timeout_s) {
-        std::string value;
-        {
-          const Blocking blocking;
-          value = store.get(key, Deadline(nanoseconds(timeout_s)));
-        }
-        return py::bytes(value);
-      });
+      .def("set", &set)
+      .def("get", &get)
+      .def("add", &add)
+      .def("remove", &remove)
+      .def("settle", &settle);
   py::class_<LocalStore, Store>(module, "LocalStore").def(py::init<>());
   py::class_<TcpStore, Store>(module, "TcpStore")
       .def_static("serve", &serve)

@@ -11,15 +11,20 @@
 namespace pycomm {
 namespace {
 
+std::string key_of_note(const ConnectOptions& options, int rank) {
+  return options.name + "/note/" + std::to_string(rank);
+}
+
+std::string key_of_key(const ConnectOptions& options) { return options.name + "/key"; }
+
 std::vector<std::string> exchange_notes(Store& store, const ConnectOptions& options,
                                         const std::string& mine, const Deadline& deadline) {
-  const auto key = [&](int rank) { return options.name + "/note/" + std::to_string(rank); };
-  store.set(key(options.rank), mine);
+  store.set(key_of_note(options, options.rank), mine);
   std::vector<std::string> notes;
   std::string missing;
   for (int rank = 0; rank < options.size; ++rank) {
     try {
-      notes.push_back(store.get(key(rank), deadline));
+      notes.push_back(store.get(key_of_note(options, rank), deadline));
     } catch (const Timeout&) {
       missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
     }
@@ -91,23 +96,51 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
   return group;
 }
 
-std::shared_ptr<Group> connect(Store& store, ConnectOptions options) {
-  check_options(options);
+namespace {
+
+std::shared_ptr<Group> meet(Store& store, ConnectOptions options, bool made_key) {
   const Deadline deadline(options.timeout);
-  if (options.secret.empty() && options.size > 1) {
-    const std::string key = options.name + "/key";
-    if (options.rank == 0) {
-      const auto bytes = random_bytes();
-      store.set(key, std::string(bytes.begin(), bytes.end()));
-    }
-    options.secret = store.get(key, deadline);
+  if (made_key) {
+    const auto bytes = random_bytes();
+    store.set(key_of_key(options), std::string(bytes.begin(), bytes.end()));
   }
+  if (options.secret.empty() && options.size > 1)
+    options.secret = store.get(key_of_key(options), deadline);
   std::vector<int> ranks(static_cast<size_t>(options.size));
   std::iota(ranks.begin(), ranks.end(), 0);
   return make_group(
       options,
       [&](const std::string& mine) { return exchange_notes(store, options, mine, deadline); },
       std::move(ranks));
+}
+
+}  // namespace
+
+// Each rank counts in the store how often it has formed a group of the name, and the count is part
+// of the keys: nobody reads what an earlier group left there. A forming that fails does not count.
+std::shared_ptr<Group> connect(Store& store, ConnectOptions options) {
+  check_options(options);
+  const std::string counter = options.name + "/formed/" + std::to_string(options.rank);
+  const int64_t formed = store.add(counter, 1);
+  if (formed > 1) options.name += "#" + std::to_string(formed);
+  const bool made_key = options.secret.empty() && options.size > 1 && options.rank == 0;
+  const auto clean_up = [&] {
+    store.remove(key_of_note(options, options.rank));
+    if (made_key) store.remove(key_of_key(options));
+  };
+  std::shared_ptr<Group> group;
+  try {
+    group = meet(store, options, made_key);
+  } catch (...) {
+    try {
+      clean_up();
+      store.add(counter, -1);
+    } catch (const std::exception&) {  // the store may be why the forming failed: that is told
+    }
+    throw;
+  }
+  clean_up();  // all have read it: the barrier that ends the forming is over
+  return group;
 }
 
 }  // namespace pycomm

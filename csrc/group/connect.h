@@ -25,8 +25,9 @@ struct ConnectOptions {
   std::function<void(const std::string&)> log;  // one line for a person; may be empty
 };
 
-// Collective. Every rank calls it with the same store, size and name; a name is used once in a
-// store. Throws Timeout naming the ranks that did not come, PeerLost, Mismatch (options differ).
+// Collective. Every rank calls it with the same store, size and name. Where all ranks use a name
+// again in one store the group's name gets a number: "world", "world#2", so that a group's name is
+// its own. Throws Timeout naming the ranks that did not come, PeerLost, Mismatch (options differ).
 std::shared_ptr<Group> connect(Store& store, ConnectOptions options);
 
 }  // namespace pycomm

@@ -1,6 +1,7 @@
 // See local_store.h.
 #include "rendezvous/local_store.h"
 
+#include <charconv>
 #include <limits>
 #include <sstream>
 
@@ -13,17 +14,48 @@ void LocalStore::set(const std::string& key, const std::string& value) {
 }
 
 bool LocalStore::set_within(const std::string& key, const std::string& value, size_t max_bytes) {
-  {
-    const std::lock_guard lock(mutex_);
-    const auto old = values_.find(key);
-    const size_t freed = old == values_.end() ? 0 : key.size() + old->second.size();
-    const size_t bytes = bytes_ - freed + key.size() + value.size();
-    if (bytes > max_bytes) return false;
-    values_[key] = value;
-    bytes_ = bytes;
-  }
+  const std::lock_guard lock(mutex_);
+  return put(key, value, max_bytes);
+}
+
+// With the mutex held.
+bool LocalStore::put(const std::string& key, const std::string& value, size_t max_bytes) {
+  const auto old = values_.find(key);
+  const size_t freed = old == values_.end() ? 0 : key.size() + old->second.size();
+  const size_t bytes = bytes_ - freed + key.size() + value.size();
+  if (bytes > max_bytes) return false;
+  values_[key] = value;
+  bytes_ = bytes;
   changed_.notify_all();
   return true;
+}
+
+int64_t LocalStore::add(const std::string& key, int64_t amount) {
+  return add_within(key, amount, std::numeric_limits<size_t>::max()).value();
+}
+
+std::optional<int64_t> LocalStore::add_within(const std::string& key, int64_t amount,
+                                              size_t max_bytes) {
+  const std::lock_guard lock(mutex_);
+  int64_t sum = 0;
+  if (const auto old = values_.find(key); old != values_.end()) {
+    const char* end = old->second.data() + old->second.size();
+    const auto parsed = std::from_chars(old->second.data(), end, sum);
+    if (parsed.ec != std::errc{} || parsed.ptr != end)
+      throw InvalidArgument("the value of '" + key + "' is no number that can be added to");
+  }
+  if (__builtin_add_overflow(sum, amount, &sum))
+    throw InvalidArgument("the sum under '" + key + "' is too large for 64 bits");
+  if (!put(key, std::to_string(sum), max_bytes)) return std::nullopt;
+  return sum;
+}
+
+std::optional<std::string> LocalStore::remove(const std::string& key) {
+  const std::lock_guard lock(mutex_);
+  auto taken = values_.extract(key);
+  if (taken.empty()) return std::nullopt;
+  bytes_ -= key.size() + taken.mapped().size();
+  return std::move(taken.mapped());
 }
 
 std::string LocalStore::get(const std::string& key, const Deadline& deadline) {

@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -17,13 +18,19 @@ class LocalStore final : public Store {
  public:
   void set(const std::string& key, const std::string& value) override;
   std::string get(const std::string& key, const Deadline& deadline) override;
+  int64_t add(const std::string& key, int64_t amount) override;
+  std::optional<std::string> remove(const std::string& key) override;
 
   // The value if somebody has set it; never waits.
   std::optional<std::string> find(const std::string& key) const;
   // As set(), unless keys and values together would then exceed `max_bytes`: false.
   bool set_within(const std::string& key, const std::string& value, size_t max_bytes);
+  // As add(), with the same limit: nothing if the sum has no room.
+  std::optional<int64_t> add_within(const std::string& key, int64_t amount, size_t max_bytes);
 
  private:
+  bool put(const std::string& key, const std::string& value, size_t max_bytes);
+
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::string, std::string> values_;

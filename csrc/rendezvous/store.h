@@ -1,7 +1,9 @@
-// Where ranks that know nothing of each other leave their addresses. Used while a group forms and
-// never after.
+// Where ranks that know nothing of each other leave their addresses while a group forms, and later
+// what the program's user_set() leaves there. No collective uses it.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/deadline.h"
@@ -14,6 +16,15 @@ class Store {
   virtual void set(const std::string& key, const std::string& value) = 0;
   // Waits until somebody has set the key. Throws Timeout at the deadline.
   virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
+  // Adds to the number under the key, 0 if there is none, and gives the sum: all who add get
+  // different ones. The value is then the sum as decimal text. Throws InvalidArgument where the
+  // value is no number.
+  virtual int64_t add(const std::string& key, int64_t amount) = 0;
+  // Takes the key away and gives its value, or nothing where it is not there. Of several who do so
+  // at once one gets the value.
+  virtual std::optional<std::string> remove(const std::string& key) = 0;
+  // Everybody who will use the store is connected: nothing of ours listens for more from now on.
+  virtual void settle() {}
 };
 
 }  // namespace pycomm

@@ -3,8 +3,11 @@
 // ours", for any bytes, and never holds more than the limits below. Used by tcp_store.cpp,
 // store_server.cpp.
 //
-//   request: verb (1 byte), bytes of key (4), bytes of value (4), how long to wait in ms (4), key,
-//   value reply:   status (1 byte), bytes of value (4), value
+//   request: verb (1 byte), bytes of key (4), bytes of value (4), how long to wait in ms (4),
+//            key, value
+//   reply:   status (1 byte), bytes of value (4), value
+//
+// What is added, and the sum, are numbers in decimal text.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +22,9 @@ inline constexpr size_t kRequestHeadBytes = 13, kReplyHeadBytes = 5;
 inline constexpr std::string_view kContext = "pycomm store";  // of the handshake's claim
 inline constexpr int kServerRank = 0, kClientRank = 1;        // and its ranks
 
-enum class Verb : uint8_t { set = 1, get = 2 };
-enum class Status : uint8_t { ok = 1, absent = 2, full = 3 };
+enum class Verb : uint8_t { set = 1, get = 2, add = 3, remove = 4 };
+// refused: the value is a sentence that says why.
+enum class Status : uint8_t { ok = 1, absent = 2, full = 3, refused = 4 };
 
 struct Request {
   Verb verb = Verb::get;
@@ -73,7 +77,9 @@ inline Parsed<Request> parse_request(std::string_view bytes) {
   if (bytes.size() < kRequestHeadBytes) return parsed;
   const auto verb = static_cast<Verb>(bytes[0]);
   const size_t key_bytes = u32_at(bytes, 1), value_bytes = u32_at(bytes, 5);
-  const bool known = verb == Verb::set || (verb == Verb::get && value_bytes == 0);
+  const bool brings_value = verb == Verb::set || verb == Verb::add;
+  const bool asks = verb == Verb::get || verb == Verb::remove;
+  const bool known = brings_value || (asks && value_bytes == 0);
   if (!known || key_bytes > kMaxKeyBytes || value_bytes > kMaxValueBytes) {
     parsed.parse = Parse::broken;
     return parsed;
@@ -91,7 +97,7 @@ inline Parsed<Reply> parse_reply(std::string_view bytes) {
   if (bytes.size() < kReplyHeadBytes) return parsed;
   const auto status = static_cast<Status>(bytes[0]);
   const size_t value_bytes = u32_at(bytes, 1);
-  const bool known = status == Status::ok || status == Status::absent || status == Status::full;
+  const bool known = status >= Status::ok && status <= Status::refused;
   if (!known || value_bytes > kMaxValueBytes) {
     parsed.parse = Parse::broken;
     return parsed;

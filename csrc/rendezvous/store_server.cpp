@@ -4,9 +4,11 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -56,13 +58,18 @@ StoreServer::StoreServer(const Address& address, std::string key,
       handshake_limit_(handshake_limit),
       listener_(listen_on(address, kBacklog)),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      port_(local_address(listener_.get()).port()) {
+      port_(local_address(listener_.get()).port()),
+      born_(::getpid()) {
   if (key_.empty()) throw InvalidArgument("the key of a store is empty");
   if (!wake_) throw_errno("making an eventfd");
   thread_ = std::thread([this] { run(); });
 }
 
 StoreServer::~StoreServer() {
+  if (::getpid() != born_) {  // the thread stayed with the parent, and so did the door
+    thread_.detach();
+    return;
+  }
   stopping_ = true;
   wake();
   thread_.join();
@@ -70,12 +77,28 @@ StoreServer::~StoreServer() {
 
 void StoreServer::wake() { ::eventfd_write(wake_.get(), 1); }
 
+void StoreServer::close_door() {
+  Door open = Door::open;
+  door_.compare_exchange_strong(open, Door::closing);
+  wake();
+  door_.wait(Door::closing);
+}
+
+// Closes the listener, on the thread that polls it; who has not shown the key by now is out.
+void StoreServer::lock_up() {
+  listener_.reset();
+  std::erase_if(clients_, [](const Client& client) { return client.handshake != nullptr; });
+  door_ = Door::closed;
+  door_.notify_all();
+}
+
 void StoreServer::run() try {
   std::vector<pollfd> polled;
   while (!stopping_) {
+    if (door_ == Door::closing) lock_up();
     polled.clear();
     polled.push_back({wake_.get(), POLLIN, 0});
-    const bool listening = Clock::now() >= accept_again_;
+    const bool listening = listener_ && Clock::now() >= accept_again_;
     polled.push_back({listening ? listener_.get() : -1, POLLIN, 0});
     for (const Client& client : clients_) {
       const bool sends = client.handshake ? client.handshake_sends : !client.out.empty();
@@ -95,13 +118,13 @@ void StoreServer::run() try {
 } catch (const std::exception&) {
   // Out of memory, or a bug. Nobody may wait for a server that does not run: all connections end.
   clients_.clear();
-  listener_.reset();
+  lock_up();
 }
 
 Clock::time_point StoreServer::next_deadline() const {
   const auto now = Clock::now();
   auto next = now + kLongest;
-  if (accept_again_ > now) next = accept_again_;
+  if (listener_ && accept_again_ > now) next = accept_again_;
   for (const Client& client : clients_) {
     if (client.handshake) next = std::min(next, now + client.handshake->deadline().left());
     if (client.waiting) next = std::min(next, client.wait_end);
@@ -184,12 +207,10 @@ bool StoreServer::receive(Client& client) {
 bool StoreServer::answer(Client& client) {
   const Request& request = *client.waiting;
   Reply reply;
-  if (request.verb == Verb::set) {
-    // The set may be what other clients wait for, also those whose turn in this round is over.
-    if (keys_.set_within(request.key, request.value, kMaxStoreBytes))
-      wake();
-    else
-      reply.status = Status::full;
+  if (request.verb != Verb::get) {
+    reply = change(request);
+    // It may be what other clients wait for, also those whose turn in this round is over.
+    wake();
   } else if (auto value = keys_.find(request.key)) {
     reply.value = std::move(*value);
   } else {
@@ -200,6 +221,31 @@ bool StoreServer::answer(Client& client) {
   client.out = store_frame::encode(reply);
   client.sent = 0;
   return send(client);
+}
+
+// Does what a set, add or remove asks for.
+Reply StoreServer::change(const Request& request) {
+  if (request.verb == Verb::set) {
+    const bool fits = keys_.set_within(request.key, request.value, kMaxStoreBytes);
+    return {fits ? Status::ok : Status::full, ""};
+  }
+  if (request.verb == Verb::remove) {
+    auto value = keys_.remove(request.key);
+    if (!value) return {Status::absent, ""};
+    return {Status::ok, std::move(*value)};
+  }
+  int64_t amount = 0;
+  const char* end = request.value.data() + request.value.size();
+  const auto parsed = std::from_chars(request.value.data(), end, amount);
+  if (parsed.ec != std::errc{} || parsed.ptr != end)
+    return {Status::refused, "what is to be added is no number"};
+  try {
+    const auto sum = keys_.add_within(request.key, amount, kMaxStoreBytes);
+    if (!sum) return {Status::full, ""};
+    return {Status::ok, std::to_string(*sum)};
+  } catch (const InvalidArgument& error) {
+    return {Status::refused, error.what()};
+  }
 }
 
 bool StoreServer::send(Client& client) {

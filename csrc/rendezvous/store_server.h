@@ -3,8 +3,10 @@
 //
 // Strangers cost little: a connection must pass the handshake within its limit, at most
 // kMaxStrangers are in it at a time, and when more come, or descriptors run out, the oldest gives
-// way.
+// way. Once the run is complete the listener is closed, and the clients that came stay.
 #pragma once
+
+#include <sys/types.h>
 
 #include <atomic>
 #include <chrono>
@@ -39,18 +41,24 @@ class StoreServer {
   // The keys; safe from any thread, but tell the thread of a new one with wake().
   LocalStore& keys() { return keys_; }
   void wake();
+  // Takes in nobody any more; nothing listens when it returns.
+  void close_door();
 
  private:
+  enum class Door : uint8_t { open, closing, closed };
+
   // First a stranger in its handshake, then a client that asks, perhaps waits, and is answered.
   struct Client;
 
   void run();
+  void lock_up();
   Clock::time_point next_deadline() const;
   void accept_one();
   bool drop_oldest_stranger();
   bool advance(Client& client, short events);
   bool receive(Client& client);
   bool answer(Client& client);
+  store_frame::Reply change(const store_frame::Request& request);
   bool send(Client& client);
   bool shake_hands(Client& client, short events);
 
@@ -62,6 +70,8 @@ class StoreServer {
   std::list<Client> clients_;         // in the order of their coming; the thread's alone
   Clock::time_point accept_again_{};  // the listener is left alone until then
   std::atomic<bool> stopping_{false};
+  std::atomic<Door> door_{Door::open};
+  pid_t born_;          // the process whose thread it is: a forked child has none
   std::thread thread_;  // last: it uses all of the above
 };
 

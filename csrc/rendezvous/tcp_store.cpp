@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <sstream>
 #include <system_error>
 #include <thread>
@@ -33,7 +34,8 @@ constexpr std::chrono::milliseconds kShortestAttempt{50};
 constexpr std::chrono::seconds kSetLimit{30};
 // How much later than the wait that it was asked for a healthy server's "absent" may come.
 constexpr std::chrono::milliseconds kAnswerSlack{500};
-constexpr std::chrono::hours kLongestWait{1};
+// A get asks anew so often: a connection is not held longer, for others may need it.
+constexpr std::chrono::milliseconds kLongestWait{100};
 
 void check_sizes(const std::string& key, const std::string& value) {
   if (key.empty() || key.size() > store_frame::kMaxKeyBytes)
@@ -86,28 +88,6 @@ bool send_all(int fd, const std::string& bytes, const Deadline& deadline) {
   return true;
 }
 
-bool receive_reply(int fd, const Deadline& deadline, Reply& reply) {
-  std::string bytes;
-  while (true) {
-    auto parsed = store_frame::parse_reply(bytes);
-    if (parsed.parse == Parse::broken)
-      throw InternalError("the store's server answered with bytes that are no reply");
-    if (parsed.parse == Parse::complete) {
-      reply = std::move(parsed.frame);
-      return true;
-    }
-    const size_t had = bytes.size();
-    bytes.resize(parsed.needed);
-    const ssize_t got = ::recv(fd, bytes.data() + had, bytes.size() - had, 0);
-    const int error = errno;
-    bytes.resize(had + static_cast<size_t>(std::max<ssize_t>(got, 0)));
-    if (got == 0) throw PeerLost("it closed the connection");
-    if (got > 0 || error == EINTR) continue;
-    if (error != EAGAIN) throw PeerLost(std::generic_category().message(error));
-    if (poll_one(fd, POLLIN, deadline.left()) == 0) return false;
-  }
-}
-
 }  // namespace
 
 TcpStore::TcpStore(std::string host, uint16_t port, std::string key, Log log)
@@ -128,7 +108,7 @@ std::unique_ptr<TcpStore> TcpStore::connect(const std::string& host, uint16_t po
                                             Log log) {
   if (key.empty()) throw InvalidArgument("the key of a store is empty");
   std::unique_ptr<TcpStore> store(new TcpStore(host, port, key, std::move(log)));
-  store->idle_.push_back(store->open(deadline));
+  store->idle_.push_back({store->open(deadline), {}, 0});
   return store;
 }
 
@@ -162,58 +142,116 @@ Fd TcpStore::open(const Deadline& deadline) const {
   }
 }
 
-// A connection of one's own, so that a call that waits keeps nobody else from calling.
-Fd TcpStore::take(const Deadline& deadline) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!idle_.empty()) {
-      Fd fd = std::move(idle_.back());
-      idle_.pop_back();
-      return fd;
+bool TcpStore::receive(Line& line, const Deadline& deadline, Reply& reply) {
+  std::string& bytes = line.in;
+  while (true) {
+    auto parsed = store_frame::parse_reply(bytes);
+    if (parsed.parse == Parse::broken)
+      throw InternalError("the store's server answered with bytes that are no reply");
+    if (parsed.parse == Parse::complete) {
+      reply = std::move(parsed.frame);
+      bytes.clear();
+      return true;
     }
+    const size_t had = bytes.size();
+    bytes.resize(parsed.needed);
+    const ssize_t got = ::recv(line.fd.get(), bytes.data() + had, bytes.size() - had, 0);
+    const int error = errno;
+    bytes.resize(had + static_cast<size_t>(std::max<ssize_t>(got, 0)));
+    if (got == 0) throw PeerLost("it closed the connection");
+    if (got > 0 || error == EINTR) continue;
+    if (error != EAGAIN) throw PeerLost(std::generic_category().message(error));
+    if (poll_one(line.fd.get(), POLLIN, deadline.left()) == 0) return false;
   }
-  return open(deadline);
 }
 
-// A reply of `absent` also when the server does not answer in time.
-Reply TcpStore::ask(const Request& request, const Deadline& deadline) {
-  Fd fd = take(deadline);
-  const Deadline answer_by(deadline.left() + kAnswerSlack);
-  Reply reply;
-  try {
-    // A connection that is not given back is closed: its late reply can be nobody else's.
-    if (!send_all(fd.get(), store_frame::encode(request), answer_by) ||
-        !receive_reply(fd.get(), answer_by, reply))
-      return {Status::absent, ""};
-  } catch (const PeerLost& error) {
-    throw PeerLost("the store at " + name() + " has gone: " + error.what());
+// A connection of one's own while more may be opened, so that a call that waits keeps nobody else
+// from calling. Nothing where all are in use until the deadline.
+std::optional<TcpStore::Line> TcpStore::take(const Deadline& deadline) {
+  {
+    std::unique_lock lock(mutex_);
+    while (idle_.empty() && settled_) {
+      if (in_use_ == 0) throw PeerLost("the store at " + name() + " has gone");
+      if (deadline.expired()) return std::nullopt;
+      given_back_.wait_until(lock, Clock::now() + deadline.left());
+    }
+    ++in_use_;
+    if (!idle_.empty()) {
+      Line line = std::move(idle_.back());
+      idle_.pop_back();
+      return line;
+    }
   }
-  const std::lock_guard lock(mutex_);
-  idle_.push_back(std::move(fd));
-  return reply;
+  try {
+    return Line{open(deadline), {}, 0};
+  } catch (...) {
+    give_back(std::nullopt);
+    throw;
+  }
+}
+
+// Nothing: the connection is lost.
+void TcpStore::give_back(std::optional<Line> line) {
+  {
+    const std::lock_guard lock(mutex_);
+    --in_use_;
+    if (line) idle_.push_back(std::move(*line));
+  }
+  given_back_.notify_all();
+}
+
+// Nothing where the server does not answer in time.
+std::optional<Reply> TcpStore::ask(const Request& request, const Deadline& deadline) {
+  std::optional<Line> line = take(deadline);
+  if (!line) return std::nullopt;
+  const Deadline answer_by(deadline.left() + kAnswerSlack);
+  std::optional<Reply> answer(std::in_place);
+  try {
+    if (send_all(line->fd.get(), store_frame::encode(request), answer_by)) {
+      ++line->owed;
+      while (line->owed > 0 && receive(*line, answer_by, *answer)) --line->owed;
+      if (line->owed > 0) answer.reset();
+    } else {  // with half a request on it, the connection is of no more use
+      line.reset();
+      answer.reset();
+    }
+  } catch (const PeerLost& error) {
+    give_back(std::nullopt);
+    throw PeerLost("the store at " + name() + " has gone: " + error.what());
+  } catch (...) {
+    give_back(std::nullopt);
+    throw;
+  }
+  give_back(std::move(line));
+  return answer;
+}
+
+// What a server answers to a request that changes a key.
+Reply TcpStore::change(const Request& request) {
+  const Deadline deadline(kSetLimit);
+  auto reply = ask(request, deadline);
+  if (!reply) {
+    ErrorFields fields;
+    fields.elapsed_s = deadline.elapsed_s();
+    throw Timeout(
+        "the store at " + name() + " did not change the key '" + request.key + "' within 30 s",
+        fields);
+  }
+  if (reply->status == Status::full)
+    throw InvalidArgument("the store at " + name() + " is full: it holds at most " +
+                          std::to_string(StoreServer::kMaxStoreBytes) + " bytes");
+  if (reply->status == Status::refused) throw InvalidArgument(reply->value);
+  return std::move(*reply);
 }
 
 void TcpStore::set(const std::string& key, const std::string& value) {
   check_sizes(key, value);
-  if (server_) {
-    server_->keys().set(key, value);
-    server_->wake();
+  if (!server_) {
+    change({Verb::set, 0, key, value});
     return;
   }
-  const Deadline deadline(kSetLimit);
-  switch (ask({Verb::set, 0, key, value}, deadline).status) {
-    case Status::ok:
-      return;
-    case Status::full:
-      throw InvalidArgument("the store at " + name() + " is full: it holds at most " +
-                            std::to_string(StoreServer::kMaxStoreBytes) + " bytes");
-    case Status::absent:
-      break;
-  }
-  ErrorFields fields;
-  fields.elapsed_s = deadline.elapsed_s();
-  throw Timeout("the store at " + name() + " did not take the key '" + key + "' within 30 s",
-                fields);
+  server_->keys().set(key, value);
+  server_->wake();
 }
 
 std::string TcpStore::get(const std::string& key, const Deadline& deadline) {
@@ -222,10 +260,40 @@ std::string TcpStore::get(const std::string& key, const Deadline& deadline) {
   do {
     const auto wait = std::min<std::chrono::nanoseconds>(deadline.left(), kLongestWait);
     const auto wait_ms = std::chrono::ceil<std::chrono::milliseconds>(wait).count();
-    Reply reply = ask({Verb::get, static_cast<uint32_t>(wait_ms), key, ""}, deadline);
-    if (reply.status == Status::ok) return std::move(reply.value);
+    auto reply = ask({Verb::get, static_cast<uint32_t>(wait_ms), key, ""}, deadline);
+    if (reply && reply->status == Status::ok) return std::move(reply->value);
   } while (!deadline.expired());
   throw_key_timeout(key, deadline, "the store at " + name());
+}
+
+int64_t TcpStore::add(const std::string& key, int64_t amount) {
+  check_sizes(key, "");
+  if (server_) {
+    const int64_t sum = server_->keys().add(key, amount);
+    server_->wake();
+    return sum;
+  }
+  const Reply reply = change({Verb::add, 0, key, std::to_string(amount)});
+  int64_t sum = 0;
+  const char* end = reply.value.data() + reply.value.size();
+  const auto parsed = std::from_chars(reply.value.data(), end, sum);
+  check(parsed.ec == std::errc{} && parsed.ptr == end,
+        "the store's server gave a sum that is none");
+  return sum;
+}
+
+std::optional<std::string> TcpStore::remove(const std::string& key) {
+  check_sizes(key, "");
+  if (server_) return server_->keys().remove(key);
+  Reply reply = change({Verb::remove, 0, key, ""});
+  if (reply.status != Status::ok) return std::nullopt;
+  return std::move(reply.value);
+}
+
+void TcpStore::settle() {
+  if (server_) return server_->close_door();
+  const std::lock_guard lock(mutex_);
+  settled_ = true;
 }
 
 }  // namespace pycomm

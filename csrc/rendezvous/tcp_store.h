@@ -2,10 +2,13 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,15 +21,17 @@ namespace pycomm {
 
 class StoreServer;
 
-// From any thread; calls of several threads do not wait for each other. A key has 1 to 1024 bytes,
-// a value at most 1 MiB (InvalidArgument).
+// From any thread; calls of several threads do not wait for each other, but after settle() they
+// share the connections that are there, so that one may wait 100 ms for another. A key has 1 to
+// 1024 bytes, a value at most 1 MiB (InvalidArgument).
 class TcpStore final : public Store {
  public:
   using Log = std::function<void(const std::string&)>;
 
   // This process serves, and the object is a store of its own server. An empty host: every IPv4
-  // interface; port 0: any that is free. Nothing listens any more after the destructor, and clients
-  // that then still wait get PeerLost. Throws InvalidArgument: address taken or unknown, empty key.
+  // interface; port 0: any that is free. Nothing listens any more after settle() or the destructor,
+  // and clients that wait at the destructor get PeerLost. Throws InvalidArgument: address taken or
+  // unknown, empty key.
   static std::unique_ptr<TcpStore> serve(const std::string& host, uint16_t port,
                                          const std::string& key);
 
@@ -39,18 +44,33 @@ class TcpStore final : public Store {
 
   ~TcpStore() override;
 
-  // Both throw PeerLost when the server goes away, InternalError when it speaks nonsense; set
-  // throws Timeout after 30 s.
+  // All throw PeerLost when the server goes away, InternalError when it speaks nonsense; all but
+  // get throw Timeout after 30 s.
   void set(const std::string& key, const std::string& value) override;
   std::string get(const std::string& key, const Deadline& deadline) override;
+  int64_t add(const std::string& key, int64_t amount) override;
+  std::optional<std::string> remove(const std::string& key) override;
+  // Each end calls it: the server closes its door, the clients open no more connections.
+  void settle() override;
 
   uint16_t port() const { return port_; }
 
  private:
+  // A connection. `owed`: replies to come that nobody waits for any more.
+  struct Line {
+    Fd fd;
+    std::string in;  // a reply in part
+    size_t owed = 0;
+  };
+
   TcpStore(std::string host, uint16_t port, std::string key, Log log);
   Fd open(const Deadline& deadline) const;
-  Fd take(const Deadline& deadline);
-  store_frame::Reply ask(const store_frame::Request& request, const Deadline& deadline);
+  std::optional<Line> take(const Deadline& deadline);
+  void give_back(std::optional<Line> line);
+  std::optional<store_frame::Reply> ask(const store_frame::Request& request,
+                                        const Deadline& deadline);
+  store_frame::Reply change(const store_frame::Request& request);
+  static bool receive(Line& line, const Deadline& deadline, store_frame::Reply& reply);
   std::string name() const;
 
   std::string host_;
@@ -59,7 +79,10 @@ class TcpStore final : public Store {
   Log log_;
   std::unique_ptr<StoreServer> server_;  // where this process serves
   std::mutex mutex_;
-  std::vector<Fd> idle_;  // connections that no call uses now
+  std::condition_variable given_back_;
+  std::vector<Line> idle_;  // connections that no call uses now
+  size_t in_use_ = 0;       // and how many are used
+  bool settled_ = false;
 };
 
 }  // namespace pycomm

@@ -26,45 +26,13 @@
 #include "rendezvous/store_frame.h"
 #include "rendezvous/store_server.h"
 #include "rendezvous/tcp_store.h"
+#include "stores.h"
 
 using namespace pycomm;
 using namespace std::chrono_literals;
 using store_frame::Parse;
 
 namespace {
-
-const std::string kHost = "127.0.0.1", kKey = "the key";
-
-Deadline within(std::chrono::nanoseconds limit) { return Deadline(limit); }
-
-void expect_says(const std::string& text, const std::string& part) {
-  expect(text.find(part) != std::string::npos, "'" + text + "' does not say '" + part + "'");
-}
-
-constexpr int kManyDescriptors = 4096;
-
-bool is_open(int fd) { return ::fcntl(fd, F_GETFD) != -1; }
-
-int open_descriptors() {
-  int count = 0;
-  for (int fd = 0; fd < kManyDescriptors; ++fd) count += is_open(fd) ? 1 : 0;
-  return count;
-}
-
-uint16_t free_port() { return local_address(listen_on(tcp_address(kHost, 0), 1).get()).port(); }
-
-// Runs the body over two ends of each kind of store.
-void with_each_store(const std::function<void(Store& here, Store& there)>& body) {
-  LocalStore local;
-  body(local, local);
-  const auto server = TcpStore::serve(kHost, 0, kKey);
-  const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
-  body(*server, *client);
-  const auto other = TcpStore::serve(kHost, 0, kKey);
-  const auto first = TcpStore::connect(kHost, other->port(), kKey, within(10s));
-  const auto second = TcpStore::connect(kHost, other->port(), kKey, within(10s));
-  body(*first, *second);
-}
 
 const Test kValues{
     "store: a value that is set is got, byte for byte", [] {
@@ -256,17 +224,20 @@ const Test kFrames{
       for (size_t cut = 0; cut < reply.size(); ++cut)
         expect(store_frame::parse_reply(reply.substr(0, cut)).parse == Parse::more, "a cut reply");
       expect(store_frame::parse_request(set + "x").parse == Parse::broken, "a byte too many");
-      for (const char verb : {0, 3}) {
+      for (const char verb : {0, 5}) {
         std::string other = set;
         other[0] = verb;
         expect(store_frame::parse_request(other).parse == Parse::broken, "no verb of ours");
         other = reply;
-        other[0] = static_cast<char>(verb * 2);
+        other[0] = verb;
         expect(store_frame::parse_reply(other).parse == Parse::broken, "no status of ours");
       }
-      std::string get = set;
-      get[0] = 2;
-      expect(store_frame::parse_request(get).parse == Parse::broken, "a get that brings a value");
+      for (const char verb : {2, 4}) {
+        std::string get = set;
+        get[0] = verb;
+        expect(store_frame::parse_request(get).parse == Parse::broken,
+               "a get or remove that brings a value");
+      }
 
       std::mt19937 random(1);
       for (int i = 0; i < 20'000; ++i) {

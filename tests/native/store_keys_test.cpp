@@ -1,0 +1,211 @@
+// The stores: numbers that are added to, keys that are taken away, a closed door, and groups that
+// meet in one store under one name again and again.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <future>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/errors.h"
+#include "group/connect.h"
+#include "harness.h"
+#include "rendezvous/store_frame.h"
+#include "rendezvous/store_server.h"
+#include "stores.h"
+
+using namespace pycomm;
+
+namespace {
+
+const Test kAdd{"store: every addition counts once, from every end", [] {
+                  with_each_store([](Store& here, Store& there) {
+                    expect_equal(here.add("sum", 5), 5, "a new key begins at 0");
+                    expect_equal(there.add("sum", -7), -2, "there");
+                    expect_equal(here.get("sum", within(10s)), "-2", "as text");
+                    std::vector<std::future<std::vector<int64_t>>> adders;
+                    for (int i = 0; i < 4; ++i)
+                      adders.push_back(std::async(std::launch::async, [&, i] {
+                        std::vector<int64_t> sums;
+                        for (int j = 0; j < 50; ++j)
+                          sums.push_back((i % 2 == 0 ? here : there).add("count", 1));
+                        return sums;
+                      }));
+                    std::set<int64_t> all;
+                    for (auto& adder : adders)
+                      for (const int64_t sum : adder.get()) all.insert(sum);
+                    expect_equal(all.size(), size_t{200}, "different sums");
+                    expect_equal(*all.rbegin(), 200, "the last");
+                  });
+                }};
+
+const Test kAddWrong{
+    "store: what is no number, or none of 64 bits, cannot be added to", [] {
+      with_each_store([](Store& here, Store& there) {
+        here.set("word", "12x");
+        here.set("most", "9223372036854775807");
+        for (Store* store : {&here, &there}) {
+          expect_says(expect_throws<InvalidArgument>([&] { store->add("word", 1); }), "'word'");
+          expect_throws<InvalidArgument>([&] { store->add("most", 1); });
+        }
+        expect_equal(there.get("word", within(10s)), "12x", "unchanged");
+        expect_equal(there.add("most", -1), INT64_MAX - 1, "still in range");
+      });
+    }};
+
+const Test kRemove{"store: a key that is removed is given to one and gone", [] {
+                     with_each_store([](Store& here, Store& there) {
+                       expect(!there.remove("key").has_value(), "nothing is there");
+                       here.set("key", "value");
+                       expect(there.remove("key") == "value", "what was there");
+                       expect(!here.remove("key").has_value(), "it is gone");
+                       expect_throws<Timeout>([&] { here.get("key", within(10ms)); });
+                       std::atomic<int> taken{0};
+                       for (int round = 0; round < 20; ++round) {
+                         here.set("prize", "");
+                         std::vector<std::thread> takers;
+                         for (Store* store : {&here, &there, &here, &there})
+                           takers.emplace_back([&, store] {
+                             if (store->remove("prize")) ++taken;
+                           });
+                         for (auto& taker : takers) taker.join();
+                       }
+                       expect_equal(taken.load(), 20, "takers of 20 prizes");
+                     });
+                   }};
+
+const Test kRoom{"local store: what is removed makes room, what is added takes it", [] {
+                   LocalStore store;
+                   expect(store.add_within("n", 12345, 6).has_value(), "6 bytes fit");
+                   expect(!store.add_within("n", 900'000, 6).has_value(), "one more does not");
+                   expect(store.remove("n") == "12345", "the sum is as it was");
+                   expect(store.set_within("key", "123", 6), "the room is free again");
+                 }};
+
+const Test kSettled{
+    "tcp store: after settle nothing listens, and who came can go on", [] {
+      const auto server = TcpStore::serve(kHost, 0, kKey);
+      const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+      const auto other = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+      const int before = open_descriptors();
+      for (Store* store : {static_cast<Store*>(client.get()), static_cast<Store*>(server.get()),
+                           static_cast<Store*>(server.get())})
+        store->settle();
+      expect_equal(open_descriptors(), before - 1, "descriptors without the listener");
+      expect_says(expect_throws<Timeout>(
+                      [&] { TcpStore::connect(kHost, server->port(), kKey, within(100ms)); }),
+                  "Connection refused");
+      // One connection, two threads: the get that waits does not keep the set from coming.
+      auto got = std::async(std::launch::async, [&] { return client->get("later", within(20s)); });
+      expect_throws<Timeout>([&] { client->get("nothing", within(150ms)); });
+      client->set("later", "come");
+      expect_equal(got.get(), "come", "to the thread that waited");
+      expect_equal(other->add("count", 1), 1, "the other client");
+      // Its port is free for the next run while these connections stand.
+      const auto next = TcpStore::serve(kHost, server->port(), kKey);
+      expect_equal(client->add("count", 1), 2, "beside the next run");
+    }};
+
+const Test kSettledGone{
+    "tcp store: a settled client whose server goes is told, in every thread", [] {
+      auto server = TcpStore::serve(kHost, 0, kKey);
+      const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+      client->settle();
+      server->settle();
+      std::vector<std::future<void>> waiting;
+      for (int i = 0; i < 3; ++i)
+        waiting.push_back(std::async(std::launch::async, [&] {
+          expect_says(expect_throws<PeerLost>([&] { client->get("never", within(20s)); }),
+                      "has gone");
+        }));
+      client->set("key", "value");
+      server.reset();
+      for (auto& one : waiting) one.get();
+      expect_throws<PeerLost>([&] { client->set("key", "value"); });
+    }};
+
+const Test kForked{"tcp store: a forked child lets go of its parent's server and leaves it", [] {
+                     auto server = TcpStore::serve(kHost, 0, kKey);
+                     const auto client =
+                         TcpStore::connect(kHost, server->port(), kKey, within(10s));
+                     const pid_t child = ::fork();
+                     if (child == 0) {
+                       ::alarm(20);
+                       server.reset();
+                       ::_exit(7);
+                     }
+                     int status = 0;
+                     ::waitpid(child, &status, 0);
+                     expect(WIFEXITED(status) && WEXITSTATUS(status) == 7, "the child ends");
+                     client->set("key", "value");
+                     expect_equal(server->get("key", within(1s)), "value", "the parent serves");
+                   }};
+
+ConnectOptions options_of(int rank, int size, std::chrono::nanoseconds timeout) {
+  ConnectOptions options;
+  options.rank = rank;
+  options.size = size;
+  options.timeout = timeout;
+  return options;
+}
+
+// One rank's part in `rounds` groups of one name after one another.
+std::vector<std::string> form_again(Store& store, int rank, int size, int rounds) {
+  std::vector<std::string> names;
+  for (int round = 0; round < rounds; ++round) {
+    const auto group = connect(store, options_of(rank, size, 30s));
+    int sum = 1;
+    group->run({.operation = Operation::all_reduce,
+                .dtype = Dtype::int32,
+                .input = &sum,
+                .output = &sum,
+                .count = 1});
+    expect_equal(sum, size, "ranks that took part");
+    names.push_back(group->name());
+    // Who comes out first begins the next group at once, while the others still leave this one.
+  }
+  return names;
+}
+
+void all_form_again(const std::vector<Store*>& stores) {
+  const int size = static_cast<int>(stores.size());
+  std::vector<std::future<std::vector<std::string>>> ranks;
+  for (int rank = 0; rank < size; ++rank)
+    ranks.push_back(std::async(std::launch::async, [&, rank] {
+      return form_again(*stores[static_cast<size_t>(rank)], rank, size, 5);
+    }));
+  for (auto& rank : ranks)
+    expect(
+        rank.get() == std::vector<std::string>{"world", "world#2", "world#3", "world#4", "world#5"},
+        "each group has a name of its own");
+}
+
+const Test kLocalAgain{
+    "store: five groups of one name after one another in one local store", [] {
+      LocalStore store;
+      all_form_again({&store, &store, &store});
+      for (const std::string key : {"world/note/0", "world#2/note/1", "world/key", "world#5/key"})
+        expect(!store.find(key).has_value(), key + " is left behind");
+    }};
+
+const Test kTcpAgain{"store: five groups of one name after one another in one tcp store", [] {
+                       const auto server = TcpStore::serve(kHost, 0, kKey);
+                       const auto one = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+                       const auto two = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+                       all_form_again({server.get(), one.get(), two.get()});
+                     }};
+
+const Test kFailedForming{"store: a forming that fails does not count, and leaves no note", [] {
+                            LocalStore store;
+                            const ConnectOptions alone = options_of(0, 2, 50ms);
+                            for (int i = 0; i < 2; ++i)
+                              expect_throws<Timeout>([&] { connect(store, alone); });
+                            expect(!store.find("world/note/0").has_value(), "no note");
+                            all_form_again({&store, &store});
+                          }};
+
+}  // namespace

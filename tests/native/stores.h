@@ -1,0 +1,55 @@
+// What the suites of the stores share: a key, a place, and each kind of store with two ends.
+#pragma once
+
+#include <fcntl.h>
+
+#include <chrono>
+#include <functional>
+#include <string>
+
+#include "core/deadline.h"
+#include "harness.h"
+#include "os/socket.h"
+#include "rendezvous/local_store.h"
+#include "rendezvous/tcp_store.h"
+
+namespace pycomm {
+
+using namespace std::chrono_literals;
+
+inline const std::string kHost = "127.0.0.1", kKey = "the key";
+
+inline Deadline within(std::chrono::nanoseconds limit) { return Deadline(limit); }
+
+inline void expect_says(const std::string& text, const std::string& part) {
+  expect(text.find(part) != std::string::npos, "'" + text + "' does not say '" + part + "'");
+}
+
+inline constexpr int kManyDescriptors = 4096;
+
+inline bool is_open(int fd) { return ::fcntl(fd, F_GETFD) != -1; }
+
+inline int open_descriptors() {
+  int count = 0;
+  for (int fd = 0; fd < kManyDescriptors; ++fd) count += is_open(fd) ? 1 : 0;
+  return count;
+}
+
+inline uint16_t free_port() {
+  return local_address(listen_on(tcp_address(kHost, 0), 1).get()).port();
+}
+
+// Runs the body over two ends of each kind of store.
+inline void with_each_store(const std::function<void(Store& here, Store& there)>& body) {
+  LocalStore local;
+  body(local, local);
+  const auto server = TcpStore::serve(kHost, 0, kKey);
+  const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+  body(*server, *client);
+  const auto other = TcpStore::serve(kHost, 0, kKey);
+  const auto first = TcpStore::connect(kHost, other->port(), kKey, within(10s));
+  const auto second = TcpStore::connect(kHost, other->port(), kKey, within(10s));
+  body(*first, *second);
+}
+
+}  // namespace pycomm
