@@ -14,6 +14,10 @@ namespace {
 // beats two rounds. A prototype inside one host turned here; to be measured per transport.
 constexpr size_t kSmallBytes = 16 * 1024;
 
+// With more than a few ranks: up to this (of the whole array) log2(size) steps that copy everything
+// once more beat a ring's size - 1 steps. To be measured.
+constexpr size_t kMiddleBytes = 1024 * 1024;
+
 // Up to this many ranks one step with size - 1 messages is held to beat a tree's 2 log2(size) steps
 // with one. To be measured.
 constexpr int kFewRanks = 8;
@@ -35,23 +39,30 @@ Plan rooted(const Place& at) {
   return kPlan(at.rank, at.size, at.count, at.root);
 }
 
-Plan barrier(const Place& at) { return direct_barrier(at.rank, at.size); }
+template <Plan (*kPlan)(int, int)>
+Plan countless(const Place& at) {
+  return kPlan(at.rank, at.size);
+}
 
-constexpr std::array<Entry, 18> kPlans{{
+constexpr std::array<Entry, 22> kPlans{{
     {Operation::all_reduce, Algorithm::ring, rootless<ring_all_reduce>},
     {Operation::all_reduce, Algorithm::tree, rootless<tree_all_reduce>},
     {Operation::all_reduce, Algorithm::direct, rootless<direct_all_reduce>},
     {Operation::all_reduce, Algorithm::owner, rootless<owner_all_reduce>},
+    {Operation::all_reduce, Algorithm::halving, rootless<halving_all_reduce>},
     {Operation::broadcast, Algorithm::ring, rooted<ring_broadcast>},
     {Operation::broadcast, Algorithm::tree, rooted<tree_broadcast>},
     {Operation::broadcast, Algorithm::direct, rooted<direct_broadcast>},
     {Operation::all_gather, Algorithm::ring, ring_all_gather, true},
     {Operation::all_gather, Algorithm::tree, rootless<tree_all_gather>},
     {Operation::all_gather, Algorithm::direct, direct_all_gather, true},
+    {Operation::all_gather, Algorithm::halving, halving_all_gather},
     {Operation::reduce_scatter, Algorithm::ring, rootless<ring_reduce_scatter>},
     {Operation::reduce_scatter, Algorithm::tree, rootless<tree_reduce_scatter>},
     {Operation::reduce_scatter, Algorithm::direct, rootless<direct_reduce_scatter>},
-    {Operation::barrier, Algorithm::direct, barrier},
+    {Operation::reduce_scatter, Algorithm::halving, halving_reduce_scatter},
+    {Operation::barrier, Algorithm::direct, countless<direct_barrier>},
+    {Operation::barrier, Algorithm::halving, countless<halving_barrier>},
     {Operation::reduce, Algorithm::direct, rooted<direct_reduce>},
     {Operation::gather, Algorithm::direct, rooted<direct_gather>},
     {Operation::scatter, Algorithm::direct, rooted<direct_scatter>},
@@ -73,21 +84,23 @@ Algorithm choose(const Question& question) {
   if (question.size == 1) return Algorithm::direct;
   const size_t bytes = question.count * bytes_of(question.dtype);
   const bool small = bytes <= kSmallBytes, few = question.size <= kFewRanks;
+  const auto size = static_cast<size_t>(question.size);
   switch (question.operation) {
     case Operation::all_reduce:
       if (needs_fold(question)) return small ? Algorithm::direct : Algorithm::owner;
       if (small) return few ? Algorithm::direct : Algorithm::tree;
-      return Algorithm::ring;
+      return !few && bytes <= kMiddleBytes ? Algorithm::halving : Algorithm::ring;
     case Operation::reduce_scatter:
       if (needs_fold(question) || (small && few)) return Algorithm::direct;
-      // Along the tree the whole input travels, not a rank's part of it.
-      return bytes * static_cast<size_t>(question.size) <= kSmallBytes ? Algorithm::tree
-                                                                       : Algorithm::ring;
+      return !few && bytes * size <= kMiddleBytes ? Algorithm::halving : Algorithm::ring;
     case Operation::broadcast:
       return small ? Algorithm::tree : Algorithm::ring;
     case Operation::all_gather:
-      return small ? Algorithm::direct : Algorithm::ring;
+      if (small && few) return Algorithm::direct;
+      return !few && !question.ragged && bytes * size <= kMiddleBytes ? Algorithm::halving
+                                                                      : Algorithm::ring;
     case Operation::barrier:
+      return few ? Algorithm::direct : Algorithm::halving;
     case Operation::reduce:
     case Operation::gather:
     case Operation::scatter:

@@ -23,7 +23,8 @@ struct Question {
   int size = 1;
   size_t count = 0;
   bool reproducible =
-      false;  // bits depend on the inputs alone: sums in rank order whatever the size
+      false;            // bits depend on the inputs alone: sums in rank order whatever the size
+  bool ragged = false;  // counts differ by rank
 };
 
 // Never `automatic`, always one of algorithms_for(question.operation). send and recv are no plans:

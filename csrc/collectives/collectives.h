@@ -44,18 +44,28 @@ Plan direct_all_to_all(const Place& at);
 
 Plan owner_all_reduce(int rank, int size, size_t count);
 
+Plan halving_all_reduce(int rank, int size, size_t count);
+Plan halving_all_gather(const Place& at);
+Plan halving_reduce_scatter(const Place& at);
+Plan halving_barrier(int rank, int size);
+
 Plan tree_all_reduce(int rank, int size, size_t count);
 Plan tree_broadcast(int rank, int size, size_t count, int root);
 Plan tree_all_gather(int rank, int size, size_t count);
 Plan tree_reduce_scatter(int rank, int size, size_t count);
 
-// Parts that plans share, written in direct.cpp.
+// Parts that plans share, written in direct.cpp and barrier.cpp.
 
 // The whole plan of a group of one.
 Plan copy_plan(Range from, Range to);
 
-// An empty message to and from every peer: after its moves every rank has been heard of.
+// After its moves every rank has been heard of. Up to eight ranks: an empty message to and from
+// every peer, in size - 1 steps. More: tokens.
 void append_announcement(Plan& plan, int rank, int size);
+
+// The same with one element to and from log2(size) peers, rounded up, in as many steps. Uses two
+// elements of scratch, from 0 on.
+void append_tokens(Plan& plan, int rank, int size);
 
 // Sends `part_of(peer)` of the input to every peer and folds what came, this rank's own part with
 // it, in rank order into `result`. Uses size * result.count elements of scratch.

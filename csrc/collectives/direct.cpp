@@ -20,11 +20,6 @@ Plan copy_plan(Range from, Range to) {
   return plan;
 }
 
-void append_announcement(Plan& plan, int rank, int size) {
-  for (int step = 1; step < size; ++step)
-    plan.moves.push_back({ahead(rank, size, step), {}, behind(rank, size, step), {}});
-}
-
 void append_fold(Plan& plan, int rank, int size, const std::function<Range(int)>& part_of,
                  Range result) {
   const auto slot = [&](int i) {
@@ -74,8 +69,8 @@ Plan direct_broadcast(int rank, int size, size_t count, int root) {
 //   step 1  a to rank 1  b to rank 2  c to rank 0    the receiver copies it to the sender's place
 //   step 2  a to rank 2  b to rank 0  c to rank 1
 //
-// Steps: 2 (size - 1), the first half of them empty; size - 1 with two ranks. Elements sent:
-// (size - 1) times what this rank gives.
+// Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
+// announcement's: (size - 1) times what this rank gives.
 Plan direct_all_gather(const Place& at) {
   const auto [rank, size] = std::pair(at.rank, at.size);
   const auto place = [&](int i) { return part(Space::output, at.count, at.counts, i); };
@@ -135,15 +130,6 @@ Plan direct_reduce(int rank, int size, size_t count, int root) {
     plan.moves.push_back({kNobody, {}, from, part(Space::scratch, count, {}, from)});
   }
   plan.moves.push_back({rank, {Space::scratch, 0, plan.scratch}, rank, output, Combine::fold});
-  return plan;
-}
-
-// The announcement alone. A chain of empty messages would not do: an empty send waits for nothing.
-//
-// Steps: size - 1. Elements sent: 0.
-Plan direct_barrier(int rank, int size) {
-  Plan plan;
-  append_announcement(plan, rank, size);
   return plan;
 }
 

@@ -62,7 +62,8 @@ Plan direct_scatter(int rank, int size, size_t count, int root) {
 //   step 2  part 2 to rank 2  part 0 to rank 0  part 1 to rank 1
 //   copy    part 0            part 1            part 2
 //
-// Steps: the announcement's and size - 1. Elements sent: all parts but the own.
+// Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
+// announcement's: all parts but the own.
 Plan direct_all_to_all(const Place& at) {
   const auto size = static_cast<size_t>(at.size);
   const bool even = at.counts.empty();

@@ -35,7 +35,8 @@ enum class Combine : uint8_t { copy, reduce, finish, fold };
 inline constexpr int kNobody = -1;
 
 // One step of one rank: send `out` to `to` while what `from` sends is combined into `in`. Either
-// peer may be kNobody. A move to and from oneself is local: `out` is what arrives.
+// peer may be kNobody. A move to and from oneself is local: `out` is what arrives, and a copy of
+// nothing fills `in` with zeros.
 //
 // Sends happen in the order of the moves, and so do receives, but the two orders advance on their
 // own: the send of move i+1 may start as soon as the elements that it reads are there. `in` never

@@ -99,8 +99,8 @@ Plan ring_broadcast(int rank, int size, size_t count, int root) {
 //   step 0  sends a     sends b     sends c      the receiver copies
 //   step 1  sends c     sends a     sends b
 //
-// Steps: 2 (size - 1), the first half of them empty; size - 1 with two ranks. Elements sent:
-// all parts but the right neighbour's: (size - 1) count.
+// Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
+// announcement's: all parts but the right neighbour's: (size - 1) count.
 Plan ring_all_gather(const Place& at) {
   const auto [rank, size] = std::pair(at.rank, at.size);
   const auto place = [&at](int i) {

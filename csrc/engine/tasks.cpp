@@ -131,7 +131,10 @@ void Run::do_locally(const Move& now) const {
   const std::byte* arrived = place(now.out);
   switch (now.combine) {
     case Combine::copy:
-      if (into != arrived) std::memmove(into, arrived, bytes(now.in));
+      if (now.out.count == 0)
+        std::memset(into, 0, bytes(now.in));
+      else if (into != arrived)
+        std::memmove(into, arrived, bytes(now.in));
       return;
     case Combine::reduce:
       return job_.reducer->reduce(into, place(now.with), arrived, now.in.count);

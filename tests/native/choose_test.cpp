@@ -48,19 +48,25 @@ void rules_test() {
   is({Operation::all_reduce, Dtype::float32, sum, 8, 4096}, Algorithm::direct);
   is({Operation::all_reduce, Dtype::float32, sum, 9, 4096}, Algorithm::tree);
   is({Operation::all_reduce, Dtype::float32, sum, 8, 4097}, Algorithm::ring);
+  is({Operation::all_reduce, Dtype::float32, sum, 9, 4097}, Algorithm::halving);
+  is({Operation::all_reduce, Dtype::float32, sum, 9, (1 << 18) + 1}, Algorithm::ring);
   is({Operation::all_reduce, Dtype::float32, sum, 8, 4097, true}, Algorithm::owner);
   is({Operation::all_reduce, Dtype::float16, sum, 2, 8193}, Algorithm::owner);
   is({Operation::all_reduce, Dtype::float16, max, 2, 8193}, Algorithm::ring);
   is({Operation::all_reduce, Dtype::float32, sum, 1, 1 << 20}, Algorithm::direct);
   is({Operation::broadcast, Dtype::float32, sum, 4, 4096}, Algorithm::tree);
   is({Operation::broadcast, Dtype::float32, sum, 4, 4097}, Algorithm::ring);
-  is({Operation::all_gather, Dtype::float32, sum, 64, 4096}, Algorithm::direct);
+  is({Operation::all_gather, Dtype::float32, sum, 8, 4096}, Algorithm::direct);
+  is({Operation::all_gather, Dtype::float32, sum, 64, 4096}, Algorithm::halving);
+  is({Operation::all_gather, Dtype::float32, sum, 64, 4096, false, true}, Algorithm::ring);
+  is({Operation::all_gather, Dtype::float32, sum, 64, 4097}, Algorithm::ring);
   is({Operation::all_gather, Dtype::float32, sum, 4, 4097}, Algorithm::ring);
   is({Operation::reduce_scatter, Dtype::float32, sum, 8, 4096}, Algorithm::direct);
-  is({Operation::reduce_scatter, Dtype::float32, sum, 16, 256}, Algorithm::tree);
-  is({Operation::reduce_scatter, Dtype::float32, sum, 16, 257}, Algorithm::ring);
+  is({Operation::reduce_scatter, Dtype::float32, sum, 16, 1 << 14}, Algorithm::halving);
+  is({Operation::reduce_scatter, Dtype::float32, sum, 16, (1 << 14) + 1}, Algorithm::ring);
   is({Operation::reduce_scatter, Dtype::bfloat16, sum, 64, 1 << 20}, Algorithm::direct);
-  is({Operation::barrier, Dtype::uint8, sum, 64, 0}, Algorithm::direct);
+  is({Operation::barrier, Dtype::uint8, sum, 8, 0}, Algorithm::direct);
+  is({Operation::barrier, Dtype::uint8, sum, 9, 0}, Algorithm::halving);
 }
 const Test kRules{"the rules of the choice", rules_test};
 

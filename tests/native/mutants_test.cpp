@@ -211,6 +211,31 @@ void empty_chain_test() {
 }
 const Test kEmptyChain{"mutant: a chain of empty messages is no barrier", empty_chain_test};
 
+void halving_test() {
+  expect_caught(Algorithm::halving, 5, {Operation::all_reduce, 10}, "it is added to element",
+                [](auto& plans) { plans[2].moves[5].out.begin -= 2; });
+  expect_caught(Algorithm::halving, 5, kGather8, "at the end: element",
+                [](auto& plans) { std::swap(plans[2].moves[4].in, plans[2].moves[5].in); });
+  expect_caught(Algorithm::halving, 5, {Operation::reduce_scatter, 8}, "it is not finished",
+                [](auto& plans) { plans[4].moves[7].combine = Combine::reduce; });
+}
+const Test kHalving{"mutant: halving sends, adds or keeps the wrong parts", halving_test};
+
+void token_test() {
+  // The second token is sent from a place that the first receive does not write.
+  expect_caught(Algorithm::halving, 4, {Operation::barrier}, "it has not heard of rank",
+                [](auto& plans) {
+                  plans[1].moves[2].out.begin = 0;
+                  plans[1].moves[2].in.begin = 1;
+                });
+  expect_caught(Algorithm::halving, 4, {Operation::barrier}, "it has not heard of rank",
+                [](auto& plans) {
+                  for (Plan& plan : plans)
+                    for (Move& move : plan.moves) move.out.count = move.in.count = 0;
+                });
+}
+const Test kToken{"mutant: tokens that wait for nothing", token_test};
+
 void overlap_test() {
   const Break break_it = [](auto& plans) {
     plans[0] = {};

@@ -8,6 +8,7 @@
 #include "cases.h"
 #include "collectives/choose.h"
 #include "collectives/collectives.h"
+#include "costs.h"
 #include "harness.h"
 
 namespace pycomm {
@@ -20,138 +21,6 @@ constexpr int kMaxSize = 24;
 constexpr int kMaxSize = 64;
 #endif
 constexpr size_t kCounts[] = {0, 1, 2, 3, 7, 64, 65, 1000};
-
-// What the comment above a plan promises, for one rank.
-struct Cost {
-  size_t messages = 0, elements = 0;
-  int steps = 0;
-};
-
-int log_of(int size) { return static_cast<int>(std::bit_width(static_cast<unsigned>(size - 1))); }
-
-// The children of a node of the binomial tree, and the nodes under it with itself, the slow way.
-size_t children_of(int node, int size) {
-  size_t children = 0;
-  for (int other = 1; other < size; ++other) children += (other & (other - 1)) == node;
-  return children;
-}
-
-size_t under(int node, int size) {
-  size_t nodes = 0;
-  for (int other = 0; other < size; ++other) {
-    int at = other;
-    while (at > node) at &= at - 1;
-    nodes += at == node;
-  }
-  return nodes;
-}
-
-Cost ring_cost(int rank, int size, const Case& what) {
-  const auto n = static_cast<size_t>(size), c = what.count;
-  const auto part = [&](int i) { return piece(Space::input, c, size, i).count; };
-  const size_t pieces = ring_broadcast_pieces(size, c);
-  switch (what.operation) {
-    case Operation::all_reduce:
-      return {2 * (n - 1), 2 * c - part(rank) - part(rank + 1), 2 * (size - 1)};
-    case Operation::broadcast: {
-      const bool last = (rank + 1) % size == what.root;
-      return {last ? 0 : pieces, last ? 0 : c, static_cast<int>(pieces) + size - 2};
-    }
-    case Operation::all_gather: {
-      const int rounds = size > 2 ? 2 : 1;
-      return {static_cast<size_t>(rounds) * (n - 1), (n - 1) * c, rounds * (size - 1)};
-    }
-    case Operation::reduce_scatter:
-      return {n - 1, (n - 1) * c, size - 1};
-    case Operation::send:
-    case Operation::recv:
-    case Operation::barrier:
-    case Operation::reduce:
-    case Operation::gather:
-    case Operation::scatter:
-    case Operation::all_to_all:
-      break;
-  }
-  return {};
-}
-
-Cost direct_cost(int rank, int size, const Case& what) {
-  const auto n = static_cast<size_t>(size), c = what.count;
-  const size_t rounds = size > 2 ? 2 : 1, gives = rank != what.root;
-  switch (what.operation) {
-    case Operation::all_reduce:
-    case Operation::reduce_scatter:
-      return {n - 1, (n - 1) * c, size - 1};
-    case Operation::broadcast:
-      return {rank == what.root ? n - 1 : 0, rank == what.root ? (n - 1) * c : 0, size - 1};
-    case Operation::all_gather:
-      return {rounds * (n - 1), (n - 1) * c, static_cast<int>(rounds) * (size - 1)};
-    case Operation::barrier:
-      return {n - 1, 0, size - 1};
-    case Operation::reduce:
-      return {gives, gives * c, size - 1};
-    case Operation::gather:
-      return {rounds * gives, gives * c, static_cast<int>(rounds) * (size - 1)};
-    case Operation::scatter:
-      return {rank == what.root ? n - 1 : 0, rank == what.root ? (n - 1) * c : 0, size - 1};
-    case Operation::all_to_all:
-      return {rounds * (n - 1), (n - 1) * c, static_cast<int>(rounds) * (size - 1)};
-    case Operation::send:
-    case Operation::recv:
-      break;
-  }
-  return {};
-}
-
-Cost tree_cost(int rank, int size, const Case& what) {
-  const auto n = static_cast<size_t>(size), c = what.count;
-  const int node = (rank - what.root + size) % size;
-  const size_t children = children_of(node, size), below = under(node, size), up = rank != 0;
-  switch (what.operation) {
-    case Operation::all_reduce:
-      return {children + up, (children + up) * c, 2 * log_of(size)};
-    case Operation::broadcast:
-      return {children, children * c, log_of(size)};
-    case Operation::all_gather:
-      return {children + up, up * below * c + children * n * c, 2 * log_of(size)};
-    case Operation::reduce_scatter:
-      return {children + up, up * n * c + (below - 1) * c, 2 * log_of(size)};
-    case Operation::send:
-    case Operation::recv:
-    case Operation::barrier:
-    case Operation::reduce:
-    case Operation::gather:
-    case Operation::scatter:
-    case Operation::all_to_all:
-      break;
-  }
-  return {};
-}
-
-Cost owner_cost(int rank, int size, const Case& what) {
-  const auto n = static_cast<size_t>(size);
-  const size_t own = piece(Space::input, what.count, size, rank).count;
-  return {2 * (n - 1), what.count - own + (n - 1) * own, 2 * (size - 1)};
-}
-
-Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what) {
-  if (size == 1) return {};
-  switch (algorithm) {
-    case Algorithm::ring:
-      return ring_cost(rank, size, what);
-    case Algorithm::direct:
-      return direct_cost(rank, size, what);
-    case Algorithm::tree:
-      return tree_cost(rank, size, what);
-    case Algorithm::owner:
-      return owner_cost(rank, size, what);
-    case Algorithm::automatic:
-    case Algorithm::halving:
-    case Algorithm::hierarchical:
-      break;
-  }
-  return {};
-}
 
 void expect_proven(Algorithm algorithm, int size, const Case& what) {
   const std::string name = title(algorithm, size, what);

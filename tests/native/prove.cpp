@@ -44,6 +44,7 @@ class Prover {
   bool readable(const Rank& at) const;
   bool writable(const Rank& at) const;
   bool overlap(const Rank& at, const Range& a, const Range& b) const;
+  bool may_overlap(const Rank& at, Range a, Range b) const;
   bool is_local(const Rank& at, const Move& move) const { return move.from == at.rank; }
   int host_of(const Rank& at) const {
     return what_.hosts.empty() ? 0 : what_.hosts[static_cast<size_t>(at.rank)];
@@ -122,6 +123,14 @@ bool Prover::overlap(const Rank& at, const Range& a, const Range& b) const {
   return a_begin < b_begin + b.count && b_begin < a_begin + a.count && a.count > 0 && b.count > 0;
 }
 
+// The engine does not know whether input and output are one array, and takes them for one.
+bool Prover::may_overlap(const Rank& at, Range a, Range b) const {
+  if (overlap(at, a, b)) return true;
+  if (a.space == Space::input) a.space = Space::output;
+  if (b.space == Space::input) b.space = Space::output;
+  return overlap(at, a, b);
+}
+
 // What can be said of a move by looking at it alone.
 void Prover::check_move(const Rank& at, const Move& move) const {
   const auto fits = [&](const Range& range) {
@@ -174,7 +183,8 @@ std::vector<Run> Prover::look(Rank& at, const Range& range) {
 bool Prover::readable(const Rank& at) const {
   const auto& moves = at.plan->moves;
   for (size_t i = at.receiving; i < at.sending; ++i)
-    if (moves[i].from != kNobody && overlap(at, moves[i].in, moves[at.sending].out)) return false;
+    if (moves[i].from != kNobody && may_overlap(at, moves[i].in, moves[at.sending].out))
+      return false;
   return true;
 }
 
@@ -183,7 +193,7 @@ bool Prover::writable(const Rank& at) const {
   const auto& moves = at.plan->moves;
   for (size_t i = at.sending; i < at.receiving; ++i)
     if (moves[i].to != kNobody && moves[i].to != at.rank &&
-        overlap(at, moves[i].out, moves[at.receiving].in))
+        may_overlap(at, moves[i].out, moves[at.receiving].in))
       return false;
   return true;
 }
@@ -263,6 +273,9 @@ std::vector<Run> Prover::combine(Rank& at, const Move& move, const std::vector<R
     if (move.out.count != size_ * move.in.count) violate("it does not fold one slot for each rank");
     return fold(arrived, move.in.count);
   }
+  if (is_local(at, move) && move.combine == Combine::copy && move.out.count == 0 &&
+      move.in.count > 0)
+    return {Run{.count = move.in.count, .expression = expressions_.token()}};
   if (move.out.count != move.in.count && is_local(at, move))
     violate("`in` is not as long as `out`");
   if (move.combine == Combine::copy) return arrived;

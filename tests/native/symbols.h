@@ -33,6 +33,9 @@ class Expressions {
 
   int leaf(int rank) { return number({Kind::leaf, rank, 0}, {bit(rank), false}); }
 
+  // What no rank gave: zeros that say only who has been heard of.
+  int token() { return number({Kind::leaf, -1, 0}, {0, false}); }
+
   int add(Kind kind, int a, int b) {
     if (finished(a) || finished(b)) violate("a finished sum is added to");
     if (const uint64_t both = ranks(a) & ranks(b))

@@ -1,0 +1,19 @@
+// What the comment above each plan promises, worked out apart from the plans.
+#pragma once
+
+#include <cstddef>
+
+#include "core/operation.h"
+#include "prove.h"
+
+namespace pycomm {
+
+// Of one rank; `steps` of all together.
+struct Cost {
+  size_t messages = 0, elements = 0;
+  int steps = 0;
+};
+
+Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what);
+
+}  // namespace pycomm
