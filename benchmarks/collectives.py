@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.multiprocessing.spawn import ProcessException
 
-from benchmarks import plot, table, worker
+from benchmarks import mpi, plot, table, worker
 from benchmarks.peers import OURS, PEERS, Peer
 from benchmarks.sizes import format_size, parse_sizes
 from benchmarks.verbs import DTYPES, VERBS, Case
@@ -37,6 +37,11 @@ class Run:
     peers: list[Peer]
     rounds: int
 
+    @property
+    def mpi(self) -> str:
+        """The MPI among the peers, or ""."""
+        return next((peer.name for peer in self.peers if peer.name in mpi.PACKAGES), "")
+
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; the exit status."""
@@ -45,6 +50,11 @@ def main(argv: Sequence[str]) -> int:
     peers = [OURS[name] for name in options.ours] + [PEERS[name] for name in options.peers]
     if not peers or options.ranks < 2 or options.rounds < 1:
         parser.error("nothing to measure: at least one contestant, 2 ranks and 1 round are needed")
+    mpis = [name for name in options.peers if name in mpi.PACKAGES]
+    if len(mpis) > 1:
+        parser.error(f"one MPI at a time, not {' and '.join(mpis)}: a process can load only one")
+    if mpis and (why := mpi.missing(mpis[0])):
+        parser.error(why)
     cases = [
         Case(verb, dtype, size, options.ranks)
         for verb in options.ops
@@ -55,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(soft_wrap=True, highlight=False)
     try:
         found = _measure(console, run)
-    except ProcessException as error:
+    except (ProcessException, RuntimeError) as error:
         console.print(f"a rank failed\n{error}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
@@ -140,10 +150,14 @@ def _measure(console: Console, run: Run) -> list[table.Line]:
             console.print(f"# {name} refuses {said.case.verb} {said.case.dtype}: {why}")
         bar.update(task, advance=1, description=f"{said.case.verb} {format_size(said.case.bytes)}")
 
-    flags = RawArray("q", run.ranks * worker.SLOT)
-    with bar:
-        args = (flags, run.peers, run.cases, run.rounds)
-        processes.run(worker.work, args, run.ranks, hear)
+    with bar, tempfile.NamedTemporaryFile() as flags:
+        flags.write(bytes(8 * run.ranks * worker.SLOT))
+        flags.flush()
+        args = (Path(flags.name), run.peers, run.cases, run.rounds)
+        if run.mpi:
+            mpi.run(run.mpi, worker.work, args, run.ranks, hear)
+        else:
+            processes.run(worker.work, args, run.ranks, hear)
     return found
 
 

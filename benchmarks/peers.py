@@ -1,14 +1,18 @@
 """Who takes part in a run: pycomm's own faces and the peers it is measured against. Called by
 collectives.py (names) and worker.py (groups and calls).
+
+`fake` is torch.distributed's backend that does nothing: what any backend pays for torch's dispatch.
 """
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs hide it
 
+from benchmarks import mpi
 from benchmarks.verbs import Arrays, Call, direct, through_torch
 
 
@@ -17,12 +21,20 @@ class Peer:
     """One contestant: its name, the torch.distributed backend under it."""
 
     name: str
-    backend: str
+    backend: str  # "" for MPI
     bypasses_torch: bool = False  # called through pycomm's own functions
+    communicates: bool = True  # else its answers are not looked at
 
 
 OURS = {p.name: p for p in (Peer("pycomm", "pycomm"), Peer("pycomm-direct", "pycomm", True))}
-PEERS = {p.name: p for p in (Peer("gloo", "gloo"),)}
+PEERS = {
+    p.name: p
+    for p in (
+        Peer("gloo", "gloo"),
+        Peer("fake", "fake", communicates=False),
+        *(Peer(name, "") for name in mpi.PACKAGES),
+    )
+}
 
 
 class Groups:
@@ -32,7 +44,10 @@ class Groups:
     """
 
     def __init__(self, peers: list[Peer], store: Store, rank: int, size: int) -> None:
-        backends = sorted({p.backend for p in peers}, key=lambda name: name != "pycomm")
+        names = {p.backend for p in peers if p.backend}
+        backends = sorted(names, key=lambda name: (name != "pycomm", name != "gloo"))
+        if "fake" in backends:
+            importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
         dist.init_process_group(backends[0], store=store, rank=rank, world_size=size)
         self._groups: dict[str, dist.ProcessGroup | None] = {backends[0]: None}
         for name in backends[1:]:
@@ -46,4 +61,6 @@ class Groups:
         """What `peer` does with `arrays`."""
         if peer.bypasses_torch:
             return direct(arrays)
+        if not peer.backend:
+            return mpi.call(arrays)
         return through_torch(arrays, self._groups[peer.backend])

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter
 from benchmarks.sizes import format_size
 from benchmarks.table import Line
 
-COLORS = {"pycomm": "#1a73e8", "pycomm-direct": "#12b5cb", "gloo": "#9aa0a6"}
+COLORS = {"pycomm": "#1a73e8", "pycomm-direct": "#12b5cb", "gloo": "#9aa0a6", "fake": "#dadce0"}
 
 
 def save(path: Path, found: Sequence[Line], caption: str) -> None:

@@ -16,6 +16,7 @@ from benchmarks.worker import Times
 
 COPIES = ("copy plain", "copy libc")
 COMPARATOR = "gloo"
+FLOOR = "fake"  # moves nothing, so the limit is not its
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def faults(found: Sequence[Line]) -> list[str]:
         f"{line.peer}: {line.verb} of {line.size_bytes} bytes runs at "
         f"{line.limit_percent:.0f} % of the limit: then the limit is wrong"
         for line in found
-        if line.limit_percent > 100 * TOLERANCE
+        if line.limit_percent > 100 * TOLERANCE and line.peer != FLOOR
     ]
     return said
 

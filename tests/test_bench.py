@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import collectives, limits, table, verbs
+from benchmarks import collectives, limits, mpi, peers, table, verbs, worker
 from benchmarks.sizes import format_size, parse_size, parse_sizes
 from benchmarks.worker import Times
 
@@ -161,13 +161,37 @@ def test_a_tiny_run_is_right(ours: str, tmp_path: Path) -> None:
     assert plot_to.read_bytes().startswith(b"\x89PNG")
 
 
+def test_mpi_and_the_floor_take_part(tmp_path: Path) -> None:
+    stored = tmp_path / "bench.json"
+    args = ["--sizes", "64", "--ops", ",".join(verbs.VERBS), "--rounds", "1", "--ours", "pycomm"]
+    assert collectives.main([*args, "--peers", "mpich,fake", "--json", str(stored)]) == 0
+    rows = json.loads(stored.read_text())["rows"]
+    assert [row["peer"] for row in rows] == ["pycomm", "mpich", "fake"] * len(verbs.VERBS)
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in rows)
+
+
+def test_a_rank_of_an_mpi_that_fails_says_why() -> None:
+    args = (Path("/no/such/flags"), [peers.PEERS["mpich"], peers.OURS["pycomm"]], [], 1)
+    with pytest.raises(RuntimeError, match=r"FileNotFoundError.*/no/such/flags"):
+        mpi.run("mpich", worker.work, args, 2, lambda rank, value: None)
+
+
 def test_what_a_peer_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--sizes", "8", "--dtypes", "int16", "--ours", "", "--rounds", "1"]
     assert collectives.main(args) == 0
     assert "gloo refuses all_reduce int16" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("args", [["--peers", "smoke"], ["--sizes", "x"], ["--ranks", "1"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--peers", "smoke"],
+        ["--peers", "mpich,openmpi"],  # a process can load only one
+        ["--peers", "intelmpi"],  # not installed
+        ["--sizes", "x"],
+        ["--ranks", "1"],
+    ],
+)
 def test_nonsense_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         collectives.main(args)

