@@ -107,4 +107,5 @@ def connect(
     address: str,
     reproducible: bool,
     log: bool,
+    heartbeat_s: float = 10.0,
 ) -> Group: ...

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_HEARTBEAT_S = 10.0
 
 Store: TypeAlias = "_core.Store | _core.PythonStore"
 
@@ -143,6 +144,7 @@ def init(
     transport: str | None = None,
     secret: str | None = None,
     reproducible: bool = False,
+    heartbeat_s: float = DEFAULT_HEARTBEAT_S,
 ) -> Group:
     """Forms the default group from the environment; collective over the processes of the run.
 
@@ -154,6 +156,10 @@ def init(
         transport: "shm" or "tcp": this one only; None: PYCOMM_TRANSPORT, or the best for each pair.
         secret: the run's key; None: PYCOMM_SECRET.
         reproducible: sums in rank order whatever the size, so that bits depend on the inputs alone.
+        heartbeat_s: a rank that others wait for and that they have not heard of for so many seconds
+            is lost: it is stopped or its host is gone. One that is merely busy, be it with the GIL
+            held, is heard of all the time. 0: never, as where a debugger stops ranks. The same on
+            every rank.
 
     Raises:
         InvalidArgument: an argument or a variable makes no sense.
@@ -166,18 +172,26 @@ def init(
             return found
         if not timeout_s > 0:
             raise InvalidArgument(f"timeout_s is {timeout_s}; it must be more than 0 seconds")
+        if not heartbeat_s >= 0:
+            raise InvalidArgument(f"heartbeat_s is {heartbeat_s}; it must be 0 or more seconds")
         if transport is not None and transport not in config.TRANSPORTS:
             raise InvalidArgument(
                 f"transport is {transport!r}; it must be one of {', '.join(config.TRANSPORTS)}"
             )
         if secret is not None:
             config.check_secret(secret, "secret")
-        _state.group = _form(timeout_s, transport, secret, reproducible)
+        _state.group = _form(timeout_s, transport, secret, reproducible, heartbeat_s)
         _state.adopted = False
         return _state.group
 
 
-def _form(timeout_s: float, transport: str | None, secret: str | None, reproducible: bool) -> Group:
+def _form(
+    timeout_s: float,
+    transport: str | None,
+    secret: str | None,
+    reproducible: bool,
+    heartbeat_s: float,
+) -> Group:
     here = config.environment(secret=secret)
     log_at(here.log)
     store = rendezvous.find_store(here, timeout_s)
@@ -191,6 +205,7 @@ def _form(timeout_s: float, transport: str | None, secret: str | None, reproduci
         transport=here.transport if transport is None else transport,
         address=here.address,
         reproducible=reproducible,
+        heartbeat_s=heartbeat_s,
         log=here.log != "warning",
     )
     store.settle()

@@ -37,6 +37,7 @@ def run_ranks(
     transport: str = "local",
     processes: bool = False,
     timeout_s: float = 60.0,
+    heartbeat_s: float = 10.0,
     return_exceptions: bool = False,
 ) -> list[Any]:
     """Runs `fn(group, *args)` as each of `n` ranks of a new group; gives the results by rank.
@@ -47,6 +48,7 @@ def run_ranks(
         transport: "local" (threads only), "shm", "tcp", or "" for the best.
         processes: each rank is a process, started afresh, instead of a thread.
         timeout_s: the group's limit in seconds, for its forming and each call.
+        heartbeat_s: as of `pycomm.init`.
         return_exceptions: failures stand in the list as exceptions; PeerLost for a process that
             died.
 
@@ -54,7 +56,12 @@ def run_ranks(
         The first failure of any rank, with a note that names the rank; the other ranks' groups are
         aborted then, so that nobody waits.
     """
-    options = {"size": n, "timeout_s": timeout_s, "transport": transport}
+    options = {
+        "size": n,
+        "timeout_s": timeout_s,
+        "heartbeat_s": heartbeat_s,
+        "transport": transport,
+    }
     ranks = (_Processes if processes else _Threads)(n, fn, args, options)
     ranks.run()
     if not return_exceptions and ranks.failures:

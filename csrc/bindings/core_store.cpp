@@ -83,6 +83,8 @@ ConnectOptions options_from(const py::kwargs& named) {
   options.size = named["size"].cast<int>();
   options.name = named["name"].cast<std::string>();
   options.timeout = nanoseconds(named["timeout_s"].cast<double>());
+  if (named.contains("heartbeat_s"))
+    options.heartbeat = nanoseconds(named["heartbeat_s"].cast<double>());
   options.secret = named["secret"].cast<std::string>();
   options.transport = named["transport"].cast<std::string>();
   options.address = named["address"].cast<std::string>();

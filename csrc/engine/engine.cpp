@@ -31,6 +31,15 @@ int order(const Header& frame, uint16_t epoch, uint32_t sequence) {
   return d == 0 ? 0 : d < 0 ? -1 : 1;
 }
 
+// For as long as it lives pulse() may work with the links.
+struct Rest {
+  explicit Rest(std::mutex& turn) : mutex(turn) { mutex.unlock(); }
+  Rest(const Rest&) = delete;
+  Rest& operator=(const Rest&) = delete;
+  ~Rest() { mutex.lock(); }
+  std::mutex& mutex;
+};
+
 }  // namespace
 
 Engine::Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions options)
@@ -43,6 +52,7 @@ Engine::Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions opt
 Engine::~Engine() { leave(); }
 
 uint64_t Engine::sum(uint64_t (Link::*figure)() const) const {
+  const std::lock_guard turn(turn_);
   uint64_t total = 0;
   for (const Peer& peer : peers_)
     if (peer.link) total += (peer.link.get()->*figure)();
@@ -84,9 +94,14 @@ void Engine::receive(int from, const Header& signature, Bytes into, const Deadli
 
 // Runs the task; whatever breaks it, other than a disagreement, breaks the engine.
 void Engine::guard(Task& task, const Header& signature, const Deadline& deadline) {
+  const std::lock_guard turn(turn_);
+  last_ = signature;
+  last_.sequence = sequence_;
+  last_.whereabouts = Whereabouts::inside;
   struct Clear {
     Engine& engine;
     ~Clear() {
+      engine.last_.whereabouts = Whereabouts::between;
       engine.running_ = nullptr;
       engine.keep_half_arrived();
       engine.awaited_.reset();
@@ -106,15 +121,16 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
     if (error.kind() == ErrorKind::timeout && running_ != nullptr) {
       const auto missing = call_roll(error);
       for (const int peer : missing)
-        text += (peer == missing[0] ? "; missing from this call: " : ", ") + name(peer);
+        text += (peer == missing[0] ? "; missing from this call: " : ", ") + name(peer) +
+                known_of(at(peer));
       if (!missing.empty()) fields.peer = missing[0];
     }
     const Error told(error.kind(), text, fields);
-    fail(told);
+    give_up(told);
     throw told;
   } catch (const std::exception& error) {  // of `interrupted`, or out of memory
-    fail(InternalError(std::string(name_of(static_cast<Operation>(signature.operation))) + ": " +
-                       error.what()));
+    give_up(InternalError(std::string(name_of(static_cast<Operation>(signature.operation))) + ": " +
+                          error.what()));
     throw;
   }
 }
@@ -163,7 +179,8 @@ void Engine::sleep(Task& task, const Deadline& deadline) {
   {
     const Disarm disarm{*this};
     if (task.advance() || tend_all()) return;
-    const auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
+    auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
+    if (options_.heartbeat.count() > 0) limit = std::min(limit, pulse_interval());
     woken = ::poll(polled_.data(), polled_.size(),
                    static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
   }
@@ -172,6 +189,7 @@ void Engine::sleep(Task& task, const Deadline& deadline) {
   if (task.done() || task.advance()) return;
   check_needed(task);
   check_world(task, deadline);
+  check_silence(task);
 }
 
 void Engine::check_world(const Task& task, const Deadline& deadline) {
@@ -179,8 +197,11 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
     const std::lock_guard lock(mutex_);
     throw GroupBroken("the group was aborted: " + stop_reason_);
   }
-  if (const auto now = Clock::now(); options_.interrupted && now - asked_ >= kSlice) {
+  const auto now = Clock::now();
+  say_alive(now);
+  if (options_.interrupted && now - asked_ >= kSlice) {
     asked_ = now;  // it may take a lock that others hold for long: not at every wake-up
+    const Rest rest{turn_};
     if (options_.interrupted()) throw GroupBroken(name(options_.rank) + " was interrupted");
   }
   if (!deadline.expired()) return;
@@ -208,8 +229,10 @@ bool Engine::tend_all() {
     (void)link.flush();
     moved |= owed && link.idle();
     (void)tend(static_cast<int>(i));
-    moved |= link.bytes_received() != peers_[i].seen;
+    if (link.bytes_received() == peers_[i].seen) continue;
+    moved = true;
     peers_[i].seen = link.bytes_received();
+    peers_[i].heard = Clock::now();
   }
   return moved;
 }
@@ -228,7 +251,7 @@ Engine::Front Engine::tend(int peer) {
   for (;;) {
     const bool last =
         link.channel().hung_up();  // looked at first: what it sent before is there now
-    const Header* header = link.front();
+    const Header* header = this->front(peer);
     const Front front = header == nullptr ? Front::nothing : judge(peer, *header);
     who.front = front;
     const bool waits = header == nullptr || link.payload_left() > 0;
@@ -247,7 +270,13 @@ Engine::Front Engine::judge(int peer, const Header& header) {
   Link& link = *at(peer).link;
   switch (header.kind) {
     case FrameKind::data:
+      at(peer).last = header;
       break;
+    case FrameKind::pulse:
+      check(header.bytes == 0, "a pulse has a payload");
+      at(peer).last = header;
+      link.finish();
+      return Front::nothing;
     case FrameKind::mismatch:
       // Of a call that we have yet to make, or of an epoch that we have yet to hear of; and a
       // message that we send is not cut by one of the past. What we know already must not stay in

@@ -61,7 +61,18 @@ struct EngineOptions {
   int rank = 0;
   std::vector<std::string> names;    // by rank: "rank 2 (host a, pid 77)"
   std::chrono::nanoseconds spin{0};  // how long a wait looks before it sleeps
+  // Who is waited for and was not heard of for so long is lost; 0: never.
+  std::chrono::nanoseconds heartbeat{0};
   std::function<bool()> interrupted;
+};
+
+// What a rank knows of another, as of a moment ago.
+struct Sighting {
+  bool connected = false;
+  std::optional<std::string> departed{};  // its last words
+  double silent_s = 0;                    // since it was heard of
+  std::string doing{};                    // as its last frame said; empty: not known
+  uint64_t bytes_written = 0, bytes_received = 0;
 };
 
 class Engine {
@@ -80,6 +91,15 @@ class Engine {
   void fail(const Error& error) noexcept;
   // From any thread: ends the wait that is under way, with GroupBroken.
   void stop(const std::string& reason) noexcept;
+  // From any thread, at least every pulse_interval(): says to silent links that this rank lives,
+  // and takes their pulses in. Does nothing while a call runs, which does it itself. False once the
+  // engine is broken.
+  bool pulse() noexcept;
+  std::chrono::nanoseconds pulse_interval() const { return options_.heartbeat / 5; }
+  // From any thread, also while a call waits: what this rank called last, and what it knows of each
+  // rank.
+  std::string doing() const;
+  std::vector<Sighting> sightings() const;
   // Throws GroupBroken if the engine is broken or has left.
   void check_usable();
 
@@ -110,6 +130,10 @@ class Engine {
     std::deque<Message> messages;         // arrived, or (the last) arriving
     Front front = Front::nothing;         // what stood there when last looked at
     uint64_t seen = 0;                    // bytes received when last looked at
+    Clock::time_point heard{};            // when they last grew
+    uint64_t told = 0;                    // bytes written when last looked at
+    Clock::time_point told_at{};          // when they last grew
+    std::optional<Header> last{};         // the last header of a call or a pulse
   };
 
   void keep_half_arrived();
@@ -118,6 +142,13 @@ class Engine {
   void sleep(Task& task, const Deadline& deadline);
   void check_world(const Task& task, const Deadline& deadline);
   void check_needed(const Task& task);
+  void check_silence(const Task& task);
+  void say_alive(Clock::time_point now);
+  void listen(Clock::time_point now);
+  void publish(Clock::time_point now);
+  std::string known_of(const Peer& who) const;
+  const Header* front(int peer);
+  void give_up(const Error& error) noexcept;
   bool tend_all();
   bool must_wait(int peer, const Task& task);
   Front tend(int peer);
@@ -137,6 +168,9 @@ class Engine {
   std::string name(int peer) const { return options_.names[static_cast<size_t>(peer)]; }
 
   EngineOptions options_;
+  // Held by who works with the links: a call, but for the time in which it asks `interrupted`, or
+  // pulse().
+  mutable std::mutex turn_;
   std::vector<Peer> peers_;
   std::vector<pollfd> polled_;
   std::vector<Channel*> armed_;  // those behind polled_, which starts with wake_
@@ -145,6 +179,8 @@ class Engine {
   uint16_t epoch_ = 0;
   uint32_t sequence_ = 0;
   const Header* running_ = nullptr;  // the run under way, if any
+  Header last_{};                    // what was called last, as pulses tell it
+  Clock::time_point listened_{};     // when listen() was called last
   struct Awaited {
     int from;
     Header signature;
@@ -154,10 +190,13 @@ class Engine {
   uint64_t payload_sent_ = 0;
 
   std::atomic<bool> stopped_{false};
-  Fd wake_;           // written by stop()
-  std::mutex mutex_;  // guards the two below
+  Fd wake_;                   // written by stop()
+  mutable std::mutex mutex_;  // guards those below
   std::string stop_reason_;
   std::string broken_;  // the first cause
+  std::string doing_;   // for doing() and sightings(), as of published_
+  std::vector<Sighting> sightings_;
+  Clock::time_point published_{};
 };
 
 // What a header says a call is: "all_reduce(float32, sum, count 10)".

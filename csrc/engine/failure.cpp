@@ -190,6 +190,7 @@ bool Engine::flush_all(std::chrono::nanoseconds limit) {
 }
 
 void Engine::leave() noexcept {
+  const std::lock_guard turn(turn_);
   {
     const std::lock_guard lock(mutex_);
     if (!broken_.empty()) return;
@@ -199,6 +200,11 @@ void Engine::leave() noexcept {
 }
 
 void Engine::fail(const Error& error) noexcept {
+  const std::lock_guard turn(turn_);
+  give_up(error);
+}
+
+void Engine::give_up(const Error& error) noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (!broken_.empty()) return;

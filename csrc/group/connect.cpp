@@ -84,7 +84,9 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
       .key = options.secret,
       .transport = options.transport,
       .address = options.address,
-      .options = options.reproducible ? "reproducible=True" : "reproducible=False",
+      .options = std::string(options.reproducible ? "reproducible=True" : "reproducible=False") +
+                 ", heartbeat_s=" +
+                 std::to_string(std::chrono::duration<double>(options.heartbeat).count()),
       .log = options.log};
   Mesh mesh = form_mesh(request, exchange, deadline);
   auto group = std::make_shared<HostGroup>(options, std::move(mesh), std::move(ranks));
@@ -92,6 +94,7 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
   group->run({.operation = Operation::barrier,
               .timeout = std::max<std::chrono::nanoseconds>(deadline.left(),
                                                             std::chrono::milliseconds(1))});
+  group->start_pulse();
   announce(*group, options);
   return group;
 }

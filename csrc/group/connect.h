@@ -16,6 +16,9 @@ struct ConnectOptions {
   int size = 1;
   std::string name = "world";
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // of the forming and of every call
+  // Of silence, after which a rank that is waited for is lost: it is stopped or its host is gone.
+  // 0: never. The same on every rank.
+  std::chrono::nanoseconds heartbeat = std::chrono::seconds(10);
   std::string secret;     // the run's key; rank 0 makes one and leaves it in the store if empty
   std::string transport;  // "local", "shm", "tcp": that one only; empty: the best for each pair
   std::string address;    // this rank's address for tcp; empty: found by itself

@@ -31,6 +31,11 @@ EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh) {
   const auto here = std::ranges::count(mesh.hosts, mesh.hosts[static_cast<size_t>(options.rank)]);
   // Where ranks share processors, looking takes the time from the very rank that is waited for.
   if (here <= static_cast<long>(std::thread::hardware_concurrency())) engine.spin = kSpin;
+  // Threads of one process live and stop together.
+  const bool alone = std::ranges::all_of(mesh.members, [](const Member& member) {
+    return member.transport == "self" || member.transport == "local";
+  });
+  if (!alone) engine.heartbeat = options.heartbeat;
   return engine;
 }
 
@@ -230,15 +235,22 @@ void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {
   options_.timeout = timeout;
 }
 
+void HostGroup::start_pulse() {
+  if (engine_.pulse_interval().count() == 0) return;
+  pulse_.start(engine_.pulse_interval(), [this] { return engine_.pulse(); });
+}
+
 void HostGroup::close() noexcept {
   if (worker_.busy()) engine_.stop("it was closed while a call ran");
   worker_.join();
+  pulse_.join();
   engine_.leave();
 }
 
 void HostGroup::abort(const std::string& reason) noexcept {
   engine_.stop(reason);  // ends the call that runs, and those that wait behind it
   worker_.run_between([&] { engine_.fail(GroupBroken("the group was aborted: " + reason)); });
+  pulse_.join();
 }
 
 // Everybody's text, by rank: first the lengths, then the texts, padded to the longest.

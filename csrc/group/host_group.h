@@ -11,6 +11,7 @@
 #include "group/connect.h"
 #include "group/group.h"
 #include "group/mesh.h"
+#include "group/pulse.h"
 #include "group/worker.h"
 
 namespace pycomm {
@@ -40,6 +41,9 @@ class HostGroup final : public Group {
   void close() noexcept override;
   void abort(const std::string& reason) noexcept override;
 
+  // Says to the others from now on that this rank lives. Called once, when the group stands.
+  void start_pulse();
+
  private:
   // A plan for blocks of `block` elements, of which a call has several if its scratch would be
   // large.
@@ -66,7 +70,8 @@ class HostGroup final : public Group {
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;
   mutable std::mutex mutex_;  // guards stats_ and the timeout
   Stats stats_;
-  Worker worker_;  // the last member: its thread ends before what it uses
+  Worker worker_;  // the last members: their threads end before what they use
+  Pulse pulse_;
 };
 
 // Forms the mesh, makes the group of it, and returns when all its ranks have.

@@ -15,7 +15,11 @@ enum class FrameKind : uint8_t {
   data = 1,      // a segment of a call
   mismatch = 2,  // "we disagree about a call of this epoch": the payload says how
   goodbye = 3,   // the last frame: the payload says why
+  pulse = 4,     // a sign of life: a header alone, which says what its sender called last
 };
+
+// Of a pulse: where its sender is.
+enum class Whereabouts : uint16_t { nowhere, inside, between };
 
 // The numbers of enums travel as they are; what they mean is the engine's business.
 struct Header {
@@ -27,7 +31,7 @@ struct Header {
   uint8_t op = 0;
   uint8_t algorithm = 0;
   uint16_t epoch = 0;  // counts the mismatches that the group has survived
-  uint16_t unused = 0;
+  Whereabouts whereabouts = Whereabouts::nowhere;
   uint32_t sequence = 0;  // which call of the epoch
   uint32_t peer = 0;      // root of a broadcast, tag of a message
   uint32_t bytes = 0;     // of payload behind this header

@@ -68,7 +68,8 @@ inline void run(int size, const std::function<void(int)>& body) {
 struct World {
   int size = 1;
   std::string transport;
-  std::chrono::nanoseconds timeout = std::chrono::seconds(30);  // far beyond any call that works
+  std::chrono::nanoseconds timeout = std::chrono::seconds(30);    // far beyond any call that works
+  std::chrono::nanoseconds heartbeat = std::chrono::seconds(60);  // beyond any busy machine's rests
   std::string name = "world";
   pycomm::LocalStore store{};
 
@@ -78,6 +79,7 @@ struct World {
     options.size = size;
     options.name = name;
     options.timeout = timeout;
+    options.heartbeat = heartbeat;
     options.transport = transport;
     options.address = "127.0.0.1";
     options.reproducible = reproducible;

@@ -1,0 +1,156 @@
+// How an engine tells a rank that is stopped, or whose host is gone, from one that is merely busy.
+//
+// A busy rank pulses: from inside a call between two looks at its links, and between calls from
+// group/pulse.h, which needs nothing that Python could hold. Pulses go where nothing else was
+// written for an interval, a fifth of the limit. Judged is only who is waited for, and only by a
+// rank that was there to hear.
+#include <algorithm>
+#include <cstdio>
+
+#include "engine/engine.h"
+
+namespace pycomm {
+namespace {
+
+// How old what sightings() tells may be.
+constexpr std::chrono::milliseconds kFresh{50};
+
+std::string seconds(std::chrono::nanoseconds time) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", std::chrono::duration<double>(time).count());
+  return text;
+}
+
+// Where the sender of a header is, as far as it tells.
+std::string doing_of(const Header& header) {
+  const std::string call = "call " + std::to_string(header.sequence) + ", " + describe(header);
+  switch (header.whereabouts) {
+    case Whereabouts::nowhere:
+      return header.kind == FrameKind::data ? "with a frame of " + call : "before its first call";
+    case Whereabouts::inside:
+      return "inside " + call;
+    case Whereabouts::between:
+      return "outside of calls, after " + call;
+  }
+  return {};
+}
+
+}  // namespace
+
+bool Engine::pulse() noexcept {
+  const std::unique_lock turn(turn_, std::try_to_lock);
+  if (!turn) return true;
+  try {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!broken_.empty()) return false;
+    }
+    const auto now = Clock::now();
+    for (size_t i = 0; i < peers_.size(); ++i) {
+      Peer& who = peers_[i];
+      if (!who.link) continue;
+      const Header* header = front(static_cast<int>(i));
+      while (header != nullptr && header->kind == FrameKind::pulse) {
+        (void)judge(static_cast<int>(i), *header);
+        header = front(static_cast<int>(i));
+      }
+      // What stays for the next call hides the pulses behind it.
+      if (header != nullptr || who.link->bytes_received() != who.seen) who.heard = now;
+      who.seen = who.link->bytes_received();
+    }
+    say_alive(now);
+    listen(now);
+  } catch (...) {  // whatever is wrong with a link is told by the next call
+  }
+  return true;
+}
+
+void Engine::say_alive(Clock::time_point now) {
+  if (options_.heartbeat.count() == 0) return;
+  for (Peer& who : peers_) {
+    if (!who.link || who.departed || who.link->channel().hung_up()) continue;
+    Link& link = *who.link;
+    if (link.bytes_written() == who.told && now - who.told_at >= pulse_interval() && link.idle()) {
+      Header header = last_;
+      header.kind = FrameKind::pulse;
+      header.epoch = epoch_;
+      header.bytes = 0;
+      link.post(header, {});
+      (void)link.flush();
+      who.told_at = now;
+    }
+    if (link.bytes_written() == who.told) continue;
+    who.told = link.bytes_written();
+    who.told_at = now;
+  }
+}
+
+// Whoever was away itself, stopped or starved, knows nothing of the others: all get the limit anew.
+void Engine::listen(Clock::time_point now) {
+  const bool away = now - listened_ > 2 * pulse_interval();
+  listened_ = now;
+  for (Peer& who : peers_)
+    if (away || who.heard == Clock::time_point{}) who.heard = now;
+  publish(now);
+}
+
+void Engine::check_silence(const Task& task) {
+  const auto now = Clock::now();
+  for (size_t i = 0; i < peers_.size(); ++i)
+    if (peers_[i].link && must_wait(static_cast<int>(i), task)) peers_[i].heard = now;
+  listen(now);
+  if (options_.heartbeat.count() == 0) return;
+  for (const int peer : {task.receiving_from(), task.sending_to()})
+    if (peer != kNobody && at(peer).link && now - at(peer).heard >= options_.heartbeat)
+      throw PeerLost(name(peer) + " has not been heard of for " + seconds(options_.heartbeat) +
+                         ": it is stopped or its host is gone",
+                     {.peer = peer});
+}
+
+// What arrives as a frame but is none is its sender's doing.
+const Header* Engine::front(int peer) {
+  try {
+    return at(peer).link->front();
+  } catch (const InternalError& error) {
+    throw PeerLost(name(peer) + " sent what nobody can read: " + error.what(), {.peer = peer});
+  }
+}
+
+void Engine::publish(Clock::time_point now) {
+  if (now - published_ < kFresh) return;
+  std::vector<Sighting> all;
+  for (const Peer& who : peers_) {
+    Sighting seen;
+    if (who.link) {
+      seen.connected = !who.departed && !who.link->channel().hung_up();
+      seen.departed = who.departed;
+      seen.silent_s = std::chrono::duration<double>(now - who.heard).count();
+      if (who.last) seen.doing = doing_of(*who.last);
+      seen.bytes_written = who.link->bytes_written();
+      seen.bytes_received = who.link->bytes_received();
+    }
+    all.push_back(std::move(seen));
+  }
+  const std::lock_guard lock(mutex_);
+  published_ = now;
+  doing_ = last_.whereabouts == Whereabouts::nowhere ? "" : doing_of(last_);
+  sightings_ = std::move(all);
+}
+
+std::string Engine::doing() const {
+  const std::lock_guard lock(mutex_);
+  return doing_;
+}
+
+std::vector<Sighting> Engine::sightings() const {
+  const std::lock_guard lock(mutex_);
+  return sightings_;
+}
+
+// Of a rank that is missing from a call: what it was last known to do.
+std::string Engine::known_of(const Peer& who) const {
+  if (!who.last) return "";
+  return ", last heard of " + seconds(Clock::now() - who.heard) + " ago " + doing_of(*who.last);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,101 @@
+// Signs of life: that a silent rank is named by who waits for it, that a busy one is not, and that
+// the pace-maker's thread and the calls do each other no harm.
+#include "group/pulse.h"
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+#include "harness.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+using ranks::Array;
+using ranks::Ending;
+using ranks::ending_of;
+using ranks::kSlowdown;
+
+constexpr std::chrono::nanoseconds kLimit = kSlowdown > 1 ? 2s : 500ms;
+const std::vector<std::string> kTransports{"shm", "tcp"};
+
+std::unique_ptr<Engine> engine_of(int rank, std::unique_ptr<Channel> channel) {
+  EngineOptions options{
+      .rank = rank, .names = {"rank 0", "rank 1"}, .heartbeat = kLimit, .interrupted = {}};
+  std::vector<std::unique_ptr<Channel>> channels(2);
+  channels[static_cast<size_t>(1 - rank)] = std::move(channel);
+  return std::make_unique<Engine>(std::move(channels), std::move(options));
+}
+
+// Rank 0 waits for a message of 4 bytes from rank 1.
+Ending receive(Engine& engine, std::chrono::nanoseconds timeout) {
+  std::array<std::byte, 4> into{};
+  Header signature{.operation = static_cast<uint8_t>(Operation::send), .count = into.size()};
+  return ending_of([&] { engine.receive(1, signature, into, Deadline(timeout)); });
+}
+
+const Test kSilent{"who is silent for the limit is named", [] {
+                     for (const std::string& by : kTransports) {
+                       auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
+                       const auto waits = engine_of(0, std::move(a));
+                       const Ending ending = receive(*waits, 100 * kLimit);
+                       expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1 has not been"),
+                              ending.text());
+                       expect_equal(ending.error->fields().peer, 1, "who is to blame");
+                     }
+                   }};
+
+const Test kPulses{"who pulses is not named, and a call's limit still holds", [] {
+                     for (const std::string& by : kTransports) {
+                       auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
+                       const auto waits = engine_of(0, std::move(a));
+                       const auto busy = engine_of(1, std::move(b));
+                       Pulse pulse;
+                       pulse.start(busy->pulse_interval(), [&] { return busy->pulse(); });
+                       const Ending ending = receive(*waits, 2 * kLimit);
+                       pulse.join();
+                       expect(ending.is(ErrorKind::timeout), ending.text());
+                     }
+                   }};
+
+const Test kBoth{
+    "calls and pulses share the links", [] {
+      for (const std::string& by : kTransports) {
+        // So short that pulses come between all that a call does.
+        ranks::World world{.size = 3, .transport = by, .heartbeat = kSlowdown * 200ms};
+        ranks::run_groups(world, [](Group& group) {
+          for (int i = 0; i < 30; ++i) {
+            Array array(Dtype::float32, i % 2 == 0 ? 10 : 300'000);
+            array.fill([](size_t) { return 1; });
+            const Call call{.operation = Operation::all_reduce,
+                            .dtype = Dtype::float32,
+                            .input = array.data(),
+                            .output = array.data(),
+                            .count = static_cast<size_t>(i % 2 == 0 ? 10 : 300'000)};
+            i % 3 == 0 ? group.start(call)->wait() : group.run(call);
+            std::this_thread::sleep_for(std::chrono::milliseconds(i % 5));  // in which pulses go
+          }
+          expect(group.stats().calls >= 30, "calls were lost");
+        });
+      }
+    }};
+
+const Test kEnds{"a pace-maker ends by itself, by join, and twice", [] {
+                   std::atomic<int> beats{0};
+                   Pulse ends, joined;
+                   ends.start(1ms, [&] { return ++beats < 3; });
+                   joined.start(1h, [] { return true; });
+                   joined.join();
+                   joined.join();
+                   while (beats < 3) std::this_thread::yield();
+                   ends.join();
+                   expect_equal(beats.load(), 3, "beats");
+                 }};
+
+}  // namespace

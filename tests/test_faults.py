@@ -1,0 +1,153 @@
+"""Ranks that are stopped, busy, or struck by a fault: who is named, and that nobody hangs."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pycomm
+from pycomm import Group, errors
+from pycomm.testing import run_ranks
+
+HEARTBEAT_S = 1.0
+TRANSPORTS = ["shm", "tcp"]
+
+
+def hold_the_gil(seconds: float) -> None:
+    """Keeps every other thread of Python from running, as a long call of a C library does."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def later(seconds: float, pid: int, sign: signal.Signals) -> int:
+    """Forks a child that sends `sign` to `pid` after `seconds`; gives the child's pid."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(seconds)
+        os.kill(pid, sign)
+        os._exit(0)
+    return child
+
+
+def bury(victim: int, rank: int, survivors: int, folder: str) -> None:
+    """Kills a stopped process when all survivors have told of it, so that run_ranks may end."""
+    Path(folder, str(rank)).touch()
+    if len(list(Path(folder).iterdir())) == survivors:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+
+
+def stop_one(group: Group, large: bool, folder: str) -> Any:
+    """Rank 2 stops inside a call; the others tell how long they waited and for whom."""
+    x = np.ones(1 << 22 if large else 4, np.float32)
+    for _ in range(3):
+        pycomm.all_reduce(x, "max", group=group)
+    victim = group.members[2].pid
+    if group.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    start = time.monotonic()
+    try:
+        while True:
+            pycomm.all_reduce(x, "max", group=group)
+    except errors.PeerLost as error:
+        waited = time.monotonic() - start
+        bury(victim, group.rank, 2, folder)
+        return waited, error.peer, str(error), victim
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["tiny", "large"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stopped_rank_is_named_after_the_limit(
+    transport: str, large: bool, tmp_path: Path
+) -> None:
+    results = run_ranks(
+        3, stop_one, large, str(tmp_path), transport=transport,
+        processes=True, heartbeat_s=HEARTBEAT_S, return_exceptions=True,
+    )  # fmt: skip
+    for survivor in results[:2]:
+        assert not isinstance(survivor, BaseException), survivor
+        waited, peer, text, pid = survivor
+        assert HEARTBEAT_S / 2 < waited < HEARTBEAT_S + 1
+        assert peer == 2
+        assert "rank 2" in text
+        assert f"pid {pid}" in text
+        assert "not been heard of for 1 s" in text
+
+
+def busy_outside(group: Group) -> Any:
+    """Rank 1 comes late to a call, as its Python is busy."""
+    for _ in range(2):
+        if group.rank == 1:
+            hold_the_gil(3 * HEARTBEAT_S)
+        pycomm.barrier(group=group)
+    return pycomm.all_reduce(np.ones(4), group=group).tolist()
+
+
+def busy_inside(group: Group) -> Any:
+    """Rank 1 waits for rank 0 in a call while another of its threads holds the GIL, and rank 2
+    waits for rank 1."""
+    busy = threading.Timer(0.5, hold_the_gil, [3 * HEARTBEAT_S])
+    if group.rank == 1:
+        busy.start()
+    if group.rank == 0:
+        time.sleep(0.5 + 3 * HEARTBEAT_S)
+    x = pycomm.all_reduce(np.ones(4), algorithm="ring", group=group).tolist()
+    if group.rank == 1:
+        busy.join()
+    return x
+
+
+@pytest.mark.parametrize("fn", [busy_outside, busy_inside])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_busy_rank_is_not_taken_for_dead(transport: str, fn: Callable[..., Any]) -> None:
+    results = run_ranks(3, fn, transport=transport, processes=True, heartbeat_s=HEARTBEAT_S)
+    assert results == [[3.0] * 4] * 3
+
+
+def stop_for_a_while(group: Group, seconds: float) -> Any:
+    """Rank 1 stops for a while, and is woken by a child."""
+    pycomm.barrier(group=group)
+    if group.rank == 1:
+        child = later(seconds, os.getpid(), signal.SIGCONT)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.waitpid(child, 0)
+    return pycomm.all_reduce(np.ones(4), group=group).tolist()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_who_stops_for_less_than_the_limit_goes_on(transport: str) -> None:
+    results = run_ranks(
+        2, stop_for_a_while, 0.4 * HEARTBEAT_S,
+        transport=transport, processes=True, heartbeat_s=HEARTBEAT_S,
+    )  # fmt: skip
+    assert results == [[2.0] * 4] * 2
+
+
+def stop_while_waiting(group: Group) -> Any:
+    """Rank 0 waits for rank 1; both are stopped for twice the limit, and rank 1 wakes last."""
+    pycomm.barrier(group=group)
+    stopper = later(0.3, os.getpid(), signal.SIGSTOP)
+    waker = later(0.3 + 0.3 * group.rank + 2 * HEARTBEAT_S, os.getpid(), signal.SIGCONT)
+    if group.rank == 1:
+        os.waitpid(waker, 0)
+    x = pycomm.all_reduce(np.ones(4), group=group).tolist()
+    os.waitpid(stopper, 0)
+    if group.rank == 0:
+        os.waitpid(waker, 0)
+    return x
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_who_was_stopped_itself_blames_nobody(transport: str) -> None:
+    results = run_ranks(
+        2, stop_while_waiting, transport=transport, processes=True, heartbeat_s=HEARTBEAT_S
+    )
+    assert results == [[2.0] * 4] * 2
