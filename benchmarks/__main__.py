@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import collectives
+from benchmarks import collectives, training
 
-SUITES: dict[str, Callable[[Sequence[str]], int]] = {"collectives": collectives.main}
+SUITES: dict[str, Callable[[Sequence[str]], int]] = {
+    "collectives": collectives.main,
+    "training": training.main,
+}
 
 
 def main(argv: Sequence[str]) -> int:

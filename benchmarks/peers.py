@@ -57,6 +57,10 @@ class Groups:
 
             pycomm.init()
 
+    def of(self, backend: str) -> dist.ProcessGroup | None:
+        """The group on this backend, as torch takes it."""
+        return self._groups[backend]
+
     def call(self, peer: Peer, arrays: Arrays) -> Call:
         """What `peer` does with `arrays`."""
         if peer.bypasses_torch:

@@ -43,10 +43,10 @@ class Line:
 def lines(by_rank: Sequence[Times]) -> list[Line]:
     """The lines of one case, from what each rank said of it, in rank order."""
     case = by_rank[0].case
-    copy_s = min(_slowest([_typical(t.seconds[name]) for t in by_rank]) for name in COPIES)
+    copy_s = min(_slowest([typical(t.seconds[name]) for t in by_rank]) for name in COPIES)
     fastest_s = limit_s(case, copy_s)
     times = {
-        name: _slowest([_typical(t.seconds[name]) for t in by_rank]) for name in by_rank[0].wrong
+        name: _slowest([typical(t.seconds[name]) for t in by_rank]) for name in by_rank[0].wrong
     }
     return [_line(name, by_rank, times, fastest_s) for name in times]
 
@@ -109,7 +109,8 @@ def text(line: Line) -> str:
     )
 
 
-def _typical(rounds: Sequence[Sequence[float]]) -> float:
+def typical(rounds: Sequence[Sequence[float]]) -> float:
+    """The median over rounds of each round's median."""
     return statistics.median(statistics.median(series) for series in rounds)
 
 

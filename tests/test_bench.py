@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import collectives, limits, mpi, peers, table, verbs, worker
+from benchmarks import collectives, limits, mpi, peers, table, training, verbs, worker
 from benchmarks.sizes import format_size, parse_size, parse_sizes
 from benchmarks.worker import Times
 
@@ -171,7 +171,8 @@ def test_mpi_and_the_floor_take_part(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_an_mpi_that_fails_says_why() -> None:
-    args = (Path("/no/such/flags"), [peers.PEERS["mpich"], peers.OURS["pycomm"]], [], 1)
+    contestants = [peers.PEERS["mpich"], peers.OURS["pycomm"]]
+    args: tuple[object, ...] = (Path("/no/such/flags"), contestants, [], 1)
     with pytest.raises(RuntimeError, match=r"FileNotFoundError.*/no/such/flags"):
         mpi.run("mpich", worker.work, args, 2, lambda rank, value: None)
 
@@ -200,3 +201,35 @@ def test_nonsense_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]
 
 def test_the_suite_must_be_named() -> None:
     assert command.main([]) == command.main(["poetry"]) == 2
+
+
+def test_figures_of_training_are_those_of_the_slowest_rank() -> None:
+    first = {"gloo": [[0.2]], "pycomm": [[0.1]], "fake": [[0.08]], "alone": [[0.075]]}
+    second = {"gloo": [[0.3]], "pycomm": [[0.05]], "fake": [[0.09]]}
+    gloo, ours, fake, alone = training.rows(
+        [training.Said("mlp", 30, first), training.Said("mlp", 30, second)]
+    )
+    assert (gloo.ratio, fake.of_fake_percent, alone.efficiency_percent) == (1, 100, 100)
+    assert ours.step_ms == pytest.approx(100)
+    assert ours.samples_per_second == pytest.approx(600)
+    assert alone.samples_per_second == pytest.approx(400)
+    assert ours.ratio == pytest.approx(3)
+    assert ours.of_fake_percent == pytest.approx(90)
+    assert ours.efficiency_percent == pytest.approx(75)
+    assert len(training.text(ours)) == len(training.HEADER)
+
+
+def test_a_tiny_training_run_is_stored_and_drawn(tmp_path: Path) -> None:
+    json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
+    args = ["training", "--models", "mlp", "--rounds", "1", "--steps", "1"]
+    assert command.main([*args, "--json", str(json_to), "--plot", str(plot_to)]) == 0
+    stored = json.loads(json_to.read_text())
+    assert [row["backend"] for row in stored["rows"]] == ["gloo", "pycomm", "fake", "alone"]
+    assert all(row["step_ms"] > 0 for row in stored["rows"])
+    assert plot_to.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("args", [["--models", "vgg"], ["--models", ""], ["--steps", "0"]])
+def test_nonsense_about_training_is_refused(args: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        training.main(args)
