@@ -95,6 +95,7 @@ class Group:
     def abort(self, reason: str, /) -> None: ...
     def _capsule(self) -> object: ...
 
+def check_address(address: str, /) -> None: ...
 def connect(
     store: Store | PythonStore,
     *,
@@ -105,6 +106,7 @@ def connect(
     secret: str,
     transport: str,
     address: str,
+    towards: str,
     reproducible: bool,
     log: bool,
     heartbeat_s: float = 10.0,

@@ -25,7 +25,7 @@ VARIABLES = {
     "PYCOMM_LOCAL_RANK": "its rank among the processes of its host",
     "PYCOMM_LOCAL_SIZE": "how many processes its host has",
     "PYCOMM_SECRET": f"the run's key, the same for all: {MIN_SECRET} characters or more",
-    "PYCOMM_ADDRESS": "address by which the other hosts reach this one; found by itself",
+    "PYCOMM_ADDRESS": "interface, address or prefix that tcp uses on this host; found by itself",
     "PYCOMM_TRANSPORT": "shm or tcp: this transport only; the best for each pair if unset",
     "PYCOMM_LOG": "info: what the group is made of; debug: more; warning if unset",
 }
@@ -70,7 +70,8 @@ class Config:
         master_host, master_port: where rank 0 can be met.
         agent_store: a launcher (torchrun) already serves torch's TCPStore there.
         secret: the run's key.
-        address: this host's address for the others.
+        address: which of this host's addresses tcp uses: an interface, an address or a prefix, or
+            several with commas, of which the first that the host has counts; "" for the best.
         transport: one of TRANSPORTS, or "" for the best.
         log: one of LOG_LEVELS.
     """
@@ -178,11 +179,13 @@ def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...], unset: 
 
 def _master(env: Mapping[str, str], launcher: str) -> tuple[str, int]:
     """Where rank 0 can be met: MASTER_ADDR and MASTER_PORT, else what the launcher offers."""
-    host, port = env.get("MASTER_ADDR", ""), _port(env, "MASTER_PORT", env.get("MASTER_PORT", ""))
+    host = _without_brackets(env.get("MASTER_ADDR", ""))
+    port = _port(env, "MASTER_PORT", env.get("MASTER_PORT", ""))
     if launcher == "paddle" and not host:
         first = env.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")[0]
         if first:
             host, _, text = first.rpartition(":")
+            host = _without_brackets(host)
             port = _port(env, "PADDLE_TRAINER_ENDPOINTS", text)
     if launcher == "slurm":
         host = host or _first_node(env.get("SLURM_STEP_NODELIST", ""))
@@ -190,6 +193,11 @@ def _master(env: Mapping[str, str], launcher: str) -> tuple[str, int]:
         job, step = _number(env, "SLURM_JOB_ID") or 0, _number(env, "SLURM_STEP_ID") or 0
         port = port or 20000 + (job * 7 + step) % 20000
     return host, port
+
+
+def _without_brackets(host: str) -> str:
+    """An IPv6 address as a socket takes it: "fd00::1" of "[fd00::1]"."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _port(env: Mapping[str, str], name: str, text: str) -> int:

@@ -194,6 +194,7 @@ def _form(
 ) -> Group:
     here = config.environment(secret=secret)
     log_at(here.log)
+    _core.check_address(here.address)
     store = rendezvous.find_store(here, timeout_s)
     core = _core.connect(
         store,
@@ -204,6 +205,7 @@ def _form(
         secret=here.secret,
         transport=here.transport if transport is None else transport,
         address=here.address,
+        towards=here.master_host,
         reproducible=reproducible,
         heartbeat_s=heartbeat_s,
         log=here.log != "warning",

@@ -19,7 +19,7 @@ from pycomm import _core
 from pycomm.config import Config
 from pycomm.errors import InvalidArgument, Timeout
 
-__all__ = ["find_store"]
+__all__ = ["find_store", "host_of"]
 
 PAUSE_S = 0.02  # between two looks at torch's store: its own wait would hold Ctrl-C up
 # What no value of ours begins with: an answer for a key that is not there, and what remove() leaves
@@ -129,6 +129,13 @@ def _store_of_torch(config: Config, timeout_s: float) -> TorchStore | None:
             multi_tenant=True,
         )
     )
+
+
+def host_of(store: Any) -> str:
+    """The host that serves a store of torch's, as this process knows it; "" where none does."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
 
 
 def _prefixed(store: Any) -> TorchStore:

@@ -88,8 +88,8 @@ class FaultPlan:
 def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
     """This rank's place in the group."""
     key = options.get("secret", "")
-    named = {"name": "world", "address": "", "reproducible": False, "log": False, "secret": key}
-    core = _core.connect(store, rank=rank, **{**named, **options})
+    named = {"name": "world", "address": "", "towards": "", "reproducible": False, "log": False}
+    core = _core.connect(store, rank=rank, **{**named, "secret": key, **options})
     return Group(core, store, options["timeout_s"])
 
 

@@ -136,6 +136,7 @@ def _connect(
         secret=place.secret,
         transport=place.transport,
         address=place.address,
+        towards=rendezvous.host_of(options.store) or place.master_host,
         reproducible=False,
         log=place.log != "warning",
     )

@@ -1,102 +1,281 @@
-"""Ranks on different hosts, for real: two network namespaces joined by a virtual cable.
+"""Ranks on different hosts, for real: network namespaces joined by bridges (netns.py).
 
-A namespace has its own interfaces and its own abstract sockets, so two of them on one machine are
-two hosts to pycomm. Needs root and iproute2.
+A namespace has its own interfaces and its own abstract sockets, so each is a host to pycomm. Needs
+root and iproute2. What the ranks do is in host_ranks.py.
 """
+
+from __future__ import annotations
 
 import json
-import os
 import secrets
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
+from netns import Counters, Host, Network, missing
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None,
-    reason="needs root and iproute2 to make network namespaces",
-)
+WHY_NOT = missing()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
-PROGRAM = """
-import json, sys
-import numpy as np
-import pycomm
+RANKS = Path(__file__).with_name("host_ranks.py")
+ADDRESSES = {"ipv4": {"ipv6": False}, "ipv6": {"ipv4": False}, "both": {}}
+PORT = 29511
+LIMIT_S = 100  # for all ranks of a test to end
 
-group = pycomm.init(timeout_s=30)
-rng = np.random.default_rng(group.rank)
-x = rng.standard_normal(300_000).astype(np.float32)
-pycomm.all_reduce(x)
-y = np.full(5, group.rank)
-pycomm.broadcast(y, src=3)
-print(json.dumps({
-    "transports": [member.transport for member in group.members],
-    "local_rank": pycomm.local_rank(), "local_size": pycomm.local_size(),
-    "hosts": pycomm.host_count(), "sum": x.tobytes().hex()[:64], "y": y.tolist(),
-}))
-pycomm.shutdown()
-"""
+
+class Run:
+    """One program on every rank; `places` has the number of each rank's host."""
+
+    def __init__(
+        self, net: Network, places: Sequence[int], program: str, env: dict[str, str] | None = None
+    ) -> None:
+        self._net, self._places, self._program = net, places, program
+        self._env = {
+            "PYCOMM_SIZE": str(len(places)),
+            "WORLD_SIZE": str(len(places)),
+            "PYCOMM_SECRET": secrets.token_hex(32),
+            "MASTER_ADDR": net.hosts[places[0]].ipv4(),
+            "MASTER_PORT": str(PORT),
+            **(env or {}),
+        }
+        self.ranks: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, rank: int, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """Starts one rank, with its own variables over those of all."""
+        place = self._places[rank]
+        local = [r for r, other in enumerate(self._places) if other == place]
+        variables = {
+            "PYCOMM_RANK": str(rank),
+            "RANK": str(rank),
+            "PYCOMM_LOCAL_RANK": str(local.index(rank)),
+            "PYCOMM_LOCAL_SIZE": str(len(local)),
+            **self._env,
+            **(env or {}),
+        }
+        command = [sys.executable, str(RANKS), self._program]
+        self.ranks[rank] = process = self._net.hosts[place].start(
+            command, variables, stdin=subprocess.PIPE
+        )
+        return process
+
+    def start_all(self) -> Run:
+        """Starts those that do not run yet."""
+        for rank in range(len(self._places)):
+            if rank not in self.ranks:
+                self.start(rank)
+        return self
+
+    def told(self) -> list[dict[str, Any]]:
+        """What each rank tells at its end, by rank."""
+        results = []
+        for rank in sorted(self.ranks):
+            out, err = self.ranks[rank].communicate(timeout=LIMIT_S)
+            assert self.ranks[rank].returncode == 0, f"rank {rank}: {out}{err}"
+            results.append(json.loads(out.splitlines()[-1]))
+        return results
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Names of two namespaces, 10.99.0.1 and 10.99.0.2, that see each other and nothing else."""
-    tag = f"{os.getpid() % 10000}"
-    names = [f"pyc{tag}a", f"pyc{tag}b"]
-    ends = [f"v{tag}a", f"v{tag}b"]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for i, (name, end) in enumerate(zip(names, ends, strict=True), 1):
-            ip("link", "set", end, "netns", name)
-            ip("-n", name, "addr", "add", f"10.99.0.{i}/24", "dev", end)
-            ip("-n", name, "link", "set", end, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+def two_links() -> Iterator[Network]:
+    """Two hosts on two links, with IPv4 alone: nothing travels that nobody sent."""
+    with Network(2, links=2, ipv6=False) as net:
+        yield net
 
 
-def start(host: str, rank: int, secret: str) -> subprocess.Popen[str]:
-    """Rank `rank` of 4 in a namespace; rank 0's, the first, serves the rendezvous."""
-    variables = {
-        "PYCOMM_RANK": str(rank),
-        "PYCOMM_SIZE": "4",
-        "PYCOMM_SECRET": secret,
-        "MASTER_ADDR": "10.99.0.1",
-        "MASTER_PORT": "29511",
-    }
-    return subprocess.Popen(
-        ["ip", "netns", "exec", host, sys.executable, "-c", PROGRAM],
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_shm_inside_a_host_and_tcp_between(hosts: list[str]) -> None:
-    secret = secrets.token_hex(32)
-    ranks = [start(hosts[rank // 2], rank, secret) for rank in range(4)]
-    told = []
-    for rank in ranks:
-        out, err = rank.communicate(timeout=60)
-        assert rank.returncode == 0, err
-        told.append(json.loads(out))
-    assert [t["transports"] for t in told] == [
-        ["self", "shm", "tcp", "tcp"],
-        ["shm", "self", "tcp", "tcp"],
-        ["tcp", "tcp", "self", "shm"],
-        ["tcp", "tcp", "shm", "self"],
+def expected_transports(places: Sequence[int]) -> list[list[str]]:
+    return [
+        [
+            "self" if a == b else "shm" if places[a] == places[b] else "tcp"
+            for b in range(len(places))
+        ]
+        for a in range(len(places))
     ]
-    assert [t["local_rank"] for t in told] == [0, 1, 0, 1]
-    assert {(t["local_size"], t["hosts"]) for t in told} == {(2, 2)}
-    assert len({t["sum"] for t in told}) == 1  # the same bits
-    assert all(t["y"] == [3] * 5 for t in told)
+
+
+@pytest.mark.parametrize(
+    ("places", "family", "master"),
+    [
+        ([0, 0, 1, 1], "ipv4", "10.99.0.1"),
+        ([0, 0, 0, 1], "ipv6", "fd00:99:0::1"),
+        ([1, 0, 0, 0], "both", "[fd00:99:0::2]"),
+        ([0, 1, 2, 3], "both", "host0"),
+        ([3, 1, 2, 0, 1], "ipv6", "host3"),
+    ],
+)
+def test_verbs_are_right_across_hosts(places: list[int], family: str, master: str) -> None:
+    hosts = max(places) + 1
+    with Network(hosts, **ADDRESSES[family]) as net:
+        told = Run(net, places, "verbs", {"MASTER_ADDR": master}).start_all().told()
+    assert [t["transports"] for t in told] == expected_transports(places)
+    ranks_of = [[r for r, p in enumerate(places) if p == place] for place in range(hosts)]
+    wanted = [[ranks_of[p].index(r), len(ranks_of[p]), hosts] for r, p in enumerate(places)]
+    assert [t["local"] for t in told] == wanted
+    assert len({t["bits"] for t in told}) == 1
+    assert len({str(t["missing"]) for t in told}) == 1
+
+
+def bytes_over(host: Host, link: int, before: Counters) -> int:
+    now = host.counters(link)
+    return now.sent - before.sent + now.received - before.received
+
+
+@pytest.mark.parametrize(
+    "choice", ["eth1", "10.99.1.0/24", "eth7,eth1", "10.99.1.1,10.99.1.2"], ids=str
+)
+def test_the_chosen_interface_carries_everything(two_links: Network, choice: str) -> None:
+    before = [[host.counters(link) for link in (0, 1)] for host in two_links.hosts]
+    master = two_links.hosts[0].ipv4(1)
+    env = {"MASTER_ADDR": master, "PYCOMM_ADDRESS": choice, "FORM_S": "30"}
+    run = Run(two_links, [0, 1], "form", env)
+    run.start(0)
+    heard: list[str] = []
+    while len(heard) < 2:  # the store's and the transport's, which waits for rank 1
+        assert run.ranks[0].poll() is None
+        lines = two_links.hosts[0].run("ss", "-Hltn").splitlines()
+        heard = sorted(line.split()[3].rpartition(":")[0] for line in lines)
+    assert heard == ["*", master]
+    assert [t["transports"] for t in run.start_all().told()] == [["self", "tcp"], ["tcp", "self"]]
+    for host, (unused, used) in zip(two_links.hosts, before, strict=True):
+        assert bytes_over(host, 0, unused) == 0
+        assert bytes_over(host, 1, used) > 1000
+
+
+def test_without_a_choice_the_way_to_rank_0_counts(two_links: Network) -> None:
+    """Not the first interface, and not a bridge that other hosts have too, with the same address:
+    all hosts with Docker have one."""
+    for host in two_links.hosts:
+        host.ip("link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
+        host.ip("addr", "add", "172.17.0.1/16", "dev", "docker0")
+        host.ip("link", "set", "docker0", "up")
+        host.ip("link", "set", "docker1", "up")
+    before = [host.counters(0) for host in two_links.hosts]
+    env = {"MASTER_ADDR": two_links.hosts[0].ipv4(1)}
+    Run(two_links, [0, 1, 1], "verbs", env).start_all().told()
+    for host, counters in zip(two_links.hosts, before, strict=True):
+        assert bytes_over(host, 0, counters) == 0
+
+
+def test_the_next_address_is_tried_when_one_leads_nowhere() -> None:
+    """Rank 0's host calls itself by an address that no other host can reach."""
+    with Network(2, links=2, ipv6=False) as net:
+        net.hosts[1].ip("addr", "flush", "dev", "eth0")
+        net.hosts[1].ip("route", "add", "unreachable", "10.99.0.0/24")
+        env = {"MASTER_ADDR": net.hosts[0].ipv4(1), "FORM_S": "30"}
+        run = Run(net, [0, 1], "form", env)
+        run.start(0, {"MASTER_ADDR": net.hosts[0].ipv4(0)})
+        told = run.start_all().told()
+    assert [t.get("transports") for t in told] == [["self", "tcp"], ["tcp", "self"]], told
+
+
+def refusal(net: Network, env: dict[str, str]) -> dict[str, Any]:
+    """What a rank 1 alone, in host 1, is told when it wants to join with these variables."""
+    run = Run(net, [0, 1], "form", {"FORM_S": "30"})
+    waiting, process = run.start(0), run.start(1, env)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    waiting.kill()
+    waiting.communicate()
+    told: dict[str, Any] = json.loads(out)
+    return told
+
+
+def test_an_address_that_is_none_is_refused_with_those_that_are() -> None:
+    with Network(2, links=2) as net:
+        net.hosts[1].ip("link", "set", "eth1", "down")
+        shown = "lo (127.0.0.1, ::1), eth0 (10.99.0.2, fd00:99::2, fe80::"
+        for choice in ("eth9", "eth1", "10.99.0.1", "10.98.0.0/16"):
+            told = refusal(net, {"PYCOMM_ADDRESS": choice})
+            assert told["error"] == "InvalidArgument"
+            assert f"PYCOMM_ADDRESS is '{choice}'" in told["text"]
+            assert shown in told["text"]
+            assert "eth1 (down)" in told["text"]
+        listed = net.hosts[1].ip("-6", "-br", "addr", "show", "dev", "eth0").split()
+        link_local = next(word for word in listed if word.startswith("fe80")).split("/")[0]
+        told = refusal(net, {"PYCOMM_ADDRESS": link_local})
+        assert told["error"] == "InvalidArgument"
+        assert "link-local" in told["text"]
+        told = refusal(net, {"MASTER_ADDR": link_local, "FORM_S": "1"})
+        assert told["error"] == "Timeout"
+        assert f"say by which interface, as {link_local}%eth0" in told["text"]
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_the_loopback_is_no_way_to_another_host(by: int) -> None:
+    with Network(2, ipv6=False) as net:
+        run = Run(net, [0, 1], "form", {"FORM_S": "30"})
+        run.start(by, {"PYCOMM_ADDRESS": "lo"})
+        for rank, told in enumerate(run.start_all().told()):
+            if told["error"] == "PeerLost":  # the other has left with that error, and the store too
+                assert rank == 1
+                continue
+            assert told["error"] == "Unsupported"
+            assert told["peer"] == 1 - rank
+            assert f"rank {1 - rank} (host " in told["text"]
+            assert ("the former, 127.0.0.1:", "this, 127.0.0.1:")[rank == by] in told["text"]
+
+
+@pytest.mark.parametrize("how", ["silent", "unreachable"])
+def test_an_address_that_does_not_answer_is_named(two_links: Network, how: str) -> None:
+    """The store is reached by link 0, rank 0's chosen address on link 1 is not."""
+    target = two_links.hosts[0].ipv4(1)
+    if how == "silent":  # a neighbour that nobody is: packets leave and are lost
+        nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        two_links.hosts[1].ip("neigh", "replace", target, "dev", "eth1", *nobody)
+    else:
+        two_links.hosts[1].ip("route", "add", "unreachable", f"{target}/32")
+    run = Run(two_links, [0, 1], "form", {"PYCOMM_ADDRESS": "eth1", "FORM_S": "3"})
+    zero, one = run.start_all().told()
+    assert one["error"] == "Timeout"
+    assert "rank 0 (host " in one["text"]
+    assert f" at {target}:" in one["text"]
+    if how == "unreachable":
+        assert "No route to host" in one["text"] or "unreachable" in one["text"]
+    assert zero["error"] == "Timeout"
+    assert "rank 1 (host " in zero["text"]
+    assert f"which did not call {target}:" in zero["text"]
+
+
+@pytest.mark.timeout(300)
+def test_training_on_two_hosts_gives_one_hosts_bits() -> None:
+    with Network(2) as net:
+        apart = Run(net, [0, 0, 1, 1], "training", {"MASTER_ADDR": net.hosts[0].ipv6()})
+        told = apart.start_all().told()
+        alone = Run(net, [0, 0, 0, 0], "training").start_all().told()
+    assert {t["hosts"] for t in told} == {2}
+    assert {t["hosts"] for t in alone} == {1}
+    assert len({t["bits"] for t in told + alone}) == 1
+
+
+HEADERS = {"ipv4": 14 + 20 + 32, "ipv6": 14 + 40 + 32}  # Ethernet, IP, TCP with timestamps
+
+
+@pytest.mark.parametrize("family", HEADERS)
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_our_bytes_are_those_of_the_interface(family: str, cut: bool) -> None:
+    with Network(2, **ADDRESSES[family]) as net:
+        if cut:
+            net.cut(0)
+        host = net.hosts[0]
+        master = host.ipv4() if family == "ipv4" else host.ipv6()
+        run = Run(net, [0, 1], "traffic", {"MASTER_ADDR": master}).start_all()
+        marks = []
+        for word in ("ready", "done"):
+            for rank in (0, 1):
+                assert run.ranks[rank].stdout.readline().strip() == word
+            marks.append(host.counters())
+            for rank in (0, 1):
+                run.ranks[rank].stdin.write("\n")
+                run.ranks[rank].stdin.flush()
+        told = run.told()[0]
+    before, after = marks
+    headers = HEADERS[family]
+    packets = after.packets_sent - before.packets_sent
+    sent = after.sent - before.sent - headers * packets
+    received = after.received - before.received
+    received -= headers * (after.packets_received - before.packets_received)
+    assert told["written"] == pytest.approx(sent, rel=0.03)
+    assert told["received"] == pytest.approx(received, rel=0.03)
+    assert told["written"] > 64 << 20

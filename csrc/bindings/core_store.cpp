@@ -88,6 +88,7 @@ ConnectOptions options_from(const py::kwargs& named) {
   options.secret = named["secret"].cast<std::string>();
   options.transport = named["transport"].cast<std::string>();
   options.address = named["address"].cast<std::string>();
+  options.towards = named["towards"].cast<std::string>();
   options.reproducible = named["reproducible"].cast<bool>();
   options.interrupted = &interrupted;
   if (named["log"].cast<bool>()) options.log = &log;
@@ -165,6 +166,7 @@ void bind_stores(py::module_& module) {
       .def_static("connect", &reach)
       .def_property_readonly("port", &TcpStore::port);
   module.def("connect", &connect_from);
+  module.def("check_address", &check_address);
 }
 
 }  // namespace pycomm::bindings

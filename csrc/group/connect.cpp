@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "group/host_group.h"
+#include "os/interfaces.h"
 #include "os/random.h"
 
 namespace pycomm {
@@ -50,6 +51,7 @@ void check_options(const ConnectOptions& options) {
   const auto& by = options.transport;
   if (!by.empty() && by != "local" && by != "shm" && by != "tcp")
     refuse("there is no transport \"" + by + "\"; there are local, shm and tcp");
+  check_address(options.address);
 }
 
 }  // namespace
@@ -74,6 +76,10 @@ void announce(const Group& group, const ConnectOptions& options) {
 
 }  // namespace
 
+void check_address(const std::string& address) {
+  if (!address.empty()) (void)chosen_addresses(address);
+}
+
 std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
                                   std::vector<int> ranks) {
   const Deadline deadline(options.timeout);
@@ -84,6 +90,7 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
       .key = options.secret,
       .transport = options.transport,
       .address = options.address,
+      .towards = options.towards,
       .options = std::string(options.reproducible ? "reproducible=True" : "reproducible=False") +
                  ", heartbeat_s=" +
                  std::to_string(std::chrono::duration<double>(options.heartbeat).count()),

@@ -21,7 +21,8 @@ struct ConnectOptions {
   std::chrono::nanoseconds heartbeat = std::chrono::seconds(10);
   std::string secret;     // the run's key; rank 0 makes one and leaves it in the store if empty
   std::string transport;  // "local", "shm", "tcp": that one only; empty: the best for each pair
-  std::string address;    // this rank's address for tcp; empty: found by itself
+  std::string address;    // which of this host's addresses tcp uses (os/interfaces.h); empty: all
+  std::string towards;    // rank 0's host, towards which its best address lies; empty: unknown
   bool reproducible =
       false;  // sums in rank order whatever the size: bits depend on the inputs alone
   std::function<bool()> interrupted;            // asked at least every 100 ms while a call waits
@@ -32,5 +33,9 @@ struct ConnectOptions {
 // again in one store the group's name gets a number: "world", "world#2", so that a group's name is
 // its own. Throws Timeout naming the ranks that did not come, PeerLost, Mismatch (options differ).
 std::shared_ptr<Group> connect(Store& store, ConnectOptions options);
+
+// Throws InvalidArgument where `address`, as ConnectOptions has it, names none of this host's.
+// Before the store is met, so that every rank hears of its own mistake.
+void check_address(const std::string& address);
 
 }  // namespace pycomm

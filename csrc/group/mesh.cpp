@@ -40,7 +40,7 @@ class Forming {
     };
     std::string why;
     if (request_.size > 1 && may("shm")) shm_ = make_shm(ring_bytes(request_.size), why);
-    if (request_.size > 1 && may("tcp")) tcp_ = make_tcp(request_.address);
+    if (request_.size > 1 && may("tcp")) tcp_ = make_tcp(request_.address, request_.towards);
     note_.options = request_.options;
     if (shm_) note_.shm = shm_->address();
     if (tcp_) note_.tcp = tcp_->address();
@@ -56,6 +56,8 @@ class Forming {
  private:
   struct Caller {  // a peer that we call
     int peer;
+    std::vector<std::string> ways;  // tried in turn
+    size_t way = 0;
     std::unique_ptr<Handshake> handshake{};
     Handshake::Step step = Handshake::Step::want_write;
     Clock::time_point retry_at{};
@@ -119,8 +121,24 @@ class Forming {
                               (why.empty() ? "" : ": " + why),
                           {.op = "init", .rank = request_.rank, .peer = peer});
       transport = met.transport->name();
-      if (peer < request_.rank) callers_.push_back({.peer = peer});
+      auto theirs = ways(peer, request_.rank);
+      if (theirs.empty() || ways(request_.rank, peer).empty())
+        throw Unsupported(name(peer) +
+                              " and this rank are on different hosts, and the address of " +
+                              (theirs.empty() ? "the former, " + note.tcp : "this, " + note_.tcp) +
+                              ", cannot be reached from there; give it another with PYCOMM_ADDRESS",
+                          {.op = "init", .rank = request_.rank, .peer = peer});
+      if (peer < request_.rank) callers_.push_back({.peer = peer, .ways = std::move(theirs)});
     }
+  }
+
+  // The addresses by which a rank, this one or a peer of it, may call a peer, or this one.
+  std::vector<std::string> ways(int listener, int caller) const {
+    const Note& called = notes_[static_cast<size_t>(listener)];
+    const Note& calling = notes_[static_cast<size_t>(caller)];
+    const auto peer = static_cast<size_t>(listener == request_.rank ? caller : listener);
+    const SocketTransport& by = *met_[peer].transport;
+    return by.ways(by.name() == "shm" ? called.shm : called.tcp, called.host_id == calling.host_id);
   }
 
   bool complete() const {
@@ -159,11 +177,10 @@ class Forming {
       const auto peer = static_cast<size_t>(caller.peer);
       if (caller.handshake || met_[peer].fd || Clock::now() < caller.retry_at) continue;
       const SocketTransport& by = *met_[peer].transport;
-      const auto& address = by.name() == "shm" ? notes_[peer].shm : notes_[peer].tcp;
       try {
         caller.step = Handshake::Step::want_write;
         caller.handshake = std::make_unique<Handshake>(
-            shake(by.call(address), Handshake::Role::connector, caller.peer));
+            shake(by.call(caller.ways[caller.way]), Handshake::Role::connector, caller.peer));
       } catch (const PeerLost& error) {
         refused(caller, error.what());
       }
@@ -172,22 +189,25 @@ class Forming {
 
   void refused(Caller& caller, const std::string& why) {
     caller.handshake.reset();
-    caller.why = why;
+    caller.why = caller.ways[caller.way] + ": " + why;
+    caller.way = (caller.way + 1) % caller.ways.size();
     caller.retry_at = Clock::now() + kRetry;
     ++caller.refusals;
     if (request_.log)
       request_.log("connect to " + name(caller.peer) + " failed " +
-                   std::to_string(caller.refusals) + " times with reason: " + why +
+                   std::to_string(caller.refusals) + " times with reason: " + caller.why +
                    "; retry after 0.05 seconds");
     if (caller.refusals == kRefusals)
-      throw PeerLost(name(caller.peer) + " cannot be reached: " + why,
+      throw PeerLost(name(caller.peer) + " cannot be reached at " + caller.why,
                      {.op = "init", .rank = request_.rank, .peer = caller.peer});
   }
 
   void wait() {
     std::vector<pollfd> polled;
-    for (const auto* transport : {shm_.get(), tcp_.get()})
-      if (transport && !crowded_) polled.push_back({transport->listener(), POLLIN, 0});
+    for (const auto* transport : {shm_.get(), tcp_.get()}) {
+      if (!transport || crowded_) continue;
+      for (const int listener : transport->listeners()) polled.push_back({listener, POLLIN, 0});
+    }
     crowded_ = false;
     const auto add = [&](const Handshake& handshake, Handshake::Step step) {
       const bool write = step == Handshake::Step::want_write;
@@ -218,10 +238,14 @@ class Forming {
   void accept() {
     for (SocketTransport* transport : {shm_.get(), tcp_.get()}) {
       if (!transport) continue;
-      while (Fd fd = accept_from(transport->listener(), &crowded_)) {
-        if (strangers_.size() == kMaxStrangers) strangers_.pop_front();
-        strangers_.push_back({transport, shake(std::move(fd), Handshake::Role::listener, -1)});
+      for (const int listener : transport->listeners()) {
+        while (Fd fd = accept_from(listener, &crowded_)) {
+          if (strangers_.size() == kMaxStrangers) strangers_.pop_front();
+          strangers_.push_back({transport, shake(std::move(fd), Handshake::Role::listener, -1)});
+        }
+        if (crowded_) break;
       }
+      if (crowded_) break;
     }
     if (crowded_) strangers_.clear();  // no descriptors left: those that we hold may be why
   }
@@ -263,11 +287,26 @@ class Forming {
   std::string missing() const {
     std::string text = "the group \"" + request_.name + "\" did not form in " +
                        std::to_string(deadline_.limit_s()) + " s: no connection with";
-    for (size_t i = 0; i < met_.size(); ++i)
-      if (met_[i].transport && !met_[i].fd) text += " " + name(static_cast<int>(i)) + ",";
+    for (const Caller& caller : callers_) {
+      if (met_[static_cast<size_t>(caller.peer)].fd) continue;
+      text += " " + name(caller.peer) + " at " + caller.ways[caller.way];
+      if (!caller.why.empty()) text += " (last failure: " + caller.why + ")";
+      text += ',';
+    }
+    for (size_t i = static_cast<size_t>(request_.rank) + 1; i < met_.size(); ++i)
+      if (met_[i].transport && !met_[i].fd) text += " " + call_awaited(static_cast<int>(i)) + ",";
     text.pop_back();
-    for (const Caller& caller : callers_)
-      if (!caller.why.empty()) text += "; last reason: " + caller.why;
+    return text;
+  }
+
+  // Of a rank that was to call us: by which addresses.
+  std::string call_awaited(int peer) const {
+    std::string text = name(peer) + ", which did not call";
+    std::string between = " ";
+    for (const std::string& way : ways(request_.rank, peer)) {
+      text += between + way;
+      between = " or ";
+    }
     return text;
   }
 

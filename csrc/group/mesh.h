@@ -21,7 +21,8 @@ struct MeshRequest {
   std::string name;
   std::string key;        // for the handshakes
   std::string transport;  // force one, or empty
-  std::string address;    // to listen on for tcp, or empty
+  std::string address;    // which of this host's addresses tcp uses, or empty
+  std::string towards;    // rank 0's host as this one knows it, or empty
   std::string options;    // must be the same on every rank; shown when it is not
   std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
 };

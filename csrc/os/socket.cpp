@@ -2,7 +2,6 @@
 #include "os/socket.h"
 
 #include <arpa/inet.h>
-#include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -11,7 +10,9 @@
 #include <sys/un.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <charconv>
 #include <cstddef>
 #include <cstring>
 #include <memory>
@@ -41,39 +42,67 @@ const sockaddr* as_sockaddr(const Address& address) {
   return reinterpret_cast<const sockaddr*>(&address.storage);
 }
 
-std::string numeric_host(const Address& address) {
-  char text[INET6_ADDRSTRLEN] = "";
-  const void* bytes = address.storage.ss_family == AF_INET
-                          ? static_cast<const void*>(
-                                &reinterpret_cast<const sockaddr_in*>(&address.storage)->sin_addr)
-                          : &reinterpret_cast<const sockaddr_in6*>(&address.storage)->sin6_addr;
-  ::inet_ntop(address.storage.ss_family, bytes, text, sizeof text);
-  return text;
+const sockaddr_in& as_ipv4(const Address& address) {
+  return reinterpret_cast<const sockaddr_in&>(address.storage);
 }
 
-struct Reach {
-  int order;  // 0, 1: global IPv4, IPv6; 2, 3: loopback
-  std::string host;
-};
+const sockaddr_in6& as_ipv6(const Address& address) {
+  return reinterpret_cast<const sockaddr_in6&>(address.storage);
+}
 
-// Where an interface's address comes in the list; order -1 when it is of no use to others.
-Reach reach_of(const ifaddrs& entry) {
-  if (entry.ifa_addr == nullptr || (entry.ifa_flags & IFF_UP) == 0) return {-1, ""};
-  const int family = entry.ifa_addr->sa_family;
-  if (family != AF_INET && family != AF_INET6) return {-1, ""};
-  Address address;
-  address.length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-  std::memcpy(&address.storage, entry.ifa_addr, address.length);
-  int order = (entry.ifa_flags & IFF_LOOPBACK) != 0 ? 2 : 0;
-  if (family == AF_INET6) {
-    const auto& v6 = reinterpret_cast<const sockaddr_in6*>(&address.storage)->sin6_addr;
-    if (IN6_IS_ADDR_LINKLOCAL(&v6)) return {-1, ""};
-    ++order;
-  } else {
-    const auto& v4 = reinterpret_cast<const sockaddr_in*>(&address.storage)->sin_addr;
-    if ((ntohl(v4.s_addr) >> 16) == 0xa9fe) return {-1, ""};  // 169.254.0.0/16
+std::string numeric_host(const Address& address) {
+  std::array<char, INET6_ADDRSTRLEN> text{};
+  if (address.storage.ss_family == AF_INET) {
+    ::inet_ntop(AF_INET, &as_ipv4(address).sin_addr, text.data(), text.size());
+    return text.data();
   }
-  return {order, numeric_host(address)};
+  const sockaddr_in6& ipv6 = as_ipv6(address);
+  ::inet_ntop(AF_INET6, &ipv6.sin6_addr, text.data(), text.size());
+  std::array<char, IF_NAMESIZE> name{};
+  if (ipv6.sin6_scope_id == 0) return text.data();
+  const bool named = ::if_indextoname(ipv6.sin6_scope_id, name.data()) != nullptr;
+  return std::string(text.data()) + "%" +
+         (named ? name.data() : std::to_string(ipv6.sin6_scope_id));
+}
+
+Address copy_of(const sockaddr* from, socklen_t length) {
+  Address address;
+  address.length = length;
+  std::memcpy(&address.storage, from, length);
+  return address;
+}
+
+Address every_interface(uint16_t port) {
+  // A kernel without IPv6 has no such sockets; where it is only switched off they do no harm.
+  if (const Fd probe(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0)); probe) {
+    sockaddr_in6 any{};
+    any.sin6_family = AF_INET6;
+    any.sin6_port = htons(port);
+    return copy_of(reinterpret_cast<const sockaddr*>(&any), sizeof any);
+  }
+  sockaddr_in any{};
+  any.sin_family = AF_INET;
+  any.sin_port = htons(port);
+  return copy_of(reinterpret_cast<const sockaddr*>(&any), sizeof any);
+}
+
+// Takes both families where it is the address of every interface, whatever the system's default.
+void set_families(int fd, const Address& address) {
+  if (address.storage.ss_family != AF_INET6) return;
+  const int ipv6_only = IN6_IS_ADDR_UNSPECIFIED(&as_ipv6(address).sin6_addr) ? 0 : 1;
+  if (::setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &ipv6_only, sizeof ipv6_only) != 0)
+    throw_errno("setting IPV6_V6ONLY");
+}
+
+// The port is left open until connect(), which may then share it with other peers.
+void bind_source(int fd, const Address& from) {
+  const int on = 1;
+  ::setsockopt(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &on, sizeof on);
+  const Address source = from.with_port(0);
+  if (::bind(fd, as_sockaddr(source), source.length) == 0) return;
+  const int error = errno;
+  throw PeerLost("cannot connect from " + from.host() + ": " + reason(error) + " (errno " +
+                 std::to_string(error) + ")");
 }
 
 }  // namespace
@@ -90,11 +119,29 @@ std::string Address::host() const {
 }
 
 uint16_t Address::port() const {
-  if (storage.ss_family == AF_INET)
-    return ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
-  if (storage.ss_family == AF_INET6)
-    return ntohs(reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port);
+  if (storage.ss_family == AF_INET) return ntohs(as_ipv4(*this).sin_port);
+  if (storage.ss_family == AF_INET6) return ntohs(as_ipv6(*this).sin6_port);
   return 0;
+}
+
+Address Address::with_port(uint16_t port) const {
+  Address other = *this;
+  if (storage.ss_family == AF_INET)
+    reinterpret_cast<sockaddr_in&>(other.storage).sin_port = htons(port);
+  if (storage.ss_family == AF_INET6)
+    reinterpret_cast<sockaddr_in6&>(other.storage).sin6_port = htons(port);
+  return other;
+}
+
+bool Address::is_loopback() const {
+  if (storage.ss_family == AF_INET) return (ntohl(as_ipv4(*this).sin_addr.s_addr) >> 24) == 127;
+  return storage.ss_family == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&as_ipv6(*this).sin6_addr);
+}
+
+bool Address::is_link_local() const {
+  if (storage.ss_family == AF_INET)
+    return (ntohl(as_ipv4(*this).sin_addr.s_addr) >> 16) == 0xa9fe;  // 169.254.0.0/16
+  return storage.ss_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&as_ipv6(*this).sin6_addr);
 }
 
 std::string Address::text() const {
@@ -105,27 +152,54 @@ std::string Address::text() const {
   return "@" + std::string(reinterpret_cast<const char*>(&storage) + skip, length - skip);
 }
 
-Address tcp_address(const std::string& host, uint16_t port) {
+std::vector<Address> tcp_addresses(const std::string& host, uint16_t port) {
   addrinfo wanted{};
   wanted.ai_socktype = SOCK_STREAM;
-  wanted.ai_flags = AI_NUMERICSERV | AI_PASSIVE;
+  wanted.ai_flags = AI_NUMERICSERV;
   addrinfo* found = nullptr;
-  const int failure = ::getaddrinfo(host.empty() ? nullptr : host.c_str(),
-                                    std::to_string(port).c_str(), &wanted, &found);
+  const int failure = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &wanted, &found);
   if (failure != 0)
     throw InvalidArgument("no address is known for the host '" + host +
                           "': " + ::gai_strerror(failure));
   const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, ::freeaddrinfo);
-  const addrinfo* best = found;
-  for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next) {
-    if (entry->ai_family != AF_INET) continue;
-    best = entry;
-    break;
-  }
+  std::vector<Address> addresses;
+  for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next)
+    addresses.push_back(copy_of(entry->ai_addr, entry->ai_addrlen));
+  std::ranges::stable_partition(
+      addresses, [](const Address& address) { return address.storage.ss_family == AF_INET; });
+  const Address& first = addresses.at(0);
+  if (first.storage.ss_family == AF_INET6 && first.is_link_local() &&
+      as_ipv6(first).sin6_scope_id == 0)
+    throw InvalidArgument("'" + host +
+                          "' is a link-local address, which every network has: say by which "
+                          "interface, as " +
+                          host + "%eth0");
+  return addresses;
+}
+
+Address tcp_address(const std::string& host, uint16_t port) {
+  return host.empty() ? every_interface(port) : tcp_addresses(host, port)[0];
+}
+
+Address parse_tcp_address(const std::string& text) {
+  const auto colon = text.rfind(':');
+  const bool bracketed = colon != std::string::npos && colon >= 2 && text[0] == '[';
+  const std::string host =
+      bracketed ? text.substr(1, colon - 2) : text.substr(0, std::min(colon, text.size()));
+  const char* end = text.data() + text.size();
+  uint16_t port = 0;
+  const auto read = std::from_chars(text.data() + std::min(colon + 1, text.size()), end, port);
   Address address;
-  address.length = best->ai_addrlen;
-  std::memcpy(&address.storage, best->ai_addr, best->ai_addrlen);
-  return address;
+  auto& ipv4 = reinterpret_cast<sockaddr_in&>(address.storage);
+  auto& ipv6 = reinterpret_cast<sockaddr_in6&>(address.storage);
+  const bool is_address = bracketed ? text[colon - 1] == ']' &&
+                                          ::inet_pton(AF_INET6, host.c_str(), &ipv6.sin6_addr) == 1
+                                    : ::inet_pton(AF_INET, host.c_str(), &ipv4.sin_addr) == 1;
+  if (colon == std::string::npos || read.ec != std::errc{} || read.ptr != end || !is_address)
+    throw InvalidArgument("'" + text + "' is not an address as 127.0.0.1:14758 or [::1]:14758");
+  address.storage.ss_family = bracketed ? AF_INET6 : AF_INET;
+  address.length = bracketed ? sizeof ipv6 : sizeof ipv4;
+  return address.with_port(port);
 }
 
 Address abstract_unix_address(const std::string& name) {
@@ -147,6 +221,7 @@ Fd listen_on(const Address& address, int backlog) {
   const int on = 1;
   if (::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0)
     throw_errno("setting SO_REUSEADDR");
+  set_families(fd.get(), address);
   if (::bind(fd.get(), as_sockaddr(address), address.length) != 0 ||
       ::listen(fd.get(), backlog) != 0) {
     const int error = errno;
@@ -164,9 +239,10 @@ Address local_address(int fd) {
   return address;
 }
 
-Fd start_connect(const Address& address) {
+Fd start_connect(const Address& address, const Address* from) {
   Fd fd = open_stream(address.storage.ss_family);
   send_at_once(fd.get(), address.storage.ss_family);
+  if (from != nullptr) bind_source(fd.get(), *from);
   if (::connect(fd.get(), as_sockaddr(address), address.length) == 0) return fd;
   const int error = errno;
   // A refusal at once (the loopback, a Unix name nobody has, a Unix backlog that is full) leaves a
@@ -174,6 +250,15 @@ Fd start_connect(const Address& address) {
   if (error == EINPROGRESS || error == EINTR || error == ECONNREFUSED || error == EAGAIN) return fd;
   throw PeerLost("cannot connect to " + address.text() + ": " + reason(error) + " (errno " +
                  std::to_string(error) + ")");
+}
+
+bool source_towards(const Address& address, Address& source) {
+  // To connect a datagram socket is to look the route up; the port (discard) is of no account.
+  const Fd fd(::socket(address.storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  const Address to = address.with_port(9);
+  if (!fd || ::connect(fd.get(), as_sockaddr(to), to.length) != 0) return false;
+  source = local_address(fd.get()).with_port(0);
+  return true;
 }
 
 int connect_error(int fd) {
@@ -232,20 +317,6 @@ short poll_one(int fd, short events, std::chrono::nanoseconds limit) {
     if (ready < 0 && errno != EINTR) throw_errno("polling a socket");
     if (wait_ms == 0 || std::chrono::steady_clock::now() >= end) return 0;
   }
-}
-
-std::vector<std::string> interface_addresses() {
-  ifaddrs* first = nullptr;
-  if (::getifaddrs(&first) != 0) throw_errno("listing the network interfaces");
-  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> list(first, ::freeifaddrs);
-  std::vector<Reach> found;
-  for (const ifaddrs* entry = first; entry != nullptr; entry = entry->ifa_next)
-    if (Reach reach = reach_of(*entry); reach.order >= 0) found.push_back(std::move(reach));
-  std::stable_sort(found.begin(), found.end(),
-                   [](const Reach& a, const Reach& b) { return a.order < b.order; });
-  std::vector<std::string> hosts;
-  for (Reach& reach : found) hosts.push_back(std::move(reach.host));
-  return hosts;
 }
 
 }  // namespace pycomm

@@ -19,14 +19,24 @@ struct Address {
   sockaddr_storage storage{};
   socklen_t length = 0;
   std::string text() const;  // "127.0.0.1:14758", "[::1]:14758", "@name"
-  std::string host() const;  // the same without the port
+  std::string host() const;  // without the port: "127.0.0.1", "::1", "fe80::1%eth0"
   uint16_t port() const;     // 0 for a Unix address
+  Address with_port(uint16_t port) const;
+  bool is_loopback() const;
+  bool is_link_local() const;  // means something on one network alone, and not to other hosts
 };
 
-// `host` is an IPv4 or IPv6 literal or a name, which is looked up (that may block); IPv4 is
-// preferred where a name has both. An empty host is every IPv4 interface, to listen on. Throws
-// InvalidArgument.
+// `host` is an IPv4 or IPv6 literal or a name, which is looked up (that may block); those of IPv4
+// come first where a name has both. A link-local one must say its interface, as fe80::1%eth0. Never
+// empty; throws InvalidArgument.
+std::vector<Address> tcp_addresses(const std::string& host, uint16_t port);
+
+// The first of them. An empty host is every interface, to listen on: of both IPv6 and IPv4 where
+// this host has both.
 Address tcp_address(const std::string& host, uint16_t port);
+
+// What Address::text() made of a TCP address; nothing is looked up. Throws InvalidArgument.
+Address parse_tcp_address(const std::string& text);
 
 // A name that lives in this machine's network namespace and in no file; at most 107 bytes.
 Address abstract_unix_address(const std::string& name);
@@ -39,8 +49,12 @@ Address local_address(int fd);
 
 // Begins to connect; the socket is writable, or in error, when that is over, and connect_error()
 // then says how. Throws PeerLost when the connection cannot even be begun (no route, no local port
-// left).
-Fd start_connect(const Address& address);
+// left). `from` is the address of this host to connect from; null: the route's.
+Fd start_connect(const Address& address, const Address* from = nullptr);
+
+// The address of this host from which a packet to that one would leave. Sends nothing. False where
+// no route leads there.
+bool source_towards(const Address& address, Address& source);
 
 // 0: connected. EINPROGRESS: not yet. Otherwise why not; a refused connection is ECONNREFUSED. The
 // kernel tells a reason once: do not ask again after one.
@@ -54,10 +68,6 @@ Fd accept_from(int fd, bool* exhausted = nullptr);
 
 // poll() on one descriptor: the events that came, 0 when the limit passed first.
 short poll_one(int fd, short events, std::chrono::nanoseconds limit);
-
-// The addresses by which others may reach this machine, without ports: global ones before loopback,
-// IPv4 before IPv6; link-local ones are left out.
-std::vector<std::string> interface_addresses();
 
 // InternalError: "<doing> failed: <what errno says> (errno N)".
 [[noreturn]] void throw_errno(const std::string& doing);

@@ -112,15 +112,25 @@ std::unique_ptr<TcpStore> TcpStore::connect(const std::string& host, uint16_t po
   return store;
 }
 
-std::string TcpStore::name() const { return host_ + ":" + std::to_string(port_); }
+std::string TcpStore::name() const {
+  const bool ipv6 = host_.find(':') != std::string::npos;
+  return (ipv6 ? "[" + host_ + "]" : host_) + ":" + std::to_string(port_);
+}
 
 Fd TcpStore::open(const Deadline& deadline) const {
   std::chrono::nanoseconds pause = kFirstPause;
   for (int attempts = 1;; ++attempts) {
     std::string why;
     try {
-      if (Fd fd = attempt(tcp_address(host_, port_), key_, deadline, why)) return fd;
-    } catch (const Error& error) {  // no route yet, a name not known yet
+      const auto addresses = tcp_addresses(host_, port_);
+      for (const Address& address : addresses) {
+        try {
+          if (Fd fd = attempt(address, key_, deadline, why)) return fd;
+        } catch (const PeerLost& error) {  // no route yet
+          why = error.what();
+        }
+      }
+    } catch (const InvalidArgument& error) {  // a name not known yet
       why = error.what();
     }
     pause = std::min(pause, deadline.left());

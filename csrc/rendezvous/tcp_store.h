@@ -28,7 +28,7 @@ class TcpStore final : public Store {
  public:
   using Log = std::function<void(const std::string&)>;
 
-  // This process serves, and the object is a store of its own server. An empty host: every IPv4
+  // This process serves, and the object is a store of its own server. An empty host: every
   // interface; port 0: any that is free. Nothing listens any more after settle() or the destructor,
   // and clients that wait at the destructor get PeerLost. Throws InvalidArgument: address taken or
   // unknown, empty key.

@@ -61,7 +61,9 @@ Handshake::Handshake(Fd fd, Role role, std::string key, Claim claim, std::chrono
 Handshake::Step Handshake::advance() {
   while (state_ != Step::done && state_ != Step::refused) {
     if (deadline_.expired()) {
-      refuse("the other side did not finish the handshake within its limit");
+      refuse(role_ == Role::connector && !connected_
+                 ? "nothing answered within the limit"
+                 : "the other side did not finish the handshake within its limit");
     } else if (transfer()) {
       ++stage_;
       moved_ = 0;

@@ -84,9 +84,12 @@ class Shm final : public SocketTransport {
 
   std::string_view name() const override { return "shm"; }
   const std::string& address() const override { return address_; }
-  int listener() const override { return listener_.get(); }
-  Fd call(const std::string& address) const override {
-    return start_connect(abstract_unix_address(address));
+  std::vector<int> listeners() const override { return {listener_.get()}; }
+  std::vector<std::string> ways(const std::string& address, bool) const override {
+    return {address};
+  }
+  Fd call(const std::string& way) const override {
+    return start_connect(abstract_unix_address(way));
   }
 
   // Each side makes the ring that it reads, and gives the other the same memory to write.

@@ -9,8 +9,10 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <sstream>
 #include <vector>
 
+#include "os/interfaces.h"
 #include "os/socket.h"
 
 namespace pycomm {
@@ -108,21 +110,45 @@ class TcpChannel final : public Channel {
 
 class Tcp final : public SocketTransport {
  public:
-  explicit Tcp(const std::string& address)
-      : listener_(listen_on(tcp_address(address, 0), SOMAXCONN)) {
-    const auto port = local_address(listener_.get()).port();
-    const auto host = address.empty() ? interface_addresses().at(0) : address;
-    address_ = host + " " + std::to_string(port);
+  Tcp(const std::string& choice, const std::string& towards) {
+    if (choice.empty()) {
+      listeners_.push_back(listen_on(tcp_address("", 0), SOMAXCONN));
+      const auto port = local_address(listeners_[0].get()).port();
+      for (const Address& address : offered_addresses(towards)) tell(address.with_port(port));
+      return;
+    }
+    sources_ = chosen_addresses(choice);
+    for (const Address& address : sources_) {
+      listeners_.push_back(listen_on(address, SOMAXCONN));
+      tell(local_address(listeners_.back().get()));
+    }
   }
 
   std::string_view name() const override { return "tcp"; }
   const std::string& address() const override { return address_; }
-  int listener() const override { return listener_.get(); }
+  std::vector<int> listeners() const override {
+    std::vector<int> fds;
+    for (const Fd& listener : listeners_) fds.push_back(listener.get());
+    return fds;
+  }
 
-  Fd call(const std::string& address) const override {
-    const auto blank = address.find(' ');
-    const auto port = static_cast<uint16_t>(std::strtoul(address.c_str() + blank + 1, nullptr, 10));
-    return start_connect(tcp_address(address.substr(0, blank), port));
+  // The loopback leads back to the caller's own host: on one host it is the best way, to another it
+  // is none.
+  std::vector<std::string> ways(const std::string& address, bool same_host) const override {
+    std::vector<std::string> inside, outside;
+    std::istringstream words(address);
+    for (std::string word; words >> word;)
+      (parse_tcp_address(word).is_loopback() ? inside : outside).push_back(word);
+    if (!same_host) return outside;
+    inside.insert(inside.end(), outside.begin(), outside.end());
+    return inside;
+  }
+
+  Fd call(const std::string& way) const override {
+    const Address to = parse_tcp_address(way);
+    const auto from = std::ranges::find(sources_, to.storage.ss_family,
+                                        [](const Address& a) { return a.storage.ss_family; });
+    return start_connect(to, from == sources_.end() ? nullptr : &*from);
   }
 
   void offer(int) override {}
@@ -131,14 +157,17 @@ class Tcp final : public SocketTransport {
   }
 
  private:
-  Fd listener_;
+  void tell(const Address& address) { address_ += (address_.empty() ? "" : " ") + address.text(); }
+
+  std::vector<Fd> listeners_;
+  std::vector<Address> sources_;  // the chosen ones
   std::string address_;
 };
 
 }  // namespace
 
-std::unique_ptr<SocketTransport> make_tcp(const std::string& address) {
-  return std::make_unique<Tcp>(address);
+std::unique_ptr<SocketTransport> make_tcp(const std::string& choice, const std::string& towards) {
+  return std::make_unique<Tcp>(choice, towards);
 }
 
 }  // namespace pycomm

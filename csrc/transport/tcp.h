@@ -5,8 +5,10 @@
 
 namespace pycomm {
 
-// Listens on `address`, a name or number of this host; empty: on every IPv4 interface, and peers
-// are told this host's first global address.
-std::unique_ptr<SocketTransport> make_tcp(const std::string& address);
+// Listens on, and connects from, what `choice` names of this host's interfaces
+// (os/interfaces.h), and nothing else. An empty choice: listens on every interface, of IPv6 and
+// IPv4, and peers are told all addresses, first the one from which this host reaches `towards`, the
+// host of rank 0 (empty: unknown). Throws InvalidArgument.
+std::unique_ptr<SocketTransport> make_tcp(const std::string& choice, const std::string& towards);
 
 }  // namespace pycomm

@@ -12,6 +12,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/deadline.h"
 #include "os/fd.h"
@@ -62,11 +63,15 @@ class SocketTransport {
  public:
   virtual ~SocketTransport() = default;
   virtual std::string_view name() const = 0;
-  // What a peer needs in order to call; plain text.
+  // What peers need in order to call: one address, or several with blanks between them; plain text.
   virtual const std::string& address() const = 0;
-  virtual int listener() const = 0;
-  // Starts a connection to such an address. It fails or stands when the descriptor is writable.
-  virtual Fd call(const std::string& address) const = 0;
+  virtual std::vector<int> listeners() const = 0;
+  // Of what a listener gave as address(), those that a caller on the same host, or on another, may
+  // reach it by, best first; perhaps none.
+  virtual std::vector<std::string> ways(const std::string& address, bool same_host) const = 0;
+  // Starts a connection by one of them. It fails or stands when the descriptor is writable. Throws
+  // PeerLost where it cannot even be begun.
+  virtual Fd call(const std::string& way) const = 0;
   // Sends what the other side needs for its end. Never blocks for long.
   virtual void offer(int fd) = 0;
   // Waits for the other side's offer. Throws PeerLost, Timeout.

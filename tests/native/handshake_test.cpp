@@ -16,6 +16,7 @@
 #include "core/errors.h"
 #include "core/sha256.h"
 #include "harness.h"
+#include "os/interfaces.h"
 #include "os/socket.h"
 
 using namespace pycomm;
@@ -319,6 +320,7 @@ void meet(const Address& address) {
 const Test kSockets{
     "handshake: over TCP and over an abstract Unix socket", [] {
       meet(tcp_address("127.0.0.1", 0));
+      meet(tcp_address("::1", 0));
       meet(abstract_unix_address("pycomm-handshake-test-" + std::to_string(::getpid())));
     }};
 
@@ -346,14 +348,40 @@ const Test kNames{
       expect_equal(tcp_address("127.0.0.1", 14758).text(), "127.0.0.1:14758", "IPv4");
       expect_equal(tcp_address("::1", 14758).text(), "[::1]:14758", "IPv6");
       expect_equal(tcp_address("127.0.0.1", 14758).port(), 14758, "port");
-      expect_equal(tcp_address("", 0).host(), "0.0.0.0", "every interface");
+      expect_equal(tcp_address("", 0).host(), "::", "every interface");
+      for (const auto* text : {"127.0.0.1:14758", "[::1]:14758", "[fd00::a:1]:1"})
+        expect_equal(parse_tcp_address(text).text(), text, "read back");
+      for (const auto* text : {"", ":", "[", "[]:1", "1.2.3.4", "1.2.3.4:", "1.2.3.4:99999",
+                               "::1:14758", "[::1]", "[::1]14758", "host:1", "1.2.3.4:1x"})
+        expect_says(expect_throws<InvalidArgument>([&] { parse_tcp_address(text); }), text);
       expect_equal(abstract_unix_address("x").text(), "@x", "Unix");
       expect_throws<InvalidArgument>([] { abstract_unix_address(""); });
       expect_throws<InvalidArgument>([] { abstract_unix_address(std::string(108, 'x')); });
       const std::string text =
           expect_throws<InvalidArgument>([] { tcp_address("no.such.invalid", 1); });
       expect_says(text, "no.such.invalid");
-      expect(!interface_addresses().empty(), "a machine has at least its loopback");
+      expect_says(expect_throws<InvalidArgument>([] { tcp_address("fe80::1", 1); }),
+                  "by which interface");
+    }};
+
+const Test kInterfaces{
+    "interfaces: a choice is an interface, an address, a prefix or a list; else a sentence", [] {
+      const auto chosen = [](const std::string& choice) {
+        std::string text;
+        for (const Address& address : chosen_addresses(choice)) text += address.host() + " ";
+        return text;
+      };
+      for (const auto* choice : {"127.0.0.1", "127.0.0.0/8", "eth99,10.255.255.1,127.0.0.1"})
+        expect_equal(chosen(choice), "127.0.0.1 ", choice);
+      expect(chosen("lo").starts_with("127.0.0.1 "), "an interface");
+      for (const auto* choice :
+           {"eth99", "127.0.0.0/33", "127.0.0.0/", "127.0.0.0/8x", ",", "::2"}) {
+        const auto text = expect_throws<InvalidArgument>([&] { chosen_addresses(choice); });
+        expect_says(text, "PYCOMM_ADDRESS is '" + std::string(choice) + "'");
+        expect_says(text, "lo (127.0.0.1");
+      }
+      expect(!offered_addresses("").empty(), "a machine has at least its loopback");
+      expect(offered_addresses("no.such.invalid").back().is_loopback(), "the loopback comes last");
     }};
 
 }  // namespace

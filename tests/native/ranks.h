@@ -140,13 +140,14 @@ inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
   }
   std::string why;
   const auto make = [&] {
-    return transport == "shm" ? make_shm(ring_bytes, why) : make_tcp("127.0.0.1");
+    return transport == "shm" ? make_shm(ring_bytes, why) : make_tcp("127.0.0.1", "");
   };
   const auto caller = make(), listener = make();
   expect(caller && listener, why);
   Fd out = caller->call(listener->address());
-  expect((poll_one(listener->listener(), POLLIN, 10s) & POLLIN) != 0, "nobody called");
-  Fd in = accept_from(listener->listener());
+  const int door = listener->listeners().at(0);
+  expect((poll_one(door, POLLIN, 10s) & POLLIN) != 0, "nobody called");
+  Fd in = accept_from(door);
   expect(in && (poll_one(out.get(), POLLOUT, 10s) & POLLOUT) != 0, "no connection");
   caller->offer(out.get());
   listener->offer(in.get());

@@ -1,0 +1,214 @@
+"""Hosts on one machine, for real as far as the network goes: namespaces joined by bridges.
+
+A namespace has interfaces, routes and abstract sockets of its own, so to pycomm each is a host.
+
+    with Network(2, links=2) as net:
+        net.shape(0, "1gbit")                       # link 0 of every host, both ways
+        ranks = [host.start([sys.executable, "-c", code], {"PYCOMM_RANK": str(i)})
+                 for i, host in enumerate(net.hosts)]
+        net.hosts[0].counters(0).sent               # bytes, as the interface counted them
+
+Host `i` has the interface `eth0` on link 0, `eth1` on link 1 and so on, with the addresses that
+`Host.ipv4` and `Host.ipv6` give, and is called `host<i>` on all of them (by link 0). Nothing of it
+is seen outside, and nothing is left of it after the `with`. Needs root, iproute2 and a kernel with
+veth and bridges: `missing()` says what is not there. Not a test: the tests of hosts, benchmarks and
+the launcher's tests call it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Counters", "Host", "Network", "missing"]
+
+_numbers = itertools.count()
+
+
+def missing() -> str:
+    """Why there can be no hosts here, or ""."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        return "needs root and iproute2 to make network namespaces"
+    try:
+        with Network(1):
+            return ""
+    except OSError as error:
+        return f"needs a kernel that lets it make namespaces, bridges and veths: {error}"
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What an interface has counted so far: bytes with the headers of Ethernet, and packets.
+
+    A packet that the kernel has not cut to the link's size yet (segmentation offload: up to 64 KiB)
+    counts as one, with one set of headers, where it passes in that form.
+    """
+
+    sent: int
+    received: int
+    packets_sent: int
+    packets_received: int
+
+
+class Host:
+    """One namespace. Made by Network."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.number = name, number
+        self._started: list[subprocess.Popen[str]] = []
+
+    def ipv4(self, link: int = 0) -> str:
+        """Its address on a link."""
+        return f"10.99.{link}.{self.number + 1}"
+
+    def ipv6(self, link: int = 0) -> str:
+        """The same for IPv6."""
+        return f"fd00:99:{link}::{self.number + 1}"
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, stdin: int | None = None
+    ) -> subprocess.Popen[str]:
+        """Starts a command, its output piped; `env` goes over this process's environment, `stdin`
+        is as subprocess takes it. What still runs when the network ends is killed."""
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.name, *command],
+            env={**os.environ, **(env or {})},
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, *command: str) -> str:
+        """The output of a command that succeeds."""
+        return _run("ip", "netns", "exec", self.name, *command)
+
+    def ip(self, *words: str) -> str:
+        """`ip ...` inside."""
+        return _run("ip", "-n", self.name, *words)
+
+    def counters(self, link: int = 0) -> Counters:
+        """Of the host's interface on a link."""
+        names = ("tx_bytes", "rx_bytes", "tx_packets", "rx_packets")
+        files = [f"/sys/class/net/eth{link}/statistics/{name}" for name in names]
+        return Counters(*map(int, self.run("cat", *files).split()))
+
+    def end(self) -> None:
+        """Kills what still runs of that which start() started."""
+        for process in self._started:
+            process.kill()
+            process.communicate()
+
+
+class Network:
+    """`hosts` hosts on `links` bridges, which stand in a namespace of their own.
+
+    Args:
+        hosts: how many.
+        links: networks that join all of them, each with an interface in every host.
+        ipv4, ipv6: which addresses the interfaces have; both, or one.
+    """
+
+    def __init__(self, hosts: int, links: int = 1, *, ipv4: bool = True, ipv6: bool = True) -> None:
+        tag = f"pyc{os.getpid()}n{next(_numbers)}"
+        self.hosts = [Host(f"{tag}h{number}", number) for number in range(hosts)]
+        self.links = links
+        self._switch = f"{tag}s"
+        self._ipv4, self._ipv6 = ipv4, ipv6
+
+    def __enter__(self) -> Network:
+        """Makes it."""
+        try:
+            _run("ip", "netns", "add", self._switch)
+            _without_ipv6(self._switch)
+            for link in range(self.links):
+                self._inside("link", "add", f"br{link}", "type", "bridge", "mcast_snooping", "0")
+                self._inside("link", "set", f"br{link}", "up")
+            for host in self.hosts:
+                self._make(host)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Ends what was started and takes it away."""
+        for host in self.hosts:
+            host.end()
+            _try("netns", "del", host.name)
+            shutil.rmtree(_etc(host), ignore_errors=True)
+        _try("netns", "del", self._switch)
+        with contextlib.suppress(OSError):
+            _etc(self.hosts[0]).parent.rmdir()
+
+    def shape(self, link: int, rate: str, burst: str = "256kb", latency: str = "50ms") -> None:
+        """Holds every host's interface on `link` to `rate` ("1gbit"), in both directions."""
+        shaping = ("root", "tbf", "rate", rate, "burst", burst, "latency", latency)
+        for host in self.hosts:
+            port = f"p{host.number}l{link}"
+            _run("tc", "-n", host.name, "qdisc", "replace", "dev", f"eth{link}", *shaping)
+            _run("tc", "-n", self._switch, "qdisc", "replace", "dev", port, *shaping)
+
+    def cut(self, link: int) -> None:
+        """Has every interface on `link` send packets of the link's size alone, as on a wire."""
+        for host in self.hosts:
+            host.ip("link", "set", f"eth{link}", "gso_max_segs", "1")
+
+    def _inside(self, *words: str) -> None:
+        _run("ip", "-n", self._switch, *words)
+
+    def _make(self, host: Host) -> None:
+        _run("ip", "netns", "add", host.name)
+        if not self._ipv6:
+            _without_ipv6(host.name)
+        host.ip("link", "set", "lo", "up")
+        for link in range(self.links):
+            port = f"p{host.number}l{link}"
+            self._inside(
+                *("link", "add", port, "type", "veth"),
+                *("peer", "name", f"eth{link}", "netns", host.name),
+            )
+            self._inside("link", "set", port, "master", f"br{link}", "up")
+            if self._ipv4:
+                host.ip("addr", "add", f"{host.ipv4(link)}/24", "dev", f"eth{link}")
+            if self._ipv6:
+                host.ip("addr", "add", f"{host.ipv6(link)}/64", "dev", f"eth{link}", "nodad")
+            host.ip("link", "set", f"eth{link}", "up")
+        # `ip netns exec` lays this over /etc/hosts.
+        lines = ["127.0.0.1 localhost", "::1 localhost"]
+        for other in self.hosts:
+            lines += [f"{other.ipv4()} host{other.number}"] if self._ipv4 else []
+            lines += [f"{other.ipv6()} host{other.number}"] if self._ipv6 else []
+        _etc(host).mkdir(parents=True)
+        (_etc(host) / "hosts").write_text("\n".join(lines) + "\n")
+
+
+def _without_ipv6(namespace: str) -> None:
+    """Not even the chatter by which IPv6 finds its neighbours."""
+    for interfaces in ("all", "default"):
+        path = f"/proc/sys/net/ipv6/conf/{interfaces}/disable_ipv6"
+        _run("ip", "netns", "exec", namespace, "sh", "-c", f"! test -e {path} || echo 1 > {path}")
+
+
+def _etc(host: Host) -> Path:
+    return Path("/etc/netns") / host.name
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _try(*words: str) -> bool:
+    return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
