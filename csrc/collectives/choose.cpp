@@ -44,7 +44,7 @@ Plan countless(const Place& at) {
   return kPlan(at.rank, at.size);
 }
 
-constexpr std::array<Entry, 22> kPlans{{
+constexpr std::array<Entry, 30> kPlans{{
     {Operation::all_reduce, Algorithm::ring, rootless<ring_all_reduce>},
     {Operation::all_reduce, Algorithm::tree, rootless<tree_all_reduce>},
     {Operation::all_reduce, Algorithm::direct, rootless<direct_all_reduce>},
@@ -57,16 +57,24 @@ constexpr std::array<Entry, 22> kPlans{{
     {Operation::all_gather, Algorithm::tree, rootless<tree_all_gather>},
     {Operation::all_gather, Algorithm::direct, direct_all_gather, true},
     {Operation::all_gather, Algorithm::halving, halving_all_gather},
-    {Operation::reduce_scatter, Algorithm::ring, rootless<ring_reduce_scatter>},
+    {Operation::reduce_scatter, Algorithm::ring, ring_reduce_scatter},
     {Operation::reduce_scatter, Algorithm::tree, rootless<tree_reduce_scatter>},
     {Operation::reduce_scatter, Algorithm::direct, rootless<direct_reduce_scatter>},
     {Operation::reduce_scatter, Algorithm::halving, halving_reduce_scatter},
     {Operation::barrier, Algorithm::direct, countless<direct_barrier>},
     {Operation::barrier, Algorithm::halving, countless<halving_barrier>},
+    {Operation::reduce, Algorithm::ring, rooted<ring_reduce>},
+    {Operation::reduce, Algorithm::tree, rooted<tree_reduce>},
     {Operation::reduce, Algorithm::direct, rooted<direct_reduce>},
     {Operation::gather, Algorithm::direct, rooted<direct_gather>},
     {Operation::scatter, Algorithm::direct, rooted<direct_scatter>},
     {Operation::all_to_all, Algorithm::direct, direct_all_to_all, true},
+    {Operation::all_reduce, Algorithm::hierarchical, hierarchical_all_reduce},
+    {Operation::broadcast, Algorithm::hierarchical, hierarchical_broadcast},
+    {Operation::all_gather, Algorithm::hierarchical, hierarchical_all_gather},
+    {Operation::reduce_scatter, Algorithm::hierarchical, hierarchical_reduce_scatter},
+    {Operation::barrier, Algorithm::hierarchical, hierarchical_barrier},
+    {Operation::reduce, Algorithm::hierarchical, hierarchical_reduce},
 }};
 
 // Whether the sum must be a fold: asked for, or the type would round at every addition.

@@ -30,7 +30,8 @@ namespace pycomm {
 Plan ring_all_reduce(int rank, int size, size_t count);
 Plan ring_broadcast(int rank, int size, size_t count, int root);
 Plan ring_all_gather(const Place& at);
-Plan ring_reduce_scatter(int rank, int size, size_t count);
+Plan ring_reduce_scatter(const Place& at);
+Plan ring_reduce(int rank, int size, size_t count, int root);
 
 Plan direct_all_reduce(int rank, int size, size_t count);
 Plan direct_broadcast(int rank, int size, size_t count, int root);
@@ -49,12 +50,20 @@ Plan halving_all_gather(const Place& at);
 Plan halving_reduce_scatter(const Place& at);
 Plan halving_barrier(int rank, int size);
 
+Plan hierarchical_all_reduce(const Place& at);
+Plan hierarchical_broadcast(const Place& at);
+Plan hierarchical_reduce(const Place& at);
+Plan hierarchical_all_gather(const Place& at);
+Plan hierarchical_reduce_scatter(const Place& at);
+Plan hierarchical_barrier(const Place& at);
+
 Plan tree_all_reduce(int rank, int size, size_t count);
 Plan tree_broadcast(int rank, int size, size_t count, int root);
+Plan tree_reduce(int rank, int size, size_t count, int root);
 Plan tree_all_gather(int rank, int size, size_t count);
 Plan tree_reduce_scatter(int rank, int size, size_t count);
 
-// Parts that plans share, written in direct.cpp and barrier.cpp.
+// Parts that plans share, written in direct.cpp, barrier.cpp and ring.cpp.
 
 // The whole plan of a group of one.
 Plan copy_plan(Range from, Range to);
@@ -72,7 +81,10 @@ void append_tokens(Plan& plan, int rank, int size);
 void append_fold(Plan& plan, int rank, int size, const std::function<Range(int)>& part_of,
                  Range result);
 
-// Pieces that a ring broadcast of `count` elements is cut into.
+// ring_all_gather without the announcement: for parts of which each speaks for all ranks.
+Plan ring_spread(const Place& at);
+
+// Pieces that a ring broadcast or reduce of `count` elements is cut into.
 size_t ring_broadcast_pieces(int size, size_t count);
 
 }  // namespace pycomm

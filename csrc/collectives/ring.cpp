@@ -1,7 +1,5 @@
 // Plans round a ring: every rank sends to its right neighbour only. Each moves the fewest bytes
 // that the operation can do with, in a number of steps that grows with the size: for large arrays.
-#include <utility>
-
 #include "collectives/collectives.h"
 
 namespace pycomm {
@@ -9,12 +7,12 @@ namespace {
 
 using PartOf = std::function<Range(int)>;
 
-// Pieces of a broadcast are no smaller than this, so that a message is worth its header and its
-// wake-up: 64 KiB of float32. To be measured.
+// Pieces of a broadcast or a reduce are no smaller than this, so that a message is worth its header
+// and its wake-up: 64 KiB of float32. To be measured.
 constexpr size_t kBroadcastPiece = 16384;
 
-// Pieces per rank that a broadcast passes through on its way: filling the chain then costs at most
-// an eighth of the whole.
+// Pieces per rank that a broadcast or a reduce passes through on its way: filling the chain then
+// costs at most an eighth of the whole.
 constexpr size_t kPiecesPerHop = 8;
 
 int right_of(int rank, int size) { return (rank + 1) % size; }
@@ -24,7 +22,8 @@ int left_of(int rank, int size) { return (rank + size - 1) % size; }
 // adds its own; rank i finishes it into `result`. Two places of scratch take turns: one is sent
 // while the other fills.
 void append_reduce_round(Plan& plan, int rank, int size, const PartOf& input_part, Range result) {
-  const size_t place = input_part(0).count;  // no part is longer than the first
+  size_t place = 0;
+  for (int i = 0; i < size; ++i) place = std::max(place, input_part(i).count);
   Range sent = input_part(rank - 1);
   for (int step = 0; step < size - 1; ++step) {
     const Range mine = input_part(rank - step - 2);
@@ -93,6 +92,37 @@ Plan ring_broadcast(int rank, int size, size_t count, int root) {
   return plan;
 }
 
+// A reduce along the chain the other way: from the root's right neighbour round to the root, each
+// rank adding its own. With three ranks, root 0 and pieces a b:
+//
+//           rank 0      rank 1      rank 2
+//   step 0              sends a
+//   step 1              sends b     sends a      rank 2 adds, in scratch, and passes it on
+//   step 2                          sends b      rank 0 finishes, in the output
+//
+// Steps: pieces + size - 2. Elements sent: count, by the root 0.
+Plan ring_reduce(int rank, int size, size_t count, int root) {
+  if (size == 1) return copy_plan({Space::input, 0, count}, {Space::output, 0, count});
+  const auto pieces = static_cast<int>(ring_broadcast_pieces(size, count));
+  const int right = right_of(rank, size), left = left_of(rank, size);
+  const bool adds = left != root;
+  Plan plan;
+  for (int i = 0; i < pieces; ++i) {
+    const Range own = piece(Space::input, count, pieces, i);
+    const size_t longest = piece(Space::input, count, pieces, 0).count;
+    const Range sum{Space::scratch, i % 2 == 0 ? 0 : longest, own.count};
+    if (rank == root) {
+      plan.moves.push_back(
+          {kNobody, {}, left, piece(Space::output, count, pieces, i), Combine::finish, own});
+      continue;
+    }
+    if (adds) plan.moves.push_back({kNobody, {}, left, sum, Combine::reduce, own});
+    plan.moves.push_back({right, adds ? sum : own});
+    if (adds) plan.scratch = std::max(plan.scratch, sum.begin + sum.count);
+  }
+  return plan;
+}
+
 // With three ranks that hold a, b and c, after the announcement:
 //
 //           rank 0      rank 1      rank 2
@@ -102,15 +132,22 @@ Plan ring_broadcast(int rank, int size, size_t count, int root) {
 // Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
 // announcement's: all parts but the right neighbour's: (size - 1) count.
 Plan ring_all_gather(const Place& at) {
-  const auto [rank, size] = std::pair(at.rank, at.size);
+  Plan plan;
+  // With two ranks the first message comes from the only peer and says as much.
+  if (at.size > 2) append_announcement(plan, at.rank, at.size);
+  const Plan round = ring_spread(at);
+  plan.moves.insert(plan.moves.end(), round.moves.begin(), round.moves.end());
+  return plan;
+}
+
+Plan ring_spread(const Place& at) {
   const auto place = [&at](int i) {
     return part(Space::output, at.count, at.counts, (i + at.size) % at.size);
   };
-  const Range input{Space::input, 0, place(rank).count};
+  const Range input{Space::input, 0, place(at.rank).count};
   Plan plan;
-  if (size > 2) append_announcement(plan, rank, size);  // one peer: its first message says as much
-  append_gather_round(plan, rank, size, input, place);
-  plan.moves.push_back({rank, input, rank, place(rank)});
+  append_gather_round(plan, at.rank, at.size, input, place);
+  plan.moves.push_back({at.rank, input, at.rank, place(at.rank)});
   return plan;
 }
 
@@ -121,14 +158,14 @@ Plan ring_all_gather(const Place& at) {
 //   step 1  sends b     sends c     sends a      the receiver finishes its own, in the output
 //
 // Steps: size - 1. Elements sent: (size - 1) count.
-Plan ring_reduce_scatter(int rank, int size, size_t count) {
-  const auto part = [&](int i) {
-    return piece(Space::input, static_cast<size_t>(size) * count, size, i);
+Plan ring_reduce_scatter(const Place& at) {
+  const auto place = [&at](int i) {
+    return part(Space::input, at.count, at.counts, (i + at.size) % at.size);
   };
-  const Range output{Space::output, 0, count};
-  if (size == 1) return copy_plan(part(0), output);
+  const Range output{Space::output, 0, place(at.rank).count};
+  if (at.size == 1) return copy_plan(place(0), output);
   Plan plan;
-  append_reduce_round(plan, rank, size, part, output);
+  append_reduce_round(plan, at.rank, at.size, place, output);
   return plan;
 }
 

@@ -36,23 +36,25 @@ size_t under(int node, int size) {
   return static_cast<size_t>(node == 0 ? size : std::min(bit, size - node));
 }
 
-// Sums `input` of all nodes towards node 0, which finishes it into `result`. The others add up in
+// Sums `input` of all nodes towards the root, which finishes it into `result`. The others add up in
 // scratch, from 0 on.
-void append_reduce(Plan& plan, int rank, int size, Range input, Range result) {
+void append_reduce(Plan& plan, const Place& at, Range input, Range result) {
   const Range scratch{Space::scratch, 0, input.count};
-  const auto children = children_of(rank, size);
+  const int node = (at.rank - at.root + at.size) % at.size;
+  const auto rank_of = [&](int of) { return (of + at.root) % at.size; };
+  const auto children = children_of(node, at.size);
   Range sum = input;
   for (const int child : children) {
-    const bool last = rank == 0 && child == children.back();
+    const bool last = node == 0 && child == children.back();
     plan.moves.push_back({kNobody,
                           {},
-                          child,
+                          rank_of(child),
                           last ? result : scratch,
                           last ? Combine::finish : Combine::reduce,
                           sum});
     sum = scratch;
   }
-  if (rank != 0) plan.moves.push_back({parent_of(rank), sum});
+  if (node != 0) plan.moves.push_back({rank_of(parent_of(node)), sum});
   if (!children.empty()) plan.scratch = std::max(plan.scratch, input.count);
 }
 
@@ -81,7 +83,7 @@ Plan tree_all_reduce(int rank, int size, size_t count) {
   const Range input{Space::input, 0, count}, output{Space::output, 0, count};
   if (size == 1) return copy_plan(input, output);
   Plan plan;
-  append_reduce(plan, rank, size, input, output);
+  append_reduce(plan, {.rank = rank, .size = size}, input, output);
   append_broadcast(plan, rank, size, output, output);
   return plan;
 }
@@ -93,6 +95,17 @@ Plan tree_broadcast(int rank, int size, size_t count, int root) {
   const Range whole{Space::output, 0, count};
   Plan plan;
   append_broadcast(plan, rank, size, whole, whole, root);
+  return plan;
+}
+
+// The first half of the all-reduce, towards the root, which is node 0.
+//
+// Steps: log. Messages: 1 of count elements, by the root none.
+Plan tree_reduce(int rank, int size, size_t count, int root) {
+  const Range input{Space::input, 0, count}, output{Space::output, 0, count};
+  if (size == 1) return copy_plan(input, output);
+  Plan plan;
+  append_reduce(plan, {.rank = rank, .size = size, .root = root}, input, output);
   return plan;
 }
 
@@ -153,7 +166,7 @@ Plan tree_reduce_scatter(int rank, int size, size_t count) {
   const auto children = children_of(rank, size);
   const Range run{Space::scratch, 0, under(rank, size) * count};
   Plan plan;
-  append_reduce(plan, rank, size, input, {Space::scratch, 0, input.count});
+  append_reduce(plan, {.rank = rank, .size = size}, input, {Space::scratch, 0, input.count});
   if (rank != 0)
     plan.moves.push_back({kNobody, {}, parent_of(rank), children.empty() ? output : run});
   for (auto child = children.rbegin(); child != children.rend(); ++child) {

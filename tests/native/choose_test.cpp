@@ -75,9 +75,11 @@ void unsupported_test() {
     make_plan(Algorithm::owner, Operation::broadcast,
               {.rank = 0, .size = 2, .count = 8, .root = 0});
   });
-  expect_equal(error,
-               std::string("broadcast has no algorithm \"owner\"; there is ring, tree, direct"),
-               "text");
+  expect_equal(
+      error,
+      std::string(
+          "broadcast has no algorithm \"owner\"; there is ring, tree, direct, hierarchical"),
+      "text");
   const size_t counts[] = {3, 5};
   const Place ragged{.rank = 0, .size = 2, .counts = counts};
   expect_equal(expect_throws<Unsupported>(

@@ -49,6 +49,10 @@ Cost ring_cost(int rank, int size, const Case& what) {
       const bool last = (rank + 1) % size == what.root;
       return {last ? 0 : pieces, last ? 0 : c, static_cast<int>(pieces) + size - 2};
     }
+    case Operation::reduce: {
+      const size_t gives = rank != what.root;
+      return {gives * pieces, gives * c, static_cast<int>(pieces) + size - 2};
+    }
     case Operation::all_gather:
       return announcement_cost(size) + Cost{n - 1, (n - 1) * c, size - 1};
     case Operation::reduce_scatter:
@@ -56,7 +60,6 @@ Cost ring_cost(int rank, int size, const Case& what) {
     case Operation::send:
     case Operation::recv:
     case Operation::barrier:
-    case Operation::reduce:
     case Operation::gather:
     case Operation::scatter:
     case Operation::all_to_all:
@@ -101,6 +104,8 @@ Cost tree_cost(int rank, int size, const Case& what) {
       return {children + up, (children + up) * c, 2 * log_of(size)};
     case Operation::broadcast:
       return {children, children * c, log_of(size)};
+    case Operation::reduce:
+      return {node != 0, (node != 0) * c, log_of(size)};
     case Operation::all_gather:
       return {children + up, up * below * c + children * n * c, 2 * log_of(size)};
     case Operation::reduce_scatter:
@@ -108,7 +113,6 @@ Cost tree_cost(int rank, int size, const Case& what) {
     case Operation::send:
     case Operation::recv:
     case Operation::barrier:
-    case Operation::reduce:
     case Operation::gather:
     case Operation::scatter:
     case Operation::all_to_all:
@@ -161,11 +165,23 @@ Cost halving_cost(int rank, int size, const Case& what) {
   return {};
 }
 
+// hierarchical with one host: what the plan of one level costs that it falls to.
+Cost one_level_cost(int rank, int size, const Case& what) {
+  const bool parts =
+      what.operation == Operation::all_gather || what.operation == Operation::reduce_scatter;
+  const bool is_long = what.count * (parts ? static_cast<size_t>(size) : 1) >= 65536;
+  const bool rooted = what.operation == Operation::broadcast || what.operation == Operation::reduce;
+  if (is_long) return ring_cost(rank, size, what);
+  return rooted ? tree_cost(rank, size, what) : halving_cost(rank, size, what);
+}
+
 }  // namespace
 
 Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what) {
   if (size == 1) return {};
   switch (algorithm) {
+    case Algorithm::hierarchical:
+      return one_level_cost(rank, size, what);
     case Algorithm::ring:
       return ring_cost(rank, size, what);
     case Algorithm::direct:
@@ -177,7 +193,6 @@ Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what) {
     case Algorithm::halving:
       return halving_cost(rank, size, what);
     case Algorithm::automatic:
-    case Algorithm::hierarchical:
       break;
   }
   return {};

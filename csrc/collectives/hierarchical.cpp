@@ -1,0 +1,175 @@
+// Plans of two levels, for ranks of several hosts: what crosses between hosts is as little as can
+// be, in as many lanes at once as the smallest host has ranks; the rest stays inside. Any number of
+// ranks on each host, in any order. With one host they are the plans of one level.
+//
+// Each is made of plans of one level, run one after another on the ranks of a host and on those of
+// a lane: `halving` for short arrays, `ring` for long ones. The drawings have ranks 0 and 1 on one
+// host and rank 2 alone on another, so one lane, of ranks 0 and 2; "hosts" is their number, "here"
+// the ranks on a host, "log" as in halving.cpp.
+#include "collectives/levels.h"
+
+namespace pycomm {
+namespace {
+
+// Inside a host: the lanes' pieces by index, nothing for those outside lanes.
+std::vector<size_t> lane_counts(const Levels& levels, size_t count) {
+  std::vector<size_t> counts(static_cast<size_t>(levels.local_size()));
+  for (int lane = 0; lane < levels.lanes; ++lane)
+    counts[static_cast<size_t>(lane)] = piece(Space::scratch, count, levels.lanes, lane).count;
+  return counts;
+}
+
+// This rank's piece of the sums over its host lies at the begin of scratch afterwards; alone on its
+// host it has it in the input.
+void append_sum_inside(Plan& plan, const Levels& levels, size_t count) {
+  const auto counts = lane_counts(levels, count);
+  const Place at{.rank = levels.index, .size = levels.local_size(), .counts = counts};
+  if (at.size == 1) return;
+  const size_t own = counts[static_cast<size_t>(levels.index)];
+  plan.scratch = std::max(plan.scratch, own);
+  append_stage(plan, is_long(count) ? ring_reduce_scatter(at) : halving_reduce_scatter(at),
+               {.members = levels.here(), .output = Space::scratch, .scratch_at = own});
+}
+
+// Everybody on a host gets the lanes' pieces of the output.
+void append_spread_inside(Plan& plan, const Levels& levels, size_t count) {
+  const auto counts = lane_counts(levels, count);
+  const Place at{.rank = levels.index, .size = levels.local_size(), .counts = counts};
+  if (at.size == 1) return;
+  append_stage(plan, is_long(count) ? ring_spread(at) : halving_all_gather(at),
+               {.members = levels.here(),
+                .input_at = part(Space::output, 0, counts, at.rank).begin,
+                .input = Space::output});
+}
+
+}  // namespace
+
+// Reduce-scatter inside, all-reduce in each lane, all-gather inside:
+//
+//           rank 0           rank 1           rank 2
+//   inside                   a to rank 0                      rank 0 adds, in scratch
+//   lanes   a to rank 2                       a to rank 0     as among two ranks of one level
+//   inside  sum to rank 1                                     rank 1 copies
+//
+// Steps, short arrays: 2 log(hosts) + 2 log(here); long: 2 (hosts - 1) + 2 (here - 1). Elements
+// between hosts: 2 (hosts - 1) count, of all ranks together.
+Plan hierarchical_all_reduce(const Place& at) {
+  const auto one_level = [&](int rank, int size, size_t count) {
+    return is_long(at.count) ? ring_all_reduce(rank, size, count)
+                             : halving_all_reduce(rank, size, count);
+  };
+  const Levels levels(at);
+  if (levels.hosts() == 1) return one_level(at.rank, at.size, at.count);
+  Plan plan;
+  append_sum_inside(plan, levels, at.count);
+  if (levels.in_lane()) {
+    const bool alone = levels.local_size() == 1;
+    const Range own = piece(Space::output, at.count, levels.lanes, levels.index);
+    append_stage(plan, one_level(levels.host, levels.hosts(), own.count),
+                 {.members = levels.lane(levels.index),
+                  .input = alone ? Space::input : Space::scratch,
+                  .output_at = own.begin,
+                  .scratch_at = own.count,
+                  .finishes = true});
+  }
+  append_spread_inside(plan, levels, at.count);
+  return plan;
+}
+
+// Reduce-scatter inside, a reduce in each lane to the root's host, whose lanes hand their pieces to
+// the root. The root has index 0 on its host.
+//
+//           rank 0           rank 1           rank 2
+//   inside                   a to rank 0                      rank 0 adds, in scratch
+//   lanes                                     a to rank 0     rank 0 finishes, in the output
+//
+// Steps, short arrays: log(hosts) + log(here) + lanes - 1. Elements between hosts:
+// (hosts - 1) count, of all ranks together.
+Plan hierarchical_reduce(const Place& at) {
+  const auto one_level = [&](int rank, int size, size_t count, int root) {
+    return is_long(at.count) ? ring_reduce(rank, size, count, root)
+                             : tree_reduce(rank, size, count, root);
+  };
+  const Levels levels(at, at.root);
+  if (levels.hosts() == 1) return one_level(at.rank, at.size, at.count, at.root);
+  const bool at_root = at.rank == at.root, alone = levels.local_size() == 1;
+  const int home = levels.host_of(at.root);
+  const auto own = [&](int lane) { return piece(Space::output, at.count, levels.lanes, lane); };
+  Plan plan;
+  append_sum_inside(plan, levels, at.count);
+  if (!levels.in_lane()) return plan;
+  const size_t count = own(levels.index).count;
+  const Range sum{Space::scratch, count, count};  // what a lane has for the root
+  if (levels.host == home && !at_root) plan.scratch = std::max(plan.scratch, 2 * count);
+  append_stage(plan, one_level(levels.host, levels.hosts(), count, home),
+               {.members = levels.lane(levels.index),
+                .input = alone ? Space::input : Space::scratch,
+                .output_at = at_root ? 0 : sum.begin,
+                .output = at_root ? Space::output : Space::scratch,
+                .scratch_at = 2 * count,
+                .finishes = true});
+  if (levels.host == home && !at_root) plan.moves.push_back({at.root, sum});
+  for (int lane = 1; at_root && lane < levels.lanes; ++lane)
+    plan.moves.push_back({kNobody, {}, levels.here()[static_cast<size_t>(lane)], own(lane)});
+  return plan;
+}
+
+// The root hands the lanes of its host their pieces, each lane broadcasts its own, all-gather
+// inside. The root has index 0 on its host.
+//
+//           rank 0           rank 1           rank 2
+//   lanes   a to rank 2
+//   inside  a to rank 1
+//
+// Steps, short arrays: lanes - 1 + log(hosts) + log(here). Elements between hosts:
+// (hosts - 1) count, of all ranks together.
+Plan hierarchical_broadcast(const Place& at) {
+  const auto one_level = [&](int rank, int size, size_t count, int root) {
+    return is_long(at.count) ? ring_broadcast(rank, size, count, root)
+                             : tree_broadcast(rank, size, count, root);
+  };
+  const Levels levels(at, at.root);
+  if (levels.hosts() == 1) return one_level(at.rank, at.size, at.count, at.root);
+  const int home = levels.host_of(at.root);
+  const auto own = [&](int lane) { return piece(Space::output, at.count, levels.lanes, lane); };
+  Plan plan;
+  for (int lane = 1; at.rank == at.root && lane < levels.lanes; ++lane)
+    plan.moves.push_back({levels.here()[static_cast<size_t>(lane)], own(lane)});
+  if (levels.in_lane()) {
+    const Range mine = own(levels.index);
+    if (levels.host == home && at.rank != at.root)
+      plan.moves.push_back({kNobody, {}, at.root, mine});
+    append_stage(plan, one_level(levels.host, levels.hosts(), mine.count, home),
+                 {.members = levels.lane(levels.index), .output_at = mine.begin});
+  }
+  append_spread_inside(plan, levels, at.count);
+  return plan;
+}
+
+// The ranks of a host tell its first, the first ranks exchange tokens, and each tells its host.
+//
+//           rank 0           rank 1           rank 2
+//   inside                   nothing to 0
+//   lane    token to rank 2                   token to rank 0
+//   inside  token to rank 1
+//
+// Steps: 2 (here - 1) + log(hosts). Elements between hosts: hosts log(hosts), of all ranks
+// together.
+Plan hierarchical_barrier(const Place& at) {
+  const Levels levels(at);
+  if (levels.hosts() == 1) return halving_barrier(at.rank, at.size);
+  const auto& here = levels.here();
+  Plan plan;
+  if (levels.index > 0) {
+    plan.moves.push_back({here[0], {}, here[0], {Space::scratch, 0, 1}});
+    plan.scratch = 1;
+    return plan;
+  }
+  for (size_t i = 1; i < here.size(); ++i) plan.moves.push_back({kNobody, {}, here[i], {}});
+  append_stage(plan, halving_barrier(levels.host, levels.hosts()), {.members = levels.lane(0)});
+  const Range token = plan.moves.back().in;
+  for (size_t i = 1; i < here.size(); ++i) plan.moves.push_back({here[i], token});
+  return plan;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,215 @@
+// Plans of two levels on hosts of every kind: proven, with what crosses between hosts and the steps
+// that the comments above them promise, and broken on purpose.
+#include <algorithm>
+#include <bit>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "cases.h"
+#include "collectives/choose.h"
+#include "harness.h"
+
+namespace pycomm {
+namespace {
+
+const Operation kOperations[] = {Operation::all_reduce,     Operation::reduce,
+                                 Operation::broadcast,      Operation::all_gather,
+                                 Operation::reduce_scatter, Operation::barrier};
+
+// By rank: the host. Hosts are numbered in order of their first ranks.
+std::vector<std::vector<int>> host_maps() {
+  return {
+      {0, 1},
+      {0, 0, 1},
+      {0, 1, 1},
+      {0, 0, 1, 1},
+      {0, 1, 0, 1},
+      {0, 1, 1, 0},
+      {0, 0, 0, 1, 1},
+      {0, 1, 2, 2, 1, 2},
+      {0, 0, 1, 1, 2, 2},
+      {0, 0, 0, 0, 0, 0, 0, 1},
+      {0, 1, 1, 1, 1, 1, 1, 1, 1},
+      {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3},
+      {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3},
+      {0, 1, 0, 2, 1, 0, 2, 2, 2, 1, 0, 3, 4, 3, 4, 4, 3},
+      {0, 1, 2, 3, 4, 5, 6},
+  };
+}
+
+int log_of(size_t n) { return static_cast<int>(std::bit_width(n - 1)); }
+
+struct Hosts {
+  size_t count = 0, most = 0, fewest = 0;  // hosts; ranks on the largest and the smallest
+  explicit Hosts(const std::vector<int>& by_rank) {
+    std::vector<size_t> ranks;
+    for (const int host : by_rank) {
+      if (static_cast<size_t>(host) == ranks.size()) ranks.push_back(0);
+      ++ranks[static_cast<size_t>(host)];
+    }
+    count = ranks.size();
+    most = *std::ranges::max_element(ranks);
+    fewest = *std::ranges::min_element(ranks);
+  }
+};
+
+// Elements that go to another host.
+size_t crossing(const Case& what, const Hosts& hosts) {
+  const size_t size = what.hosts.size(), others = hosts.count - 1;
+  switch (what.operation) {
+    case Operation::all_reduce:
+      return 2 * others * what.count;
+    case Operation::reduce:
+    case Operation::broadcast:
+      return others * what.count;
+    case Operation::all_gather:
+    case Operation::reduce_scatter:
+      return others * size * what.count;
+    case Operation::barrier:
+      return hosts.count * static_cast<size_t>(log_of(hosts.count));
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::all_to_all:
+    case Operation::send:
+    case Operation::recv:
+      break;
+  }
+  return 0;
+}
+
+// Of short arrays.
+int steps(const Case& what, const Hosts& hosts) {
+  const int across = log_of(hosts.count), inside = log_of(hosts.most);
+  const int lanes = static_cast<int>(hosts.fewest), most = static_cast<int>(hosts.most);
+  switch (what.operation) {
+    case Operation::all_reduce:
+      return 2 * across + 2 * inside;
+    case Operation::reduce:
+    case Operation::broadcast:
+      return across + inside + lanes - 1;
+    case Operation::all_gather:
+    case Operation::reduce_scatter:
+      return across + inside + (most - 1) / lanes;
+    case Operation::barrier:
+      return across + 2 * (most - 1);
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::all_to_all:
+    case Operation::send:
+    case Operation::recv:
+      break;
+  }
+  return 0;
+}
+
+std::string name_of_case(const Case& what) {
+  std::string name = title(Algorithm::hierarchical, static_cast<int>(what.hosts.size()), what);
+  for (const int host : what.hosts)
+    name += (&host == what.hosts.data() ? ", hosts " : " ") + std::to_string(host);
+  return name;
+}
+
+void expect_proven(const Case& what) {
+  const auto size = static_cast<int>(what.hosts.size());
+  const Hosts hosts(what.hosts);
+  const Proof proof = prove(plans_of(Algorithm::hierarchical, size, what), what);
+  const std::string name = name_of_case(what);
+  expect_equal(proof.error, std::string(), name);
+  expect_equal(proof.crossed, crossing(what, hosts), name + ": elements between hosts");
+  if (what.count >= 65536) return;
+  expect(proof.steps <= steps(what, hosts), name + ": " + std::to_string(proof.steps) +
+                                                " steps, not " +
+                                                std::to_string(steps(what, hosts)));
+  if (what.count >= 64 && hosts.most == hosts.fewest)
+    expect_equal(proof.steps, steps(what, hosts), name + ": steps");
+}
+
+void proof_test() {
+  for (const auto& hosts : host_maps())
+    for (const Operation operation : kOperations)
+      for (const size_t count : {0, 1, 2, 3, 7, 65, 70'001})
+        for (const bool aliased : {false, true})
+          if (!aliased || (operation != Operation::broadcast && operation != Operation::barrier))
+            expect_proven({operation, count, 0, aliased, {}, hosts});
+}
+const Test kProof{"two levels are proven on hosts of every kind", proof_test};
+
+void roots_test() {
+  for (const auto& hosts : host_maps())
+    for (const Operation operation : {Operation::reduce, Operation::broadcast})
+      for (const size_t count : {7, 70'001})
+        for (int root = 0; root < static_cast<int>(hosts.size()); ++root)
+          expect_proven({operation, count, root, false, {}, hosts});
+}
+const Test kRoots{"two levels are proven for every root", roots_test};
+
+// Up to 64 ranks, one of them on each host or all hosts full.
+void large_test() {
+  for (const int here : {1, 2, 7, 8, 32}) {
+    std::vector<int> hosts;
+    for (int rank = 0; rank < 64; ++rank) hosts.push_back(rank / here);
+    for (const Operation operation : kOperations)
+      expect_proven({operation, 65, 0, false, {}, hosts});
+  }
+}
+const Test kLarge{"two levels are proven on 64 ranks", large_test};
+
+// What the prover says of plans that were broken on purpose.
+std::string error_of(const Case& what, const std::function<void(std::vector<Plan>&)>& break_it) {
+  auto plans = plans_of(Algorithm::hierarchical, static_cast<int>(what.hosts.size()), what);
+  break_it(plans);
+  return prove(plans, what).error;
+}
+
+void expect_named(const std::string& error, const std::string& wanted) {
+  expect(error.find(wanted) != std::string::npos,
+         "wanted \"" + wanted + "\", got \"" + error + "\"");
+}
+
+void mutants_test() {
+  const Case sum{Operation::all_reduce, 8, 0, false, {}, {0, 0, 1, 1}};
+  expect_named(error_of(sum,
+                        [](auto& plans) {
+                          for (Move& move : plans[1].moves)
+                            if (move.combine == Combine::reduce) move.combine = Combine::finish;
+                        }),
+               "a finished sum is added to");
+  const Case gather{Operation::all_gather, 8, 0, false, {}, {0, 0, 0, 1, 1}};
+  expect_named(error_of(gather,
+                        [](auto& plans) {
+                          auto& moves = plans[4].moves;
+                          moves.insert(moves.begin(),
+                                       {4, {Space::input, 0, 8}, 4, {Space::output, 32, 8}});
+                        }),
+               "rank 4, move 0: output element 32 is written before rank 0 has been heard of");
+  const Case scatter{Operation::reduce_scatter, 8, 0, false, {}, {0, 0, 0, 1, 1}};
+  expect_named(error_of(scatter,
+                        [](auto& plans) {
+                          auto& moves = plans[0].moves;  // rank 2 gets rank 0's part
+                          moves.back().out = moves[moves.size() - 2].out;
+                        }),
+               "rank 2, at the end: element 0: it is element 0");
+  const Case barrier{Operation::barrier, 0, 0, false, {}, {0, 0, 1, 1}};
+  expect_named(error_of(barrier,
+                        [](auto& plans) {
+                          plans[2].moves.back().out = {};
+                          plans[3].moves.back().in = {};
+                        }),
+               "rank 3, at the end: it has not heard of rank 0");
+}
+const Test kMutants{"mutants of two levels are called by name", mutants_test};
+
+// Plans made for other hosts than there are still end well, and only the bytes between hosts tell.
+void wrong_hosts_test() {
+  Case what{Operation::all_reduce, 8, 0, false, {}, {0, 0, 1, 1}};
+  const auto plans = plans_of(Algorithm::hierarchical, 4, what);
+  what.hosts = {0, 1, 0, 1};
+  const Proof proof = prove(plans, what);
+  expect_equal(proof.error, std::string(), "proof");
+  expect(proof.crossed > crossing(what, Hosts(what.hosts)), "nothing more crossed");
+}
+const Test kWrongHosts{"what crosses between hosts is counted", wrong_hosts_test};
+
+}  // namespace
+}  // namespace pycomm
