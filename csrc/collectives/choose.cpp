@@ -44,7 +44,7 @@ Plan countless(const Place& at) {
   return kPlan(at.rank, at.size);
 }
 
-constexpr std::array<Entry, 30> kPlans{{
+constexpr std::array<Entry, 32> kPlans{{
     {Operation::all_reduce, Algorithm::ring, rootless<ring_all_reduce>},
     {Operation::all_reduce, Algorithm::tree, rootless<tree_all_reduce>},
     {Operation::all_reduce, Algorithm::direct, rootless<direct_all_reduce>},
@@ -66,7 +66,9 @@ constexpr std::array<Entry, 30> kPlans{{
     {Operation::reduce, Algorithm::ring, rooted<ring_reduce>},
     {Operation::reduce, Algorithm::tree, rooted<tree_reduce>},
     {Operation::reduce, Algorithm::direct, rooted<direct_reduce>},
+    {Operation::gather, Algorithm::tree, rooted<tree_gather>},
     {Operation::gather, Algorithm::direct, rooted<direct_gather>},
+    {Operation::scatter, Algorithm::tree, rooted<tree_scatter>},
     {Operation::scatter, Algorithm::direct, rooted<direct_scatter>},
     {Operation::all_to_all, Algorithm::direct, direct_all_to_all, true},
     {Operation::all_reduce, Algorithm::hierarchical, hierarchical_all_reduce},
@@ -79,9 +81,19 @@ constexpr std::array<Entry, 30> kPlans{{
 
 // Whether the sum must be a fold: asked for, or the type would round at every addition.
 bool needs_fold(const Question& question) {
+  if (question.operation != Operation::all_reduce && question.operation != Operation::reduce &&
+      question.operation != Operation::reduce_scatter)
+    return false;
   const bool rounds = question.op == ReduceOp::sum || question.op == ReduceOp::avg ||
                       question.op == ReduceOp::product;
   return question.reproducible || (is_half(question.dtype) && rounds);
+}
+
+// All contributions to an element have to meet in one place.
+Algorithm choose_fold(const Question& question) {
+  const bool small = question.count * bytes_of(question.dtype) <= kSmallBytes;
+  return question.operation == Operation::all_reduce && !small ? Algorithm::owner
+                                                               : Algorithm::direct;
 }
 
 }  // namespace
@@ -90,30 +102,43 @@ Algorithm choose(const Question& question) {
   check(question.operation != Operation::send && question.operation != Operation::recv,
         "send and recv have no plan");
   if (question.size == 1) return Algorithm::direct;
+  if (needs_fold(question)) return choose_fold(question);
   const size_t bytes = question.count * bytes_of(question.dtype);
-  const bool small = bytes <= kSmallBytes, few = question.size <= kFewRanks;
-  const auto size = static_cast<size_t>(question.size);
+  const size_t all_bytes = bytes * static_cast<size_t>(question.size);
+  const bool few = question.size <= kFewRanks, small = bytes <= kSmallBytes;
+  const bool nearby = small && few, middle = !few && all_bytes <= kMiddleBytes;
+  // Some hosts have several ranks, so that bytes between hosts can be saved.
+  const bool levels = question.hosts > 1 && question.hosts < question.size;
   switch (question.operation) {
     case Operation::all_reduce:
-      if (needs_fold(question)) return small ? Algorithm::direct : Algorithm::owner;
-      if (small) return few ? Algorithm::direct : Algorithm::tree;
+      if (nearby) return Algorithm::direct;
+      if (levels) return Algorithm::hierarchical;
+      if (small) return Algorithm::tree;
       return !few && bytes <= kMiddleBytes ? Algorithm::halving : Algorithm::ring;
-    case Operation::reduce_scatter:
-      if (needs_fold(question) || (small && few)) return Algorithm::direct;
-      return !few && bytes * size <= kMiddleBytes ? Algorithm::halving : Algorithm::ring;
-    case Operation::broadcast:
-      return small ? Algorithm::tree : Algorithm::ring;
-    case Operation::all_gather:
-      if (small && few) return Algorithm::direct;
-      return !few && !question.ragged && bytes * size <= kMiddleBytes ? Algorithm::halving
-                                                                      : Algorithm::ring;
-    case Operation::barrier:
-      return few ? Algorithm::direct : Algorithm::halving;
     case Operation::reduce:
+      if (nearby) return Algorithm::direct;
+      if (levels) return Algorithm::hierarchical;
+      return small ? Algorithm::tree : Algorithm::ring;
+    case Operation::broadcast:
+      if (levels && !nearby) return Algorithm::hierarchical;
+      return small ? Algorithm::tree : Algorithm::ring;
+    case Operation::reduce_scatter:
+      if (nearby) return Algorithm::direct;
+      if (levels) return Algorithm::hierarchical;
+      return middle ? Algorithm::halving : Algorithm::ring;
+    case Operation::all_gather:
+      if (nearby) return Algorithm::direct;
+      // Both hold all parts in scratch, and know nothing of counts.
+      if (question.ragged || !(middle || (levels && all_bytes <= kMiddleBytes)))
+        return Algorithm::ring;
+      return levels ? Algorithm::hierarchical : Algorithm::halving;
     case Operation::gather:
     case Operation::scatter:
+      return middle ? Algorithm::tree : Algorithm::direct;
+    case Operation::barrier:
+      if (few) return Algorithm::direct;
+      return levels ? Algorithm::hierarchical : Algorithm::halving;
     case Operation::all_to_all:
-      return Algorithm::direct;
     case Operation::send:
     case Operation::recv:
       break;

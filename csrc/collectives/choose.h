@@ -25,6 +25,7 @@ struct Question {
   bool reproducible =
       false;            // bits depend on the inputs alone: sums in rank order whatever the size
   bool ragged = false;  // counts differ by rank
+  int hosts = 1;        // on how many the ranks are
 };
 
 // Never `automatic`, always one of algorithms_for(question.operation). send and recv are no plans:

@@ -60,6 +60,8 @@ Plan hierarchical_barrier(const Place& at);
 Plan tree_all_reduce(int rank, int size, size_t count);
 Plan tree_broadcast(int rank, int size, size_t count, int root);
 Plan tree_reduce(int rank, int size, size_t count, int root);
+Plan tree_gather(int rank, int size, size_t count, int root);
+Plan tree_scatter(int rank, int size, size_t count, int root);
 Plan tree_all_gather(int rank, int size, size_t count);
 Plan tree_reduce_scatter(int rank, int size, size_t count);
 

@@ -36,6 +36,16 @@ size_t under(int node, int size) {
   return static_cast<size_t>(node == 0 ? size : std::min(bit, size - node));
 }
 
+// A node of the tree whose node 0 is rank `root`.
+struct Tree {
+  int node, size, root;
+  int rank_of(int of) const { return (of + root) % size; }
+  // The parts under node `of`, in scratch that begins with those of `node`.
+  Range run(int of, size_t count) const {
+    return {Space::scratch, static_cast<size_t>(of - node) * count, under(of, size) * count};
+  }
+};
+
 // Sums `input` of all nodes towards the root, which finishes it into `result`. The others add up in
 // scratch, from 0 on.
 void append_reduce(Plan& plan, const Place& at, Range input, Range result) {
@@ -144,6 +154,65 @@ Plan tree_all_gather(int rank, int size, size_t count) {
   if (rank != 0) plan.moves.push_back({parent_of(rank), run});
   append_broadcast(plan, rank, size, run, output);
   if (rank == 0) plan.moves.push_back({rank, run, rank, output});
+  return plan;
+}
+
+// The first half of the all-gather, towards the root, which is node 0; the parts lie in scratch in
+// the order of the nodes. With three ranks that hold a, b, c, and root 0:
+//
+//           rank 0           rank 1        rank 2
+//   copy    a to scratch
+//   step 0                   b to rank 0                  rank 0 appends, in scratch
+//   step 1                                 c to rank 0
+//   copy    a b c                                         to the output
+//
+// Steps: log. Messages: 1 of under * count elements, by the root none.
+Plan tree_gather(int rank, int size, size_t count, int root) {
+  const Tree tree{(rank - root + size) % size, size, root};
+  const Range input{Space::input, 0, count};
+  Plan plan;
+  Range run = input;
+  const auto children = children_of(tree.node, size);
+  if (tree.node == 0 || !children.empty()) {
+    run = tree.run(tree.node, count);
+    plan.scratch = run.count;
+    plan.moves.push_back({rank, input, rank, {Space::scratch, 0, count}});
+  }
+  for (const int child : children)
+    plan.moves.push_back({kNobody, {}, tree.rank_of(child), tree.run(child, count)});
+  if (tree.node != 0) plan.moves.push_back({tree.rank_of(parent_of(tree.node)), run});
+  for (int i = 0; tree.node == 0 && i < size; ++i)
+    plan.moves.push_back({rank, part(Space::scratch, count, {}, i), rank,
+                          part(Space::output, count, {}, tree.rank_of(i))});
+  return plan;
+}
+
+// The other way round: the root copies its parts to scratch in the order of the nodes, and runs of
+// them come down. With three ranks, root 0 and parts a b c:
+//
+//           rank 0       rank 1      rank 2
+//   copy    a b c                               to scratch
+//   step 0  c to rank 2                         straight to the output: nobody is under it
+//   step 1  b to rank 1
+//   copy    a                                   to the output
+//
+// Steps: log. Elements sent: (under - 1) * count.
+Plan tree_scatter(int rank, int size, size_t count, int root) {
+  const Tree tree{(rank - root + size) % size, size, root};
+  const Range output{Space::output, 0, count}, first{Space::scratch, 0, count};
+  Plan plan;
+  const auto children = children_of(tree.node, size);
+  const bool inner = tree.node == 0 || !children.empty();
+  const Range run = tree.run(tree.node, count);
+  if (inner) plan.scratch = run.count;
+  for (int i = 0; tree.node == 0 && i < size; ++i)
+    plan.moves.push_back({rank, part(Space::input, count, {}, tree.rank_of(i)), rank,
+                          part(Space::scratch, count, {}, i)});
+  if (tree.node != 0)
+    plan.moves.push_back({kNobody, {}, tree.rank_of(parent_of(tree.node)), inner ? run : output});
+  for (auto child = children.rbegin(); child != children.rend(); ++child)
+    plan.moves.push_back({tree.rank_of(*child), tree.run(*child, count)});
+  if (inner) plan.moves.push_back({rank, first, rank, output});
   return plan;
 }
 

@@ -1,6 +1,7 @@
 // The choice of an algorithm, and the table behind it.
 #include "collectives/choose.h"
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -25,7 +26,8 @@ bool folds(const Question& question, Algorithm algorithm) {
 void choice_test() {
   for (const Operation operation :
        {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
-        Operation::reduce_scatter, Operation::barrier})
+        Operation::reduce_scatter, Operation::barrier, Operation::reduce, Operation::gather,
+        Operation::scatter, Operation::all_to_all})
     for (const Dtype dtype : {Dtype::bfloat16, Dtype::float32, Dtype::uint8})
       for (const int size : {1, 2, 8, 9, 64})
         for (const size_t count : {0, 1, 4096, 4097, 16384, 16385, 1 << 20})
@@ -65,9 +67,65 @@ void rules_test() {
   is({Operation::reduce_scatter, Dtype::float32, sum, 16, 1 << 14}, Algorithm::halving);
   is({Operation::reduce_scatter, Dtype::float32, sum, 16, (1 << 14) + 1}, Algorithm::ring);
   is({Operation::reduce_scatter, Dtype::bfloat16, sum, 64, 1 << 20}, Algorithm::direct);
+  is({Operation::reduce, Dtype::float32, sum, 8, 4096}, Algorithm::direct);
+  is({Operation::reduce, Dtype::float32, sum, 9, 4096}, Algorithm::tree);
+  is({Operation::reduce, Dtype::float32, sum, 2, 4097}, Algorithm::ring);
+  is({Operation::reduce, Dtype::bfloat16, sum, 64, 1 << 20}, Algorithm::direct);
+  is({Operation::gather, Dtype::float32, sum, 64, 4096}, Algorithm::tree);
+  is({Operation::gather, Dtype::float32, sum, 64, 4097}, Algorithm::direct);
+  is({Operation::scatter, Dtype::float32, sum, 9, 1}, Algorithm::tree);
+  is({Operation::all_to_all, Dtype::float32, sum, 64, 1}, Algorithm::direct);
   is({Operation::barrier, Dtype::uint8, sum, 8, 0}, Algorithm::direct);
   is({Operation::barrier, Dtype::uint8, sum, 9, 0}, Algorithm::halving);
 }
+// Rings and trees cross between hosts wherever ranks stand; two levels are for several ranks a
+// host.
+void hosts_test() {
+  const auto sum = ReduceOp::sum;
+  const auto two = [](Operation operation, size_t count, int size, int hosts) {
+    return choose({operation, Dtype::float32, sum, size, count, false, false, hosts});
+  };
+  for (const Operation operation : {Operation::all_reduce, Operation::reduce, Operation::broadcast,
+                                    Operation::reduce_scatter}) {
+    expect(two(operation, 1 << 20, 4, 2) == Algorithm::hierarchical, "two on each host");
+    expect(two(operation, 1 << 20, 4, 4) != Algorithm::hierarchical, "one on each host");
+    expect(two(operation, 1 << 20, 4, 1) != Algorithm::hierarchical, "one host");
+    expect(two(operation, 1, 4, 2) != Algorithm::hierarchical, "a small array");
+  }
+  expect(two(Operation::all_gather, 1 << 10, 64, 2) == Algorithm::hierarchical, "middle");
+  expect(two(Operation::all_gather, 1 << 20, 64, 2) == Algorithm::ring, "much scratch");
+  expect(two(Operation::barrier, 0, 9, 2) == Algorithm::hierarchical, "barrier");
+  const Question half{Operation::all_reduce, Dtype::bfloat16, sum, 4, 1 << 20, false, false, 2};
+  expect(choose(half) == Algorithm::owner, "a fold");
+}
+const Test kHosts{"ranks that share hosts make two levels", hosts_test};
+
+// What is chosen where there are many ranks needs few links: 2 log2(size) of a rank, not all. A
+// part for every rank from every rank cannot do with less, nor can a fold.
+void links_test() {
+  for (const Operation operation :
+       {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
+        Operation::reduce_scatter, Operation::barrier, Operation::reduce, Operation::gather,
+        Operation::scatter})
+    for (const size_t count : {1, 100, 5000, 1 << 20})
+      for (const int size : {65, 100, 128}) {
+        const Question question{operation, Dtype::float32, ReduceOp::sum, size, count};
+        size_t links = 0;
+        for (int rank = 0; rank < size; ++rank) {
+          std::set<int> peers;
+          for (const Move& move :
+               make_plan(choose(question), operation, {.rank = rank, .size = size, .count = count})
+                   .moves)
+            if (move.to != kNobody && move.to != rank) peers.insert(move.to);
+          links += peers.size();
+        }
+        expect(links <= static_cast<size_t>(2 * 7 * size),
+               std::string(name_of(operation)) + " of " + std::to_string(count) + " on " +
+                   std::to_string(size) + " ranks: " + std::to_string(links) + " links");
+      }
+}
+const Test kLinks{"large groups need few links", links_test};
+
 const Test kRules{"the rules of the choice", rules_test};
 
 void unsupported_test() {

@@ -112,9 +112,11 @@ Cost tree_cost(int rank, int size, const Case& what) {
       return {children + up, up * n * c + (below - 1) * c, 2 * log_of(size)};
     case Operation::send:
     case Operation::recv:
-    case Operation::barrier:
     case Operation::gather:
+      return {node != 0, (node != 0) * below * c, log_of(size)};
     case Operation::scatter:
+      return {children, (below - 1) * c, log_of(size)};
+    case Operation::barrier:
     case Operation::all_to_all:
       break;
   }
