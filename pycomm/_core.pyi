@@ -1,8 +1,7 @@
 """What the compiled engine offers to the package. Private: use the functions of `pycomm`."""
 
-from typing import Any, Protocol, TypeAlias
-
-from typing_extensions import Unpack
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 OPERATIONS: tuple[str, ...]
 DTYPES: tuple[str, ...]
@@ -59,13 +58,12 @@ class Member:
     pid: int
     transport: str
 
-# operation, dtype, op, input, output, count, peer, tag, algorithm, timeout_s: those of the core's
-# Call, with names for enums, addresses for pointers, and 0 for the group's time limit.
-Call: TypeAlias = tuple[str, str, str, int, int, int, int, int, str, float]
-
 class Work:
     def done(self) -> bool: ...
     def wait(self, timeout_s: float, /) -> None: ...
+    @property
+    def source(self) -> int | None:
+        """The sender of what a recv has received; None of another call, or before it is over."""
 
 class Group:
     @property
@@ -85,9 +83,46 @@ class Group:
     @property
     def host_count(self) -> int: ...
     @property
+    def hosts(self) -> list[int]:
+        """By rank: which host, numbered from 0 in order of their first ranks."""
+    @property
     def forked(self) -> bool: ...
-    def run(self, *call: Unpack[Call]) -> None: ...
-    def start(self, arrays: object, /, *call: Unpack[Call]) -> Work: ...
+    # The core's Call, with names for enums, addresses for pointers, 0 for the group's time limit;
+    # a recv with peer -1 takes from anybody. Counts, in elements: all_gather: what each rank gives;
+    # all_to_all: what goes to each rank, and behind that what comes from each; `count` is then 0.
+    def run(
+        self,
+        operation: str,
+        dtype: str,
+        op: str,
+        input: int,
+        output: int,
+        count: int,
+        peer: int,
+        tag: int,
+        algorithm: str,
+        timeout_s: float,
+        counts: Sequence[int] | None = None,
+        /,
+    ) -> int | None:
+        """Gives the sender of what a recv has received, and None for every other call."""
+    def start(
+        self,
+        arrays: object,
+        operation: str,
+        dtype: str,
+        op: str,
+        input: int,
+        output: int,
+        count: int,
+        peer: int,
+        tag: int,
+        algorithm: str,
+        timeout_s: float,
+        counts: Sequence[int] | None = None,
+        /,
+    ) -> Work:
+        """The same, on the group's own thread; `arrays` are kept alive until the call is over."""
     def split(self, color: int, key: int, /) -> Group | None: ...
     def stats(self) -> Stats: ...
     def set_timeout(self, timeout_s: float, /) -> None: ...

@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "bindings/core.h"
 
@@ -53,9 +54,22 @@ constexpr auto kDtypeNames = [] {
   return names;
 }();
 
+// Reads a count for each rank, or two.
+std::vector<size_t> counts_from(const py::handle& given) {
+  if (given.is_none()) return {};
+  std::vector<size_t> counts;
+  for (const py::handle count : py::reinterpret_borrow<py::sequence>(given)) {
+    if (py::cast<int64_t>(count) < 0)
+      throw InvalidArgument("a count is at least 0, not " + std::string(py::str(count)));
+    counts.push_back(py::cast<size_t>(count));
+  }
+  if (counts.empty()) throw InvalidArgument("a list of counts has one for each rank, not none");
+  return counts;
+}
+
 // The arguments of run() and start(), in the order that _core.pyi gives.
 Call call_from(const py::args& args) {
-  check(args.size() == 10, "a call takes ten arguments");
+  check(args.size() == 10 || args.size() == 11, "a call takes ten arguments, or eleven");
   const auto text = [&](size_t i) { return args[i].cast<std::string_view>(); };
   Call call;
   call.operation = find<Operation>(kOperations, text(0), "operation");
@@ -68,32 +82,57 @@ Call call_from(const py::args& args) {
   call.tag = args[7].cast<uint32_t>();
   call.algorithm = find<Algorithm>(kAlgorithms, text(8), "algorithm");
   call.timeout = nanoseconds(args[9].cast<double>());
+  if (args.size() == 11) call.counts = counts_from(args[10]);
   return call;
 }
 
-void run(const Handle& handle, const py::args& args) {
-  const Call call = call_from(args);
+// Gives the sender of what recv received, else None.
+py::object run(const Handle& handle, const py::args& args) {
+  Call call = call_from(args);
   Group& group = handle.group();
+  int source = kAnySource;
+  if (call.operation == Operation::recv) call.source = &source;
   {
     const Blocking blocking;
     group.run(call);
   }
   throw_pending();
+  return call.source == nullptr ? py::none() : py::object(py::int_(source));
 }
 
-std::shared_ptr<Work> start(Handle& handle, const py::object& arrays, const py::args& args) {
-  auto work = handle.group().start(call_from(args));
-  handle.keep(work, arrays);
-  return work;
+// A call under way, and where its sender is told if it is a recv.
+struct Started {
+  std::shared_ptr<Work> work;
+  std::shared_ptr<int> source;
+};
+
+Started start(Handle& handle, const py::object& arrays, const py::args& args) {
+  Call call = call_from(args);
+  Started started;
+  if (call.operation == Operation::recv) {
+    started.source = std::make_shared<int>(kAnySource);
+    call.source = started.source.get();
+    started.work = handle.group().start(call, [kept = started.source](std::exception_ptr) {});
+  } else {
+    started.work = handle.group().start(call);
+  }
+  handle.keep(started.work, arrays);
+  return started;
 }
 
-void wait(Work& work, double timeout_s) {
+void wait(const Started& started, double timeout_s) {
   const auto limit = nanoseconds(timeout_s);
   {
     const Blocking blocking;
-    work.wait(limit);
+    started.work->wait(limit);
   }
   throw_pending();
+}
+
+// The sender of what recv received; None of another call, or of one that is not over or failed.
+py::object source_of(const Started& started) {
+  const bool known = started.source && started.work->done() && !started.work->error();
+  return known ? py::object(py::int_(*started.source)) : py::none();
 }
 
 py::object split(const Handle& handle, int color, int key) {
@@ -180,9 +219,10 @@ void bind_group(py::module_& module) {
   module.attr("DTYPES") = names(kDtypeNames);
   module.attr("REDUCE_OPS") = names(kReduceOps);
   module.attr("ALGORITHMS") = names(kAlgorithms);
-  py::class_<Work, std::shared_ptr<Work>>(module, "Work")
-      .def("done", &Work::done)
-      .def("wait", &wait);
+  py::class_<Started>(module, "Work")
+      .def("done", [](const Started& started) { return started.work->done(); })
+      .def("wait", &wait)
+      .def_property_readonly("source", &source_of);
   py::class_<Handle>(module, "Group")
       .def_property_readonly("rank", [](const Handle& h) { return h.group().rank(); })
       .def_property_readonly("size", [](const Handle& h) { return h.group().size(); })
@@ -192,6 +232,7 @@ void bind_group(py::module_& module) {
       .def_property_readonly("local_rank", [](const Handle& h) { return h.group().local_rank(); })
       .def_property_readonly("local_size", [](const Handle& h) { return h.group().local_size(); })
       .def_property_readonly("host_count", [](const Handle& h) { return h.group().host_count(); })
+      .def_property_readonly("hosts", [](const Handle& h) { return h.group().hosts(); })
       .def_property_readonly("forked", &Handle::in_child)
       .def("run", &run)
       .def("start", &start)

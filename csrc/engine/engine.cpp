@@ -19,18 +19,6 @@ bool is_message(const Header& header) {
   return header.operation == static_cast<uint8_t>(Operation::send);
 }
 
-bool same_call(const Header& a, const Header& b) {
-  return a.operation == b.operation && a.dtype == b.dtype && a.op == b.op &&
-         a.algorithm == b.algorithm && a.peer == b.peer && a.count == b.count;
-}
-
-// -1, 0, 1: before, the same, after; both counters may wrap around.
-int order(const Header& frame, uint16_t epoch, uint32_t sequence) {
-  if (const auto d = static_cast<int16_t>(frame.epoch - epoch); d != 0) return d < 0 ? -1 : 1;
-  const auto d = static_cast<int32_t>(frame.sequence - sequence);
-  return d == 0 ? 0 : d < 0 ? -1 : 1;
-}
-
 // For as long as it lives pulse() may work with the links.
 struct Rest {
   explicit Rest(std::mutex& turn) : mutex(turn) { mutex.unlock(); }
@@ -41,6 +29,17 @@ struct Rest {
 };
 
 }  // namespace
+
+int order(const Header& frame, uint16_t epoch, uint32_t sequence) {
+  if (const auto d = static_cast<int16_t>(frame.epoch - epoch); d != 0) return d < 0 ? -1 : 1;
+  const auto d = static_cast<int32_t>(frame.sequence - sequence);
+  return d == 0 ? 0 : d < 0 ? -1 : 1;
+}
+
+bool same_call(const Header& a, const Header& b) {
+  return a.operation == b.operation && a.dtype == b.dtype && a.op == b.op &&
+         a.algorithm == b.algorithm && a.peer == b.peer && a.count == b.count;
+}
 
 Engine::Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions options)
     : options_(std::move(options)), wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
@@ -70,26 +69,9 @@ void Engine::run(const Job& job, const Deadline& deadline) {
   header.sequence = sequence_;
   Run task(*this, job, header);
   running_ = &header;
+  claims_ = job.claims;
   guard(task, header, deadline);
   ++sequence_;
-}
-
-void Engine::send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline) {
-  SendMessage task(*this, to, signature, bytes);
-  guard(task, signature, deadline);
-}
-
-void Engine::receive(int from, const Header& signature, Bytes into, const Deadline& deadline) {
-  awaited_ = {from, signature, into};
-  ReceiveMessage task(*this, from, signature.peer);
-  guard(task, signature, deadline);
-  const Message& message = task.message();
-  if (!same_call(message.header, signature))
-    throw Mismatch(name(from) + " sent " + describe(message.header) + ", but " +
-                       name(options_.rank) + " receives " + describe(signature) +
-                       "; the message is dropped",
-                   {.op = "recv", .rank = options_.rank, .peer = from});
-  if (!message.kept.empty()) std::memcpy(into.data(), message.kept.data(), into.size());
 }
 
 // Runs the task; whatever breaks it, other than a disagreement, breaks the engine.
@@ -210,6 +192,7 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
   std::string text = "Timed out after " + std::to_string(deadline.limit_s()) + " s";
   if (peer != kNobody)
     text += (from != kNobody ? ", waiting for data from " : ", waiting to send to ") + name(peer);
+  if (awaited_ && awaited_->from == kAnybody) text += ", waiting for a message from anybody";
   throw Timeout(text, {.peer = peer});
 }
 
@@ -218,6 +201,9 @@ void Engine::check_needed(const Task& task) {
   for (const int peer : {task.receiving_from(), task.sending_to()})
     if (peer != kNobody && at(peer).departed)
       throw PeerLost(name(peer) + " has left the group: " + *at(peer).departed, {.peer = peer});
+  if (awaited_ && awaited_->from == kAnybody &&
+      std::ranges::all_of(peers_, [](const Peer& who) { return !who.link || who.departed; }))
+    throw PeerLost("everybody else has left the group, and no message came before");
 }
 
 bool Engine::tend_all() {
@@ -267,15 +253,13 @@ Engine::Front Engine::tend(int peer) {
 // What the frame at the front means here. Front::nothing: it was dealt with, as far as it has
 // arrived.
 Engine::Front Engine::judge(int peer, const Header& header) {
-  Link& link = *at(peer).link;
   switch (header.kind) {
     case FrameKind::data:
       at(peer).last = header;
       break;
     case FrameKind::pulse:
-      check(header.bytes == 0, "a pulse has a payload");
-      at(peer).last = header;
-      link.finish();
+      take_pulse(peer, header);
+      if (contradicts(*at(peer).last)) disagree(peer, *at(peer).last);
       return Front::nothing;
     case FrameKind::mismatch:
       // Of a call that we have yet to make, or of an epoch that we have yet to hear of; and a
@@ -289,23 +273,62 @@ Engine::Front Engine::judge(int peer, const Header& header) {
       read_notice(peer, header);
       return Front::nothing;
   }
-  if (is_message(header)) {
-    absorb(peer, header);
-    return Front::nothing;
-  }
+  if (!is_message(header)) return judge_data(peer, header);
+  absorb(peer, header);
+  return Front::nothing;
+}
+
+Engine::Front Engine::judge_data(int peer, const Header& header) {
+  Link& link = *at(peer).link;
   const int when = order(header, epoch_, sequence_);
-  if (when < 0) {  // of a call that failed
-    link.discard();
-    (void)link.front();
-    return Front::nothing;
+  if (when < 0) {
+    if (header.epoch != epoch_) {  // of a call that failed
+      link.discard();
+      (void)link.front();
+      return Front::nothing;
+    }
+    // It sent more than our call took. A message on its way to us or from us is not cut by that.
+    if (running_ == nullptr && !awaited_) return Front::later;
+    disagree_on_end(peer, header);
   }
   if (when > 0 || running_ == nullptr) return Front::later;
-  if (!same_call(header, *running_)) disagree(peer, header);
+  if (!same_call(header, expected_from(peer))) disagree(peer, header);
   return Front::ours;
 }
 
+void Engine::take_pulse(int peer, const Header& header) {
+  check(header.bytes == 0, "a pulse has a payload");
+  at(peer).last = header;
+  at(peer).link->finish();
+}
+
+// Whether its sender waits in another call than ours, perhaps for us while we wait for it. Of an
+// all_to_all a pulse does not tell the counts between the two.
+bool Engine::contradicts(const Header& pulse) const {
+  if (running_ == nullptr || pulse.whereabouts != Whereabouts::inside || is_message(pulse) ||
+      order(pulse, epoch_, sequence_) != 0)
+    return false;
+  const auto to_all = static_cast<uint8_t>(Operation::all_to_all);
+  if (pulse.operation == to_all && running_->operation == to_all) return false;
+  return !same_call(pulse, *running_);
+}
+
+// The run under way, as the frames of `peer` must tell it.
+Header Engine::expected_from(int peer) const {
+  Header header = *running_;
+  if (!claims_.empty()) header.count = claims_[peers_.size() + static_cast<size_t>(peer)];
+  return header;
+}
+
 Link* Engine::incoming(int peer) {
-  return tend(peer) == Front::ours ? at(peer).link.get() : nullptr;
+  const Front front = tend(peer);
+  Link& link = *at(peer).link;
+  if (front == Front::ours) return &link;
+  if (front != Front::later || running_ == nullptr) return nullptr;
+  // What it sent for our call came before this: it has gone on without what we wait for.
+  const Header& next = *link.front();
+  if (next.epoch == epoch_ && next.kind == FrameKind::data) disagree_on_end(peer, next);
+  return nullptr;
 }
 
 bool Engine::open(int peer, const Header& header, ConstBytes payload) {
@@ -320,63 +343,6 @@ size_t Engine::push(int peer) {
   const size_t n = at(peer).link->push();
   payload_sent_ += n;
   return n;
-}
-
-// A message that nobody waits for is kept until somebody does, so that a sender is never stuck on a
-// peer that is busy with something else.
-void Engine::absorb(int peer, const Header& header) {
-  Peer& who = at(peer);
-  Link& link = *who.link;
-  if (who.messages.empty() || who.messages.back().have == who.messages.back().bytes) {
-    check(header.dtype < kDtypes.size(), "a message has no sound header");
-    const size_t bytes = header.count * bytes_of(static_cast<Dtype>(header.dtype));
-    check(bytes >= header.bytes, "a message has no sound header");
-    Message message{.header = header, .bytes = bytes};
-    const bool queued = std::ranges::any_of(
-        who.messages, [&](const Message& m) { return m.header.peer == header.peer; });
-    if (awaited_ && awaited_->from == peer && !queued && same_call(header, awaited_->signature)) {
-      message.into = awaited_->into.data();
-    } else {
-      message.kept.resize(bytes);
-      message.into = message.kept.data();
-    }
-    if (bytes == 0) {  // whole already: mark it so that an empty message counts
-      link.finish();
-      who.messages.push_back(std::move(message));
-      return;
-    }
-    who.messages.push_back(std::move(message));
-  }
-  Message& message = who.messages.back();
-  while (link.payload_left() > 0) {
-    check(message.have + link.payload_left() <= message.bytes, "a message is longer than it says");
-    const size_t n = link.receive({message.into + message.have, link.payload_left()});
-    if (n == 0) return;
-    message.have += n;
-  }
-  link.finish();
-}
-
-// A receive ends before its message has: the rest must not land in an array that may be gone.
-void Engine::keep_half_arrived() {
-  if (!awaited_) return;
-  auto& messages = at(awaited_->from).messages;
-  if (messages.empty() || messages.back().have == messages.back().bytes) return;
-  Message& message = messages.back();
-  if (message.into != awaited_->into.data()) return;
-  message.kept.resize(message.bytes);
-  std::memcpy(message.kept.data(), message.into, message.have);
-  message.into = message.kept.data();
-}
-
-std::optional<Message> Engine::take_message(int peer, uint32_t tag) {
-  auto& messages = at(peer).messages;
-  const auto found =
-      std::ranges::find_if(messages, [&](const Message& m) { return m.header.peer == tag; });
-  if (found == messages.end() || found->have < found->bytes) return std::nullopt;
-  Message message = std::move(*found);
-  messages.erase(found);
-  return message;
 }
 
 }  // namespace pycomm

@@ -35,6 +35,9 @@ class Task {
   virtual int receiving_from() const = 0;
 };
 
+// Whom a receive waits for, if anybody's message will do.
+inline constexpr int kAnybody = -2;
+
 // A call of the user's in the engine's words: one plan over arrays. Element `i` of a space that is
 // cut into pieces of `piece` elements lies at (i / piece) * stride + i % piece; without blocks both
 // are the whole array.
@@ -47,11 +50,15 @@ struct Job {
   size_t piece = 0, stride = 0;  // 0: contiguous
   const Reducer* reducer = nullptr;
   int size = 1;  // ranks, which avg divides by
+  // Empty, or, where the header's count differs from peer to peer: what it is towards each rank,
+  // and behind that what it must be from each.
+  std::span<const size_t> claims{};
 };
 
 // A message from one rank to another, whole.
 struct Message {
-  Header header{};  // peer is the tag, count the elements
+  Header header{};       // peer is the tag, count the elements
+  uint64_t arrival = 0;  // in which order they came, whoever sent them
   std::vector<std::byte> kept{};
   std::byte* into = nullptr;  // `kept`, or the receiver's array if it waits already
   size_t bytes = 0, have = 0;
@@ -83,7 +90,9 @@ class Engine {
 
   void run(const Job& job, const Deadline& deadline);
   void send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline);
-  void receive(int from, const Header& signature, Bytes into, const Deadline& deadline);
+  // `from` may be kAnybody; gives the sender. Throws Mismatch, and drops the message, if it is of
+  // another dtype or count.
+  int receive(int from, const Header& signature, Bytes into, const Deadline& deadline);
 
   // Says goodbye and hangs up. What peers were sent is still delivered to them.
   void leave() noexcept;
@@ -116,8 +125,9 @@ class Engine {
   bool open(int peer, const Header& header, ConstBytes payload);
   size_t push(int peer);
   bool frame_over(int peer) { return at(peer).link->idle(); }
-  // The oldest message from `peer` with the tag, once it is whole.
-  std::optional<Message> take_message(int peer, uint32_t tag);
+  // The oldest message from `from` with the tag, once it is whole. For kAnybody: of everybody's
+  // oldest, as far as they are whole, the one that began to arrive first; `from` then says whose.
+  std::optional<Message> take_message(int& from, uint32_t tag);
   Bytes scratch(size_t bytes);
   int rank() const { return options_.rank; }
 
@@ -153,10 +163,17 @@ class Engine {
   bool must_wait(int peer, const Task& task);
   Front tend(int peer);
   Front judge(int peer, const Header& header);
+  Front judge_data(int peer, const Header& header);
+  Header expected_from(int peer) const;
+  void take_pulse(int peer, const Header& header);
+  bool contradicts(const Header& pulse) const;
   void absorb(int peer, const Header& header);
+  std::optional<Message> take_kept(int& from, uint32_t tag);
   void read_notice(int peer, const Header& header);
   void heed_goodbye(int peer, const std::string& payload);
   [[noreturn]] void disagree(int peer, const Header& theirs);
+  [[noreturn]] void disagree_on_end(int peer, const Header& theirs);
+  [[noreturn]] void give_up_call(int peer, uint32_t sequence, const std::string& text);
   void new_epoch(const Header& notice, const std::string& text);
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
@@ -178,7 +195,9 @@ class Engine {
   std::vector<std::byte> scratch_;
   uint16_t epoch_ = 0;
   uint32_t sequence_ = 0;
+  uint64_t arrivals_ = 0;            // messages that began to arrive
   const Header* running_ = nullptr;  // the run under way, if any
+  std::span<const size_t> claims_;   // its job's
   Header last_{};                    // what was called last, as pulses tell it
   Clock::time_point listened_{};     // when listen() was called last
   struct Awaited {
@@ -198,6 +217,12 @@ class Engine {
   std::vector<Sighting> sightings_;
   Clock::time_point published_{};
 };
+
+// Whether two headers tell of the same call.
+bool same_call(const Header& a, const Header& b);
+
+// When a frame's call is: -1 before this one, 0 it, 1 after; both counters may wrap around.
+int order(const Header& frame, uint16_t epoch, uint32_t sequence);
 
 // What a header says a call is: "all_reduce(float32, sum, count 10)".
 std::string describe(const Header& header);

@@ -33,24 +33,31 @@ std::string describe(const Header& header) {
   std::string text = named(kOperations, header.operation) + "(";
   if (header.operation == static_cast<uint8_t>(Operation::barrier)) return text + ")";
   text += header.dtype < kDtypes.size() ? std::string(kDtypes[header.dtype].name) : "unknown dtype";
-  text += ", count " + std::to_string(header.count);
+  const std::string count = std::to_string(header.count), peer = std::to_string(header.peer);
   switch (static_cast<Operation>(header.operation)) {
     case Operation::all_reduce:
     case Operation::reduce_scatter:
+      text += ", count " + count + ", " + named(kReduceOps, header.op);
+      break;
     case Operation::reduce:
-      text += ", " + named(kReduceOps, header.op);
+      text += ", count " + count + ", " + named(kReduceOps, header.op) + ", root " + peer;
       break;
     case Operation::broadcast:
-      text += ", root " + std::to_string(header.peer);
+    case Operation::gather:
+    case Operation::scatter:
+      text += ", count " + count + ", root " + peer;
       break;
     case Operation::send:
     case Operation::recv:
-      text += ", tag " + std::to_string(header.peer);
+      text += ", count " + count + ", tag " + peer;
       break;
-    case Operation::gather:
-    case Operation::scatter:
     case Operation::all_gather:
+      text += header.peer == 0 ? ", count " + count
+                               : ", counts of a list with sum " + count + " and hash " + peer;
+      break;
     case Operation::all_to_all:
+      text += ", count " + count + " from the one to the other";
+      break;
     case Operation::barrier:
       break;
   }
@@ -61,13 +68,30 @@ std::string describe(const Header& header) {
 // write to it only when every rank's header was seen.
 void Engine::disagree(int peer, const Header& theirs) {
   const std::string text = "ranks disagree about call " + std::to_string(sequence_) + ": " +
-                           name(options_.rank) + " called " + describe(*running_) + ", " +
+                           name(options_.rank) + " called " + describe(expected_from(peer)) + ", " +
                            name(peer) + " called " + describe(theirs) + "; no array was changed";
-  const Header notice{.kind = FrameKind::mismatch, .epoch = epoch_, .sequence = sequence_};
-  const ErrorFields fields{.op = std::string(name_of(static_cast<Operation>(running_->operation))),
-                           .sequence = sequence_,
-                           .rank = options_.rank,
-                           .peer = peer};
+  give_up_call(peer, sequence_, text);
+}
+
+// The peer has sent more for a call than this rank took, or less: one of them took it for another.
+// That shows when the call is over on one side, which may have written its output by then.
+void Engine::disagree_on_end(int peer, const Header& theirs) {
+  const bool over = order(theirs, epoch_, sequence_) < 0;
+  const uint32_t sequence = over ? theirs.sequence : sequence_;
+  const std::string mine = over ? "has ended it without what " + name(peer) + " sent it for "
+                                : "called " + describe(expected_from(peer)) + " and waits for " +
+                                      name(peer) + ", which has gone on to ";
+  give_up_call(peer, sequence,
+               "ranks disagree about call " + std::to_string(sequence) + ": " +
+                   name(options_.rank) + " " + mine + describe(theirs) +
+                   "; what the call writes is undefined");
+}
+
+void Engine::give_up_call(int peer, uint32_t sequence, const std::string& text) {
+  const Header notice{.kind = FrameKind::mismatch, .epoch = epoch_, .sequence = sequence};
+  const auto op = running_ ? name_of(static_cast<Operation>(running_->operation)) : "recv";
+  const ErrorFields fields{
+      .op = std::string(op), .sequence = sequence, .rank = options_.rank, .peer = peer};
   new_epoch(notice, text);
   throw Mismatch(text, fields);
 }

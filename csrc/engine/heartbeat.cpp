@@ -51,7 +51,7 @@ bool Engine::pulse() noexcept {
       if (!who.link) continue;
       const Header* header = front(static_cast<int>(i));
       while (header != nullptr && header->kind == FrameKind::pulse) {
-        (void)judge(static_cast<int>(i), *header);
+        take_pulse(static_cast<int>(i), *header);
         header = front(static_cast<int>(i));
       }
       // What stays for the next call hides the pulses behind it.

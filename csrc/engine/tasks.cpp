@@ -65,6 +65,7 @@ bool Run::send_step() {
     const size_t frame = std::min(kSegmentBytes, total - sent_);
     if (!sendable(sent_ + frame)) return false;
     header_.bytes = static_cast<uint32_t>(frame);
+    if (!job_.claims.empty()) header_.count = job_.claims[static_cast<size_t>(now.to)];
     if (!engine_.open(now.to, header_, {total > 0 ? place(now.out) + sent_ : nullptr, frame}))
       return false;
     frame_open_ = true;
@@ -162,9 +163,6 @@ bool SendMessage::advance() {
 }
 
 bool ReceiveMessage::advance() {
-  message_ = engine_.take_message(from_, tag_);
-  if (message_) return true;
-  (void)engine_.incoming(from_);
   message_ = engine_.take_message(from_, tag_);
   return message_.has_value();
 }

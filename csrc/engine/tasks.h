@@ -64,8 +64,9 @@ class ReceiveMessage final : public Task {
   bool advance() override;
   bool done() const override { return message_.has_value(); }
   int sending_to() const override { return kNobody; }
-  int receiving_from() const override { return from_; }
+  int receiving_from() const override { return from_ == kAnybody ? kNobody : from_; }
   const Message& message() const { return *message_; }
+  int sender() const { return from_; }  // once it is done
 
  private:
   Engine& engine_;

@@ -7,6 +7,7 @@
 
 #include "collectives/choose.h"
 #include "core/sha256.h"
+#include "group/check.h"
 
 namespace pycomm {
 namespace {
@@ -20,8 +21,12 @@ constexpr size_t kMaxPlans = 256;
 // alone, but 110, 180 and 400 us beside a busy process (benchmarks/results/spin.json).
 constexpr std::chrono::microseconds kSpin{20};
 
-bool is_plan(Operation operation) {
-  return operation != Operation::send && operation != Operation::recv;
+// What ranks that hold different lists differ in; never 0, which stands for no list. FNV-1a.
+uint32_t hash_of(std::span<const size_t> counts) {
+  uint32_t hash = 2166136261u;
+  for (const std::byte byte : std::as_bytes(counts))
+    hash = (hash ^ static_cast<uint32_t>(byte)) * 16777619u;
+  return std::max(hash, 1u);
 }
 
 EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh) {
@@ -44,13 +49,15 @@ Header signature_of(const Call& call, Algorithm algorithm) {
   const bool message = !is_plan(call.operation);
   header.operation = static_cast<uint8_t>(message ? Operation::send : call.operation);
   header.dtype = static_cast<uint8_t>(call.dtype);
-  const bool reduces =
-      call.operation == Operation::all_reduce || call.operation == Operation::reduce_scatter;
-  header.op = reduces ? static_cast<uint8_t>(call.op) : 0;
+  header.op = reduces(call.operation) ? static_cast<uint8_t>(call.op) : 0;
   header.algorithm = static_cast<uint8_t>(algorithm);
   header.count = call.count;
   if (message) header.peer = call.tag;
-  if (call.operation == Operation::broadcast) header.peer = static_cast<uint32_t>(call.peer);
+  if (is_rooted(call.operation)) header.peer = static_cast<uint32_t>(call.peer);
+  if (call.operation == Operation::all_gather && !call.counts.empty()) {
+    header.count = total(call.counts);
+    header.peer = hash_of(call.counts);
+  }
   return header;
 }
 
@@ -78,46 +85,14 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
 
 HostGroup::~HostGroup() { close(); }
 
-void HostGroup::check_call(const Call& call) const {
-  const std::string op(name_of(call.operation));
-  const auto refuse = [&](const std::string& why) {
-    throw InvalidArgument(op + ": " + why, {.op = op, .rank = options_.rank});
-  };
-  const size_t factor =
-      call.operation == Operation::all_gather || call.operation == Operation::reduce_scatter
-          ? static_cast<size_t>(options_.size)
-          : 1;
-  if (call.count > (SIZE_MAX >> 4) / factor / bytes_of(call.dtype))
-    refuse("a count of " + std::to_string(call.count) + " elements is more than memory can hold");
-  const bool reads = call.operation != Operation::broadcast && call.operation != Operation::recv;
-  const bool writes = call.operation != Operation::send;
-  if (call.operation != Operation::barrier && call.count > 0 &&
-      ((reads && call.input == nullptr) || (writes && call.output == nullptr)))
-    refuse("an array of " + std::to_string(call.count) + " elements has no address");
-  const bool to_peer = call.operation == Operation::broadcast || !is_plan(call.operation);
-  if (to_peer && (call.peer < 0 || call.peer >= options_.size))
-    refuse("there is no rank " + std::to_string(call.peer) + " in a group of " +
-           std::to_string(options_.size));
-  if (!is_plan(call.operation) && call.peer == options_.rank)
-    refuse("rank " + std::to_string(call.peer) + " cannot send to itself");
-  if (call.operation == Operation::all_reduce || call.operation == Operation::reduce_scatter)
-    (void)reducer(call.dtype, call.op);
-  if (is_plan(call.operation) && call.algorithm != Algorithm::automatic) {
-    const auto known = algorithms_for(call.operation);
-    if (std::ranges::find(known, call.algorithm) == known.end())
-      throw Unsupported(op + " has no algorithm \"" + std::string(name_of(call.algorithm)) + "\"",
-                        {.op = op, .rank = options_.rank});
-  }
-}
-
 void HostGroup::run(const Call& call) {
-  check_call(call);
+  check_call(call, options_.rank, options_.size);
   worker_.run([&] { execute(call); });
 }
 
 std::shared_ptr<Work> HostGroup::start(const Call& call,
                                        std::function<void(std::exception_ptr)> then) {
-  check_call(call);
+  check_call(call, options_.rank, options_.size);
   return worker_.start([this, call] { execute(call); }, std::move(then));
 }
 
@@ -134,10 +109,13 @@ void HostGroup::execute(const Call& call) {
       engine_.send(call.peer, signature_of(call, Algorithm::direct),
                    {static_cast<const std::byte*>(call.input), bytes}, deadline);
       break;
-    case Operation::recv:
-      engine_.receive(call.peer, signature_of(call, Algorithm::direct),
-                      {static_cast<std::byte*>(call.output), bytes}, deadline);
+    case Operation::recv: {
+      const int source = engine_.receive(call.peer == kAnySource ? kAnybody : call.peer,
+                                         signature_of(call, Algorithm::direct),
+                                         {static_cast<std::byte*>(call.output), bytes}, deadline);
+      if (call.source != nullptr) *call.source = source;
       break;
+    }
     case Operation::all_reduce:
     case Operation::broadcast:
     case Operation::all_gather:
@@ -159,19 +137,39 @@ void HostGroup::execute(const Call& call) {
   stats_.bytes_received = engine_.bytes_received();
 }
 
+Algorithm HostGroup::algorithm_for(const Call& call) const {
+  if (call.algorithm != Algorithm::automatic) return call.algorithm;
+  const size_t ranks = call.counts.size();
+  size_t count = call.count;  // of an all_to_all with counts 0, which all ranks know
+  if (call.operation == Operation::all_gather && ranks > 0)
+    count = (total(call.counts) + ranks - 1) / ranks;
+  const Algorithm best =
+      choose({call.operation, call.dtype, call.op, options_.size, count, options_.reproducible});
+  if (call.counts.empty()) return best;
+  const auto known = algorithms_for(call.operation, true);
+  return std::ranges::find(known, best) != known.end() ? best : known.front();
+}
+
 void HostGroup::execute_plan(const Call& call, const Deadline& deadline) {
-  Algorithm algorithm = call.algorithm;
-  if (algorithm == Algorithm::automatic)
-    algorithm = choose(
-        {call.operation, call.dtype, call.op, options_.size, call.count, options_.reproducible});
-  const size_t element = bytes_of(call.dtype);
-  const size_t block = planned(call, algorithm, call.count).block;
+  const Algorithm algorithm = algorithm_for(call);
   Job job;
   job.signature = signature_of(call, algorithm);
-  job.element_bytes = element;
+  job.input = static_cast<const std::byte*>(call.input);
+  job.output = static_cast<std::byte*>(call.output);
+  job.element_bytes = bytes_of(call.dtype);
   job.size = options_.size;
-  if (call.operation == Operation::all_reduce || call.operation == Operation::reduce_scatter)
-    job.reducer = &reducer(call.dtype, call.op);
+  if (reduces(call.operation)) job.reducer = &reducer(call.dtype, call.op);
+  if (call.counts.empty()) return execute_blocks(call, job, deadline);
+  if (call.operation == Operation::all_to_all) job.claims = call.counts;
+  // Lists change from call to call: plans with counts are not kept.
+  const Schedule schedule = schedule_of(call, algorithm, 0);
+  job.schedule = &schedule;
+  engine_.run(job, deadline);
+}
+
+void HostGroup::execute_blocks(const Call& call, Job& job, const Deadline& deadline) {
+  const auto algorithm = static_cast<Algorithm>(job.signature.algorithm);
+  const size_t block = planned(call, algorithm, call.count).block;
   size_t begin = 0;
   do {
     const size_t count = std::min(block, call.count - begin);
@@ -180,10 +178,10 @@ void HostGroup::execute_plan(const Call& call, const Deadline& deadline) {
       job.piece = count;
       job.stride = call.count;
     }
-    job.input = static_cast<const std::byte*>(call.input) + begin * element;
-    job.output = static_cast<std::byte*>(call.output) + begin * element;
     engine_.run(job, deadline);
     begin += count;
+    if (job.input != nullptr) job.input += count * job.element_bytes;
+    if (job.output != nullptr) job.output += count * job.element_bytes;
   } while (begin < call.count);
 }
 
@@ -191,36 +189,48 @@ Place HostGroup::place(int rank, const Call& call, size_t count) const {
   return {.rank = rank,
           .size = options_.size,
           .count = count,
-          .root = call.operation == Operation::broadcast ? call.peer : 0,
+          .root = is_rooted(call.operation) ? call.peer : 0,
           .counts = call.counts,
           .hosts = hosts_};
 }
 
 // How many elements of a call run at once, so that scratch stays within kScratchBytes. All ranks
-// must find the same number, so they ask for rank 0's plan, whose scratch is the largest. A tree's
-// reduce_scatter has ranges that span pieces, which blocks would tear apart; it runs whole.
+// must find the same number, so they ask for the plans of all; of rank 0 alone where ranks are
+// alike. Where ranges of a reduce_scatter span pieces, which blocks would tear apart, it runs
+// whole.
 size_t HostGroup::block_of(const Call& call, Algorithm algorithm) const {
-  const bool gathers = call.operation == Operation::reduce_scatter;
-  if (call.operation != Operation::all_reduce && !(gathers && algorithm != Algorithm::tree))
+  const bool simple = algorithm == Algorithm::ring || algorithm == Algorithm::direct;
+  if (!reduces(call.operation) || (call.operation == Operation::reduce_scatter && !simple))
     return call.count;
+  const bool alike = call.operation != Operation::reduce &&
+                     (simple || algorithm == Algorithm::owner || algorithm == Algorithm::tree);
+  const auto scratch_of = [&](size_t block) {
+    size_t most = 0;
+    for (int rank = 0; rank < (alike ? 1 : options_.size); ++rank)
+      most = std::max(most, make_plan(algorithm, call.operation, place(rank, call, block)).scratch);
+    return most * bytes_of(call.dtype);
+  };
   size_t block = call.count;
   for (;;) {
-    const size_t scratch =
-        make_plan(algorithm, call.operation, place(0, call, block)).scratch * bytes_of(call.dtype);
+    const size_t scratch = scratch_of(block);
     if (scratch <= kScratchBytes || block <= 1) return block;
     block = std::max<size_t>(1, std::min(block - 1, block / (scratch / kScratchBytes + 1)));
   }
 }
 
+Schedule HostGroup::schedule_of(const Call& call, Algorithm algorithm, size_t count) const {
+  return make_schedule(make_plan(algorithm, call.operation, place(options_.rank, call, count)),
+                       options_.rank);
+}
+
 const HostGroup::Planned& HostGroup::planned(const Call& call, Algorithm algorithm, size_t count) {
-  const Place at = place(options_.rank, call, count);
-  const auto key = std::tuple(call.operation, algorithm, count, at.root);
+  const auto key =
+      std::tuple(call.operation, algorithm, count, is_rooted(call.operation) ? call.peer : 0);
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
   if (plans_.size() >= kMaxPlans) plans_.clear();
   Call asked = call;
   asked.count = count;
-  Planned made{make_schedule(make_plan(algorithm, call.operation, at), options_.rank),
-               block_of(asked, algorithm)};
+  Planned made{schedule_of(call, algorithm, count), block_of(asked, algorithm)};
   return plans_.emplace(key, std::move(made)).first->second;
 }
 

@@ -52,11 +52,13 @@ class HostGroup final : public Group {
     size_t block = 0;
   };
 
-  void check_call(const Call& call) const;
   void execute(const Call& call);
   void execute_plan(const Call& call, const Deadline& deadline);
+  void execute_blocks(const Call& call, Job& job, const Deadline& deadline);
+  Algorithm algorithm_for(const Call& call) const;
   const Planned& planned(const Call& call, Algorithm algorithm, size_t count);
   Place place(int rank, const Call& call, size_t count) const;
+  Schedule schedule_of(const Call& call, Algorithm algorithm, size_t count) const;
   size_t block_of(const Call& call, Algorithm algorithm) const;
   std::vector<std::string> gather_texts(const std::string& mine);
 

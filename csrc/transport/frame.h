@@ -33,9 +33,9 @@ struct Header {
   uint16_t epoch = 0;  // counts the mismatches that the group has survived
   Whereabouts whereabouts = Whereabouts::nowhere;
   uint32_t sequence = 0;  // which call of the epoch
-  uint32_t peer = 0;      // root of a broadcast, tag of a message
+  uint32_t peer = 0;      // root, tag of a message, hash of an all_gather's counts
   uint32_t bytes = 0;     // of payload behind this header
-  uint64_t count = 0;     // elements of the whole call
+  uint64_t count = 0;     // elements of the whole call; all_to_all: from this rank to its peer
 
   static constexpr uint16_t kMagic = 0x6370;  // "pc"
   static constexpr uint8_t kVersion = 1;

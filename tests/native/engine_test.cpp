@@ -382,9 +382,9 @@ const ByTransport kAbort{
         } else if (group.rank() == 1) {
           const auto work = group.start(call, {});
           const Ending ending = ending_of([&] { work->wait(); });
+          over.set_value();
           expect(ending.is(ErrorKind::group_broken) && ending.says("enough is enough"),
                  ending.text());
-          over.set_value();
         } else {
           done.wait();
         }

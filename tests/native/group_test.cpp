@@ -13,153 +13,26 @@
 #include <thread>
 #include <vector>
 
+#include "calls.h"
 #include "collectives/choose.h"
 #include "harness.h"
 #include "ranks.h"
-#include "transport/frame.h"
 
 namespace {
 
 using namespace pycomm;
 using ranks::Array;
+using ranks::Arrays;
+using ranks::ByTransport;
+using ranks::Case;
 using ranks::element;
+using ranks::expect_result;
 using ranks::kSlowdown;
+using ranks::run_case;
 
-constexpr Operation kPlanned[] = {Operation::all_reduce, Operation::broadcast,
-                                  Operation::all_gather, Operation::reduce_scatter};
-
-// One collective, its arrays, and what they must become.
-struct Case {
-  Operation operation;
-  Algorithm algorithm;
-  Dtype dtype;
-  ReduceOp op;
-  size_t count;
-  int root;
-  bool in_place;
-  int call;  // varies the numbers
-
-  std::string text() const {
-    return std::string(name_of(operation)) + " " + std::string(name_of(algorithm)) + " " +
-           std::string(name_of(dtype)) + " " + std::string(name_of(op)) + " count " +
-           std::to_string(count) + " root " + std::to_string(root) + (in_place ? " in place" : "");
-  }
-};
-
-int reduced(const Case& c, int size, size_t i) {
-  int result = element(0, i, c.call);
-  for (int rank = 1; rank < size; ++rank) {
-    const int next = element(rank, i, c.call);
-    if (c.op == ReduceOp::sum) result += next;
-    if (c.op == ReduceOp::max) result = std::max(result, next);
-    if (c.op == ReduceOp::min) result = std::min(result, next);
-  }
-  return result;
-}
-
-size_t input_count(const Case& c, int size) {
-  return c.operation == Operation::reduce_scatter ? c.count * static_cast<size_t>(size) : c.count;
-}
-size_t output_count(const Case& c, int size) {
-  return c.operation == Operation::all_gather ? c.count * static_cast<size_t>(size) : c.count;
-}
-
-Array wanted(const Case& c, int rank, int size) {
-  Array array(c.dtype, output_count(c, size));
-  const size_t mine = static_cast<size_t>(rank) * c.count;
-  array.fill([&](size_t i) {
-    switch (c.operation) {
-      case Operation::all_reduce:
-        return reduced(c, size, i);
-      case Operation::broadcast:
-        return element(c.root, i, c.call);
-      case Operation::all_gather:
-        return element(static_cast<int>(i / c.count), i % c.count, c.call);
-      case Operation::reduce_scatter:
-        return reduced(c, size, mine + i);
-      case Operation::send:
-      case Operation::recv:
-      case Operation::barrier:
-      case Operation::reduce:
-      case Operation::gather:
-      case Operation::scatter:
-      case Operation::all_to_all:
-        break;
-    }
-    return 0;
-  });
-  return array;
-}
-
-// The arrays of one rank. In place there is one: the larger, with the other inside it.
-struct Arrays {
-  Arrays(const Case& c, int rank, int size)
-      : input(c.dtype, input_count(c, size)), output(c.dtype, output_count(c, size)) {
-    input.fill([&](size_t i) { return element(rank, i, c.call); });
-    const size_t mine = static_cast<size_t>(rank) * c.count;
-    call = {.operation = c.operation,
-            .dtype = c.dtype,
-            .op = c.op,
-            .input = input.data(),
-            .output = output.data(),
-            .count = c.count,
-            .peer = c.root,
-            .algorithm = c.algorithm};
-    const size_t bytes = c.count * bytes_of(c.dtype);
-    if (c.operation == Operation::broadcast) {
-      call.input = nullptr;
-      if (rank == c.root) std::memcpy(output.data(), input.data(), bytes);
-    } else if (c.in_place && c.operation == Operation::reduce_scatter) {
-      call.output = input.at(mine);
-    } else if (c.in_place) {
-      const size_t at = c.operation == Operation::all_gather ? mine : 0;
-      std::memcpy(output.at(at), input.data(), bytes);
-      call.input = output.at(at);
-    }
-  }
-  Array input, output;
-  Call call;
-};
-
-// All that a call must have done; the input must be as it was unless it is the output.
-void expect_result(const Case& c, Arrays& arrays, int rank, int size) {
-  Array want = wanted(c, rank, size);
-  Array input = Arrays(c, rank, size).input;
-  if (c.in_place && c.operation == Operation::reduce_scatter) {
-    const size_t bytes = c.count * bytes_of(c.dtype);
-    std::memcpy(input.at(static_cast<size_t>(rank) * c.count), want.data(), bytes);
-    want = Array(c.dtype, c.count);
-  }
-  expect(arrays.output == want, c.text() + ": the output is wrong");
-  expect(arrays.input == input, c.text() + ": the input is wrong");
-}
-
-// What a plan sends: payload, and frames.
-std::pair<uint64_t, uint64_t> traffic(const Case& c, int rank, int size) {
-  uint64_t bytes = 0, frames = 0;
-  for (const Move& move : make_plan(c.algorithm, c.operation,
-                                    {.rank = rank, .size = size, .count = c.count, .root = c.root})
-                              .moves) {
-    if (move.to == kNobody || move.to == rank) continue;
-    bytes += move.out.count * bytes_of(c.dtype);
-    frames += frames_for(move.out.count * bytes_of(c.dtype));
-  }
-  return {bytes, frames};
-}
-
-void run_case(Group& group, const Case& c) {
-  Arrays arrays(c, group.rank(), group.size());
-  const Stats before = group.stats();
-  group.run(arrays.call);
-  const Stats after = group.stats();
-  expect_result(c, arrays, group.rank(), group.size());
-  const auto [bytes, frames] = traffic(c, group.rank(), group.size());
-  const uint64_t sent = after.bytes_sent - before.bytes_sent;
-  expect_equal(sent, bytes, c.text() + ": payload bytes");
-  expect_equal(after.frames_sent - before.frames_sent, frames, c.text() + ": frames");
-  expect_equal(after.bytes_written - before.bytes_written, sent + sizeof(Header) * frames,
-               c.text() + ": bytes written");
-}
+constexpr Operation kPlanned[] = {
+    Operation::all_reduce, Operation::broadcast, Operation::all_gather, Operation::reduce_scatter,
+    Operation::reduce,     Operation::gather,    Operation::scatter,    Operation::all_to_all};
 
 void run_cases(Group& group) {
   int call = 0;
@@ -169,22 +42,17 @@ void run_cases(Group& group) {
         for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::int64, Dtype::uint8}) {
           if (count > 1000 && dtype != Dtype::float32) continue;
           if (kSlowdown > 1 && (dtype == Dtype::int64 || count == 7)) continue;
-          const bool rooted =
-              operation == Operation::broadcast && (kSlowdown == 1 || count <= 1000);
-          const int roots = rooted ? group.size() : 1;
-          const ReduceOp op = call % 2 == 0 ? ReduceOp::sum : ReduceOp::max;
-          for (int root = 0; root < roots; ++root)
-            for (const bool in_place : {false, true})
-              run_case(group, {operation, algorithm, dtype, op, count, root, in_place, ++call});
+          Case c{operation, algorithm, dtype, ReduceOp::sum, count, 0, false, 0};
+          const int roots = c.rooted() && (kSlowdown == 1 || count <= 1000) ? group.size() : 1;
+          if (call % 2 == 1) c.op = ReduceOp::max;
+          for (c.root = 0; c.root < roots; ++c.root)
+            for (const bool in_place : {false, true}) {
+              c.in_place = in_place;
+              c.call = ++call;
+              run_case(group, c);
+            }
         }
 }
-
-struct ByTransport {
-  ByTransport(const std::string& name, void (*body)(const std::string& transport)) {
-    for (const std::string& transport : ranks::kTransports)
-      Test(transport + ": " + name, [=] { body(transport); });
-  }
-};
 
 const ByTransport kVerbs{"every verb by every algorithm is right", [](const std::string& by) {
                            for (int size = 1; size <= 5; size += kSlowdown > 1 ? 2 : 1)
@@ -200,6 +68,8 @@ const Test kBlocks{
         verbs.push_back({Operation::all_reduce, Algorithm::tree});
         verbs.push_back({Operation::all_reduce, Algorithm::direct});
         verbs.push_back({Operation::reduce_scatter, Algorithm::direct});
+        for (const Algorithm algorithm : algorithms_for(Operation::reduce))
+          verbs.push_back({Operation::reduce, algorithm});
       }
       ranks::run_groups(3, "local", [&](Group& group) {
         bool in_place = false;
@@ -252,7 +122,7 @@ const Test kSameBits{
     }};
 
 Case random_case(std::mt19937& random, int size, int call) {
-  const Operation operation = kPlanned[random() % 4];
+  const Operation operation = kPlanned[random() % std::size(kPlanned)];
   const auto algorithms = algorithms_for(operation);
   constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::int64, Dtype::uint8};
   constexpr ReduceOp kOps[] = {ReduceOp::sum, ReduceOp::max, ReduceOp::min};

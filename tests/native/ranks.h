@@ -178,6 +178,8 @@ class Array {
     for (size_t i = 0; i < kGuard; ++i) bytes_[i] = bytes_[bytes_.size() - 1 - i] = kGuardByte;
   }
   std::byte* data() { return bytes_.data() + kGuard; }
+  size_t count() const { return count_; }
+  size_t bytes() const { return count_ * pycomm::bytes_of(dtype_); }
   std::byte* at(size_t i) { return data() + i * pycomm::bytes_of(dtype_); }
   template <typename Value>
   void fill(Value&& value) {

@@ -1,0 +1,105 @@
+// Messages between two ranks: sent, received, and kept until somebody asks for them. The frames of
+// plans are in engine.cpp.
+#include <algorithm>
+#include <cstring>
+
+#include "core/operation.h"
+#include "engine/engine.h"
+#include "engine/tasks.h"
+
+namespace pycomm {
+
+void Engine::send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline) {
+  SendMessage task(*this, to, signature, bytes);
+  guard(task, signature, deadline);
+}
+
+int Engine::receive(int from, const Header& signature, Bytes into, const Deadline& deadline) {
+  awaited_ = {from, signature, into};
+  ReceiveMessage task(*this, from, signature.peer);
+  guard(task, signature, deadline);
+  const Message& message = task.message();
+  const int sender = task.sender();
+  if (!same_call(message.header, signature))
+    throw Mismatch(name(sender) + " sent " + describe(message.header) + ", but " +
+                       name(options_.rank) + " receives " + describe(signature) +
+                       "; the message is dropped",
+                   {.op = "recv", .rank = options_.rank, .peer = sender});
+  if (!message.kept.empty()) std::memcpy(into.data(), message.kept.data(), into.size());
+  return sender;
+}
+
+// A message that nobody waits for is kept until somebody does, so that a sender is never stuck on a
+// peer that is busy with something else.
+void Engine::absorb(int peer, const Header& header) {
+  Peer& who = at(peer);
+  Link& link = *who.link;
+  if (who.messages.empty() || who.messages.back().have == who.messages.back().bytes) {
+    check(header.dtype < kDtypes.size(), "a message has no sound header");
+    const size_t bytes = header.count * bytes_of(static_cast<Dtype>(header.dtype));
+    check(bytes >= header.bytes, "a message has no sound header");
+    Message message{.header = header, .arrival = ++arrivals_, .bytes = bytes};
+    const bool queued = std::ranges::any_of(
+        who.messages, [&](const Message& m) { return m.header.peer == header.peer; });
+    if (awaited_ && awaited_->from == peer && !queued && same_call(header, awaited_->signature)) {
+      message.into = awaited_->into.data();
+    } else {
+      message.kept.resize(bytes);
+      message.into = message.kept.data();
+    }
+    if (bytes == 0) {  // whole already: mark it so that an empty message counts
+      link.finish();
+      who.messages.push_back(std::move(message));
+      return;
+    }
+    who.messages.push_back(std::move(message));
+  }
+  Message& message = who.messages.back();
+  while (link.payload_left() > 0) {
+    check(message.have + link.payload_left() <= message.bytes, "a message is longer than it says");
+    const size_t n = link.receive({message.into + message.have, link.payload_left()});
+    if (n == 0) return;
+    message.have += n;
+  }
+  link.finish();
+}
+
+// A receive ends before its message has: the rest must not land in an array that may be gone.
+void Engine::keep_half_arrived() {
+  if (!awaited_ || awaited_->from == kAnybody) return;  // anybody's messages are kept first
+  auto& messages = at(awaited_->from).messages;
+  if (messages.empty() || messages.back().have == messages.back().bytes) return;
+  Message& message = messages.back();
+  if (message.into != awaited_->into.data()) return;
+  message.kept.resize(message.bytes);
+  std::memcpy(message.kept.data(), message.into, message.have);
+  message.into = message.kept.data();
+}
+
+std::optional<Message> Engine::take_message(int& from, uint32_t tag) {
+  if (auto message = take_kept(from, tag)) return message;
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
+    if (at(peer).link && (from == kAnybody || from == peer)) (void)tend(peer);
+  return take_kept(from, tag);
+}
+
+std::optional<Message> Engine::take_kept(int& from, uint32_t tag) {
+  const auto oldest = [&](int peer) {
+    return std::ranges::find_if(at(peer).messages,
+                                [&](const Message& m) { return m.header.peer == tag; });
+  };
+  int chosen = kNobody;
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (from != kAnybody && from != peer) continue;
+    const auto found = oldest(peer);
+    if (found == at(peer).messages.end() || found->have < found->bytes) continue;
+    if (chosen == kNobody || found->arrival < oldest(chosen)->arrival) chosen = peer;
+  }
+  if (chosen == kNobody) return std::nullopt;
+  from = chosen;
+  Message message = std::move(*oldest(chosen));
+  at(chosen).messages.erase(oldest(chosen));
+  return message;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,137 @@
+#include "group/check.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "collectives/choose.h"
+#include "kernels/kernels.h"
+
+namespace pycomm {
+namespace {
+
+[[noreturn]] void refuse(const Call& call, int rank, const std::string& why) {
+  const std::string op(name_of(call.operation));
+  throw InvalidArgument(op + ": " + why, {.op = op, .rank = rank});
+}
+
+// Whether a rank holds `count` elements for each rank, on one side or both.
+bool has_parts(Operation operation) {
+  return operation == Operation::all_gather || operation == Operation::reduce_scatter ||
+         operation == Operation::gather || operation == Operation::scatter ||
+         operation == Operation::all_to_all;
+}
+
+// Elements of both arrays that this rank reads and writes.
+struct Extent {
+  size_t input = 0, output = 0;
+};
+
+Extent extent_of(const Call& call, int rank, int size) {
+  const auto ranks = static_cast<size_t>(size);
+  const bool is_root = rank == call.peer;
+  const size_t one = call.count, all = call.count * ranks;
+  switch (call.operation) {
+    case Operation::all_reduce:
+      return {one, one};
+    case Operation::reduce:
+      return {one, is_root ? one : 0};
+    case Operation::broadcast:
+    case Operation::recv:
+      return {0, one};
+    case Operation::send:
+      return {one, 0};
+    case Operation::all_gather:
+      if (call.counts.empty()) return {one, all};
+      return {call.counts[static_cast<size_t>(rank)], total(call.counts)};
+    case Operation::gather:
+      return {one, is_root ? all : 0};
+    case Operation::reduce_scatter:
+      return {all, one};
+    case Operation::scatter:
+      return {is_root ? all : 0, one};
+    case Operation::all_to_all:
+      if (call.counts.empty()) return {all, all};
+      return {total(std::span(call.counts).first(ranks)),
+              total(std::span(call.counts).last(ranks))};
+    case Operation::barrier:
+      break;
+  }
+  return {};
+}
+
+void check_peer(const Call& call, int rank, int size) {
+  if (is_plan(call.operation) && !is_rooted(call.operation)) return;
+  if (call.operation == Operation::recv && call.peer == kAnySource) {
+    if (size == 1) refuse(call, rank, "a group of one has nobody to receive from");
+    return;
+  }
+  if (call.peer < 0 || call.peer >= size)
+    refuse(
+        call, rank,
+        "there is no rank " + std::to_string(call.peer) + " in a group of " + std::to_string(size));
+  if (!is_plan(call.operation) && call.peer == rank)
+    refuse(call, rank, "rank " + std::to_string(call.peer) + " cannot send to itself");
+}
+
+void check_counts(const Call& call, int rank, int size) {
+  const bool to_all = call.operation == Operation::all_to_all;
+  if (!to_all && call.operation != Operation::all_gather) refuse(call, rank, "takes no counts");
+  const auto ranks = static_cast<size_t>(size), me = static_cast<size_t>(rank);
+  const size_t wanted = to_all ? 2 * ranks : ranks;
+  if (call.counts.size() != wanted)
+    refuse(call, rank,
+           "takes " + std::to_string(wanted) + " counts in a group of " + std::to_string(size) +
+               ", not " + std::to_string(call.counts.size()));
+  if (call.count != 0) refuse(call, rank, "takes a count or counts, not both");
+  if (to_all && call.counts[me] != call.counts[ranks + me])
+    refuse(call, rank,
+           "this rank sends itself " + std::to_string(call.counts[me]) + " elements and expects " +
+               std::to_string(call.counts[ranks + me]));
+}
+
+}  // namespace
+
+bool is_plan(Operation operation) {
+  return operation != Operation::send && operation != Operation::recv;
+}
+
+bool is_rooted(Operation operation) {
+  return operation == Operation::broadcast || operation == Operation::reduce ||
+         operation == Operation::gather || operation == Operation::scatter;
+}
+
+bool reduces(Operation operation) {
+  return operation == Operation::all_reduce || operation == Operation::reduce_scatter ||
+         operation == Operation::reduce;
+}
+
+size_t total(std::span<const size_t> counts) {
+  return std::accumulate(counts.begin(), counts.end(), size_t{0});
+}
+
+void check_call(const Call& call, int rank, int size) {
+  const size_t factor = has_parts(call.operation) ? static_cast<size_t>(size) : 1;
+  const size_t most = (SIZE_MAX >> 4) / factor / bytes_of(call.dtype);
+  for (const size_t count : call.counts.empty() ? std::span(&call.count, 1) : call.counts)
+    if (count > most)
+      refuse(call, rank,
+             "a count of " + std::to_string(count) + " elements is more than memory can hold");
+  if (!call.counts.empty()) check_counts(call, rank, size);
+  const Extent extent = extent_of(call, rank, size);
+  const size_t missing = std::max(call.input == nullptr ? extent.input : 0,
+                                  call.output == nullptr ? extent.output : 0);
+  if (missing > 0)
+    refuse(call, rank, "an array of " + std::to_string(missing) + " elements has no address");
+  check_peer(call, rank, size);
+  if (reduces(call.operation)) (void)reducer(call.dtype, call.op);
+  if (!is_plan(call.operation) || call.algorithm == Algorithm::automatic) return;
+  const bool has_counts = !call.counts.empty();
+  const auto known = algorithms_for(call.operation, has_counts);
+  if (std::ranges::find(known, call.algorithm) == known.end())
+    throw Unsupported(std::string(name_of(call.operation)) + (has_counts ? " with counts" : "") +
+                          " has no algorithm \"" + std::string(name_of(call.algorithm)) + "\"",
+                      {.op = std::string(name_of(call.operation)), .rank = rank});
+}
+
+}  // namespace pycomm

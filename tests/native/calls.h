@@ -1,0 +1,235 @@
+// A collective call as a case: its arrays, what they must become by a plain model, and what it may
+// send. In place, with counts by rank, and with the arrays that a rank does not need left out.
+//
+// Called by the suites that run verbs: group_test.cpp and verbs_test.cpp.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collectives/choose.h"
+#include "harness.h"
+#include "ranks.h"
+#include "transport/frame.h"
+
+namespace ranks {
+
+// A test for each transport.
+struct ByTransport {
+  ByTransport(const std::string& name, void (*body)(const std::string& transport)) {
+    for (const std::string& transport : kTransports)
+      Test(transport + ": " + name, [=] { body(transport); });
+  }
+};
+
+struct Case {
+  pycomm::Operation operation;
+  pycomm::Algorithm algorithm;
+  pycomm::Dtype dtype;
+  pycomm::ReduceOp op;
+  size_t count;
+  int root;
+  bool in_place;
+  int call;  // varies the numbers
+  // Empty, or: all_gather: what each rank gives; all_to_all: [from * size + to].
+  std::vector<size_t> counts{};
+
+  std::string text() const {
+    std::string list;
+    for (const size_t n : counts) list += (list.empty() ? " counts " : ",") + std::to_string(n);
+    return std::string(name_of(operation)) + " " + std::string(name_of(algorithm)) + " " +
+           std::string(name_of(dtype)) + " " + std::string(name_of(op)) + " count " +
+           std::to_string(count) + " root " + std::to_string(root) + list +
+           (in_place ? " in place" : "");
+  }
+  bool rooted() const {
+    return operation == pycomm::Operation::broadcast || operation == pycomm::Operation::reduce ||
+           operation == pycomm::Operation::gather || operation == pycomm::Operation::scatter;
+  }
+  // What one rank gives to another, or to all.
+  size_t given(int from, int to, int size) const {
+    if (counts.empty()) return count;
+    const int at = operation == pycomm::Operation::all_to_all ? from * size + to : from;
+    return counts[static_cast<size_t>(at)];
+  }
+  // As the call of `rank` tells them.
+  std::vector<size_t> told_counts(int rank, int size) const {
+    if (operation != pycomm::Operation::all_to_all || counts.empty()) return counts;
+    std::vector<size_t> told;
+    for (int to = 0; to < size; ++to) told.push_back(given(rank, to, size));
+    for (int from = 0; from < size; ++from) told.push_back(given(from, rank, size));
+    return told;
+  }
+};
+
+inline int reduced(const Case& c, int size, size_t i) {
+  int result = element(0, i, c.call);
+  for (int rank = 1; rank < size; ++rank) {
+    const int next = element(rank, i, c.call);
+    if (c.op == pycomm::ReduceOp::sum) result += next;
+    if (c.op == pycomm::ReduceOp::max) result = std::max(result, next);
+    if (c.op == pycomm::ReduceOp::min) result = std::min(result, next);
+  }
+  return result;
+}
+
+inline size_t input_count(const Case& c, int rank, int size) {
+  const auto ranks = static_cast<size_t>(size);
+  size_t all = 0;
+  switch (c.operation) {
+    case pycomm::Operation::reduce_scatter:
+      return c.count * ranks;
+    case pycomm::Operation::scatter:
+      return rank == c.root ? c.count * ranks : 0;
+    case pycomm::Operation::all_to_all:
+      for (int to = 0; to < size; ++to) all += c.given(rank, to, size);
+      return all;
+    case pycomm::Operation::all_reduce:
+    case pycomm::Operation::broadcast:
+    case pycomm::Operation::all_gather:
+    case pycomm::Operation::reduce:
+    case pycomm::Operation::gather:
+    case pycomm::Operation::send:
+    case pycomm::Operation::recv:
+    case pycomm::Operation::barrier:
+      break;
+  }
+  return c.given(rank, 0, size);
+}
+
+// What the output of `rank` must hold.
+inline std::vector<int> values(const Case& c, int rank, int size) {
+  std::vector<int> all;
+  const auto reduce = [&](size_t begin) {
+    for (size_t i = 0; i < c.count; ++i) all.push_back(reduced(c, size, begin + i));
+  };
+  const auto copy = [&](int from, size_t begin, size_t count) {
+    for (size_t i = 0; i < count; ++i) all.push_back(element(from, begin + i, c.call));
+  };
+  const size_t mine = static_cast<size_t>(rank) * c.count;
+  switch (c.operation) {
+    case pycomm::Operation::all_reduce:
+      reduce(0);
+      break;
+    case pycomm::Operation::reduce:
+      if (rank == c.root) reduce(0);
+      break;
+    case pycomm::Operation::reduce_scatter:
+      reduce(mine);
+      break;
+    case pycomm::Operation::broadcast:
+      copy(c.root, 0, c.count);
+      break;
+    case pycomm::Operation::scatter:
+      copy(c.root, mine, c.count);
+      break;
+    case pycomm::Operation::gather:
+      if (rank != c.root) break;
+      [[fallthrough]];
+    case pycomm::Operation::all_gather:
+      for (int from = 0; from < size; ++from) copy(from, 0, c.given(from, rank, size));
+      break;
+    case pycomm::Operation::all_to_all:
+      for (int from = 0; from < size; ++from) {
+        size_t before = 0;
+        for (int to = 0; to < rank; ++to) before += c.given(from, to, size);
+        copy(from, before, c.given(from, rank, size));
+      }
+      break;
+    case pycomm::Operation::send:
+    case pycomm::Operation::recv:
+    case pycomm::Operation::barrier:
+      break;
+  }
+  return all;
+}
+
+inline Array wanted(const Case& c, int rank, int size) {
+  const std::vector<int> all = values(c, rank, size);
+  Array array(c.dtype, all.size());
+  array.fill([&](size_t i) { return all[i]; });
+  return array;
+}
+
+// The arrays of one rank. In place there is one: the larger, with the other inside it. An array
+// without elements has no address.
+struct Arrays {
+  Arrays(const Case& c, int rank, int size)
+      : input(c.dtype, input_count(c, rank, size)), output(c.dtype, values(c, rank, size).size()) {
+    input.fill([&](size_t i) { return element(rank, i, c.call); });
+    call = {.operation = c.operation,
+            .dtype = c.dtype,
+            .op = c.op,
+            .input = input.count() > 0 ? input.data() : nullptr,
+            .output = output.count() > 0 ? output.data() : nullptr,
+            .count = c.count,
+            .peer = c.root,
+            .algorithm = c.algorithm,
+            .counts = c.told_counts(rank, size)};
+    if (c.operation == pycomm::Operation::broadcast) {
+      call.input = nullptr;
+      if (rank == c.root) std::memcpy(output.data(), input.data(), input.bytes());
+    } else if (c.in_place && c.operation != pycomm::Operation::all_to_all && output.count() > 0) {
+      share(c, rank, size);
+    }
+  }
+  void share(const Case& c, int rank, int size) {
+    size_t before = 0;
+    for (int i = 0; i < rank; ++i) before += c.given(i, 0, size);
+    if (input.count() > output.count()) {
+      call.output = input.at(before);
+    } else if (input.count() > 0) {
+      const size_t at = input.count() < output.count() ? before : 0;
+      std::memcpy(output.at(at), input.data(), input.bytes());
+      call.input = output.at(at);
+    }
+  }
+  Array input, output;
+  pycomm::Call call;
+};
+
+// All that a call must have done; the input must be as it was unless it is the output.
+inline void expect_result(const Case& c, Arrays& arrays, int rank, int size) {
+  Array want = wanted(c, rank, size);
+  Arrays fresh(c, rank, size);
+  if (arrays.call.output != nullptr && arrays.call.output != arrays.output.data()) {
+    const size_t at = static_cast<size_t>(rank) * c.count;  // in the input
+    std::memcpy(fresh.input.at(at), want.data(), want.bytes());
+    want = Array(c.dtype, want.count());
+  }
+  expect(arrays.output == want, c.text() + ": the output is wrong");
+  expect(arrays.input == fresh.input, c.text() + ": the input is wrong");
+}
+
+// What a plan sends: payload, and frames.
+inline std::pair<uint64_t, uint64_t> traffic(const Case& c, int rank, int size) {
+  uint64_t bytes = 0, frames = 0;
+  const auto counts = c.told_counts(rank, size);
+  const pycomm::Place place{
+      .rank = rank, .size = size, .count = c.count, .root = c.root, .counts = counts};
+  for (const pycomm::Move& move : make_plan(c.algorithm, c.operation, place).moves) {
+    if (move.to == pycomm::kNobody || move.to == rank) continue;
+    bytes += move.out.count * bytes_of(c.dtype);
+    frames += pycomm::frames_for(move.out.count * bytes_of(c.dtype));
+  }
+  return {bytes, frames};
+}
+
+inline void run_case(pycomm::Group& group, const Case& c) {
+  Arrays arrays(c, group.rank(), group.size());
+  const pycomm::Stats before = group.stats();
+  group.run(arrays.call);
+  const pycomm::Stats after = group.stats();
+  expect_result(c, arrays, group.rank(), group.size());
+  const auto [bytes, frames] = traffic(c, group.rank(), group.size());
+  const uint64_t sent = after.bytes_sent - before.bytes_sent;
+  expect_equal(sent, bytes, c.text() + ": payload bytes");
+  expect_equal(after.frames_sent - before.frames_sent, frames, c.text() + ": frames");
+  expect_equal(after.bytes_written - before.bytes_written, sent + sizeof(pycomm::Header) * frames,
+               c.text() + ": bytes written");
+}
+
+}  // namespace ranks
