@@ -1,4 +1,4 @@
-"""One view of every kind of array: torch tensors, NumPy arrays, anything with NumPy's interface.
+"""One view of every kind of array: torch tensors, NumPy arrays, anything with host memory to show.
 
 A view is validated here, once: what the core gets is a pointer to contiguous elements of a dtype
 that it knows. An array that is not contiguous is copied into one that is, and copied back
@@ -7,6 +7,8 @@ afterwards. torch is recognised without importing it. Called by collectives.py.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +18,18 @@ import numpy as np
 from pycomm import _core
 from pycomm.errors import InvalidArgument, Unsupported
 
-__all__ = ["View", "copied", "empty_like", "plain", "view"]
+__all__ = ["View", "copied", "empty_like", "parts", "plain", "view"]
 
 COMPLEX = "complex numbers travel as pairs: pass torch.view_as_real(x), or x.view(float) in NumPy"
 OVERLAP = (
     "elements of the array share memory (as after expand or broadcast_to), so the call cannot "
     "write to it: pass a copy (x.clone() or x.copy())"
 )
+
+# DLPack's numbers of devices. Host memory, also that pinned for CUDA or ROCm, is for the processor.
+HOST_DEVICES = (1, 3, 11)
+DEVICES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA (managed)"}
+DEVICES |= {14: "oneAPI", 15: "WebGPU", 16: "Hexagon"}
 
 # What has been seen so far: a look-up is faster than asking again.
 _numpy_names: dict[Any, str] = {}
@@ -39,7 +46,8 @@ class View:
         dtype: a name of `_core.DTYPES`.
         count: elements.
         array: what owns the memory; keep it while the core uses the pointer.
-        target: the user's array, if `array` is a contiguous stand-in for it, else None.
+        target: the user's array, if `array` is a contiguous stand-in for it, else None. Or lists:
+            arrays of the user's, and the parts of the memory that go there.
     """
 
     __slots__ = ("array", "count", "dtype", "pointer", "target")
@@ -89,6 +97,12 @@ def empty_like(x: Any, shape: tuple[int, ...]) -> Any:
     return np.empty(shape, x.dtype)
 
 
+def parts(whole: Any, lengths: list[int]) -> list[Any]:
+    """The array's first `lengths[0]` rows, the next `lengths[1]`, and so on, on its memory."""
+    ends = list(itertools.accumulate(lengths))
+    return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
 def copied(one: View) -> View:
     """The same elements in memory of their own, not to be copied back."""
     if _is_torch(one.array):
@@ -119,7 +133,10 @@ def _is_torch(x: Any) -> bool:
 
 
 def _copy(target: Any, source: Any) -> None:
-    if isinstance(target, np.ndarray):
+    if isinstance(target, list):  # of arrays, with a part of the source for each
+        for one, part in zip(target, source, strict=True):
+            _copy(one if _is_torch(one) else _as_numpy(one, write=True), part)
+    elif isinstance(target, np.ndarray):
         np.copyto(target, source)
     else:
         target.detach().copy_(source)
@@ -131,21 +148,33 @@ def _as_numpy(x: Any, write: bool) -> Any:
         return np.asarray(x)
     if isinstance(x, np.ndarray):
         return x
-    if isinstance(x, np.generic) or not _has_memory(x):
-        raise InvalidArgument(
-            f"expected an array (torch tensor, NumPy array, buffer), not {type(x).__name__}"
+    if not isinstance(x, np.generic):
+        _refuse_devices(x)
+        if hasattr(x, "__array_interface__"):
+            return np.asarray(x)
+        if hasattr(x, "__dlpack__"):
+            return np.from_dlpack(x)
+        with contextlib.suppress(TypeError):
+            return np.asarray(memoryview(x))
+    raise InvalidArgument(
+        f"expected an array (torch tensor, NumPy array, buffer), not {type(x).__name__}"
+    )
+
+
+def _refuse_devices(x: Any) -> None:
+    """Raises Unsupported for an array outside host memory, as CuPy's, Numba's and JAX's may be."""
+    device = ""
+    if hasattr(x, "__cuda_array_interface__"):
+        device = DEVICES[2]
+    elif hasattr(x, "__dlpack_device__"):
+        number, _ = x.__dlpack_device__()
+        if number not in HOST_DEVICES:
+            device = DEVICES.get(number, f"kind {int(number)}")
+    if device:
+        raise Unsupported(
+            f"a {type(x).__name__} in the memory of a device ({device}) is not supported here: the "
+            "group works in host memory; pass a copy there, as x.get() of CuPy"
         )
-    return np.asarray(x) if hasattr(x, "__array_interface__") else np.asarray(memoryview(x))
-
-
-def _has_memory(x: Any) -> bool:
-    if hasattr(x, "__array_interface__"):
-        return True
-    try:
-        memoryview(x)
-    except TypeError:
-        return False
-    return True
 
 
 def _numpy_view(x: Any, write: bool) -> View:

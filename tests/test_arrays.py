@@ -192,6 +192,76 @@ def test_anything_with_memory_is_an_array() -> None:
         assert gathered == [[97, 98]] * 2
 
 
+class Dlpack:
+    """An array that only DLPack sees, on the device of this number."""
+
+    def __init__(self, device: int = 1) -> None:
+        self.memory, self.device = np.arange(3.0), device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        assert self.device == 1, "memory of a device was asked for"
+        return self.memory.__dlpack__(**options)
+
+
+class CudaArray(Dlpack):
+    """As CuPy's: says where it is, and can be asked for a copy in host memory only by get()."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return {"shape": (3,), "typestr": "<f8", "data": (0x1000, False), "version": 3, "stream": 1}
+
+    def __array__(self, *_: Any) -> Any:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed")
+
+
+def test_arrays_of_dlpack_in_host_memory_travel() -> None:
+    def fn(group: Group) -> Any:
+        x = Dlpack()
+        rows = pycomm.all_gather(x, group=group)
+        if np.from_dlpack(x).flags.writeable:  # NumPy 2.1 and newer
+            assert pycomm.all_reduce(x, group=group) is x
+            assert x.memory.tolist() == [0.0, 2.0, 4.0]
+        return rows.tolist()
+
+    assert run_ranks(2, fn) == [[[0.0, 1.0, 2.0]] * 2] * 2
+
+
+def test_device_arrays_are_refused_as_inputs_and_outputs() -> None:
+    def fn(group: Group) -> None:
+        for call in (
+            lambda: pycomm.all_gather(CudaArray()),
+            lambda: pycomm.all_gather(np.zeros(3), CudaArray()),
+            lambda: pycomm.reduce_scatter(np.zeros((2, 3)), out=CudaArray()),
+            lambda: pycomm.send(CudaArray(), 1 - group.rank),
+        ):
+            with pytest.raises(Unsupported, match=r"device \(CUDA\) is not supported"):
+                call()
+
+    run_ranks(2, fn)
+
+
+def test_numpy_with_bfloat16() -> None:
+    kind = pytest.importorskip("ml_dtypes").bfloat16
+
+    def fn(group: Group) -> Any:
+        x = np.array([1, 2.5, -3], kind)
+        rows = pycomm.all_gather(x, group=group)
+        assert rows.dtype == kind
+        assert np.array_equal(rows[1 - group.rank], x)
+        odd = np.zeros((3, 2), kind)
+        odd[:, 0] = x
+        pycomm.all_reduce(odd[:, 0], group=group)
+        return odd.astype(np.float32).tolist()
+
+    assert run_ranks(2, fn) == [[[2, 0], [5, 0], [-6, 0]]] * 2
+
+
 def read_only() -> Any:
     x = np.zeros(3)
     x.flags.writeable = False
@@ -212,6 +282,9 @@ REFUSED = {
         "share memory",
     ),
     "expanded": (lambda: torch.zeros(1).expand(3), InvalidArgument, "share memory"),
+    "cuda array": (CudaArray, Unsupported, r"CudaArray in the memory of a device \(CUDA\)"),
+    "rocm array": (lambda: Dlpack(10), Unsupported, r"device \(ROCm\)"),
+    "unknown device": (lambda: Dlpack(99), Unsupported, r"device \(kind 99\)"),
     "list": (lambda: [1, 2], InvalidArgument, "expected an array"),
     "number": (lambda: np.float32(1), InvalidArgument, "expected an array"),
     "none": (lambda: None, InvalidArgument, "expected an array"),
