@@ -13,7 +13,6 @@ from pycomm.calls import Work
 from pycomm.collectives import (
     algorithms,
     all_gather,
-    all_gather_object,
     all_gather_v,
     all_reduce,
     all_to_all,
@@ -39,7 +38,7 @@ from pycomm.group import (
     shutdown,
     size,
 )
-from pycomm.values import user_get, user_pop, user_set
+from pycomm.values import all_gather_object, user_get, user_pop, user_set
 
 __all__ = [
     "Group",

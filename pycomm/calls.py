@@ -5,14 +5,19 @@ The verbs themselves, with their arguments, are in collectives.py, which calls t
 
 from __future__ import annotations
 
+import math
+import zlib
+from collections.abc import Sequence
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from pycomm import _core, arrays
 from pycomm.arrays import View
-from pycomm.errors import InvalidArgument
+from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group, default
 
-__all__ = ["Work", "apart", "go", "limit", "output", "rows"]
+__all__ = ["Work", "apart", "exchange_lengths", "go", "into_list", "limit", "output", "rows"]
 
 # What the core's run() and start() take, up to the time limit.
 Call: TypeAlias = tuple[str, str, str, int, int, int, int, int, str]
@@ -59,13 +64,17 @@ def go(
     source: View | None,
     output: View | None,
     result: Any,
+    counts: Sequence[int] | None = None,
 ) -> Any:
-    """Makes the call, or starts it, and copies back where that is needed."""
+    """Makes the call, or starts it, and copies back where that is needed.
+
+    `counts` are the elements of each rank, where they differ.
+    """
     core = (group or default())._core
     limit_s = 0.0 if timeout_s is None else limit(timeout_s)
     if async_op:
-        return Work(core.start((source, output), *call, limit_s), output, result)
-    core.run(*call, limit_s)
+        return Work(core.start((source, output), *call, limit_s, counts), output, result)
+    core.run(*call, limit_s, counts)
     if output is not None and output.target is not None:
         output.finish()
     return result
@@ -90,16 +99,18 @@ def output(out: Any, x: Any, shape: tuple[int, ...]) -> Any:
     return out
 
 
-def apart(source: View, target: View, place: int) -> View:
+def apart(source: View, target: View, place: int | None) -> View:
     """`source`, or a copy of it where it shares memory with `target` other than as the core allows.
 
-    `place` is how many bytes after the target's first the source may begin.
+    `place` is how many bytes after the target's first the source may begin; None: they share none.
     """
     if source.dtype != target.dtype:
         raise InvalidArgument(f"out is of dtype {target.dtype} and x of {source.dtype}")
     first, last = source.pointer, source.pointer + source.nbytes
     shared = first < target.pointer + target.nbytes and target.pointer < last
-    return arrays.copied(source) if shared and first != target.pointer + place else source
+    if not shared or (place is not None and first == target.pointer + place):
+        return source
+    return arrays.copied(source)
 
 
 def rows(x: Any, size: int, verb: str) -> tuple[int, ...]:
@@ -112,3 +123,42 @@ def rows(x: Any, size: int, verb: str) -> tuple[int, ...]:
             op=verb,
         )
     return shape[1:]
+
+
+def exchange_lengths(group: Group, x: Any, dtype: str, timeout_s: float | None) -> list[int]:
+    """Collective. By rank: the length of its `x`, whose rows are the same everywhere.
+
+    Raises:
+        Mismatch: on every rank, where rows or dtypes differ.
+    """
+    shape = tuple(x.shape)
+    if not shape:
+        raise InvalidArgument("all_gather_v takes x of shape [n, ...], not a single number")
+    row = zlib.crc32(repr((shape[1:], dtype)).encode())
+    mine = np.array([shape[0], row, math.prod(shape[1:]), _core.DTYPES.index(dtype)], np.int64)
+    every = np.empty((group.size, 4), np.int64)
+    source, target = arrays.view(mine), arrays.view(every, write=True)
+    call = ("all_gather", "int64", "sum", source.pointer, target.pointer, 4, 0, 0, "auto")
+    go(group, call, timeout_s, False, source, target, None)
+    for rank, (_, other, width, kind) in enumerate(every.tolist()):
+        if other != every[0, 1]:
+            first = f"rank 0 {every[0, 2]} {_core.DTYPES[every[0, 3]]}"
+            raise Mismatch(
+                f"all_gather_v: the ranks' rows differ: {first}, rank {rank} {width} "
+                f"{_core.DTYPES[kind]}, or of another shape",
+                op="all_gather_v",
+                rank=group.rank,
+                peer=rank,
+            )
+    return [int(length) for length in every[:, 0]]
+
+
+def into_list(whole: View, parts: list[Any], out: Any) -> View:
+    """The view `whole`, whose finish() copies its `parts` to the arrays of the list `out`."""
+    if not isinstance(out, (list, tuple)) or len(out) != len(parts):
+        raise InvalidArgument(f"out must be a list of {len(parts)} arrays, one for each rank")
+    for one, part in zip(out, parts, strict=True):
+        output(one, part, tuple(part.shape))
+        if arrays.view(one, write=True).dtype != whole.dtype:
+            raise InvalidArgument(f"out has an array of another dtype than x: {whole.dtype}")
+    return View(whole.pointer, whole.dtype, whole.count, parts, list(out))

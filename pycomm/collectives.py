@@ -14,6 +14,7 @@ what the call was to write is then undefined.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 from pycomm import _core, arrays, calls
@@ -23,7 +24,6 @@ from pycomm.group import Group, default
 __all__ = [
     "algorithms",
     "all_gather",
-    "all_gather_object",
     "all_gather_v",
     "all_reduce",
     "all_to_all",
@@ -59,6 +59,31 @@ def all_reduce(
     v = arrays.view(x, write=True)
     call = ("all_reduce", v.dtype, op, v.pointer, v.pointer, v.count, 0, 0, algorithm or "auto")
     return calls.go(group, call, timeout_s, async_op, v, v, x)
+
+
+def reduce(
+    x: Any,
+    dst: int = 0,
+    op: str = "sum",
+    *,
+    algorithm: str | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Reduces `x` over all ranks, in place on rank `dst`; elsewhere it stays. Returns `x`.
+
+    Args:
+        x: the array, of the same count and dtype on every rank.
+        dst: the rank that gets the result.
+        op: as in all_reduce.
+    """
+    group = group or default()
+    root = group.rank == dst
+    v = arrays.view(x, write=root)
+    places = v.pointer, v.pointer if root else 0
+    call = ("reduce", v.dtype, op, *places, v.count, dst, 0, algorithm or "auto")
+    return calls.go(group, call, timeout_s, async_op, v, v if root else None, x)
 
 
 def broadcast(
@@ -105,6 +130,79 @@ def all_gather(
     return calls.go(group, call, timeout_s, async_op, source, target, out)
 
 
+def gather(
+    x: Any,
+    dst: int = 0,
+    out: Any = None,
+    *,
+    algorithm: str | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """As all_gather, on rank `dst` alone.
+
+    Args:
+        x: the array, of the same count and dtype on every rank.
+        dst: the rank that gets the result.
+        out: on `dst`: of shape [size, *x.shape], made if None; `x` may be out[dst]. Elsewhere None.
+
+    Returns:
+        out on `dst`, None elsewhere.
+    """
+    group = group or default()
+    x = arrays.plain(x)
+    source, target = arrays.view(x), None
+    if group.rank == dst:
+        out = calls.output(out, x, (group.size, *x.shape))
+        target = arrays.view(out, write=True)
+        source = calls.apart(source, target, dst * source.nbytes)
+    elif out is not None:
+        raise InvalidArgument(f"gather: out is for rank {dst}, which gets the result", op="gather")
+    places = source.pointer, target.pointer if target else 0
+    call = ("gather", source.dtype, "sum", *places, source.count, dst, 0, algorithm or "auto")
+    return calls.go(group, call, timeout_s, async_op, source, target, out)
+
+
+def all_gather_v(
+    x: Any,
+    out: Any = None,
+    *,
+    algorithm: str | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """As all_gather, where the ranks' arrays may differ in their first dimension.
+
+    The lengths are exchanged first, before this returns also with async_op.
+
+    Args:
+        x: of shape [n, *row], with a row and a dtype that are the same on every rank.
+        out: a list of arrays, out[i] of the shape of rank i's `x`; made if None.
+
+    Returns:
+        out; where it was made, its arrays lie one after another in one.
+
+    Raises:
+        Mismatch: rows or dtypes differ.
+    """
+    group = group or default()
+    x = arrays.plain(x)
+    source = arrays.view(x)
+    lengths = calls.exchange_lengths(group, x, source.dtype, timeout_s)
+    whole = arrays.empty_like(x, (sum(lengths), *x.shape[1:]))
+    target, parts = arrays.view(whole), arrays.parts(whole, lengths)
+    if out is not None:
+        target = calls.into_list(target, parts, out)
+    width = math.prod(x.shape[1:])
+    counts = [length * width for length in lengths]
+    places = source.pointer, target.pointer
+    call = ("all_gather", source.dtype, "sum", *places, 0, 0, 0, algorithm or "auto")
+    result = parts if out is None else out
+    return calls.go(group, call, timeout_s, async_op, source, target, result, counts)
+
+
 def reduce_scatter(
     x: Any,
     op: str = "sum",
@@ -127,18 +225,78 @@ def reduce_scatter(
     """
     group = group or default()
     x = arrays.plain(x)
-    shape = tuple(x.shape)
-    if not shape or shape[0] != group.size:
-        raise InvalidArgument(
-            f"reduce_scatter takes x of shape [size, ...], one row for each of the {group.size} "
-            f"ranks, not {list(shape)}",
-            op="reduce_scatter",
-        )
-    out = calls.output(out, x, shape[1:])
+    out = calls.output(out, x, calls.rows(x, group.size, "reduce_scatter"))
     source, target = arrays.view(x), arrays.view(out, write=True)
     source = calls.apart(source, target, -group.rank * target.nbytes)
     places = source.pointer, target.pointer
     call = ("reduce_scatter", target.dtype, op, *places, target.count, 0, 0, algorithm or "auto")
+    return calls.go(group, call, timeout_s, async_op, source, target, out)
+
+
+def scatter(
+    x: Any,
+    src: int = 0,
+    out: Any = None,
+    *,
+    algorithm: str | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives each rank its own row of rank `src`'s `x`: rank i gets x[i].
+
+    Args:
+        x: of shape [size, *shape]. Elsewhere than on `src` it only says shape and dtype, and may be
+            None where `out` is given.
+        src: the rank whose rows are given out.
+        out: of shape `shape`; made if None. On `src` it may be x[src].
+
+    Returns:
+        out.
+    """
+    group = group or default()
+    root = group.rank == src
+    if x is None and (root or out is None):
+        raise InvalidArgument(
+            f"scatter: rank {src} gives x, and the others x or out, to say what comes", op="scatter"
+        )
+    if x is not None:
+        x = arrays.plain(x)
+        out = calls.output(out, x, calls.rows(x, group.size, "scatter"))
+    source, target = arrays.view(x) if root else None, arrays.view(out, write=True)
+    if source:
+        source = calls.apart(source, target, -src * target.nbytes)
+    places = source.pointer if source else 0, target.pointer
+    call = ("scatter", target.dtype, "sum", *places, target.count, src, 0, algorithm or "auto")
+    return calls.go(group, call, timeout_s, async_op, source, target, out)
+
+
+def all_to_all(
+    x: Any,
+    out: Any = None,
+    *,
+    algorithm: str | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Each rank gives every rank a row of its own: out[i] on rank r is rank i's x[r].
+
+    Args:
+        x: of shape [size, *shape]; it does not change, except where it shares memory with `out`.
+        out: of the shape of `x`; made if None.
+
+    Returns:
+        out.
+    """
+    group = group or default()
+    x = arrays.plain(x)
+    calls.rows(x, group.size, "all_to_all")
+    out = calls.output(out, x, tuple(x.shape))
+    source, target = arrays.view(x), arrays.view(out, write=True)
+    source = calls.apart(source, target, None)
+    places, count = (source.pointer, target.pointer), source.count // group.size
+    call = ("all_to_all", target.dtype, "sum", *places, count, 0, 0, algorithm or "auto")
     return calls.go(group, call, timeout_s, async_op, source, target, out)
 
 
@@ -191,43 +349,10 @@ def _tag(tag: int) -> int:
     return tag
 
 
-# The verbs of the contract that are not built yet, with what to use until then.
-
-
-def _unsupported(verb: str, instead: str) -> NoReturn:
-    raise Unsupported(f"{verb} is not built yet; {instead}", op=verb)
-
-
-def reduce(x: Any, dst: int = 0, op: str = "sum", **_: Any) -> NoReturn:
-    """Not built yet."""
-    _unsupported("reduce", "all_reduce gives the same on every rank")
-
-
-def gather(x: Any, dst: int = 0, **_: Any) -> NoReturn:
-    """Not built yet."""
-    _unsupported("gather", "all_gather gives the same on every rank")
-
-
-def scatter(x: Any, src: int = 0, out: Any = None, **_: Any) -> NoReturn:
-    """Not built yet."""
-    _unsupported("scatter", "broadcast the whole and take a row, or send to each rank")
-
-
-def all_to_all(x: Any, out: Any = None, **_: Any) -> NoReturn:
-    """Not built yet."""
-    _unsupported("all_to_all", "all_gather and take a column, or send to each rank")
-
-
-def all_gather_v(x: Any, out: Any = None, **_: Any) -> NoReturn:
-    """Not built yet."""
-    _unsupported("all_gather_v", "all_gather arrays padded to one length")
-
-
-def all_gather_object(value: Any, **_: Any) -> NoReturn:
-    """Not built yet."""
-    _unsupported("all_gather_object", "all_gather arrays")
-
-
 def empty(shape: Any, dtype: Any, shared: bool = True) -> NoReturn:
-    """Not built yet."""
-    _unsupported("empty", "any array can be passed to a collective")
+    """Not built yet: an array in memory that all ranks of the host map."""
+    raise Unsupported(
+        "empty is not built yet: no array lies in memory that other ranks map; any array can be "
+        "passed to a collective",
+        op="empty",
+    )

@@ -11,14 +11,51 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 from pycomm import calls, plain
+from pycomm.collectives import all_gather_v
 from pycomm.errors import InvalidArgument, Timeout
 from pycomm.group import Group, default
 
-__all__ = ["MAX_KEY_BYTES", "MAX_VALUE_BYTES", "user_get", "user_pop", "user_set"]
+__all__ = [
+    "MAX_KEY_BYTES",
+    "MAX_VALUE_BYTES",
+    "all_gather_object",
+    "user_get",
+    "user_pop",
+    "user_set",
+]
 
 MAX_KEY_BYTES = 512
 MAX_VALUE_BYTES = 1 << 20  # of a value under a key, as bytes: what a store takes
+
+
+def all_gather_object(
+    value: Any, *, group: Group | None = None, timeout_s: float | None = None
+) -> list[Any]:
+    """Collective. Every rank's plain value, by rank.
+
+    Raises:
+        InvalidArgument: a rank's value is not plain. Raised on every rank, with the name of that
+            rank and of the part that is not; the group goes on.
+    """
+    try:
+        mine = b"\1" + plain.encode(value)
+    except InvalidArgument as error:  # the others are told, so that nobody waits for this rank
+        mine = b"\0" + str(error).encode("utf-8", "backslashreplace")
+    group = group or default()
+    parts = all_gather_v(np.frombuffer(mine, np.uint8), group=group, timeout_s=timeout_s)
+    texts = [part.tobytes() for part in parts]
+    for rank, text in enumerate(texts):
+        if text[:1] == b"\0":
+            raise InvalidArgument(
+                f"all_gather_object: rank {rank}: {text[1:].decode()}",
+                op="all_gather_object",
+                rank=group.rank,
+                peer=rank,
+            )
+    return [plain.decode(text[1:]) for text in texts]
 
 
 def user_set(key: str, value: Any, *, group: Group | None = None) -> None:

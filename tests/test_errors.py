@@ -357,12 +357,6 @@ def test_the_first_failure_of_a_rank_is_raised_and_nobody_hangs() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: pycomm.reduce(np.ones(1)),
-        lambda: pycomm.gather(np.ones(1)),
-        lambda: pycomm.scatter(np.ones(1)),
-        lambda: pycomm.all_to_all(np.ones(1)),
-        lambda: pycomm.all_gather_v(np.ones(1)),
-        lambda: pycomm.all_gather_object(1),
         lambda: pycomm.empty(3, "float32"),
         lambda: pycomm.testing.status(None),
         lambda: pycomm.testing.FaultPlan(rank=1),
