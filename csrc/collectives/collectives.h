@@ -65,7 +65,7 @@ Plan tree_scatter(int rank, int size, size_t count, int root);
 Plan tree_all_gather(int rank, int size, size_t count);
 Plan tree_reduce_scatter(int rank, int size, size_t count);
 
-// Parts that plans share, written in direct.cpp, barrier.cpp and ring.cpp.
+// Parts that plans share, written in direct.cpp, barrier.cpp, ring.cpp and pipeline.cpp.
 
 // The whole plan of a group of one.
 Plan copy_plan(Range from, Range to);
@@ -82,6 +82,12 @@ void append_tokens(Plan& plan, int rank, int size);
 // it, in rank order into `result`. Uses size * result.count elements of scratch.
 void append_fold(Plan& plan, int rank, int size, const std::function<Range(int)>& part_of,
                  Range result);
+
+// The pieces of the tree plans of reduce, broadcast and all_reduce. With more than one they are
+// made of the two below, which take the pieces through a binary tree.
+int tree_pieces(int size, size_t count);
+void append_pipelined_reduce(Plan& plan, const Place& at);
+void append_pipelined_broadcast(Plan& plan, const Place& at);
 
 // ring_all_gather without the announcement: for parts of which each speaks for all ranks.
 Plan ring_spread(const Place& at);

@@ -88,34 +88,50 @@ void append_broadcast(Plan& plan, int rank, int size, Range source, Range whole,
 //   step 2  sends the sum to 2
 //   step 3  sends the sum to 1
 //
-// Steps: 2 log. Messages: children, and 1 more but for rank 0; each of count elements.
+// Steps: 2 log. Messages: children, and 1 more but for rank 0; each of count elements. Large arrays
+// go in pieces through a binary tree: at most 4 pieces + 5 log steps, and up to 3 count elements.
 Plan tree_all_reduce(int rank, int size, size_t count) {
   const Range input{Space::input, 0, count}, output{Space::output, 0, count};
   if (size == 1) return copy_plan(input, output);
   Plan plan;
-  append_reduce(plan, {.rank = rank, .size = size}, input, output);
+  const Place at{.rank = rank, .size = size, .count = count};
+  if (tree_pieces(size, count) > 1) {
+    append_pipelined_reduce(plan, at);
+    append_pipelined_broadcast(plan, at);
+    return plan;
+  }
+  append_reduce(plan, at, input, output);
   append_broadcast(plan, rank, size, output, output);
   return plan;
 }
 
 // Node i is rank root + i. With three ranks and root 0: rank 0 sends to rank 2, then to rank 1.
 //
-// Steps: log. Messages: children, each of count elements.
+// Steps: log. Messages: children, each of count elements. Large arrays go in pieces through a
+// binary tree: at most 2 pieces + 2 log steps, and up to 2 count elements.
 Plan tree_broadcast(int rank, int size, size_t count, int root) {
   const Range whole{Space::output, 0, count};
   Plan plan;
-  append_broadcast(plan, rank, size, whole, whole, root);
+  if (tree_pieces(size, count) > 1)
+    append_pipelined_broadcast(plan, {.rank = rank, .size = size, .count = count, .root = root});
+  else
+    append_broadcast(plan, rank, size, whole, whole, root);
   return plan;
 }
 
 // The first half of the all-reduce, towards the root, which is node 0.
 //
-// Steps: log. Messages: 1 of count elements, by the root none.
+// Steps: log. Messages: 1 of count elements, by the root none. Large arrays go in pieces through a
+// binary tree: at most 2 pieces + 3 log steps.
 Plan tree_reduce(int rank, int size, size_t count, int root) {
   const Range input{Space::input, 0, count}, output{Space::output, 0, count};
   if (size == 1) return copy_plan(input, output);
   Plan plan;
-  append_reduce(plan, {.rank = rank, .size = size, .root = root}, input, output);
+  const Place at{.rank = rank, .size = size, .count = count, .root = root};
+  if (tree_pieces(size, count) > 1)
+    append_pipelined_reduce(plan, at);
+  else
+    append_reduce(plan, at, input, output);
   return plan;
 }
 

@@ -95,10 +95,27 @@ Cost direct_cost(int rank, int size, const Case& what) {
   return {};
 }
 
+// The tree plans of large arrays, through a binary tree. The steps are a bound.
+Cost pipelined_cost(int rank, int size, const Case& what) {
+  const int node = (rank - what.root + size) % size;
+  const size_t c = what.count, up = node != 0;
+  const auto pieces = static_cast<size_t>(tree_pieces(size, c));
+  const size_t down = (2 * node + 1 < size ? 1 : 0) + (2 * node + 2 < size ? 1 : 0);
+  const int steps = static_cast<int>(pieces);
+  if (what.operation == Operation::reduce)
+    return {up * pieces, up * c, 2 * steps + 3 * log_of(size), true};
+  if (what.operation == Operation::broadcast)
+    return {down * pieces, down * c, 2 * steps + 2 * log_of(size), true};
+  return {(up + down) * pieces, (up + down) * c, 4 * steps + 5 * log_of(size), true};
+}
+
 Cost tree_cost(int rank, int size, const Case& what) {
   const auto n = static_cast<size_t>(size), c = what.count;
   const int node = (rank - what.root + size) % size;
   const size_t children = children_of(node, size), below = under(node, size), up = rank != 0;
+  const bool cut = what.operation == Operation::all_reduce ||
+                   what.operation == Operation::broadcast || what.operation == Operation::reduce;
+  if (cut && tree_pieces(size, c) > 1) return pipelined_cost(rank, size, what);
   switch (what.operation) {
     case Operation::all_reduce:
       return {children + up, (children + up) * c, 2 * log_of(size)};

@@ -12,6 +12,7 @@ namespace pycomm {
 struct Cost {
   size_t messages = 0, elements = 0;
   int steps = 0;
+  bool bound = false;  // there may be fewer steps
 };
 
 Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what);

@@ -8,7 +8,8 @@
 // The run is the engine's at its least patient: a send is over only when its receiver has come to
 // the matching receive (nothing is buffered), sends and receives each keep their order, a send
 // waits for the moves before it that write what it reads, and a write for the sends before it that
-// read what it overwrites, or would if input and output were one array. Which rank goes first changes nothing, so one run stands for all.
+// read what it overwrites, or would if input and output were one array. Which rank goes first
+// changes nothing, so one run stands for all.
 #pragma once
 
 #include <cstddef>
