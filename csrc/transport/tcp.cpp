@@ -14,6 +14,7 @@
 
 #include "os/interfaces.h"
 #include "os/socket.h"
+#include "transport/linger.h"
 
 namespace pycomm {
 namespace {
@@ -29,6 +30,8 @@ class TcpChannel final : public Channel {
     const int on = 1;
     ::setsockopt(fd_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   }
+
+  ~TcpChannel() override { see_off(std::move(fd_)); }
 
   std::string_view transport() const override { return "tcp"; }
 
@@ -89,7 +92,11 @@ class TcpChannel final : public Channel {
     if ((revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0) hung_up_ = true;
   }
 
-  void hang_up() override { ::shutdown(fd_.get(), SHUT_WR); }
+  // From here on what the peer sends is dropped.
+  void hang_up() override {
+    see_off(std::move(fd_));
+    hung_up_ = true;
+  }
 
  private:
   size_t read(Bytes into) {

@@ -53,7 +53,8 @@ class Channel {
   virtual pollfd arm(Want want) = 0;
   virtual void disarm(short revents) = 0;
 
-  // Ends this side: what was sent is still delivered, and the peer sees hung_up().
+  // Ends this side: what was sent is still delivered, the peer sees hung_up(), and nothing more is
+  // received. Does not block.
   virtual void hang_up() = 0;
 };
 

@@ -231,6 +231,27 @@ const Conformance kHangsUp{"the peer sees who hangs up, after all that was sent"
 const Conformance kDies{"the peer sees who is gone, after all that was sent",
                         [](Pair pair) { expect_last_words(pair, [&] { pair.a.reset(); }); }};
 
+// A TCP socket that is closed while bytes are unread, or come later, is reset, and what was sent
+// and not delivered yet would be lost.
+const Conformance kUnread{
+    "all that was sent arrives although its sender left the peer's bytes unread", [](Pair pair) {
+      const Buffer block = make_bytes(0, size_t{1} << 20, 5);
+      uint64_t sent = 0;
+      for (size_t n = 1; n > 0; sent += n)
+        n = pair.a->send({}, ConstBytes(block).subspan(sent % block.size()));
+      send_all(*pair.b, make_bytes(0, 1000, 6));
+      pair.a->hang_up();
+      pair.b->send({}, make_bytes(0, 1000, 6));
+      pair.a.reset();
+      Buffer all(sent);
+      uint64_t got = 0;
+      for (const Deadline deadline(10s); got < sent && !deadline.expired();)
+        got += pair.b->receive(Bytes(all).subspan(got));
+      expect_equal(got, sent, "bytes that arrived");
+      for (uint64_t i = 0; i < sent; ++i)
+        if (all[i] != block[i % block.size()]) expect(false, "byte " + std::to_string(i));
+    }};
+
 const Conformance kFull{"a writer whose peer dies is not stuck", [](Pair pair) {
                           const Buffer block(size_t{1} << 20);
                           while (pair.a->send({}, block) > 0) {
