@@ -236,6 +236,27 @@ void token_test() {
 }
 const Test kToken{"mutant: tokens that wait for nothing", token_test};
 
+void rooted_trees_test() {
+  expect_caught(Algorithm::tree, 4, {Operation::gather, 8, 1}, "rank 1, at the end: element",
+                [](auto& plans) { std::swap(plans[1].moves[3].in, plans[1].moves[4].in); });
+  expect_caught(Algorithm::tree, 4, {Operation::scatter, 8, 1}, "at the end: element 0: it is",
+                [](auto& plans) { plans[1].moves.back().out.begin = 8; });
+  expect_caught(Algorithm::ring, 4, {Operation::reduce, 8, 1}, "it is not finished",
+                [](auto& plans) { plans[1].moves[0].combine = Combine::reduce; });
+  expect_caught(Algorithm::ring, 4, {Operation::reduce, 8, 1}, "lacks rank",
+                [](auto& plans) { plans[3].moves[0].combine = Combine::copy; });
+}
+const Test kRootedTrees{"mutant: rooted plans lose or misplace parts", rooted_trees_test};
+
+void pipelined_test() {
+  const Case what{Operation::all_reduce, 100'000};
+  expect_caught(Algorithm::tree, 6, what, "a finished sum is added to",
+                [](auto& plans) { plans[1].moves[0].combine = Combine::finish; });
+  expect_caught(Algorithm::tree, 6, what, "it is added to element",
+                [](auto& plans) { plans[5].moves[1].out.begin = 0; });
+}
+const Test kPipelined{"mutant: pieces through a tree", pipelined_test};
+
 void overlap_test() {
   const Break break_it = [](auto& plans) {
     plans[0] = {};
