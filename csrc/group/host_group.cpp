@@ -143,11 +143,14 @@ Algorithm HostGroup::algorithm_for(const Call& call) const {
   size_t count = call.count;  // of an all_to_all with counts 0, which all ranks know
   if (call.operation == Operation::all_gather && ranks > 0)
     count = (total(call.counts) + ranks - 1) / ranks;
-  const Algorithm best =
-      choose({call.operation, call.dtype, call.op, options_.size, count, options_.reproducible});
-  if (call.counts.empty()) return best;
-  const auto known = algorithms_for(call.operation, true);
-  return std::ranges::find(known, best) != known.end() ? best : known.front();
+  return choose({.operation = call.operation,
+                 .dtype = call.dtype,
+                 .op = call.op,
+                 .size = options_.size,
+                 .count = count,
+                 .reproducible = options_.reproducible,
+                 .ragged = ranks > 0,
+                 .hosts = host_count_});
 }
 
 void HostGroup::execute_plan(const Call& call, const Deadline& deadline) {

@@ -1,0 +1,226 @@
+// What verbs do beyond group_test.cpp: counts by rank, messages from anybody, and ranks that
+// disagree about a root, a list or an operation, after which the group goes on.
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "calls.h"
+#include "collectives/choose.h"
+#include "harness.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace pycomm;
+using ranks::Array;
+using ranks::Arrays;
+using ranks::ByTransport;
+using ranks::Case;
+using ranks::element;
+using ranks::Ending;
+using ranks::ending_of;
+using ranks::kSlowdown;
+using ranks::run_case;
+
+// A correct call, which must work after all that went wrong before.
+void expect_sound(Group& group) {
+  const Case c{
+      Operation::all_reduce, Algorithm::direct, Dtype::float32, ReduceOp::sum, 50, 0, true, 1};
+  Arrays arrays(c, group.rank(), group.size());
+  group.run(arrays.call);
+  ranks::expect_result(c, arrays, group.rank(), group.size());
+}
+
+// A count for each rank, or each pair; some are 0, or all.
+std::vector<size_t> some_counts(std::mt19937& random, size_t n) {
+  std::vector<size_t> counts(n);
+  const uint32_t most = random() % 8 == 0 ? 1 : random() % 4 == 0 ? 40'000 : 300;
+  for (size_t& count : counts) count = random() % 4 == 0 ? 0 : random() % most;
+  return counts;
+}
+
+const ByTransport kCounts{
+    "counts by rank, some of them 0", [](const std::string& by) {
+      for (int size = 1; size <= 5; ++size)
+        ranks::run_groups(size, by, [&](Group& group) {
+          std::mt19937 random(9);
+          const auto n = static_cast<size_t>(size);
+          for (int call = 0; call < 40 / kSlowdown + 2; ++call)
+            for (const Operation operation : {Operation::all_gather, Operation::all_to_all})
+              for (const Algorithm algorithm : algorithms_for(operation, true)) {
+                Case c{operation, algorithm, Dtype::float32, ReduceOp::sum,
+                       0,         0,         call % 2 == 0,  call};
+                c.counts = some_counts(random, operation == Operation::all_to_all ? n * n : n);
+                if (call % 3 == 0) c.dtype = Dtype::bfloat16;
+                run_case(group, c);
+              }
+        });
+    }};
+
+// One rank makes another call than the rest. Whoever notices does so at the next barrier at the
+// latest, when others may be through it: they hear of it in the one behind.
+void disagree(Group& group, const Call& mine, const std::string& what) {
+  const Ending ending = ending_of([&] {
+    group.run(mine);
+    for (int i = 0; i < 2; ++i) group.run({.operation = Operation::barrier});
+  });
+  expect(ending.is(ErrorKind::mismatch) && ending.says("disagree"), what + ending.text());
+  expect_sound(group);
+}
+
+const ByTransport kDifferent{
+    "other roots, ops and counts: all hear of it by the second barrier", [](const std::string& by) {
+      for (int size = 2; size <= 4; ++size) {
+        // Two that wait for each other learn it from pulses, of which there are five in this time.
+        ranks::World world{.size = size, .transport = by, .heartbeat = std::chrono::seconds(5)};
+        ranks::run_groups(world, [&](Group& group) {
+          const auto size = static_cast<size_t>(group.size());
+          for (const Operation operation :
+               {Operation::reduce, Operation::gather, Operation::scatter, Operation::all_to_all})
+            for (int odd = 0; odd < group.size(); ++odd)
+              for (int kind = 0; kind < 3; ++kind) {
+                if (kind == 0 && operation == Operation::all_to_all) continue;  // has no root
+                // Threads of one process do not pulse: those that wait for each other time out.
+                if (kind == 0 && by == "local") continue;
+                if (kind == 2 && operation != Operation::reduce) continue;  // has no op
+                Array in(Dtype::float32, 20 * size), out(Dtype::float32, 20 * size);
+                Call call{.operation = operation,
+                          .dtype = Dtype::float32,
+                          .input = in.data(),
+                          .output = out.data(),
+                          .count = 10};
+                if (group.rank() == odd) {
+                  if (kind == 0) call.peer = 1;
+                  if (kind == 1) call.count = 11;
+                  if (kind == 2) call.op = ReduceOp::max;
+                }
+                disagree(group, call,
+                         std::string(name_of(operation)) + " kind " + std::to_string(kind) +
+                             " rank " + std::to_string(odd) + ": ");
+              }
+        });
+      }
+    }};
+
+const ByTransport kLists{
+    "lists that do not fit are found while arrays are whole", [](const std::string& by) {
+      ranks::run_groups(3, by, [](Group& group) {
+        for (const bool to_all : {false, true}) {
+          Array in(Dtype::int64, 30), out(Dtype::int64, 30);
+          const Array before = out;
+          Call call{.operation = to_all ? Operation::all_to_all : Operation::all_gather,
+                    .dtype = Dtype::int64,
+                    .input = in.data(),
+                    .output = out.data()};
+          call.counts = to_all ? std::vector<size_t>(6, 4) : std::vector<size_t>{2, 3, 4};
+          // The same sum on both sides of the disagreement.
+          if (group.rank() == 1 && to_all) call.counts = {3, 4, 5, 4, 4, 4};
+          if (group.rank() == 1 && !to_all) call.counts = {3, 3, 3};
+          const Ending ending = ending_of([&] { group.run(call); });
+          expect(ending.is(ErrorKind::mismatch) && ending.says("no array was changed"),
+                 ending.text());
+          expect(ending.says(to_all ? "from the one to the other" : "counts of a list"),
+                 ending.text());
+          expect(out == before, "an array was changed");
+          expect_sound(group);
+        }
+      });
+    }};
+
+const ByTransport kAnybody{
+    "a message from anybody", [](const std::string& by) {
+      ranks::run_groups(4, by, [](Group& group) {
+        constexpr int kEach = 20;
+        Array array(Dtype::int64, 1000);
+        Call call{.operation = Operation::send,
+                  .dtype = Dtype::int64,
+                  .input = array.data(),
+                  .count = 1000,
+                  .tag = 3};
+        if (group.rank() != 0) {
+          for (int i = 0; i < kEach; ++i) {
+            array.fill([&](size_t j) { return element(group.rank(), j, i); });
+            group.run(call);
+          }
+          return group.run({.operation = Operation::barrier});
+        }
+        std::vector<int> got(4, 0);
+        for (int i = 0; i < 3 * kEach; ++i) {
+          int source = -7;
+          call = {.operation = Operation::recv,
+                  .dtype = Dtype::int64,
+                  .output = array.data(),
+                  .count = 1000,
+                  .peer = kAnySource,
+                  .tag = 3,
+                  .source = &source};
+          if (i % 2 == 0)
+            group.run(call);
+          else
+            group.start(call, {})->wait();
+          expect(source > 0 && source < 4, "source " + std::to_string(source));
+          Array want(Dtype::int64, 1000);
+          const int nth = got[static_cast<size_t>(source)]++;
+          want.fill([&](size_t j) { return element(source, j, nth); });
+          expect(array == want, "another message, or out of order");
+        }
+        expect(got == std::vector{0, kEach, kEach, kEach}, "messages by rank");
+        group.run({.operation = Operation::barrier});
+      });
+    }};
+
+const ByTransport kAnybodyElse{
+    "anybody's message of another count is dropped, and all may leave", [](const std::string& by) {
+      ranks::run_groups(3, by, [](Group& group) {
+        Array array(Dtype::int64, 8);
+        const auto move = [&](Operation operation, size_t count, int peer) {
+          group.run({.operation = operation,
+                     .dtype = Dtype::int64,
+                     .input = array.data(),
+                     .output = array.data(),
+                     .count = count,
+                     .peer = peer});
+        };
+        if (group.rank() == 2) return;
+        if (group.rank() == 1) return move(Operation::send, 4, 0), move(Operation::send, 8, 0);
+        const Array before = array;
+        const Ending wrong = ending_of([&] { move(Operation::recv, 5, kAnySource); });
+        expect(wrong.is(ErrorKind::mismatch) && wrong.says("rank 1 ") &&
+                   wrong.error->fields().peer == 1 && array == before,
+               wrong.text());
+        move(Operation::recv, 8, kAnySource);
+        const Ending alone = ending_of([&] { move(Operation::recv, 8, kAnySource); });
+        expect(alone.is(ErrorKind::peer_lost) && alone.says("left"), alone.text());
+      });
+    }};
+
+const Test kRefuses{
+    "counts and roots that make no sense are refused", [] {
+      ranks::run_groups(2, "local", [](Group& group) {
+        Array array(Dtype::uint8, 64);
+        const auto refused = [&](Call call) {
+          call.input = call.output = array.data();
+          expect_throws<InvalidArgument>([&] { group.run(call); });
+        };
+        for (const Operation operation : {Operation::reduce, Operation::gather, Operation::scatter})
+          for (const int root : {-1, 2})
+            refused({.operation = operation, .count = 1, .peer = root});
+        refused({.operation = Operation::all_gather, .counts = {1, 2, 3}});
+        refused({.operation = Operation::all_gather, .count = 1, .counts = {1, 2}});
+        refused({.operation = Operation::all_to_all, .counts = {1, 2}});
+        refused({.operation = Operation::all_reduce, .counts = {1, 2}});
+        refused({.operation = Operation::all_to_all, .counts = {1, 1, 2, 2}});
+        refused({.operation = Operation::all_gather, .counts = {1, SIZE_MAX / 4}});
+        expect_throws<Unsupported>([&] {
+          group.run({.operation = Operation::all_gather,
+                     .input = array.data(),
+                     .output = array.data(),
+                     .algorithm = Algorithm::tree,
+                     .counts = {1, 1}});
+        });
+        expect_sound(group);
+      });
+    }};
+
+}  // namespace
