@@ -5,8 +5,8 @@
 
     results = run_ranks(4, sums, 1000)
 
-The group is also the default group of the rank's thread. `status` and `FaultPlan` are not built
-yet: they raise Unsupported.
+The group is also the default group of the rank's thread. A FaultPlan lets something go wrong on
+one rank, and `status` tells who is where.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import Any
 
 from pycomm import _core
-from pycomm.errors import Error, PeerLost, Timeout, Unsupported
+from pycomm.errors import Error, InvalidArgument, PeerLost, Timeout
 from pycomm.group import Group, as_thread_default
 
 __all__ = ["FaultPlan", "run_ranks", "status"]
@@ -38,6 +39,7 @@ def run_ranks(
     processes: bool = False,
     timeout_s: float = 60.0,
     heartbeat_s: float = 10.0,
+    faults: Sequence[FaultPlan] = (),
     return_exceptions: bool = False,
 ) -> list[Any]:
     """Runs `fn(group, *args)` as each of `n` ranks of a new group; gives the results by rank.
@@ -49,6 +51,7 @@ def run_ranks(
         processes: each rank is a process, started afresh, instead of a thread.
         timeout_s: the group's limit in seconds, for its forming and each call.
         heartbeat_s: as of `pycomm.init`.
+        faults: what goes wrong, on which rank; "kill" and "stop" want `processes`.
         return_exceptions: failures stand in the list as exceptions; PeerLost for a process that
             died.
 
@@ -61,7 +64,13 @@ def run_ranks(
         "timeout_s": timeout_s,
         "heartbeat_s": heartbeat_s,
         "transport": transport,
+        "faults": list(faults),
     }
+    for fault in faults:
+        if not 0 <= fault.rank < n:
+            raise InvalidArgument(f"a fault on rank {fault.rank} of {n}")
+        if fault.action in ("kill", "stop") and not processes:
+            raise InvalidArgument(f"the fault {fault.action!r} would end the test: use processes")
     ranks = (_Processes if processes else _Threads)(n, fn, args, options)
     ranks.run()
     if not return_exceptions and ranks.failures:
@@ -73,23 +82,79 @@ def run_ranks(
     return ranks.results
 
 
-def status(group: Group) -> NoReturn:
-    """Not built yet."""
-    raise Unsupported("status is not built yet; group.stats() and group.members are there")
+def status(group: Group) -> dict[str, Any]:
+    """What this rank knows of the group at the moment, without asking anybody; from any thread.
+
+    Returns:
+        "rank"; "doing": this rank's last call, as text, "" before the first; "peers": for each
+        other rank a dict of "rank", "host", "pid", "transport", "connected", "departed" (why it
+        left, or ""), "silent_s" (seconds since it was heard of), "doing" (as its last frame said,
+        or ""), "bytes_written" and "bytes_received". It may be a fifth of `heartbeat_s` old.
+    """
+    known = group._core.status()
+    peers = [
+        {
+            "rank": rank,
+            "host": member.host,
+            "pid": member.pid,
+            "transport": member.transport,
+            **known["peers"][rank],
+        }
+        for rank, member in enumerate(group.members)
+        if rank != group.rank
+    ]
+    return {"rank": group.rank, "doing": known["doing"], "peers": peers}
 
 
+ACTIONS = ("cut", "kill", "stop", "delay", "trickle", "garbage")
+
+
+@dataclass(frozen=True)
 class FaultPlan:
-    """Not built yet."""
+    """What goes wrong on one rank once so many bytes have passed over its channels.
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise Unsupported("FaultPlan is not built yet; os.kill in a rank that is a process is")
+    Args:
+        rank: on whom.
+        action: "cut" (its connections are gone, as when it dies), "kill" (SIGKILL), "stop"
+            (SIGSTOP), "delay" (what arrives is there `seconds` later), "trickle" (it is seen one
+            byte at a time), "garbage" (32 bytes of noise go out in front of the next frame). An
+            exit is a "kill" to the others: what is said before it is said by the program.
+        at: count the data frames of this operation only; None: all that passes, from the forming
+            on.
+        after_bytes: sent and received, headers counted, before it happens.
+        peer: count and act on the channel to this rank only; None: on all.
+        seconds: of a delay.
+
+    Raises:
+        InvalidArgument: there is no such action or operation.
+    """
+
+    rank: int
+    action: str
+    at: str | None = None
+    after_bytes: int = 0
+    peer: int | None = None
+    seconds: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise InvalidArgument(
+                f"there is no fault {self.action!r}; one of: {', '.join(ACTIONS)}"
+            )
+        if self.at is not None and self.at not in _core.OPERATIONS:
+            raise InvalidArgument(f"a fault at {self.at!r}; one of: {', '.join(_core.OPERATIONS)}")
+
+    def _for_core(self) -> tuple[str, str, int, int, float]:
+        peer = -1 if self.peer is None else self.peer
+        return self.action, self.at or "", self.after_bytes, peer, self.seconds
 
 
 def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
     """This rank's place in the group."""
     key = options.get("secret", "")
     named = {"name": "world", "address": "", "towards": "", "reproducible": False, "log": False}
-    core = _core.connect(store, rank=rank, **{**named, "secret": key, **options})
+    faults = [fault._for_core() for fault in options.get("faults", ()) if fault.rank == rank]
+    core = _core.connect(store, rank=rank, **{**named, "secret": key, **options, "faults": faults})
     return Group(core, store, options["timeout_s"])
 
 

@@ -358,8 +358,6 @@ def test_the_first_failure_of_a_rank_is_raised_and_nobody_hangs() -> None:
     "call",
     [
         lambda: pycomm.empty(3, "float32"),
-        lambda: pycomm.testing.status(None),
-        lambda: pycomm.testing.FaultPlan(rank=1),
     ],
 )
 def test_what_is_not_built_says_so(call: Any) -> None:

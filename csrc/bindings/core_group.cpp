@@ -168,6 +168,25 @@ py::capsule capsule(const Handle& handle) {
   return py::capsule(new std::shared_ptr<Group>(handle.shared()), kCapsule, drop);
 }
 
+py::dict status(const Handle& handle) {
+  const Status now = handle.group().status();
+  py::list peers;
+  for (const Status::Peer& peer : now.peers) {
+    py::dict known;
+    known["connected"] = peer.connected;
+    known["departed"] = peer.departed;
+    known["silent_s"] = peer.silent_s;
+    known["doing"] = peer.doing;
+    known["bytes_written"] = peer.bytes_written;
+    known["bytes_received"] = peer.bytes_received;
+    peers.append(known);
+  }
+  py::dict all;
+  all["doing"] = now.doing;
+  all["peers"] = peers;
+  return all;
+}
+
 template <size_t kSize>
 py::tuple names(const std::array<std::string_view, kSize>& table) {
   py::tuple all(kSize);
@@ -238,6 +257,7 @@ void bind_group(py::module_& module) {
       .def("start", &start)
       .def("split", &split)
       .def("stats", [](const Handle& h) { return h.group().stats(); })
+      .def("status", &status)
       .def("set_timeout", [](const Handle& h, double s) { h.group().set_timeout(nanoseconds(s)); })
       .def("close", &close)
       .def("abort", &abort)

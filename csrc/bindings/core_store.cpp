@@ -77,6 +77,24 @@ std::unique_ptr<TcpStore> reach(const std::string& host, uint16_t port, const st
   return TcpStore::connect(host, port, key, Deadline(nanoseconds(timeout_s)), &log_attempt);
 }
 
+template <size_t kSize>
+int number_of(const std::array<std::string_view, kSize>& names, const std::string& name) {
+  const auto found = std::ranges::find(names, name);
+  if (found == names.end()) throw InvalidArgument("a fault of unknown kind: '" + name + "'");
+  return static_cast<int>(found - names.begin());
+}
+
+// (action, operation or "", bytes, peer or -1, seconds) as pycomm.testing gives it.
+Fault fault_from(const py::tuple& given) {
+  const auto at = given[1].cast<std::string>();
+  return {
+      .action = static_cast<FaultAction>(number_of(kFaultActions, given[0].cast<std::string>())),
+      .operation = at.empty() ? -1 : number_of(kOperations, at),
+      .after_bytes = given[2].cast<uint64_t>(),
+      .peer = given[3].cast<int>(),
+      .delay = nanoseconds(given[4].cast<double>())};
+}
+
 ConnectOptions options_from(const py::kwargs& named) {
   ConnectOptions options;
   options.rank = named["rank"].cast<int>();
@@ -90,6 +108,9 @@ ConnectOptions options_from(const py::kwargs& named) {
   options.address = named["address"].cast<std::string>();
   options.towards = named["towards"].cast<std::string>();
   options.reproducible = named["reproducible"].cast<bool>();
+  if (named.contains("faults"))
+    for (const auto& fault : named["faults"])
+      options.faults.push_back(fault_from(fault.cast<py::tuple>()));
   options.interrupted = &interrupted;
   if (named["log"].cast<bool>()) options.log = &log;
   return options;

@@ -96,6 +96,12 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
                  std::to_string(std::chrono::duration<double>(options.heartbeat).count()),
       .log = options.log};
   Mesh mesh = form_mesh(request, exchange, deadline);
+  if (!options.faults.empty()) {
+    const auto faults = make_faults(options.faults);
+    for (size_t i = 0; i < mesh.channels.size(); ++i)
+      if (auto& channel = mesh.channels[i])
+        channel = make_faulty(std::move(channel), static_cast<int>(i), faults);
+  }
   auto group = std::make_shared<HostGroup>(options, std::move(mesh), std::move(ranks));
   // Nobody goes on, or leaves, before everybody stands: until here a closed connection is a death.
   group->run({.operation = Operation::barrier,

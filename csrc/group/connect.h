@@ -5,9 +5,11 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "group/group.h"
 #include "rendezvous/store.h"
+#include "transport/faulty.h"
 
 namespace pycomm {
 
@@ -25,6 +27,7 @@ struct ConnectOptions {
   std::string towards;    // rank 0's host, towards which its best address lies; empty: unknown
   bool reproducible =
       false;  // sums in rank order whatever the size: bits depend on the inputs alone
+  std::vector<Fault> faults;                    // for tests: what goes wrong on this rank
   std::function<bool()> interrupted;            // asked at least every 100 ms while a call waits
   std::function<void(const std::string&)> log;  // one line for a person; may be empty
 };

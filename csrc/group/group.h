@@ -77,6 +77,19 @@ struct Stats {
   double seconds = 0;  // inside calls
 };
 
+// What this rank knows at the moment, without asking anybody.
+struct Status {
+  struct Peer {
+    bool connected = false;
+    std::string departed;  // why it left, if it did
+    double silent_s = 0;   // since it was heard of
+    std::string doing;     // as its last frame said; empty: it has said nothing
+    uint64_t bytes_written = 0, bytes_received = 0;
+  };
+  std::string doing;        // this rank's last call; empty before the first
+  std::vector<Peer> peers;  // by rank; nothing of oneself
+};
+
 // Who a rank is, as it said when the group formed.
 struct Member {
   std::string host;
@@ -112,6 +125,8 @@ class Group {
 
   virtual Stats stats() const = 0;
   virtual void set_timeout(std::chrono::nanoseconds timeout) = 0;
+  // From any thread, also while a call waits; up to a fifth of the heartbeat limit old.
+  virtual Status status() const = 0;
 
   // Leaves in peace: peers that need nothing more from this rank do not notice. Twice is fine.
   // Later calls raise GroupBroken.

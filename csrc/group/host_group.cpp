@@ -242,6 +242,19 @@ Stats HostGroup::stats() const {
   return stats_;
 }
 
+Status HostGroup::status() const {
+  Status status{.doing = engine_.doing(), .peers = {}};
+  for (Sighting& seen : engine_.sightings())
+    status.peers.push_back({.connected = seen.connected,
+                            .departed = seen.departed.value_or(""),
+                            .silent_s = seen.silent_s,
+                            .doing = std::move(seen.doing),
+                            .bytes_written = seen.bytes_written,
+                            .bytes_received = seen.bytes_received});
+  status.peers.resize(static_cast<size_t>(options_.size));
+  return status;
+}
+
 void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {
   if (timeout.count() <= 0) throw InvalidArgument("a timeout must be longer than nothing");
   const std::lock_guard lock(mutex_);
@@ -311,6 +324,7 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     return nullptr;
   }
   ConnectOptions child = options_;
+  child.faults.clear();  // they count the bytes of one group
   child.name = name + "." + std::to_string(color);
   child.size = static_cast<int>(members.size());
   child.rank = static_cast<int>(std::ranges::find(members, options_.rank) - members.begin());

@@ -37,6 +37,7 @@ class HostGroup final : public Group {
                               std::function<void(std::exception_ptr)> then) override;
   std::shared_ptr<Group> split(int color, int key) override;
   Stats stats() const override;
+  Status status() const override;
   void set_timeout(std::chrono::nanoseconds timeout) override;
   void close() noexcept override;
   void abort(const std::string& reason) noexcept override;

@@ -16,6 +16,7 @@
 #include "os/shared_memory.h"
 #include "os/socket.h"
 #include "ranks.h"
+#include "transport/faulty.h"
 #include "transport/local.h"
 #include "transport/shm.h"
 #include "transport/tcp.h"
@@ -31,11 +32,25 @@ constexpr size_t kPeekBytes = size_t{64} << 10;  // what peek() promises
 
 using Pair = ranks::Ends;
 
-// One test for each transport.
+// Both ends with a fault that is in force from the first byte on.
+Pair faulty_pair(const std::string& transport, const Fault& fault) {
+  Pair pair = ranks::channel_pair(transport, kRing);
+  pair.a = make_faulty(std::move(pair.a), 1, make_faults({fault}));
+  pair.b = make_faulty(std::move(pair.b), 0, make_faults({fault}));
+  return pair;
+}
+
+// One test for each transport, as it is and under faults that lose nothing.
 struct Conformance {
   Conformance(const std::string& name, void (*body)(Pair)) {
     for (const std::string& transport : ranks::kTransports)
       Test(transport + ": " + name, [=] { body(ranks::channel_pair(transport, kRing)); });
+    for (const std::string transport : {"shm", "tcp"}) {
+      Test("late " + transport + ": " + name,
+           [=] { body(faulty_pair(transport, {.action = FaultAction::delay, .delay = 20us})); });
+      Test("trickling " + transport + ": " + name,
+           [=] { body(faulty_pair(transport, {.action = FaultAction::trickle, .grain = 997})); });
+    }
   }
 };
 
