@@ -6,6 +6,7 @@ import pycomm
 from pycomm.testing import run_ranks
 
 COUNT = 2**31 + 17
+HALF = (COUNT + 1) // 2  # of each of two ranks: together more than 31 bits count
 
 
 def largest(group: pycomm.Group) -> list[int]:
@@ -17,3 +18,25 @@ def largest(group: pycomm.Group) -> list[int]:
 
 def test_more_than_2_to_the_31_elements() -> None:
     assert run_ranks(2, largest) == [[2, 2, 2, 2, 8]] * 2
+
+
+def gathered(group: pycomm.Group) -> list[int]:
+    x = np.zeros(HALF, dtype=np.int8)
+    x[[0, -1]] = 1 + group.rank
+    out = pycomm.all_gather(x, group=group)
+    return [int(out[i, j]) for i in range(2) for j in (0, 1, -2, -1)]
+
+
+def scattered(group: pycomm.Group) -> list[int]:
+    x = np.zeros((2, HALF), dtype=np.int8)
+    x[:, [0, -1]] = [[1, 2], [3, 4]]
+    row = pycomm.reduce_scatter(x, group=group)
+    return [int(row[j]) for j in (0, 1, -2, -1)]
+
+
+def test_an_output_of_more_than_2_to_the_31_elements() -> None:
+    assert run_ranks(2, gathered) == [[1, 0, 0, 1, 2, 0, 0, 2]] * 2
+
+
+def test_an_input_of_more_than_2_to_the_31_elements() -> None:
+    assert run_ranks(2, scattered) == [[2, 0, 0, 4], [6, 0, 0, 8]]

@@ -267,3 +267,37 @@ def test_keys_through_the_store_of_torch(before: str) -> None:
         "0 2 0",
         "1 2 0",
     ]
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_groups_of_one_name_follow_each_other_in_a_store_of_torch(kind: str, tmp_path: Any) -> None:
+    """Whoever leaves a group first begins the next one, while others are still in the last."""
+    dist = pytest.importorskip("torch.distributed")
+    from pycomm.rendezvous import TorchStore
+    from pycomm.testing import _join
+
+    make = {
+        "hash": dist.HashStore,
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, 1, True),
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 2),
+    }[kind]
+    stores = [make(), make()] if kind == "file" else [make()] * 2
+    names: list[list[str]] = [[], []]
+
+    def one(rank: int) -> None:
+        for turn in range(3):
+            options = {"size": 2, "timeout_s": 20.0, "transport": "shm"}
+            group = _join(TorchStore(stores[rank]), rank, options)
+            assert pycomm.all_reduce(np.full(1, turn), group=group)[0] == 2 * turn
+            pycomm.user_set(f"of {rank}", turn, group=group)
+            assert pycomm.user_get(f"of {1 - rank}", group=group) == turn
+            assert pycomm.user_pop(f"of {1 - rank}", group=group) == turn
+            names[rank].append(group.name)
+            group.close()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert names == [["world", "world#2", "world#3"]] * 2
