@@ -254,7 +254,7 @@ def test_a_dead_rank_is_named_through_ddp(tmp_path: Path) -> None:
     ranks = Ranks(2)
     try:
         for pipe in ranks.pipes:
-            pipe.send((_dies, (), str(tmp_path / "store")))
+            pipe.send((_dies, (), str(tmp_path / "store"), "pycomm"))
         assert ranks.pipes[0].poll(LIMIT_S)
         assert ranks.pipes[0].recv() == (True, "rank 1")
     finally:

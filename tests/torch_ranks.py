@@ -1,7 +1,8 @@
 """Processes whose default torch group stands on pycomm, for the tests of the backend.
 
 A pool of spawned processes is kept between tests; each test sends them one function, which runs
-with a fresh default group (file store). No test itself: test_c10d*.py import its fixtures.
+with a fresh default group (file store). The same on gloo is the fixture `both`, which compares. No
+test itself: test_c10d*.py import its fixtures, and the others that train with torch.
 """
 
 import multiprocessing
@@ -29,10 +30,10 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         task = pipe.recv()
         if task is None:
             return
-        fn, args, path = task
+        fn, args, path, backend = task
         try:
             dist.init_process_group(
-                "pycomm",
+                backend,
                 init_method=f"file://{path}",
                 rank=rank,
                 world_size=size,
@@ -62,12 +63,12 @@ class Ranks:
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def run(self, folder: Path, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, folder: Path, backend: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """The results by rank. A process that fails, dies or is late fails the test."""
         self.calls += 1
         self.broken = True
         for pipe in self.pipes:
-            pipe.send((fn, args, str(folder / f"store{self.calls}")))
+            pipe.send((fn, args, str(folder / f"store{self.size}_{self.calls}"), backend))
         end = time.monotonic() + LIMIT_S
         results, failures = [], []
         for rank, pipe in enumerate(self.pipes):
@@ -95,13 +96,13 @@ class Pools:
     def __init__(self) -> None:
         self.pools: dict[int, Ranks] = {}
 
-    def run(self, size: int, folder: Path, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def of(self, size: int) -> Ranks:
         pool = self.pools.get(size)
         if pool is None or pool.broken:
             if pool is not None:
                 pool.stop()
             pool = self.pools[size] = Ranks(size)
-        return pool.run(folder, fn, *args)
+        return pool
 
     def stop(self) -> None:
         for pool in self.pools.values():
@@ -121,7 +122,26 @@ Run = Callable[..., list[Any]]
 @pytest.fixture(name="run")
 def run_fixture(pools: Pools, tmp_path: Path) -> Run:
     """run(size, fn, *args) -> results by rank."""
-    return lambda size, fn, *args: pools.run(size, tmp_path, fn, *args)
+    return lambda size, fn, *args: pools.of(size).run(tmp_path, "pycomm", fn, *args)
+
+
+@pytest.fixture(name="both")
+def both_fixture(pools: Pools, tmp_path: Path) -> Run:
+    """both(size, fn, *args) -> results by rank: those of pycomm, which gloo's must resemble.
+
+    The results are tensors and numbers in lists and dicts. Of two ranks' sums there is one order,
+    so that they have to be the same bit by bit; of more, to torch's tolerance for the dtype.
+    """
+
+    def run_both(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        ours, theirs = (
+            pools.of(size).run(tmp_path, backend, fn, *args) for backend in ("pycomm", "gloo")
+        )
+        exact = {"rtol": 0.0, "atol": 0.0} if size == 2 else {}
+        torch.testing.assert_close(ours, theirs, equal_nan=True, **exact)
+        return ours
+
+    return run_both
 
 
 SIZES = pytest.mark.parametrize("size", [2, 3])

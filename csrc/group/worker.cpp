@@ -132,7 +132,12 @@ void Worker::run_between(const Body& body) {
 std::shared_ptr<Work> Worker::start(Body body, Then then) {
   auto started = std::make_shared<Started>(*this, std::move(body), std::move(then));
   State& state = *state_;
-  const std::lock_guard lock(state.mutex);
+  std::unique_lock lock(state.mutex);
+  if (state.thread == std::this_thread::get_id()) {
+    lock.unlock();
+    started->execute();
+    return started;
+  }
   if (state.caller_inside) throw InvalidArgument(kSecondThread);
   if (state.ending) throw GroupBroken(kClosed);
   state.queue.push_back(started);

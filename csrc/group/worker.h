@@ -25,6 +25,9 @@ class Worker {
   // Runs `body` on this thread when everything started before is over. InvalidArgument if another
   // thread is inside. Inside a `then`, whose turn it is, `body` runs at once.
   void run(const Body& body);
+  // Inside a `then` this too runs `body` at once: who waits there for the work must not wait for
+  // the thread that he is on, and the order of calls is that of a `then` which came too late for
+  // the worker and runs on the thread that adds it.
   std::shared_ptr<Work> start(Body body, Then then);
   // Runs `body` between two calls, when all that was started and who is inside is over; not at all
   // on a thread that is inside a call itself.

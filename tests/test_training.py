@@ -1,0 +1,292 @@
+"""Ways of training that torch brings, unchanged on pycomm: DDP with its hooks, compiled and with
+uneven inputs, ZeRO, pipelines and checkpoints. Each against gloo, and against one process.
+
+The functions `_...` are what the processes of torch_ranks.py run.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+# pytest finds the fixtures by name, so that they look unused.
+from torch_ranks import (  # noqa: F401
+    SIZES,
+    Run,
+    both_fixture,
+    pools_fixture,
+    run_fixture,
+    same,
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+STEPS = 3
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 20), nn.Tanh(), nn.Linear(20, 3)
+    )
+
+
+def _batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(4, 16, generator=made), torch.randn(4, 3, generator=made)
+
+
+def _step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def _parameters(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.02)
+
+
+def _alone(ranks: int) -> list[torch.Tensor]:
+    """What one process makes of the batches of all ranks."""
+    model = _model()
+    optimizer = _adam(model)
+    for step in range(STEPS):
+        batches = [_batch(rank, step) for rank in range(ranks)]
+        _step(model, *(torch.cat(part) for part in zip(*batches, strict=True)), optimizer)
+    return _parameters(model)
+
+
+def _ddp(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    for step in range(STEPS):
+        _step(model, *_batch(dist.get_rank(), step), optimizer)
+    return _parameters(model)
+
+
+def _zero() -> list[list[torch.Tensor]]:
+    """ZeRO and plain Adam, which it must equal bit by bit; and its state, gathered on rank 0."""
+    plain = DistributedDataParallel(_model())
+    wanted = _ddp(plain, _adam(plain))
+    results = [wanted]
+    for overlap in (False, True):  # parameters_as_bucket_view
+        model = DistributedDataParallel(_model())
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(),
+            optimizer_class=torch.optim.Adam,
+            lr=0.02,
+            parameters_as_bucket_view=overlap,
+        )
+        got = _ddp(model, optimizer)
+        for a, b in zip(got, wanted, strict=True):
+            same(a, b, "ZeRO equals Adam")
+        optimizer.consolidate_state_dict(to=0)
+        if dist.get_rank() == 0:
+            assert len(optimizer.state_dict()["state"]) == len(got)
+        results.append(got)
+    return results
+
+
+@SIZES
+def test_zero_equals_adam(both: Run, size: int) -> None:
+    for results in both(size, _zero):
+        torch.testing.assert_close(results[0], _alone(size), rtol=1e-4, atol=1e-5)
+
+
+def _bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook, which DDP refuses by its own name where there is no GPU."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+HOOKS = {"plain": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}
+HOOKS["bf16"] = _bf16
+
+
+def _hooks() -> dict[str, list[torch.Tensor]]:
+    found = {}
+    for name, hook in HOOKS.items():
+        model = DistributedDataParallel(_model())
+        model.register_comm_hook(None, hook)
+        found[name] = _ddp(model, _adam(model))
+    return found
+
+
+@SIZES
+def test_ddp_with_compressing_hooks(run: Run, size: int, both: Run) -> None:
+    """Sums of 16 bits of more than two ranks are rounded once here and at each step in gloo."""
+    everyone = (both if size == 2 else run)(size, _hooks)
+    alone = _alone(size)
+    loose = {"plain": 1e-5, "fp16": 0.02, "bf16": 0.06}
+    for found in everyone:
+        for name, got in found.items():
+            torch.testing.assert_close(got, alone, rtol=1e-4, atol=loose[name])
+            for mine, first in zip(got, everyone[0][name], strict=True):
+                same(mine, first, (name, "ranks agree"))
+
+
+def _power_sgd() -> list[torch.Tensor]:
+    model = DistributedDataParallel(_model())
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return _ddp(model, _adam(model))
+
+
+@SIZES
+def test_power_sgd_whose_callbacks_wait_for_calls(run: Run, size: int) -> None:
+    """On pycomm alone: gloo ends the process when a callback is the last to hold its group."""
+    everyone = run(size, _power_sgd)
+    for got in everyone:
+        torch.testing.assert_close(got, _alone(size), rtol=1e-4, atol=0.1)
+        for mine, first in zip(got, everyone[0], strict=True):
+            same(mine, first, "ranks agree")
+
+
+class _Wide(nn.Module):
+    """Two of DDP's buckets and more. A class of its own: the compiler skips torch's containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.last = nn.Linear(16, 600), nn.Linear(600, 3)
+        self.inner = nn.ModuleList(nn.Linear(600, 600) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.inner:
+            x = layer(x).tanh()
+        return self.last(x)
+
+
+def _compiled() -> list[list[torch.Tensor]]:
+    """A compiled DDP model, cut at DDP's buckets into graphs, and the same uncompiled."""
+    results = []
+    for compiled in (False, True):
+        model = DistributedDataParallel(_Wide(), bucket_cap_mb=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        graphs: list[torch.fx.GraphModule] = []
+
+        def keep(graph: torch.fx.GraphModule, _inputs: Any, graphs: Any = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        called = torch.compile(model, backend=keep) if compiled else model
+        for step in range(STEPS):
+            _step(called, *_batch(dist.get_rank(), step), optimizer)
+        assert len(graphs) >= 2 * compiled
+        results.append(_parameters(model))
+    torch.testing.assert_close(*results)
+    return results
+
+
+def test_compiled_ddp(both: Run) -> None:
+    both(2, _compiled)
+
+
+def _uneven() -> list[torch.Tensor]:
+    """Rank r has r + 2 batches; who has none left shadows the others' collectives."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(_model())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.SGD, lr=0.05
+    )
+    with Join([model, optimizer]):
+        for step in range(rank + 2):
+            _step(model, *_batch(rank, step), optimizer)
+    return _parameters(model)
+
+
+@SIZES
+def test_uneven_inputs_under_join(both: Run, size: int) -> None:
+    everyone = both(size, _uneven)
+    for got in everyone:
+        for mine, first, before in zip(got, everyone[0], _parameters(_model()), strict=True):
+            same(mine, first, "ranks agree")
+            assert not torch.equal(mine, before)
+
+
+def _pipeline() -> list[torch.Tensor]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    results = []
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        torch.manual_seed(3)
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(size)]
+        x, y = torch.randn(8, 8), torch.randn(8, 8)
+        stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
+        run = schedule(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            run.step(x)
+        elif rank == size - 1:
+            run.step(target=y, losses=losses)
+        else:
+            run.step()
+        gradients = [p.grad.clone() for p in layers[rank].parameters() if p.grad is not None]
+        assert len(gradients) == 2
+        for layer in layers:
+            layer.zero_grad()
+        nn.functional.mse_loss(nn.Sequential(*layers)(x), y).backward()
+        for got, parameter in zip(gradients, layers[rank].parameters(), strict=True):
+            torch.testing.assert_close(got, parameter.grad)
+        results += gradients
+    return results
+
+
+@SIZES
+def test_pipelines_equal_one_process(both: Run, size: int) -> None:
+    both(size, _pipeline)
+
+
+WHOLE = torch.arange(10 * 3.0).reshape(10, 3)
+
+
+def _state(fill: float | None) -> dict[str, Any]:
+    """A state with a sharded tensor, a replicated one and a number."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = WHOLE if fill is None else torch.full_like(WHOLE, fill)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    replicated = torch.arange(4.0) if fill is None else torch.full((4,), fill)
+    return {"sharded": sharded, "replicated": replicated, "step": 7 if fill is None else 0}
+
+
+def _save(folder: str) -> None:
+    dcp.save(_state(None), checkpoint_id=f"{folder}/now")
+    own = dist.new_group()  # a thread saves: it must not share the order of the calls of this one
+    saving = dcp.async_save(_state(None), checkpoint_id=f"{folder}/later", process_group=own)
+    x = torch.ones(3)
+    for _ in range(20):
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+    saving.result()  # type: ignore[union-attr]
+    assert (x == 1).all()
+
+
+def _load(folder: str) -> None:
+    for name in ("now", "later"):
+        state = _state(-1.0)
+        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        assert isinstance(state["sharded"], DTensor)
+        same(state["sharded"].full_tensor(), WHOLE, name)
+        same(state["replicated"], torch.arange(4.0), name)
+        assert state["step"] == 7
+
+
+def test_checkpoint_saved_by_two_loaded_by_three(run: Run, tmp_path: Path) -> None:
+    run(2, _save, str(tmp_path / "checkpoints"))
+    run(2, _load, str(tmp_path / "checkpoints"))
+    run(3, _load, str(tmp_path / "checkpoints"))
