@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from pycomm import _core, config, rendezvous
@@ -230,6 +230,7 @@ def shutdown() -> None:
     with _state.lock:
         group, adopted = _state.group, _state.adopted
         _state.group, _state.adopted = None, False
+        getattr(_thread, "adopted", []).clear()
         if group is not None:
             _state.ended = "the default group was closed by pycomm.shutdown()"
             if not adopted:
@@ -242,7 +243,10 @@ def is_initialized() -> bool:
 
 
 def _find() -> Group | None:
-    return getattr(_thread, "group", None) or _state.group
+    own: Group | None = getattr(_thread, "group", None)
+    if own is None:
+        own = next(iter(getattr(_thread, "adopted", ())), None)
+    return own or _state.group
 
 
 def default() -> Group:
@@ -287,22 +291,31 @@ def set_num_threads(n: int) -> None:
     _state.num_threads = n
 
 
-def adopt(
-    core: _core.Group | None, store: Store | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> None:
-    """Makes torch's engine the default group, or forgets it (None). Called by torch_backend."""
+def adopt(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], None]:
+    """Makes torch's engine the default group; gives what forgets it. Called by torch_backend.
+
+    Where the process has one already, as when ranks are threads, it is that of this thread alone.
+    """
+    group = Group(core, store, timeout_s)
+    own: list[Group] = [group]
     with _state.lock:
-        if core is None:
-            if _state.adopted:
+        if _state.group is None:
+            _state.group, _state.adopted = group, True
+        _thread.adopted = own
+
+    def forget() -> None:
+        with _state.lock:
+            own.clear()
+            if _state.group is group:
                 _state.group, _state.adopted = None, False
                 _state.ended = "torch's process group was destroyed"
-            return
-        _state.group, _state.adopted = Group(core, store, timeout_s), True
+
+    return forget
 
 
 def default_core() -> _core.Group | None:
-    """The engine of the default group, for torch_backend to build on; None before init."""
-    group = _find()
+    """The engine behind `init` or `run_ranks`, for torch_backend to build on; None without one."""
+    group = getattr(_thread, "group", None) or (None if _state.adopted else _state.group)
     return None if group is None else group._core
 
 

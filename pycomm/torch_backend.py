@@ -92,8 +92,7 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
     core = _connect(store, options, timeout) if shared is None else shared
     ended = None
     if shared is None and not options.global_ranks_in_group:
-        groups.adopt(core, store, timeout.total_seconds())
-        ended = functools.partial(groups.adopt, None)
+        ended = groups.adopt(core, store, timeout.total_seconds())
     backend: _c10d.Backend = module.Backend(core._capsule(), ours, shared is None, ended)
     return backend
 

@@ -1,7 +1,7 @@
 // What the engine may do with a torch tensor: its dtype, its memory, and the copies around a call.
 //
 // Knows no verb (c10d_verbs.h) and no group. Everything here happens before a byte moves, so every
-// error is the caller's and leaves the group usable. Included by c10d.cpp only.
+// error is the caller's and leaves the group usable. Included by c10d_*.h only.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,6 +9,9 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -19,8 +22,8 @@
 
 namespace pycomm::bindings {
 
-// One verb of torch's, ready for the engine: calls in order, then copies. Tensors in `held` are
-// memory that the calls use and nobody else owns.
+// One verb of torch's, ready for the engine: calls in order, then what depends on their results,
+// then copies. Tensors in `held` are memory that the calls use and nobody else owns.
 struct Job {
   c10d::OpType type;
   const char* title;  // the profiler's: "pycomm:" and the verb
@@ -28,7 +31,10 @@ struct Job {
   std::vector<at::Tensor> outputs{};  // the value of the future
   c10::SmallVector<Call, 1> calls{};
   std::vector<at::Tensor> held{};
+  // More calls, made when the job's only call is over; the limit is that call's.
+  std::function<void(Group&, std::chrono::nanoseconds)> after{};
   std::vector<std::pair<at::Tensor, at::Tensor>> copies{};  // to, from
+  std::shared_ptr<int> source{};                            // recv from any: from whom
 
   std::string verb() const { return std::string(title).substr(sizeof("pycomm:") - 1); }
   [[noreturn]] void refuse(const std::string& why) const {
@@ -188,8 +194,8 @@ inline at::Tensor writable(Job& job, const at::Tensor& tensor, Values values) {
 inline char* bytes_at(const at::Tensor& plain) { return static_cast<char*>(plain.data_ptr()); }
 
 struct Memory {
-  const char* begin;
-  const char* end;
+  char* begin;
+  char* end;
 };
 inline Memory memory_of(const at::Tensor& plain) {
   return {bytes_at(plain), bytes_at(plain) + plain.nbytes()};

@@ -1,13 +1,11 @@
 // What each verb of torch's means in calls of the engine: tensors in, a Job out.
 //
-// Pure but for the copies that a layout needs: nothing is sent here. Verbs that the engine does not
-// have (gather, scatter, all-to-all) are sends and receives. Included by c10d.cpp only.
+// Pure but for the copies that a layout needs: nothing is sent here. Verbs in which ranks give each
+// other different things (gather, scatter, all-to-all, messages) stand in c10d_exchange.h. Included
+// by c10d_*.h only.
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
-#include <numeric>
-#include <tuple>
 #include <vector>
 
 #include "bindings/c10d_tensors.h"
@@ -84,21 +82,22 @@ inline Job all_reduce(const Tensors& tensors, const c10d::ReduceOp& op, c10d::Op
   return job;
 }
 
-// An all-reduce whose result all but the root throw away.
+inline void add_reduce(Job& job, Seat seat, const at::Tensor& tensor, const c10d::ReduceOp& op,
+                       int root) {
+  const bool is_root = seat.rank == root;
+  const at::Tensor plain = is_root ? writable(job, tensor, Values::kept) : readable(job, tensor);
+  Call call = reducing(job, Operation::reduce, plain, op);
+  call.input = bytes_at(scaled(job, plain, op));
+  if (is_root) call.output = bytes_at(plain);
+  call.peer = root;
+  job.calls.push_back(call);
+}
+
 inline Job reduce(Seat seat, const Tensors& tensors, const c10d::ReduceOptions& opts) {
   Job job{c10d::OpType::REDUCE, "pycomm:reduce", tensors, tensors};
   const at::Tensor& tensor = only(job, tensors);
   check_root(job, seat, opts.rootRank, opts.rootTensor);
-  if (seat.rank == opts.rootRank) {
-    add_all_reduce(job, tensor, opts.reduceOp);
-    return job;
-  }
-  const at::Tensor in = scaled(job, readable(job, tensor), opts.reduceOp);
-  job.held.push_back(at::empty(in.sizes(), in.options()));
-  Call call = reducing(job, Operation::all_reduce, in, opts.reduceOp);
-  call.input = bytes_at(in);
-  call.output = bytes_at(job.held.back());
-  job.calls.push_back(call);
+  add_reduce(job, seat, tensor, opts.reduceOp, static_cast<int>(opts.rootRank));
   return job;
 }
 
@@ -117,24 +116,52 @@ inline Job broadcast(Seat seat, const Tensors& tensors, const c10d::BroadcastOpt
 
 // One array for all of `outputs`: their own memory if it is one, else a stand-in.
 inline char* gathered(Job& job, const Tensors& outputs) {
-  for (const auto& output : outputs)
+  int64_t all = 0;
+  for (const auto& output : outputs) {
     if (!is_free_of_overlap(output)) job.refuse("elements of an output share memory");
+    all += output.numel();
+  }
   if (are_pieces_of_one(outputs)) return bytes_at(outputs.front());
-  const int64_t count = outputs.front().numel();
-  const auto size = static_cast<int64_t>(outputs.size());
-  const at::Tensor flat = at::empty({count * size}, outputs.front().options());
-  for (int64_t i = 0; i < size; ++i)
-    job.copies.emplace_back(outputs[static_cast<size_t>(i)], flat.narrow(0, i * count, count));
+  const at::Tensor flat = at::empty({all}, outputs.front().options());
+  int64_t begin = 0;
+  for (const auto& output : outputs) {
+    job.copies.emplace_back(output, flat.narrow(0, begin, output.numel()));
+    begin += output.numel();
+  }
   return bytes_at(flat);
 }
 
+// One array of all `inputs`: their own memory if it is one, else a copy that the job holds.
+inline at::Tensor flattened(Job& job, const Tensors& inputs) {
+  BelowAutograd guard;
+  int64_t all = 0;
+  for (const auto& input : inputs) all += input.numel();
+  if (are_pieces_of_one(inputs)) return inputs.front().as_strided({all}, {1});
+  const at::Tensor flat = at::empty({all}, inputs.front().options());
+  int64_t begin = 0;
+  for (const auto& input : inputs) {
+    flat.narrow(0, begin, input.numel()).view(input.sizes()).copy_(input);
+    begin += input.numel();
+  }
+  job.held.push_back(flat);
+  return flat;
+}
+
 // A plain input that does not share memory with the output, but for this rank's place in it.
-inline at::Tensor apart(Job& job, const at::Tensor& input, Memory output, Seat seat) {
-  if (!share(memory_of(input), output) ||
-      bytes_at(input) == output.begin + static_cast<size_t>(seat.rank) * input.nbytes())
-    return input;
+inline at::Tensor apart(Job& job, const at::Tensor& input, Memory output, const char* place) {
+  if (!share(memory_of(input), output) || bytes_at(input) == place) return input;
   job.held.push_back(input.clone());
   return job.held.back();
+}
+
+// A plain output that does not share memory with the input, but for this rank's place in it.
+inline at::Tensor apart(Job& job, const at::Tensor& output, const at::Tensor& input, Seat seat) {
+  if (!share(memory_of(output), memory_of(input)) ||
+      bytes_at(output) == bytes_at(input) + static_cast<size_t>(seat.rank) * output.nbytes())
+    return output;
+  const at::Tensor stand_in = at::empty(output.sizes(), output.options());
+  job.copies.emplace(job.copies.begin(), output, stand_in);  // before `output` itself is copied
+  return stand_in;
 }
 
 inline void add_all_gather(Job& job, const at::Tensor& input, char* output) {
@@ -144,17 +171,41 @@ inline void add_all_gather(Job& job, const at::Tensor& input, char* output) {
   job.calls.push_back(call);
 }
 
+// Elements of the engine in each of `tensors`, which lie after one another.
+inline std::vector<size_t> counts_of(const Tensors& tensors) {
+  std::vector<size_t> counts;
+  for (const auto& tensor : tensors)
+    counts.push_back(static_cast<size_t>(tensor.numel()) * moved_as(tensor).parts);
+  return counts;
+}
+
+inline bool are_equal(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.numel() == tensors.front().numel();
+  });
+}
+
+// The outputs may differ in size, in the same way on all ranks.
 inline void add_all_gather(Job& job, Seat seat, const Tensors& outputs, const at::Tensor& input) {
   if (outputs.size() != static_cast<size_t>(seat.size))
     job.refuse("takes " + std::to_string(seat.size) + " outputs for an input, one for each rank");
   const at::Tensor plain = readable(job, input);
   for (const auto& output : outputs) {
     check_place(job, output);
-    check_elements(job, output, plain, plain.numel());
+    check_elements(job, output, plain, output.numel());
   }
+  check_elements(job, plain, plain, outputs[static_cast<size_t>(seat.rank)].numel());
   char* const flat = gathered(job, outputs);
-  const size_t all = plain.nbytes() * outputs.size();
-  add_all_gather(job, apart(job, plain, {flat, flat + all}, seat), flat);
+  size_t begin = 0, all = 0;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (i == static_cast<size_t>(seat.rank)) begin = all;
+    all += outputs[i].nbytes();
+  }
+  add_all_gather(job, apart(job, plain, {flat, flat + all}, flat + begin), flat);
+  if (!are_equal(outputs)) {
+    job.calls.back().counts = counts_of(outputs);
+    job.calls.back().count = 0;
+  }
   job.outputs.insert(job.outputs.end(), outputs.begin(), outputs.end());
 }
 
@@ -188,7 +239,8 @@ inline Job all_gather_into(Seat seat, const Tensors& outputs, const Tensors& inp
     const at::Tensor input = readable(job, inputs[i]);
     check_elements(job, outputs[i], input, input.numel() * seat.size);
     const at::Tensor output = writable(job, outputs[i], Values::unused);
-    add_all_gather(job, apart(job, input, memory_of(output), seat), bytes_at(output));
+    const char* const place = bytes_at(output) + static_cast<size_t>(seat.rank) * input.nbytes();
+    add_all_gather(job, apart(job, input, memory_of(output), place), bytes_at(output));
   }
   return job;
 }
@@ -197,17 +249,25 @@ inline void add_reduce_scatter(Job& job, Seat seat, const at::Tensor& output,
                                const at::Tensor& input, const c10d::ReduceOp& op) {
   check_elements(job, input, output, output.numel() * seat.size);
   const at::Tensor in = scaled(job, input, op);
-  at::Tensor out = writable(job, output, Values::unused);
-  if (share(memory_of(out), memory_of(in)) &&
-      bytes_at(out) != bytes_at(in) + static_cast<size_t>(seat.rank) * out.nbytes()) {
-    const at::Tensor stand_in = at::empty(out.sizes(), out.options());
-    job.copies.emplace(job.copies.begin(), out, stand_in);  // before `out` itself is copied
-    out = stand_in;
-  }
+  const at::Tensor out = apart(job, writable(job, output, Values::unused), in, seat);
   Call call = reducing(job, Operation::reduce_scatter, out, op);
   call.input = bytes_at(in);
   call.output = bytes_at(out);
   job.calls.push_back(call);
+}
+
+// Inputs that differ in size, in the same way on all ranks: a reduce for each.
+inline void add_reduces(Job& job, Seat seat, const at::Tensor& output, const c10d::ReduceOp& op) {
+  if (!is_free_of_overlap(output)) job.refuse("elements of the output share memory");
+  for (int root = 0; root < seat.size; ++root) {
+    at::Tensor input = job.inputs[static_cast<size_t>(root)];
+    if (root == seat.rank) {
+      BelowAutograd guard;
+      input = input.clone(at::MemoryFormat::Contiguous);
+      job.copies.emplace_back(output, input);
+    }
+    add_reduce(job, seat, input, op, root);
+  }
 }
 
 inline Job reduce_scatter(Seat seat, const Tensors& outputs, const std::vector<Tensors>& inputs,
@@ -219,16 +279,16 @@ inline Job reduce_scatter(Seat seat, const Tensors& outputs, const std::vector<T
   if (inputs.size() != 1 || inputs.front().size() != static_cast<size_t>(seat.size))
     job.refuse("takes one list of " + std::to_string(seat.size) + " inputs, one for each rank");
   job.inputs = inputs.front();
-  BelowAutograd guard;
-  job.held.push_back(at::empty({output.numel() * seat.size}, output.options()));
-  const at::Tensor flat = job.held.back();
-  for (int64_t i = 0; i < seat.size; ++i) {
-    const at::Tensor& input = job.inputs[static_cast<size_t>(i)];
+  for (const auto& input : job.inputs) {
     check_place(job, input);
-    check_elements(job, input, output, output.numel());
-    flat.narrow(0, i * output.numel(), output.numel()).view(input.sizes()).copy_(input);
+    check_elements(job, input, output, input.numel());
   }
-  add_reduce_scatter(job, seat, output, flat, op);
+  check_elements(job, output, output, job.inputs[static_cast<size_t>(seat.rank)].numel());
+  if (are_equal(job.inputs)) {
+    add_reduce_scatter(job, seat, output, flattened(job, job.inputs), op);
+  } else {
+    add_reduces(job, seat, output, op);
+  }
   return job;
 }
 
@@ -240,160 +300,6 @@ inline Job reduce_scatter_from(Seat seat, const Tensors& outputs, const Tensors&
     check_place(job, outputs[i]);
     add_reduce_scatter(job, seat, outputs[i], readable(job, inputs[i]), op);
   }
-  return job;
-}
-
-inline void add_send(Job& job, const at::Tensor& tensor, int peer, uint32_t tag) {
-  const at::Tensor plain = readable(job, tensor);
-  Call call = moving(Operation::send, plain);
-  call.input = bytes_at(plain);
-  call.peer = peer;
-  call.tag = tag;
-  job.calls.push_back(call);
-}
-
-inline void add_recv(Job& job, const at::Tensor& tensor, int peer, uint32_t tag) {
-  const at::Tensor plain = writable(job, tensor, Values::unused);
-  Call call = moving(Operation::recv, plain);
-  call.output = bytes_at(plain);
-  call.peer = peer;
-  call.tag = tag;
-  job.calls.push_back(call);
-}
-
-// Sends and receives of several ranks in an order in which they cannot wait for each other in a
-// ring: all ranks agree on it (pairs in order; within a pair, from the lower rank to the higher
-// first), so the first transfer that is not over always has both its ends at work.
-template <typename Calls>
-void sort_transfers(Calls& calls, int rank) {
-  const auto place = [rank](const Call& call) {
-    const bool up = (call.operation == Operation::send) == (rank < call.peer);
-    return std::tuple(std::min(rank, call.peer), std::max(rank, call.peer), !up);
-  };
-  std::stable_sort(calls.begin(), calls.end(),
-                   [&](const Call& a, const Call& b) { return place(a) < place(b); });
-}
-
-// Tags of the verbs that are made of sends; torch's own are below 2^31.
-inline uint32_t verb_tag(const Job& job) { return (1U << 31) + static_cast<uint32_t>(job.type); }
-
-inline Job send(const Tensors& tensors, int peer, int tag) {
-  Job job{c10d::OpType::SEND, "pycomm:send", tensors, tensors};
-  add_send(job, only(job, tensors), peer, static_cast<uint32_t>(tag));
-  return job;
-}
-
-inline Job recv(const Tensors& tensors, int peer, int tag) {
-  Job job{c10d::OpType::RECV, "pycomm:recv", tensors, tensors};
-  add_recv(job, only(job, tensors), peer, static_cast<uint32_t>(tag));
-  return job;
-}
-
-// What stays on this rank is copied, after the transfers.
-inline void add_own(Job& job, const at::Tensor& to, const at::Tensor& from) {
-  check_place(job, to);
-  check_elements(job, to, from, from.numel());
-  if (!is_free_of_overlap(to)) job.refuse("elements of an output share memory");
-  job.copies.emplace_back(to, readable(job, from));
-}
-
-inline Job gather(Seat seat, const std::vector<Tensors>& outputs, const Tensors& inputs,
-                  const c10d::GatherOptions& opts) {
-  Job job{.type = c10d::OpType::GATHER, .title = "pycomm:gather", .inputs = inputs};
-  const at::Tensor& input = only(job, inputs);
-  check_root(job, seat, opts.rootRank);
-  const int root = static_cast<int>(opts.rootRank);
-  if (seat.rank != root) {
-    if (!outputs.empty()) job.refuse("only the root takes outputs");
-    add_send(job, input, root, verb_tag(job));
-    return job;
-  }
-  if (outputs.size() != 1 || outputs.front().size() != static_cast<size_t>(seat.size))
-    job.refuse("the root takes one list of " + std::to_string(seat.size) + " outputs");
-  job.outputs = outputs.front();
-  for (int peer = 0; peer < seat.size; ++peer) {
-    const at::Tensor& output = job.outputs[static_cast<size_t>(peer)];
-    check_elements(job, output, input, input.numel());
-    if (peer == root)
-      add_own(job, output, input);
-    else
-      add_recv(job, output, peer, verb_tag(job));
-  }
-  return job;
-}
-
-inline Job scatter(Seat seat, const Tensors& outputs, const std::vector<Tensors>& inputs,
-                   const c10d::ScatterOptions& opts) {
-  Job job{.type = c10d::OpType::SCATTER, .title = "pycomm:scatter", .outputs = outputs};
-  const at::Tensor& output = only(job, outputs);
-  check_root(job, seat, opts.rootRank);
-  const int root = static_cast<int>(opts.rootRank);
-  if (seat.rank != root) {
-    if (!inputs.empty()) job.refuse("only the root takes inputs");
-    job.inputs = outputs;
-    add_recv(job, output, root, verb_tag(job));
-    return job;
-  }
-  if (inputs.size() != 1 || inputs.front().size() != static_cast<size_t>(seat.size))
-    job.refuse("the root takes one list of " + std::to_string(seat.size) + " inputs");
-  job.inputs = inputs.front();
-  for (int peer = 0; peer < seat.size; ++peer) {
-    const at::Tensor& input = job.inputs[static_cast<size_t>(peer)];
-    check_elements(job, input, output, output.numel());
-    if (peer == root)
-      add_own(job, output, input);
-    else
-      add_send(job, input, peer, verb_tag(job));
-  }
-  return job;
-}
-
-inline Job all_to_all(Seat seat, const Tensors& outputs, const Tensors& inputs, c10d::OpType type) {
-  Job job{.type = type, .title = "pycomm:all_to_all", .inputs = inputs, .outputs = outputs};
-  const auto size = static_cast<size_t>(seat.size);
-  if (outputs.size() != size || inputs.size() != size)
-    job.refuse("takes " + std::to_string(size) + " inputs and as many outputs");
-  for (int peer = 0; peer < seat.size; ++peer) {
-    const auto& output = outputs[static_cast<size_t>(peer)];
-    const auto& input = inputs[static_cast<size_t>(peer)];
-    check_elements(job, input, output, input.numel());
-    if (peer == seat.rank) {
-      add_own(job, output, input);
-    } else {
-      add_send(job, input, peer, verb_tag(job));
-      add_recv(job, output, peer, verb_tag(job));
-    }
-  }
-  sort_transfers(job.calls, seat.rank);
-  return job;
-}
-
-// Rows of `tensor` for each rank: as many as `splits` says or, where it is empty, as many for each.
-inline Tensors pieces(const Job& job, Seat seat, const at::Tensor& tensor,
-                      const std::vector<int64_t>& splits) {
-  check_place(job, tensor);
-  if (!is_free_of_overlap(tensor)) job.refuse("elements of a tensor share memory; pass a clone()");
-  const int64_t rows = tensor.dim() == 0 ? 0 : tensor.size(0);
-  std::vector<int64_t> sizes = splits;
-  if (splits.empty()) sizes.assign(static_cast<size_t>(seat.size), rows / seat.size);
-  if (sizes.size() != static_cast<size_t>(seat.size) ||
-      std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) != rows)
-    job.refuse("the " + std::to_string(rows) + " rows of a tensor are not what " +
-               std::to_string(seat.size) + " splits add up to");
-  return tensor.split_with_sizes(sizes, 0);
-}
-
-inline Job all_to_all_rows(Seat seat, const at::Tensor& output, const at::Tensor& input,
-                           const std::vector<int64_t>& output_splits,
-                           const std::vector<int64_t>& input_splits) {
-  const Job refusing{.type = c10d::OpType::ALLTOALL_BASE, .title = "pycomm:all_to_all"};
-  const Tensors to = pieces(refusing, seat, output, output_splits);
-  Tensors from = pieces(refusing, seat, input, input_splits);
-  if (output.storage().is_alias_of(input.storage()))
-    from = pieces(refusing, seat, input.clone(), input_splits);
-  Job job = all_to_all(seat, to, from, refusing.type);
-  job.inputs = {input};
-  job.outputs = {output};
   return job;
 }
 

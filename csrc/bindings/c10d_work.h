@@ -2,7 +2,7 @@
 //
 // A Job's calls end on the engine's worker (or on the caller's thread); the last one to end copies
 // the results back, finishes the Work and its future, if anybody asked for one. Included by
-// c10d.cpp only.
+// c10d_backend.h only.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -71,6 +71,16 @@ class EngineWork : public c10d::Work {
 
   const Job& job() const { return job_; }
 
+  // Makes the calls that depend on the first one's result; gives their error.
+  std::exception_ptr follow(Group& group) noexcept {
+    try {
+      if (job_.after) job_.after(group, job_.calls.front().timeout);
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  }
+
   // `count` of the calls are over. The first error wins; the last call finishes the work.
   void land(size_t count, const std::exception_ptr& error) noexcept {
     if (error && !failed_.exchange(true)) error_ = error;
@@ -82,6 +92,7 @@ class EngineWork : public c10d::Work {
     }
     job_.held.clear();
     job_.copies.clear();
+    job_.after = {};
     finish(error_);
     over_.store(true, std::memory_order_release);
     settle();
@@ -121,6 +132,10 @@ class EngineWork : public c10d::Work {
   }
 
   std::vector<at::Tensor> result() override { return job_.outputs; }
+  int sourceRank() const override {
+    if (job_.type == c10d::OpType::RECV) return job_.calls.front().peer;
+    return job_.source ? *job_.source : c10d::Work::sourceRank();
+  }
   uint64_t getSequencenumber() const override { return sequence_; }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {

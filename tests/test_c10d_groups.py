@@ -1,0 +1,318 @@
+"""Groups of the backend "pycomm": made, split, meshed, aborted, waited for, and as threads.
+
+The functions `_...` are what the processes of torch_ranks.py run; test_c10d.py has the verbs.
+"""
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# pytest finds the fixtures by name, so that they look unused.
+from torch_ranks import SIZES, Run, pools_fixture, run_fixture, same  # noqa: F401
+
+import pycomm
+from pycomm import torch_backend
+from pycomm.errors import Error, GroupBroken, Timeout
+
+pytestmark = pytest.mark.timeout(120)
+
+CPU = torch.device("cpu")
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _sum_of_ranks(group: dist.ProcessGroup, members: list[int]) -> None:
+    x = torch.full((5,), float(dist.get_rank()))
+    dist.all_reduce(x, group=group)
+    assert (x == sum(members)).all()
+
+
+def _subsets() -> None:
+    rank = dist.get_rank()
+    for members in ([1, 2], [0, 2], [2]):
+        group = dist.new_group(members)
+        if rank in members:
+            assert dist.get_process_group_ranks(group) == members
+            calls = torch_backend.stats(group)["calls"]
+            _sum_of_ranks(group, members)
+            assert torch_backend.stats(group)["calls"] == calls + 1
+            y = torch.tensor([float(rank)])
+            dist.broadcast(y, src=members[-1], group=group)
+            assert y.item() == members[-1]
+            dist.destroy_process_group(group)
+        else:
+            assert group is dist.GroupMember.NON_GROUP_MEMBER
+    mine = [0, 1] if rank < 2 else [2]  # only the members come
+    local = dist.new_group(mine, use_local_synchronization=True)
+    _sum_of_ranks(local, mine)
+    short = dist.new_group(timeout=timedelta(milliseconds=300))
+    options = short._get_backend(CPU).options
+    assert options._timeout == timedelta(milliseconds=300)
+    assert dist.group.WORLD._get_backend(CPU).options._timeout == timedelta(seconds=20)
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(Timeout):
+            dist.all_reduce(torch.ones(1), group=short)
+        assert 0.2 < time.monotonic() - start < 5
+        assert short._get_backend(CPU).get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT
+        _store().set("timed out", "yes")
+    _store().wait(["timed out"])
+    _sum_of_ranks(dist.group.WORLD, [0, 1, 2])  # the other groups stand
+
+
+def test_new_groups_of_some_ranks_and_with_other_limits(run: Run) -> None:
+    run(3, _subsets)
+
+
+def _limit_of_a_call() -> None:
+    group = dist.new_group()
+    if dist.get_rank() == 0:
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(milliseconds=200)
+        start = time.monotonic()
+        with pytest.raises(Timeout):
+            group._get_backend(CPU).allreduce([torch.ones(1)], options).wait()
+        assert 0.15 < time.monotonic() - start < 5
+        _store().set("over", "yes")
+    _store().wait(["over"])
+
+
+def test_a_call_has_its_own_limit(run: Run) -> None:
+    run(2, _limit_of_a_call)
+
+
+def _split() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = dist.group.WORLD
+    backend = world._get_backend(CPU)
+    assert backend.supports_splitting
+    options = copy.deepcopy(backend.options)
+    half = [r for r in range(size) if r % 2 == rank % 2]
+    part = world.split_group(half, opts=options, group_name=f"half {rank % 2}")
+    assert (part.rank(), part.size()) == (half.index(rank), len(half))
+    x = torch.full((3,), float(rank))
+    part.allreduce([x]).wait()
+    assert (x == sum(half)).all()
+    alone = world.split_group([size - 1], opts=options, group_name="alone")
+    assert (alone is None) == (rank != size - 1)
+    part._get_backend(CPU).shutdown()
+    _sum_of_ranks(world, list(range(size)))
+    backend.perform_nocolor_split(CPU)  # what new_group asks of ranks that it leaves out
+
+
+@SIZES
+def test_split_group(run: Run, size: int) -> None:
+    run(size, _split)
+
+
+def _mesh() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    row, column = mesh.get_group("rows"), mesh.get_group("columns")
+    assert dist.get_backend(row) == "pycomm"
+    assert dist.get_process_group_ranks(column) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    _sum_of_ranks(column, dist.get_process_group_ranks(column))
+    _sum_of_ranks(row, [rank % 2, rank % 2 + 2])
+    flat = mesh["rows", "columns"]._flatten("all")
+    _sum_of_ranks(flat.get_group(), [0, 1, 2, 3])
+
+
+def test_device_mesh(run: Run) -> None:
+    run(4, _mesh)
+
+
+def _abort() -> None:
+    group = dist.new_group()
+    backend = group._get_backend(CPU)
+    if dist.get_rank() == 1:
+        _store().wait(["waits"])
+        dist.distributed_c10d._abort_process_group(group)
+    else:
+        work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+        _store().set("waits", "yes")
+        start = time.monotonic()
+        with pytest.raises(Error, match="abort"):
+            work.wait()
+        assert time.monotonic() - start < 10, "long before the limit"
+        with pytest.raises(Error, match="abort"):
+            work.get_future().wait()
+    with pytest.raises(GroupBroken):
+        backend.allreduce([torch.ones(1)]).wait()
+    _sum_of_ranks(dist.group.WORLD, list(range(dist.get_world_size())))
+
+
+def test_abort_ends_the_calls_that_wait(run: Run) -> None:
+    run(2, _abort)
+    run(3, _abort)
+
+
+def _aborts_while_waiting_itself() -> None:
+    group = dist.new_group()
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+        group.abort()
+        with pytest.raises(Error, match="abort"):
+            work.wait()
+    _store().set(f"done {dist.get_rank()}", "yes")
+    _store().wait([f"done {r}" for r in range(2)])
+
+
+def test_abort_on_the_rank_that_waits(run: Run) -> None:
+    run(2, _aborts_while_waiting_itself)
+
+
+def _monitored() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    for wait_all in (False, True):
+        group.monitored_barrier(timedelta(seconds=20), wait_all_ranks=wait_all)
+    dist.all_reduce(torch.ones(3), group=group)
+    with pytest.raises(Timeout, match=f"Rank {rank} timed out in monitoredBarrier"):
+        group.monitored_barrier(timedelta(0))
+    limit = timedelta(milliseconds=300)
+    if rank == 0:
+        late = "Ranks " + ", ".join(map(str, range(1, size)))
+        with pytest.raises(Timeout, match=f"{late} failed to pass monitoredBarrier") as caught:
+            group.monitored_barrier(limit, wait_all_ranks=True)
+        assert caught.value.peer == 1
+    _store().set(f"through {rank}", "yes")
+    _store().wait([f"through {r}" for r in range(size)])
+
+
+def _one_is_late() -> None:
+    rank = dist.get_rank()
+    group = dist.new_group()
+    limit = timedelta(seconds=1)
+    if rank == 0:
+        with pytest.raises(Timeout, match="Rank 1 failed to pass monitoredBarrier in 1000 ms"):
+            group.monitored_barrier(limit)
+    elif rank == 2:
+        with pytest.raises(Error, match="Rank 2 successfully reached monitoredBarrier"):
+            group.monitored_barrier(timedelta(seconds=15))
+    _store().set(f"through {rank}", "yes")
+    _store().wait([f"through {r}" for r in range(3)])
+
+
+def test_monitored_barrier_names_who_did_not_come(run: Run) -> None:
+    run(2, _monitored)
+    run(3, _monitored)
+    run(3, _one_is_late)
+
+
+def _detail() -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = dist.new_group()
+        _sum_of_ranks(group, list(range(dist.get_world_size())))
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, dist.get_rank(), group=group)
+        assert gathered == list(range(dist.get_world_size()))
+        group.monitored_barrier()
+        assert torch_backend.stats(group)["calls"] > 0
+        with pytest.raises(RuntimeError, match="mismatch"):
+            dist.all_reduce(torch.ones(3 + dist.get_rank()), group=group)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_debug_level_detail(run: Run) -> None:
+    run(2, _detail)
+
+
+def _allocates() -> None:
+    backend = dist.group.WORLD._get_backend(CPU)
+    assert backend.supports_tensor_alloc(CPU)
+    x = backend.allocate_tensor(12, dtype=torch.bfloat16, device=CPU)
+    assert (x.shape, x.dtype, x.device) == ((12,), torch.bfloat16, CPU)
+    x.fill_(dist.get_rank() + 1)
+    dist.all_reduce(x)
+    assert (x == 3).all()
+
+
+def test_tensor_allocation(run: Run) -> None:
+    run(2, _allocates)
+
+
+class Threads:
+    """Ranks as threads of this process, each with torch's state of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.store = dist.HashStore()
+        self.failures: list[BaseException] = []
+
+    def run(self, fn: Callable[[int, int], None]) -> None:
+        from torch.testing._internal.distributed import multi_threaded_pg
+
+        multi_threaded_pg._install_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        try:
+            threads = [threading.Thread(target=self._one, args=(r, fn)) for r in range(self.size)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+            multi_threaded_pg._uninstall_threaded_pg()
+        if self.failures:
+            raise self.failures[0]
+
+    def _one(self, rank: int, fn: Callable[[int, int], None]) -> None:
+        try:
+            dist.init_process_group(
+                "pycomm",
+                rank=rank,
+                world_size=self.size,
+                store=self.store,
+                timeout=timedelta(seconds=20),
+            )
+            try:
+                with torch.autograd.set_multithreading_enabled(False):
+                    fn(rank, self.size)
+            finally:
+                dist.destroy_process_group()
+        except BaseException as error:
+            self.failures.append(error)
+
+
+def _as_a_thread(rank: int, size: int) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    _sum_of_ranks(dist.group.WORLD, list(range(size)))
+    group = pycomm.init()
+    assert (group.rank, group.size, pycomm.rank()) == (rank, size, rank)
+    pairs = [dist.new_group([r, (r + 1) % size]) for r in range(size)]
+    for r, pair in enumerate(pairs):
+        if rank in (r, (r + 1) % size):
+            _sum_of_ranks(pair, [r, (r + 1) % size])
+    x = functional.all_reduce(torch.full((4,), float(rank)), "sum", dist.group.WORLD)
+    assert (x == sum(range(size))).all()
+    model = torch.nn.Linear(2, 2)
+    for p in model.parameters():
+        torch.nn.init.constant_(p, 1.0)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    mean = sum(range(size)) / size
+    assert torch.allclose(model.module.weight.grad, torch.full((2, 2), mean))
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, threading.get_ident())
+    assert len(set(everyone)) == size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_as_threads(size: int) -> None:
+    assert not pycomm.is_initialized()
+    Threads(size).run(_as_a_thread)
+    assert not pycomm.is_initialized()
