@@ -106,6 +106,9 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
         text += (peer == missing[0] ? "; missing from this call: " : ", ") + name(peer) +
                 known_of(at(peer));
       if (!missing.empty()) fields.peer = missing[0];
+      if (const auto unmet = std::ranges::count_if(peers_, [](const Peer& p) { return !p.link; });
+          unmet > 1)  // oneself among them
+        text += "; not connected, and not asked: " + std::to_string(unmet - 1) + " ranks";
     }
     const Error told(error.kind(), text, fields);
     give_up(told);
@@ -142,6 +145,7 @@ void Engine::drive(Task& task, const Deadline& deadline) {
 // Arms, looks once more, and only then sleeps: so no wake-up is lost.
 void Engine::sleep(Task& task, const Deadline& deadline) {
   polled_.assign(1, {wake_.get(), POLLIN, 0});
+  if (options_.dialer) polled_.push_back({options_.dialer->descriptor(), POLLIN, 0});
   armed_.clear();
   for (size_t i = 0; i < peers_.size(); ++i) {
     const Peer& peer = peers_[i];
@@ -154,7 +158,8 @@ void Engine::sleep(Task& task, const Deadline& deadline) {
     Engine& engine;
     ~Disarm() {
       for (size_t i = 0; i < engine.armed_.size(); ++i)
-        engine.armed_[i]->disarm(engine.polled_[i + 1].revents);
+        engine.armed_[i]->disarm(
+            engine.polled_[engine.polled_.size() - engine.armed_.size() + i].revents);
     }
   };
   int woken = 1;
@@ -167,6 +172,7 @@ void Engine::sleep(Task& task, const Deadline& deadline) {
                    static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
   }
   if (woken <= 0) asked_ = {};  // a signal, or nothing happened for long
+  if (woken == 0 && task.receiving_from() >= 0) want(task.receiving_from());
   (void)tend_all();
   if (task.done() || task.advance()) return;
   check_needed(task);
@@ -200,14 +206,42 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
 void Engine::check_needed(const Task& task) {
   for (const int peer : {task.receiving_from(), task.sending_to()})
     if (peer != kNobody && at(peer).departed)
-      throw PeerLost(name(peer) + " has left the group: " + *at(peer).departed, {.peer = peer});
-  if (awaited_ && awaited_->from == kAnybody &&
+      throw PeerLost(name(peer) + " " + *at(peer).departed, {.peer = peer});
+  if (awaited_ && awaited_->from == kAnybody && options_.dialer == nullptr &&
       std::ranges::all_of(peers_, [](const Peer& who) { return !who.link || who.departed; }))
     throw PeerLost("everybody else has left the group, and no message came before");
 }
 
+// Whoever sends calls. Who has waited for long to receive calls too: for all it knows the other has
+// died, and of a rank that one never met one learns it only so.
+void Engine::want(int peer) {
+  Peer& who = at(peer);
+  if (who.link || who.wanted || who.departed || options_.dialer == nullptr) return;
+  who.wanted = true;
+  who.heard = Clock::now();
+  options_.dialer->want(peer);
+}
+
+// True if somebody was met, or is not to be had.
+bool Engine::admit() {
+  if (options_.dialer == nullptr) return false;
+  std::vector<Arrival> arrivals = options_.dialer->take();
+  for (Arrival& arrival : arrivals) {
+    Peer& who = at(arrival.peer);
+    if (who.link) continue;
+    if (!arrival.channel) {
+      who.departed = "cannot be reached: " + arrival.why + "; it has died, or left the group";
+      continue;
+    }
+    who.link = std::make_unique<Link>(std::move(arrival.channel));
+    who.heard = Clock::now();
+    if (!noticed_text_.empty()) who.link->post(noticed_, noticed_text_);
+  }
+  return !arrivals.empty();
+}
+
 bool Engine::tend_all() {
-  bool moved = false;
+  bool moved = admit();
   for (size_t i = 0; i < peers_.size(); ++i) {
     if (!peers_[i].link) continue;
     Link& link = *peers_[i].link;
@@ -233,6 +267,7 @@ bool Engine::must_wait(int peer, const Task& task) {
 // Deals with what has arrived from `peer` until something is at the front that belongs to a call.
 Engine::Front Engine::tend(int peer) {
   Peer& who = at(peer);
+  if (!who.link) return Front::nothing;
   Link& link = *who.link;
   for (;;) {
     const bool last =
@@ -332,8 +367,9 @@ Link* Engine::incoming(int peer) {
 }
 
 bool Engine::open(int peer, const Header& header, ConstBytes payload) {
+  if (!at(peer).link) want(peer);
+  if (!at(peer).link || at(peer).departed) return false;
   Link& link = *at(peer).link;
-  if (at(peer).departed) return false;
   if (!link.idle() && !link.flush()) return false;
   link.begin(header, payload);
   return true;

@@ -17,6 +17,7 @@
 
 #include "core/deadline.h"
 #include "core/errors.h"
+#include "engine/dialer.h"
 #include "engine/link.h"
 #include "engine/schedule.h"
 #include "kernels/kernels.h"
@@ -71,12 +72,13 @@ struct EngineOptions {
   // Who is waited for and was not heard of for so long is lost; 0: never.
   std::chrono::nanoseconds heartbeat{0};
   std::function<bool()> interrupted;
+  Dialer* dialer = nullptr;  // makes the channels that are not there yet; outlives the engine
 };
 
 // What a rank knows of another, as of a moment ago.
 struct Sighting {
   bool connected = false;
-  std::optional<std::string> departed{};  // its last words
+  std::optional<std::string> departed{};  // what became of it
   double silent_s = 0;                    // since it was heard of
   std::string doing{};                    // as its last frame said; empty: not known
   uint64_t bytes_written = 0, bytes_received = 0;
@@ -84,7 +86,7 @@ struct Sighting {
 
 class Engine {
  public:
-  // `channels` by rank; null for oneself.
+  // `channels` by rank; null for oneself and, where there is a dialer, for whoever is not met yet.
   Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions options);
   ~Engine();
 
@@ -135,8 +137,9 @@ class Engine {
   // What is at the front of a link.
   enum class Front { nothing, ours, later };
   struct Peer {
-    std::unique_ptr<Link> link;
-    std::optional<std::string> departed;  // its last words
+    std::unique_ptr<Link> link;           // null: oneself, or not met yet
+    bool wanted = false;                  // the dialer was asked for it
+    std::optional<std::string> departed;  // what became of it: "has left the group: ..."
     std::deque<Message> messages;         // arrived, or (the last) arriving
     Front front = Front::nothing;         // what stood there when last looked at
     uint64_t seen = 0;                    // bytes received when last looked at
@@ -159,6 +162,8 @@ class Engine {
   std::string known_of(const Peer& who) const;
   const Header* front(int peer);
   void give_up(const Error& error) noexcept;
+  void want(int peer);
+  bool admit();
   bool tend_all();
   bool must_wait(int peer, const Task& task);
   Front tend(int peer);
@@ -207,6 +212,8 @@ class Engine {
   };
   std::optional<Awaited> awaited_;  // the message that a receive waits for
   uint64_t payload_sent_ = 0;
+  Header noticed_{};  // the disagreement that ended the last epoch, for whoever is met after
+  std::string noticed_text_;  // it; empty: there was none
 
   std::atomic<bool> stopped_{false};
   Fd wake_;                   // written by stop()

@@ -102,6 +102,8 @@ void Engine::new_epoch(const Header& notice, const std::string& text) {
   ++epoch_;
   sequence_ = 0;
   running_ = nullptr;
+  noticed_ = notice;
+  noticed_text_ = text;
   for (Peer& who : peers_) {
     if (!who.link) continue;
     who.link->abandon();  // what was half received is of an old epoch and is dropped
@@ -134,7 +136,7 @@ void Engine::heed_goodbye(int peer, const std::string& payload) {
   int32_t blamed = kNobody;
   std::memcpy(&blamed, payload.data() + 1, sizeof blamed);
   const std::string text = payload.substr(1 + sizeof blamed);
-  at(peer).departed = text;
+  at(peer).departed = "has left the group: " + text;
   if (kind == kDeparted) return;
   const std::string told = text + " (as " + name(peer) + " reports)";
   if (kind == static_cast<uint8_t>(ErrorKind::timeout)) throw Timeout(told, {.peer = blamed});
@@ -186,6 +188,8 @@ void Engine::post_goodbye(uint8_t kind, int peer, const std::string& text) {
 
 void Engine::say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept {
   try {
+    if (options_.dialer) options_.dialer->close();
+    (void)admit();  // whoever has just been met is told too
     post_goodbye(kind, peer, text);
   } catch (...) {  // out of memory: the closed connection must say it alone
   }

@@ -45,6 +45,7 @@ bool Engine::pulse() noexcept {
       const std::lock_guard lock(mutex_);
       if (!broken_.empty()) return false;
     }
+    (void)admit();  // whoever has called this rank waits to hear of it
     const auto now = Clock::now();
     for (size_t i = 0; i < peers_.size(); ++i) {
       Peer& who = peers_[i];
@@ -101,7 +102,8 @@ void Engine::check_silence(const Task& task) {
   listen(now);
   if (options_.heartbeat.count() == 0) return;
   for (const int peer : {task.receiving_from(), task.sending_to()})
-    if (peer != kNobody && at(peer).link && now - at(peer).heard >= options_.heartbeat)
+    if (peer != kNobody && (at(peer).link || at(peer).wanted) &&
+        now - at(peer).heard >= options_.heartbeat)
       throw PeerLost(name(peer) + " has not been heard of for " + seconds(options_.heartbeat) +
                          ": it is stopped or its host is gone",
                      {.peer = peer});

@@ -1,6 +1,7 @@
 #include "group/connect.h"
 
 #include <algorithm>
+#include <charconv>
 #include <map>
 #include <numeric>
 #include <utility>
@@ -18,24 +19,86 @@ std::string key_of_note(const ConnectOptions& options, int rank) {
 
 std::string key_of_key(const ConnectOptions& options) { return options.name + "/key"; }
 
-std::vector<std::string> exchange_notes(Store& store, const ConnectOptions& options,
-                                        const std::string& mine, const Deadline& deadline) {
-  store.set(key_of_note(options, options.rank), mine);
+// In a group of more ranks rank 0 reads all notes and leaves them again in blocks of so many: a
+// rank reads a few values, not `size` of them, and a store that serves one reader at a time is not
+// asked size x size times.
+constexpr int kNotesPerBlock = 64;
+constexpr std::chrono::seconds kNamingTime{1};
+
+std::string key_of_block(const ConnectOptions& options, int block) {
+  return options.name + "/notes/" + std::to_string(block);
+}
+
+[[noreturn]] void throw_not_come(const ConnectOptions& options, const std::vector<int>& missing,
+                                 const Deadline& deadline) {
+  std::string text = "the group \"" + options.name + "\" did not form in " +
+                     std::to_string(deadline.limit_s()) + " s: of " + std::to_string(options.size) +
+                     " ranks these have not come: ";
+  for (const int rank : missing) text += (rank == missing[0] ? "" : ", ") + std::to_string(rank);
+  throw Timeout(text, {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
+}
+
+// Everybody's note; throws Timeout naming those that have left none.
+std::vector<std::string> read_notes(Store& store, const ConnectOptions& options,
+                                    const Deadline& deadline) {
   std::vector<std::string> notes;
-  std::string missing;
+  std::vector<int> missing;
   for (int rank = 0; rank < options.size; ++rank) {
     try {
       notes.push_back(store.get(key_of_note(options, rank), deadline));
     } catch (const Timeout&) {
-      missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+      missing.push_back(rank);
     }
   }
-  if (!missing.empty())
-    throw Timeout("the group \"" + options.name + "\" did not form in " +
-                      std::to_string(deadline.limit_s()) + " s: of " +
-                      std::to_string(options.size) + " ranks these have not come: " + missing,
-                  {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
+  if (!missing.empty()) throw_not_come(options, missing, deadline);
   return notes;
+}
+
+void leave_blocks(Store& store, const ConnectOptions& options,
+                  const std::vector<std::string>& notes) {
+  for (size_t begin = 0; begin < notes.size(); begin += kNotesPerBlock) {
+    std::string block;
+    for (size_t i = begin; i < std::min(begin + kNotesPerBlock, notes.size()); ++i)
+      block += std::to_string(notes[i].size()) + "\n" + notes[i];
+    store.set(key_of_block(options, static_cast<int>(begin / kNotesPerBlock)), block);
+  }
+}
+
+std::vector<std::string> read_blocks(Store& store, const ConnectOptions& options,
+                                     const Deadline& deadline) {
+  std::vector<std::string> notes;
+  for (int block = 0; notes.size() < static_cast<size_t>(options.size); ++block) {
+    const std::string text = store.get(key_of_block(options, block), deadline);
+    for (size_t begin = 0; begin < text.size();) {
+      size_t bytes = 0;
+      const char* end = text.data() + text.size();
+      const auto parsed = std::from_chars(text.data() + begin, end, bytes);
+      begin = static_cast<size_t>(parsed.ptr - text.data()) + 1;
+      check(parsed.ec == std::errc{} && begin <= text.size() && bytes <= text.size() - begin,
+            "the ranks' notes are cut short");
+      notes.push_back(text.substr(begin, bytes));
+      begin += bytes;
+    }
+    check(!text.empty(), "the ranks' notes are cut short");
+  }
+  return notes;
+}
+
+std::vector<std::string> exchange_notes(Store& store, const ConnectOptions& options,
+                                        const std::string& mine, const Deadline& deadline) {
+  store.set(key_of_note(options, options.rank), mine);
+  if (options.size <= kNotesPerBlock) return read_notes(store, options, deadline);
+  if (options.rank == 0) {
+    auto notes = read_notes(store, options, deadline);
+    leave_blocks(store, options, notes);
+    return notes;
+  }
+  try {
+    const auto margin = std::min<std::chrono::nanoseconds>(kNamingTime, deadline.left() / 10);
+    return read_blocks(store, options, Deadline(deadline.left() - margin));
+  } catch (const Timeout&) {  // rank 0 waits for somebody, or has not come itself: see who it is,
+    return read_notes(store, options, deadline);  // before others give up and take their notes away
+  }
 }
 
 void check_options(const ConnectOptions& options) {
@@ -93,7 +156,9 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
       .towards = options.towards,
       .options = std::string(options.reproducible ? "reproducible=True" : "reproducible=False") +
                  ", heartbeat_s=" +
-                 std::to_string(std::chrono::duration<double>(options.heartbeat).count()),
+                 std::to_string(std::chrono::duration<double>(options.heartbeat).count()) +
+                 ", full_mesh=" + std::to_string(options.full_mesh),
+      .full_mesh = options.full_mesh,
       .log = options.log};
   Mesh mesh = form_mesh(request, exchange, deadline);
   if (!options.faults.empty()) {
@@ -142,6 +207,9 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options) {
   const bool made_key = options.secret.empty() && options.size > 1 && options.rank == 0;
   const auto clean_up = [&] {
     store.remove(key_of_note(options, options.rank));
+    for (int i = 0; options.rank == 0 && options.size > kNotesPerBlock && i < options.size;
+         i += kNotesPerBlock)
+      store.remove(key_of_block(options, i / kNotesPerBlock));
     if (made_key) store.remove(key_of_key(options));
   };
   std::shared_ptr<Group> group;

@@ -27,7 +27,10 @@ struct ConnectOptions {
   std::string towards;    // rank 0's host, towards which its best address lies; empty: unknown
   bool reproducible =
       false;  // sums in rank order whatever the size: bits depend on the inputs alone
-  std::vector<Fault> faults;                    // for tests: what goes wrong on this rank
+  std::vector<Fault> faults;  // for tests: what goes wrong on this rank
+  // Up to so many ranks each is connected to each from the start and nothing listens once the group
+  // stands; in a larger group two ranks connect when one first sends to the other. The same on all.
+  int full_mesh = 64;
   std::function<bool()> interrupted;            // asked at least every 100 ms while a call waits
   std::function<void(const std::string&)> log;  // one line for a person; may be empty
 };

@@ -29,8 +29,9 @@ uint32_t hash_of(std::span<const size_t> counts) {
   return std::max(hash, 1u);
 }
 
-EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh) {
-  EngineOptions engine{.rank = options.rank, .names = {}, .interrupted = options.interrupted};
+EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh, Dialer* dialer) {
+  EngineOptions engine{
+      .rank = options.rank, .names = {}, .interrupted = options.interrupted, .dialer = dialer};
   for (size_t i = 0; i < mesh.members.size(); ++i)
     engine.names.push_back(name_of(static_cast<int>(i), mesh.members[i]));
   const auto here = std::ranges::count(mesh.hosts, mesh.hosts[static_cast<size_t>(options.rank)]);
@@ -67,7 +68,8 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
     : options_(std::move(options)),
       members_(mesh.members),
       ranks_(std::move(ranks)),
-      engine_(std::move(mesh.channels), engine_options(options_, mesh)),
+      dialer_(std::move(mesh.dialer)),
+      engine_(std::move(mesh.channels), engine_options(options_, mesh, dialer_.get())),
       worker_(options_.interrupted) {
   const auto& hosts = mesh.hosts;
   const auto me = static_cast<size_t>(options_.rank);

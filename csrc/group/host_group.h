@@ -69,6 +69,7 @@ class HostGroup final : public Group {
   std::vector<int> hosts_;
   int local_rank_ = 0, local_size_ = 1, host_count_ = 1;
   int splits_ = 0;
+  std::unique_ptr<Dialer> dialer_;  // null where all ranks have met
   Engine engine_;
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;
   mutable std::mutex mutex_;  // guards stats_ and the timeout

@@ -2,14 +2,12 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
-#include <list>
 #include <utility>
 
+#include "group/doorman.h"
+#include "group/lobby.h"
 #include "group/note.h"
 #include "os/random.h"
-#include "os/socket.h"
-#include "transport/handshake.h"
 #include "transport/local.h"
 #include "transport/shm.h"
 #include "transport/tcp.h"
@@ -17,16 +15,15 @@
 namespace pycomm {
 namespace {
 
-// Unauthenticated connections held at once: strangers beyond it push out the oldest.
-constexpr size_t kMaxStrangers = 64;
-constexpr std::chrono::milliseconds kSlice{100}, kRetry{50};
-constexpr int kRefusals = 100;  // by one peer, before it is believed: 5 s
+constexpr std::chrono::milliseconds kSlice{100};
 
-// A rank holds one ring for each peer; together they stay under 8 MiB, however many ranks there
-// are.
+// Up to so many ranks the rings that one reads stay under 8 MiB together; beyond, where a rank has
+// rings to those that it has met, they are no smaller.
+constexpr int kManyRanks = 64;
+
 size_t ring_bytes(int size) {
-  const size_t share = (size_t{8} << 20) / static_cast<size_t>(std::max(1, size - 1));
-  return std::clamp(std::bit_floor(share), size_t{64} << 10, size_t{1} << 20);
+  const size_t peers = static_cast<size_t>(std::clamp(size, 2, kManyRanks)) - 1;
+  return std::min(std::bit_floor((size_t{8} << 20) / peers), size_t{1} << 20);
 }
 
 class Forming {
@@ -48,32 +45,24 @@ class Forming {
     for (const std::string& text : exchange(encode(note_))) notes_.push_back(decode_note(text));
     check_options();
     Mesh mesh = describe();
-    pick_transports(mesh, why);
-    meet(mesh);
+    const bool full = request_.size <= std::max(1, request_.full_mesh);
+    pick_transports(mesh, why, full);
+    Lobby::Request lobby{.rank = request_.rank,
+                         .key = request_.key,
+                         .context = notes_[0].token + request_.name,
+                         .transports = {},
+                         .contacts = std::move(contacts_),
+                         .log = request_.log};
+    if (shm_) lobby.transports.push_back(std::move(shm_));
+    if (tcp_) lobby.transports.push_back(std::move(tcp_));
+    if (full)
+      meet(mesh, std::move(lobby));
+    else
+      mesh.dialer = std::make_unique<Doorman>(std::move(lobby), ring_bytes(request_.size));
     return mesh;
   }
 
  private:
-  struct Caller {  // a peer that we call
-    int peer;
-    std::vector<std::string> ways;  // tried in turn
-    size_t way = 0;
-    std::unique_ptr<Handshake> handshake{};
-    Handshake::Step step = Handshake::Step::want_write;
-    Clock::time_point retry_at{};
-    int refusals = 0;
-    std::string why{};
-  };
-  struct Stranger {  // somebody who called us
-    SocketTransport* transport;
-    Handshake handshake;
-    Handshake::Step step = Handshake::Step::want_read;
-  };
-  struct Met {
-    SocketTransport* transport = nullptr;
-    Fd fd;
-  };
-
   void check_options() const {
     for (size_t i = 0; i < notes_.size(); ++i)
       if (notes_[i].options != notes_[0].options)
@@ -98,212 +87,95 @@ class Forming {
     return name_of(peer, {note.host, note.pid, {}});
   }
 
-  void pick_transports(Mesh& mesh, const std::string& why) {
-    met_.resize(notes_.size());
+  void pick_transports(Mesh& mesh, const std::string& why, bool full) {
+    contacts_.resize(notes_.size());
     const bool forced_local = request_.transport == "local";
     for (int peer = 0; peer < request_.size; ++peer) {
       if (peer == request_.rank) continue;
       const Note& note = notes_[static_cast<size_t>(peer)];
-      Met& met = met_[static_cast<size_t>(peer)];
-      const bool one_process = note.process == note_.process;
       std::string& transport = mesh.members[static_cast<size_t>(peer)].transport;
-      if (one_process && (forced_local || request_.transport.empty())) {
+      if (note.process == note_.process && (forced_local || request_.transport.empty())) {
         transport = "local";
-        mesh.channels[static_cast<size_t>(peer)] = local_channel(
-            notes_[0].token + request_.name, request_.rank, peer, ring_bytes(request_.size));
+        if (full)
+          mesh.channels[static_cast<size_t>(peer)] = local_channel(
+              notes_[0].token + request_.name, request_.rank, peer, ring_bytes(request_.size));
         continue;
       }
-      const bool one_host = note.host_id == note_.host_id && shm_ && !note.shm.empty();
-      met.transport = one_host ? shm_.get() : note.tcp.empty() ? nullptr : tcp_.get();
-      if (met.transport == nullptr)
+      const bool by_shm = note.host_id == note_.host_id && shm_ && !note.shm.empty();
+      SocketTransport* by = by_shm ? shm_.get() : note.tcp.empty() ? nullptr : tcp_.get();
+      if (by == nullptr)
         throw Unsupported("no transport reaches " + name(peer) +
                               (request_.transport.empty() ? "" : " by " + request_.transport) +
                               (why.empty() ? "" : ": " + why),
                           {.op = "init", .rank = request_.rank, .peer = peer});
-      transport = met.transport->name();
-      auto theirs = ways(peer, request_.rank);
-      if (theirs.empty() || ways(request_.rank, peer).empty())
+      transport = by->name();
+      auto theirs = ways(*by, peer, request_.rank);
+      if (theirs.empty() || ways(*by, request_.rank, peer).empty())
         throw Unsupported(name(peer) +
                               " and this rank are on different hosts, and the address of " +
                               (theirs.empty() ? "the former, " + note.tcp : "this, " + note_.tcp) +
                               ", cannot be reached from there; give it another with PYCOMM_ADDRESS",
                           {.op = "init", .rank = request_.rank, .peer = peer});
-      if (peer < request_.rank) callers_.push_back({.peer = peer, .ways = std::move(theirs)});
+      contacts_[static_cast<size_t>(peer)] = {by, std::move(theirs), name(peer)};
     }
   }
 
   // The addresses by which a rank, this one or a peer of it, may call a peer, or this one.
-  std::vector<std::string> ways(int listener, int caller) const {
+  std::vector<std::string> ways(const SocketTransport& by, int listener, int caller) const {
     const Note& called = notes_[static_cast<size_t>(listener)];
     const Note& calling = notes_[static_cast<size_t>(caller)];
-    const auto peer = static_cast<size_t>(listener == request_.rank ? caller : listener);
-    const SocketTransport& by = *met_[peer].transport;
     return by.ways(by.name() == "shm" ? called.shm : called.tcp, called.host_id == calling.host_id);
   }
 
-  bool complete() const {
-    return std::ranges::all_of(met_, [](const Met& m) { return !m.transport || m.fd; });
-  }
-
-  void meet(Mesh& mesh) {
-    while (!complete()) {
-      call();
-      wait();
-      accept();
-      advance();
-      if (deadline_.expired()) throw Timeout(missing(), {.op = "init", .rank = request_.rank});
-    }
-    for (size_t i = 0; i < met_.size(); ++i) {
-      if (!met_[i].transport) continue;
-      try {
-        mesh.channels[i] = met_[i].transport->accept(std::move(met_[i].fd), deadline_);
-      } catch (const Error& error) {
-        throw PeerLost(
-            name(static_cast<int>(i)) + " was lost while the group formed: " + error.what(),
-            {.op = "init", .rank = request_.rank, .peer = static_cast<int>(i)});
-      }
-    }
-  }
-
-  Handshake shake(Fd fd, Handshake::Role role, int expected) const {
-    return {std::move(fd),
-            role,
-            request_.key,
-            {notes_[0].token + request_.name, request_.rank, expected}};
-  }
-
-  void call() {
-    for (Caller& caller : callers_) {
-      const auto peer = static_cast<size_t>(caller.peer);
-      if (caller.handshake || met_[peer].fd || Clock::now() < caller.retry_at) continue;
-      const SocketTransport& by = *met_[peer].transport;
-      try {
-        caller.step = Handshake::Step::want_write;
-        caller.handshake = std::make_unique<Handshake>(
-            shake(by.call(caller.ways[caller.way]), Handshake::Role::connector, caller.peer));
-      } catch (const PeerLost& error) {
-        refused(caller, error.what());
-      }
-    }
-  }
-
-  void refused(Caller& caller, const std::string& why) {
-    caller.handshake.reset();
-    caller.why = caller.ways[caller.way] + ": " + why;
-    caller.way = (caller.way + 1) % caller.ways.size();
-    caller.retry_at = Clock::now() + kRetry;
-    ++caller.refusals;
-    if (request_.log)
-      request_.log("connect to " + name(caller.peer) + " failed " +
-                   std::to_string(caller.refusals) + " times with reason: " + caller.why +
-                   "; retry after 0.05 seconds");
-    if (caller.refusals == kRefusals)
-      throw PeerLost(name(caller.peer) + " cannot be reached at " + caller.why,
-                     {.op = "init", .rank = request_.rank, .peer = caller.peer});
-  }
-
-  void wait() {
-    std::vector<pollfd> polled;
-    for (const auto* transport : {shm_.get(), tcp_.get()}) {
-      if (!transport || crowded_) continue;
-      for (const int listener : transport->listeners()) polled.push_back({listener, POLLIN, 0});
-    }
-    crowded_ = false;
-    const auto add = [&](const Handshake& handshake, Handshake::Step step) {
-      const bool write = step == Handshake::Step::want_write;
-      polled.push_back({handshake.fd(), static_cast<short>(write ? POLLOUT : POLLIN), 0});
-    };
-    for (const Caller& caller : callers_)
-      if (caller.handshake) add(*caller.handshake, caller.step);
-    for (const Stranger& stranger : strangers_) add(stranger.handshake, stranger.step);
-    const size_t standing = polled.size();
-    std::vector<int> peers;
-    for (size_t i = 0; i < met_.size(); ++i) {
-      if (!met_[i].fd) continue;
-      polled.push_back({met_[i].fd.get(), POLLRDHUP, 0});
-      peers.push_back(static_cast<int>(i));
-    }
-    const auto limit = std::min<std::chrono::nanoseconds>(
-        std::ranges::any_of(callers_, [](const Caller& c) { return c.refusals > 0; }) ? kRetry
-                                                                                      : kSlice,
-        deadline_.left());
-    ::poll(polled.data(), polled.size(),
-           static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
-    for (size_t i = standing; i < polled.size(); ++i)
-      if (polled[i].revents != 0)
-        throw PeerLost(name(peers[i - standing]) + " was lost while the group formed",
-                       {.op = "init", .rank = request_.rank, .peer = peers[i - standing]});
-  }
-
-  void accept() {
-    for (SocketTransport* transport : {shm_.get(), tcp_.get()}) {
-      if (!transport) continue;
-      for (const int listener : transport->listeners()) {
-        while (Fd fd = accept_from(listener, &crowded_)) {
-          if (strangers_.size() == kMaxStrangers) strangers_.pop_front();
-          strangers_.push_back({transport, shake(std::move(fd), Handshake::Role::listener, -1)});
+  // Each calls those before it and is called by those behind it, until nobody is missing.
+  void meet(Mesh& mesh, Lobby::Request request) {
+    std::vector<int> missing;
+    for (int peer = 0; peer < request_.size; ++peer)
+      if (request.contacts[static_cast<size_t>(peer)].transport) missing.push_back(peer);
+    Lobby lobby(std::move(request));
+    for (const int peer : missing)
+      if (peer < request_.rank) lobby.call(peer);
+    while (!missing.empty()) {
+      std::vector<Channel*> met;
+      std::vector<pollfd> also;
+      for (const auto& channel : mesh.channels)
+        if (channel) {
+          met.push_back(channel.get());
+          also.push_back(channel->arm({}));
         }
-        if (crowded_) break;
+      const auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline_.left());
+      auto arrivals = lobby.round(limit, also);
+      for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
+      for (Arrival& arrival : arrivals) {
+        if (!arrival.channel) throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
+        mesh.channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
+        std::erase(missing, arrival.peer);
       }
-      if (crowded_) break;
-    }
-    if (crowded_) strangers_.clear();  // no descriptors left: those that we hold may be why
-  }
-
-  void advance() {
-    for (Caller& caller : callers_) {
-      if (!caller.handshake) continue;
-      switch (caller.step = caller.handshake->advance()) {
-        case Handshake::Step::done:
-          stand(caller.peer, caller.handshake->release());
-          caller.handshake.reset();
-          break;
-        case Handshake::Step::refused:
-          refused(caller, std::string(caller.handshake->why()));
-          break;
-        case Handshake::Step::want_read:
-        case Handshake::Step::want_write:
-          break;
-      }
-    }
-    for (auto at = strangers_.begin(); at != strangers_.end();) {
-      const auto step = at->step = at->handshake.advance();
-      const bool over = step == Handshake::Step::done || step == Handshake::Step::refused;
-      const int peer = step == Handshake::Step::done ? at->handshake.peer() : -1;
-      if (peer > request_.rank && peer < request_.size &&
-          met_[static_cast<size_t>(peer)].transport == at->transport)
-        stand(peer, at->handshake.release());
-      at = over ? strangers_.erase(at) : std::next(at);
+      for (size_t i = 0; i < mesh.channels.size(); ++i)
+        if (mesh.channels[i] && mesh.channels[i]->hung_up())
+          throw_lost(static_cast<int>(i), " was lost while the group formed");
+      if (!missing.empty() && deadline_.expired()) throw_missing(missing, lobby);
     }
   }
 
-  void stand(int peer, Fd fd) {
-    Met& met = met_[static_cast<size_t>(peer)];
-    if (met.fd) return;  // it called twice: the first call counts
-    met.transport->offer(fd.get());
-    met.fd = std::move(fd);
+  [[noreturn]] void throw_lost(int peer, const std::string& what) const {
+    throw PeerLost(name(peer) + what, {.op = "init", .rank = request_.rank, .peer = peer});
   }
 
-  std::string missing() const {
+  [[noreturn]] void throw_missing(const std::vector<int>& missing, const Lobby& lobby) const {
     std::string text = "the group \"" + request_.name + "\" did not form in " +
-                       std::to_string(deadline_.limit_s()) + " s: no connection with";
-    for (const Caller& caller : callers_) {
-      if (met_[static_cast<size_t>(caller.peer)].fd) continue;
-      text += " " + name(caller.peer) + " at " + caller.ways[caller.way];
-      if (!caller.why.empty()) text += " (last failure: " + caller.why + ")";
-      text += ',';
+                       std::to_string(deadline_.limit_s()) + " s: no connection with ";
+    for (const int peer : missing) {
+      if (peer != missing[0]) text += ", ";
+      text += name(peer) + (peer < request_.rank ? lobby.failure(peer) : call_awaited(lobby, peer));
     }
-    for (size_t i = static_cast<size_t>(request_.rank) + 1; i < met_.size(); ++i)
-      if (met_[i].transport && !met_[i].fd) text += " " + call_awaited(static_cast<int>(i)) + ",";
-    text.pop_back();
-    return text;
+    throw Timeout(text, {.op = "init", .rank = request_.rank});
   }
 
   // Of a rank that was to call us: by which addresses.
-  std::string call_awaited(int peer) const {
-    std::string text = name(peer) + ", which did not call";
-    std::string between = " ";
-    for (const std::string& way : ways(request_.rank, peer)) {
+  std::string call_awaited(const Lobby& lobby, int peer) const {
+    std::string text = ", which did not call", between = " ";
+    for (const std::string& way : ways(lobby.transport(peer), request_.rank, peer)) {
       text += between + way;
       between = " or ";
     }
@@ -315,10 +187,7 @@ class Forming {
   Note note_;
   std::vector<Note> notes_;
   std::unique_ptr<SocketTransport> shm_, tcp_;
-  std::vector<Met> met_;  // by rank
-  std::list<Caller> callers_;
-  std::list<Stranger> strangers_;
-  bool crowded_ = false;
+  std::vector<Lobby::Contact> contacts_;  // by rank
 };
 
 }  // namespace

@@ -1,8 +1,9 @@
 // How ranks that know only where to leave a note come to hold a channel to each other.
 //
 // Each rank listens, leaves its addresses, reads everybody's, calls those before it and is called
-// by those behind it. Nobody is believed before the handshake, strangers cannot stop it, and once
-// the mesh stands nothing listens any more. Called by connect() and by Group::split().
+// by those behind it (lobby.h). Once the mesh stands nothing listens any more. A large group has no
+// mesh: its ranks meet when they first need each other, and a doorman listens as long as it stands.
+// Called by connect() and by Group::split().
 #pragma once
 
 #include <functional>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "engine/dialer.h"
 #include "group/group.h"
 #include "transport/transport.h"
 
@@ -24,11 +26,13 @@ struct MeshRequest {
   std::string address;    // which of this host's addresses tcp uses, or empty
   std::string towards;    // rank 0's host as this one knows it, or empty
   std::string options;    // must be the same on every rank; shown when it is not
+  int full_mesh = 64;     // up to so many ranks each holds a channel to each from the start
   std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
 };
 
 struct Mesh {
-  std::vector<std::unique_ptr<Channel>> channels;  // by rank; null for oneself
+  std::vector<std::unique_ptr<Channel>> channels;  // by rank; null for oneself and who is not met
+  std::unique_ptr<Dialer> dialer;                  // meets those; null where all are met
   std::vector<Member> members;                     // by rank
   std::vector<std::string> hosts;                  // by rank: equal where ranks share a host
 };

@@ -20,7 +20,7 @@ namespace {
 constexpr size_t kNonceBytes = 32, kRankBytes = 4, kProofBytes = 32;
 constexpr size_t kGreetingBytes = kNonceBytes + kRankBytes;
 constexpr size_t kAnswerBytes = kNonceBytes + kRankBytes;
-constexpr char kYes = 'y';
+constexpr char kYes = 'y', kNo = 'n';
 
 std::string text_of(const std::array<uint8_t, 32>& bytes) { return {bytes.begin(), bytes.end()}; }
 
@@ -125,6 +125,8 @@ void Handshake::next() {
     case 3:
       return connector ? expect_bytes(1) : check_connector();
   }
+  declined_ = buffer_[0] == kNo;
+  if (declined_) return refuse("the connection is not wanted: another one stands or is made");
   if (connector && buffer_[0] != kYes) return refuse("the other side did not say yes");
   state_ = Step::done;
 }
@@ -151,7 +153,7 @@ void Handshake::check_connector() {
   if (claim_.expected != -1 && claim_.expected != peer_)
     return refuse("rank " + std::to_string(peer_) + " called where rank " +
                   std::to_string(claim_.expected) + " was expected");
-  buffer_.assign(1, kYes);
+  buffer_.assign(1, !claim_.wanted || claim_.wanted(peer_) ? kYes : kNo);
 }
 
 bool Handshake::is_proven(std::string_view proof, Role signer) {

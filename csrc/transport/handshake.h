@@ -7,15 +7,18 @@
 //   nonce C, my rank                      ->
 //                                         <-     nonce L, my rank, HMAC("listener", all of it)
 //   HMAC("connector", all of it)          ->
-//                                         <-     yes
+//                                         <-     yes, or no
 //
 // "All of it" is the context, both nonces and both ranks. Fixed sizes; the two labels keep one
 // end's proof from being sent back to it, the nonces keep an old proof from being used again; the
-// ranks are looked at only after the proof that covers them.
+// ranks are looked at only after the proof that covers them. "No" tells a rank that has proved who
+// it is that its connection is not wanted: of two that call each other one gives way. After a "yes"
+// both ends hold the same connection.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 
@@ -29,6 +32,8 @@ struct Claim {
   std::string context;  // the group's name and token: both ends must hold the same
   int rank = 0;         // who I am
   int expected = -1;    // whom I call, or whom alone I let in; -1: anybody
+  std::function<bool(int peer)> wanted{};  // a listener's yes or no; empty: yes
+  bool patient = false;  // a connector that has proved itself waits for the yes without a limit
 };
 
 inline constexpr std::chrono::seconds kHandshakeLimit{5};
@@ -52,6 +57,8 @@ class Handshake {
   Fd release();                       // after done
   int peer() const { return peer_; }  // after done: the rank that the other proved to be
   const std::string& why() const { return why_; }  // after refused
+  bool declined() const { return declined_; }      // after refused: the listener said no
+  bool connected() const { return connected_; }    // a connector's call was taken
 
  private:
   bool is_sending() const;
@@ -74,7 +81,7 @@ class Handshake {
   std::string buffer_;  // the message that is being sent or received
   size_t moved_ = 0;    // of it so far
   int stage_ = 0;       // 0 to 3: which of the four messages
-  bool connected_ = false;
+  bool connected_ = false, declined_ = false;
   std::string greeting_;  // what the connector sent first
   std::string answer_;    // what the listener answered, without its proof
   int peer_ = -1;

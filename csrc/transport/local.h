@@ -1,6 +1,7 @@
 // Ranks as threads of one process: the same rings as between processes, with nothing to connect.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -12,5 +13,26 @@ namespace pycomm {
 // process. Whoever comes first makes both ends; a second call for the same end is an InternalError.
 std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int peer,
                                        size_t ring_bytes);
+
+// The same for ranks that need channels one by one: each opens a door to the others of the meeting.
+class LocalDoor {
+ public:
+  using Arrived = std::function<void(int peer, std::unique_ptr<Channel> channel)>;
+
+  // `arrived` is called once for each peer, on the thread of whichever of the two calls; it must
+  // not wait, nor call a door.
+  LocalDoor(const std::string& meeting, int rank, size_t ring_bytes, Arrived arrived);
+  ~LocalDoor();  // after it nothing arrives
+  // Gives both ranks their end; the peer's is kept until it opens its door. False: the peer has
+  // closed its door. Twice is fine.
+  bool call(int peer);
+
+ private:
+  struct Meeting;
+  std::shared_ptr<Meeting> meeting_;
+  int rank_;
+  size_t ring_bytes_;
+  Arrived arrived_;
+};
 
 }  // namespace pycomm

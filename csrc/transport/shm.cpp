@@ -99,6 +99,8 @@ class Shm final : public SocketTransport {
     offered_[fd] = std::move(memory);
   }
 
+  bool exchanges() const override { return true; }
+
   std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) override {
     auto mine = offered_.extract(fd.get());
     check(!mine.empty(), "accepted without an offer");

@@ -159,6 +159,7 @@ class Tcp final : public SocketTransport {
   }
 
   void offer(int) override {}
+  bool exchanges() const override { return false; }
   std::unique_ptr<Channel> accept(Fd fd, const Deadline&) override {
     return std::make_unique<TcpChannel>(std::move(fd));
   }

@@ -75,6 +75,8 @@ class SocketTransport {
   virtual Fd call(const std::string& way) const = 0;
   // Sends what the other side needs for its end. Never blocks for long.
   virtual void offer(int fd) = 0;
+  // Whether accept() waits for an offer, which is there when the descriptor is readable.
+  virtual bool exchanges() const = 0;
   // Waits for the other side's offer. Throws PeerLost, Timeout.
   virtual std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) = 0;
 };

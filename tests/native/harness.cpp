@@ -1,5 +1,6 @@
 #include "harness.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <utility>
@@ -20,7 +21,9 @@ std::vector<Named>& tests() {
 }  // namespace
 
 Test::Test(std::string name, std::function<void()> body) {
-  tests().push_back({std::move(name), std::move(body)});
+  const auto has = [&](const std::string& part) { return name.find(part) != std::string::npos; };
+  if (only.empty() || std::ranges::any_of(only, has))
+    tests().push_back({std::move(name), std::move(body)});
 }
 
 int main(int argc, char** argv) {

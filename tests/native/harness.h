@@ -11,6 +11,10 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
+
+// Parts of names: a suite that takes in another's tests keeps those that have one; empty: all.
+inline std::vector<std::string> only;
 
 struct Test {
   Test(std::string name, std::function<void()> body);

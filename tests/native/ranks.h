@@ -64,6 +64,9 @@ inline void run(int size, const std::function<void(int)>& body) {
   }
 }
 
+// Of every world that says nothing else; a suite that runs another's tests on demand sets it to 0.
+inline int full_mesh = pycomm::ConnectOptions{}.full_mesh;
+
 // A place where groups of one test meet.
 struct World {
   int size = 1;
@@ -82,6 +85,7 @@ struct World {
     options.heartbeat = heartbeat;
     options.transport = transport;
     options.address = "127.0.0.1";
+    options.full_mesh = full_mesh;
     options.reproducible = reproducible;
     return pycomm::connect(store, options);
   }

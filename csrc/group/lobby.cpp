@@ -1,0 +1,192 @@
+#include "group/lobby.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/errors.h"
+#include "os/socket.h"
+
+namespace pycomm {
+namespace {
+
+// Unauthenticated connections held at once: strangers beyond it push out the oldest.
+constexpr size_t kMaxStrangers = 64;
+constexpr std::chrono::milliseconds kSlice{100}, kRetry{50};
+// Calls that were taken and then broken off, 5 s of them: strangers may push one out, not for long.
+constexpr int kFailures = 100;
+
+}  // namespace
+
+Lobby::Lobby(Request request) : request_(std::move(request)), met_(request_.contacts.size()) {}
+
+void Lobby::call(int peer) {
+  if (!met_[static_cast<size_t>(peer)]) callers_.try_emplace(peer);
+}
+
+std::vector<Arrival> Lobby::round(std::chrono::nanoseconds limit, std::vector<pollfd>& also) {
+  dial();
+  wait(arrivals_.empty() ? limit : std::chrono::nanoseconds{0}, also);
+  accept();
+  advance_callers();
+  advance_strangers();
+  exchange();
+  for (const Arrival& arrival : arrivals_) callers_.erase(arrival.peer);
+  return std::exchange(arrivals_, {});
+}
+
+std::string Lobby::failure(int peer) const {
+  const Caller& caller = callers_.at(peer);
+  return " at " + contact(peer).ways[caller.way] +
+         (caller.why.empty() ? "" : " (last failure: " + caller.why + ")");
+}
+
+// `peer` is whom we call, or -1: whoever it is has called us.
+Handshake Lobby::shake(Fd fd, int peer, SocketTransport* by) {
+  Claim claim{.context = request_.context, .rank = request_.rank, .expected = peer};
+  claim.patient = true;  // the other end may have said yes when our limit passes
+  if (peer != -1)
+    return {std::move(fd), Handshake::Role::connector, request_.key, std::move(claim)};
+  claim.wanted = [this, by](int caller) { return wants(caller, by); };
+  return {std::move(fd), Handshake::Role::listener, request_.key, std::move(claim)};
+}
+
+bool Lobby::wants(int peer, const SocketTransport* by) const {
+  const auto i = static_cast<size_t>(peer);
+  if (peer < 0 || i >= met_.size() || met_[i] || request_.contacts[i].transport != by) return false;
+  const auto caller = callers_.find(peer);
+  return peer < request_.rank || caller == callers_.end() || !caller->second.handshake;
+}
+
+void Lobby::dial() {
+  for (auto& [peer, caller] : callers_) {
+    if (caller.handshake || met_[static_cast<size_t>(peer)] || Clock::now() < caller.retry_at)
+      continue;
+    const Contact& to = contact(peer);
+    try {
+      caller.step = Handshake::Step::want_write;
+      caller.handshake = std::make_unique<Handshake>(
+          shake(to.transport->call(to.ways[caller.way]), peer, to.transport));
+    } catch (const Error& error) {
+      ++caller.refused;
+      failed(peer, caller, error.what());
+    }
+  }
+}
+
+void Lobby::failed(int peer, Caller& caller, const std::string& why) {
+  const Contact& to = contact(peer);
+  caller.why = to.ways[caller.way] + ": " + why;
+  caller.way = (caller.way + 1) % to.ways.size();
+  caller.handshake.reset();
+  caller.retry_at = Clock::now() + kRetry;
+  ++caller.failures;
+  if (request_.log)
+    request_.log("connect to " + to.name + " failed " + std::to_string(caller.failures) +
+                 " times with reason: " + caller.why + "; retry after 0.05 seconds");
+  if (caller.refused >= request_.refusals || caller.failures >= kFailures) {
+    met_[static_cast<size_t>(peer)] = true;  // never again
+    arrivals_.push_back({.peer = peer, .why = caller.why});
+  }
+}
+
+void Lobby::wait(std::chrono::nanoseconds limit, std::vector<pollfd>& also) {
+  std::vector<pollfd> polled = also;
+  if (crowded_) limit = std::min<std::chrono::nanoseconds>(limit, kSlice);
+  for (const auto& transport : request_.transports) {
+    if (crowded_) break;
+    for (const int listener : transport->listeners()) polled.push_back({listener, POLLIN, 0});
+  }
+  crowded_ = false;
+  const auto add = [&](const Handshake& handshake, Handshake::Step step) {
+    const bool write = step == Handshake::Step::want_write;
+    polled.push_back({handshake.fd(), static_cast<short>(write ? POLLOUT : POLLIN), 0});
+  };
+  for (const auto& [peer, caller] : callers_) {
+    if (caller.handshake) add(*caller.handshake, caller.step);
+    if (!caller.handshake) limit = std::min<std::chrono::nanoseconds>(limit, kRetry);
+  }
+  for (const Stranger& stranger : strangers_) add(stranger.handshake, stranger.step);
+  if (!strangers_.empty()) limit = std::min<std::chrono::nanoseconds>(limit, kSlice);
+  for (const Waiting& waiting : waiting_) polled.push_back({waiting.fd.get(), POLLIN, 0});
+  ::poll(polled.data(), polled.size(),
+         static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
+  std::copy_n(polled.begin(), also.size(), also.begin());
+}
+
+void Lobby::accept() {
+  for (const auto& transport : request_.transports) {
+    for (const int listener : transport->listeners()) {
+      if (crowded_) break;
+      while (Fd fd = accept_from(listener, &crowded_)) {
+        if (strangers_.size() == kMaxStrangers) strangers_.pop_front();
+        strangers_.push_back({transport.get(), shake(std::move(fd), -1, transport.get())});
+      }
+    }
+  }
+  if (crowded_) strangers_.clear();  // no descriptors left: those that we hold may be why
+}
+
+void Lobby::advance_callers() {
+  for (auto& [peer, caller] : callers_) {
+    if (!caller.handshake) continue;
+    switch (caller.step = caller.handshake->advance()) {
+      case Handshake::Step::done:
+        meet(peer, caller.handshake->release());
+        break;
+      case Handshake::Step::refused:
+        if (caller.handshake->declined()) {  // its own call is on its way
+          caller.handshake.reset();
+          caller.retry_at = Clock::now() + kRetry;
+          break;
+        }
+        if (!caller.handshake->connected()) ++caller.refused;
+        failed(peer, caller, std::string(caller.handshake->why()));
+        break;
+      case Handshake::Step::want_read:
+      case Handshake::Step::want_write:
+        break;
+    }
+  }
+}
+
+void Lobby::advance_strangers() {
+  for (auto at = strangers_.begin(); at != strangers_.end();) {
+    at->step = at->handshake.advance();
+    const bool done = at->step == Handshake::Step::done;
+    if (done) meet(at->handshake.peer(), at->handshake.release());
+    at = done || at->step == Handshake::Step::refused ? strangers_.erase(at) : std::next(at);
+  }
+}
+
+// Both ends have agreed on this connection; a call of our own is over.
+void Lobby::meet(int peer, Fd fd) {
+  met_[static_cast<size_t>(peer)] = true;
+  if (const auto caller = callers_.find(peer); caller != callers_.end())
+    caller->second.handshake.reset();
+  try {
+    contact(peer).transport->offer(fd.get());
+    waiting_.push_back({peer, std::move(fd)});
+  } catch (const Error& error) {
+    arrivals_.push_back({.peer = peer, .why = error.what()});
+  }
+}
+
+void Lobby::exchange() {
+  for (auto at = waiting_.begin(); at != waiting_.end();) {
+    SocketTransport& by = *contact(at->peer).transport;
+    if (by.exchanges() && poll_one(at->fd.get(), POLLIN, std::chrono::nanoseconds{0}) == 0) {
+      ++at;
+      continue;
+    }
+    Arrival& arrival = arrivals_.emplace_back();
+    arrival.peer = at->peer;
+    try {
+      arrival.channel = by.accept(std::move(at->fd), Deadline(std::chrono::nanoseconds{0}));
+    } catch (const Error& error) {
+      arrival.why = error.what();
+    }
+    at = waiting_.erase(at);
+  }
+}
+
+}  // namespace pycomm

@@ -1,0 +1,94 @@
+// Where ranks meet: those who call, those who are called, and strangers, until both ends of a pair
+// hold the one channel between them. Nobody is believed before the handshake, and strangers cannot
+// stop it.
+//
+// Two ranks may call each other at once. The lower one's call then counts: while it calls, it says
+// no to the higher one, which says yes to it. What was said yes to stands at both ends.
+//
+// Not here: who calls whom and when, threads. Called by the forming of a group (mesh.cpp) and by a
+// large group's doorman (doorman.h), by one thread at a time.
+#pragma once
+
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/dialer.h"
+#include "transport/handshake.h"
+#include "transport/transport.h"
+
+namespace pycomm {
+
+class Lobby {
+ public:
+  // How a peer is reached: no transport means not by a socket.
+  struct Contact {
+    SocketTransport* transport = nullptr;
+    std::vector<std::string> ways;  // addresses, tried in turn
+    std::string name;               // "rank 2 (host a, pid 77)"
+  };
+  struct Request {
+    int rank = 0;
+    std::string key;      // for the handshakes
+    std::string context;  // what is unique to the group
+    std::vector<std::unique_ptr<SocketTransport>> transports;
+    std::vector<Contact> contacts;  // by rank
+    int refusals = 100;  // calls that nobody takes, 50 ms apart, before a peer is held to be lost
+    std::function<void(const std::string&)> log;  // a line for each that failed; may be empty
+  };
+
+  explicit Lobby(Request request);
+
+  // Calls `peer` until it is met. Twice is fine.
+  void call(int peer);
+  // Waits until something happens, here or on the descriptors of `also`, and for at most `limit`;
+  // deals with it, and gives whom it has met or lost.
+  std::vector<Arrival> round(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
+  // Of a peer that is still called: " at <address> (last failure: <why>)".
+  std::string failure(int peer) const;
+  const SocketTransport& transport(int peer) const { return *contact(peer).transport; }
+
+ private:
+  struct Caller {  // a peer that we call
+    std::unique_ptr<Handshake> handshake{};
+    Handshake::Step step = Handshake::Step::want_write;
+    Clock::time_point retry_at{};
+    size_t way = 0;
+    int failures = 0, refused = 0;
+    std::string why{};
+  };
+  struct Stranger {  // somebody who called us
+    SocketTransport* transport;
+    Handshake handshake;
+    Handshake::Step step = Handshake::Step::want_read;
+  };
+  struct Waiting {  // a peer that we have met and that owes its offer
+    int peer;
+    Fd fd;
+  };
+
+  Handshake shake(Fd fd, int peer, SocketTransport* by);
+  bool wants(int peer, const SocketTransport* by) const;
+  void dial();
+  void failed(int peer, Caller& caller, const std::string& why);
+  void wait(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
+  void accept();
+  void advance_callers();
+  void advance_strangers();
+  void meet(int peer, Fd fd);
+  void exchange();
+  const Contact& contact(int peer) const { return request_.contacts[static_cast<size_t>(peer)]; }
+
+  Request request_;
+  std::vector<bool> met_;  // by rank
+  std::map<int, Caller> callers_;
+  std::list<Stranger> strangers_;
+  std::list<Waiting> waiting_;
+  std::vector<Arrival> arrivals_;
+  bool crowded_ = false;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,9 @@
+// The suite of engine_test.cpp, what it does when something goes wrong, once more with ranks that
+// connect when they first need each other.
+#include "ranks.h"
+
+namespace {
+const bool kOnDemand = (ranks::full_mesh = 0, true);
+}
+
+#include "engine_test.cpp"  // NOLINT(bugprone-suspicious-include)
