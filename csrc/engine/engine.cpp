@@ -357,11 +357,11 @@ Header Engine::expected_from(int peer) const {
 
 Link* Engine::incoming(int peer) {
   const Front front = tend(peer);
-  Link& link = *at(peer).link;
-  if (front == Front::ours) return &link;
+  Link* link = at(peer).link.get();  // null: not met yet
+  if (front == Front::ours) return link;
   if (front != Front::later || running_ == nullptr) return nullptr;
   // What it sent for our call came before this: it has gone on without what we wait for.
-  const Header& next = *link.front();
+  const Header& next = *link->front();
   if (next.epoch == epoch_ && next.kind == FrameKind::data) disagree_on_end(peer, next);
   return nullptr;
 }

@@ -25,6 +25,9 @@ std::string key_of_key(const ConnectOptions& options) { return options.name + "/
 constexpr int kNotesPerBlock = 64;
 constexpr std::chrono::seconds kNamingTime{1};
 
+// For so long a rank whose options differ waits for the others to find out too.
+constexpr std::chrono::seconds kDifferTime{5};
+
 std::string key_of_block(const ConnectOptions& options, int block) {
   return options.name + "/notes/" + std::to_string(block);
 }
@@ -195,10 +198,22 @@ std::shared_ptr<Group> meet(Store& store, ConnectOptions options, bool made_key)
       std::move(ranks));
 }
 
+// Ranks with different options learn it from the same notes, and nobody takes its note, or the
+// store, away before the others have read them.
+void differ_together(Store& store, const ConnectOptions& options) {
+  const std::string count = options.name + "/differ", all = count + "/all";
+  if (store.add(count, 1) == options.size) store.set(all, "1");
+  (void)store.get(all, Deadline(kDifferTime));
+  if (store.add(count, -1) > 0) return;
+  store.remove(count);
+  store.remove(all);
+}
+
 }  // namespace
 
 // Each rank counts in the store how often it has formed a group of the name, and the count is part
-// of the keys: nobody reads what an earlier group left there. A forming that fails does not count.
+// of the keys: nobody reads what an earlier group left there. A forming that fails does not count,
+// but where all ranks fail alike: the first to try again would read notes of the last to fail.
 std::shared_ptr<Group> connect(Store& store, ConnectOptions options) {
   check_options(options);
   const std::string counter = options.name + "/formed/" + std::to_string(options.rank);
@@ -215,6 +230,13 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options) {
   std::shared_ptr<Group> group;
   try {
     group = meet(store, options, made_key);
+  } catch (const Mismatch&) {
+    try {
+      differ_together(store, options);
+      clean_up();
+    } catch (const std::exception&) {  // somebody died meanwhile: what the notes say is told
+    }
+    throw;
   } catch (...) {
     try {
       clean_up();

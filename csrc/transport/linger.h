@@ -12,7 +12,7 @@ namespace pycomm {
 
 // Takes a TCP socket; never blocks. It is closed once the peer's kernel has acknowledged all that
 // was sent, or the peer has hung up, or after 2 s. The end of the process waits for those that are
-// on their way; a process that is killed, or leaves by _exit(), does not.
+// on their way; a process that is killed, or leaves without running destructors, does not.
 void see_off(Fd socket);
 
 }  // namespace pycomm

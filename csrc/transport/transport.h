@@ -43,13 +43,15 @@ class Channel {
   // `want` asks for it. Valid until the next call.
   virtual ConstBytes peek(size_t want) = 0;
   virtual void take(size_t bytes) = 0;
-  // Moves what has arrived into `into`; gives the bytes moved.
+  // Moves what has arrived, or a part of it, into `into`; gives the bytes moved, 0 if none are
+  // here.
   virtual size_t receive(Bytes into) = 0;
 
   // The peer hung up or died. What it sent before can still be received.
   virtual bool hung_up() const = 0;
 
-  // Before sleeping; look for progress once more between arm() and poll(2), or a wake-up is lost.
+  // Before sleeping; look for progress once more between arm() and poll(2), and do not sleep if
+  // there was any, or a wake-up is lost.
   virtual pollfd arm(Want want) = 0;
   virtual void disarm(short revents) = 0;
 

@@ -1,7 +1,7 @@
 // A collective call as a case: its arrays, what they must become by a plain model, and what it may
 // send. In place, with counts by rank, and with the arrays that a rank does not need left out.
 //
-// Called by the suites that run verbs: group_test.cpp and verbs_test.cpp.
+// Called by the suites that run verbs: group_test.cpp, verbs_test.cpp and hosts_test.cpp.
 #pragma once
 
 #include <algorithm>
@@ -205,11 +205,16 @@ inline void expect_result(const Case& c, Arrays& arrays, int rank, int size) {
 }
 
 // What a plan sends: payload, and frames.
-inline std::pair<uint64_t, uint64_t> traffic(const Case& c, int rank, int size) {
+inline std::pair<uint64_t, uint64_t> traffic(const Case& c, const pycomm::Group& group) {
   uint64_t bytes = 0, frames = 0;
+  const int rank = group.rank(), size = group.size();
   const auto counts = c.told_counts(rank, size);
-  const pycomm::Place place{
-      .rank = rank, .size = size, .count = c.count, .root = c.root, .counts = counts};
+  const pycomm::Place place{.rank = rank,
+                            .size = size,
+                            .count = c.count,
+                            .root = c.root,
+                            .counts = counts,
+                            .hosts = group.hosts()};
   for (const pycomm::Move& move : make_plan(c.algorithm, c.operation, place).moves) {
     if (move.to == pycomm::kNobody || move.to == rank) continue;
     bytes += move.out.count * bytes_of(c.dtype);
@@ -224,7 +229,7 @@ inline void run_case(pycomm::Group& group, const Case& c) {
   group.run(arrays.call);
   const pycomm::Stats after = group.stats();
   expect_result(c, arrays, group.rank(), group.size());
-  const auto [bytes, frames] = traffic(c, group.rank(), group.size());
+  const auto [bytes, frames] = traffic(c, group);
   const uint64_t sent = after.bytes_sent - before.bytes_sent;
   expect_equal(sent, bytes, c.text() + ": payload bytes");
   expect_equal(after.frames_sent - before.frames_sent, frames, c.text() + ": frames");

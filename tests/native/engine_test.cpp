@@ -380,8 +380,7 @@ const ByTransport kAbort{
           });
           group.abort("twice is fine");
         } else if (group.rank() == 1) {
-          const auto work = group.start(call, {});
-          const Ending ending = ending_of([&] { work->wait(); });
+          const Ending ending = ending_of([&] { group.start(call, {})->wait(); });
           over.set_value();
           expect(ending.is(ErrorKind::group_broken) && ending.says("enough is enough"),
                  ending.text());

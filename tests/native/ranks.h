@@ -14,6 +14,7 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <latch>
 #include <memory>
 #include <optional>
 #include <string>
@@ -91,9 +92,22 @@ struct World {
   }
 };
 
-// A world in which every rank runs `body` in its group.
+// A world in which every rank runs `body` in its group, from when all have joined: a group that
+// breaks while some still join is another test.
 inline void run_groups(World& world, const std::function<void(pycomm::Group&)>& body) {
-  run(world.size, [&](int rank) { body(*world.join(rank)); });
+  std::latch joined(world.size);
+  run(world.size, [&](int rank) {
+    std::shared_ptr<pycomm::Group> group;
+    {
+      const struct Arrive {
+        std::latch& joined;
+        ~Arrive() { joined.count_down(); }  // also who does not come to a group
+      } arrive{joined};
+      group = world.join(rank);
+    }
+    joined.wait();
+    body(*group);
+  });
 }
 
 inline void run_groups(int size, const std::string& transport,

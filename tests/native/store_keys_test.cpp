@@ -4,11 +4,14 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <functional>
 #include <future>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/errors.h"
@@ -207,5 +210,63 @@ const Test kFailedForming{"store: a forming that fails does not count, and leave
                             expect(!store.find("world/note/0").has_value(), "no note");
                             all_form_again({&store, &store});
                           }};
+
+// One rank's end of a store.
+class Watched final : public Store {
+ public:
+  explicit Watched(Store& inner) : inner_(inner) {}
+  void set(const std::string& key, const std::string& value) override { inner_.set(key, value); }
+  std::string get(const std::string& key, const Deadline& deadline) override {
+    if (before_get) before_get(key);
+    std::string value = inner_.get(key, deadline);
+    last_got_ = key;
+    return value;
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    const int64_t sum = inner_.add(key, amount);
+    if (after_change) after_change(last_got_);
+    return sum;
+  }
+  std::optional<std::string> remove(const std::string& key) override {
+    auto value = inner_.remove(key);
+    if (after_change) after_change(last_got_);
+    return value;
+  }
+  std::function<void(const std::string& key)> before_get;
+  std::function<void(const std::string& last_got)> after_change;
+
+ private:
+  Store& inner_;
+  std::string last_got_;
+};
+
+// Rank 1 reads the notes only when rank 0 has read them and acted on what they say.
+const Test kOtherOptions{
+    "store: all ranks hear of different options, whoever reads the notes last", [] {
+      LocalStore store;
+      Watched first(store), last(store);
+      std::promise<void> acted;
+      first.after_change = [&, once = false](const std::string& last_got) mutable {
+        if (last_got == "world/note/1" && !std::exchange(once, true)) acted.set_value();
+      };
+      last.before_get = [&](const std::string& key) {
+        if (key == "world/note/0") acted.get_future().wait();
+      };
+      const auto refused = [](Store& end, int rank) {
+        ConnectOptions options = options_of(rank, 2, 5s);
+        options.reproducible = rank == 1;
+        expect_says(expect_throws<Mismatch>([&] { connect(end, options); }), "reproducible=True");
+      };
+      auto other = std::async(std::launch::async, [&] { refused(last, 1); });
+      refused(first, 0);
+      other.get();
+      for (const std::string key :
+           {"world/note/0", "world/note/1", "world/key", "world/differ", "world/differ/all"})
+        expect(!store.find(key).has_value(), key + " is left behind");
+      auto again = std::async(std::launch::async,
+                              [&] { return connect(store, options_of(1, 2, 5s))->name(); });
+      expect_equal(connect(store, options_of(0, 2, 5s))->name(), "world#2", "the next");
+      expect_equal(again.get(), "world#2", "the next of the other");
+    }};
 
 }  // namespace

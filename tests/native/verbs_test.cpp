@@ -1,5 +1,5 @@
-// What verbs do beyond group_test.cpp: counts by rank, messages from anybody, and ranks that
-// disagree about a root, a list or an operation, after which the group goes on.
+// What verbs do beyond group_test.cpp: counts by rank, long arrays, messages from anybody, and
+// ranks that disagree about a root, a list or an operation, after which the group goes on.
 #include <algorithm>
 #include <random>
 #include <string>
@@ -56,6 +56,27 @@ const ByTransport kCounts{
                 run_case(group, c);
               }
         });
+    }};
+
+// As long as plans with pieces begin, which group_test.cpp leaves out where that is slow.
+const ByTransport kLong{
+    "long arrays by every algorithm", [](const std::string& by) {
+      for (const int size : {2, 3, 5}) {
+        if (kSlowdown > 1 && size == 2) continue;
+        ranks::run_groups(size, by, [](Group& group) {
+          int call = 0;
+          for (const Operation operation :
+               {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
+                Operation::reduce_scatter, Operation::reduce, Operation::gather, Operation::scatter,
+                Operation::all_to_all})
+            for (const Algorithm algorithm : algorithms_for(operation)) {
+              Case c{operation, algorithm, Dtype::uint8, ReduceOp::max, 65'541, 0, false, ++call};
+              if (c.rooted()) c.root = call % group.size();
+              c.in_place = call % 2 == 0;
+              run_case(group, c);
+            }
+        });
+      }
     }};
 
 // One rank makes another call than the rest. Whoever notices does so at the next barrier at the
