@@ -126,7 +126,6 @@ def same_bits(group: Group) -> list[str]:
     return hashes
 
 
-@pytest.mark.timeout(90)
 def test_same_bits_on_every_rank_run_and_transport() -> None:
     wanted = run_ranks(3, same_bits)[0]
     for transport in TRANSPORTS:
@@ -264,7 +263,6 @@ def many_calls(group: Group) -> list[Any]:
     return readings
 
 
-@pytest.mark.timeout(100)
 def test_ten_thousand_calls_leave_nothing_behind() -> None:
     for (fds, threads, resident), (fds_after, threads_after, resident_after) in run_ranks(
         2, many_calls, transport="", processes=True
@@ -328,7 +326,7 @@ def run_python(code: str, **environment: str) -> Any:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 
@@ -346,7 +344,6 @@ print(group.rank, group.size, pycomm.all_reduce(np.ones(2)).tolist(), group.memb
 
 
 @pytest.mark.parametrize("secret", ["", "0123456789abcdef"])
-@pytest.mark.timeout(100)
 def test_processes_meet_through_the_environment(secret: str) -> None:
     """With a key through our own store, without one through torch's."""
     port = str(free_port())
@@ -357,7 +354,7 @@ def test_processes_meet_through_the_environment(secret: str) -> None:
         ranks.append(
             subprocess.Popen([sys.executable, "-c", TOGETHER], env=env, stdout=subprocess.PIPE)
         )
-    outputs = [process.communicate(timeout=90)[0].decode().strip() for process in ranks]
+    outputs = [process.communicate(timeout=180)[0].decode().strip() for process in ranks]
     assert outputs == ["0 2 [2.0, 2.0] shm", "1 2 [2.0, 2.0] self"]
     assert [process.returncode for process in ranks] == [0, 0]
 
@@ -403,7 +400,7 @@ def test_command_line(arguments: list[str], code: int, words: list[str]) -> None
         [sys.executable, "-m", "pycomm", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == code

@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import SIZES, Run, pools_fixture, run_fixture, same, values  # noqa: F401
+from torch_ranks import SIZES, Run, run_fixture, same, values  # noqa: F401
 
 from pycomm.errors import InvalidArgument, Unsupported
-
-pytestmark = pytest.mark.timeout(120)
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8]

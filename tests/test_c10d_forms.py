@@ -15,12 +15,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import SIZES, Run, pools_fixture, run_fixture, same, values  # noqa: F401
+from torch_ranks import SIZES, Run, run_fixture, same, values  # noqa: F401
 
 from pycomm import torch_backend
 from pycomm.errors import InvalidArgument, Mismatch, Unsupported
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def _calls() -> float:
@@ -152,7 +150,6 @@ def test_compiled_functional_collectives(run: Run) -> None:
     run(2, _compiled, "aot_eager")
 
 
-@pytest.mark.timeout(300)
 def test_collectives_compiled_by_inductor(run: Run) -> None:
     run(2, _compiled, "inductor")
 

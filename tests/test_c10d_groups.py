@@ -15,13 +15,11 @@ import torch
 import torch.distributed as dist
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import SIZES, Run, pools_fixture, run_fixture, same  # noqa: F401
+from torch_ranks import SIZES, Run, run_fixture, same  # noqa: F401
 
 import pycomm
 from pycomm import torch_backend
 from pycomm.errors import Error, GroupBroken, Timeout
-
-pytestmark = pytest.mark.timeout(120)
 
 CPU = torch.device("cpu")
 

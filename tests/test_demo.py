@@ -150,18 +150,21 @@ def test_everything_said_is_heard() -> None:
 
 
 def test_the_error_of_a_rank_is_shown_and_ends_all() -> None:
+    others = set(multiprocessing.active_children())
     with pytest.raises(ProcessException, match="no more paper"):
         processes.run(fail, (), 2, lambda rank, said: None)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_an_error_of_the_listener_ends_all() -> None:
+    others = set(multiprocessing.active_children())
+
     def hear(rank: int, said: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         processes.run(linger, (), 2, hear)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_a_killed_parent_leaves_no_orphans() -> None:

@@ -34,13 +34,10 @@ from torch_ranks import (  # noqa: F401
     SIZES,
     Run,
     both_fixture,
-    pools_fixture,
     run_fixture,
     same,
     values,
 )
-
-pytestmark = pytest.mark.timeout(240)
 
 
 def _functional() -> dict[str, Any]:

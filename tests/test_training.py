@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,12 +25,9 @@ from torch_ranks import (  # noqa: F401
     SIZES,
     Run,
     both_fixture,
-    pools_fixture,
     run_fixture,
     same,
 )
-
-pytestmark = pytest.mark.timeout(240)
 
 STEPS = 3
 Wrap = Callable[[nn.Module], nn.Module]

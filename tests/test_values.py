@@ -244,12 +244,11 @@ def together(code: str, **environment: str) -> list[str]:
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=90)[0] for process in ranks]
+    outputs = [process.communicate(timeout=180)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0]
     return [line for output in outputs for line in output.splitlines()]
 
 
-@pytest.mark.timeout(100)
 def test_keys_after_init_with_a_key_and_nothing_listens() -> None:
     assert together(TOGETHER.format(before=""), PYCOMM_SECRET="0123456789abcdef") == [
         "0 2 0",
@@ -257,7 +256,6 @@ def test_keys_after_init_with_a_key_and_nothing_listens() -> None:
     ]
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("before", ["", BY_TORCH], ids=["init", "init_process_group"])
 def test_keys_through_the_store_of_torch(before: str) -> None:
     """Only torch's store listens, on rank 0."""

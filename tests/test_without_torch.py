@@ -73,7 +73,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment's Python that has NumPy and what the build needs, and nothing else."""
     folder = tmp_path_factory.mktemp("without_torch")
     command = [sys.executable, "-m", "venv", "--without-pip", str(folder / "env")]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=180)
     python = folder / "env/bin/python"
     ask = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     answer = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
@@ -118,7 +118,7 @@ def use_everything(python: Path, where: Path) -> list[str]:
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=90)[0] for process in ranks]
+    outputs = [process.communicate(timeout=180)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0]
     return [output.removeprefix("fine ").strip() for output in outputs]
 
@@ -140,7 +140,6 @@ esac
 """
 
 
-@pytest.mark.timeout(400)  # compiles what sees pybind11
 def test_the_core_is_built_against_pybind11_alone(environment: Path, tmp_path: Path) -> None:
     built = ROOT / "build" / str(sysconfig.get_config_var("SOABI"))
     assert (built / "_core").is_dir(), "build the package in place first"
