@@ -11,6 +11,15 @@ compiler: str
 
 def address(array: Any, /) -> int: ...
 
+# The short way: False, and nothing done, where `array` is not plain (contiguous, writable, on the
+# host, of a dtype that travels).
+def all_reduce(
+    group: Group, array: Any, op: str, algorithm: str | None, timeout_s: float, /
+) -> bool: ...
+def broadcast(
+    group: Group, array: Any, src: int, algorithm: str | None, timeout_s: float, /
+) -> bool: ...
+
 class PythonStore(Protocol):
     """What connect() takes for a store beside those below."""
 

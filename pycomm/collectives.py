@@ -56,6 +56,9 @@ def all_reduce(
             in float32; avg is for floats, the bit operations are for integers and bool.
         algorithm: one of algorithms(), to force it.
     """
+    limit = calls.limit(timeout_s)
+    if not async_op and _core.all_reduce((group or default())._core, x, op, algorithm, limit):
+        return x
     v = arrays.view(x, write=True)
     call = ("all_reduce", v.dtype, op, v.pointer, v.pointer, v.count, 0, 0, algorithm or "auto")
     return calls.go(group, call, timeout_s, async_op, v, v, x)
@@ -96,6 +99,9 @@ def broadcast(
     timeout_s: float | None = None,
 ) -> Any:
     """Makes `x` on every rank what it is on rank `src`, in place. Returns `x`."""
+    limit = calls.limit(timeout_s)
+    if not async_op and _core.broadcast((group or default())._core, x, src, algorithm, limit):
+        return x
     v = arrays.view(x, write=True)
     call = ("broadcast", v.dtype, "sum", 0, v.pointer, v.count, src, 0, algorithm or "auto")
     return calls.go(group, call, timeout_s, async_op, v, v, x)

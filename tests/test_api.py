@@ -114,23 +114,26 @@ def test_messages_keep_their_order_and_tags(transport: str) -> None:
     assert run_ranks(2, there_and_back, transport=transport) == [150_000.0] * 2
 
 
-def same_bits(group: Group) -> list[str]:
+def same_bits(group: Group, algorithm: str | None = None) -> list[str]:
     """Hashes of sums whose bits depend on the order of adding."""
     rng = np.random.default_rng(group.rank)
     hashes = []
     for count in (1, 7, 4096, 70_001):
         for dtype in (np.float32, np.float16):
             x = rng.standard_normal(count).astype(dtype)
-            pycomm.all_reduce(x, group=group)
+            pycomm.all_reduce(x, group=group, algorithm=algorithm)
             hashes.append(hashlib.sha256(x.tobytes()).hexdigest())
     return hashes
 
 
 def test_same_bits_on_every_rank_run_and_transport() -> None:
-    wanted = run_ranks(3, same_bits)[0]
+    ring = run_ranks(3, same_bits, "ring")[0]
     for transport in TRANSPORTS:
-        assert run_ranks(3, same_bits, transport=transport) == [wanted] * 3
-    assert run_ranks(3, same_bits, transport="", processes=True) == [wanted] * 3
+        assert run_ranks(3, same_bits, "ring", transport=transport) == [ring] * 3
+    assert run_ranks(3, same_bits, "ring", transport="", processes=True) == [ring] * 3
+    shared = run_ranks(3, same_bits)[0]  # what is chosen where memory is shared
+    assert run_ranks(3, same_bits, "shared_memory", transport="shm") == [shared] * 3
+    assert run_ranks(3, same_bits, transport="", processes=True) == [shared] * 3
 
 
 def test_async_calls_end_in_order_and_keep_their_arrays() -> None:

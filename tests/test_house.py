@@ -33,9 +33,13 @@ MAY_INCLUDE = {
         *("core/", "engine/", "collectives/plan.h", "kernels/kernels.h"),
         *("transport/transport.h", "transport/frame.h"),
     ],
+    "shared/": [
+        *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
+        "transport/frame.h",
+    ],
     "group/": [
         *("core/", "os/", "collectives/", "kernels/", "rendezvous/"),
-        *("transport/", "engine/", "group/"),
+        *("transport/", "engine/", "shared/", "group/"),
     ],
     "bindings/core": [
         *("bindings/core", "core/", "group/group.h", "group/connect.h"),

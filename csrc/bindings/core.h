@@ -5,9 +5,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <chrono>
 #include <deque>
 #include <memory>
+#include <string>
+#include <string_view>
 
 #include "group/group.h"
 
@@ -67,8 +70,26 @@ class Handle {
   unsigned born_;
 };
 
+template <size_t kSize>
+std::string list(const std::array<std::string_view, kSize>& names) {
+  std::string text;
+  for (const auto name : names) text += (text.empty() ? "" : ", ") + std::string(name);
+  return text;
+}
+
+// Which entry of its table a name is. Throws InvalidArgument with the names that there are.
+template <typename Enum, size_t kSize>
+Enum find(const std::array<std::string_view, kSize>& names, std::string_view name,
+          std::string_view what) {
+  for (size_t i = 0; i < kSize; ++i)
+    if (names[i] == name) return static_cast<Enum>(i);
+  throw InvalidArgument("unknown " + std::string(what) + " '" + std::string(name) +
+                        "'; one of: " + list(names));
+}
+
 void bind_errors();                     // core_errors.cpp
 void bind_stores(py::module_& module);  // core_store.cpp
 void bind_group(py::module_& module);   // core_group.cpp
+void bind_calls(py::module_& module);   // core_calls.cpp
 
 }  // namespace pycomm::bindings

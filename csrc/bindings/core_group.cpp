@@ -31,23 +31,6 @@ std::shared_ptr<Group> guarded(std::shared_ptr<Group> group) {
           }};
 }
 
-template <size_t kSize>
-std::string list(const std::array<std::string_view, kSize>& names) {
-  std::string text;
-  for (const auto name : names) text += (text.empty() ? "" : ", ") + std::string(name);
-  return text;
-}
-
-// Which entry of its table a name is.
-template <typename Enum, size_t kSize>
-Enum find(const std::array<std::string_view, kSize>& names, std::string_view name,
-          std::string_view what) {
-  for (size_t i = 0; i < kSize; ++i)
-    if (names[i] == name) return static_cast<Enum>(i);
-  throw InvalidArgument("unknown " + std::string(what) + " '" + std::string(name) +
-                        "'; one of: " + list(names));
-}
-
 constexpr auto kDtypeNames = [] {
   std::array<std::string_view, kDtypes.size()> names{};
   for (size_t i = 0; i < names.size(); ++i) names[i] = kDtypes[i].name;

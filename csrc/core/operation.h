@@ -30,10 +30,19 @@ constexpr std::string_view name_of(Operation operation) {
   return kOperations[static_cast<size_t>(operation)];
 }
 
-enum class Algorithm : uint8_t { automatic, ring, tree, direct, owner, halving, hierarchical };
+enum class Algorithm : uint8_t {
+  automatic,
+  ring,
+  tree,
+  direct,
+  owner,
+  halving,
+  hierarchical,
+  shared_memory,
+};
 
-inline constexpr std::array<std::string_view, 7> kAlgorithms{
-    "auto", "ring", "tree", "direct", "owner", "halving", "hierarchical"};
+inline constexpr std::array<std::string_view, 8> kAlgorithms{
+    "auto", "ring", "tree", "direct", "owner", "halving", "hierarchical", "shared_memory"};
 
 constexpr std::string_view name_of(Algorithm algorithm) {
   return kAlgorithms[static_cast<size_t>(algorithm)];

@@ -64,12 +64,20 @@ Bytes Engine::scratch(size_t bytes) {
 }
 
 void Engine::run(const Job& job, const Deadline& deadline) {
-  Header header = job.signature;
-  header.epoch = epoch_;
-  header.sequence = sequence_;
+  const Header header = next_header(job.signature);
   Run task(*this, job, header);
-  running_ = &header;
   claims_ = job.claims;
+  run(task, header, deadline);
+}
+
+Header Engine::next_header(Header signature) const {
+  signature.epoch = epoch_;
+  signature.sequence = sequence_;
+  return signature;
+}
+
+void Engine::run(Task& task, const Header& header, const Deadline& deadline) {
+  running_ = &header;
   guard(task, header, deadline);
   ++sequence_;
 }
@@ -85,6 +93,7 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
     ~Clear() {
       engine.last_.whereabouts = Whereabouts::between;
       engine.running_ = nullptr;
+      engine.claims_ = {};
       engine.keep_half_arrived();
       engine.awaited_.reset();
     }
@@ -156,7 +165,9 @@ void Engine::sleep(Task& task, const Deadline& deadline) {
   }
   struct Disarm {
     Engine& engine;
+    Task& task;
     ~Disarm() {
+      task.disarm();
       for (size_t i = 0; i < engine.armed_.size(); ++i)
         engine.armed_[i]->disarm(
             engine.polled_[engine.polled_.size() - engine.armed_.size() + i].revents);
@@ -164,7 +175,8 @@ void Engine::sleep(Task& task, const Deadline& deadline) {
   };
   int woken = 1;
   {
-    const Disarm disarm{*this};
+    const Disarm disarm{*this, task};
+    task.arm();
     if (task.advance() || tend_all()) return;
     auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
     if (options_.heartbeat.count() > 0) limit = std::min(limit, pulse_interval());
@@ -173,6 +185,8 @@ void Engine::sleep(Task& task, const Deadline& deadline) {
   }
   if (woken <= 0) asked_ = {};  // a signal, or nothing happened for long
   if (woken == 0 && task.receiving_from() >= 0) want(task.receiving_from());
+  // What is there already comes before what a peer says at its end.
+  if (task.advance()) return;
   (void)tend_all();
   if (task.done() || task.advance()) return;
   check_needed(task);

@@ -34,6 +34,9 @@ class Task {
   // Whom it waits for, or kNobody.
   virtual int sending_to() const = 0;
   virtual int receiving_from() const = 0;
+  // Around a sleep, for tasks that others wake: arm() comes before a last look, as with channels.
+  virtual void arm() {}
+  virtual void disarm() {}
 };
 
 // Whom a receive waits for, if anybody's message will do.
@@ -91,6 +94,9 @@ class Engine {
   ~Engine();
 
   void run(const Job& job, const Deadline& deadline);
+  // The same for a task of another strategy: `header` is next_header() of its signature.
+  void run(Task& task, const Header& header, const Deadline& deadline);
+  Header next_header(Header signature) const;
   void send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline);
   // `from` may be kAnybody; gives the sender. Throws Mismatch, and drops the message, if it is of
   // another dtype or count.
@@ -130,6 +136,12 @@ class Engine {
   // The oldest message from `from` with the tag, once it is whole. For kAnybody: of everybody's
   // oldest, as far as they are whole, the one that began to arrive first; `from` then says whose.
   std::optional<Message> take_message(int& from, uint32_t tag);
+  // `peer` says that the call under way is another: ends it on every rank with Mismatch.
+  [[noreturn]] void disagree(int peer, const Header& theirs);
+  // The same for a call of this epoch that is over on some ranks, with `text` as its sentence.
+  [[noreturn]] void give_up_call(int peer, uint32_t sequence, const std::string& text);
+  // Wakes `peer`, which shares memory with us, if it sleeps.
+  void ring(int peer) { at(peer).link->channel().ring(); }
   Bytes scratch(size_t bytes);
   int rank() const { return options_.rank; }
 
@@ -176,9 +188,7 @@ class Engine {
   std::optional<Message> take_kept(int& from, uint32_t tag);
   void read_notice(int peer, const Header& header);
   void heed_goodbye(int peer, const std::string& payload);
-  [[noreturn]] void disagree(int peer, const Header& theirs);
   [[noreturn]] void disagree_on_end(int peer, const Header& theirs);
-  [[noreturn]] void give_up_call(int peer, uint32_t sequence, const std::string& text);
   void new_epoch(const Header& notice, const std::string& text);
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;

@@ -126,6 +126,7 @@ void check_call(const Call& call, int rank, int size) {
   check_peer(call, rank, size);
   if (reduces(call.operation)) (void)reducer(call.dtype, call.op);
   if (!is_plan(call.operation) || call.algorithm == Algorithm::automatic) return;
+  if (call.algorithm == Algorithm::shared_memory && call.counts.empty()) return;
   const bool has_counts = !call.counts.empty();
   const auto known = algorithms_for(call.operation, has_counts);
   if (std::ranges::find(known, call.algorithm) == known.end())

@@ -9,6 +9,7 @@
 #include "group/host_group.h"
 #include "os/interfaces.h"
 #include "os/random.h"
+#include "shared/segment.h"
 
 namespace pycomm {
 namespace {
@@ -157,6 +158,8 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
       .transport = options.transport,
       .address = options.address,
       .towards = options.towards,
+      .memory_bytes = sizeof(Segment),
+      .shares = options.faults.empty(),  // a fault is of a channel: all has to go through them
       .options = std::string(options.reproducible ? "reproducible=True" : "reproducible=False") +
                  ", heartbeat_s=" +
                  std::to_string(std::chrono::duration<double>(options.heartbeat).count()) +

@@ -8,13 +8,14 @@
 #include "collectives/choose.h"
 #include "core/sha256.h"
 #include "group/check.h"
+#include "shared/shared_run.h"
 
 namespace pycomm {
 namespace {
 
-// Scratch of one call. A call that would need more runs in blocks; with 8 MiB of rings (mesh.cpp) a
-// group stays under 16 MiB a rank, whatever the message.
-constexpr size_t kScratchBytes = size_t{8} << 20;
+// Scratch of one call. A call that would need more runs in blocks; with 8 MiB of rings (mesh.cpp)
+// and a segment of 1 MiB a group stays under 16 MiB a rank, whatever the message.
+constexpr size_t kScratchBytes = size_t{6} << 20;
 constexpr size_t kMaxPlans = 256;
 // Longer than two processors need to answer each other (about 1 us), and short, for whoever shares
 // the processor pays for it: a small all_reduce of 2 ranks takes 5 to 8 us at 20, 50 and 200 when
@@ -71,6 +72,12 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
       dialer_(std::move(mesh.dialer)),
       engine_(std::move(mesh.channels), engine_options(options_, mesh, dialer_.get())),
       worker_(options_.interrupted) {
+  if (!mesh.memories.empty()) {
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (const auto& memory : mesh.memories)
+      segments.emplace_back(memory, reinterpret_cast<Segment*>(memory.get()));
+    arena_ = std::make_unique<Arena>(std::move(segments), options_.rank);
+  }
   const auto& hosts = mesh.hosts;
   const auto me = static_cast<size_t>(options_.rank);
   local_size_ = static_cast<int>(std::ranges::count(hosts, hosts[me]));
@@ -87,14 +94,23 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
 
 HostGroup::~HostGroup() { close(); }
 
-void HostGroup::run(const Call& call) {
+void HostGroup::check(const Call& call) const {
   check_call(call, options_.rank, options_.size);
+  if (call.algorithm == Algorithm::shared_memory && !arena_ && options_.size > 1)
+    throw Unsupported(
+        "the algorithm shared_memory needs all ranks on one host, and connections "
+        "that share memory",
+        {.op = std::string(name_of(call.operation)), .rank = options_.rank});
+}
+
+void HostGroup::run(const Call& call) {
+  check(call);
   worker_.run([&] { execute(call); });
 }
 
 std::shared_ptr<Work> HostGroup::start(const Call& call,
                                        std::function<void(std::exception_ptr)> then) {
-  check_call(call, options_.rank, options_.size);
+  check(call);
   return worker_.start([this, call] { execute(call); }, std::move(then));
 }
 
@@ -126,9 +142,14 @@ void HostGroup::execute(const Call& call) {
     case Operation::reduce:
     case Operation::gather:
     case Operation::scatter:
-    case Operation::all_to_all:
-      execute_plan(call, deadline);
+    case Operation::all_to_all: {
+      const Algorithm algorithm = algorithm_for(call);
+      if (algorithm == Algorithm::shared_memory)
+        execute_shared(call, deadline);
+      else
+        execute_plan(call, algorithm, deadline);
       break;
+    }
   }
   const std::lock_guard lock(mutex_);
   ++stats_.calls;
@@ -140,7 +161,9 @@ void HostGroup::execute(const Call& call) {
 }
 
 Algorithm HostGroup::algorithm_for(const Call& call) const {
+  if (options_.size == 1 && call.algorithm == Algorithm::shared_memory) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
+  if (arena_ && call.counts.empty()) return Algorithm::shared_memory;
   const size_t ranks = call.counts.size();
   size_t count = call.count;  // of an all_to_all with counts 0, which all ranks know
   if (call.operation == Operation::all_gather && ranks > 0)
@@ -155,8 +178,24 @@ Algorithm HostGroup::algorithm_for(const Call& call) const {
                  .hosts = host_count_});
 }
 
-void HostGroup::execute_plan(const Call& call, const Deadline& deadline) {
-  const Algorithm algorithm = algorithm_for(call);
+void HostGroup::execute_shared(const Call& call, const Deadline& deadline) {
+  SharedJob job{.operation = call.operation,
+                .input = static_cast<const std::byte*>(call.input),
+                .output = static_cast<std::byte*>(call.output),
+                .count = call.count,
+                .element_bytes = bytes_of(call.dtype),
+                .root = call.peer};
+  if (reduces(call.operation)) {
+    job.reducer = &reducer(call.dtype, call.op);
+    job.folds = is_half(call.dtype);
+  }
+  const Header header = engine_.next_header(signature_of(call, Algorithm::shared_memory));
+  arena_->begin(header);
+  SharedRun run(engine_, *arena_, job, header);
+  engine_.run(run, header, deadline);
+}
+
+void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline) {
   Job job;
   job.signature = signature_of(call, algorithm);
   job.input = static_cast<const std::byte*>(call.input);
@@ -169,6 +208,11 @@ void HostGroup::execute_plan(const Call& call, const Deadline& deadline) {
   // Lists change from call to call: plans with counts are not kept.
   const Schedule schedule = schedule_of(call, algorithm, 0);
   job.schedule = &schedule;
+  run_plan(job, deadline);
+}
+
+void HostGroup::run_plan(const Job& job, const Deadline& deadline) {
+  if (arena_) arena_->begin(engine_.next_header(job.signature));
   engine_.run(job, deadline);
 }
 
@@ -183,7 +227,7 @@ void HostGroup::execute_blocks(const Call& call, Job& job, const Deadline& deadl
       job.piece = count;
       job.stride = call.count;
     }
-    engine_.run(job, deadline);
+    run_plan(job, deadline);
     begin += count;
     if (job.input != nullptr) job.input += count * job.element_bytes;
     if (job.output != nullptr) job.output += count * job.element_bytes;

@@ -13,6 +13,7 @@
 #include "group/mesh.h"
 #include "group/pulse.h"
 #include "group/worker.h"
+#include "shared/arena.h"
 
 namespace pycomm {
 
@@ -54,9 +55,12 @@ class HostGroup final : public Group {
   };
 
   void execute(const Call& call);
-  void execute_plan(const Call& call, const Deadline& deadline);
-  void execute_blocks(const Call& call, Job& job, const Deadline& deadline);
   Algorithm algorithm_for(const Call& call) const;
+  void execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline);
+  void run_plan(const Job& job, const Deadline& deadline);
+  void check(const Call& call) const;
+  void execute_shared(const Call& call, const Deadline& deadline);
+  void execute_blocks(const Call& call, Job& job, const Deadline& deadline);
   const Planned& planned(const Call& call, Algorithm algorithm, size_t count);
   Place place(int rank, const Call& call, size_t count) const;
   Schedule schedule_of(const Call& call, Algorithm algorithm, size_t count) const;
@@ -71,6 +75,7 @@ class HostGroup final : public Group {
   int splits_ = 0;
   std::unique_ptr<Dialer> dialer_;  // null where all ranks have met
   Engine engine_;
+  std::unique_ptr<Arena> arena_;  // where all ranks share a host
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;
   mutable std::mutex mutex_;  // guards stats_ and the timeout
   Stats stats_;

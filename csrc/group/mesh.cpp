@@ -36,9 +36,11 @@ class Forming {
       return request_.transport.empty() || request_.transport == name;
     };
     std::string why;
-    if (request_.size > 1 && may("shm")) shm_ = make_shm(ring_bytes(request_.size), why);
+    if (request_.size > 1 && may("shm"))
+      shm_ = make_shm(ring_bytes(request_.size), request_.memory_bytes, why);
     if (request_.size > 1 && may("tcp")) tcp_ = make_tcp(request_.address, request_.towards);
     note_.options = request_.options;
+    note_.memory = request_.shares ? std::to_string(request_.memory_bytes) : "0";
     if (shm_) note_.shm = shm_->address();
     if (tcp_) note_.tcp = tcp_->address();
     for (const uint8_t byte : random_bytes()) note_.token += static_cast<char>('a' + byte % 16);
@@ -53,12 +55,15 @@ class Forming {
                          .transports = {},
                          .contacts = std::move(contacts_),
                          .log = request_.log};
+    const auto own = shm_ ? shm_->memory() : nullptr;
     if (shm_) lobby.transports.push_back(std::move(shm_));
     if (tcp_) lobby.transports.push_back(std::move(tcp_));
-    if (full)
+    if (full) {
       meet(mesh, std::move(lobby));
-    else
+      share(mesh, own);
+    } else {
       mesh.dialer = std::make_unique<Doorman>(std::move(lobby), ring_bytes(request_.size));
+    }
     return mesh;
   }
 
@@ -125,6 +130,27 @@ class Forming {
     const Note& called = notes_[static_cast<size_t>(listener)];
     const Note& calling = notes_[static_cast<size_t>(caller)];
     return by.ways(by.name() == "shm" ? called.shm : called.tcp, called.host_id == calling.host_id);
+  }
+
+  // Only where all pairs have the same kind of memory, and all ranks want it. `own` is what this
+  // rank lays out for other processes.
+  void share(Mesh& mesh, const std::shared_ptr<std::byte>& own) const {
+    const size_t peers = notes_.size() - 1;
+    for (const Note& note : notes_)
+      if (note.memory == "0" || note.memory != note_.memory) return;
+    const auto by = [&](std::string_view transport) {
+      return static_cast<size_t>(std::ranges::count(mesh.members, transport, &Member::transport));
+    };
+    const bool local = by("local") == peers;
+    if (peers == 0 || (!local && by("shm") != peers)) return;
+    for (size_t i = 0; i < notes_.size(); ++i) {
+      const auto rank = static_cast<int>(i);
+      if (local)
+        mesh.memories.push_back(
+            local_memory(notes_[0].token + request_.name, rank, request_.memory_bytes));
+      else
+        mesh.memories.push_back(rank == request_.rank ? own : mesh.channels[i]->memory());
+    }
   }
 
   // Each calls those before it and is called by those behind it, until nobody is missing.

@@ -21,12 +21,14 @@ namespace pycomm {
 struct MeshRequest {
   int rank = 0, size = 1;
   std::string name;
-  std::string key;        // for the handshakes
-  std::string transport;  // force one, or empty
-  std::string address;    // which of this host's addresses tcp uses, or empty
-  std::string towards;    // rank 0's host as this one knows it, or empty
-  std::string options;    // must be the same on every rank; shown when it is not
-  int full_mesh = 64;     // up to so many ranks each holds a channel to each from the start
+  std::string key;          // for the handshakes
+  std::string transport;    // force one, or empty
+  std::string address;      // which of this host's addresses tcp uses, or empty
+  std::string towards;      // rank 0's host as this one knows it, or empty
+  size_t memory_bytes = 0;  // that ranks of one host lay out for each other
+  bool shares = true;       // whether it does; one rank that does not is enough
+  std::string options;      // must be the same on every rank; shown when it is not
+  int full_mesh = 64;       // up to so many ranks each holds a channel to each from the start
   std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
 };
 
@@ -34,7 +36,9 @@ struct Mesh {
   std::vector<std::unique_ptr<Channel>> channels;  // by rank; null for oneself and who is not met
   std::unique_ptr<Dialer> dialer;                  // meets those; null where all are met
   std::vector<Member> members;                     // by rank
-  std::vector<std::string> hosts;                  // by rank: equal where ranks share a host
+  // By rank, where all ranks share a host: what each lays out for the others. Else empty.
+  std::vector<std::shared_ptr<std::byte>> memories;
+  std::vector<std::string> hosts;  // by rank: equal where ranks share a host
 };
 
 // Gives everybody's note, by rank, for one's own.

@@ -50,16 +50,16 @@ Note my_note() {
 }
 
 std::string encode(const Note& note) {
-  std::string text = "pycomm-1\n";
+  std::string text = "pycomm-2\n";
   for (const std::string& field : {note.process, note.host_id, note.host, std::to_string(note.pid),
-                                   note.options, note.token, note.shm, note.tcp})
+                                   note.options, note.token, note.shm, note.tcp, note.memory})
     text += field + "\n";
   return text;
 }
 
 Note decode_note(const std::string& text) {
   check(text.size() <= kMaxNoteBytes, "a rank's note is too long");
-  std::array<std::string, 9> fields;
+  std::array<std::string, 10> fields;
   size_t begin = 0;
   for (std::string& field : fields) {
     const size_t end = text.find('\n', begin);
@@ -67,9 +67,9 @@ Note decode_note(const std::string& text) {
     field = text.substr(begin, end - begin);
     begin = end + 1;
   }
-  check(begin == text.size() && fields[0] == "pycomm-1",
+  check(begin == text.size() && fields[0] == "pycomm-2",
         "a rank's note is not of this version of pycomm");
-  Note note{fields[1], fields[2], fields[3], 0, fields[5], fields[6], fields[7], fields[8]};
+  Note note{fields[1], fields[2], fields[3], 0, fields[5], fields[6], fields[7], fields[8], fields[9]};
   const std::string& pid = fields[4];
   const auto parsed = std::from_chars(pid.data(), pid.data() + pid.size(), note.pid);
   check(parsed.ec == std::errc{} && parsed.ptr == pid.data() + pid.size(),

@@ -15,6 +15,7 @@ struct Note {
   std::string options;
   std::string token;     // rank 0's: unique to the group
   std::string shm, tcp;  // addresses; empty: not to be had
+  std::string memory;    // bytes that it lays out for the ranks of its host, in digits
 };
 
 Note my_note();

@@ -29,6 +29,12 @@ bool is_shared_memory(int fd, size_t bytes) {
          static_cast<size_t>(status.st_size) == bytes;
 }
 
+std::shared_ptr<std::byte> map_shared_memory(int fd, size_t bytes) {
+  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (base == MAP_FAILED) throw_errno("mapping shared memory");
+  return {static_cast<std::byte*>(base), [bytes](std::byte* at) { ::munmap(at, bytes); }};
+}
+
 RingMemory::RingMemory(int fd, size_t bytes) : bytes_(bytes) {
   const size_t page = page_bytes();
   void* base = ::mmap(nullptr, page + 2 * bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 
 #include "os/fd.h"
 
@@ -12,6 +13,9 @@ Fd make_shared_memory(size_t bytes);
 
 // True if `fd` is such a memory of exactly `bytes`.
 bool is_shared_memory(int fd, size_t bytes);
+
+// `bytes` of `fd`, readable and writable until the last copy goes.
+std::shared_ptr<std::byte> map_shared_memory(int fd, size_t bytes);
 
 size_t page_bytes();
 

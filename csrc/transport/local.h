@@ -35,4 +35,8 @@ class LocalDoor {
   Arrived arrived_;
 };
 
+// What `rank` lays out for the other ranks of the group: `bytes` of zeroes when it is first asked
+// for, by whomever, and gone when nobody holds it.
+std::shared_ptr<std::byte> local_memory(const std::string& meeting, int rank, size_t bytes);
+
 }  // namespace pycomm

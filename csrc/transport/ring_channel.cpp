@@ -19,14 +19,22 @@ constexpr size_t kPublishBytes = size_t{32} << 10;
 }  // namespace
 
 RingChannel::RingChannel(std::string_view transport, std::shared_ptr<RingMemory> in,
-                         std::shared_ptr<RingMemory> out, Fd bell)
-    : transport_(transport), in_(std::move(in)), out_(std::move(out)), bell_(std::move(bell)) {}
+                         std::shared_ptr<RingMemory> out, Fd bell,
+                         std::shared_ptr<std::byte> memory)
+    : transport_(transport),
+      in_(std::move(in)),
+      out_(std::move(out)),
+      bell_(std::move(bell)),
+      memory_(std::move(memory)) {}
 
 // Sleeping and waking cross like this: the sleeper stores `sleeps`, then loads the position; the
 // mover stores the position, then loads `sleeps`. All four are sequentially consistent, so at least
 // one of them sees the other, and no wake-up is lost.
 void RingChannel::ring_bell_if(std::atomic<uint32_t>& sleeps) {
-  if (sleeps.load() == 0 || sleeps.exchange(0) == 0) return;
+  if (sleeps.load() != 0 && sleeps.exchange(0) != 0) ring();
+}
+
+void RingChannel::ring() {
   const char byte = 0;
   // A full bell wakes as well as one more byte would; a dead peer is noticed by poll.
   (void)::send(bell_.get(), &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL);

@@ -25,7 +25,7 @@ struct RingHead {
 class RingChannel final : public Channel {
  public:
   RingChannel(std::string_view transport, std::shared_ptr<RingMemory> in,
-              std::shared_ptr<RingMemory> out, Fd bell);
+              std::shared_ptr<RingMemory> out, Fd bell, std::shared_ptr<std::byte> memory = {});
 
   std::string_view transport() const override { return transport_; }
   size_t send(ConstBytes head, ConstBytes body) override;
@@ -36,6 +36,8 @@ class RingChannel final : public Channel {
   pollfd arm(Want want) override;
   void disarm(short revents) override;
   void hang_up() override;
+  void ring() override;
+  std::shared_ptr<std::byte> memory() const override { return memory_; }
 
  private:
   RingHead& in() const { return *reinterpret_cast<RingHead*>(in_->head()); }
@@ -46,6 +48,7 @@ class RingChannel final : public Channel {
   std::string_view transport_;
   std::shared_ptr<RingMemory> in_, out_;
   Fd bell_;
+  std::shared_ptr<std::byte> memory_;
   uint64_t written_ = 0, read_ = 0;  // our own ends; the shared copies are for the peer
   uint64_t peer_read_ = 0;           // the last we saw of the peer's
   bool hung_up_ = false;

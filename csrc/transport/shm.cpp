@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <array>
 #include <cstring>
 #include <map>
 
@@ -25,11 +26,12 @@ std::string random_name() {
   return name;
 }
 
-// A message of one byte with a descriptor beside it.
+// A message of one byte with two descriptors beside it: the ring that its sender reads, and the
+// memory that it lays out.
 struct Passed {
   char byte = 0;
   iovec data{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))] = {};
   msghdr message{};
 
   Passed() {
@@ -42,19 +44,19 @@ struct Passed {
   Passed& operator=(const Passed&) = delete;
 };
 
-void pass(int socket, int fd) {
+void pass(int socket, const std::array<int, 2>& fds) {
   Passed passed;
   cmsghdr* head = CMSG_FIRSTHDR(&passed.message);
   head->cmsg_level = SOL_SOCKET;
   head->cmsg_type = SCM_RIGHTS;
-  head->cmsg_len = CMSG_LEN(sizeof fd);
-  std::memcpy(CMSG_DATA(head), &fd, sizeof fd);
+  head->cmsg_len = CMSG_LEN(sizeof fds);
+  std::memcpy(CMSG_DATA(head), fds.data(), sizeof fds);
   // A peer that died meanwhile is noticed when its own offer is waited for.
   if (::sendmsg(socket, &passed.message, MSG_NOSIGNAL) < 0 && errno != EPIPE && errno != ECONNRESET)
     throw_errno("passing shared memory to a peer");
 }
 
-Fd take_passed(int socket, const Deadline& deadline) {
+std::array<Fd, 2> take_passed(int socket, const Deadline& deadline) {
   Passed passed;
   for (;;) {
     const auto n = ::recvmsg(socket, &passed.message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
@@ -68,17 +70,21 @@ Fd take_passed(int socket, const Deadline& deadline) {
     ::poll(&wait, 1, 100);
   }
   const cmsghdr* head = CMSG_FIRSTHDR(&passed.message);
-  if (head == nullptr || head->cmsg_type != SCM_RIGHTS || head->cmsg_len != CMSG_LEN(sizeof(int)))
+  if (head == nullptr || head->cmsg_type != SCM_RIGHTS ||
+      head->cmsg_len != CMSG_LEN(2 * sizeof(int)))
     throw PeerLost("it sent no shared memory");
-  int fd = -1;
-  std::memcpy(&fd, CMSG_DATA(head), sizeof fd);
-  return Fd(fd);
+  std::array<int, 2> fds{};
+  std::memcpy(fds.data(), CMSG_DATA(head), sizeof fds);
+  return {Fd(fds[0]), Fd(fds[1])};
 }
 
 class Shm final : public SocketTransport {
  public:
-  explicit Shm(size_t ring_bytes)
+  Shm(size_t ring_bytes, size_t memory_bytes)
       : ring_bytes_(ring_bytes),
+        memory_bytes_(memory_bytes),
+        memory_(make_shared_memory(memory_bytes)),
+        mapped_(map_shared_memory(memory_.get(), memory_bytes)),
         address_("pycomm-" + random_name()),
         listener_(listen_on(abstract_unix_address(address_), SOMAXCONN)) {}
 
@@ -95,7 +101,7 @@ class Shm final : public SocketTransport {
   // Each side makes the ring that it reads, and gives the other the same memory to write.
   void offer(int fd) override {
     Fd memory = make_shared_memory(RingMemory::file_bytes(ring_bytes_));
-    pass(fd, memory.get());
+    pass(fd, {memory.get(), memory_.get()});
     offered_[fd] = std::move(memory);
   }
 
@@ -104,16 +110,22 @@ class Shm final : public SocketTransport {
   std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) override {
     auto mine = offered_.extract(fd.get());
     check(!mine.empty(), "accepted without an offer");
-    const Fd theirs = take_passed(fd.get(), deadline);
-    if (!is_shared_memory(theirs.get(), RingMemory::file_bytes(ring_bytes_)))
+    const auto [theirs, memory] = take_passed(fd.get(), deadline);
+    if (!is_shared_memory(theirs.get(), RingMemory::file_bytes(ring_bytes_)) ||
+        !is_shared_memory(memory.get(), memory_bytes_))
       throw PeerLost("what it sent is not shared memory of the agreed size");
     auto in = std::make_shared<RingMemory>(mine.mapped().get(), ring_bytes_);
     auto out = std::make_shared<RingMemory>(theirs.get(), ring_bytes_);
-    return std::make_unique<RingChannel>("shm", std::move(in), std::move(out), std::move(fd));
+    return std::make_unique<RingChannel>("shm", std::move(in), std::move(out), std::move(fd),
+                                         map_shared_memory(memory.get(), memory_bytes_));
   }
 
+  std::shared_ptr<std::byte> memory() const override { return mapped_; }
+
  private:
-  size_t ring_bytes_;
+  size_t ring_bytes_, memory_bytes_;
+  Fd memory_;
+  std::shared_ptr<std::byte> mapped_;
   std::string address_;
   Fd listener_;
   std::map<int, Fd> offered_;
@@ -121,10 +133,11 @@ class Shm final : public SocketTransport {
 
 }  // namespace
 
-std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, std::string& why) {
+std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, size_t memory_bytes,
+                                          std::string& why) {
   try {
     (void)make_shared_memory(RingMemory::file_bytes(ring_bytes));
-    return std::make_unique<Shm>(ring_bytes);
+    return std::make_unique<Shm>(ring_bytes, memory_bytes);
   } catch (const Error& error) {
     why = error.what();
     return nullptr;

@@ -8,6 +8,6 @@
 namespace pycomm {
 
 // Null where this host has no memfd or no abstract Unix sockets; `why` then says so.
-std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, std::string& why);
+std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, size_t memory_bytes, std::string& why);
 
 }  // namespace pycomm

@@ -55,6 +55,11 @@ class Channel {
   virtual pollfd arm(Want want) = 0;
   virtual void disarm(short revents) = 0;
 
+  // Wakes the peer if it sleeps on this channel.
+  virtual void ring() {}
+  // What the peer lays out for the ranks of its host, where both see the same memory; else null.
+  virtual std::shared_ptr<std::byte> memory() const { return nullptr; }
+
   // Ends this side: what was sent is still delivered, the peer sees hung_up(), and nothing more is
   // received. Does not block.
   virtual void hang_up() = 0;
@@ -81,6 +86,8 @@ class SocketTransport {
   virtual bool exchanges() const = 0;
   // Waits for the other side's offer. Throws PeerLost, Timeout.
   virtual std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) = 0;
+  // What this rank lays out for those that it has accepted: their channels' memory().
+  virtual std::shared_ptr<std::byte> memory() const { return nullptr; }
 };
 
 }  // namespace pycomm

@@ -212,6 +212,7 @@ Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what) {
     case Algorithm::halving:
       return halving_cost(rank, size, what);
     case Algorithm::automatic:
+    case Algorithm::shared_memory:  // no plan
       break;
   }
   return {};

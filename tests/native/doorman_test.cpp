@@ -18,6 +18,7 @@
 #include "engine/engine.h"
 #include "group/lobby.h"
 #include "harness.h"
+#include "os/shared_memory.h"
 #include "ranks.h"
 #include "rendezvous/tcp_store.h"
 
@@ -43,7 +44,7 @@ std::vector<Lobby::Request> requests(int size, const std::string& transport) {
   std::vector<Lobby::Request> all(static_cast<size_t>(size));
   std::string why;
   for (auto& request : all)
-    request.transports.push_back(transport == "shm" ? make_shm(kRing, why)
+    request.transports.push_back(transport == "shm" ? make_shm(kRing, page_bytes(), why)
                                                     : make_tcp("127.0.0.1", ""));
   for (size_t i = 0; i < all.size(); ++i) {
     all[i].rank = static_cast<int>(i);

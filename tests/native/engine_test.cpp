@@ -257,7 +257,8 @@ const ByTransport kUncut{
           Call broadcast{.operation = Operation::broadcast,
                          .dtype = Dtype::float32,
                          .output = array.data(),
-                         .count = kSmall};
+                         .count = kSmall,
+                         .algorithm = Algorithm::tree};
           Call message{.dtype = Dtype::float32, .count = kLarge, .peer = 1 - group.rank()};
           if (group.rank() == 0) {
             group.run(broadcast);  // the root hears nothing of rank 1's other count yet

@@ -25,6 +25,7 @@
 #include "group/connect.h"
 #include "group/group.h"
 #include "harness.h"
+#include "os/shared_memory.h"
 #include "os/socket.h"
 #include "rendezvous/local_store.h"
 #include "transport/local.h"
@@ -158,7 +159,8 @@ inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
   }
   std::string why;
   const auto make = [&] {
-    return transport == "shm" ? make_shm(ring_bytes, why) : make_tcp("127.0.0.1", "");
+    return transport == "shm" ? make_shm(ring_bytes, pycomm::page_bytes(), why)
+                              : make_tcp("127.0.0.1", "");
   };
   const auto caller = make(), listener = make();
   expect(caller && listener, why);

@@ -318,7 +318,7 @@ Fd unsealed_memory(size_t bytes) {
 template <typename Wanted>
 void expect_offer_refused(const std::function<void(Fd&)>& offer) {
   std::string why;
-  const auto transport = make_shm(kRing, why);
+  const auto transport = make_shm(kRing, page_bytes(), why);
   expect(transport != nullptr, why);
   int ends[2];
   expect_equal(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0, "socketpair");

@@ -1,0 +1,40 @@
+// Arrays that need no view of Python's: contiguous, writable, in host memory, of a dtype that
+// travels. Seen in a tenth of the time that pycomm.arrays takes; whatever is not so simple is left
+// to it, and so are all explanations.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <optional>
+
+#include "core/dtype.h"
+
+namespace pycomm::bindings {
+
+// The elements of an array. It holds NumPy's arrays in place while it lives; whoever passes a
+// tensor keeps it.
+class Plain {
+ public:
+  // Empty where `x` is no such array. No Python error is left behind.
+  static std::optional<Plain> of(PyObject* x);
+  Plain(Plain&& other) noexcept;
+  Plain& operator=(Plain&&) = delete;
+  ~Plain();
+
+  std::byte* data() const { return data_; }
+  Dtype dtype() const { return dtype_; }
+  size_t count() const { return count_; }
+
+ private:
+  Plain() = default;
+  bool see_tensor(PyObject* x);
+  bool see_buffer(PyObject* x);
+
+  std::byte* data_ = nullptr;
+  Dtype dtype_ = Dtype::uint8;
+  size_t count_ = 0;
+  Py_buffer buffer_{};  // obj is null where there is none
+};
+
+}  // namespace pycomm::bindings

@@ -1,0 +1,47 @@
+// The segments of all ranks of a group whose ranks share a host. One for each group; its calls come
+// one after another, as the group's do.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "shared/segment.h"
+
+namespace pycomm {
+
+class Arena {
+ public:
+  // By rank, this rank's own among them.
+  Arena(std::vector<std::shared_ptr<Segment>> segments, int rank)
+      : segments_(std::move(segments)), rank_(rank) {}
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(segments_.size()); }
+  Segment& own() const { return of(rank_); }
+  Segment& of(int rank) const { return *segments_[static_cast<size_t>(rank)]; }
+
+  // Says which call this rank is in, for ranks that wait for it in another.
+  void begin(const Header& header);
+  // Before the first take() of an epoch; true if it is a new one.
+  bool enter(uint16_t epoch);
+  // The first of `count` new tickets.
+  uint64_t take(uint64_t count) { return std::exchange(next_, next_ + count); }
+  // The first ticket of this epoch. Slots of earlier ones are free once `done` has come so far.
+  uint64_t base() const { return base_; }
+  // The header of the call that `peer` is in if it is another than `mine` at the same turn.
+  bool differs(int peer, const Header& mine, Header& theirs) const;
+
+  // The call before this one in the epoch, and the signature of it and all before it.
+  Header last{};
+  uint32_t signature = 0;
+
+ private:
+  std::vector<std::shared_ptr<Segment>> segments_;
+  int rank_;
+  uint16_t epoch_ = 0;
+  uint64_t base_ = 0, next_ = 0;
+};
+
+}  // namespace pycomm
