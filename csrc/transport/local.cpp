@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 #include <set>
@@ -21,17 +22,64 @@ std::shared_ptr<RingMemory> make_ring(size_t bytes) {
   return std::make_shared<RingMemory>(memory.get(), bytes);
 }
 
+using Key = std::tuple<std::string, int, int>;  // the meeting, the lower rank, the higher
+
+struct End {
+  int rank;
+  std::unique_ptr<Channel> channel;
+};
+
+// Ends whose rank has not come yet, each for as long as the rank that came first holds its own.
+// Of the latest of those that left alone a mark stays: whoever comes after them does not wait.
+struct Waiting {
+  using Ends = std::map<Key, End>;
+
+  std::mutex mutex;  // guards the rest
+  Ends ends;
+  std::array<Ends::node_type, 1024> left;
+  size_t next = 0;  // of left, to be written over
+};
+
+// Never destroyed: a channel may end later than everything else.
+Waiting& waiting() {
+  static auto* const one = new Waiting;
+  return *one;
+}
+
+// Of the rank that comes first, as long as its end lives: with it goes the one that nobody took.
+struct Seat {
+  const Key key;
+  std::shared_ptr<RingMemory> in;  // which the end reads; null where the seat is not used
+
+  explicit Seat(Key of) : key(std::move(of)) {}
+  Seat(const Seat&) = delete;
+  Seat& operator=(const Seat&) = delete;
+  ~Seat() {
+    std::unique_ptr<Channel> end;  // closed when the lock is free
+    Waiting& all = waiting();
+    const std::lock_guard lock(all.mutex);
+    const auto found = all.ends.find(key);
+    if (!in || found == all.ends.end()) return;
+    end = std::move(found->second.channel);
+    all.left[all.next++ % all.left.size()] = all.ends.extract(found);
+  }
+};
+
 struct Pair {
   std::unique_ptr<Channel> mine, theirs;
 };
 
-Pair make_pair(size_t ring_bytes) {
+Pair make_pair(size_t ring_bytes, const std::shared_ptr<Seat>& seat = nullptr) {
   int bells[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, bells) != 0)
     throw_errno("making a pair of sockets");
   Fd mine(bells[0]), theirs(bells[1]);
-  auto in = make_ring(ring_bytes), out = make_ring(ring_bytes);
-  return {std::make_unique<RingChannel>("local", in, out, std::move(mine)),
+  auto in = make_ring(ring_bytes), out = make_ring(ring_bytes), held = in;
+  if (seat) {
+    seat->in = in;
+    held = {seat, in.get()};
+  }
+  return {std::make_unique<RingChannel>("local", std::move(held), out, std::move(mine)),
           std::make_unique<RingChannel>("local", out, in, std::move(theirs))};
 }
 
@@ -39,24 +87,24 @@ Pair make_pair(size_t ring_bytes) {
 
 std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int peer,
                                        size_t ring_bytes) {
-  using Key = std::tuple<std::string, int, int>;
-  struct Waiting {
-    int rank;
-    std::unique_ptr<Channel> channel;
-  };
-  static std::mutex mutex;
-  static std::map<Key, Waiting> waiting;  // ends whose rank has not come yet
-
-  const std::lock_guard lock(mutex);
   const Key key{meeting, std::min(rank, peer), std::max(rank, peer)};
-  if (const auto found = waiting.find(key); found != waiting.end()) {
+  const auto seat = std::make_shared<Seat>(key);
+  Pair pair;  // as the seat, goes when the lock is free
+  Waiting& all = waiting();
+  const std::lock_guard lock(all.mutex);
+  if (const auto found = all.ends.find(key); found != all.ends.end()) {
     check(found->second.rank == rank, "a rank came twice to a local meeting");
     auto channel = std::move(found->second.channel);
-    waiting.erase(found);
+    all.ends.erase(found);
     return channel;
   }
-  Pair pair = make_pair(ring_bytes);
-  waiting.emplace(key, Waiting{peer, std::move(pair.theirs)});
+  pair = make_pair(ring_bytes, seat);
+  const auto left = std::ranges::find_if(
+      all.left, [&](const auto& mark) { return !mark.empty() && mark.key() == key; });
+  if (left == all.left.end())
+    all.ends.emplace(key, End{peer, std::move(pair.theirs)});
+  else
+    *left = {};
   return std::move(pair.mine);
 }
 

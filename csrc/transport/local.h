@@ -11,6 +11,7 @@ namespace pycomm {
 
 // The channel between `rank` and `peer` of the group called `meeting`, a name unique in the
 // process. Whoever comes first makes both ends; a second call for the same end is an InternalError.
+// The second end waits no longer than the first lives: who comes then gets one that has hung up.
 std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int peer,
                                        size_t ring_bytes);
 

@@ -13,7 +13,9 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <filesystem>
 #include <functional>
+#include <iterator>
 #include <latch>
 #include <memory>
 #include <optional>
@@ -64,6 +66,12 @@ inline void run(int size, const std::function<void(int)>& body) {
                     error.what());
     }
   }
+}
+
+// Open in this process now.
+inline long descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return std::distance(begin(all), end(all)) - 1;  // without the one that reads
 }
 
 // Of every world that says nothing else; a suite that runs another's tests on demand sets it to 0.

@@ -342,4 +342,29 @@ const Test kRefuses{
       expect_offer_refused<Timeout>([&](Fd&) {});
     }};
 
+const Test kAlone{
+    "local: an end that nobody comes for goes with the other, and a rank that comes late sees it",
+    [] {
+      const long before = ranks::descriptors();
+      for (int i = 0; i < 2000; ++i) {
+        const std::string meeting = "alone " + std::to_string(i);
+        auto first = local_channel(meeting, 3, 1, kRing);
+        expect_equal(ranks::descriptors() - before, 2L, "descriptors of both ends");
+        expect_throws<InternalError>([&] { (void)local_channel(meeting, 3, 1, kRing); });
+        first.reset();
+        expect_equal(ranks::descriptors(), before, "descriptors");
+        if (i % 100 != 0) continue;
+        auto late = local_channel(meeting, 1, 3, kRing);
+        std::byte byte{};
+        expect_equal(late->receive({&byte, 1}), size_t{0}, "bytes");
+        pollfd armed = late->arm({.receive = true});
+        ::poll(&armed, 1, 0);
+        late->disarm(armed.revents);
+        expect(late->hung_up(), "the other has gone");
+      }
+      auto first = local_channel("both", 0, 1, kRing), second = local_channel("both", 1, 0, kRing);
+      first.reset();
+      expect_equal(ranks::descriptors() - before, 1L, "the end that was taken stays");
+    }};
+
 }  // namespace
