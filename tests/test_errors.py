@@ -234,6 +234,7 @@ import signal, threading, time
 import numpy as np, pycomm
 from pycomm.testing import _join
 from pycomm import _core
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job
 store = _core.LocalStore()
 options = {"size": 2, "timeout_s": 60.0, "transport": "local", "secret": "s" * 16}
 other = threading.Thread(target=lambda: keep.append(_join(store, 1, options)), daemon=True)
