@@ -3,7 +3,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: help venv build demo test lint format sanitize bench clean
+.PHONY: help venv build demo test lint format sanitize bench peers clean
 
 help:
 	@echo "make demo      train a small model on 2 processes: gloo beside pycomm (draws demo.png)"
@@ -12,6 +12,7 @@ help:
 	@echo "make lint      format, lint and types       make format    let the formatters rewrite"
 	@echo "make sanitize  the native suites under address, undefined and thread sanitizers"
 	@echo "make bench     collectives beside gloo      make venv      the environment, .venv"
+	@echo "make peers     torch's own suite and other people's programs, on gloo and here (15 minutes)"
 	@echo "make clean     what was built (.venv stays)"
 
 venv:
@@ -44,6 +45,11 @@ sanitize: venv
 
 bench: build
 	$(PY) -m pycomm bench collectives
+
+# Installs other people's packages, about 230 MB, into .venv.
+peers: build
+	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[programs]'
+	$(PY) tests/peers/table.py --run
 
 clean:
 	rm -rf build dist *.egg-info pycomm/*.so

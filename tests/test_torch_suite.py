@@ -1,6 +1,6 @@
 """A representative part of PyTorch's own distributed suite on the backend "pycomm", 3 processes.
 
-tests/peers/torch_suite.py runs all of it, on any backend.
+tests/peers/torch_suite.py runs all of it, on any backend; table.py puts the results into docs.
 """
 
 import json
@@ -8,8 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "peers" / "torch_suite.py"
@@ -45,8 +43,6 @@ TESTS = [
     "test_static_graph_api_cpu",
 ]
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def _suite(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *options]
@@ -77,3 +73,17 @@ def test_a_failure_is_told_and_nothing_is_left_out_in_silence(tmp_path: Path) ->
     assert results[names[1]]["status"] == "left out"
     assert results[names[1]]["reason"] == "needs gpu: works on CUDA tensors"
     assert done.returncode == 1
+
+
+def test_the_page_has_the_table_of_the_stored_results() -> None:
+    """tests/peers/table.py rewrites it."""
+    code = "import table; page = table.PAGE.read_text(); assert table.written(page) == page"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

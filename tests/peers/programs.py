@@ -1,23 +1,40 @@
-"""Other people's training programs under torchrun, on whichever backend is named.
+"""Other people's training programs under torchrun, 2 ranks on the CPU, on any backend.
 
-    python -m torch.distributed.run --nproc-per-node 2 tests/peers/programs.py PROGRAM BACKEND
+    python tests/peers/programs.py --backend pycomm [--only REGEX] [--json FILE]
 
 accelerate's scripts and Hugging Face's Trainer take the group that stands: on the CPU they would
-name gloo themselves. Lightning takes the backend's name. Each ends with "PROGRAM on BACKEND: done"
-from every rank. Called by tests/test_programs.py; the packages are their own.
+name gloo themselves. Lightning takes the backend's name. A program runs when each rank has said at
+its end that it is done. A program whose package is not installed is left out, and said to be.
+
+It ends with 1 when a program that was started did not run to its end. Called by people, by table.py
+and by tests/test_programs.py; the packages are the extra "programs" of pyproject.toml.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.metadata
+import importlib.util
+import json
 import os
+import re
 import runpy
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 2
+LIMIT_S = 300.0  # of one program, the imports on a busy machine among it
+RUNS, DIFFERS, LEFT_OUT = "runs", "differs", "left out"
 
 
 def accelerate_script(backend: str) -> None:
@@ -112,10 +129,76 @@ PROGRAMS = {
     "lightning": lightning,
     "trainer": trainer,
 }
+PACKAGES = {
+    "accelerate_script": "accelerate",
+    "accelerate_sync": "accelerate",
+    "lightning": "lightning",
+    "trainer": "transformers",
+}
+
+
+def rank(program: str, backend: str) -> None:
+    """What each process does that torchrun has started."""
+    if backend == "pycomm":
+        import pycomm.torch_backend  # noqa: F401 - for a pycomm that is not installed
+    PROGRAMS[program](backend)
+    print(_done(program, backend), flush=True)
+
+
+def _done(program: str, backend: str) -> str:
+    return f"{program} on {backend}: done"
+
+
+def launch(program: str, backend: str) -> dict[str, Any]:
+    """One program under torchrun: its package and version, what became of it, seconds."""
+    package = PACKAGES[program]
+    if importlib.util.find_spec(package) is None:
+        return {"package": package, "status": LEFT_OUT, "reason": f"needs the package {package}"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={RANKS}", __file__, "--rank", program, "--backend", backend]
+    found = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    env = {**os.environ, "PYTHONPATH": found, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        ended = done.returncode == 0 and done.stdout.count(_done(program, backend)) == RANKS
+        said = (done.stdout + done.stderr)[-4000:]
+    except subprocess.TimeoutExpired:
+        ended, said = False, f"not ready after {LIMIT_S:g} s"
+    return {
+        "package": package,
+        "version": importlib.metadata.version(package),
+        "status": RUNS if ended else DIFFERS,
+        "reason": "" if ended else said,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs, prints, stores; 0 if all that were started ran."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--backend", default="pycomm", help="its name in torch.distributed")
+    parser.add_argument("--only", default="", metavar="REGEX", help="programs whose names match")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.rank:
+        rank(given.rank, given.backend)
+        return 0
+    results = {}
+    for program in (name for name in PROGRAMS if re.search(given.only, name)):
+        result = results[program] = launch(program, given.backend)
+        named = f"{program}, {result['package']} {result.get('version', '')}".rstrip()
+        print(f"{named} on {given.backend}: {result['status']} {result['reason']}", flush=True)
+    if given.json:
+        from pycomm.demo.machine import describe
+
+        content = {"machine": describe(), "backend": given.backend, "programs": results}
+        Path(given.json).write_text(json.dumps(content, indent=1) + "\n")
+    return int(any(result["status"] == DIFFERS for result in results.values()))
+
 
 if __name__ == "__main__":
-    program, wanted = sys.argv[1:]
-    if wanted == "pycomm":
-        import pycomm.torch_backend  # noqa: F401 - for a pycomm that is not installed
-    PROGRAMS[program](wanted)
-    print(f"{program} on {wanted}: done", flush=True)
+    sys.exit(main(sys.argv[1:]))

@@ -303,7 +303,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--world-size", type=int, default=3, help="ranks of each test")
     made.add_argument("--cuda-as-cpu", action="store_true", help="GPU tests too, on CPU tensors")
     made.add_argument("--only", default="", metavar="REGEX", help="tests whose names match")
-    made.add_argument("--timeout", type=float, default=60, help="seconds for one test")
+    made.add_argument("--timeout", type=float, default=180, help="seconds for one test")
     made.add_argument("--json", metavar="FILE", help="write the results there")
     made.add_argument("--list", action="store_true", help="show what would run, and run nothing")
     return made
