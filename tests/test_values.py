@@ -185,6 +185,7 @@ INTERRUPTED = """
 import os, signal, threading, time, pycomm
 pycomm.init()
 start = time.monotonic()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     pycomm.user_get("never", 60.0)
