@@ -95,7 +95,8 @@ Started start(Handle& handle, const py::object& arrays, const py::args& args) {
   if (call.operation == Operation::recv) {
     started.source = std::make_shared<int>(kAnySource);
     call.source = started.source.get();
-    started.work = handle.group().start(call, [kept = started.source](std::exception_ptr) {});
+    started.work =
+        handle.group().start(call, [kept = started.source](const std::exception_ptr&) {});
   } else {
     started.work = handle.group().start(call);
   }

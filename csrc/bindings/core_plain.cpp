@@ -35,7 +35,7 @@ struct DlApi {
   int (*tensor_from)(void* object, DlTensor* out);  // 0, or -1 and a Python error
 };
 constexpr int32_t kDlCpu = 1;
-enum : uint8_t { kDlInt = 0, kDlUint = 1, kDlFloat = 2, kDlBfloat = 4, kDlBool = 6 };
+constexpr uint8_t kDlInt = 0, kDlUint = 1, kDlFloat = 2, kDlBfloat = 4, kDlBool = 6;
 
 std::optional<Dtype> dtype_of(uint8_t code, uint8_t bits) {
   const auto pick = [bits](Dtype b8, Dtype b16, Dtype b32, Dtype b64) {

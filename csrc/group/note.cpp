@@ -69,7 +69,8 @@ Note decode_note(const std::string& text) {
   }
   check(begin == text.size() && fields[0] == "pycomm-2",
         "a rank's note is not of this version of pycomm");
-  Note note{fields[1], fields[2], fields[3], 0, fields[5], fields[6], fields[7], fields[8], fields[9]};
+  Note note{fields[1], fields[2], fields[3], 0,        fields[5],
+            fields[6], fields[7], fields[8], fields[9]};
   const std::string& pid = fields[4];
   const auto parsed = std::from_chars(pid.data(), pid.data() + pid.size(), note.pid);
   check(parsed.ec == std::errc{} && parsed.ptr == pid.data() + pid.size(),
