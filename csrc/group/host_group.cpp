@@ -158,6 +158,10 @@ void HostGroup::execute(const Call& call) {
   stats_.bytes_sent = engine_.payload_sent();
   stats_.bytes_written = engine_.bytes_written();
   stats_.bytes_received = engine_.bytes_received();
+  if (!arena_) return;
+  stats_.bytes_sent += arena_->bytes_sent;
+  stats_.bytes_written += arena_->bytes_sent;
+  stats_.bytes_received += arena_->bytes_received;
 }
 
 Algorithm HostGroup::algorithm_for(const Call& call) const {

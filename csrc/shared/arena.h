@@ -36,6 +36,8 @@ class Arena {
   // The call before this one in the epoch, and the signature of it and all before it.
   Header last{};
   uint32_t signature = 0;
+  // Since the group stands: bytes that this rank laid out for others, and took from theirs.
+  uint64_t bytes_sent = 0, bytes_received = 0;
 
  private:
   std::vector<std::shared_ptr<Segment>> segments_;

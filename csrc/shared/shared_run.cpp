@@ -219,6 +219,18 @@ bool SharedRun::have_reduced(uint64_t ticket) {
   return true;
 }
 
+// From an array of ours into a slot, for others to read.
+void SharedRun::lay_out(std::byte* into, const std::byte* from, size_t bytes) {
+  copy_bytes(into, from, bytes);
+  arena_.bytes_sent += bytes;
+}
+
+// From another rank's slot into an array of ours.
+void SharedRun::take(std::byte* into, const std::byte* from, size_t bytes) {
+  copy_bytes(into, from, bytes);
+  arena_.bytes_received += bytes;
+}
+
 void SharedRun::fill(const Chunk& at) {
   Segment& own = arena_.own();
   std::byte* into = slot(rank_, at.ticket);
@@ -226,17 +238,17 @@ void SharedRun::fill(const Chunk& at) {
   if (has_row_per_rank(job_.operation)) {
     for (int peer = 0; peer < size_; ++peer)
       if (peer != rank_)
-        copy_bytes(into + static_cast<size_t>(peer) * row_bytes, row(peer, at), row_bytes);
+        lay_out(into + static_cast<size_t>(peer) * row_bytes, row(peer, at), row_bytes);
   } else if (two_shots_) {
     for (int peer = 0; peer < size_; ++peer) {
       const Range part = piece(Space::input, at.count, size_, peer);
       if (peer != rank_)
-        copy_bytes(into + bytes(part.begin), row(0, at) + bytes(part.begin), bytes(part.count));
+        lay_out(into + bytes(part.begin), row(0, at) + bytes(part.begin), bytes(part.count));
     }
   } else if (job_.operation == Operation::broadcast) {
-    copy_bytes(into, out_row(0, at), row_bytes);
+    lay_out(into, out_row(0, at), row_bytes);
   } else if (row_bytes > 0) {
-    copy_bytes(into, row(0, at), row_bytes);
+    lay_out(into, row(0, at), row_bytes);
   }
   auto& filled = own.filled[at.ticket % kSlots];
   filled.signature = signature_;
@@ -257,7 +269,7 @@ void SharedRun::reduce(const Chunk& at) {
   const bool keeps = job_.operation == Operation::all_reduce || rank_ == job_.root;
   std::byte* into = keeps ? out_row(0, at) + place : mine + place;
   combine(into, at.ticket, place, row(0, at) + place, part.count);
-  copy_bytes(mine + place, into, bytes(part.count));
+  lay_out(mine + place, into, bytes(part.count));
   publish(arena_.own().reduced[at.ticket % kSlots].flag, at.ticket + 1);
 }
 
@@ -266,6 +278,7 @@ void SharedRun::reduce(const Chunk& at) {
 void SharedRun::combine(std::byte* into, uint64_t ticket, size_t at, const std::byte* own,
                         size_t count) {
   const size_t element = job_.element_bytes, size = static_cast<size_t>(size_);
+  arena_.bytes_received += (size - 1) * bytes(count);
   alignas(64) std::array<std::byte, kBlockBytes> sum;
   const size_t block = job_.folds ? kBlockBytes / element / size : kBlockBytes / element;
   for (size_t begin = 0; begin < count; begin += block) {
@@ -297,31 +310,29 @@ void SharedRun::collect(const Chunk& at) {
         const Range part = piece(Space::output, at.count, size_, peer);
         const size_t place = bytes(part.begin);
         if (peer != rank_)
-          copy_bytes(out_row(0, at) + place, slot(peer, at.ticket) + place, bytes(part.count));
+          take(out_row(0, at) + place, slot(peer, at.ticket) + place, bytes(part.count));
       }
       return;
     case Operation::all_gather:
     case Operation::gather:
       for (int peer = 0; peer < size_; ++peer)
-        copy_bytes(out_row(peer, at), peer == rank_ ? row(0, at) : slot(peer, at.ticket),
-                   row_bytes);
+        if (peer != rank_) take(out_row(peer, at), slot(peer, at.ticket), row_bytes);
+      copy_bytes(out_row(rank_, at), row(0, at), row_bytes);
       return;
     case Operation::all_to_all: {
       const size_t place = static_cast<size_t>(rank_) * row_bytes;
       for (int peer = 0; peer < size_; ++peer)
-        copy_bytes(out_row(peer, at),
-                   peer == rank_ ? row(rank_, at) : slot(peer, at.ticket) + place, row_bytes);
+        if (peer != rank_) take(out_row(peer, at), slot(peer, at.ticket) + place, row_bytes);
+      copy_bytes(out_row(rank_, at), row(rank_, at), row_bytes);
       return;
     }
     case Operation::broadcast:
-      if (rank_ != job_.root) copy_bytes(out_row(0, at), slot(job_.root, at.ticket), row_bytes);
+      if (rank_ != job_.root) take(out_row(0, at), slot(job_.root, at.ticket), row_bytes);
       return;
     case Operation::scatter:
-      copy_bytes(out_row(0, at),
-                 rank_ == job_.root
-                     ? row(rank_, at)
-                     : slot(job_.root, at.ticket) + static_cast<size_t>(rank_) * row_bytes,
-                 row_bytes);
+      if (rank_ == job_.root) return copy_bytes(out_row(0, at), row(rank_, at), row_bytes);
+      take(out_row(0, at), slot(job_.root, at.ticket) + static_cast<size_t>(rank_) * row_bytes,
+           row_bytes);
       return;
     case Operation::reduce_scatter:
     case Operation::barrier:

@@ -65,6 +65,8 @@ class SharedRun final : public Task {
   bool have_reduced(uint64_t ticket);
   bool has_filled(int peer, uint64_t ticket);
   [[noreturn]] void disagree(int peer, uint64_t ticket);
+  void lay_out(std::byte* into, const std::byte* from, size_t bytes);
+  void take(std::byte* into, const std::byte* from, size_t bytes);
   void fill(const Chunk& chunk);
   void reduce(const Chunk& chunk);
   void collect(const Chunk& chunk);
