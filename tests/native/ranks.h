@@ -81,8 +81,8 @@ inline int full_mesh = pycomm::ConnectOptions{}.full_mesh;
 struct World {
   int size = 1;
   std::string transport;
-  std::chrono::nanoseconds timeout = std::chrono::seconds(30);    // far beyond any call that works
-  std::chrono::nanoseconds heartbeat = std::chrono::seconds(60);  // beyond any busy machine's rests
+  std::chrono::nanoseconds timeout = std::chrono::seconds(30);  // far beyond any call that works
+  std::chrono::nanoseconds heartbeat{0};  // none: frames are counted; who tests silence sets it
   std::string name = "world";
   pycomm::LocalStore store{};
 
