@@ -8,6 +8,11 @@ The environment says who the ranks are: pycomm's own variables, torchrun's, Padd
 Slurm's; without any the process is a group of its own. `python -m pycomm info` shows what is here.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from pycomm import errors
 from pycomm.calls import Work
 from pycomm.collectives import (
@@ -40,7 +45,11 @@ from pycomm.group import (
 )
 from pycomm.values import all_gather_object, user_get, user_pop, user_set
 
+if TYPE_CHECKING:
+    from pycomm.parallel import DataParallel, bcast_list_, make_allreduce_cb
+
 __all__ = [
+    "DataParallel",
     "Group",
     "Work",
     "algorithms",
@@ -50,6 +59,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "barrier",
+    "bcast_list_",
     "broadcast",
     "empty",
     "errors",
@@ -59,6 +69,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "make_allreduce_cb",
     "rank",
     "recv",
     "reduce",
@@ -72,3 +83,16 @@ __all__ = [
     "user_pop",
     "user_set",
 ]
+
+# The training layer needs torch, which the rest does not: its names are looked up when first used.
+_TRAINING = {
+    "DataParallel": "pycomm.parallel",
+    "bcast_list_": "pycomm.parallel",
+    "make_allreduce_cb": "pycomm.parallel",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _TRAINING:
+        raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
+    return getattr(import_module(_TRAINING[name]), name)

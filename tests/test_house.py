@@ -59,7 +59,7 @@ FLOORS = [
     ["group", "kernels"],
     ["calls"],
     ["collectives", "reference"],
-    ["values"],
+    ["values", "lanes"],
     ["compress", "data", "metrics"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],

@@ -1,0 +1,39 @@
+"""Trains a small network on several processes; every process ends with the same parameters.
+
+torchrun --standalone --nproc-per-node 2 examples/data_parallel.py
+"""
+
+import torch
+from torch import nn
+
+import pycomm
+
+
+def main() -> None:
+    group = pycomm.init()
+    torch.manual_seed(0)
+    target = nn.Linear(32, 4)  # what is to be learned, the same on every rank
+    model = pycomm.DataParallel(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    own = torch.Generator().manual_seed(group.rank)  # each rank draws batches of its own
+
+    for step in range(200):
+        x = torch.randn(16, 32, generator=own)
+        loss = nn.functional.mse_loss(model(x), target(x).detach())
+        optimizer.zero_grad()
+        loss.backward()  # gradients are averaged over all ranks meanwhile
+        optimizer.step()
+        if step % 50 == 49:
+            mean = pycomm.all_reduce(loss.detach().clone(), op="avg")
+            if group.rank == 0:
+                print(f"step {step + 1}: loss {mean.item():.4f}")
+
+    everybody = pycomm.all_gather(nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert all(torch.equal(one, everybody[0]) for one in everybody)
+    if group.rank == 0:
+        print(f"{group.size} equal replicas, {group.stats().bytes} bytes sent")
+    pycomm.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Communicators used in turn, so that the next call need not wait for the one before.
+
+Each lane is a group of the same ranks with a thread and channels of its own; calls in different
+lanes run at the same time. Not a scheduler: who calls does so in the same order on every rank.
+Called by the training layer (compress, parallel).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pycomm import collectives
+from pycomm.calls import Work
+from pycomm.errors import InvalidArgument
+from pycomm.group import Group, default
+
+__all__ = ["Lanes"]
+
+BETWEEN_HOSTS = 2  # lanes by default; within a host one call already uses all of the memory's speed
+
+
+class Lanes:
+    """The group itself and, for `count` > 1, groups split off it. Collective to make.
+
+    Args:
+        group: whose ranks; None is the default group.
+        count: how many; None: 1 where all ranks share a host, else 2.
+        hierarchical: sums go inside hosts, between hosts, inside hosts. Ignored on one host.
+    """
+
+    def __init__(
+        self, group: Group | None = None, count: int | None = None, hierarchical: bool = False
+    ) -> None:
+        self.group = group or default()
+        hosts = self.group._core.host_count
+        if count is None:
+            count = 1 if hosts == 1 else BETWEEN_HOSTS
+        if count < 1:
+            raise InvalidArgument(f"lanes={count}: at least one is needed")
+        parts = (self.group.split(0) for _ in range(count - 1))
+        self._lanes = [self.group, *(part for part in parts if part is not None)]
+        self._algorithm = "hierarchical" if hierarchical and hosts > 1 else None
+        self._turn = 0
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.group.size
+
+    @property
+    def count(self) -> int:
+        """How many lanes there are."""
+        return len(self._lanes)
+
+    def all_reduce(self, x: Any, op: str = "sum") -> Work:
+        """Starts pycomm.all_reduce of `x`, in place, in the next lane."""
+        lane = self._next()
+        work: Work = collectives.all_reduce(
+            x, op, algorithm=self._algorithm, group=lane, async_op=True
+        )
+        return work
+
+    def all_gather(self, x: Any, out: Any) -> Work:
+        """Starts pycomm.all_gather of `x` into `out` [size, *x.shape] in the next lane."""
+        work: Work = collectives.all_gather(x, out, group=self._next(), async_op=True)
+        return work
+
+    def _next(self) -> Group:
+        lane = self._lanes[self._turn]
+        self._turn = (self._turn + 1) % len(self._lanes)
+        return lane

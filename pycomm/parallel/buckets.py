@@ -1,0 +1,134 @@
+"""Which gradients travel together: parameters in the order of their gradients, cut into buckets.
+
+A bucket is one flat array; the gradients are views into it, so that they are held once. `fuse` is a
+pure function of sizes and limits, so that all ranks cut alike. Called by reducer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pycomm.errors import InvalidArgument
+
+__all__ = ["Bucket", "Limits", "Slot", "fuse", "slots_of"]
+
+MB = 1 << 20
+FIRST_BYTES = MB  # the first bucket is small, so that something travels early (as in torch's DDP)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter and where its gradient lies. `kind` keeps apart what must not share a bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    layer: int
+    sparse: bool = False  # its gradient has rows that are there and rows that are not
+    kind: bool = False
+    place: int = 0  # among all slots
+    done: bool = False  # the gradient of this backward pass is there
+    bucket: Bucket | None = None
+    view: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of the gradient."""
+        return self.parameter.numel() * self.parameter.element_size()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Upper limits of a bucket: bytes, and layers (modules that own parameters) if not None."""
+
+    bytes: int
+    layers: int | None = None
+
+    @classmethod
+    def of(cls, bucket_mb: float | str, bucket_layers: int | None, total_bytes: int) -> Limits:
+        """From DataParallel's arguments; "auto" is a tenth of the gradients within 1 to 64 MB."""
+        if bucket_mb == "auto":
+            bucket_mb = min(max(total_bytes / MB / 10, 1.0), 64.0)
+        if isinstance(bucket_mb, str) or not bucket_mb > 0:
+            raise InvalidArgument(f'bucket_mb={bucket_mb!r}: a number of MB above 0, or "auto"')
+        if bucket_layers is not None and bucket_layers < 1:
+            raise InvalidArgument(f"bucket_layers={bucket_layers}: at least one layer, or None")
+        return cls(int(bucket_mb * MB), bucket_layers)
+
+
+class Bucket:
+    """Gradients that travel together, of one dtype, device and kind."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        first = slots[0].parameter
+        self.slots = tuple(slots)
+        self.kind = slots[0].kind
+        count = sum(slot.parameter.numel() for slot in slots)
+        self.flat = torch.zeros(count, dtype=first.dtype, device=first.device)
+        self.missing = len(slots)  # gradients that this backward pass has yet to bring
+        self.views: list[Tensor] = []
+        offset = 0
+        for slot in slots:
+            view = _view(self.flat, offset, slot.parameter)
+            offset += slot.parameter.numel()
+            self.views.append(view)
+            if slot.view is not None and slot.parameter.grad is slot.view:
+                slot.parameter.grad = view.copy_(slot.view)  # keeps what the user accumulates
+            slot.bucket, slot.view = self, view
+
+
+def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
+    """The part of `flat` from `offset` on in the parameter's shape, and its strides if dense."""
+    count = parameter.numel()
+    dense = count == 1 + sum(
+        (length - 1) * stride
+        for length, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    )
+    if dense and not parameter.is_contiguous():
+        return torch.as_strided(flat, parameter.shape, parameter.stride(), offset)
+    return flat[offset : offset + count].view(parameter.shape)
+
+
+def slots_of(module: nn.Module) -> list[Slot]:
+    """The parameters that want a gradient, in the order in which the module names them."""
+    slots: dict[nn.Parameter, Slot] = {}
+    for layer, (path, part) in enumerate(module.named_modules()):
+        sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter not in slots:
+                full = f"{path}.{name}" if path else name
+                slots[parameter] = Slot(full, parameter, layer, sparse)
+    if not slots:
+        raise InvalidArgument("the module has no parameter that wants a gradient")
+    for place, slot in enumerate(slots.values()):
+        slot.place = place
+    return list(slots.values())
+
+
+def fuse(slots: Iterable[Slot], limits: Limits) -> list[list[Slot]]:
+    """Cuts slots, in the order in which their gradients come, into lists that share a bucket.
+
+    A bucket is full at either limit; a gradient above the limit has one for itself. Buckets of
+    several dtypes or kinds fill side by side and stand in the order in which they are full.
+    """
+    full: list[list[Slot]] = []
+    open_: dict[tuple[object, ...], list[Slot]] = {}
+    for slot in slots:
+        key = (slot.parameter.dtype, slot.parameter.device, slot.kind)
+        bucket = open_.setdefault(key, [])
+        if bucket and _is_full(bucket, slot, limits, first=not full):
+            full.append(bucket)
+            bucket = open_[key] = []
+        bucket.append(slot)
+    return full + [bucket for bucket in open_.values() if bucket]
+
+
+def _is_full(bucket: list[Slot], new: Slot, limits: Limits, first: bool) -> bool:
+    most = min(limits.bytes, FIRST_BYTES) if first else limits.bytes
+    if sum(slot.bytes for slot in bucket) + new.bytes > most:
+        return True
+    layers = {slot.layer for slot in (*bucket, new)}
+    return limits.layers is not None and len(layers) > limits.layers

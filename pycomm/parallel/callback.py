@@ -1,0 +1,80 @@
+"""Averaging gradients by a callback on parameters, for those who want no wrapper.
+
+Packs what comes and exchanges it while backward goes on. Called by users as
+pycomm.make_allreduce_cb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pycomm.calls import Work
+from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.group import Group
+from pycomm.lanes import Lanes
+
+__all__ = ["make_allreduce_cb"]
+
+PACK_BYTES = 4 << 20  # sent as soon as so much has come
+
+
+def make_allreduce_cb(op: str, group: Group | None = None) -> Callable[[Tensor], None]:
+    """A callback for `p.register_post_accumulate_grad_hook(cb)`; one serves all parameters.
+
+    After backward() every p.grad is the sum or the mean over all ranks. All ranks must get their
+    gradients in the same order, as the same model does.
+
+    Args:
+        op: "sum" or "mean".
+        group: whose ranks; None is the default group.
+    """
+    if op not in ("sum", "mean"):
+        raise InvalidArgument(f'op={op!r}: "sum" or "mean"')
+    packer = _Packer(Lanes(group, 1), "avg" if op == "mean" else "sum")
+    return packer.take
+
+
+class _Packer:
+    """Gradients on their way: those that wait, and the packs that travel."""
+
+    def __init__(self, lanes: Lanes, op: str) -> None:
+        self._lanes, self._op = lanes, op
+        self._waiting: list[Tensor] = []
+        self._bytes = 0
+        self._sent: list[tuple[list[Tensor], Tensor, Work]] = []
+        self._running = False
+
+    def take(self, parameter: Tensor) -> None:
+        """The callback."""
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            raise Unsupported("the callback takes dense gradients; DataParallel sparse ones too")
+        if not self._running:
+            self._running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._flush)
+        if self._waiting and self._waiting[0].dtype != gradient.dtype:
+            self._send()
+        self._waiting.append(gradient)
+        self._bytes += gradient.nbytes
+        if self._bytes >= PACK_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        flat = torch.cat([gradient.reshape(-1) for gradient in self._waiting])
+        self._sent.append((self._waiting, flat, self._lanes.all_reduce(flat, self._op)))
+        self._waiting, self._bytes = [], 0
+
+    def _flush(self) -> None:
+        try:
+            if self._waiting:
+                self._send()
+            for gradients, flat, work in self._sent:
+                work.wait()
+                parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+                for gradient, part in zip(gradients, parts, strict=True):
+                    gradient.copy_(part.view(gradient.shape))
+        finally:
+            self._waiting, self._bytes, self._sent, self._running = [], 0, [], False

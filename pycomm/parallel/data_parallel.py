@@ -1,0 +1,158 @@
+"""DataParallel: the module that users wrap theirs in. What happens to gradients is in reducer.py.
+
+Called by users as pycomm.DataParallel; docs/training.md says what it promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycomm import collectives
+from pycomm.errors import InvalidArgument
+from pycomm.group import Group
+from pycomm.lanes import Lanes
+from pycomm.parallel.buckets import Limits, slots_of
+from pycomm.parallel.exchange import Exchange, Mean
+from pycomm.parallel.reducer import Reducer
+from pycomm.parallel.replicas import bcast_list_, check_equal, check_layout
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel(nn.Module):
+    """A module whose gradients are averaged over all ranks while backward runs.
+
+        model = pycomm.DataParallel(model)
+        loss(model(x), y).backward()      # gradients are the mean over all ranks
+        optimizer.step()
+
+    Gradients are divided once, after the sum. They are views into the buckets that travel, so set
+    or scale them in place. `state_dict()` and `load_state_dict()` are those of the module.
+
+    Args:
+        module: any, with parameters on the CPU; its forward is called with whatever comes.
+        compression: a pycomm.DGC made for its optimizer; None sends gradients whole.
+        bucket_mb: most MB of gradients in one call; "auto": a tenth of all, within 1 and 64.
+        bucket_layers: most layers (modules that own parameters) in one call; None: any number.
+        lanes: communicators used in turn; None: 1 on one host, 2 between hosts.
+        hierarchical: sum inside hosts, between hosts, inside hosts; ignored on one host.
+        init: "broadcast" gives all ranks rank 0's parameters and buffers; "check" raises Mismatch
+            where they differ.
+        broadcast_buffers: rank 0's buffers go to all ranks before each forward pass that will be
+            followed by an exchange; passes under no_grad or no_sync do not communicate.
+        group: whose ranks; None is the default group.
+        find_unused_parameters: parameters may stay without a gradient. Those that no rank uses keep
+            the gradient they have; those that another rank uses count as zero here. Without it such
+            a parameter raises at the end of backward.
+
+    Raises:
+        Mismatch: on every rank, where names, shapes or dtypes (with "check": values) differ.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compression: Any = None,
+        bucket_mb: float | str = 25,
+        bucket_layers: int | None = None,
+        lanes: int | None = None,
+        hierarchical: bool = False,
+        init: str = "broadcast",
+        broadcast_buffers: bool = True,
+        group: Group | None = None,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        if init not in ("broadcast", "check"):
+            raise InvalidArgument(f'init={init!r}: "broadcast" or "check"')
+        slots = slots_of(module)
+        limits = Limits.of(bucket_mb, bucket_layers, sum(slot.bytes for slot in slots))
+        self.module = module
+        self._broadcast_buffers = broadcast_buffers
+        self._joining = False
+        self._source = 0  # whose buffers count
+        made = Lanes(group, lanes, hierarchical)
+        self._group = made.group
+        check_layout(self._named_tensors(), self._group)
+        if init == "check":
+            check_equal(self._named_tensors(), self._group)
+        else:
+            self._broadcast_all(0)
+        exchange: Exchange = Mean(made)
+        if compression is not None:
+            exchange = compression.exchange({s.name: s.parameter for s in slots}, made)
+        for slot in slots:
+            slot.kind = not slot.sparse and exchange.compresses(slot.name, slot.parameter)
+        self._reducer = Reducer(slots, exchange, limits, self._group, find_unused_parameters)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's; before it buffers are made equal, if gradients will be exchanged."""
+        if self._reducer.sync and torch.is_grad_enabled():
+            if self._joining:
+                self._source = self._who_is_active(active=True)
+            self._before_pass()
+        return self.module(*args, **kwargs)
+
+    def _before_pass(self) -> None:
+        self._reducer.prepare()
+        if self._broadcast_buffers:
+            buffers = list(self.module.buffers())
+            if buffers:
+                bcast_list_(buffers, self._source, self._group)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients add up on each rank alone; the next pass outside exchanges the sum.
+
+        As for torch: both the forward and the backward pass stand inside.
+        """
+        before, self._reducer.sync = self._reducer.sync, False
+        try:
+            yield
+        finally:
+            self._reducer.sync = before
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """For ranks with different numbers of batches: who is done takes part until all are.
+
+        Gradients of a rank without data count as zero in the mean over all ranks. In the end all
+        have the parameters and buffers of the last rank that had data.
+        """
+        self._joining = True
+        try:
+            yield
+            while (source := self._who_is_active(active=False)) >= 0:
+                self._source = source
+                self._reducer.prepare()
+                if self._broadcast_buffers and any(True for _ in self.module.buffers()):
+                    bcast_list_(self.module.buffers(), source, self._group)
+                self._reducer.idle_pass()
+            self._broadcast_all(self._source)
+        finally:
+            self._joining, self._source = False, 0
+
+    def _who_is_active(self, active: bool) -> int:
+        """Collective. The highest rank that has data; -1 when nobody has."""
+        word = torch.tensor([self._group.rank if active else -1])
+        collectives.all_reduce(word, "max", group=self._group)
+        return int(word.item())
+
+    def _broadcast_all(self, src: int) -> None:
+        bcast_list_((tensor for _, tensor in self._named_tensors()), src, self._group)
+
+    def _named_tensors(self) -> list[tuple[str, Tensor]]:
+        return [*self.module.named_parameters(), *self.module.named_buffers()]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, so that it loads with and without DataParallel."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)

@@ -1,0 +1,209 @@
+"""From autograd's hooks to buckets: sends a bucket when its last gradient is there.
+
+    backward    ... gradient of the last layer | ... of the first layer | callback at the end
+    reducer     view into bucket 0, add(0)     | view, add(1)           | add the rest, finish
+    lanes            bucket 0 travels ......... | bucket 1 travels ..... |
+
+Buckets go out in the order in which they stand, the same on all ranks, whatever order autograd
+brings. It knows modules and collectives only through its slots and its Exchange. Called by
+data_parallel.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pycomm import collectives
+from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.parallel.buckets import Bucket, Limits, Slot, fuse
+from pycomm.parallel.exchange import Exchange
+from pycomm.parallel.rows import average_rows
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Watches the gradients of `slots`; between two backward passes it holds nothing but buckets.
+
+    Attributes:
+        sync: False lets gradients add up on this rank alone.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        exchange: Exchange,
+        limits: Limits,
+        group: Any,
+        find_unused: bool,
+    ) -> None:
+        self.sync = True
+        self._slots = list(slots)
+        self._dense = [slot for slot in slots if not slot.sparse]
+        self._exchange, self._limits, self._group = exchange, limits, group
+        self._find_unused = find_unused
+        # In which gradients came in the first pass; None: the buckets stand as they are.
+        self._order: list[Slot] | None = None if find_unused else []
+        self._passed = False  # there was a first pass
+        self._buckets: list[Bucket] = []
+        self._next = 0  # bucket to go out
+        self._running = False  # a backward pass has begun
+        self._idle = False
+        self._lay_out(self._dense[::-1])
+        handles: list[Any] = []
+        for slot in self._slots:
+            register: Any = slot.parameter.register_post_accumulate_grad_hook
+            handles.append(register(_hook(weakref.ref(self), slot)))
+        weakref.finalize(self, _remove, handles)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """As they go out."""
+        return self._buckets
+
+    def prepare(self) -> None:
+        """Before a forward pass whose gradients will be exchanged. Collective the second time."""
+        if self._running:  # its backward pass raised on the way
+            self._exchange.cancel()
+            self._reset()
+            self._order = None if self._find_unused else []
+        if self._passed and self._order is not None:
+            self._agree_on_order()
+
+    def idle_pass(self) -> None:
+        """Takes part in a backward pass of the other ranks, with gradients of zero."""
+        self.prepare()
+        self._idle = True
+        for slot in self._slots:
+            slot.parameter.grad = None
+        self._finish()
+
+    def _agree_on_order(self) -> None:
+        """Cuts the buckets anew by the order in which rank 0 got its gradients."""
+        assert self._order is not None
+        known = len(self._order) == len(self._dense)
+        order = torch.tensor([s.place for s in self._order] if known else [-1] * len(self._dense))
+        collectives.broadcast(order, 0, group=self._group)
+        self._order = None
+        places = order.tolist()
+        if places and places[0] >= 0 and places != [slot.place for slot in self._dense[::-1]]:
+            self._lay_out([self._slots[place] for place in places])
+
+    def _lay_out(self, order: list[Slot]) -> None:
+        self._buckets = [Bucket(slots) for slots in fuse(order, self._limits)]
+
+    def ready(self, slot: Slot) -> None:
+        """The gradient of `slot` is there; called by autograd."""
+        parameter, view = slot.parameter, slot.view
+        gradient = parameter.grad
+        assert gradient is not None
+        if view is not None and gradient is not view:
+            _adopt(slot, gradient, view)
+        if not self.sync:
+            return
+        if not self._running:
+            self._running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if slot.done:
+            raise InvalidArgument(
+                f"parameter {slot.name!r} got a second gradient in one backward pass: run all but "
+                "the last under no_sync(), and checkpoint with use_reentrant=False"
+            )
+        slot.done = True
+        if view is None:
+            return
+        if self._order is not None:
+            self._order.append(slot)
+        bucket = slot.bucket
+        assert bucket is not None
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._send_full()
+
+    def _send_full(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._exchange.add(self._buckets[self._next])
+            self._next += 1
+
+    def _finish(self) -> None:
+        """At the end of a backward pass: what is missing counts as zero; waits for the rest."""
+        unused = [slot for slot in self._slots if not slot.done]
+        try:
+            for slot in unused:
+                if slot.view is not None and slot.parameter.grad is not slot.view:
+                    slot.view.zero_()
+            for bucket in self._buckets:
+                bucket.missing = 0
+            self._send_full()
+            used = self._used_anywhere() if self._find_unused else None
+            self._exchange.finish(self._idle)
+            self._average_sparse()
+        finally:
+            idle = self._idle
+            self._reset()
+            self._passed = True
+        for slot in unused:
+            if slot.view is not None and (used is None or used[slot.place]):
+                slot.parameter.grad = slot.view
+        if unused and not self._find_unused and not idle:
+            raise InvalidArgument(
+                f"{len(unused)} of {len(self._slots)} parameters got no gradient, the first is "
+                f"{unused[0].name!r}: if some are left out on purpose, pass "
+                "find_unused_parameters=True"
+            )
+
+    def _used_anywhere(self) -> list[int]:
+        """By slot: whether any rank has a gradient of it."""
+        here = [slot.parameter.grad is not None for slot in self._slots]
+        used = torch.tensor(here, dtype=torch.uint8)
+        collectives.all_reduce(used, "max", group=self._group)
+        found: list[int] = used.tolist()
+        return found
+
+    def _average_sparse(self) -> None:
+        for slot in self._slots:
+            if slot.sparse:
+                mine = slot.parameter.grad
+                if mine is not None and not mine.is_sparse:
+                    raise Unsupported(f"the gradient of {slot.name!r} was expected to be sparse")
+                slot.parameter.grad = average_rows(mine, slot.parameter.detach(), self._group)
+
+    def _reset(self) -> None:
+        for slot in self._slots:
+            slot.done = False
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.slots)
+        self._next, self._running, self._idle = 0, False, False
+
+
+def _adopt(slot: Slot, gradient: Tensor, view: Tensor) -> None:
+    """Moves a gradient that autograd has made into its bucket."""
+    if gradient.is_sparse:
+        raise Unsupported(
+            f"parameter {slot.name!r} has a sparse gradient outside nn.Embedding and EmbeddingBag"
+        )
+    if gradient.requires_grad:
+        raise Unsupported("create_graph=True: gradients of gradients are not exchanged")
+    view.copy_(gradient)
+    slot.parameter.grad = view
+
+
+def _hook(reducer: weakref.ref[Reducer], slot: Slot) -> Callable[[Tensor], None]:
+    """A hook that does not keep the reducer alive."""
+
+    def ready(_: Tensor) -> None:
+        found = reducer()
+        if found is not None:
+            found.ready(slot)
+
+    return ready
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,73 @@
+"""Equal replicas: tensors made the same on all ranks, or found to be so.
+
+Called by data_parallel.py, and by users as pycomm.bcast_list_.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from pycomm import collectives
+from pycomm.errors import Mismatch
+from pycomm.group import Group, default
+
+__all__ = ["bcast_list_", "check_equal", "check_layout"]
+
+
+def bcast_list_(tensors: Iterable[Tensor], src: int = 0, group: Group | None = None) -> None:
+    """Makes every tensor on every rank what it is on rank `src`, in place: one call per dtype.
+
+    Collective. The list has the same shapes and dtypes, in the same order, on every rank.
+    """
+    group = group or default()
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    for some in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in some])
+        collectives.broadcast(flat, src, group=group)
+        if group.rank != src:
+            parts = torch.split(flat, [tensor.numel() for tensor in some])
+            for tensor, part in zip(some, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def check_layout(named: Sequence[tuple[str, Tensor]], group: Group) -> None:
+    """Raises Mismatch, on every rank, where names, shapes or dtypes differ between ranks."""
+    told = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in named]
+    _compare(named, [text.encode() for text in told], "name, shape or dtype", group)
+
+
+def check_equal(named: Sequence[tuple[str, Tensor]], group: Group) -> None:
+    """Raises Mismatch, on every rank, that names the first tensor whose bytes differ."""
+    contents = [
+        x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, x in named
+    ]
+    _compare(named, contents, "values", group)
+
+
+def _compare(
+    named: Sequence[tuple[str, Tensor]], contents: list[bytes], what: str, group: Group
+) -> None:
+    """Compares SHA-256 of `contents`, one per tensor, with those of rank 0."""
+    digests = b"".join(hashlib.sha256(content).digest() for content in contents)
+    mine = torch.frombuffer(bytearray(digests or b"\0" * 32), dtype=torch.uint8).view(-1, 32)
+    first, *others = collectives.all_gather_v(mine, group=group)
+    for rank, theirs in enumerate(others, 1):
+        if torch.equal(theirs, first):
+            continue
+        common = min(len(theirs), len(first))
+        same = (theirs[:common] == first[:common]).all(1)
+        place = common if bool(same.all()) else int(same.int().argmin())
+        name = repr(named[place][0]) if place < len(named) else "a tensor that is not here"
+        raise Mismatch(
+            f"the models differ: rank {rank} has another {what} than rank 0 of {name} "
+            f"(number {place} of {len(first)} and {len(theirs)})",
+            op="DataParallel",
+            rank=group.rank,
+            peer=rank,
+        )

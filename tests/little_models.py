@@ -1,0 +1,61 @@
+"""Small models and batches for the tests of the training layer. No test itself."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def perceptron(seed: int = 1) -> nn.Sequential:
+    """16 -> 33 -> 20 -> 3, three layers."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 20), nn.Tanh(), nn.Linear(20, 3)
+        )
+
+
+def batch(rank: int, step: int, rows: int = 4) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(rows, 16, generator=made), torch.randn(rows, 3, generator=made)
+
+
+def whole_batch(ranks: int, step: int) -> tuple[Tensor, Tensor]:
+    """Those of all ranks, one after another."""
+    x, y = zip(*(batch(rank, step) for rank in range(ranks)), strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
+def step_on(
+    model: nn.Module, data: tuple[Tensor, Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    optimizer.zero_grad()
+    F.mse_loss(model(data[0]), data[1]).backward()
+    optimizer.step()
+
+
+def momentum_sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def alone(
+    model: nn.Module,
+    steps: int,
+    ranks: int,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = momentum_sgd,
+) -> list[Tensor]:
+    """The parameters after one process has trained on the batches of all ranks."""
+    optimizer = make(model)
+    for step in range(steps):
+        step_on(model, whole_batch(ranks, step), optimizer)
+    return parameters(model)
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Bit by bit, but for the sign of zero."""
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
