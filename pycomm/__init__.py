@@ -46,11 +46,16 @@ from pycomm.group import (
 from pycomm.values import all_gather_object, user_get, user_pop, user_set
 
 if TYPE_CHECKING:
-    from pycomm.parallel import DataParallel, bcast_list_, make_allreduce_cb
+    from pycomm.fused import bcast_list_
+    from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
+    from pycomm.parallel import DataParallel, make_allreduce_cb
 
 __all__ = [
+    "AdaptiveLocalSGD",
     "DataParallel",
     "Group",
+    "LocalSGD",
+    "StaticLossScaler",
     "Work",
     "algorithms",
     "all_gather",
@@ -87,7 +92,10 @@ __all__ = [
 # The training layer needs torch, which the rest does not: its names are looked up when first used.
 _TRAINING = {
     "DataParallel": "pycomm.parallel",
-    "bcast_list_": "pycomm.parallel",
+    "AdaptiveLocalSGD": "pycomm.optim",
+    "LocalSGD": "pycomm.optim",
+    "StaticLossScaler": "pycomm.optim",
+    "bcast_list_": "pycomm.fused",
     "make_allreduce_cb": "pycomm.parallel",
 }
 

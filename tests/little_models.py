@@ -7,13 +7,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def perceptron(seed: int = 1) -> nn.Sequential:
+def seeded(model: nn.Module, seed: int) -> nn.Module:
+    """The model with parameters drawn anew. Not from torch's generator, which threads share."""
+    made = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        bound = max(1, parameter[0].numel() if parameter.dim() else 1) ** -0.5
+        nn.init.uniform_(parameter, -bound, bound, generator=made)
+    return model
+
+
+def perceptron(seed: int = 1) -> nn.Module:
     """16 -> 33 -> 20 -> 3, three layers."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(
-            nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 20), nn.Tanh(), nn.Linear(20, 3)
-        )
+    layers = nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 20), nn.Tanh(), nn.Linear(20, 3)
+    return seeded(nn.Sequential(*layers), seed)
 
 
 def batch(rank: int, step: int, rows: int = 4) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ FLOORS = [
     ["group", "kernels"],
     ["calls"],
     ["collectives", "reference"],
-    ["values", "lanes"],
+    ["values", "lanes", "fused"],
     ["compress", "data", "metrics"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],
@@ -72,7 +72,7 @@ SAME_ROOM = {"_torch_autoload": "torch_backend"}  # the light door that torch op
 MAY_IMPORT_TORCH = [
     *("torch_backend", "demo"),
     "rendezvous",  # inside a function, where torch's own store is to be joined
-    *("compress", "data", "metrics", "parallel", "optim", "functional"),
+    *("fused", "compress", "data", "metrics", "parallel", "optim", "functional"),
 ]
 # Who reads the environment; the others are given what they need. Launchers pass it on to children.
 MAY_SEE_ENVIRONMENT = ["pycomm/config.py", "pycomm/launch/", "pycomm/demo/processes.py"]

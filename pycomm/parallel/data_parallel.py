@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from pycomm import collectives
 from pycomm.errors import InvalidArgument
+from pycomm.fused import bcast_list_
 from pycomm.group import Group
 from pycomm.lanes import Lanes
 from pycomm.parallel.buckets import Limits, slots_of
 from pycomm.parallel.exchange import Exchange, Mean
 from pycomm.parallel.reducer import Reducer
-from pycomm.parallel.replicas import bcast_list_, check_equal, check_layout
+from pycomm.parallel.replicas import check_equal, check_layout
 
 __all__ = ["DataParallel"]
 

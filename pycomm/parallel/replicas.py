@@ -1,39 +1,18 @@
-"""Equal replicas: tensors made the same on all ranks, or found to be so.
-
-Called by data_parallel.py, and by users as pycomm.bcast_list_.
-"""
+"""Whether replicas are equal: tensors of all ranks, by SHA-256. Called by data_parallel.py."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pycomm import collectives
 from pycomm.errors import Mismatch
-from pycomm.group import Group, default
+from pycomm.group import Group
 
-__all__ = ["bcast_list_", "check_equal", "check_layout"]
-
-
-def bcast_list_(tensors: Iterable[Tensor], src: int = 0, group: Group | None = None) -> None:
-    """Makes every tensor on every rank what it is on rank `src`, in place: one call per dtype.
-
-    Collective. The list has the same shapes and dtypes, in the same order, on every rank.
-    """
-    group = group or default()
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-    for some in by_dtype.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in some])
-        collectives.broadcast(flat, src, group=group)
-        if group.rank != src:
-            parts = torch.split(flat, [tensor.numel() for tensor in some])
-            for tensor, part in zip(some, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+__all__ = ["check_equal", "check_layout"]
 
 
 def check_layout(named: Sequence[tuple[str, Tensor]], group: Group) -> None:

@@ -1,0 +1,43 @@
+"""LocalSGD: two processes average their parameters every eighth step, and send an eighth as much.
+
+    torchrun --standalone --nproc-per-node 2 examples/local_sgd.py
+"""
+
+import torch
+from torch import nn
+
+import pycomm
+
+
+def train(k_steps: int, group: pycomm.Group) -> tuple[float, int]:
+    """The last losses' mean over all ranks, and the bytes that this rank has sent."""
+    torch.manual_seed(0)
+    target = nn.Linear(32, 4)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    local = pycomm.LocalSGD(model, optimizer, k_steps=k_steps, begin_step=20)
+    own = torch.Generator().manual_seed(group.rank)
+    before = group.stats().bytes
+    recent = torch.zeros(())
+    for _ in range(300):
+        x = torch.randn(16, 32, generator=own)
+        loss = nn.functional.mse_loss(model(x), target(x).detach())
+        local.zero_grad()
+        loss.backward()
+        local.step()
+        recent = 0.9 * recent + 0.1 * loss.detach()
+    sent = group.stats().bytes - before
+    return pycomm.all_reduce(recent, op="avg").item(), sent
+
+
+def main() -> None:
+    group = pycomm.init()
+    for k_steps in (1, 8):
+        loss, sent = train(k_steps, group)
+        if group.rank == 0:
+            print(f"k_steps={k_steps}: loss {loss:.4f}, {sent} bytes sent")
+    pycomm.shutdown()
+
+
+if __name__ == "__main__":
+    main()

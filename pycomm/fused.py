@@ -1,0 +1,52 @@
+"""Many tensors in one call: packed into one array per dtype, and back.
+
+Called by the training layer; `bcast_list_` by users too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from pycomm import collectives
+from pycomm.group import Group, default
+
+__all__ = ["average", "bcast_list_"]
+
+
+def bcast_list_(tensors: Iterable[Tensor], src: int = 0, group: Group | None = None) -> None:
+    """Makes every tensor on every rank what it is on rank `src`, in place: one call per dtype.
+
+    Collective. The list has the same shapes and dtypes, in the same order, on every rank.
+    """
+    group = group or default()
+    listed = list(tensors)
+    new = _through(listed, lambda flat: collectives.broadcast(flat, src, group=group))
+    if group.rank != src:
+        for tensor, content in zip(listed, new, strict=True):
+            tensor.detach().copy_(content)
+
+
+def average(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """The means over all ranks of floating tensors, the same bits on every rank.
+
+    Collective. The arguments stay as they are, also where the call fails.
+    """
+    return _through(tensors, lambda flat: collectives.all_reduce(flat, "avg", group=group))
+
+
+def _through(tensors: Sequence[Tensor], call: Callable[[Tensor], object]) -> list[Tensor]:
+    """Copies of `tensors` after `call` on the flat array that each lies in."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(i)
+    results = list(tensors)
+    for places in by_dtype.values():
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in places])
+        call(flat)
+        parts = torch.split(flat, [tensors[i].numel() for i in places])
+        for i, part in zip(places, parts, strict=True):
+            results[i] = part.view(tensors[i].shape)
+    return results

@@ -1,0 +1,130 @@
+"""LocalSGD whose interval follows the loss. Called by users.
+
+Source: Wang and Joshi, "Adaptive Communication Strategies" (ADACOMM, arXiv 1810.08313); its
+intervals of wall-clock time and its halving are left out, as in Paddle, whose rule is the default.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycomm import collectives
+from pycomm.errors import InvalidArgument
+from pycomm.optim.local_sgd import LocalSGD
+
+__all__ = ["AdaptiveLocalSGD", "interval"]
+
+RULES = ("paddle", "paper")
+
+
+def interval(change: float, init_k_steps: int, max_k_steps: int, rule: str) -> int:
+    """Steps until the next average.
+
+    Args:
+        change: (lr_0 * loss) / (lr * loss_0), as it grows ranks may step alone for longer.
+        init_k_steps: the interval at change 1 under the paper's rule.
+        max_k_steps: the upper limit; the lower is 1.
+        rule: "paddle": sqrt(change * init_k_steps); "paper": sqrt(change) * init_k_steps.
+    """
+    if rule == "paddle":
+        steps = math.sqrt(change * init_k_steps)
+    else:
+        steps = math.sqrt(change) * init_k_steps
+    return min(max(math.ceil(steps - 1e-9), 1), max_k_steps)
+
+
+class AdaptiveLocalSGD(LocalSGD):
+    """Averages more rarely as the learning rate falls, and more often as the loss does.
+
+        local = pycomm.AdaptiveLocalSGD(model, optimizer, init_k_steps=4, begin_step=100)
+        loss.backward();  local.step(loss)        # or scaler.step(local, loss)
+
+    Up to begin_step every step averages and the interval stays. After it rank 0 computes, at each
+    average and in float64, the interval from its learning rate (of the first parameter group) and
+    the loss, which is the mean over the ranks whose loss is finite.
+
+    Args:
+        max_k_steps: the interval's upper limit.
+        rule: "paddle" or "paper", see `interval`.
+        reference: where loss_0 and lr_0 are taken: "first" step, or step "begin", which suits a
+            learning rate that is warmed up.
+        options: momentum, buffers, outer and group as of LocalSGD, whose rule is "paddle".
+
+    Raises:
+        InvalidArgument: from step(), on every rank: no rank has a finite loss, or one of loss_0,
+            loss and lr is not above 0, so that there is no interval.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        init_k_steps: int = 1,
+        begin_step: int = 1,
+        max_k_steps: int = 16,
+        rule: str = "paddle",
+        reference: str = "first",
+        **options: Any,
+    ) -> None:
+        if rule not in RULES:
+            raise InvalidArgument(f"rule={rule!r}: one of {', '.join(RULES)}")
+        if reference not in ("first", "begin"):
+            raise InvalidArgument(f'reference={reference!r}: "first" or "begin"')
+        if not 1 <= init_k_steps <= max_k_steps:
+            raise InvalidArgument(f"1 <= init_k_steps={init_k_steps} <= max_k_steps={max_k_steps}")
+        super().__init__(model, optimizer, init_k_steps, begin_step, **options)
+        self._init_k, self._max_k, self._interval_rule = init_k_steps, max_k_steps, rule
+        self._reference_step = 1 if reference == "first" else begin_step
+        self._reference: tuple[float, float] | None = None  # loss_0, lr_0, as rank 0 has them
+
+    def step(self, loss: float | Tensor) -> float | None:  # type: ignore[override]
+        """One step with this rank's loss, of any dtype; see the class for errors."""
+        result = self._local_step(None)
+        step = self.step_count
+        due = self.is_due(step)
+        if due:
+            self._average()
+        if step == self._reference_step:
+            self._reference = self._measure(loss)
+        elif due and step > self._begin:
+            self._choose(*self._measure(loss))
+        return result
+
+    def _measure(self, loss: float | Tensor) -> tuple[float, float]:
+        """The mean of the finite losses, and rank 0's learning rate; the same on all ranks."""
+        mine = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        finite = math.isfinite(mine)
+        rate = float(self.param_groups[0]["lr"]) if self._group.rank == 0 else 0.0
+        word = torch.tensor([mine if finite else 0.0, float(finite), rate], dtype=torch.float64)
+        collectives.all_reduce(word, group=self._group)
+        total, count, rate = word.tolist()
+        return (total / count if count else math.nan), rate
+
+    def _choose(self, loss: float, rate: float) -> None:
+        """Sets k_steps to what rank 0 computes."""
+        assert self._reference is not None
+        loss_0, rate_0 = self._reference
+        if not (loss_0 > 0 and loss > 0 and rate > 0 and rate_0 > 0):  # NaN fails too
+            raise InvalidArgument(
+                f"no interval follows from loss {loss} at learning rate {rate}, and loss {loss_0} "
+                f"at {rate_0} in step {self._reference_step}: all must be above 0"
+            )
+        steps = torch.zeros(1, dtype=torch.int64)
+        if self._group.rank == 0:
+            change = (rate_0 * loss) / (rate * loss_0)
+            steps[0] = interval(change, self._init_k, self._max_k, self._interval_rule)
+        collectives.broadcast(steps, 0, group=self._group)
+        self.k_steps = int(steps.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of LocalSGD, with the reference."""
+        return {**super().state_dict(), "reference": self._reference}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As of LocalSGD."""
+        super().load_state_dict(state)
+        self._reference = state["reference"]
