@@ -20,6 +20,13 @@ def broadcast(
     group: Group, array: Any, src: int, algorithm: str | None, timeout_s: float, /
 ) -> bool: ...
 
+# The processor's kernels, by the arguments that csrc/bindings/kernels.h names.
+kernels: Any
+
+def read_packet_header(address: int, nbytes: int, /) -> tuple[int, int, str]: ...
+def set_kernel_threads(threads: int, /) -> None: ...
+def kernel_threads() -> int: ...
+
 class PythonStore(Protocol):
     """What connect() takes for a store beside those below."""
 

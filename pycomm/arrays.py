@@ -1,8 +1,9 @@
 """One view of every kind of array: torch tensors, NumPy arrays, anything with host memory to show.
 
 A view is validated here, once: what the core gets is a pointer to contiguous elements of a dtype
-that it knows. An array that is not contiguous is copied into one that is, and copied back
-afterwards. torch is recognised without importing it. Called by collectives.py.
+that it knows. For a collective, an array that is not contiguous is copied into one that is, and
+copied back afterwards; a kernel (`located`) takes contiguous arrays only, of any device. torch and
+CuPy are recognised without importing them. Called by collectives.py and the package kernels.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,18 @@ import numpy as np
 from pycomm import _core
 from pycomm.errors import InvalidArgument, Unsupported
 
-__all__ = ["View", "copied", "empty_like", "parts", "plain", "view"]
+__all__ = [
+    "Device",
+    "Located",
+    "View",
+    "copied",
+    "empty_like",
+    "located",
+    "new",
+    "parts",
+    "plain",
+    "view",
+]
 
 COMPLEX = "complex numbers travel as pairs: pass torch.view_as_real(x), or x.view(float) in NumPy"
 OVERLAP = (
@@ -70,6 +83,115 @@ class View:
     def nbytes(self) -> int:
         """Bytes of the elements."""
         return self.count * int(self.array.itemsize)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where memory lies: kind "cpu" or "cuda", and which of them."""
+
+    kind: str
+    index: int
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+
+HOST = Device("cpu", 0)
+
+
+@dataclass(slots=True)
+class Located:
+    """Contiguous elements where they lie, on any device, for a kernel to read or write.
+
+    Attributes:
+        pointer: address of the first element, on its device.
+        dtype: a name of `_core.DTYPES`.
+        count: elements.
+        shape: as the user sees them.
+        nbytes: bytes of the elements.
+        device: where they are.
+        array: the user's array.
+    """
+
+    pointer: int
+    dtype: str
+    count: int
+    shape: tuple[int, ...]
+    nbytes: int
+    device: Device
+    array: Any
+
+
+NOT_CONTIGUOUS = "is not contiguous, and kernels work on arrays as they lie: pass a contiguous one"
+
+
+def located(x: Any, name: str, *, write: bool = False) -> Located:
+    """The elements of `x`, which is called `name` in errors; nothing is ever copied.
+
+    Raises:
+        InvalidArgument: not an array, or not contiguous; `write` and read-only.
+        Unsupported: a dtype, device or layout that kernels do not take.
+    """
+    try:
+        if _is_torch(x):
+            return _locate_torch(x, name)
+        if hasattr(x, "__cuda_array_interface__"):
+            return _locate_cuda(x, name, write)
+        array = _as_numpy(x, write)
+        v = _numpy_names.get(array.dtype) or _learn_numpy(array.dtype)
+    except (InvalidArgument, Unsupported) as error:
+        raise type(error)(f"{name}: {error}") from None
+    if not array.flags.c_contiguous:
+        raise InvalidArgument(f"{name} {NOT_CONTIGUOUS} (np.ascontiguousarray)")
+    if write and not array.flags.writeable:
+        raise InvalidArgument(f"{name} is read-only and the call would change it: pass a copy")
+    pointer = _core.address(array)
+    return Located(pointer, v, array.size, array.shape, array.nbytes, HOST, x)
+
+
+def new(like: Located, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) -> Any:
+    """A new array of the kind and on the device of `like`, of a dtype by name."""
+    if _is_torch(like.array):
+        torch: Any = sys.modules["torch"]
+        make = torch.zeros if zeros else torch.empty
+        return make(shape, dtype=getattr(torch, dtype), device=like.array.device)
+    library: Any = np
+    if like.device.kind == "cuda":
+        library = sys.modules["cupy"]
+        with library.cuda.Device(like.device.index):
+            return (library.zeros if zeros else library.empty)(shape, dtype)
+    # bfloat16 is known to NumPy where the user's own array brought it along.
+    known = like.array.dtype if like.dtype == dtype and hasattr(like.array, "dtype") else dtype
+    return (np.zeros if zeros else np.empty)(shape, known)
+
+
+def _locate_torch(x: Any, name: str) -> Located:
+    _viewers.get(type(x)) or _learn_kind(x)
+    dtype = _torch_names.get(x.dtype) or _learn_torch(x)
+    if x.layout is not _torch["strided"] or not (x.is_cpu or x.is_cuda):
+        raise Unsupported(_why_not(x))
+    if not x.is_contiguous() or x.is_neg():
+        raise InvalidArgument(f"it {NOT_CONTIGUOUS} (x.contiguous())")
+    device = HOST if x.is_cpu else Device("cuda", x.device.index)
+    count = x.numel()
+    return Located(x.data_ptr(), dtype, count, tuple(x.shape), count * x.element_size(), device, x)
+
+
+def _locate_cuda(x: Any, name: str, write: bool) -> Located:
+    """CuPy's arrays, and others that show themselves as it does."""
+    shown = x.__cuda_array_interface__
+    dtype = np.dtype(shown["typestr"])
+    pointer, read_only = shown["data"]
+    if shown.get("strides") is not None and not x.flags.c_contiguous:
+        raise InvalidArgument(f"it {NOT_CONTIGUOUS} (cupy.ascontiguousarray)")
+    if write and read_only:
+        raise InvalidArgument("it is read-only and the call would change it: pass a copy")
+    count = int(np.prod(shown["shape"], dtype=np.int64))
+    device = Device("cuda", int(x.device.id))
+    learnt = _numpy_names.get(dtype) or _learn_numpy(dtype)
+    return Located(
+        pointer or 0, learnt, count, tuple(shown["shape"]), count * dtype.itemsize, device, x
+    )
 
 
 def view(x: Any, *, write: bool = False) -> View:

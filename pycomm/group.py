@@ -129,7 +129,6 @@ class _State:
     group: Group | None = None
     adopted: bool = False  # the engine is torch's, which closes it
     ended: str = ""  # why there is none any more
-    num_threads: int | None = None
     lock = threading.RLock()
 
 
@@ -285,10 +284,14 @@ def host_count() -> int:
 
 
 def set_num_threads(n: int) -> None:
-    """How many threads this process may reduce with; today one is used, whatever is asked."""
+    """With how many threads this process works on large arrays in `pycomm.kernels`.
+
+    At first one for each processor that it may use. Results do not depend on it. Collectives
+    reduce with the thread that calls.
+    """
     if n < 1:
         raise InvalidArgument(f"set_num_threads({n}): at least one thread is needed")
-    _state.num_threads = n
+    _core.set_kernel_threads(n)
 
 
 def adopt(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], None]:

@@ -43,8 +43,9 @@ MAY_INCLUDE = {
     ],
     "bindings/core": [
         *("bindings/core", "core/", "group/group.h", "group/connect.h"),
-        *("kernels/kernels.h", "rendezvous/"),
+        *("bindings/kernels.h", "kernels/kernels.h", "rendezvous/"),
     ],
+    "bindings/kernels.h": ["core/", "kernels/device_kernels.h", "kernels/packet.h"],
     "bindings/c10d": ["bindings/c10d", "group/group.h"],
 }
 STANDARD_LIBRARY_ONLY = ["core/", "collectives/"]

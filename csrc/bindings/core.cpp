@@ -20,6 +20,7 @@ PYBIND11_MODULE(_core, module) {
   pycomm::bindings::bind_stores(module);
   pycomm::bindings::bind_group(module);
   pycomm::bindings::bind_calls(module);
+  pycomm::bindings::bind_cpu_kernels(module);
   module.def("address", &address);
   module.attr("compiler") = __VERSION__;
 }

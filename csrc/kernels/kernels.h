@@ -23,6 +23,8 @@ struct Reducer {
   // out[i] = slots[i] (+) slots[count + i] (+) ... over `size` slots, left to right; finished.
   // `out` may be one of the slots.
   void (*fold)(void* out, const void* slots, size_t count, int size);
+  // The same, where each slot has a pointer of its own.
+  void (*join)(void* out, const void* const* slots, size_t count, int size);
 };
 
 // Throws Unsupported where the pair has no meaning: avg of integers or bool, bits of floats.

@@ -9,8 +9,7 @@
 namespace pycomm {
 
 const Reducer& reducer(Dtype dtype, ReduceOp op) {
-  static const cpu::Isa best = cpu::runs_here(cpu::Isa::avx2) ? cpu::Isa::avx2 : cpu::Isa::baseline;
-  const Reducer& found = cpu::reducer_for(best, dtype, op);
+  const Reducer& found = cpu::reducer_for(cpu::best_isa(), dtype, op);
   if (found.reduce != nullptr) return found;
   throw Unsupported(std::string(name_of(op)) + " of " + std::string(name_of(dtype)) +
                     " is not defined: " +

@@ -11,7 +11,7 @@
 #endif
 
 #include "kernels/cpu/arithmetic.h"
-#include "kernels/cpu/reduce.h"
+#include "kernels/cpu/isa.h"
 
 namespace pycomm::cpu {
 
@@ -60,6 +60,8 @@ struct Chunk<Isa::avx2, Dtype::float16> {
     for (; i < count; ++i) store<Dtype::float16>(to, begin + i, from[i]);
   }
 };
+template <>
+struct Chunk<Isa::avx512, Dtype::float16> : Chunk<Isa::avx2, Dtype::float16> {};
 #endif
 
 }  // namespace pycomm::cpu

@@ -1,10 +1,5 @@
-// The loops over elements, and the instruction set that each is compiled for. Included by
-// reduce.cpp only: one copy of each loop in the program.
-//
-// A loop is written once, without a target, and always inlined; On<isa>::run is an ordinary
-// function with a target, into which it is inlined and vectorised anew. So no file needs flags of
-// its own, no inline function escapes into a program that may run elsewhere, and the choice is an
-// ordinary pointer: an ifunc (target_clones) would be resolved before the sanitizers have started.
+// The loops over elements of the reductions. Included by reduce.cpp only: one copy of each loop in
+// the program.
 #pragma once
 
 #include <algorithm>
@@ -13,30 +8,9 @@
 
 #include "kernels/cpu/arithmetic.h"
 #include "kernels/cpu/chunk.h"
-#include "kernels/cpu/reduce.h"
+#include "kernels/cpu/isa.h"
 
 namespace pycomm::cpu {
-
-template <Isa>
-struct On;
-
-template <>
-struct On<Isa::baseline> {
-  template <typename Loop, typename... Args>
-  static void run(Args... args) {
-    Loop::template run<Isa::baseline>(args...);
-  }
-};
-
-#ifdef __x86_64__
-template <>
-struct On<Isa::avx2> {
-  template <typename Loop, typename... Args>
-  [[gnu::target("avx2,f16c")]] static void run(Args... args) {
-    Loop::template run<Isa::avx2>(args...);
-  }
-};
-#endif
 
 // Values of one chunk: 4 KiB, so that two of them and what they came from stay in the first cache.
 template <Dtype kDtype>
@@ -88,18 +62,20 @@ struct Reduce {
 // Two slots are a finish. More go chunk by chunk: all slots of a chunk are read before `out` is
 // written, so that `out` may be any of them.
 template <Dtype kDtype, ReduceOp kOp>
-struct Fold {
+struct Join {
   template <Isa kIsa>
-  [[gnu::always_inline]] static void run(void* out, const void* slots, size_t count, int size) {
-    const auto slot = [&](int i) {
-      return static_cast<const std::byte*>(slots) +
-             static_cast<size_t>(i) * count * sizeof(Stored<kDtype>);
-    };
-    if (size == 2) return Finish<kDtype, kOp>::template run<kIsa>(out, slots, slot(1), count, size);
+  [[gnu::always_inline]] static void run(void* out, const void* const* slots, size_t count,
+                                         int size) {
+    over<kIsa>(out, [slots](int i) { return slots[i]; }, count, size);
+  }
+
+  template <Isa kIsa, typename Slot>
+  [[gnu::always_inline]] static void over(void* out, Slot slot, size_t count, int size) {
+    if (size == 2) return Finish<kDtype, kOp>::template run<kIsa>(out, slot(0), slot(1), count, 2);
     Values<kDtype> sums;
     for (size_t begin = 0; begin < count; begin += sums.size()) {
       const size_t n = std::min(sums.size(), count - begin);
-      Chunk<kIsa, kDtype>::read(sums.data(), slots, begin, n);
+      Chunk<kIsa, kDtype>::read(sums.data(), slot(0), begin, n);
       for (int i = 1; i < size; ++i) add<kIsa>(sums, slot(i), begin, n);
       for (size_t j = 0; j < n; ++j) sums[j] = last<kOp>(sums[j], size);
       Chunk<kIsa, kDtype>::write(out, sums.data(), begin, n);
@@ -119,6 +95,19 @@ struct Fold {
       for (size_t i = 0; i < n; ++i)
         sums[i] = combine<kStep>(sums[i], load<kDtype>(slot, begin + i));
     }
+  }
+};
+
+// The slots lie one after another.
+template <Dtype kDtype, ReduceOp kOp>
+struct Fold {
+  template <Isa kIsa>
+  [[gnu::always_inline]] static void run(void* out, const void* slots, size_t count, int size) {
+    const auto slot = [=](int i) -> const void* {
+      return static_cast<const std::byte*>(slots) +
+             static_cast<size_t>(i) * count * sizeof(Stored<kDtype>);
+    };
+    Join<kDtype, kOp>::template over<kIsa>(out, slot, count, size);
   }
 };
 

@@ -1,6 +1,7 @@
 // One table per instruction set: dtype x op -> loops. No function here is called by name.
 #include "kernels/cpu/reduce.h"
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <utility>
@@ -22,7 +23,8 @@ constexpr Reducer entry() {
   if constexpr (kHasMeaning<kDtype, kOp>)
     return {On<kIsa>::template run<Reduce<kDtype, kOp>, To, From, From, size_t>,
             On<kIsa>::template run<Finish<kDtype, kOp>, To, From, From, size_t, int>,
-            On<kIsa>::template run<Fold<kDtype, kOp>, To, From, size_t, int>};
+            On<kIsa>::template run<Fold<kDtype, kOp>, To, From, size_t, int>,
+            On<kIsa>::template run<Join<kDtype, kOp>, To, const From*, size_t, int>};
   else
     return {};
 }
@@ -42,15 +44,8 @@ constexpr std::array kTables{make_table<Isa::baseline>()};
 
 }  // namespace
 
-bool runs_here(Isa isa) {
-#ifdef __x86_64__
-  if (isa == Isa::avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-#endif
-  return isa == Isa::baseline;
-}
-
 const Reducer& reducer_for(Isa isa, Dtype dtype, ReduceOp op) {
-  return kTables[static_cast<size_t>(isa)]
+  return kTables[std::min(static_cast<size_t>(isa), kTables.size() - 1)]
                 [static_cast<size_t>(dtype) * kOps + static_cast<size_t>(op)];
 }
 

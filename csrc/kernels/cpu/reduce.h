@@ -2,17 +2,13 @@
 // reducers.cpp, which chooses the set, and for the test, which runs them all.
 #pragma once
 
-#include <cstdint>
-
+#include "kernels/cpu/isa.h"
 #include "kernels/kernels.h"
 
 namespace pycomm::cpu {
 
-enum class Isa : uint8_t { baseline, avx2 };  // avx2 means F16C as well
-
-bool runs_here(Isa isa);
-
-// All null where the pair has no meaning.
+// Of a set that runs here; those of avx512 are avx2's, as they wait for memory. All null where the
+// pair has no meaning.
 const Reducer& reducer_for(Isa isa, Dtype dtype, ReduceOp op);
 
 }  // namespace pycomm::cpu

@@ -1,0 +1,26 @@
+// _core.kernels: the processor's kernels, as functions of addresses, and the heads of packets.
+#include <tuple>
+
+#include "bindings/core.h"
+#include "bindings/kernels.h"
+
+namespace pycomm::bindings {
+namespace {
+
+// (k, count, value dtype) of what may be a packet.
+std::tuple<size_t, size_t, std::string_view> packet_header(uintptr_t packet, size_t bytes) {
+  const PacketHeader header = read_packet_header({at<const std::byte>(packet), bytes});
+  return {header.k, header.count, name_of(header.value_dtype)};
+}
+
+}  // namespace
+
+void bind_cpu_kernels(py::module_& module) {
+  py::module_ kernels = module.def_submodule("kernels", "The processor's kernels.");
+  bind_kernels(kernels, cpu_kernels());
+  module.def("read_packet_header", &packet_header);
+  module.def("set_kernel_threads", &set_kernel_threads);
+  module.def("kernel_threads", &kernel_threads);
+}
+
+}  // namespace pycomm::bindings

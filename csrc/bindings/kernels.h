@@ -1,0 +1,227 @@
+// DeviceKernels as functions of a Python module: addresses, counts and names go in. _core binds the
+// processor's and _cuda CUDA's by this one function, so that pycomm/kernels calls both in one way.
+// What arrays are, and whether these numbers make sense, is the business of pycomm/kernels.
+//
+// Tables are addresses of rows of 64-bit words, laid out as the structs of device_kernels.h; 0 is a
+// null pointer. Every function ends with (device, stream), the queue.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "core/dtype.h"
+#include "core/errors.h"
+#include "core/reduce_op.h"
+#include "kernels/device_kernels.h"
+#include "kernels/packet.h"
+
+namespace pycomm::bindings {
+
+namespace py = pybind11;
+
+// An address as Python has it.
+template <typename T = void>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
+inline Dtype dtype_named(std::string_view name) {
+  for (size_t i = 0; i < kDtypes.size(); ++i)
+    if (kDtypes[i].name == name) return static_cast<Dtype>(i);
+  throw InvalidArgument("unknown dtype '" + std::string(name) + "'");
+}
+
+inline ReduceOp op_named(std::string_view name) {
+  for (size_t i = 0; i < kReduceOps.size(); ++i)
+    if (kReduceOps[i] == name) return static_cast<ReduceOp>(i);
+  throw InvalidArgument("unknown op '" + std::string(name) + "'");
+}
+
+// (address, rows) of a table in Python.
+using Rows = std::pair<uintptr_t, size_t>;
+
+template <typename Row>
+std::span<const Row> table(Rows rows) {
+  return {at<const Row>(rows.first), rows.second};
+}
+
+inline Queue queue(int device, uintptr_t stream) { return {device, at(stream)}; }
+
+inline DgcTables dgc_tables(Rows pieces, Rows selections, std::string_view dtype) {
+  return {table<DgcPiece>(pieces), table<DgcSelection>(selections), dtype_named(dtype)};
+}
+
+inline void bind_dgc(py::module_& module, DeviceKernels& kernels) {
+  using Free = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "dgc_workspace_bytes",
+      [&kernels](Rows pieces, Rows selections, std::string_view dtype) {
+        return kernels.dgc_workspace_bytes(dgc_tables(pieces, selections, dtype));
+      },
+      Free());
+  module.def(
+      "dgc_step",
+      [&kernels](Rows pieces, Rows selections, std::string_view dtype, std::string_view grad_dtype,
+                 std::string_view weight_dtype, double momentum, double weight_decay, double scale,
+                 uintptr_t scales, bool nesterov, bool masking, uintptr_t found_inf, Rows workspace,
+                 int device, uintptr_t stream) {
+        kernels.dgc_step({.tables = dgc_tables(pieces, selections, dtype),
+                          .grad_dtype = dtype_named(grad_dtype),
+                          .weight_dtype = dtype_named(weight_dtype),
+                          .momentum = momentum,
+                          .weight_decay = weight_decay,
+                          .scale = scale,
+                          .scales = at(scales),
+                          .nesterov = nesterov,
+                          .masking = masking,
+                          .found_inf = at<const float>(found_inf),
+                          .workspace = {at(workspace.first), workspace.second}},
+                         queue(device, stream));
+      },
+      Free());
+  module.def(
+      "dgc_rollback",
+      [&kernels](Rows pieces, Rows selections, std::string_view dtype, uintptr_t found_inf,
+                 int device, uintptr_t stream) {
+        kernels.dgc_rollback(dgc_tables(pieces, selections, dtype), at<const float>(found_inf),
+                             queue(device, stream));
+      },
+      Free());
+  module.def(
+      "momentum_mask",
+      [&kernels](uintptr_t u, uintptr_t v, size_t count, std::string_view dtype, Rows indices,
+                 int device, uintptr_t stream) {
+        kernels.momentum_mask(at(u), at(v), {table<int32_t>(indices), count, dtype_named(dtype)},
+                              queue(device, stream));
+      },
+      Free());
+}
+
+inline void bind_selection(py::module_& module, DeviceKernels& kernels) {
+  using Free = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "topk_workspace_bytes",
+      [&kernels](size_t count, size_t k, std::string_view dtype) {
+        return kernels.topk_workspace_bytes(count, k, dtype_named(dtype));
+      },
+      Free());
+  module.def(
+      "topk",
+      [&kernels](Rows x, std::string_view dtype, size_t k, uintptr_t indices, uintptr_t values,
+                 uintptr_t threshold, Rows workspace, int device, uintptr_t stream) {
+        kernels.topk({at(x.first), x.second, dtype_named(dtype)},
+                     {.k = k,
+                      .indices = at<int32_t>(indices),
+                      .values = at(values),
+                      .threshold = at(threshold),
+                      .workspace = {at(workspace.first), workspace.second}},
+                     queue(device, stream));
+      },
+      Free());
+}
+
+inline void bind_packets(py::module_& module, DeviceKernels& kernels) {
+  using Free = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "scatter_add",
+      [&kernels](Rows out, std::string_view dtype, uintptr_t indices, uintptr_t values, size_t k,
+                 std::string_view value_dtype, double scale, int device, uintptr_t stream) {
+        kernels.scatter_add({at(out.first), out.second, dtype_named(dtype)},
+                            {at<const int32_t>(indices), at(values), k}, dtype_named(value_dtype),
+                            scale, queue(device, stream));
+      },
+      Free());
+  module.def(
+      "decode_sum",
+      [&kernels](Rows out, std::string_view dtype, Rows packets, std::string_view value_dtype,
+                 double scale, int device, uintptr_t stream) {
+        kernels.decode_sum({table<Array>(out), dtype_named(dtype)}, table<Packet>(packets),
+                           dtype_named(value_dtype), scale, queue(device, stream));
+      },
+      Free());
+  module.def(
+      "decode_update",
+      [&kernels](Rows param, std::string_view dtype, Rows packets, std::string_view value_dtype,
+                 double lr, double scale, int device, uintptr_t stream) {
+        kernels.decode_update({table<Array>(param), dtype_named(dtype)}, table<Packet>(packets),
+                              dtype_named(value_dtype), {.lr = lr, .scale = scale},
+                              queue(device, stream));
+      },
+      Free());
+  module.def(
+      "encode",
+      [&kernels](uintptr_t indices, uintptr_t values, size_t k, size_t count,
+                 std::string_view dtype, std::string_view value_dtype, uintptr_t residual,
+                 uintptr_t out, int device, uintptr_t stream) {
+        kernels.encode({at<const int32_t>(indices), at(values), k},
+                       {.count = count,
+                        .dtype = dtype_named(dtype),
+                        .value_dtype = dtype_named(value_dtype),
+                        .residual = at(residual),
+                        .out = at<std::byte>(out)},
+                       queue(device, stream));
+      },
+      Free());
+}
+
+inline void bind_dense(py::module_& module, DeviceKernels& kernels) {
+  using Free = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "norm_workspace_bytes",
+      [&kernels](Rows arrays) { return kernels.norm_workspace_bytes(table<Array>(arrays)); },
+      Free());
+  module.def(
+      "norm",
+      [&kernels](Rows arrays, std::string_view dtype, uintptr_t norms, Rows workspace, int device,
+                 uintptr_t stream) {
+        kernels.norm(table<Array>(arrays), dtype_named(dtype), at<double>(norms),
+                     {at(workspace.first), workspace.second}, queue(device, stream));
+      },
+      Free());
+  module.def(
+      "clip_scale",
+      [&kernels](uintptr_t norms, Rows factors, std::string_view dtype, double limit, double scale,
+                 int device, uintptr_t stream) {
+        kernels.clip_scale(at<const double>(norms),
+                           {at(factors.first), factors.second, dtype_named(dtype)},
+                           {.limit = limit, .scale = scale}, queue(device, stream));
+      },
+      Free());
+  module.def(
+      "multiply",
+      [&kernels](Rows x, std::string_view dtype, uintptr_t factor, int device, uintptr_t stream) {
+        kernels.multiply({at(x.first), x.second, dtype_named(dtype)}, at(factor),
+                         queue(device, stream));
+      },
+      Free());
+  module.def(
+      "cast",
+      [&kernels](Rows x, std::string_view dtype, uintptr_t out, std::string_view out_dtype,
+                 int device, uintptr_t stream) {
+        kernels.cast({at(x.first), x.second, dtype_named(dtype)},
+                     {at(out), x.second, dtype_named(out_dtype)}, queue(device, stream));
+      },
+      Free());
+  module.def(
+      "reduce",
+      [&kernels](Rows out, std::string_view dtype, Rows xs, std::string_view op, int device,
+                 uintptr_t stream) {
+        kernels.reduce({at(out.first), out.second, dtype_named(dtype)}, table<const void*>(xs),
+                       op_named(op), queue(device, stream));
+      },
+      Free());
+}
+
+// `kernels` must live as long as the module.
+inline void bind_kernels(py::module_& module, DeviceKernels& kernels) {
+  bind_dgc(module, kernels);
+  bind_selection(module, kernels);
+  bind_packets(module, kernels);
+  bind_dense(module, kernels);
+}
+
+}  // namespace pycomm::bindings

@@ -1,0 +1,110 @@
+// What the kernels of sparse training do with one float: its magnitude as an integer, the dtype of
+// its arithmetic, rounding on the way in and out. Called by the other files of this folder.
+#pragma once
+
+#ifdef __x86_64__
+#include <xmmintrin.h>
+#endif
+
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "core/dtype.h"
+#include "core/errors.h"
+#include "kernels/cpu/arithmetic.h"
+
+namespace pycomm::cpu {
+
+// The unsigned integer as wide as the element.
+template <Dtype kDtype>
+using Bits =
+    std::conditional_t<sizeof(Stored<kDtype>) == 2, uint16_t,
+                       std::conditional_t<sizeof(Stored<kDtype>) == 4, uint32_t, uint64_t>>;
+
+// The element without its sign: integers in the order of magnitudes, NaN above infinity.
+template <typename Element>
+[[gnu::always_inline]] constexpr auto key_of(Element element) {
+  using Key = std::conditional_t<sizeof(Element) == 2, uint16_t,
+                                 std::conditional_t<sizeof(Element) == 4, uint32_t, uint64_t>>;
+  return static_cast<Key>(std::bit_cast<Key>(element) & static_cast<Key>(~Key{0} >> 1));
+}
+
+template <typename Float>
+[[gnu::always_inline]] inline bool is_finite(Float value) {
+  constexpr auto kInfinity = key_of(std::numeric_limits<Float>::infinity());
+  return key_of(value) < kInfinity;
+}
+
+// A double, or any float, as an element of kDtype, rounded once. A 16-bit float is reached through
+// float32 rounded to odd: towards zero, and the last bit set where anything was lost, so that the
+// second rounding sees on which side of the middle the number lies.
+template <Dtype kDtype, typename From>
+[[gnu::always_inline]] inline void store_rounded(void* to, size_t i, From value) {
+  if constexpr (is_half(kDtype) && std::is_same_v<From, double>) {
+    auto rounded = static_cast<float>(value);
+    if (static_cast<double>(rounded) != value && value == value) {
+      const bool away = std::fabs(static_cast<double>(rounded)) > std::fabs(value);
+      rounded = std::bit_cast<float>((std::bit_cast<uint32_t>(rounded) - (away ? 1 : 0)) | 1);
+    }
+    store<kDtype>(to, i, rounded);
+  } else {
+    store<kDtype>(to, i, static_cast<Value<kDtype>>(value));
+  }
+}
+
+// Calls f with the dtype as a constant; it must be a float's.
+template <typename F>
+decltype(auto) with_float(Dtype dtype, F&& f) {
+  switch (dtype) {
+    case Dtype::float16:
+      return f(std::integral_constant<Dtype, Dtype::float16>());
+    case Dtype::bfloat16:
+      return f(std::integral_constant<Dtype, Dtype::bfloat16>());
+    case Dtype::float32:
+      return f(std::integral_constant<Dtype, Dtype::float32>());
+    case Dtype::float64:
+      return f(std::integral_constant<Dtype, Dtype::float64>());
+    case Dtype::int8:
+    case Dtype::int16:
+    case Dtype::int32:
+    case Dtype::int64:
+    case Dtype::uint8:
+    case Dtype::boolean:
+      break;
+  }
+  throw InvalidArgument(std::string(name_of(dtype)) + " is no float dtype");
+}
+
+// The same for float32 and float64, the dtypes of u and v.
+template <typename F>
+decltype(auto) with_real(Dtype dtype, F&& f) {
+  if (dtype == Dtype::float64) return f(std::integral_constant<Dtype, Dtype::float64>());
+  check(dtype == Dtype::float32, "u and v are float32 or float64");
+  return f(std::integral_constant<Dtype, Dtype::float32>());
+}
+
+// Within its life the thread rounds to nearest and keeps subnormals, whatever the program has set.
+class ExactFloats {
+ public:
+#ifdef __x86_64__
+  ExactFloats() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~ExactFloats() { _mm_setcsr(before_); }
+#else
+  ExactFloats() = default;
+#endif
+  ExactFloats(const ExactFloats&) = delete;
+  ExactFloats& operator=(const ExactFloats&) = delete;
+
+ private:
+#ifdef __x86_64__
+  unsigned before_;
+#endif
+};
+
+}  // namespace pycomm::cpu

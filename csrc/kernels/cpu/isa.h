@@ -1,0 +1,80 @@
+// Instruction sets that loops are compiled for, and which of them run here.
+//
+// A loop is written once, without a target, and always inlined; On<isa>::run is an ordinary
+// function with a target, into which it is inlined and vectorised anew. So no file needs flags of
+// its own, no inline function escapes into a program that may run elsewhere, and the choice is an
+// ordinary pointer: an ifunc (target_clones) would be resolved before the sanitizers have started.
+// Called by the loops of this folder.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace pycomm::cpu {
+
+// avx2 means FMA and F16C as well, avx512 the F, BW, DQ and VL parts of it.
+enum class Isa : uint8_t { baseline, avx2, avx512 };
+
+inline constexpr std::array kIsas{Isa::baseline, Isa::avx2, Isa::avx512};
+
+inline bool runs_here(Isa isa) {
+#ifdef __x86_64__
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+#else
+  const bool avx2 = false, avx512 = false;
+#endif
+  return isa == Isa::baseline || (isa == Isa::avx2 ? avx2 : avx512);
+}
+
+// The best of this processor.
+inline Isa best_isa() {
+  static const Isa best = runs_here(Isa::avx512) ? Isa::avx512
+                          : runs_here(Isa::avx2) ? Isa::avx2
+                                                 : Isa::baseline;
+  return best;
+}
+
+template <Isa>
+struct On;
+
+template <>
+struct On<Isa::baseline> {
+  template <typename Loop, typename... Args>
+  static auto run(Args... args) {
+    return Loop::template run<Isa::baseline>(args...);
+  }
+};
+
+#ifdef __x86_64__
+template <>
+struct On<Isa::avx2> {
+  template <typename Loop, typename... Args>
+  [[gnu::target("avx2,fma,f16c")]] static auto run(Args... args) {
+    return Loop::template run<Isa::avx2>(args...);
+  }
+};
+template <>
+struct On<Isa::avx512> {
+  template <typename Loop, typename... Args>
+  [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]] static auto run(
+      Args... args) {
+    return Loop::template run<Isa::avx512>(args...);
+  }
+};
+#endif
+
+// Loop::run for `isa`, which runs here.
+template <typename Loop, typename... Args>
+auto run_on(Isa isa, Args... args) {
+#ifdef __x86_64__
+  if (isa == Isa::avx512) return On<Isa::avx512>::run<Loop>(args...);
+  if (isa == Isa::avx2) return On<Isa::avx2>::run<Loop>(args...);
+#endif
+  return On<Isa::baseline>::run<Loop>(args...);
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,35 @@
+// The processor's DeviceKernels. Its functions stand in step.cpp, topk.cpp, packets.cpp and
+// dense.cpp; cpu_kernels() in dense.cpp gives the one object, which holds nothing.
+#pragma once
+
+#include <span>
+
+#include "kernels/device_kernels.h"
+
+namespace pycomm::cpu {
+
+class CpuKernels final : public DeviceKernels {
+ public:
+  void dgc_step(const DgcStep& step, Queue queue) override;
+  size_t dgc_workspace_bytes(const DgcTables& tables) override;
+  void dgc_rollback(const DgcTables& tables, const float* found_inf, Queue queue) override;
+  void momentum_mask(void* u, void* v, const Positions& where, Queue queue) override;
+  void topk(TypedArray x, const TopK& what, Queue queue) override;
+  size_t topk_workspace_bytes(size_t count, size_t k, Dtype dtype) override;
+  void scatter_add(TypedArray out, const Packet& packet, Dtype value_dtype, double scale,
+                   Queue queue) override;
+  void decode_sum(const Chain& out, std::span<const Packet> packets, Dtype value_dtype,
+                  double scale, Queue queue) override;
+  void decode_update(const Chain& param, std::span<const Packet> packets, Dtype value_dtype,
+                     Update update, Queue queue) override;
+  void encode(const Packet& packet, const Encoding& encoding, Queue queue) override;
+  void norm(std::span<const Array> arrays, Dtype dtype, double* norms, Workspace workspace,
+            Queue queue) override;
+  size_t norm_workspace_bytes(std::span<const Array> arrays) override;
+  void clip_scale(const double* norms, TypedArray factors, Clip clip, Queue queue) override;
+  void multiply(TypedArray x, const void* factor, Queue queue) override;
+  void cast(TypedArray x, TypedArray out, Queue queue) override;
+  void reduce(TypedArray out, std::span<const void* const> xs, ReduceOp op, Queue queue) override;
+};
+
+}  // namespace pycomm::cpu

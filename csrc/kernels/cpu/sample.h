@@ -1,0 +1,39 @@
+// A guess at a floor for k of `count` elements, from a sample: what select.h collects with when
+// nothing better is known. Called by topk.cpp and step.cpp.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <functional>
+#include <vector>
+
+#include "kernels/cpu/floats.h"
+
+namespace pycomm::cpu {
+
+inline constexpr size_t kSample = 16384;
+inline constexpr size_t kRun = 16;  // neighbours, as they come in one cache line
+
+// `read(i)` gives an element, 0 <= i < count. The floor lies four standard deviations of the sample
+// below where the k-th magnitude is expected. 0, so no floor, where the sample is too small to say.
+template <typename Read>
+auto sample_floor(size_t count, size_t k, Read&& read) {
+  using Key = decltype(key_of(read(size_t{0})));
+  const size_t runs = std::min(kSample, count / 4) / kRun;
+  const double share = static_cast<double>(k) / static_cast<double>(count);
+  const double expected = share * static_cast<double>(runs * kRun);
+  const auto rank = static_cast<size_t>(expected + 4 * std::sqrt(expected) + 2);
+  if (rank >= runs * kRun) return Key{0};
+  std::vector<Key> keys;
+  keys.reserve(runs * kRun);
+  for (size_t run = 0; run < runs; ++run) {
+    const size_t begin = run * (count / runs);
+    for (size_t i = begin; i < begin + kRun; ++i) keys.push_back(key_of(read(i)));
+  }
+  std::nth_element(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(rank), keys.end(),
+                   std::greater<>());
+  return keys[rank];
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,245 @@
+// The DGC step of the processor: one pass over memory that updates u and v and collects candidates
+// with the floor that the last step left, then what select.h makes of them. Formula and contract:
+// device_kernels.h.
+#include <cstring>
+#include <vector>
+
+#include "kernels/cpu/kernels.h"
+#include "kernels/cpu/sample.h"
+#include "kernels/cpu/select.h"
+#include "kernels/cpu/update.h"
+
+namespace pycomm::cpu {
+namespace {
+
+// What one choice leaves for the next step, at the beginning of the workspace. Any bits may stand
+// here: they only make a floor.
+struct Memory {
+  double floor;  // 0: nothing is known
+  double kth;    // the last step's k-th magnitude
+};
+
+// How far below the k-th magnitude the next floor lies: at the magnitude of rank 1.5 k, times the
+// trend. What was sent is gone, so next time the first k come from those that lay under the cut and
+// from what gradients lift over it.
+constexpr size_t floor_rank(size_t k) { return k + k / 2; }
+
+template <typename Real>
+using UpdateFunction = void (*)(Elements<Real>, size_t, size_t, Numbers<Real>);
+
+template <Isa kIsa, Dtype kGrad, Dtype kWeight, typename Real>
+UpdateFunction<Real> update_for(bool nesterov, bool decay) {
+  const auto pick = [](auto with_nesterov, auto with_decay) -> UpdateFunction<Real> {
+    using Loop = UpdateRange<kGrad, kWeight, with_nesterov(), with_decay()>;
+    return On<kIsa>::template run<Loop, Elements<Real>, size_t, size_t, Numbers<Real>>;
+  };
+  if (nesterov)
+    return decay ? pick(std::true_type(), std::true_type())
+                 : pick(std::true_type(), std::false_type());
+  return decay ? pick(std::false_type(), std::true_type())
+               : pick(std::false_type(), std::false_type());
+}
+
+template <Dtype kGrad, Dtype kWeight, typename Real>
+UpdateFunction<Real> update_on(Isa isa, bool nesterov, bool decay) {
+#ifdef __x86_64__
+  if (isa == Isa::avx512) return update_for<Isa::avx512, kGrad, kWeight, Real>(nesterov, decay);
+  if (isa == Isa::avx2) return update_for<Isa::avx2, kGrad, kWeight, Real>(nesterov, decay);
+#endif
+  return update_for<Isa::baseline, kGrad, kWeight, Real>(nesterov, decay);
+}
+
+template <typename Real>
+UpdateFunction<Real> find_update(Isa isa, const DgcStep& step) {
+  const bool decay = step.weight_decay != 0;
+  if constexpr (std::is_same_v<Real, double>) {
+    return update_on<Dtype::float64, Dtype::float64, Real>(isa, step.nesterov, decay);
+  } else {
+    const bool wide = step.weight_dtype == Dtype::float32;
+    const auto pick = [&](auto grad) {
+      return wide ? update_on<grad(), Dtype::float32, Real>(isa, step.nesterov, decay)
+                  : update_on<grad(), grad(), Real>(isa, step.nesterov, decay);
+    };
+    if (step.grad_dtype == Dtype::float16)
+      return pick(std::integral_constant<Dtype, Dtype::float16>());
+    if (step.grad_dtype == Dtype::bfloat16)
+      return pick(std::integral_constant<Dtype, Dtype::bfloat16>());
+    return pick(std::integral_constant<Dtype, Dtype::float32>());
+  }
+}
+
+size_t count_of(std::span<const DgcPiece> pieces) {
+  size_t count = 0;
+  for (const auto& piece : pieces) count += piece.count;
+  return count;
+}
+
+size_t tiles_in(std::span<const DgcPiece> pieces) {
+  size_t tiles = 0;
+  for (const auto& piece : pieces) tiles += tiles_of(piece.count);
+  return tiles;
+}
+
+template <typename Real>
+class Step {
+ public:
+  Step(const DgcStep& step, Isa isa)
+      : step_(step), isa_(isa), update_(find_update<Real>(isa, step)) {
+    Room room(step.workspace.data, step.workspace.bytes);
+    memory_ = room.take<Memory>(step.tables.selections.size());
+    size_t piece = 0;
+    for (const auto& selection : step.tables.selections) {
+      lay_out(selection, piece, room);
+      piece += selection.pieces;
+    }
+  }
+
+  void run() {
+    parallel(selection_.slices.size(), [this](size_t s) {
+      const ExactFloats exact;
+      update_and_collect(selection_.slices[s]);
+    });
+    selection_.cut();
+    parallel(selection_.choices.size(), [this](size_t c) { remember(c); });
+    parallel(selection_.slices.size(), [this](size_t s) { send(selection_.slices[s]); });
+  }
+
+ private:
+  using Key = decltype(key_of(Real{}));
+
+  Numbers<Real> numbers(size_t piece) const {
+    const auto* scales = static_cast<const Real*>(step_.scales);
+    return {.momentum = static_cast<Real>(step_.momentum),
+            .decay = static_cast<Real>(step_.weight_decay),
+            .scale = scales != nullptr ? scales[piece] : static_cast<Real>(step_.scale)};
+  }
+
+  Elements<Real> elements(size_t piece) const {
+    const DgcPiece& p = step_.tables.pieces[piece];
+    return {p.grad, p.weight, static_cast<Real*>(p.u), static_cast<Real*>(p.v)};
+  }
+
+  void lay_out(const DgcSelection& selection, size_t first_piece, Room& room) {
+    auto& choice = selection_.choices.emplace_back();
+    choice.k = selection.k;
+    choice.first_slice = selection_.slices.size();
+    const auto pieces = step_.tables.pieces.subspan(first_piece, selection.pieces);
+    size_t place = 0;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      selection_.add(first_piece + i, static_cast<const Real*>(pieces[i].v), pieces[i].count,
+                     place);
+      place += pieces[i].count;
+    }
+    const size_t capacity = pool_capacity(place, selection.k);
+    selection_.take_pool(room, capacity, tiles_in(pieces));
+    if (capacity > 0) choice.floor = first_floor(selection_.choices.size() - 1, place);
+  }
+
+  // What the last step left, or a guess from a sample of what v will be.
+  Key first_floor(size_t c, size_t count) const {
+    const double known = memory_[c].floor;
+    if (known > 0 && std::isfinite(known)) return key_of(static_cast<Real>(known));
+    const ExactFloats exact;
+    const auto& choice = selection_.choices[c];
+    size_t s = choice.first_slice;
+    return sample_floor(count, choice.k, [&, this](size_t i) mutable {
+      while (i >=
+             selection_.slices[s].place + selection_.slices[s].begin + selection_.slices[s].count)
+        ++s;
+      const auto& slice = selection_.slices[s];
+      return v_after(slice.piece, i - slice.place);
+    });
+  }
+
+  Real v_after(size_t piece, size_t i) const {
+    Elements<Real> e = elements(piece);
+    Real u = e.u[i], v = e.v[i];
+    const size_t grad_bytes = bytes_of(step_.grad_dtype),
+                 weight_bytes = bytes_of(step_.weight_dtype);
+    e.grad = static_cast<const std::byte*>(e.grad) + i * grad_bytes;
+    if (e.weight != nullptr) e.weight = static_cast<const std::byte*>(e.weight) + i * weight_bytes;
+    e.u = &u;
+    e.v = &v;
+    update_(e, 0, 1, numbers(piece));
+    return v;
+  }
+
+  void update_and_collect(Slice<Real>& slice) {
+    const Elements<Real> e = elements(slice.piece);
+    const Numbers<Real> n = numbers(slice.piece);
+    for (size_t tile = 0; tile < tiles_of(slice.count); ++tile) {
+      const size_t begin = tile * kTile;
+      update_(e, slice.begin + begin, std::min(kTile, slice.count - begin), n);
+      selection_.collect(isa_, slice, tile);
+    }
+  }
+
+  void remember(size_t c) {
+    const auto& choice = selection_.choices[c];
+    Memory& memory = memory_[c];
+    if (choice.capacity == 0 || choice.dense) {
+      memory = {};
+      return;
+    }
+    const auto kth = static_cast<double>(std::bit_cast<Real>(choice.kth));
+    size_t ties = 0;
+    const size_t rank = std::min(floor_rank(choice.k), choice.taken.load());
+    const Key low = selection_.candidate(choice, rank, ties);
+    const double trend = memory.kth > 0 && std::isfinite(kth) ? kth / memory.kth : 1;
+    memory = {static_cast<double>(std::bit_cast<Real>(low)) * std::clamp(trend, 0.5, 1.0), kth};
+  }
+
+  void send(const Slice<Real>& slice) {
+    const DgcSelection& selection = step_.tables.selections[slice.choice];
+    const Elements<Real> e = elements(slice.piece);
+    auto* const values = static_cast<Real*>(selection.values);
+    auto* const u_values = static_cast<Real*>(selection.u_values);
+    selection_.emit(slice, [&](size_t at, size_t place) {
+      const Real u = e.u[place], v = e.v[place];
+      selection.indices[at] = static_cast<int32_t>(selection.first + slice.place + place);
+      values[at] = v;
+      if (u_values != nullptr) u_values[at] = u;
+      e.v[place] = 0;
+      if (step_.masking || !is_finite(v)) e.u[place] = 0;
+    });
+  }
+
+  const DgcStep& step_;
+  Isa isa_;
+  UpdateFunction<Real> update_;
+  Memory* memory_ = nullptr;
+  Selection<Real> selection_;
+};
+
+void send_nothing(const DgcTables& tables) {
+  for (const auto& selection : tables.selections) {
+    for (size_t i = 0; i < selection.k; ++i)
+      selection.indices[i] = static_cast<int32_t>(selection.first + i);
+    std::memset(selection.values, 0, selection.k * bytes_of(tables.dtype));
+    if (selection.u_values != nullptr)
+      std::memset(selection.u_values, 0, selection.k * bytes_of(tables.dtype));
+  }
+}
+
+}  // namespace
+
+void dgc_step_on(Isa isa, const DgcStep& step) {
+  if (step.found_inf != nullptr && *step.found_inf != 0) return send_nothing(step.tables);
+  with_real(step.tables.dtype, [&](auto dtype) { Step<Stored<dtype()>>(step, isa).run(); });
+}
+
+void CpuKernels::dgc_step(const DgcStep& step, Queue) { dgc_step_on(best_isa(), step); }
+
+size_t CpuKernels::dgc_workspace_bytes(const DgcTables& tables) {
+  size_t bytes = tables.selections.size() * sizeof(Memory) + 16;
+  auto pieces = tables.pieces;
+  for (const auto& selection : tables.selections) {
+    const auto own = pieces.first(selection.pieces);
+    pieces = pieces.subspan(selection.pieces);
+    const size_t capacity = pool_capacity(count_of(own), selection.k);
+    bytes += pool_bytes(capacity, tiles_in(own), bytes_of(tables.dtype)) + 48;
+  }
+  return bytes;
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,117 @@
+// See threads.h. One job at a time: its tasks are taken from a counter. The job's number is the
+// signal; a thread that wakes late finds the counter at its end and takes nothing.
+#include "kernels/cpu/threads.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "kernels/device_kernels.h"
+
+namespace pycomm {
+namespace cpu {
+namespace {
+
+int processors() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? std::max(1, CPU_COUNT(&set)) : 1;
+}
+
+std::atomic<int>& wanted() {
+  static std::atomic<int> threads{processors()};
+  return threads;
+}
+
+class Crew {
+ public:
+  // False, and nothing done, where another caller has the crew.
+  bool work(size_t tasks, const std::function<void(size_t)>& task, int threads) {
+    const std::unique_lock mine(busy_, std::try_to_lock);
+    if (!mine) return false;
+    {
+      const std::lock_guard lock(mutex_);
+      while (members_ < threads - 1) enlist();
+      task_ = &task;
+      tasks_ = tasks;
+      places_ = threads - 1;
+      next_.store(0, std::memory_order_relaxed);
+      ++job_;
+    }
+    wake_.notify_all();
+    take(task, tasks);
+    std::unique_lock lock(mutex_);
+    task_ = nullptr;  // who has not begun by now will not
+    done_.wait(lock, [this] { return working_ == 0; });
+    return true;
+  }
+
+ private:
+  void enlist() {
+    std::thread([this, seen = job_]() mutable {
+      for (;;) member(seen);
+    }).detach();
+    ++members_;
+  }
+
+  // One wait and at most one job.
+  void member(uint64_t& seen) {
+    std::unique_lock lock(mutex_);
+    wake_.wait(lock, [&] { return job_ != seen; });
+    seen = job_;
+    if (task_ == nullptr || places_ == 0) return;
+    --places_;
+    ++working_;
+    const auto& task = *task_;
+    const size_t tasks = tasks_;
+    lock.unlock();
+    take(task, tasks);
+    lock.lock();
+    if (--working_ == 0) done_.notify_one();
+  }
+
+  void take(const std::function<void(size_t)>& task, size_t tasks) {
+    for (size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(i);
+  }
+
+  std::mutex busy_;
+  std::mutex mutex_;  // of all below but next_
+  std::condition_variable wake_, done_;
+  const std::function<void(size_t)>* task_ = nullptr;
+  size_t tasks_ = 0;
+  std::atomic<size_t> next_{0};
+  uint64_t job_ = 0;
+  int members_ = 0, places_ = 0, working_ = 0;
+};
+
+// The crew of this process, never destroyed: its threads wait in it until the process ends.
+Crew& crew() {
+  static std::atomic<Crew*> current{new Crew};
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    current.store(new Crew, std::memory_order_relaxed);  // the parent's threads are not here
+  });
+  static_cast<void>(registered);
+  return *current.load(std::memory_order_relaxed);
+}
+
+}  // namespace
+
+void parallel(size_t tasks, const std::function<void(size_t)>& task) {
+  const int threads = static_cast<int>(
+      std::min<size_t>(tasks, static_cast<size_t>(wanted().load(std::memory_order_relaxed))));
+  if (threads > 1 && crew().work(tasks, task, threads)) return;
+  for (size_t i = 0; i < tasks; ++i) task(i);
+}
+
+}  // namespace cpu
+
+void set_kernel_threads(int threads) {
+  cpu::wanted().store(std::max(1, threads), std::memory_order_relaxed);
+}
+int kernel_threads() { return cpu::wanted().load(std::memory_order_relaxed); }
+
+}  // namespace pycomm

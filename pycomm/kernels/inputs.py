@@ -1,0 +1,123 @@
+"""What a call was given, validated: the sentences about wrong arrays are written here, once.
+
+Nothing here changes an array. Called by the other files of the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pycomm import arrays
+from pycomm.arrays import Located
+from pycomm.errors import InvalidArgument
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+MOST_ELEMENTS = 2**31 - 1
+
+
+def array(x: Any, name: str, dtypes: Sequence[str], *, write: bool = False) -> Located:
+    """`x` as memory of one of these dtypes, of at most 2^31 - 1 elements.
+
+    Raises:
+        InvalidArgument, Unsupported: as arrays.located; a wrong dtype, too many elements.
+    """
+    found = arrays.located(x, name, write=write)
+    if found.dtype not in dtypes:
+        raise InvalidArgument(f"{name} is {found.dtype}; it must be {' or '.join(dtypes)}")
+    if found.count > MOST_ELEMENTS:
+        raise InvalidArgument(
+            f"{name} has {found.count} elements, and an int32 index counts at most "
+            f"{MOST_ELEMENTS}: split the array"
+        )
+    return found
+
+
+def same_shape(one: Located, other: Located, names: tuple[str, str]) -> None:
+    """Raises InvalidArgument unless both have the same shape, or the same count and one is flat."""
+    flat = len(one.shape) == 1 or len(other.shape) == 1
+    if one.count != other.count or not (flat or one.shape == other.shape):
+        raise InvalidArgument(
+            f"{names[0]} has the shape {one.shape} and {names[1]} {other.shape}: they must agree"
+        )
+
+
+def same_device(found: Iterable[Located], name: str) -> None:
+    """Raises InvalidArgument unless all lie on one device; `name` is the call."""
+    devices = list(dict.fromkeys(x.device for x in found))
+    if len(devices) > 1:
+        places = " and ".join(map(str, devices))
+        raise InvalidArgument(f"{name}: arrays lie on {places}; move them to one device")
+
+
+def apart(written: Iterable[Located], read: Iterable[Located], name: str) -> None:
+    """Raises InvalidArgument where what is written shares memory with anything else of the call."""
+    spans = [(x.pointer, x.pointer + x.nbytes, True) for x in written]
+    spans += [(x.pointer, x.pointer + x.nbytes, False) for x in read]
+    spans = sorted(span for span in spans if span[0] < span[1])
+    end = end_written = 0  # of what was passed so far
+    for begin, stop, writes in spans:
+        if begin < (end if writes else end_written):
+            raise InvalidArgument(
+                f"{name}: two of the arrays share memory, and one of them is written: pass copies"
+            )
+        end = max(end, stop)
+        if writes:
+            end_written = max(end_written, stop)
+
+
+def output(
+    x: Any, name: str, like: Located, count: int, dtype: str, *, write: bool = True
+) -> tuple[Any, Located]:
+    """The caller's buffer [count] of this dtype, or a new one where there is none."""
+    if x is None:
+        x = arrays.new(like, (count,), dtype)
+    found = array(x, name, (dtype,), write=write)
+    if found.shape != (count,):
+        raise InvalidArgument(f"{name} has the shape {found.shape}; it must be ({count},)")
+    return x, found
+
+
+def workspace(x: Any, like: Located, nbytes: int, *, zeros: bool = False) -> Located:
+    """The caller's workspace, or a new one where there is none."""
+    if x is None:
+        x = arrays.new(like, (nbytes,), "uint8", zeros=zeros)
+    found = array(x, "workspace", ("uint8",), write=True)
+    if found.nbytes < nbytes:
+        raise InvalidArgument(f"workspace has {found.nbytes} bytes; this call needs {nbytes}")
+    if found.pointer % 16:
+        raise InvalidArgument("workspace must be aligned to 16 bytes: pass one that is not a slice")
+    return found
+
+
+def how_many(k: Any, count: int) -> int:
+    """k as an int in 0..count."""
+    try:
+        number = k.__index__()
+    except (AttributeError, TypeError):
+        raise InvalidArgument(f"k must be a whole number, not {k!r:.40}") from None
+    if not 0 <= number <= count:
+        raise InvalidArgument(f"k = {number} of {count} elements: k must lie in 0..{count}")
+    return int(number)
+
+
+def finite(value: Any, name: str) -> float:
+    """A finite number as a float."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"{name} must be a number, not {value!r:.40}") from None
+    if not math.isfinite(number):
+        raise InvalidArgument(f"{name} = {number} is not finite")
+    return number
+
+
+class Table:
+    """Rows of 64-bit words for the core: addresses and counts. Keep it while the core works."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self._words = np.array(rows, dtype=np.uint64)
+        self.address = (self._words.ctypes.data, len(rows))

@@ -1,0 +1,287 @@
+"""Packets: what ranks send each other, and how it becomes a sum or an update. The formulas stand in
+csrc/kernels/device_kernels.h, the layout of bytes in csrc/kernels/packet.h.
+
+A packet is a pair (indices int32 [k] ascending, values [k]) or a uint8 array that `encode` wrote.
+Called by users, as pycomm.kernels, and by the training layer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pycomm import _core, arrays
+from pycomm.arrays import Located
+from pycomm.errors import InvalidArgument
+from pycomm.kernels import devices, inputs
+
+HEADER_BYTES = 32
+VALUE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def scatter_add(out: Any, indices: Any, values: Any, scale: float = 1.0) -> Any:
+    """out[i] = out[i] + scale * value for each (index, value), in place. Returns `out`.
+
+    Args:
+        out: float16, bfloat16, float32 or float64, any shape.
+        indices: int32 [k], ascending, in 0..count-1.
+        values: [k], any float dtype.
+        scale: a factor, rounded to float32 unless `out` is float64.
+
+    Raises:
+        InvalidArgument, Unsupported: before anything changes.
+    """
+    found = inputs.array(out, "out", inputs.FLOATS, write=True)
+    pair = _pair(indices, values)
+    inputs.same_device([found, *pair], "scatter_add")
+    inputs.apart([found], pair, "scatter_add")
+    devices.module(found.device).scatter_add(
+        (found.pointer, found.count),
+        found.dtype,
+        pair[0].pointer,
+        pair[1].pointer,
+        pair[0].count,
+        pair[1].dtype,
+        inputs.finite(scale, "scale"),
+        *devices.queue(found.device, found.array),
+    )
+    return out
+
+
+def decode_sum(
+    out: Any, packets: Sequence[Any], scale: float = 1.0, *, value_dtype: str = "float32"
+) -> Any:
+    """out[i] = scale * the sum of the packets' values at i, in their order; 0 elsewhere. In place.
+
+    Args:
+        out: float16, bfloat16, float32 or float64, any shape; all of it is written. Sums are made
+            in float32, or float64 for float64. Or a list, through which the indices count.
+        packets: of all ranks, in rank order: pairs, or encoded; also one uint8 array
+            [ranks, bytes].
+        scale: as 1 / ranks for a mean.
+        value_dtype: of encoded packets.
+
+    Returns:
+        `out`.
+
+    Raises:
+        InvalidArgument, Unsupported: before anything changes.
+    """
+    chain = _Chain(out, "out")
+    table, dtype = _table(chain, packets, value_dtype, "decode_sum")
+    devices.module(chain.first.device).decode_sum(
+        chain.table.address,
+        chain.first.dtype,
+        table.address,
+        dtype,
+        inputs.finite(scale, "scale"),
+        *devices.queue(chain.first.device, chain.first.array),
+    )
+    return out
+
+
+def decode_update(
+    param: Any,
+    packets: Sequence[Any],
+    lr: float,
+    scale: float = 1.0,
+    *,
+    value_dtype: str = "float32",
+) -> Any:
+    """param[i] = fma(-lr, scale * sum, param[i]) where a packet has i, in place: decode and SGD.
+
+    Other elements are not touched, so this costs what the packets weigh. Arguments, result and
+    errors as of `decode_sum`.
+    """
+    chain = _Chain(param, "param")
+    table, dtype = _table(chain, packets, value_dtype, "decode_update")
+    devices.module(chain.first.device).decode_update(
+        chain.table.address,
+        chain.first.dtype,
+        table.address,
+        dtype,
+        inputs.finite(lr, "lr"),
+        inputs.finite(scale, "scale"),
+        *devices.queue(chain.first.device, chain.first.array),
+    )
+    return param
+
+
+def encode(
+    indices: Any,
+    values: Any,
+    count: int,
+    value_dtype: str = "float32",
+    residual: Any = None,
+    *,
+    out: Any = None,
+) -> Any:
+    """A packet as bytes that can travel: uint8 [packet_bytes(k, value_dtype)].
+
+    Args:
+        indices: int32 [k], ascending, in 0..count-1.
+        values: [k], float32 or float64.
+        count: of the array that they were chosen from.
+        value_dtype: of the values on the way; they are rounded to nearest.
+        residual: [count] of the dtype of the values: what rounding lost is added there, in place.
+        out: a buffer for the result.
+
+    Raises:
+        InvalidArgument, Unsupported: before anything changes.
+    """
+    pair = _pair(indices, values)
+    k = inputs.how_many(pair[0].count, count)
+    if pair[1].dtype not in ("float32", "float64"):
+        raise InvalidArgument(f"values are {pair[1].dtype}; encode takes float32 or float64")
+    nbytes = packet_bytes(k, value_dtype)
+    out, packet = inputs.output(out, "out", pair[1], nbytes, "uint8")
+    _aligned(packet, value_dtype)
+    written = [packet]
+    if residual is not None:
+        rest = inputs.array(residual, "residual", (pair[1].dtype,), write=True)
+        if rest.count != count:
+            raise InvalidArgument(f"residual has {rest.count} elements; count is {count}")
+        written.append(rest)
+    inputs.same_device([*pair, *written], "encode")
+    inputs.apart(written, pair, "encode")
+    devices.module(packet.device).encode(
+        pair[0].pointer,
+        pair[1].pointer,
+        k,
+        int(count),
+        pair[1].dtype,
+        value_dtype,
+        written[1].pointer if residual is not None else 0,
+        packet.pointer,
+        *devices.queue(packet.device, packet.array),
+    )
+    return out
+
+
+def unpack(packet: Any, *, value_dtype: str = "float32") -> tuple[Any, Any]:
+    """(indices int32 [k], values [k]) of an encoded packet: views of its memory, nothing is copied.
+
+    On the host the header says all, and is checked. On a GPU, where nobody waits to read it, the
+    length and `value_dtype` say k.
+
+    Args:
+        packet: uint8 array, or bytes.
+
+    Raises:
+        InvalidArgument: the bytes are no packet.
+    """
+    found = inputs.array(packet, "packet", ("uint8",))
+    if found.device.kind == "cpu":
+        k, _, value_dtype = _core.read_packet_header(found.pointer, found.nbytes)
+    else:
+        k = _k_of(found.nbytes, value_dtype)
+    array = arrays.plain(packet)
+    indices = array[_indices_offset(k, value_dtype) :]
+    values = array[HEADER_BYTES : HEADER_BYTES + k * VALUE_BYTES[value_dtype]]
+    return _as(indices, "int32"), _as(values, value_dtype)
+
+
+def packet_bytes(k: int, value_dtype: str = "float32") -> int:
+    """Bytes of an encoded packet of k elements.
+
+    Raises:
+        InvalidArgument: the dtype is no float.
+    """
+    return _indices_offset(k, value_dtype) + 4 * k
+
+
+def _indices_offset(k: int, value_dtype: str) -> int:
+    if value_dtype not in VALUE_BYTES:
+        raise InvalidArgument(f"value_dtype {value_dtype!r}: one of {', '.join(VALUE_BYTES)}")
+    return int(HEADER_BYTES + -(-k * VALUE_BYTES[value_dtype] // 4) * 4)
+
+
+def _k_of(nbytes: int, value_dtype: str) -> int:
+    k = (nbytes - HEADER_BYTES) // (4 + VALUE_BYTES[value_dtype])
+    if k < 0 or packet_bytes(k, value_dtype) != nbytes:
+        raise InvalidArgument(f"{nbytes} bytes are no packet with {value_dtype} values")
+    return k
+
+
+def _as(x: Any, dtype: str) -> Any:
+    """A uint8 array's bytes as elements of another dtype."""
+    if isinstance(x, np.ndarray):
+        return x.view(dtype)
+    torch = sys.modules.get("torch")
+    known = getattr(torch, dtype) if torch and isinstance(x, torch.Tensor) else dtype
+    return x.view(known)
+
+
+def _aligned(packet: Located, value_dtype: str) -> None:
+    if packet.pointer % max(4, VALUE_BYTES[value_dtype]):
+        raise InvalidArgument("the packet is not aligned to its values: pass one that is no slice")
+
+
+def _pair(indices: Any, values: Any) -> list[Located]:
+    where = inputs.array(indices, "indices", ("int32",))
+    what = inputs.array(values, "values", inputs.FLOATS)
+    if where.count != what.count:
+        raise InvalidArgument(f"{where.count} indices and {what.count} values")
+    return [where, what]
+
+
+class _Chain:
+    """Arrays of one dtype, laid end to end."""
+
+    def __init__(self, x: Any, name: str) -> None:
+        several = x if isinstance(x, list | tuple) else [x]
+        if not several:
+            raise InvalidArgument(f"{name}: the list is empty")
+        self.found = [inputs.array(one, name, inputs.FLOATS, write=True) for one in several]
+        self.first = self.found[0]
+        self.count = sum(one.count for one in self.found)
+        for one in self.found:
+            if one.dtype != self.first.dtype:
+                raise InvalidArgument(f"{name}: {one.dtype} beside {self.first.dtype}: one dtype")
+        if self.count > inputs.MOST_ELEMENTS:
+            raise InvalidArgument(
+                f"{name} has {self.count} elements together, and an int32 index counts at most "
+                f"{inputs.MOST_ELEMENTS}"
+            )
+        self.table = inputs.Table([(one.pointer, one.count) for one in self.found])
+
+
+def _table(
+    out: _Chain, packets: Sequence[Any], value_dtype: str, name: str
+) -> tuple[inputs.Table, str]:
+    """The core's Packets, and the dtype of their values."""
+    rows, read, dtypes = [], [], []
+    for i, packet in enumerate(packets):
+        if isinstance(packet, list | tuple):
+            pair = _pair(*packet)
+            read += pair
+            dtypes.append(pair[1].dtype)
+            rows.append((pair[0].pointer, pair[1].pointer, pair[0].count))
+            continue
+        found = inputs.array(packet, f"packets[{i}]", ("uint8",))
+        read.append(found)
+        k = _k_of_encoded(found, out.count, value_dtype)
+        dtypes.append(value_dtype)
+        _aligned(found, value_dtype)
+        offset = _indices_offset(k, value_dtype)
+        rows.append((found.pointer + offset, found.pointer + HEADER_BYTES, k))
+    if len(set(dtypes)) > 1:
+        raise InvalidArgument(f"{name}: values are {' and '.join(sorted(set(dtypes)))}: one dtype")
+    inputs.same_device([*out.found, *read], name)
+    inputs.apart(out.found, read, name)
+    return inputs.Table(rows), dtypes[0] if dtypes else value_dtype
+
+
+def _k_of_encoded(found: Located, count: int, value_dtype: str) -> int:
+    """k of one encoded packet for an array of `count`; on the host its header must agree."""
+    if found.device.kind != "cpu":
+        return _k_of(found.nbytes, value_dtype)
+    k, of, dtype = _core.read_packet_header(found.pointer, found.nbytes)
+    if of != count:
+        raise InvalidArgument(f"a packet of an array of {of} elements for one of {count}")
+    if dtype != value_dtype:
+        raise InvalidArgument(f"a packet has {dtype} values; value_dtype is {value_dtype}")
+    return int(k)
