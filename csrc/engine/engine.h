@@ -138,6 +138,8 @@ class Engine {
   std::optional<Message> take_message(int& from, uint32_t tag);
   // `peer` says that the call under way is another: ends it on every rank with Mismatch.
   [[noreturn]] void disagree(int peer, const Header& theirs);
+  // The same where the peer has gone on to the call `theirs`, or this rank has ended it already.
+  [[noreturn]] void disagree_on_end(int peer, const Header& theirs);
   // The same for a call of this epoch that is over on some ranks, with `text` as its sentence.
   [[noreturn]] void give_up_call(int peer, uint32_t sequence, const std::string& text);
   // Wakes `peer`, which shares memory with us, if it sleeps.
@@ -188,7 +190,6 @@ class Engine {
   std::optional<Message> take_kept(int& from, uint32_t tag);
   void read_notice(int peer, const Header& header);
   void heed_goodbye(int peer, const std::string& payload);
-  [[noreturn]] void disagree_on_end(int peer, const Header& theirs);
   void new_epoch(const Header& notice, const std::string& text);
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;

@@ -42,4 +42,12 @@ bool Arena::differs(int peer, const Header& mine, Header& theirs) const {
   return !same_call(theirs, mine);
 }
 
+bool Arena::is_past(int peer, const Header& mine, Header& theirs) const {
+  const Segment::Begun& begun = of(peer).begun;
+  const uint64_t call = begun.call.load(std::memory_order_acquire);
+  theirs = begun.header.load();
+  if (call == 0 || begun.call.load(std::memory_order_relaxed) != call) return false;
+  return theirs.epoch == mine.epoch && order(theirs, mine.epoch, mine.sequence) > 0;
+}
+
 }  // namespace pycomm

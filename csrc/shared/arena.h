@@ -32,6 +32,8 @@ class Arena {
   uint64_t base() const { return base_; }
   // The header of the call that `peer` is in if it is another than `mine` at the same turn.
   bool differs(int peer, const Header& mine, Header& theirs) const;
+  // The header of the call that `peer` is in if that is a later one of the same epoch.
+  bool is_past(int peer, const Header& mine, Header& theirs) const;
 
   // The call before this one in the epoch, and the signature of it and all before it.
   Header last{};

@@ -162,25 +162,27 @@ bool SharedRun::advance() {
   return false;
 }
 
+// Whether a flag of `peer` has yet to come to `need`: then that is what this rank waits for.
+bool SharedRun::lacks(int peer, const std::atomic<uint64_t>& flag, uint64_t need) {
+  if (flag.load(std::memory_order_acquire) >= need) return false;
+  awaited_ = peer;
+  awaited_flag_ = &flag;
+  awaited_value_ = need;
+  return true;
+}
+
 // A slot is free when everybody has read what was in it.
 bool SharedRun::may_fill(uint64_t ticket) {
   const uint64_t need = std::max(arena_.base(), ticket < kSlots ? 0 : ticket + 1 - kSlots);
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_ || arena_.of(peer).done.load(std::memory_order_acquire) >= need) continue;
-    awaited_ = peer;
-    return false;
-  }
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_ && lacks(peer, arena_.of(peer).done, need)) return false;
   return true;
 }
 
 bool SharedRun::has_filled(int peer, uint64_t ticket) {
   if (peer == rank_) return true;
-  const Segment& theirs = arena_.of(peer);
-  const auto& filled = theirs.filled[ticket % kSlots];
-  if (filled.flag.load(std::memory_order_acquire) != ticket + 1) {
-    awaited_ = peer;
-    return false;
-  }
+  const auto& filled = arena_.of(peer).filled[ticket % kSlots];
+  if (lacks(peer, filled.flag, ticket + 1)) return false;
   if (filled.signature != signature_) disagree(peer, ticket);
   return true;
 }
@@ -210,12 +212,9 @@ bool SharedRun::have_filled(uint64_t ticket) {
 }
 
 bool SharedRun::have_reduced(uint64_t ticket) {
-  for (int peer = 0; peer < size_; ++peer) {
-    const auto& reduced = arena_.of(peer).reduced[ticket % kSlots];
-    if (peer == rank_ || reduced.flag.load(std::memory_order_acquire) == ticket + 1) continue;
-    awaited_ = peer;
-    return false;
-  }
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_ && lacks(peer, arena_.of(peer).reduced[ticket % kSlots].flag, ticket + 1))
+      return false;
   return true;
 }
 
@@ -358,6 +357,10 @@ void SharedRun::arm() {
   Header theirs;
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_ && arena_.differs(peer, header_, theirs)) engine_.disagree(peer, theirs);
+  // Whoever is in a later call has done what it does in this one: what is not there will not come.
+  if (awaited_ != kNobody && arena_.is_past(awaited_, header_, theirs) &&
+      awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
+    engine_.disagree_on_end(awaited_, theirs);
 }
 
 void SharedRun::disarm() { arena_.own().sleeps.store(0); }

@@ -60,6 +60,7 @@ class SharedRun final : public Task {
   bool fills() const;
   bool reduces() const;
   bool collects() const;
+  bool lacks(int peer, const std::atomic<uint64_t>& flag, uint64_t need);
   bool may_fill(uint64_t ticket);
   bool have_filled(uint64_t ticket);
   bool have_reduced(uint64_t ticket);
@@ -90,6 +91,8 @@ class SharedRun final : public Task {
   uint64_t chunks_ = 1, first_ = 0;
   uint64_t filled_ = 0, reduced_ = 0, collected_ = 0;
   int awaited_ = kNobody;
+  const std::atomic<uint64_t>* awaited_flag_ = nullptr;
+  uint64_t awaited_value_ = 0;
 };
 
 }  // namespace pycomm

@@ -1,6 +1,7 @@
 // The shared_memory strategy through whole groups: every verb at sizes about its thresholds, in
 // place and not, sums in rank order, disagreements of every kind, and ranks that come late or die.
 #include <cmath>
+#include <latch>
 #include <numeric>
 #include <vector>
 
@@ -197,6 +198,34 @@ void disagreement_test() {
 }
 const Test kDisagreement{"a disagreement changes nothing, and the group goes on",
                          disagreement_test};
+
+// One rank waits for data of a root that all others have had no doubt about, and have gone on.
+void one_way_test() {
+  for (const std::string& by : kShared)
+    for (const Operation operation : {Operation::scatter, Operation::broadcast}) {
+      std::latch gone_on(2);
+      ranks::run_groups(3, by, [&](Group& group) {
+        Array array(Dtype::float32, 30);
+        Call call{.operation = operation,
+                  .dtype = Dtype::float32,
+                  .input = array.data(),
+                  .output = array.data(),
+                  .count = 10};
+        const bool odd = group.rank() == 2;
+        if (odd) gone_on.wait();
+        call.peer = odd ? 1 : 0;
+        const auto ending = ranks::ending_of([&] {
+          group.run(call);
+          group.run({.operation = Operation::broadcast, .count = 0});
+          if (!odd) gone_on.count_down();
+          group.run({.operation = Operation::barrier});
+        });
+        expect(ending.is(ErrorKind::mismatch) && ending.says("gone on to"), ending.text());
+        run_once(group, {.operation = Operation::all_reduce, .count = 70'000});
+      });
+    }
+}
+const Test kOneWay{"who waits for a root that has gone on hears of it", one_way_test};
 
 // The others sleep by then; whoever fills a slot wakes them.
 void late_test() {
