@@ -31,7 +31,7 @@ build: venv
 demo: build
 	$(PY) -m pycomm demo
 
-test: build lint
+test: build lint .venv/programs
 	$(PY) -m pytest
 
 lint: venv
@@ -46,9 +46,12 @@ sanitize: venv
 bench: build
 	$(PY) -m pycomm bench collectives
 
-# Installs other people's packages, about 230 MB, into .venv.
-peers: build
+# Other people's packages, about 230 MB, whose programs have to run here unchanged.
+.venv/programs: pyproject.toml | build
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[programs]'
+	@touch $@
+
+peers: build .venv/programs
 	$(PY) tests/peers/table.py --run
 
 clean:
