@@ -162,7 +162,12 @@ def new(like: Located, shape: tuple[int, ...], dtype: str, *, zeros: bool = Fals
             return (library.zeros if zeros else library.empty)(shape, dtype)
     # bfloat16 is known to NumPy where the user's own array brought it along.
     known = like.array.dtype if like.dtype == dtype and hasattr(like.array, "dtype") else dtype
-    return (np.zeros if zeros else np.empty)(shape, known)
+    try:
+        return (np.zeros if zeros else np.empty)(shape, known)
+    except TypeError:
+        raise Unsupported(
+            f"NumPy knows no {dtype} here: pass a buffer for the result, or torch tensors"
+        ) from None
 
 
 def _locate_torch(x: Any, name: str) -> Located:

@@ -4,11 +4,22 @@ The time limit of every test stands in pyproject.toml (pytest-timeout).
 """
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 EXCUSE = "needs a GPU"
 _skips: dict[str, str] = {}
+
+
+@pytest.fixture(params=["cpu"], scope="module")
+def device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A device of kernel_devices.py: the tests of the kernels run on each."""
+    from kernel_devices import DEVICES
+
+    with DEVICES[request.param]() as found:
+        yield found
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -32,7 +32,7 @@ template <typename Element>
 [[gnu::always_inline]] constexpr auto key_of(Element element) {
   using Key = std::conditional_t<sizeof(Element) == 2, uint16_t,
                                  std::conditional_t<sizeof(Element) == 4, uint32_t, uint64_t>>;
-  return static_cast<Key>(std::bit_cast<Key>(element) & static_cast<Key>(~Key{0} >> 1));
+  return static_cast<Key>(std::bit_cast<Key>(element) & std::numeric_limits<Key>::max() >> 1);
 }
 
 template <typename Float>

@@ -1,0 +1,89 @@
+"""Where the tests of the kernels run: each device takes NumPy arrays in and gives them back.
+
+A new device is a class here, a line in DEVICES and a name in the fixture `device` of conftest.py;
+every test with the fixture then runs on it too. Also what those tests share.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from pycomm import reference
+
+SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+TILE = 4096  # of the kernels; sizes around it and its multiples matter
+KINDS = ("plain", "ties", "equal", "zero", "tiny", "huge", "odd ones")
+
+
+class Cpu:
+    """Host memory. bfloat16, which NumPy lacks, lies in torch tensors, as do all with `torch`."""
+
+    name = "cpu"
+    indices_are_checked = True  # InvalidArgument where they do not ascend within the array
+
+    def __enter__(self) -> "Cpu":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def put(self, x: np.ndarray, dtype: str = "", *, torch_too: bool = False) -> Any:
+        """A copy of x on the device; of another dtype, which has all of its values, if given."""
+        dtype = dtype or x.dtype.name
+        if dtype != "bfloat16" and not torch_too:
+            return x.astype(dtype)
+        if dtype == "bfloat16":
+            bits = (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+            return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(x.astype(dtype))
+
+    def get(self, x: Any) -> np.ndarray:
+        """The elements of x; those of bfloat16 as float32."""
+        if isinstance(x, torch.Tensor):
+            if x.dtype == torch.bfloat16:
+                bits = x.view(torch.int16).cpu().numpy().view(np.uint16)
+                return (bits.astype(np.uint32) << 16).view(np.float32)
+            return x.cpu().numpy()
+        return x
+
+
+DEVICES = {"cpu": Cpu}
+
+
+def same(found, wanted):
+    """Fails unless both have the same bits; says where the first difference is."""
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    assert found.dtype == wanted.dtype
+    assert found.size == wanted.size
+    unsigned = f"u{found.dtype.itemsize}"
+    a, b = (np.ascontiguousarray(x).reshape(-1).view(unsigned) for x in (found, wanted))
+    wrong = np.flatnonzero(a != b)
+    if wrong.size:
+        i = wrong[0]
+        x, y = found.reshape(-1)[i], wanted.reshape(-1)[i]
+        pytest.fail(f"{wrong.size} differ, first at {i}: {x!r} ({a[i]:#x}) for {y!r} ({b[i]:#x})")
+
+
+def made(kind, count, seed, dtype="float32"):
+    """`count` values of a kind that has been a problem somewhere."""
+    rng = np.random.default_rng(seed)
+    x = rng.laplace(size=count)
+    if kind == "ties":
+        x = np.round(x * 2) / 2
+    elif kind == "equal":
+        x = np.full(count, -0.75)
+    elif kind == "zero":
+        x = np.zeros(count) * rng.choice([-1, 1], count)
+    elif kind == "tiny":  # subnormal, most of them, in float32
+        x = x * 1e-39
+    elif kind == "huge":
+        x = x * 1e38
+    elif kind == "odd ones":
+        odd = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-45, -3e38])
+        x = np.where(rng.random(count) < 0.2, rng.choice(odd, count), x)
+    with np.errstate(all="ignore"):
+        return reference.cast(x.astype("float32" if dtype != "float64" else dtype), dtype)
