@@ -46,11 +46,13 @@ from pycomm.group import (
 from pycomm.values import all_gather_object, user_get, user_pop, user_set
 
 if TYPE_CHECKING:
+    from pycomm.compress import DGC, dgc_hook
     from pycomm.fused import bcast_list_
     from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
     from pycomm.parallel import DataParallel, make_allreduce_cb
 
 __all__ = [
+    "DGC",
     "AdaptiveLocalSGD",
     "DataParallel",
     "Group",
@@ -66,6 +68,7 @@ __all__ = [
     "barrier",
     "bcast_list_",
     "broadcast",
+    "dgc_hook",
     "empty",
     "errors",
     "gather",
@@ -91,11 +94,13 @@ __all__ = [
 
 # The training layer needs torch, which the rest does not: its names are looked up when first used.
 _TRAINING = {
+    "DGC": "pycomm.compress",
     "DataParallel": "pycomm.parallel",
     "AdaptiveLocalSGD": "pycomm.optim",
     "LocalSGD": "pycomm.optim",
     "StaticLossScaler": "pycomm.optim",
     "bcast_list_": "pycomm.fused",
+    "dgc_hook": "pycomm.compress",
     "make_allreduce_cb": "pycomm.parallel",
 }
 

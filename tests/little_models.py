@@ -50,11 +50,13 @@ def alone(
     steps: int,
     ranks: int,
     make: Callable[[nn.Module], torch.optim.Optimizer] = momentum_sgd,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """The parameters after one process has trained on the batches of all ranks."""
     optimizer = make(model)
     for step in range(steps):
-        step_on(model, whole_batch(ranks, step), optimizer)
+        x, y = whole_batch(ranks, step)
+        step_on(model, (x.to(dtype), y.to(dtype)), optimizer)
     return parameters(model)
 
 

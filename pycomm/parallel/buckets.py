@@ -65,7 +65,7 @@ class Bucket:
     def __init__(self, slots: Sequence[Slot]) -> None:
         first = slots[0].parameter
         self.slots = tuple(slots)
-        self.kind = slots[0].kind
+        self.parameters = [slot.parameter for slot in slots]
         count = sum(slot.parameter.numel() for slot in slots)
         self.flat = torch.zeros(count, dtype=first.dtype, device=first.device)
         self.missing = len(slots)  # gradients that this backward pass has yet to bring

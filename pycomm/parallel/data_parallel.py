@@ -86,9 +86,11 @@ class DataParallel(nn.Module):
             self._broadcast_all(0)
         exchange: Exchange = Mean(made)
         if compression is not None:
-            exchange = compression.exchange({s.name: s.parameter for s in slots}, made)
+            exchange = compression.exchange(
+                {s.name: s.parameter for s in slots if not s.sparse}, made
+            )
         for slot in slots:
-            slot.kind = not slot.sparse and exchange.compresses(slot.name, slot.parameter)
+            slot.kind = not slot.sparse and exchange.compresses(slot.parameter)
         self._reducer = Reducer(slots, exchange, limits, self._group, find_unused_parameters)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from pycomm.calls import Work
 from pycomm.lanes import Lanes
-from pycomm.parallel.buckets import Bucket
 
 __all__ = ["Exchange", "Mean"]
 
@@ -20,21 +20,23 @@ class Exchange(Protocol):
     """Takes the buckets of one backward pass, all ranks in the same order, then ends the pass.
 
     An exchange that fails raises from any method; what it had taken so far counts as not sent.
+
+    Attributes:
+        idle: set while this rank has no data and only takes part in a pass of the others.
     """
 
-    def compresses(self, name: str, parameter: Tensor) -> bool:
-        """Whether this gradient travels in buckets of its own kind."""
+    idle: bool
+
+    def compresses(self, parameter: Tensor) -> bool:
+        """Whether its gradient travels in buckets of their own kind."""
         ...
 
-    def add(self, bucket: Bucket) -> None:
-        """All gradients of the bucket are there: they may travel."""
+    def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """All gradients of a bucket are there, as views into `flat`: they may travel."""
         ...
 
-    def finish(self, idle: bool) -> None:
-        """Returns when every gradient is what the optimizer shall see.
-
-        `idle`: this rank has no data any more and only takes part.
-        """
+    def finish(self) -> None:
+        """Returns when every gradient is what the optimizer shall see."""
         ...
 
     def cancel(self) -> None:
@@ -46,18 +48,19 @@ class Mean:
     """Sum over all ranks, divided by their number once, after the last addition."""
 
     def __init__(self, lanes: Lanes) -> None:
+        self.idle = False
         self._lanes = lanes
         self._works: list[Work] = []
 
-    def compresses(self, name: str, parameter: Tensor) -> bool:
+    def compresses(self, parameter: Tensor) -> bool:
         """Never."""
         return False
 
-    def add(self, bucket: Bucket) -> None:
+    def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Starts the all-reduce of the bucket."""
-        self._works.append(self._lanes.all_reduce(bucket.flat, "avg"))
+        self._works.append(self._lanes.all_reduce(flat, "avg"))
 
-    def finish(self, idle: bool) -> None:
+    def finish(self) -> None:
         """Waits for all that was started."""
         works, self._works = self._works, []
         for work in works:
@@ -65,4 +68,4 @@ class Mean:
 
     def cancel(self) -> None:
         """Waits as well: the buckets must not be written to meanwhile."""
-        self.finish(idle=False)
+        self.finish()

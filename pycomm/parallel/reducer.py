@@ -53,7 +53,6 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._next = 0  # bucket to go out
         self._running = False  # a backward pass has begun
-        self._idle = False
         self._lay_out(self._dense[::-1])
         handles: list[Any] = []
         for slot in self._slots:
@@ -78,7 +77,7 @@ class Reducer:
     def idle_pass(self) -> None:
         """Takes part in a backward pass of the other ranks, with gradients of zero."""
         self.prepare()
-        self._idle = True
+        self._exchange.idle = True
         for slot in self._slots:
             slot.parameter.grad = None
         self._finish()
@@ -127,7 +126,8 @@ class Reducer:
 
     def _send_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-            self._exchange.add(self._buckets[self._next])
+            bucket = self._buckets[self._next]
+            self._exchange.add(bucket.flat, bucket.parameters, bucket.views)
             self._next += 1
 
     def _finish(self) -> None:
@@ -141,10 +141,10 @@ class Reducer:
                 bucket.missing = 0
             self._send_full()
             used = self._used_anywhere() if self._find_unused else None
-            self._exchange.finish(self._idle)
+            self._exchange.finish()
             self._average_sparse()
         finally:
-            idle = self._idle
+            idle = self._exchange.idle
             self._reset()
             self._passed = True
         for slot in unused:
@@ -178,7 +178,7 @@ class Reducer:
             slot.done = False
         for bucket in self._buckets:
             bucket.missing = len(bucket.slots)
-        self._next, self._running, self._idle = 0, False, False
+        self._next, self._running, self._exchange.idle = 0, False, False
 
 
 def _adopt(slot: Slot, gradient: Tensor, view: Tensor) -> None:

@@ -1,0 +1,291 @@
+"""DGC: settings, what holds at each step, and the memories. Called by users as pycomm.DGC.
+
+The transaction of a step is transaction.py; how states are saved is state.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pycomm import collectives, fused
+from pycomm.compress import state
+from pycomm.compress.memory import Memory, TakenOver
+from pycomm.compress.schedule import K_RULES, check_ramp, gather_is_smaller, level_at, to_send
+from pycomm.compress.transaction import Plan, Step
+from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.group import Group
+from pycomm.lanes import Lanes
+
+__all__ = ["DGC", "Compressed"]
+
+
+class DGC:
+    """Deep gradient compression for a torch.optim.SGD (Lin et al., arXiv 1712.01887).
+
+        dgc = pycomm.DGC(optimizer, sparsity=[0.999])
+        model = pycomm.DataParallel(model, compression=dgc)      # or, around torch's own:
+        ddp.register_comm_hook(dgc, pycomm.dgc_hook)
+
+    From here on DGC owns momentum, weight decay and Nesterov of all the optimizer's parameters, as
+    its groups show them; the optimizer does `p -= lr * p.grad`. docs/compression.md has formulas.
+
+    Args:
+        optimizer: a torch.optim.SGD without dampening and maximize.
+        rampup_begin_step: the first step that compresses, counted from 0; before it all is dense.
+        rampup_step: how many steps the levels of sparsity share evenly; the last one stays.
+        sparsity: the share that is not sent, level by level, not falling. An empty list is [0.999].
+        clip_norm: C: this rank's gradient is scaled to a norm of at most C sqrt(N) before it is
+            taken in; what is averaged, to C. None: no clipping.
+        clip: the norm of each "parameter", or one "global" norm of all that is compressed.
+        masking: forget the velocity of what was sent.
+        select: the largest of each "parameter", or of the whole "model".
+        min_count: parameters with fewer elements travel whole.
+        k_rule: "round", "paddle" or "ceil": how many elements a share is.
+        value_dtype: of values on the way: "float32" (float64 for float64 parameters).
+        exchange: "gather" packets, sum them "masked" as dense arrays, or "auto": what has fewer
+            bytes, counted by rank 0 for each level.
+        scaler: the GradScaler or StaticLossScaler of the training, if there is one.
+
+    Raises:
+        Unsupported: another optimizer, shards, an exchange or value_dtype that is not built.
+        InvalidArgument: anything else that makes no sense.
+    """
+
+    def __init__(  # noqa: PLR0913 - all but the first have defaults
+        self,
+        optimizer: torch.optim.Optimizer,
+        rampup_begin_step: int = 0,
+        rampup_step: int = 1,
+        sparsity: Sequence[float] = (0.999,),
+        *,
+        clip_norm: float | None = None,
+        clip: str = "parameter",
+        masking: bool = True,
+        select: str = "parameter",
+        min_count: int = 16384,
+        k_rule: str = "round",
+        value_dtype: str = "float32",
+        exchange: str = "auto",
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._levels = check_ramp(rampup_begin_step, rampup_step, sparsity)
+        self._begin, self._length = rampup_begin_step, rampup_step
+        _one_of("clip", clip, ("parameter", "global"))
+        _one_of("select", select, ("parameter", "model"))
+        _one_of("k_rule", k_rule, K_RULES)
+        _one_of("exchange", exchange, ("auto", "gather", "masked", "tuned"))
+        if exchange == "tuned" or value_dtype != "float32":
+            raise Unsupported(
+                f"exchange={exchange!r} with value_dtype={value_dtype!r} is not built yet: there "
+                'are "auto", "gather" and "masked", with float32'
+            )
+        if clip_norm is not None and not clip_norm > 0:
+            raise InvalidArgument(f"clip_norm={clip_norm}: above 0, or None")
+        self._clip_norm, self._together, self._masking = clip_norm, clip == "global", masking
+        self._whole, self._k_rule, self._exchange = select == "model", k_rule, exchange
+        self.scaler = scaler
+        self._owned = TakenOver(optimizer, min_count)
+        self._rooms: dict[tuple[str, ...], Tensor] = {}
+        self._plans: dict[int, tuple[str, Mapping[Memory, int] | int]] = {}  # by level
+        self.chosen: dict[int, str] = {}  # exchange by level, as rank 0 has counted
+        self._lanes: Lanes | None = None
+        self._sent_bytes = 0
+        self._detached = False
+        self.buckets = Compressed(self)
+        self.step_count = 0  # steps that were committed
+        self.switched = False  # u of what is compressed is that of the formulas, not torch's
+
+    @property
+    def memories(self) -> dict[Tensor, Memory]:
+        """By parameter."""
+        return self._owned.memories
+
+    def lanes(self, group: Group | None = None) -> Lanes:
+        """Those that packets take; made when first asked for."""
+        if self._lanes is None:
+            self._lanes = Lanes(group, 1)
+        return self._lanes
+
+    def exchange(self, named: Mapping[str, Tensor], lanes: Lanes) -> Compressed:
+        """For DataParallel: what takes its buckets."""
+        self._lanes = lanes
+        self._owned.rename(named)
+        for memory in self.memories.values():
+            hyper = memory.hyper
+            if memory.name not in named and (hyper.momentum or hyper.weight_decay):
+                raise Unsupported(
+                    f"{memory.name!r} has a sparse gradient or is no parameter of the model: with "
+                    "DGC it must be in a parameter group without momentum and weight decay"
+                )
+        return self.buckets
+
+    @property
+    def level(self) -> int | None:
+        """The level of sparsity of the next step; None: dense."""
+        return level_at(self.step_count, self._begin, self._length, len(self._levels))
+
+    def begin(self, idle: bool = False) -> Step:
+        """A new step. Collective at the first step of a level. `idle`: this rank has no data."""
+        lanes = self.lanes()
+        level = self.level
+        scaler = self.scaler
+        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
+        exchange, k = ("dense", {}) if level is None else self._plan(level, lanes)
+        if exchange != "dense" and not self.switched:
+            self._switch()
+        plan = Plan(exchange, k, self._masking, self._clip_norm, self._together, scale)
+        return Step(plan, self.memories, self._rooms, lanes, idle)
+
+    def end(self, step: Step) -> bool:
+        """Finishes the step and counts it; False where a loss scale lets all ranks skip it."""
+        if not step.finish():
+            return False
+        self.step_count += 1
+        self._sent_bytes = step.sent_bytes
+        return True
+
+    def _compressed(self) -> list[Memory]:
+        return [memory for memory in self.memories.values() if memory.v is not None]
+
+    def _plan(self, level: int, lanes: Lanes) -> tuple[str, Mapping[Memory, int] | int]:
+        """The exchange of a level and its k, worked out once."""
+        if level in self._plans:
+            return self._plans[level]
+        memories = self._compressed()
+        if not memories:
+            return "dense", {}
+        counts = [memory.count for memory in memories]
+        k: Mapping[Memory, int] | int
+        sparsity = self._levels[level]
+        if self._whole:
+            if len({memory.hyper for memory in memories}) > 1:
+                raise InvalidArgument(
+                    'select="model" needs one momentum, weight decay and Nesterov in all groups'
+                )
+            k = to_send(sum(counts), sparsity, self._k_rule)
+            ks = [k]
+        else:
+            ks = [to_send(count, sparsity, self._k_rule) for count in counts]
+            k = dict(zip(memories, ks, strict=True))
+        if level not in self.chosen:
+            itemsize = memories[0].u.itemsize
+            smaller = gather_is_smaller(ks, counts, itemsize, lanes.size)
+            auto = "gather" if smaller else "masked"
+            self.chosen[level] = _told(auto if self._exchange == "auto" else self._exchange, lanes)
+        self._rooms.clear()
+        self._plans[level] = self.chosen[level], k
+        return self._plans[level]
+
+    def _switch(self) -> None:
+        """From the velocity of the dense phase, torch's, to the u of the formulas."""
+        for memory in self._compressed():
+            if memory.hyper.nesterov:
+                memory.u.mul_(memory.hyper.momentum)
+        self.switched = True
+
+    def detach(self) -> None:
+        """Collective. Gives momentum and decay back to the optimizer; DGC is of no use after it.
+
+        Its velocity is the mean of u over all ranks. What is still owed is forgotten: train dense,
+        or at a low sparsity, for a while before, where that matters.
+        """
+        if self._detached:
+            return
+        self._detached = True
+        memories = list(self.memories.values())
+        velocities = [memory.u for memory in memories]
+        if self.switched:
+            velocities = fused.average(velocities, self.lanes().group)
+            for memory, velocity in zip(memories, velocities, strict=True):
+                if memory.v is not None and memory.hyper.nesterov and memory.hyper.momentum:
+                    velocity.div_(memory.hyper.momentum)  # u is that of the formulas
+        self._owned.give_back(velocities)
+
+    def stats(self) -> dict[str, Any]:
+        """Of the last step.
+
+        Returns:
+            step: steps so far; level: sparsity, None where dense; k: elements that each rank sends;
+            sent_bytes: what this rank gave to exchanges in the step; dense_bytes: what it would
+            give without compression; exchange: "dense", "gather" or "masked".
+        """
+        level = level_at(max(self.step_count - 1, 0), self._begin, self._length, len(self._levels))
+        exchange, k = ("dense", {}) if level is None else self._plans.get(level, ("dense", {}))
+        counted = [memory.parameter for memory in self.memories.values()]
+        return {
+            "step": self.step_count,
+            "level": None if level is None else self._levels[level],
+            "k": k if isinstance(k, int) else sum(k.values()),
+            "sent_bytes": self._sent_bytes,
+            "dense_bytes": sum(p.numel() * p.element_size() for p in counted),
+            "exchange": exchange,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's: u and v differ by rank, so every rank saves its own. Plain values and
+        tensors; loads at the same number of ranks, bit for bit."""
+        return state.own(self, self.lanes().group)
+
+    def gather_state(self, dst: int = 0) -> dict[str, Any] | None:
+        """Collective. The states of all ranks on rank `dst`, None elsewhere; loads anywhere."""
+        return state.gathered(self, self.lanes().group, dst)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Goes on where `saved` was taken: this rank's own state, or that of gather_state.
+
+        With another number of ranks what was owed is kept: each rank takes the mean of v, whose sum
+        over ranks, divided by their number, is then what it was; u is the mean too.
+
+        Raises:
+            InvalidArgument: it is of another model, or one rank's where there were others.
+        """
+        state.load(self, saved, self.lanes().group)
+        self._plans.clear()
+
+
+class Compressed:
+    """Takes the buckets of one backward pass; pycomm.parallel.exchange has the contract."""
+
+    def __init__(self, dgc: DGC) -> None:
+        self.idle = False
+        self._dgc = dgc
+        self._step: Step | None = None
+
+    def compresses(self, parameter: Tensor) -> bool:
+        """Whether it is large enough."""
+        memory = self._dgc.memories.get(parameter)
+        return memory is not None and memory.v is not None
+
+    def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """All gradients of a bucket are there."""
+        if self._step is None:
+            self._step = self._dgc.begin(self.idle)
+        self._step.add(flat, parameters, gradients)
+
+    def finish(self) -> None:
+        """Ends the step."""
+        step, self._step = self._step, None
+        if step is not None:
+            self._dgc.end(step)
+
+    def cancel(self) -> None:
+        """Rolls back."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.cancel()
+
+
+def _told(exchange: str, lanes: Lanes) -> str:
+    """What rank 0 has chosen."""
+    word = torch.tensor([int(exchange == "gather")])
+    collectives.broadcast(word, 0, group=lanes.group)
+    return "gather" if word.item() else "masked"
+
+
+def _one_of(name: str, given: str, known: Sequence[str]) -> None:
+    if given not in known:
+        raise InvalidArgument(f"{name}={given!r}: one of {', '.join(known)}")

@@ -1,0 +1,237 @@
+"""A step of DGC as a transaction: prepare, vote, exchange, commit, or roll back.
+
+docs/compression.md has the drawing. Buckets come from a reducer, ours or torch's, through add();
+finish() ends the step. Called by dgc.py, which makes one for each backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pycomm import collectives, kernels
+from pycomm.calls import Work
+from pycomm.compress.dense import apply_momentum, clip_averaged
+from pycomm.compress.memory import Memory, line
+from pycomm.compress.parcel import Parcel, Update
+from pycomm.lanes import Lanes
+
+__all__ = ["Plan", "Step"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What holds for one step, the same on all ranks.
+
+    Attributes:
+        exchange: "dense": nothing is compressed; "gather": packets go to all ranks; "masked": a
+            packet travels as a dense gradient.
+        k: how many elements of each are sent; or of all together.
+        masking: momentum factor masking.
+        clip: limit of the norm of a gradient, or of all `together`; None: no clipping.
+        loss_scale: what gradients are multiplied by; None: no vote on Inf and NaN.
+    """
+
+    exchange: str
+    k: Mapping[Memory, int] | int
+    masking: bool = True
+    clip: float | None = None
+    together: bool = False
+    loss_scale: float | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether something must be known of all gradients before one is compressed."""
+        whole = self.together and self.clip is not None
+        return self.loss_scale is not None or isinstance(self.k, int) or whole
+
+
+Pair = tuple[Memory, Tensor]  # a memory and its gradient
+
+
+@dataclass(eq=False)
+class _Load:
+    """A bucket: all of it as one array, and its gradients by how they travel."""
+
+    flat: Tensor
+    compressed: list[Pair]
+    dense: list[tuple[Memory | None, Tensor]]
+    rest: Tensor | None = None  # a copy of the dense ones, where they share the bucket
+
+    def take_back(self) -> None:
+        """Puts what has become of `rest` where the gradients lie."""
+        if self.rest is not None:
+            parts = torch.split(self.rest, [gradient.numel() for _, gradient in self.dense])
+            for (_, gradient), part in zip(self.dense, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
+
+
+class Step:
+    """One backward pass. A method that raises has rolled back what was prepared.
+
+    `idle`: this rank has no data; its gradients are 0, and its decay shall be.
+
+    Attributes:
+        sent_bytes: what this rank has given to exchanges.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        memories: Mapping[Tensor, Memory],
+        rooms: dict[tuple[str, ...], Tensor],
+        lanes: Lanes,
+        idle: bool = False,
+    ) -> None:
+        self._plan, self._memories, self._rooms, self._lanes = plan, memories, rooms, lanes
+        self._loads: list[_Load] = []
+        self._waiting: list[_Load] = []
+        self._parcels: list[tuple[Parcel, Tensor | None]] = []  # with the packets of all ranks
+        self._works: list[Work] = []
+        self._norm: Tensor | None = None  # of all gradients, if known
+        self._idle = idle
+        self.sent_bytes = 0
+
+    def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """The gradients of a bucket are there, as views into `flat`; the result will be too."""
+        load = _Load(flat, [], [])
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            memory = self._memories.get(parameter)
+            if memory is None or memory.v is None or self._plan.exchange == "dense":
+                load.dense.append((memory, gradient))
+            else:
+                load.compressed.append((memory, gradient))
+        self._loads.append(load)
+        if load.compressed and self._plan.waits:
+            self._waiting.append(load)
+        else:
+            with self._rolled_back():
+                self._start([load])
+
+    def finish(self) -> bool:
+        """Ends the step. False: a rank has Inf or NaN, and nothing has changed on any."""
+        with self._rolled_back():
+            if self._plan.loss_scale is not None:
+                self._wait()
+                if self._vote():
+                    self._spoil()
+                    return False
+            self._measure()
+            whole = isinstance(self._plan.k, int)
+            for loads in [self._waiting] if whole else [[load] for load in self._waiting]:
+                self._start(loads)
+            self._wait()
+        self._commit()
+        return True
+
+    def cancel(self) -> None:
+        """The pass did not reach its end: nothing counts as sent."""
+        with contextlib.suppress(Exception):
+            self._wait()
+        self._roll_back()
+
+    def _start(self, loads: list[_Load]) -> None:
+        """Compresses what is to be compressed of these, in one packet, and lets all travel."""
+        pairs = _in_order(loads)
+        if pairs:
+            self._prepare(pairs)
+        for load in loads:
+            self._send_dense(load)
+
+    def _measure(self) -> None:
+        """The norm of all that is to be compressed, where one is asked for."""
+        pairs = _in_order(self._waiting)
+        if self._plan.clip is not None and self._plan.together and pairs:
+            norms = kernels.norm([line(gradient) for _, gradient in pairs])
+            self._norm = kernels.norm(norms)
+
+    def _prepare(self, pairs: list[Pair]) -> None:
+        plan = self._plan
+        memories = [memory for memory, _ in pairs]
+        k = plan.k if isinstance(plan.k, int) else [plan.k[memory] for memory in memories]
+        parcel = Parcel(memories, [gradient for _, gradient in pairs], k, self._rooms)
+        self._parcels.append((parcel, None))
+        # The paper's threshold is for gradients divided by the number of ranks; these are not.
+        limit = None if plan.clip is None else plan.clip * math.sqrt(self._lanes.size)
+        unscale = 1.0 / (plan.loss_scale or 1.0)
+        parcel.prepare(Update(plan.masking, unscale, limit, self._norm, self._idle))
+        if plan.exchange == "masked":
+            parcel.mask()
+            return
+        gathered = parcel.packet.new_empty((self._lanes.size, *parcel.packet.shape))
+        self._parcels[-1] = (parcel, gathered)
+        self._works.append(self._lanes.all_gather(parcel.packet, gathered))
+        self.sent_bytes += parcel.packet.nbytes
+
+    def _send_dense(self, load: _Load) -> None:
+        flat = load.flat
+        if load.compressed and self._plan.exchange == "gather":
+            if not load.dense:
+                return
+            flat = load.rest = torch.cat([gradient.reshape(-1) for _, gradient in load.dense])
+        self._works.append(self._lanes.all_reduce(flat, "avg"))
+        self.sent_bytes += flat.nbytes
+
+    def _wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def _vote(self) -> bool:
+        """Whether any rank has Inf or NaN, in a gradient of its own or in an average."""
+        finite = all(bool(load.flat.isfinite().all()) for load in self._loads)
+        word = torch.tensor([0.0 if finite else 1.0])
+        collectives.all_reduce(word, "max", group=self._lanes.group)
+        return bool(word.item())
+
+    def _spoil(self) -> None:
+        """Lets the loss scale find Inf on this rank too, so that all skip this step."""
+        self._loads[0].flat[:1] = math.inf
+
+    def _commit(self) -> None:
+        scale = self._plan.loss_scale
+        for parcel, gathered in self._parcels:
+            if gathered is not None:
+                parcel.decode(gathered, 1.0 / self._lanes.size)
+        for load in self._loads:
+            load.take_back()
+        averaged = [(m, g) for load in self._loads for m, g in load.dense if m is not None]
+        gradients = [gradient for _, gradient in averaged]
+        if scale is not None:
+            _multiply(gradients, 1.0 / scale)
+        if self._plan.clip is not None:
+            clip_averaged(gradients, self._plan.clip, self._plan.together)
+        for memory, gradient in averaged:
+            apply_momentum(memory, gradient)
+        if scale is not None:
+            _multiply(gradients, scale)
+            _multiply([g for load in self._loads for _, g in load.compressed], scale)
+
+    def _roll_back(self) -> None:
+        parcels, self._parcels = self._parcels, []
+        for parcel, _ in parcels:
+            parcel.rollback()
+
+    @contextlib.contextmanager
+    def _rolled_back(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._roll_back()
+            raise
+
+
+def _in_order(loads: Sequence[_Load]) -> list[Pair]:
+    """What is compressed of these, in an order that no bucket has a say in."""
+    pairs = [pair for load in loads for pair in load.compressed]
+    return sorted(pairs, key=lambda pair: pair[0].place)
+
+
+def _multiply(gradients: Sequence[Tensor], factor: float) -> None:
+    for gradient in gradients:
+        gradient.mul_(factor)

@@ -1,0 +1,364 @@
+"""What DGC must have, P1 to P8, against torch's SGD and a second model of the method.
+
+Ranks are threads; dgc_model.py is the second model. Faults, scales and states: test_dgc_steps.py.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from dgc_model import Model
+from little_models import alone, batch, equal, parameters, perceptron, step_on
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pycomm
+from pycomm.compress.schedule import check_ramp, gather_is_smaller, level_at, to_send
+from pycomm.errors import InvalidArgument
+from pycomm.testing import run_ranks
+
+RATE = 0.05
+EVERYTHING = {"min_count": 1, "exchange": "gather"}
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **{"lr": RATE, "momentum": 0.9, **options})
+
+
+def double(seed: int = 1) -> nn.Module:
+    return perceptron(seed).double()
+
+
+def data(rank: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x, y = batch(rank, step)
+    return x.to(dtype), y.to(dtype)
+
+
+def train(
+    group: pycomm.Group,
+    model: nn.Module,
+    steps: int,
+    options: dict[str, Any],
+    optimizer_options: dict[str, Any] | None = None,
+    form: dict[str, Any] | None = None,
+) -> tuple[list[list[Tensor]], pycomm.DGC]:
+    """Trains a copy of `model`; the parameters after each step, and the DGC."""
+    module = copy.deepcopy(model)
+    optimizer = sgd(module, **(optimizer_options or {}))
+    dgc = pycomm.DGC(optimizer, **{**EVERYTHING, **options})
+    parallel = pycomm.DataParallel(module, compression=dgc, **(form or {}))
+    dtype = next(module.parameters()).dtype
+    seen = []
+    for step in range(steps):
+        step_on(parallel, data(group.rank, step, dtype), optimizer)
+        seen.append(parameters(module))
+    return seen, dgc
+
+
+def last(ranks: int, model: nn.Module, steps: int, *settings: Any) -> list[Tensor]:
+    """The parameters after `steps`, found equal on all ranks."""
+
+    def program(group: pycomm.Group) -> list[Tensor]:
+        return train(group, model, steps, *settings)[0][-1]
+
+    results = run_ranks(ranks, program)
+    assert all(equal(result, results[0]) for result in results)
+    return results[0]
+
+
+def far(a: list[Tensor], b: list[Tensor]) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 1e-2])
+@pytest.mark.parametrize("select", ["parameter", "model"])
+def test_p1_all_sent_without_masking_is_momentum_sgd(
+    nesterov: bool, decay: float, select: str
+) -> None:
+    options = {"sparsity": [0.0], "masking": False, "select": select}
+    optimizer = {"nesterov": nesterov, "weight_decay": decay}
+    got = last(2, double(), 60, options, optimizer)
+    wanted = alone(double(), 60, 2, lambda m: sgd(m, **optimizer), torch.float64)
+    assert far(got, wanted) <= 4e-15
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_p2_all_sent_with_masking_is_sgd_without_momentum(nesterov: bool) -> None:
+    got = last(2, double(), 30, {"sparsity": [0.0]}, {"nesterov": nesterov})
+    rate = RATE * (1.9 if nesterov else 1.0)
+    wanted = alone(double(), 30, 2, lambda m: sgd(m, momentum=0.0, lr=rate), torch.float64)
+    assert far(got, wanted) <= 4e-15
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_p3_what_is_not_sent_is_owed(nesterov: bool, masking: bool, momentum: float) -> None:
+    """In whole numbers, so that it holds exactly. The gradient is the batch itself."""
+    if nesterov and momentum == 0:
+        return
+
+    def program(group: pycomm.Group) -> None:
+        layer = nn.Linear(64, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        optimizer = sgd(layer, momentum=momentum, nesterov=nesterov, lr=1.0)
+        dgc = pycomm.DGC(optimizer, sparsity=[0.9], masking=masking, **EVERYTHING)
+        model = pycomm.DataParallel(layer, compression=dgc)
+        memory = next(iter(dgc.memories.values()))
+        own = torch.Generator().manual_seed(group.rank)
+        for _ in range(12):
+            gradient = torch.randint(-8, 9, (1, 64), generator=own).float() * 4096
+            u, v = memory.u.clone(), memory.v.clone()
+            before = layer.weight.detach().clone()
+            optimizer.zero_grad()
+            model(gradient).sum().backward()
+            optimizer.step()
+            g = gradient[0]
+            if nesterov:
+                u_new = momentum * (u + g)
+                owed = v + u_new + g
+            else:
+                u_new = momentum * u + g
+                owed = v + u_new
+            sent = owed - memory.v
+            assert int((sent != 0).sum()) <= 6
+            chosen = memory.v == 0
+            assert bool((memory.u[chosen & (sent != 0)] == 0).all()) == masking or momentum == 0
+            assert torch.equal(memory.u[sent == 0], u_new[sent == 0])
+            total = pycomm.all_reduce(sent.clone())
+            assert torch.equal(before - layer.weight.detach(), total[None] / group.size)
+
+    run_ranks(4, program)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("ranks", [3])
+def test_the_second_model_agrees(
+    nesterov: bool, masking: bool, clip: float | None, ranks: int
+) -> None:
+    """Step by step, in float64; its sum convention too (P4)."""
+    steps, decay = 8, 1e-2
+    options = {"sparsity": [0.9], "masking": masking, "clip_norm": clip}
+    model = double()
+    optimizer = {"nesterov": nesterov, "weight_decay": decay}
+    got = run_ranks(ranks, lambda group: train(group, model, steps, options, optimizer)[0])
+    assert all(equal(a, b) for a, b in zip(got[0], got[-1], strict=True))  # P5
+    for sums in (False, True):
+        twin = copy.deepcopy(model)
+        models = [
+            Model(p.detach(), ranks, 0.9, decay, nesterov, masking, clip, sums)
+            for p in twin.parameters()
+        ]
+        for step in range(steps):
+            by_rank = []
+            for rank in range(ranks):
+                x, y = data(rank, step, torch.float64)
+                by_rank.append(torch.autograd.grad(F.mse_loss(twin(x), y), list(twin.parameters())))
+            for one, gradients in zip(models, zip(*by_rank, strict=True), strict=True):
+                one.step(gradients, max(1, round(one.w.numel() * (1 - 0.9))), RATE)
+            for p, one in zip(twin.parameters(), models, strict=True):
+                p.data.copy_(one.w.view(p.shape))
+            assert far(got[0][step], parameters(twin)) < 1e-13, step
+
+
+@pytest.mark.parametrize(
+    "optimizer", [{}, {"nesterov": True, "weight_decay": 1e-2}, {"momentum": 0.0}]
+)
+def test_p6_the_dense_phase_is_torchs_sgd(optimizer: dict[str, Any]) -> None:
+    def dense(group: pycomm.Group) -> list[Tensor]:
+        module = perceptron()
+        theirs = sgd(module, **optimizer)
+        model = pycomm.DataParallel(module)
+        for step in range(8):
+            step_on(model, batch(group.rank, step), theirs)
+        return parameters(module)
+
+    got = last(2, perceptron(), 8, {"rampup_begin_step": 8}, optimizer)
+    assert equal(got, run_ranks(2, dense)[0])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_switch_is_continuous(nesterov: bool) -> None:
+    """With all sent and no masking nothing is to be seen of it."""
+    options = {"rampup_begin_step": 5, "sparsity": [0.0], "masking": False}
+    got = last(2, double(), 12, options, {"nesterov": nesterov})
+    wanted = alone(double(), 12, 2, lambda m: sgd(m, nesterov=nesterov), torch.float64)
+    assert far(got, wanted) <= 4e-15
+
+
+@pytest.mark.parametrize("options", [{}, {"select": "model"}, {"clip_norm": 0.1, "clip": "global"}])
+def test_p8_buckets_and_lanes_change_no_bit(options: dict[str, Any]) -> None:
+    settings = {"sparsity": [0.95], **options}
+    forms: list[dict[str, Any]] = [{}, {"bucket_layers": 1}, {"bucket_mb": 1e-5, "lanes": 3}]
+    results = [last(3, perceptron(), 6, settings, {}, form) for form in forms]
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("min_count", [1, 100])
+def test_masked_equals_gather_to_rounding(min_count: int) -> None:
+    """min_count 100 leaves some parameters dense in the same model."""
+    results = [
+        last(4, double(), 10, {"sparsity": [0.9], "exchange": exchange, "min_count": min_count})
+        for exchange in ("gather", "masked")
+    ]
+    assert far(*results) < 1e-14
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_many_ranks_stay_equal_and_owe_what_is_missing(ranks: int) -> None:
+    """P3 with m = 0 over many ranks: all that was sent and all that is owed are all gradients."""
+
+    def program(group: pycomm.Group) -> Tensor:
+        layer = nn.Linear(40, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        optimizer = sgd(layer, momentum=0.0, lr=1.0)
+        dgc = pycomm.DGC(optimizer, sparsity=[0.9], **EVERYTHING)
+        model = pycomm.DataParallel(layer, compression=dgc)
+        own = torch.Generator().manual_seed(group.rank)
+        total = torch.zeros(40)
+        for _ in range(5):
+            gradient = torch.randint(-8, 9, (1, 40), generator=own).float() * 64
+            total += gradient[0]
+            optimizer.zero_grad()
+            model(gradient).sum().backward()
+            optimizer.step()
+        owed = next(iter(dgc.memories.values())).v
+        everything = pycomm.all_reduce(total)
+        missing = pycomm.all_reduce(owed.clone())
+        assert torch.equal(-layer.weight.detach()[0] * group.size, everything - missing)
+        return layer.weight.detach().clone()
+
+    results = run_ranks(ranks, program)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_parameters_that_stay_dense() -> None:
+    """With everything below min_count DGC is momentum SGD, whatever the level."""
+    got = last(2, double(), 20, {"min_count": 10**6, "sparsity": [0.999]}, {"weight_decay": 1e-2})
+    wanted = alone(double(), 20, 2, lambda m: sgd(m, weight_decay=1e-2), torch.float64)
+    assert far(got, wanted) <= 4e-15
+
+
+@pytest.mark.parametrize(
+    ("count", "sparsity", "by_rule"),
+    [
+        (10**6, 0.999, {"round": 1000, "paddle": 999, "ceil": 1000}),
+        (16384, 0.999, {"round": 16, "paddle": 16, "ceil": 17}),
+        (10, 0.999, {"round": 1, "paddle": 1, "ceil": 1}),
+        (10, 0.75, {"round": 2, "paddle": 2, "ceil": 3}),
+        (3500, 0.999, {"round": 4, "paddle": 3, "ceil": 4}),
+        (7, 0.0, {"round": 7, "paddle": 7, "ceil": 7}),
+    ],
+)
+def test_how_many_are_sent(count: int, sparsity: float, by_rule: dict[str, int]) -> None:
+    assert {rule: to_send(count, sparsity, rule) for rule in by_rule} == by_rule
+
+
+def test_the_ramp() -> None:
+    at = [level_at(step, 2, 100, 5) for step in range(130)]
+    assert at[:2] == [None, None]
+    assert [at.index(level) for level in range(5)] == [2, 22, 42, 62, 82]
+    assert at[-1] == 4
+    assert [level_at(step, 0, 1, 1) for step in range(3)] == [0, 0, 0]
+    assert [level_at(step, 0, 1, 4) for step in range(3)] == [0, 3, 3]
+    assert check_ramp(0, 1, []) == (0.999,)
+    for wrong in ((-1, 1, [0.5]), (0, 0, [0.5]), (0, 1, [1.0]), (0, 1, [0.9, 0.5]), (0, 1, [-0.1])):
+        with pytest.raises(InvalidArgument):
+            check_ramp(*wrong)
+
+
+@pytest.mark.parametrize(("size", "even"), [(4, 0.75), (16, 0.9375), (64, 0.984375), (1000, 0.999)])
+def test_where_packets_are_smaller(size: int, even: float) -> None:
+    """They break even where size * (1 - sparsity) is 1."""
+    count = 10**6
+    for sparsity, smaller in ((even - 1e-4, False), (even, False), (even + 1e-4, True)):
+        k = to_send(count, sparsity)
+        assert gather_is_smaller([k], [count], 4, size) == smaller
+
+
+def test_the_exchange_follows_the_level() -> None:
+    def program(group: pycomm.Group) -> list[tuple[Any, ...]]:
+        module = perceptron()
+        optimizer = sgd(module)
+        dgc = pycomm.DGC(
+            optimizer, 1, 4, [0.5, 0.75, 0.9375, 0.999], min_count=100, exchange="auto"
+        )
+        model = pycomm.DataParallel(module, compression=dgc)
+        seen = []
+        for step in range(6):
+            step_on(model, batch(group.rank, step), optimizer)
+            said = dgc.stats()
+            seen.append((said["level"], said["exchange"], said["k"], said["sent_bytes"]))
+            assert said["dense_bytes"] == 4 * (528 + 33 + 660 + 20 + 60 + 3)
+        return seen
+
+    rest = 4 * (33 + 20 + 60 + 3)
+    whole = rest + 4 * (528 + 660)
+    levels = run_ranks(4, program)
+    assert levels[0] == levels[3]
+    assert levels[0] == [
+        (None, "dense", 0, whole),
+        (0.5, "masked", 264 + 330, whole),
+        (0.75, "masked", 132 + 165, whole),
+        (0.9375, "gather", 33 + 41, rest + 8 * (33 + 41)),
+        (0.999, "gather", 2, rest + 16),
+        (0.999, "gather", 2, rest + 16),
+    ]
+
+
+def test_schedulers_are_heard_and_the_groups_show_what_holds() -> None:
+    """Rate, momentum and decay change in mid-run, as they would in torch's own SGD."""
+
+    def change(optimizer: torch.optim.SGD, step: int) -> None:
+        optimizer.param_groups[0].update(lr=RATE / (1 + step), momentum=0.9 - 0.05 * step)
+        optimizer.param_groups[0]["weight_decay"] = 1e-3 * step
+
+    def program(group: pycomm.Group) -> list[Tensor]:
+        module = double()
+        optimizer = sgd(module)
+        dgc = pycomm.DGC(optimizer, sparsity=[0.0], masking=False, **EVERYTHING)
+        model = pycomm.DataParallel(module, compression=dgc)
+        for step in range(8):
+            change(optimizer, step)
+            step_on(model, data(group.rank, step, torch.float64), optimizer)
+            assert optimizer.param_groups[0]["momentum"] == 0.9 - 0.05 * step
+        return parameters(module)
+
+    one = double()
+    optimizer = sgd(one)
+    for step in range(8):
+        change(optimizer, step)
+        x, y = zip(*(data(rank, step, torch.float64) for rank in range(2)), strict=True)
+        step_on(one, (torch.cat(x), torch.cat(y)), optimizer)
+    assert far(run_ranks(2, program)[0], parameters(one)) <= 4e-15
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("begin", [0, 10**6])
+def test_the_velocity_comes_from_the_optimizer_and_goes_back(nesterov: bool, begin: int) -> None:
+    def program(group: pycomm.Group) -> list[Tensor]:
+        module = double()
+        optimizer = sgd(module, nesterov=nesterov)
+        model = pycomm.DataParallel(module)
+        for step in range(3):
+            step_on(model, data(group.rank, step, torch.float64), optimizer)
+        dgc = pycomm.DGC(optimizer, begin, sparsity=[0.0], masking=False, **EVERYTHING)
+        compressed = pycomm.DataParallel(module, compression=dgc)
+        del model
+        for step in range(3, 6):
+            step_on(compressed, data(group.rank, step, torch.float64), optimizer)
+        dgc.detach()
+        dgc.detach()  # once is enough
+        del compressed
+        model = pycomm.DataParallel(module)
+        for step in range(6, 9):
+            step_on(model, data(group.rank, step, torch.float64), optimizer)
+        return parameters(module)
+
+    wanted = alone(double(), 9, 2, lambda m: sgd(m, nesterov=nesterov), torch.float64)
+    assert far(run_ranks(2, program)[0], wanted) <= 4e-15
