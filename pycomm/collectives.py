@@ -56,7 +56,7 @@ def all_reduce(
             in float32; avg is for floats, the bit operations are for integers and bool.
         algorithm: one of algorithms(), to force it.
     """
-    limit = calls.limit(timeout_s)
+    limit = 0.0 if timeout_s is None else calls.limit(timeout_s)
     if not async_op and _core.all_reduce((group or default())._core, x, op, algorithm, limit):
         return x
     v = arrays.view(x, write=True)
@@ -99,7 +99,7 @@ def broadcast(
     timeout_s: float | None = None,
 ) -> Any:
     """Makes `x` on every rank what it is on rank `src`, in place. Returns `x`."""
-    limit = calls.limit(timeout_s)
+    limit = 0.0 if timeout_s is None else calls.limit(timeout_s)
     if not async_op and _core.broadcast((group or default())._core, x, src, algorithm, limit):
         return x
     v = arrays.view(x, write=True)

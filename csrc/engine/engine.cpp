@@ -14,6 +14,8 @@ namespace {
 // No sleep is longer, so that signals and deadlines are looked at.
 constexpr std::chrono::milliseconds kSlice{100};
 constexpr int kLooksPerClock = 32;
+// A wait that sleeps for less would have been over sooner, had it gone on looking.
+constexpr std::chrono::microseconds kShortSleep{200};
 
 bool is_message(const Header& header) {
   return header.operation == static_cast<uint8_t>(Operation::send);
@@ -143,12 +145,27 @@ void Engine::drive(Task& task, const Deadline& deadline) {
       __builtin_ia32_pause();
       if (++looks % kLooksPerClock != 0) continue;
       const auto now = Clock::now();
-      if (idle_since == Clock::time_point{}) idle_since = now;
-      if (now - idle_since < options_.spin) continue;
+      if (idle_since == Clock::time_point{}) {
+        idle_since = now;
+        patience_ = std::max(options_.spin, patience_ - patience_ / 8);
+      }
+      if (now - idle_since < patience_) continue;
     }
     sleep(task, deadline);
+    learn(idle_since);
     idle_since = {};
   }
+}
+
+// How long to look next time. Two ranks that both sleep after `spin` can go on so for ever, each
+// waking too late for the other's look: to wake takes longer than that. Who has slept for a short
+// while therefore looks for twice as long the next time, which brings the two together again; and
+// bit by bit for less from then on.
+void Engine::learn(Clock::time_point idle_since) {
+  if (options_.spin.count() == 0) return;
+  const auto idle = Clock::now() - idle_since;
+  patience_ =
+      idle < kShortSleep ? std::max<std::chrono::nanoseconds>(patience_, 2 * idle) : options_.spin;
 }
 
 // Arms, looks once more, and only then sleeps: so no wake-up is lost.

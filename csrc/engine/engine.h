@@ -71,7 +71,7 @@ struct Message {
 struct EngineOptions {
   int rank = 0;
   std::vector<std::string> names;    // by rank: "rank 2 (host a, pid 77)"
-  std::chrono::nanoseconds spin{0};  // how long a wait looks before it sleeps
+  std::chrono::nanoseconds spin{0};  // how long a wait looks at least before it sleeps
   // Who is waited for and was not heard of for so long is lost; 0: never.
   std::chrono::nanoseconds heartbeat{0};
   std::function<bool()> interrupted;
@@ -166,6 +166,7 @@ class Engine {
   void keep_half_arrived();
   void guard(Task& task, const Header& signature, const Deadline& deadline);
   void drive(Task& task, const Deadline& deadline);
+  void learn(Clock::time_point idle_since);
   void sleep(Task& task, const Deadline& deadline);
   void check_world(const Task& task, const Deadline& deadline);
   void check_needed(const Task& task);
@@ -209,6 +210,7 @@ class Engine {
   std::vector<Channel*> armed_;  // those behind polled_, which starts with wake_
   Clock::time_point asked_{};    // when options_.interrupted was asked last
   std::vector<std::byte> scratch_;
+  std::chrono::nanoseconds patience_{0};  // for how long the next wait looks
   uint16_t epoch_ = 0;
   uint32_t sequence_ = 0;
   uint64_t arrivals_ = 0;            // messages that began to arrive
