@@ -48,6 +48,7 @@ from pycomm.values import all_gather_object, user_get, user_pop, user_set
 if TYPE_CHECKING:
     from pycomm.compress import DGC, dgc_hook
     from pycomm.fused import bcast_list_
+    from pycomm.launch import launcher
     from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
     from pycomm.parallel import DataParallel, make_allreduce_cb
 
@@ -75,6 +76,7 @@ __all__ = [
     "host_count",
     "init",
     "is_initialized",
+    "launcher",
     "local_rank",
     "local_size",
     "make_allreduce_cb",
@@ -101,6 +103,7 @@ _TRAINING = {
     "StaticLossScaler": "pycomm.optim",
     "bcast_list_": "pycomm.fused",
     "dgc_hook": "pycomm.compress",
+    "launcher": "pycomm.launch",
     "make_allreduce_cb": "pycomm.parallel",
 }
 

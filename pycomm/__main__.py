@@ -15,17 +15,23 @@ def parser() -> argparse.ArgumentParser:
     main = argparse.ArgumentParser(prog="pycomm", description="Collective communication.")
     commands = main.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what is built and what works on this machine")
+    launch = commands.add_parser("launch", help="starts a program's ranks", add_help=False)
     demo = commands.add_parser("demo", help="trains a model on two processes", add_help=False)
     bench = commands.add_parser("bench", help="measures, beside peers", add_help=False)
     bench.add_argument("what", choices=BENCHMARKS)
-    for command in (demo, bench):
+    for command in (launch, demo, bench):
         command.set_defaults(rest=[])
     return main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; gives its exit status."""
-    chosen, rest = parser().parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["launch"]:  # whose options end where the program's begin
+        from pycomm.launch import command
+
+        return command.main(words[1:])
+    chosen, rest = parser().parse_known_args(words)
     if chosen.command == "info":
         if rest:
             parser().error(f"info takes no arguments: {' '.join(rest)}")

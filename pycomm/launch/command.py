@@ -1,0 +1,207 @@
+"""`pycomm launch`: torch's elastic launcher with a table, a log per rank and a place for each.
+
+What torchrun understands is understood, on one machine and several. The ranks' side is rank.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pycomm.errors import InvalidArgument
+from pycomm.launch import failure, place, tables
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+__all__ = ["main"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """torchrun's, with our options, and defaults that need no thought on one machine."""
+    from torch.distributed import run
+
+    made = run.get_args_parser()
+    made.prog = "pycomm launch"
+    made.description = "Starts one process per device, or so many as are asked for, on each host."
+    made.epilog = "The options below ours are torchrun's."
+    ours = made.add_argument_group("pycomm")
+    ours.add_argument("--nproc", dest="nproc_per_node", metavar="N", help="ranks on this host")
+    ours.add_argument("--devices", metavar="0,1", help="GPUs to use; one rank on each")
+    ours.add_argument("--cpus-per-rank", type=int, metavar="N", help="bind each rank to N of its")
+    made.set_defaults(
+        nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
+        log_dir=os.environ.get("PET_LOG_DIR", "log"),
+    )
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launches and waits; gives the exit status: 0, or that of the rank that failed first."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    said = parser().parse_args(argv)
+    if os.environ.get("LOGLEVEL") is None:  # torch's own lines on a failure repeat ours
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="pycomm_") as errors:
+        try:
+            config, command = prepared(said, errors)
+        except (InvalidArgument, ValueError) as error:
+            print(f"pycomm launch: {error}", file=sys.stderr)
+            return 2
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            return _report(error, said.log_dir)
+        except SignalException as error:
+            print(f"pycomm launch: stopped by {error.sigval.name}", file=sys.stderr)
+            return 128 + error.sigval
+    return 0
+
+
+def prepared(said: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[str]]:
+    """What torch's launcher gets, and the line that starts a rank, less the interpreter.
+
+    Args:
+        said: the options.
+        errors: a folder for what failing ranks leave.
+
+    Raises:
+        InvalidArgument: the options do not go together, or this machine has less than they ask.
+    """
+    import torch
+    from torch.distributed import run
+
+    if said.devices is not None:
+        _choose_devices(said)
+    devices = torch.cuda.device_count()
+    if said.nproc_per_node is None:
+        said.nproc_per_node = str(place.default_count(devices))
+    count = run.determine_local_world_size(said.nproc_per_node)
+    if said.cpus_per_rank is not None:
+        if said.cpus_per_rank < 1:
+            raise InvalidArgument(f"--cpus-per-rank {said.cpus_per_rank}: at least 1")
+        place.cores_of(count - 1, said.cpus_per_rank)
+    os.environ.update(place.threads_for(count, said.cpus_per_rank))
+    _choose_meeting(said)
+    everybody = said.tee not in ("0", 0)  # torchrun's option
+    said.tee = said.redirects = "0"  # in our logs, not in torch's
+    config, _, _ = run.config_from_args(said)
+    rows = _rows(said, count, devices)
+    config.logs_specs = tables.Logs(said.log_dir, everybody, rows, errors)
+    if config.log_line_prefix_template is None:  # one that is empty would be taken for none
+        config.role = "" if said.role == "default" else said.role
+        config.log_line_prefix_template = "[rank ${rank}] " if everybody else "${role_name}"
+    return config, _command(said, devices > 0)
+
+
+def _choose_devices(said: argparse.Namespace) -> None:
+    """--devices: those alone are seen by the ranks, of which there is one for each."""
+    asked = [one.strip() for one in said.devices.split(",")]
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    known = seen.split(",") if seen else None
+    if not all(one.isdigit() for one in asked) or len(set(asked)) != len(asked):
+        raise InvalidArgument(f"--devices {said.devices}: numbers with commas between, each once")
+    if known is not None and not set(asked) <= set(known):
+        raise InvalidArgument(f"--devices {said.devices}, but CUDA_VISIBLE_DEVICES is {seen}")
+    if said.nproc_per_node not in (None, str(len(asked))):
+        raise InvalidArgument(f"--devices {said.devices} means --nproc {len(asked)}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked)
+    said.nproc_per_node = str(len(asked))
+
+
+def _choose_meeting(said: argparse.Namespace) -> None:
+    """Where the hosts meet: on one, at a port that the system gives; on several, as they say."""
+    several = str(said.nnodes) not in ("1", "1:1")
+    if several and said.rdzv_endpoint and said.rdzv_backend == "static":
+        said.rdzv_backend = "c10d"
+    if said.rdzv_endpoint:
+        own, here = _look_at(said.rdzv_endpoint)
+        said.local_addr = said.local_addr or own
+        if said.rdzv_backend == "c10d" and (here or not _knows_itself()):
+            said.rdzv_conf = ",".join([*filter(None, [said.rdzv_conf]), f"is_host={here}"])
+    if several or said.rdzv_endpoint or said.rdzv_backend != "static":
+        if said.rdzv_backend == "static" and said.master_addr == "127.0.0.1":
+            raise InvalidArgument(
+                "several hosts need to meet: give all --rdzv-endpoint HOST:PORT, one of them and a "
+                "free port there (or --master-addr, --master-port and --node-rank)"
+            )
+    elif said.master_port is None:
+        said.rdzv_backend, said.rdzv_endpoint = "c10d", "localhost:0"
+        said.rdzv_id, said.local_addr = str(uuid.uuid4()), said.local_addr or "127.0.0.1"
+    if said.master_port is None:
+        said.master_port = 29500
+
+
+def _look_at(endpoint: str) -> tuple[str | None, bool]:
+    """The address by which this host reaches the meeting point, and whether that is its own. No
+    packet is sent."""
+    host = endpoint.rpartition(":")[0].strip("[]") or endpoint
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            own = str(probe.getsockname()[0])
+            return own, own == address[0]
+    except OSError:
+        return None, False
+
+
+def _knows_itself() -> bool:
+    """Whether this host's name has an address, which torch looks up otherwise."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        return False
+    return True
+
+
+def _command(said: argparse.Namespace, devices: bool) -> list[str]:
+    kind = "command" if said.no_python else "module" if said.module else "script"
+    line = ["-u", "-m", "pycomm.launch.rank", f"--parent={os.getpid()}", f"--kind={kind}"]
+    line += ["--join-streams"]
+    line += [f"--cpus-per-rank={said.cpus_per_rank}"] if said.cpus_per_rank else []
+    line += ["--set-device"] if devices and kind != "command" else []
+    return [*line, "--", said.training_script, *said.training_script_args]
+
+
+def _rows(said: argparse.Namespace, count: int, devices: int) -> list[tuple[str, str]]:
+    """The configuration, for the table."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
+    bound = f"{said.cpus_per_rank}, bound" if said.cpus_per_rank else "shared by all"
+    meeting = said.rdzv_endpoint or f"{said.master_addr}:{said.master_port}"
+    return [
+        ("program", " ".join([said.training_script, *said.training_script_args])),
+        ("hosts", "1" if str(said.nnodes) == "1:1" else str(said.nnodes)),
+        ("ranks on this host", str(count)),
+        ("devices", seen if devices else "none, training on the CPU"),
+        ("processors per rank", bound),
+        ("log directory", said.log_dir),
+        ("hosts meet at", f"{meeting} ({said.rdzv_backend})"),
+    ]
+
+
+def _report(error: Any, log_dir: str) -> int:
+    """Says whose failure came first, with its traceback, then the others; gives the status."""
+    known: list[failure.Failure] = []
+    for rank, one in error.failures.items():
+        said = failure.read(one.error_file_data)
+        known += said or [failure.of_exit(rank, one.pid, one.exitcode)]
+    cause = next((f for f in known if f.rank not in error.failures), None) or failure.first(known)
+    print(f"pycomm launch: the first failure was {cause}", file=sys.stderr)
+    if cause.trace:
+        print(cause.trace, end="", file=sys.stderr)
+    for other in known:
+        if other.rank != cause.rank:
+            print(f"pycomm launch: then {other}", file=sys.stderr)
+    print(f"pycomm launch: what the ranks wrote is in {log_dir}/", file=sys.stderr)
+    return cause.status or 1

@@ -1,0 +1,293 @@
+"""@pycomm.launcher: a function that runs as several processes of this machine, or of several.
+
+The processes are started afresh (spawned), so CUDA in the parent does no harm. This process keeps
+torch's store, in which they meet, on a port that the system gives. `pycomm launch` is command.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import multiprocessing as mp
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, overload
+
+from pycomm import group
+from pycomm.errors import Error, InvalidArgument
+from pycomm.launch import failure, place
+
+__all__ = ["Launcher", "launcher"]
+
+GRACE_S = 5.0  # for the others to end by themselves after the first failure
+_starting = threading.Lock()  # the environment is changed while a process starts
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the decorator was told; see launcher()."""
+
+    nproc: int | None = None
+    size: int | None = None
+    rank_start: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    device: str | None = None
+
+
+@overload
+def launcher(function: Callable[..., Any], /) -> Launcher: ...
+
+
+@overload
+def launcher(
+    *,
+    nproc: int | None = None,
+    size: int | None = None,
+    rank_start: int = 0,
+    master_addr: str = "127.0.0.1",
+    master_port: int = 0,
+    device: str | None = None,
+) -> Callable[[Callable[..., Any]], Launcher]: ...
+
+
+def launcher(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    nproc: int | None = None,
+    size: int | None = None,
+    rank_start: int = 0,
+    master_addr: str = "127.0.0.1",
+    master_port: int = 0,
+    device: str | None = None,
+) -> Any:
+    """Makes a function run as several processes: `@pycomm.launcher` or `@pycomm.launcher(nproc=2)`.
+
+    Called, it returns the list of what the local ranks returned, by rank. Inside, the default group
+    stands: pycomm.rank(), pycomm.all_reduce(...). Arguments and results are pickled; NumPy arrays
+    and plain values are best. The function stands at the top level of a module, and a script calls
+    it under `if __name__ == "__main__":`, as the processes import it.
+
+    On several machines run the same program on each, with its own `rank_start`.
+
+    Args:
+        nproc: processes on this machine; None: one per CUDA device, else one per two processors.
+        size: processes on all machines; None: nproc.
+        rank_start: the rank of this machine's first process.
+        master_addr, master_port: where the machines meet, on that of rank 0. Port 0, for one
+            machine: found by itself.
+        device: "cuda": each process has the device of its local rank; "cpu": none; None: what the
+            machine has.
+
+    Raises (when called):
+        InvalidArgument: the numbers do not fit, or the function cannot be imported.
+        Whatever a rank raised first, with its rank, host and traceback; the others are ended.
+    """
+    options = Options(nproc, size, rank_start, master_addr, master_port, device)
+    if function is not None:
+        return Launcher(function, options)
+    return lambda wrapped: Launcher(wrapped, options)
+
+
+class Launcher:
+    """A function that runs as several processes. Made by launcher()."""
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._options = function, options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Runs it; gives the local ranks' results, by rank."""
+        count, size, devices = _counts(self._options)
+        job = pickle.dumps((self._where(), args, kwargs))
+        return _Ranks(self._options, count, size, devices).run(job)
+
+    def _where(self) -> tuple[str, str]:
+        """Module and name under which the processes find the function.
+
+        Raises:
+            InvalidArgument: they would not.
+        """
+        module, name = self._function.__module__, self._function.__qualname__
+        main = sys.modules.get("__main__")
+        with contextlib.suppress(AttributeError):
+            found: Any = functools.reduce(getattr, name.split("."), sys.modules[module])
+            importable = module != "__main__" or hasattr(main, "__file__")
+            if found in (self, self._function) and importable:
+                return module, name
+        raise InvalidArgument(
+            f"the processes of @pycomm.launcher cannot import {name}: it must stand at the top "
+            "level of a file"
+        )
+
+
+def _counts(options: Options) -> tuple[int, int, int]:
+    """Processes here, on all machines, and how many CUDA devices are given out."""
+    devices = 0
+    if options.device not in (None, "cpu", "cuda"):
+        raise InvalidArgument(f'device={options.device!r}: "cpu", "cuda" or None')
+    if options.device != "cpu":
+        import torch
+
+        devices = torch.cuda.device_count()
+    if options.device == "cuda" and not devices:
+        raise InvalidArgument('device="cuda", and this machine has no CUDA device')
+    count = place.default_count(devices) if options.nproc is None else options.nproc
+    size = count if options.size is None else options.size
+    if count < 1 or options.rank_start < 0 or options.rank_start + count > size:
+        raise InvalidArgument(
+            f"ranks {options.rank_start} to {options.rank_start + count - 1} of {size}: nproc, "
+            "rank_start and size do not fit"
+        )
+    if size > count and options.master_port == 0:
+        raise InvalidArgument("several machines need to meet: give all the same master_port")
+    return count, size, devices
+
+
+class _Ranks:
+    """The processes of one call."""
+
+    def __init__(self, options: Options, count: int, size: int, devices: int) -> None:
+        self._options, self._count, self._size = options, count, size
+        self._devices = devices
+        self._results: list[Any] = [None] * count
+        self._errors: dict[int, BaseException] = {}  # by rank
+        self._failures: list[failure.Failure] = []
+
+    def run(self, job: bytes) -> list[Any]:
+        """Starts them, hears them, ends them."""
+        host, port, _store = self._meeting()
+        context = mp.get_context("spawn")
+        started: list[Any] = []
+        running: dict[Connection, tuple[int, Any]] = {}
+        try:
+            for local in range(self._count):
+                ours, theirs = context.Pipe(duplex=False)
+                told = (theirs, os.getpid(), local, self._devices > 0, job)
+                process = context.Process(target=_enter, args=told)
+                with _environment(self._variables(local, host, port)):
+                    process.start()
+                theirs.close()
+                started.append(process)
+                running[ours] = (local, process)
+            self._collect(running)
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+        if self._failures:
+            self._raise()
+        return self._results
+
+    def _meeting(self) -> tuple[str, int, Any]:
+        """Address and port of torch's store, and the store, which the first machine serves."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs hide it
+
+        host, port = self._options.master_addr, self._options.master_port
+        if self._options.rank_start:
+            return host, port, None
+        listen = "127.0.0.1" if self._size == self._count else "0.0.0.0"
+        store = TCPStore(listen, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return (host, store.port, store) if listen == "0.0.0.0" else (listen, store.port, store)
+
+    def _variables(self, local: int, host: str, port: int) -> dict[str, str]:
+        rank = self._options.rank_start + local
+        return {
+            **place.variables(rank, self._size, local, self._count),
+            **place.threads_for(self._count, None),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self._size),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(self._count),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def _collect(self, running: dict[Connection, tuple[int, Any]]) -> None:
+        """Until all have ended, or GRACE_S after the first failure."""
+        end: float | None = None
+        while running:
+            ready = wait(list(running), None if end is None else max(0.0, end - time.monotonic()))
+            if not ready:
+                return
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                self._hear(*running.pop(pipe), pipe)
+            if self._failures and end is None:
+                end = time.monotonic() + GRACE_S
+
+    def _hear(self, local: int, process: Any, pipe: Connection) -> None:
+        try:
+            fine, value, error = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            process.join()
+            rank = self._options.rank_start + local
+            fine, error = False, None
+            value = failure.of_exit(rank, process.pid, process.exitcode)
+        if fine:
+            self._results[local] = value
+            return
+        self._failures.append(value)
+        self._errors[value.rank] = error or Error(str(value), peer=value.rank)
+
+    def _raise(self) -> None:
+        """The first failure, as the rank raised it."""
+        cause = failure.first(self._failures)
+        raise self._errors[cause.rank] from RankFailed(f"{cause}\n\n{cause.trace}")
+
+
+class RankFailed(Exception):
+    """The cause of the error that a launched function raises: which rank, where, its traceback."""
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Within it, this process's environment has these too: what it starts inherits them."""
+    with _starting:
+        before = dict(os.environ)
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _enter(pipe: Connection, parent: int, local: int, device: bool, job: bytes) -> None:
+    """What a process does: takes its place, joins, runs the function, reports."""
+    answer: tuple[bool, Any, BaseException | None]
+    try:
+        place.settle(parent, local, None, device)
+        (module, name), args, kwargs = pickle.loads(job)
+        found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        function = found._function if isinstance(found, Launcher) else found
+        group.init()
+        answer = True, function(*args, **kwargs), None
+        data = pickle.dumps(answer)
+        group.shutdown()
+    except BaseException as error:
+        mine = failure.of_error(int(os.environ["RANK"]), error)
+        with contextlib.suppress(Exception):  # there is no group, or it is broken already
+            group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
+        data = _failed(mine, error)
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send_bytes(data)
+
+
+def _failed(mine: failure.Failure, error: BaseException) -> bytes:
+    """A failure as bytes; an error that cannot travel becomes an Error of the same text."""
+    try:
+        data = pickle.dumps((False, mine, error))
+        pickle.loads(data)
+    except Exception:
+        data = pickle.dumps((False, mine, Error(f"{mine.kind}: {mine.text}")))
+    return data

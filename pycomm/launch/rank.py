@@ -1,0 +1,81 @@
+"""The process of a rank under `pycomm launch`: takes its place, then runs the user's program in it.
+
+`python -m pycomm.launch.rank [its options] script args`; command.py writes that line, nobody else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+
+from pycomm import group
+from pycomm.launch import failure, place
+
+__all__ = ["main"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the launcher tells a rank."""
+    options = argparse.ArgumentParser(prog="pycomm.launch.rank")
+    options.add_argument("--parent", type=int, required=True)
+    options.add_argument("--cpus-per-rank", type=int)
+    options.add_argument("--set-device", action="store_true")
+    options.add_argument("--join-streams", action="store_true")
+    options.add_argument("--kind", choices=("script", "module", "command"), required=True)
+    options.add_argument("program")
+    options.add_argument("rest", nargs=argparse.REMAINDER)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the program; leaves what went wrong where the launcher looks for it."""
+    said = parser().parse_args(argv)
+    env = os.environ
+    if said.join_streams:  # the log has both, in the order in which they come
+        os.dup2(1, 2)
+    env.update(
+        place.variables(
+            *(int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        )
+    )
+    place.settle(said.parent, int(env["LOCAL_RANK"]), said.cpus_per_rank, said.set_device)
+    try:
+        if said.kind == "command":
+            os.execvp(said.program, [said.program, *said.rest])
+        sys.argv = [said.program, *said.rest]
+        if said.kind == "module":
+            runpy.run_module(said.program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(said.program))
+            runpy.run_path(said.program, run_name="__main__")
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _failed(error)
+        raise
+    except BaseException as error:
+        sys.stderr.write(_failed(error))
+        sys.exit(1)
+
+
+def _failed(error: BaseException) -> str:
+    """Leaves word of it, for this host's launcher, the others and the ranks that may wait for this
+    one; gives the traceback."""
+    env = os.environ
+    mine = failure.of_error(int(env["RANK"]), error)
+    cause = None
+    if env["WORLD_SIZE"] != env["LOCAL_WORLD_SIZE"]:
+        cause = failure.post(mine, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+    if env.get("TORCHELASTIC_ERROR_FILE"):
+        failure.write(env["TORCHELASTIC_ERROR_FILE"], mine, cause)
+    with contextlib.suppress(Exception):  # there is no group, or it is broken already
+        group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
+    return mine.trace or traceback.format_exc()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Where the ranks' output goes, and what the launcher prints when they start.
+
+Called by torch's elastic launcher, which asks once it knows the ranks of this host.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+from pycomm.launch import place
+
+__all__ = ["Logs", "table"]
+
+SHOWN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+ALSO_SHOWN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+
+
+class Logs(LogsSpecs):
+    """One file per rank, rank<k>.log; the terminal shows the first rank of this host, or all.
+
+    Args:
+        folder: for the files; made if it is not there.
+        everybody: show all ranks.
+        rows: name and value of what was configured.
+        errors: a folder of the launcher's own, for what failing ranks leave.
+    """
+
+    def __init__(
+        self, folder: str, everybody: bool, rows: list[tuple[str, str]], errors: str
+    ) -> None:
+        super().__init__(folder)
+        self._folder, self._everybody, self._rows, self._errors = folder, everybody, rows, errors
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder."""
+        return self._folder
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """The files by local rank; also prints the tables, as the ranks are about to start."""
+        folder = Path(self._folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        attempt = envs[0].get("TORCHELASTIC_RESTART_COUNT", "0")
+        ending = ".log" if attempt == "0" else f".{attempt}.log"  # after a restart
+        logs = {local: str(folder / f"rank{env['RANK']}{ending}") for local, env in envs.items()}
+        errors = {local: str(Path(self._errors) / f"{local}.{attempt}.json") for local in envs}
+        for local, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = errors[local]
+        self._print(envs[0])
+        return LogsDest(
+            stdouts=logs,
+            stderrs=dict.fromkeys(envs, ""),  # the rank joins it to its output
+            tee_stdouts=logs if self._everybody else {0: logs[0]},
+            error_files=errors,
+        )
+
+    def _print(self, env: dict[str, str]) -> None:
+        numbers = [int(env[name]) for name in SHOWN[2:]]
+        first = {**os.environ, **env, **place.variables(*numbers)}
+        names = [*SHOWN, *place.variables(*numbers), *(n for n in ALSO_SHOWN if n in first)]
+        print("pycomm launch: configuration\n" + table(self._rows))
+        print(
+            f"pycomm launch: starts {numbers[3]} of {numbers[1]} processes on this host; ", end=""
+        )
+        print("environment of the first\n" + table([(name, first[name]) for name in names]))
+        sys.stdout.flush()
+
+
+def table(rows: list[tuple[str, str]]) -> str:
+    """Names and values in a box."""
+    left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
+    rule = f"+-{'-' * left}-+-{'-' * right}-+"
+    lines = [f"| {name:{left}} | {value:{right}} |" for name, value in rows]
+    return "\n".join([rule, *lines, rule])

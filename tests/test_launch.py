@@ -1,0 +1,250 @@
+"""`pycomm launch`: places, logs, failures, ends; one host, and two of netns.py."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from netns import Network, missing
+
+from pycomm.errors import InvalidArgument
+from pycomm.launch import failure, place
+from pycomm.launch.failure import Failure
+
+HERE = Path(__file__).parent
+PROGRAM = str(HERE / "launched.py")
+LAUNCH = [sys.executable, "-m", "pycomm", "launch"]
+LIMIT_S = 150
+WHY_NOT = missing()
+CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOMM", "OMP", "PET_"))}
+CLEAN["PYTHONPATH"] = f"{HERE.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+
+
+def launch(folder: Path, *words: str, env: dict[str, str] | None = None) -> Any:
+    """A launch that has ended: its returncode, stdout and stderr."""
+    return subprocess.run(
+        [*LAUNCH, *words],
+        cwd=folder,
+        env={**CLEAN, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def told(log: Path) -> dict[str, Any]:
+    line = next(line for line in log.read_text().splitlines() if line.startswith("{"))
+    return json.loads(line)
+
+
+def test_places_tables_and_logs(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--nproc", "2", PROGRAM, "place", "--epochs", "3")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        text = (tmp_path / "log" / f"rank{rank}.log").read_text()
+        assert "on stderr\n" in text
+        assert "arguments --epochs 3\n" in text
+        places = [rank, 2, rank, 2]
+        found = told(tmp_path / "log" / f"rank{rank}.log")
+        assert found["places"] == [places, [rank], places]
+        assert found["sum"] == 1.0
+    assert re.search(r"\| program +\| .*launched.py place --epochs 3 +\|", done.stdout)
+    assert re.search(r"\| PYCOMM_SIZE +\| 2 +\|", done.stdout)
+    shown = [line for line in done.stdout.splitlines() if "arguments" in line]
+    assert len(shown) == 1  # the first rank's, as it wrote it
+    assert shown[0].startswith("OMP")
+    assert set(os.listdir(tmp_path)) == {"log"}
+
+
+@pytest.mark.parametrize(("how", "status"), [("raise", 1), ("kill", 137), ("exit", 7)])
+def test_the_first_failure_is_named_first(tmp_path: Path, how: str, status: int) -> None:
+    done = launch(tmp_path, "--nproc=2", "--log-dir", "out", PROGRAM, "fail", how)
+    assert done.returncode == status
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith(
+        f"pycomm launch: the first failure was rank 1 on host {os.uname()[1]}"
+    )
+    if how == "raise":
+        assert lines[0].endswith("LookupError: rank one has lost its way")
+        assert lines[1] == "Traceback (most recent call last):"
+        assert PROGRAM in lines[2]  # the user's frame, not ours
+        assert "lost its way" in (tmp_path / "out" / "rank1.log").read_text()
+    assert "pycomm launch: then rank 0" in done.stderr
+
+
+def test_processors_are_given_out(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    count = min(2, len(cores))
+    words = ["--nproc", str(count), "--cpus-per-rank", "1", "-t", "3"]
+    done = launch(tmp_path, *words, PROGRAM, "place")
+    assert done.returncode == 0, done.stderr
+    for rank in range(count):
+        assert told(tmp_path / "log" / f"rank{rank}.log")["cores"] == [cores[rank]]
+        assert f"[rank {rank}] OMP 1" in done.stdout  # -t 3 shows all ranks
+
+
+def test_modules_and_commands(tmp_path: Path) -> None:
+    script = tmp_path / "little.py"
+    script.write_text("import sys, little\nprint('ran', __name__, sys.argv[1:], little.__name__)\n")
+    for words in (["-m", "little", "x"], ["little.py", "x"]):
+        done = launch(tmp_path, "--nproc", "1", *words)
+        assert "ran __main__ ['x'] little" in done.stdout, done.stderr
+    done = launch(tmp_path, "--nproc", "1", "--no-python", "sh", "-c", "echo rank $PYCOMM_RANK")
+    assert "rank 0\n" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--nnodes", "2"], "several hosts need to meet"),
+        (["--cpus-per-rank", "4000"], "this host offers"),
+        (["--cpus-per-rank", "0"], "at least 1"),
+        (["--devices", "a,b"], "numbers with commas"),
+        (["--devices", "0,1", "--nproc", "3"], "means --nproc 2"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    words: list[str], text: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    from pycomm.launch import command
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert command.main([*words, PROGRAM]) == 2
+    assert text in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> None:
+    command = [*LAUNCH, "--nproc", "2", PROGRAM, "wait"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("pids"))
+        pids = [int(word) for word in line.split()[1:]]
+        process.send_signal(how)
+        process.wait(60)
+        end = time.monotonic() + 5
+        while any(map(lives, pids)):
+            assert time.monotonic() < end, "orphans"
+            time.sleep(0.02)
+        assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def of(rank: int, kind: str, when: float, status: int = 1) -> Failure:
+    return Failure(rank, "host", 1, kind, "text", when=when, status=status)
+
+
+def test_which_failure_is_the_first() -> None:
+    lost, wrong = of(0, "PeerLost", 1.0), of(1, "ValueError", 2.0)
+    silent, ended = of(2, "", 0.0, 137), of(3, "", 0.0, 143)
+    assert failure.first([lost, wrong]) is wrong
+    assert failure.first([wrong, of(0, "ValueError", 1.5)]).when == 1.5
+    assert failure.first([lost, wrong, silent]) is silent
+    assert failure.first([ended, lost]) is lost
+    assert failure.first([ended]) is ended
+
+
+def test_default_counts_and_cores() -> None:
+    assert place.default_count(3) == 3
+    cores = sorted(os.sched_getaffinity(0))
+    assert place.default_count(0) == max(1, len(cores) // 2)
+    assert place.cores_of(0, len(cores)) == cores
+    with pytest.raises(InvalidArgument, match="this host offers"):
+        place.cores_of(1, len(cores))
+
+
+def start_hosts(net: Network, folder: Path, order: list[int], *words: str) -> list[Any]:
+    """The launchers of two hosts, 1 and 2 ranks, started in this order; by host."""
+    meeting = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].ipv4()}:29400"]
+    started = {
+        number: net.hosts[number].start(
+            [*LAUNCH, *meeting, "--nproc", str(number + 1), f"--log-dir={folder}", *words],
+            {"PYTHONPATH": CLEAN["PYTHONPATH"]},
+        )
+        for number in order
+    }
+    return [started[number] for number in sorted(order)]
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_two_hosts_train_together(tmp_path: Path) -> None:
+    with Network(2, ipv6=False) as net:
+        for process in start_hosts(net, tmp_path, [1, 0], PROGRAM, "train"):
+            out, err = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, out + err
+    logs = sorted(tmp_path.glob("rank*.log"))
+    assert len(logs) == 3
+    lines = {line for log in logs for line in log.read_text().splitlines() if "bits" in line}
+    assert len(lines) == 1
+    assert lines.pop().endswith(" 2")  # hosts
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_both_hosts_name_the_rank_that_failed(tmp_path: Path) -> None:
+    with Network(2, ipv6=False) as net:
+        for process in start_hosts(net, tmp_path, [0, 1], PROGRAM, "fail", "raise"):
+            _, err = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 1, err
+            assert re.search(r"the first failure was rank 1 on .*LookupError", err), err
+
+
+def other_launchers(rank: int, port: int) -> dict[str, dict[str, str]]:
+    """What Slurm, Open MPI and Paddle tell rank `rank` of two."""
+    me, place = str(rank), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {
+        "slurm": {
+            **{"SLURM_PROCID": me, "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": me},
+            **{"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(port)},
+        },
+        "openmpi": {
+            **{"OMPI_COMM_WORLD_RANK": me, "OMPI_COMM_WORLD_SIZE": "2", **place},
+            **{"OMPI_COMM_WORLD_LOCAL_RANK": me, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        },
+        "paddle": {
+            **{"PADDLE_TRAINER_ID": me, "PADDLE_TRAINERS_NUM": "2"},
+            **{"PADDLE_TRAINER_ENDPOINTS": f"127.0.0.1:{port},127.0.0.1:{port + 1}"},
+            **{"PADDLE_CURRENT_ENDPOINT": f"127.0.0.1:{port + rank}", "FLAGS_selected_gpus": me},
+        },
+    }
+
+
+@pytest.mark.parametrize("whose", ["slurm", "openmpi", "paddle"])
+def test_the_variables_of_other_launchers_are_enough(whose: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = "import pycomm as p; p.init(timeout_s=60); print(p.all_gather_object(p.local_rank()))"
+    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in CLEAN.items() if k not in left_out}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**env, **other_launchers(rank, port)[whose], "PYCOMM_SECRET": "k" * 32},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [process.communicate(timeout=100)[0] for process in ranks] == ["[0, 1]\n"] * 2
