@@ -1,16 +1,11 @@
 """DGC under torch's own DistributedDataParallel. Called by users as pycomm.dgc_hook."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+# Annotations are not put off here: torch looks at those of a hook.
 import torch
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs hide it
 
 from pycomm.compress.dgc import DGC
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
 
 __all__ = ["dgc_hook"]
 

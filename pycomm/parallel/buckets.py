@@ -112,18 +112,20 @@ def fuse(slots: Iterable[Slot], limits: Limits) -> list[list[Slot]]:
     """Cuts slots, in the order in which their gradients come, into lists that share a bucket.
 
     A bucket is full at either limit; a gradient above the limit has one for itself. Buckets of
-    several dtypes or kinds fill side by side and stand in the order in which they are full.
+    several dtypes or kinds fill side by side, and stand in the order of their last gradients.
     """
     full: list[list[Slot]] = []
     open_: dict[tuple[object, ...], list[Slot]] = {}
+    came: dict[Slot, int] = {}
     for slot in slots:
+        came[slot] = len(came)
         key = (slot.parameter.dtype, slot.parameter.device, slot.kind)
         bucket = open_.setdefault(key, [])
         if bucket and _is_full(bucket, slot, limits, first=not full):
             full.append(bucket)
             bucket = open_[key] = []
         bucket.append(slot)
-    return full + [bucket for bucket in open_.values() if bucket]
+    return sorted(full + list(open_.values()), key=lambda bucket: came[bucket[-1]])
 
 
 def _is_full(bucket: list[Slot], new: Slot, limits: Limits, first: bool) -> bool:

@@ -1,0 +1,101 @@
+"""DGC's states: resumed bit for bit, by another number of ranks, refused where they do not fit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from little_models import batch, equal, parameters, perceptron, step_on
+from test_dgc_steps import compressed, memory_of, same_memory
+from torch import Tensor
+
+import pycomm
+from pycomm.errors import InvalidArgument
+from pycomm.testing import run_ranks
+
+RAMP = {"rampup_begin_step": 3, "sparsity": [0.5, 0.75, 0.9], "rampup_step": 4}
+
+
+def _saved_and_loaded(state: Any, folder: Any, name: str) -> Any:
+    torch.save(state, folder / name)
+    return torch.load(folder / name, weights_only=True)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+@pytest.mark.parametrize("options", [{}, RAMP, {"select": "model", "masking": False}])
+@pytest.mark.parametrize("everybody", [False, True])
+def test_p7_resume(tmp_path: Any, stop: int, options: dict[str, Any], everybody: bool) -> None:
+    """Bit for bit, from each rank's own state and from that of all."""
+
+    def program(group: pycomm.Group, stop: int | None) -> list[Tensor]:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, **options)
+        for step in range(8):
+            if step == stop:
+                own = [module.state_dict(), optimizer.state_dict(), dgc.state_dict()]
+                if everybody:
+                    states = [dgc.gather_state(dst) for dst in range(group.size)]
+                    assert [s is not None for s in states] == [r == group.rank for r in range(2)]
+                    own[2] = states[group.rank]
+                own = _saved_and_loaded(own, tmp_path, f"rank{group.rank}_{stop}")
+                module = perceptron(9)
+                model, optimizer, dgc = compressed(module, **options)
+                for one, saved in zip((module, optimizer, dgc), own, strict=True):
+                    one.load_state_dict(saved)
+            step_on(model, batch(group.rank, step), optimizer)
+        return [*parameters(module), *(x for pair in memory_of(dgc).values() for x in pair)]
+
+    for a, b in zip(run_ranks(2, program, None), run_ranks(2, program, stop), strict=True):
+        assert equal(a, b)
+
+
+@pytest.mark.parametrize("after", [1, 2, 6])
+def test_resume_with_another_number_of_ranks(after: int) -> None:
+    """What was owed is kept: the sum of v over its number of ranks."""
+
+    def first(group: pycomm.Group) -> Any:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module)
+        for step in range(4):
+            step_on(model, batch(group.rank, step), optimizer)
+        owed = [m.v.double() for m in dgc.memories.values()]
+        total = [pycomm.all_reduce(x) / group.size for x in owed]
+        return dgc.gather_state(), module.state_dict(), total
+
+    state, weights, wanted = run_ranks(4, first)[0]
+
+    def second(group: pycomm.Group) -> list[Tensor]:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module)
+        module.load_state_dict(weights)
+        dgc.load_state_dict(copy.deepcopy(state))
+        assert dgc.step_count == 4
+        owed = [m.v.double() for m in dgc.memories.values()]
+        torch.testing.assert_close([pycomm.all_reduce(x) / group.size for x in owed], wanted)
+        for step in range(4, 8):
+            step_on(model, batch(group.rank, step), optimizer)
+        return parameters(module)
+
+    results = run_ranks(after, second)
+    assert all(equal(result, results[0]) for result in results)
+
+
+def test_states_that_do_not_fit() -> None:
+    def program(group: pycomm.Group) -> None:
+        _, _, dgc = compressed(perceptron())
+        own = dgc.state_dict()
+        before = memory_of(dgc)
+        wrong = [
+            {**own, "version": 7},
+            {**own, "rank": 1 - group.rank},
+            {**own, "size": 3},
+            {**own, "u": {name: x[:-1] for name, x in own["u"].items()}},
+            {**own, "v": {}},
+        ]
+        for state in wrong:
+            with pytest.raises(InvalidArgument):
+                dgc.load_state_dict(state)
+        assert same_memory(before, memory_of(dgc))
+        dgc.load_state_dict(own)
+
+    run_ranks(2, program)

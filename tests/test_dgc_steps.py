@@ -1,0 +1,444 @@
+"""Steps of DGC that go another way: that fail, that a loss scale skips, that ranks sit out.
+
+And the same bits under torch's DDP. The properties of ordinary steps are in test_dgc.py.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from little_models import batch, equal, parameters, perceptron, seeded, step_on
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch_ranks import Run, run_fixture  # noqa: F401
+
+import pycomm
+from pycomm.errors import Error, InvalidArgument, Unsupported
+from pycomm.lanes import Lanes
+from pycomm.testing import FaultPlan, run_ranks
+
+RATE = 0.05
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **{"lr": RATE, "momentum": 0.9, **options})
+
+
+def compressed(
+    module: nn.Module, form: dict[str, Any] | None = None, **options: Any
+) -> tuple[nn.Module, torch.optim.SGD, pycomm.DGC]:
+    """The module in DataParallel, its optimizer and DGC; all of it is compressed."""
+    optimizer = sgd(module)
+    dgc = pycomm.DGC(optimizer, **{"sparsity": [0.9], "min_count": 1, **options})
+    return pycomm.DataParallel(module, compression=dgc, **(form or {})), optimizer, dgc
+
+
+def memory_of(dgc: pycomm.DGC) -> dict[str, list[Tensor]]:
+    found = dgc.memories.values()
+    return {m.name: [m.u.clone(), *([] if m.v is None else [m.v.clone()])] for m in found}
+
+
+def same_memory(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> bool:
+    return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"rampup_begin_step": 3, "sparsity": [0.5, 0.75, 0.9], "rampup_step": 4},
+    {"select": "model"},
+    {"clip": "global", "clip_norm": 0.05},
+    {"clip_norm": 0.05, "min_count": 100},
+    {"exchange": "masked", "min_count": 100},
+]
+
+
+def _under_both(options: dict[str, Any]) -> None:
+    """Small buckets, which torch cuts anew after its first step."""
+    found = []
+    for ours in (True, False):
+        module = perceptron()
+        optimizer = sgd(module, nesterov=True, weight_decay=1e-2)
+        dgc = pycomm.DGC(optimizer, **{"sparsity": [0.9], "min_count": 1, **options})
+        model: nn.Module
+        if ours:
+            model = pycomm.DataParallel(module, compression=dgc, bucket_mb=1e-3)
+        else:
+            model = DistributedDataParallel(module, bucket_cap_mb=1e-3)
+            model.register_comm_hook(dgc, pycomm.dgc_hook)
+        for step in range(8):
+            step_on(model, batch(torch.distributed.get_rank(), step), optimizer)
+        found.append([*parameters(module), *(x for m in dgc.memories.values() for x in (m.u, m.v))])
+    assert equal(*([x for x in one if x is not None] for one in found))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "default")
+def test_torchs_ddp_gives_the_same_bits(run: Run, options: dict[str, Any]) -> None:
+    run(2, _under_both, options)
+
+
+class Broken(Exception):
+    """What the exchange raises in these tests."""
+
+
+@pytest.mark.parametrize("verb", ["all_gather", "all_reduce"])
+@pytest.mark.parametrize("options", [{}, {"select": "model"}, {"min_count": 600}])
+def test_a_failed_exchange_is_a_step_that_sent_nothing(
+    monkeypatch: pytest.MonkeyPatch, verb: str, options: dict[str, Any]
+) -> None:
+    """Against a twin whose step selects nothing: u and v have the gradient, nothing else moved."""
+    if verb == "all_reduce" and "min_count" not in options:
+        return  # all is compressed, nothing is reduced
+    real = getattr(Lanes, verb)
+    at, calls = [-1, -1], [0, 0]  # by rank
+
+    def sometimes(lanes: Lanes, *args: Any) -> Any:
+        rank = lanes.group.rank
+        calls[rank] += 1
+        if calls[rank] == at[rank]:
+            raise Broken
+        return real(lanes, *args)
+
+    monkeypatch.setattr(Lanes, verb, sometimes)
+
+    def program(group: pycomm.Group, fail: bool) -> list[Tensor]:
+        module = perceptron().double()
+        model, optimizer, dgc = compressed(module, {"bucket_layers": 1}, **options)
+        for step in range(8):
+            x, y = batch(group.rank, step)
+            data = x.double(), y.double()
+            if step == 4 and fail:
+                before, weights = memory_of(dgc), parameters(module)
+                gradients = torch.autograd.grad(
+                    F.mse_loss(module(data[0]), data[1]), list(module.parameters())
+                )
+                at[group.rank] = calls[group.rank] + (3 if verb == "all_reduce" else 1)
+                optimizer.zero_grad()
+                with pytest.raises(Broken):
+                    F.mse_loss(model(data[0]), data[1]).backward()
+                at[group.rank] = -1
+                pycomm.barrier()
+                assert equal(weights, parameters(module))
+                assert dgc.step_count == 4
+                after = memory_of(dgc)
+                taken = 0
+                for (name, old), g in zip(before.items(), gradients, strict=True):
+                    if len(old) == 1:
+                        assert equal(old, after[name])  # travels dense: not touched
+                        continue
+                    u = torch.add(g.flatten(), old[0], alpha=0.9)
+                    if torch.equal(after[name][0], old[0]):
+                        assert equal(after[name], old)  # its bucket's turn had not come
+                        continue
+                    taken += 1
+                    torch.testing.assert_close(after[name], [u, old[1] + u], rtol=1e-15, atol=0)
+                assert taken > 0
+                continue
+            step_on(model, data, optimizer)
+        return parameters(module)
+
+    results = run_ranks(2, program, True)
+    assert equal(*results)
+
+
+def test_a_rank_that_dies_in_the_exchange_takes_nothing_along() -> None:
+    """Rank 1's connection is cut within a step: rank 0 rolls back."""
+
+    def program(group: pycomm.Group) -> None:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module)
+        momentum = dgc.memories
+        try:
+            for step in range(400):
+                before = memory_of(dgc)
+                weights = parameters(module)
+                step_on(model, batch(group.rank, step), optimizer)
+        except Error:
+            assert equal(weights, parameters(module))
+            for memory in momentum.values():
+                old_u, old_v = before[memory.name]
+                if not torch.equal(memory.u, old_u):  # it has taken the gradient in
+                    torch.testing.assert_close(memory.v, old_v + memory.u)
+            raise
+        raise AssertionError("the connection was never cut")
+
+    faults = [FaultPlan(rank=1, action="cut", at="all_gather", after_bytes=30000)]
+    for result in run_ranks(2, program, faults=faults, transport="tcp", return_exceptions=True):
+        assert isinstance(result, Error), result
+
+
+def test_a_backward_pass_that_raises_is_rolled_back() -> None:
+    def program(group: pycomm.Group) -> list[Tensor]:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, {"bucket_layers": 1})
+        for step in range(6):
+            if step == 3:
+
+                def stop(_: Tensor) -> None:
+                    raise Broken
+
+                handle = module[0].weight.register_hook(stop)
+                with pytest.raises(Broken):
+                    F.mse_loss(model(batch(0, 9)[0]), batch(0, 9)[1]).backward()
+                handle.remove()
+                assert dgc.step_count == 3
+            step_on(model, batch(group.rank, step), optimizer)
+        return parameters(module)
+
+    assert equal(*run_ranks(2, program))
+
+
+SCALERS: dict[str, Callable[[], torch.amp.GradScaler]] = {
+    "static": lambda: pycomm.StaticLossScaler(256.0),
+    "torch": lambda: torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3),
+}
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "default")
+def test_a_loss_scale_skips_a_step_on_all_ranks(scaler: str, options: dict[str, Any]) -> None:
+    """Rank 1 overflows in steps 2 and 5; a run without them and without scale has the same bits."""
+
+    def program(group: pycomm.Group, scaled: bool) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        module = perceptron()
+        scale = SCALERS[scaler]() if scaled else None
+        model, optimizer, dgc = compressed(module, scaler=scale, **options)
+        for step in range(9):
+            overflow = step in (2, 5)
+            if overflow and not scaled:
+                continue
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1])
+            if not scaled:
+                loss.backward()
+                optimizer.step()
+                continue
+            assert scale is not None
+            before, weights, rate = memory_of(dgc), parameters(module), scale.get_scale()
+            count = dgc.step_count
+            if overflow and group.rank == 1:
+                loss = loss * (math.inf if step == 2 else math.nan)
+            scale.scale(loss).backward()
+            if step == 3:
+                scale.unscale_(optimizer)
+            scale.step(optimizer)
+            scale.update()
+            assert dgc.step_count == count + (not overflow)
+            assert equal(weights, parameters(module)) == overflow
+            assert same_memory(before, memory_of(dgc)) == overflow
+            if overflow and scaler == "torch":
+                assert scale.get_scale() == rate / 2
+        return parameters(module), memory_of(dgc)
+
+    with_scale, without = (run_ranks(2, program, scaled) for scaled in (True, False))
+    assert equal(with_scale[0][0], with_scale[1][0])
+    assert equal(with_scale[0][0], without[0][0])
+    for a, b in zip(with_scale, without, strict=True):
+        assert same_memory(a[1], b[1])
+
+
+def test_accumulation_takes_the_sum_in_once() -> None:
+    def program(group: pycomm.Group, micro: bool) -> list[Tensor]:
+        module = perceptron().double()
+        model, optimizer, _ = compressed(module)
+        for step in range(5):
+            parts = [batch(group.rank, 2 * step + i) for i in range(2)]
+            losses = [lambda p=p: F.mse_loss(model(p[0].double()), p[1].double()) for p in parts]
+            optimizer.zero_grad()
+            if micro:
+                with model.no_sync():
+                    losses[0]().backward()
+                losses[1]().backward()
+            else:
+                (losses[0]() + losses[1]()).backward()
+            optimizer.step()
+        return parameters(module)
+
+    micro, whole = run_ranks(2, program, True), run_ranks(2, program, False)
+    assert equal(*micro)
+    torch.testing.assert_close(micro, whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", [{}, {"select": "model"}, {"rampup_begin_step": 2}])
+def test_a_rank_without_data_sends_what_it_owes(options: dict[str, Any]) -> None:
+    """Momentum 0, so that all gradients are what was sent and what is owed. Whole numbers."""
+
+    def program(group: pycomm.Group) -> Tensor:
+        layer = nn.Linear(60, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        optimizer = sgd(layer, momentum=0.0, lr=1.0)
+        dgc = pycomm.DGC(optimizer, **{"sparsity": [0.9], "min_count": 1, **options})
+        model = pycomm.DataParallel(layer, compression=dgc)
+        own = torch.Generator().manual_seed(group.rank)
+        total = torch.zeros(60)
+        with model.join():
+            for _ in range((2, 7)[group.rank]):
+                gradient = torch.randint(-8, 9, (1, 60), generator=own).float() * 64
+                total += gradient[0]
+                optimizer.zero_grad()
+                model(gradient).sum().backward()
+                optimizer.step()
+        assert dgc.step_count == 7
+        owed = next(iter(dgc.memories.values())).v
+        missing = pycomm.all_reduce(total) - pycomm.all_reduce(owed.clone())
+        assert torch.equal(-layer.weight.detach()[0] * group.size, missing)
+        return layer.weight.detach()
+
+    a, b = run_ranks(2, program)
+    assert torch.equal(a, b)
+
+
+def test_a_parameter_without_gradient_still_sends_what_it_owes() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch = nn.ModuleList(nn.Linear(16, 3, bias=False) for _ in range(2))
+
+        def forward(self, x: Tensor, which: int) -> Tensor:
+            y: Tensor = self.branch[which](x)
+            return y
+
+    def program(group: pycomm.Group) -> list[Tensor]:
+        module = seeded(Two(), 0)
+        model, optimizer, dgc = compressed(module, {"find_unused_parameters": True})
+        for step in range(4):
+            before = memory_of(dgc)
+            optimizer.zero_grad()
+            x, y = batch(group.rank, step)
+            which = group.rank if step < 3 else 0
+            F.mse_loss(model(x, which), y).backward()
+            optimizer.step()
+        after = memory_of(dgc)
+        u, v = before["branch.1.weight"]
+        decayed = 0.9 * u
+        kept = after["branch.1.weight"][1] != 0
+        assert torch.equal(after["branch.1.weight"][0][kept], decayed[kept])
+        assert torch.equal(after["branch.1.weight"][1][kept], (v + decayed)[kept])
+        return parameters(module)
+
+    assert equal(*run_ranks(2, program))
+
+
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("exchange", ["gather", "masked"])
+def test_nan_and_inf_are_sent_at_once_and_do_not_stay(masking: bool, exchange: str) -> None:
+    def program(group: pycomm.Group) -> Tensor:
+        layer = nn.Linear(50, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        model, optimizer, dgc = compressed(layer, masking=masking, exchange=exchange)
+        memory = next(iter(dgc.memories.values()))
+        for step in range(3):
+            gradient = torch.arange(1.0, 51.0)[None] * 100
+            if step == 1 and group.rank == 1:
+                gradient[0, 7], gradient[0, 9] = math.nan, -math.inf
+            optimizer.zero_grad()
+            model(gradient).sum().backward()
+            optimizer.step()
+            assert bool(memory.u.isfinite().all())
+            assert bool(memory.v.isfinite().all())
+        return layer.weight.detach()[0]
+
+    for weight in run_ranks(2, program):
+        assert (~weight.isfinite()).nonzero().flatten().tolist() == [7, 9]
+
+
+def test_channels_last_and_half_precision() -> None:
+    class Picture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.picture = nn.Conv2d(2, 6, 2).to(memory_format=torch.channels_last)
+            self.last = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(self.picture(x.view(-1, 2, 2, 4)).mean((2, 3)))
+            return y
+
+    def program(group: pycomm.Group, dtype: torch.dtype, last: bool) -> list[Tensor]:
+        module = seeded(Picture(), 0)
+        if not last:
+            module.picture.weight.data = module.picture.weight.data.contiguous()
+        module = module.to(dtype)
+        model, optimizer, _ = compressed(module, sparsity=[0.5])
+        for step in range(6):
+            x, y = batch(group.rank, step)
+            step_on(model, (x.to(dtype), y.to(dtype)), optimizer)
+        return parameters(module)
+
+    for dtype in (torch.float64, torch.bfloat16):
+        last, plain = run_ranks(2, program, dtype, True), run_ranks(2, program, dtype, False)
+        assert equal(*last)
+        assert last[0][0].dtype == dtype
+        if dtype == torch.float64:
+            torch.testing.assert_close(last[0], plain[0])
+
+
+def test_memory_held() -> None:
+    """u and v are 8 bytes a parameter; packets and scratch stay below 3 % of that."""
+
+    def program(group: pycomm.Group) -> None:
+        module = nn.Linear(512, 512)
+        model, optimizer, dgc = compressed(module, sparsity=[0.999])
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 512)).square().mean().backward()
+            optimizer.step()
+        count = sum(p.numel() for p in module.parameters())
+        held = sum(x.nbytes for m in dgc.memories.values() for x in (m.u, m.v))
+        assert held == 8 * count
+        assert not optimizer.state
+
+    run_ranks(2, program)
+
+
+def test_refusals() -> None:
+    def program(group: pycomm.Group) -> None:
+        module = perceptron()
+        with pytest.raises(Unsupported, match="LocalSGD"):
+            pycomm.DGC(torch.optim.Adam(module.parameters()))
+        for wrong in ({"dampening": 0.1}, {"maximize": True}):
+            with pytest.raises(InvalidArgument, match="dampening"):
+                pycomm.DGC(sgd(module, **wrong))
+        for wrong in (
+            {"clip": "all"}, {"select": "most"}, {"k_rule": "floor"}, {"exchange": "dense"},
+            {"clip_norm": 0.0}, {"sparsity": [1.0]}, {"rampup_step": 0},
+        ):  # fmt: skip
+            with pytest.raises(InvalidArgument):
+                pycomm.DGC(sgd(module), **wrong)
+        for wrong in ({"exchange": "tuned"}, {"value_dtype": "float16"}):
+            with pytest.raises(Unsupported, match="not built yet"):
+                pycomm.DGC(sgd(module), **wrong)
+        words = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+        with pytest.raises(Unsupported, match=r"'0.0'.*without momentum"):
+            pycomm.DataParallel(words, compression=pycomm.DGC(sgd(words)))
+        groups = [{"params": [module[0].weight]}, {"params": [module[2].weight], "momentum": 0.5}]
+        optimizer = torch.optim.SGD(groups, lr=RATE, momentum=0.9)
+        dgc = pycomm.DGC(optimizer, select="model", min_count=1)
+        with pytest.raises(InvalidArgument, match="one momentum"):
+            dgc.begin()
+
+    run_ranks(1, program)
+
+
+def test_a_sparse_embedding_beside_compressed_parameters() -> None:
+    def program(group: pycomm.Group) -> list[Tensor]:
+        words, out = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3)
+        module = seeded(nn.Sequential(words, nn.Flatten(0, 1), out), 0)
+        groups = [
+            {"params": words.parameters(), "momentum": 0.0},
+            {"params": out.parameters(), "momentum": 0.9},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=RATE)
+        dgc = pycomm.DGC(optimizer, sparsity=[0.5], min_count=1)
+        model = pycomm.DataParallel(module, compression=dgc)
+        own = torch.Generator().manual_seed(group.rank)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randint(0, 50, (2, 5), generator=own)).square().mean().backward()
+            optimizer.step()
+        assert words.weight.grad is not None
+        assert words.weight.grad.is_sparse
+        return parameters(module)
+
+    assert equal(*run_ranks(2, program))
