@@ -1,6 +1,7 @@
 """The benchmark of collectives: its arithmetic on made-up times, and tiny real runs."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,19 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import collectives, limits, mpi, peers, table, training, verbs, worker
+from benchmarks import (
+    collectives,
+    limits,
+    link_rank,
+    links,
+    mpi,
+    netns,
+    peers,
+    table,
+    training,
+    verbs,
+    worker,
+)
 from benchmarks.sizes import format_size, parse_size, parse_sizes
 from benchmarks.worker import Times
 
@@ -233,3 +246,58 @@ def test_a_tiny_training_run_is_stored_and_drawn(tmp_path: Path) -> None:
 def test_nonsense_about_training_is_refused(args: list[str]) -> None:
     with pytest.raises(SystemExit):
         training.main(args)
+
+
+def said_of_links(seconds: dict[str, float], cpu_s: float) -> link_rank.Said:
+    names = list(seconds)
+    return link_rank.Said(
+        verb="all_reduce",
+        size_bytes=10**8,
+        wrong=dict.fromkeys(names, 1),
+        seconds={name: [[s, s, 9.0]] for name, s in seconds.items()},
+        cpu_s={name: [[cpu_s]] for name in names},
+    )
+
+
+def test_figures_of_links_are_those_of_what_a_host_must_send() -> None:
+    by_rank = [said_of_links({"pycomm": 0.1, "gloo": 0.2}, c) for c in (0.03, 0.05)]
+    by_rank.append(said_of_links({"pycomm": 0.2, "gloo": 0.5}, 0.04))
+    by_rank.append(by_rank[0])
+    ours, gloo = links.rows_of("4gbit", 2, by_rank)  # two ranks on each of two hosts
+    assert (ours.wrong, gloo.ratio, ours.time_ms) == (4, 1, 200)
+    assert ours.ratio == pytest.approx(2.5)
+    assert ours.bandwidth_gbs == pytest.approx(0.5)
+    assert ours.line_percent == pytest.approx(100)
+    assert ours.cpu_s_per_gb == pytest.approx((0.03 + 0.05 + 0.04 + 0.03) / 2 / 0.1)
+    assert len(links.text(ours)) == len(links.HEADER) + len("100000000") - 6
+    assert links.rows_of("none", 2, by_rank)[0].line_percent is None
+    assert links.rows_of("none", 4, by_rank)[0].bandwidth_gbs == pytest.approx(0.75)
+
+
+@pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
+def test_a_tiny_run_between_hosts_is_stored_and_drawn(tmp_path: Path) -> None:
+    json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
+    args = ["links", "--rates", "1gbit,none", "--sizes", "64K", "--rounds", "1"]
+    assert command.main([*args, "--json", str(json_to), "--plot", str(plot_to)]) == 0
+    stored = json.loads(json_to.read_text())
+    assert [(row["rate"], row["peer"]) for row in stored["rows"]] == [
+        *(("1gbit", "pycomm"), ("1gbit", "gloo"), ("none", "pycomm"), ("none", "gloo"))
+    ]
+    assert all(row["time_ms"] > 0 and row["cpu_s_per_gb"] > 0 for row in stored["rows"])
+    assert plot_to.read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_there_can_be_no_hosts_a_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert links.main([]) == 2
+    assert "needs root" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args", [["--rates", "fast"], ["--peers", "mpich"], ["--hosts", "1"], ["--ops", ""]]
+)
+def test_nonsense_about_links_is_refused(args: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        links.main(args)

@@ -1,4 +1,4 @@
-"""Ranks on different hosts, for real: network namespaces joined by bridges (netns.py).
+"""Ranks on different hosts, for real: network namespaces joined by bridges (benchmarks/netns.py).
 
 A namespace has its own interfaces and its own abstract sockets, so each is a host to pycomm. Needs
 root and iproute2. What the ranks do is in host_ranks.py.
@@ -6,6 +6,7 @@ root and iproute2. What the ranks do is in host_ranks.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import subprocess
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from netns import Counters, Host, Network, missing
+
+from benchmarks.netns import Counters, Host, Network, missing
 
 WHY_NOT = missing()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -280,3 +282,23 @@ def test_our_bytes_are_those_of_the_interface(family: str, cut: bool) -> None:
     assert told["written"] == pytest.approx(sent, rel=0.03)
     assert told["received"] == pytest.approx(received, rel=0.03)
     assert told["written"] > 64 << 20
+
+
+def test_near_hosts_are_not_paced() -> None:
+    """Where the system's congestion control is bbr, ranks close to each other take another."""
+    with Network(2) as net:
+        for host in net.hosts:
+            with contextlib.suppress(OSError):  # a kernel without it has nothing to be changed
+                host.run("sysctl", "-qw", "net.ipv4.tcp_congestion_control=bbr")
+        run = Run(net, [0, 1], "traffic").start_all()
+        for _ in ("ready", "done"):
+            for rank in (0, 1):
+                run.ranks[rank].stdout.readline()
+            sockets = net.hosts[1].run("ss", "-tinHO", "state", "established")
+            for rank in (0, 1):
+                run.ranks[rank].stdin.write("\n")
+                run.ranks[rank].stdin.flush()
+        run.told()
+    loaded = [line for line in sockets.splitlines() if "cubic" in line or "reno" in line]
+    assert len(loaded) == 1, sockets  # the store's connection stays as the system has it
+    assert "bbr" not in loaded[0]

@@ -11,8 +11,7 @@ A namespace has interfaces, routes and abstract sockets of its own, so to pycomm
 Host `i` has the interface `eth0` on link 0, `eth1` on link 1 and so on, with the addresses that
 `Host.ipv4` and `Host.ipv6` give, and is called `host<i>` on all of them (by link 0). Nothing of it
 is seen outside, and nothing is left of it after the `with`. Needs root, iproute2 and a kernel with
-veth and bridges: `missing()` says what is not there. Not a test: the tests of hosts, benchmarks and
-the launcher's tests call it.
+veth and bridges: `missing()` says what is not there. Called by links.py and by the tests of hosts.
 """
 
 from __future__ import annotations
@@ -130,6 +129,7 @@ class Network:
         try:
             _run("ip", "netns", "add", self._switch)
             _without_ipv6(self._switch)
+            _without_filters(self._switch)
             for link in range(self.links):
                 self._inside("link", "add", f"br{link}", "type", "bridge", "mcast_snooping", "0")
                 self._inside("link", "set", f"br{link}", "up")
@@ -197,6 +197,13 @@ def _without_ipv6(namespace: str) -> None:
     for interfaces in ("all", "default"):
         path = f"/proc/sys/net/ipv6/conf/{interfaces}/disable_ipv6"
         _run("ip", "netns", "exec", namespace, "sh", "-c", f"! test -e {path} || echo 1 > {path}")
+
+
+def _without_filters(namespace: str) -> None:
+    """Packets pass its bridges without a look at firewall rules, which cost a switch nothing."""
+    for family in ("iptables", "ip6tables", "arptables"):
+        path = f"/proc/sys/net/bridge/bridge-nf-call-{family}"
+        _run("ip", "netns", "exec", namespace, "sh", "-c", f"! test -e {path} || echo 0 > {path}")
 
 
 def _etc(host: Host) -> Path:

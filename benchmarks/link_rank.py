@@ -1,0 +1,101 @@
+"""One rank of `benchmarks links`: `python -m benchmarks.link_rank`, its orders on stdin as JSON.
+
+Checks every case, then times the contestants in turn. What it says goes to stdout, a line of JSON
+for each case; the ranks meet at a store in rank 0's host, and start each call together by a file
+that all map, for the hosts share this machine. Started by links.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
+
+from benchmarks.peers import OURS, PEERS, Groups
+from benchmarks.verbs import Arrays, Call, Case
+from benchmarks.worker import Barrier
+
+PORT = 29400
+TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a rank is to do."""
+
+    rank: int
+    size: int
+    master: str
+    flags: str  # the file of worker.Barrier
+    peers: list[str]
+    cases: list[tuple[str, int, int]]  # verb, bytes, calls of each round
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Said:
+    """Of one case; `seconds[name][round]` and `cpu_s[name][round]` are lists of single calls."""
+
+    verb: str
+    size_bytes: int
+    wrong: dict[str, int]
+    seconds: dict[str, list[list[float]]]
+    cpu_s: dict[str, list[list[float]]]  # of all threads, and of the kernel for them
+
+
+def main() -> None:
+    """Does what stdin says."""
+    orders = Orders(**json.loads(sys.stdin.readline()))
+    torch.set_num_threads(1)
+    store = TCPStore(
+        orders.master, PORT, is_master=orders.rank == 0, wait_for_workers=False, timeout=TIMEOUT
+    )
+    peers = [(OURS | PEERS)[name] for name in orders.peers]
+    groups = Groups(peers, store, orders.rank, orders.size)
+    barrier = Barrier(Path(orders.flags), orders.rank, orders.size)
+    for verb, size_bytes, calls in orders.cases:
+        arrays = Arrays(Case(verb, "float32", size_bytes, orders.size), orders.rank)
+        contestants = {peer.name: groups.call(peer, arrays) for peer in peers}
+        said = Said(verb, arrays.case.bytes, {}, {}, {})
+        for name, call in contestants.items():
+            barrier()
+            said.wrong[name] = arrays.wrong(call)
+            said.seconds[name], said.cpu_s[name] = [], []
+        for turn in range(orders.rounds):
+            first = turn % len(peers)  # nobody always comes after the same one
+            for peer in peers[first:] + peers[:first]:
+                seconds, cpu_s = _series(contestants[peer.name], arrays, barrier, calls)
+                said.seconds[peer.name].append(seconds)
+                said.cpu_s[peer.name].append(cpu_s)
+        print(json.dumps(asdict(said)), flush=True)
+    barrier()
+    dist.destroy_process_group()
+
+
+def _series(
+    call: Call, arrays: Arrays, barrier: Barrier, calls: int
+) -> tuple[list[float], list[float]]:
+    """Seconds and processor seconds of each of `calls` calls, after one that warms up."""
+    seconds, cpu_s = [], []
+    gc.disable()
+    for _ in range(calls + 1):
+        arrays.rewrite()
+        barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        call()
+        cpu_s.append(time.process_time() - cpu_start)
+        seconds.append(time.perf_counter() - start)
+    gc.enable()
+    return seconds[1:], cpu_s[1:]
+
+
+if __name__ == "__main__":
+    main()
