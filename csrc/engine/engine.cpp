@@ -141,7 +141,7 @@ void Engine::drive(Task& task, const Deadline& deadline) {
       continue;
     }
     // Look again for a while: a peer that is about to answer does so sooner than a sleeper wakes.
-    if (options_.spin.count() > 0) {
+    if (options_.spin.count() > 0 && worth_looking(task)) {
       __builtin_ia32_pause();
       if (++looks % kLooksPerClock != 0) continue;
       const auto now = Clock::now();
@@ -160,12 +160,20 @@ void Engine::drive(Task& task, const Deadline& deadline) {
 // How long to look next time. Two ranks that both sleep after `spin` can go on so for ever, each
 // waking too late for the other's look: to wake takes longer than that. Who has slept for a short
 // while therefore looks for twice as long the next time, which brings the two together again; and
-// bit by bit for less from then on.
+// bit by bit for less from then on. A sleep without a look before it teaches nothing.
 void Engine::learn(Clock::time_point idle_since) {
-  if (options_.spin.count() == 0) return;
+  if (idle_since == Clock::time_point{}) return;
   const auto idle = Clock::now() - idle_since;
   patience_ =
       idle < kShortSleep ? std::max<std::chrono::nanoseconds>(patience_, 2 * idle) : options_.spin;
+}
+
+// Not where a look costs much and a sleep little: while much is on its way by a socket.
+bool Engine::worth_looking(const Task& task) const {
+  const int from = task.receiving_from(), peer = from != kNobody ? from : task.sending_to();
+  if (peer < 0 || (from != kNobody && task.receiving_bytes() < kSegmentBytes)) return true;
+  const auto& link = peers_[static_cast<size_t>(peer)].link;
+  return !link || !link->channel().looks_are_dear();
 }
 
 // Arms, looks once more, and only then sleeps: so no wake-up is lost.
@@ -177,8 +185,10 @@ void Engine::sleep(Task& task, const Deadline& deadline) {
     const Peer& peer = peers_[i];
     if (!peer.link || peer.link->channel().hung_up()) continue;
     armed_.push_back(&peer.link->channel());
-    polled_.push_back(
-        armed_.back()->arm({!must_wait(static_cast<int>(i), task), !peer.link->idle()}));
+    const bool awaited = task.receiving_from() == static_cast<int>(i);
+    polled_.push_back(armed_.back()->arm({.receive = !must_wait(static_cast<int>(i), task),
+                                          .send = !peer.link->idle(),
+                                          .bytes = awaited ? task.receiving_bytes() : 1}));
   }
   struct Disarm {
     Engine& engine;
@@ -397,12 +407,12 @@ Link* Engine::incoming(int peer) {
   return nullptr;
 }
 
-bool Engine::open(int peer, const Header& header, ConstBytes payload) {
+bool Engine::open(int peer, const Header& header, ConstBytes payload, bool more) {
   if (!at(peer).link) want(peer);
   if (!at(peer).link || at(peer).departed) return false;
   Link& link = *at(peer).link;
   if (!link.idle() && !link.flush()) return false;
-  link.begin(header, payload);
+  link.begin(header, payload, more);
   return true;
 }
 

@@ -34,6 +34,8 @@ class Task {
   // Whom it waits for, or kNobody.
   virtual int sending_to() const = 0;
   virtual int receiving_from() const = 0;
+  // How much is still to come from there, at least.
+  virtual size_t receiving_bytes() const { return 0; }
   // Around a sleep, for tasks that others wake: arm() comes before a last look, as with channels.
   virtual void arm() {}
   virtual void disarm() {}
@@ -130,7 +132,7 @@ class Engine {
   Link* incoming(int peer);
   // Begins a frame, whose payload stays in place until frame_over(). False while notices are in the
   // way. push() sends what fits now and gives the payload bytes that went.
-  bool open(int peer, const Header& header, ConstBytes payload);
+  bool open(int peer, const Header& header, ConstBytes payload, bool more = false);
   size_t push(int peer);
   bool frame_over(int peer) { return at(peer).link->idle(); }
   // The oldest message from `from` with the tag, once it is whole. For kAnybody: of everybody's
@@ -167,6 +169,7 @@ class Engine {
   void guard(Task& task, const Header& signature, const Deadline& deadline);
   void drive(Task& task, const Deadline& deadline);
   void learn(Clock::time_point idle_since);
+  bool worth_looking(const Task& task) const;
   void sleep(Task& task, const Deadline& deadline);
   void check_world(const Task& task, const Deadline& deadline);
   void check_needed(const Task& task);

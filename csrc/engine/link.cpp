@@ -11,23 +11,25 @@ ConstBytes bytes_of(const Header& header) { return std::as_bytes(std::span(&head
 
 }  // namespace
 
-size_t Link::write(ConstBytes head, ConstBytes body) {
+size_t Link::write(ConstBytes head, ConstBytes body, bool more) {
+  channel_->expect_more(more);
   const size_t n = channel_->send(head, body);
   bytes_written_ += n;
   return n;
 }
 
-void Link::begin(const Header& header, ConstBytes payload) {
+void Link::begin(const Header& header, ConstBytes payload, bool more) {
   check(idle() && header.bytes == payload.size(), "a frame was begun inside another");
   out_ = header;
   head_left_ = sizeof(Header);
   body_ = payload;
   abandoned_ = false;
+  more_ = more;
   ++frames_sent_;
 }
 
 size_t Link::push() {
-  const size_t n = write(bytes_of(out_).last(head_left_), body_);
+  const size_t n = write(bytes_of(out_).last(head_left_), body_, more_ && !abandoned_);
   const size_t head = std::min(n, head_left_);
   head_left_ -= head;
   body_ = body_.subspan(n - head);
@@ -61,7 +63,7 @@ bool Link::flush() {
     const auto head = bytes_of(notice.header);
     const auto body = std::as_bytes(std::span(notice.text));
     const size_t in_head = std::min(notice_sent_, head.size());
-    const size_t n = write(head.subspan(in_head), body.subspan(notice_sent_ - in_head));
+    const size_t n = write(head.subspan(in_head), body.subspan(notice_sent_ - in_head), false);
     notice_sent_ += n;
     if (notice_sent_ < head.size() + body.size()) return false;
     ++frames_sent_;

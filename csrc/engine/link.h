@@ -23,7 +23,8 @@ class Link {
   // Sending. begin() may be called once idle(); its payload stays where it is until the frame is
   // out or abandoned. push() sends what fits of it and gives the payload bytes that went.
   bool idle() const { return !open() && notices_.empty(); }
-  void begin(const Header& header, ConstBytes payload);
+  // `more`: another frame follows at once.
+  void begin(const Header& header, ConstBytes payload, bool more = false);
   size_t push();
   // Lets go of the payload of the frame in the making: what is left of it is copied, for flush().
   void abandon();
@@ -56,7 +57,7 @@ class Link {
     std::string text;
   };
   bool open() const { return head_left_ > 0 || !body_.empty(); }
-  size_t write(ConstBytes head, ConstBytes body);
+  size_t write(ConstBytes head, ConstBytes body, bool more);
   bool read_header();
   bool drop();
 
@@ -66,7 +67,7 @@ class Link {
   size_t head_left_ = 0;
   ConstBytes body_;
   std::vector<std::byte> kept_;
-  bool abandoned_ = false;
+  bool abandoned_ = false, more_ = false;
   std::deque<Notice> notices_;
   size_t notice_sent_ = 0;  // bytes of the first notice that are out
   // Receiving: the frame at the front.

@@ -49,6 +49,10 @@ int Run::receiving_from() const {
   return move(receiving_).from != rank_ ? move(receiving_).from : kNobody;
 }
 
+size_t Run::receiving_bytes() const {
+  return receiving_ < end() ? bytes(move(receiving_).in) - landed_ : 0;
+}
+
 // Whether the first `upto` bytes of the sending move are there.
 bool Run::sendable(size_t upto) const {
   const Needs& need = needs(sending_);
@@ -66,8 +70,10 @@ bool Run::send_step() {
     if (!sendable(sent_ + frame)) return false;
     header_.bytes = static_cast<uint32_t>(frame);
     if (!job_.claims.empty()) header_.count = job_.claims[static_cast<size_t>(now.to)];
-    if (!engine_.open(now.to, header_, {total > 0 ? place(now.out) + sent_ : nullptr, frame}))
-      return false;
+    const size_t next = std::min(sent_ + frame + kSegmentBytes, total);
+    const bool more = sent_ + frame < total && sendable(next);
+    const ConstBytes payload{total > 0 ? place(now.out) + sent_ : nullptr, frame};
+    if (!engine_.open(now.to, header_, payload, more)) return false;
     frame_open_ = true;
   }
   const size_t gone = engine_.push(now.to);

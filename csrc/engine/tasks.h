@@ -14,6 +14,7 @@ class Run final : public Task {
   bool done() const override { return sending_ == end() && receiving_ == end(); }
   int sending_to() const override;
   int receiving_from() const override;
+  size_t receiving_bytes() const override;
 
  private:
   size_t end() const { return job_.schedule->plan.moves.size(); }

@@ -1,7 +1,7 @@
 #include "transport/tcp.h"
 
+#include <linux/tcp.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <sstream>
+#include <string_view>
 #include <vector>
 
 #include "os/interfaces.h"
@@ -24,11 +25,47 @@ namespace {
 constexpr size_t kReadAhead = size_t{4} << 10;
 constexpr size_t kBufferBytes = size_t{256} << 10;
 
+// What waits in the kernel before it is sent: enough for the time that a sleeper needs to wake (0.2
+// ms at 10 Gbit/s), and little, for it was copied and should still be in the cache when it leaves.
+constexpr int kUnsentBytes = 512 << 10;
+
+// A wake-up costs as much as tens of kilobytes of traffic; more than this is not waited for, so
+// that ranks in a chain work at the same time.
+constexpr size_t kMostAwaited = size_t{256} << 10;
+
+// Between hosts that answer sooner the way is short and its owner's own.
+constexpr uint32_t kNearUs = 1000;
+
+template <typename T>
+void set_tcp(int fd, int option, const T& value) {
+  ::setsockopt(fd, IPPROTO_TCP, option, &value, sizeof value);
+}
+
+// BBR spaces packets out by timers, which costs the processor more than the data on a short way:
+// where it is the system's choice and the peer near, the socket takes another. An all_reduce of 16
+// MiB between two namespaces at 10 Gbit/s took 22 ms instead of 30.
+void choose_congestion_control(int fd) {
+  std::array<char, 16> name{};
+  auto length = static_cast<socklen_t>(name.size());
+  tcp_info info{};
+  socklen_t info_length = sizeof info;
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), &length) != 0 ||
+      std::string_view(name.data()) != "bbr" ||
+      ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &info_length) != 0 ||
+      info.tcpi_min_rtt >= kNearUs)
+    return;
+  for (const std::string_view other : {"cubic", "reno"})  // the first is not allowed everywhere
+    if (::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, other.data(),
+                     static_cast<socklen_t>(other.size())) == 0)
+      return;
+}
+
 class TcpChannel final : public Channel {
  public:
   explicit TcpChannel(Fd fd) : fd_(std::move(fd)), buffer_(kBufferBytes) {
-    const int on = 1;
-    ::setsockopt(fd_.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    set_tcp(fd_.get(), TCP_NODELAY, 1);
+    set_tcp(fd_.get(), TCP_NOTSENT_LOWAT, kUnsentBytes);
+    choose_congestion_control(fd_.get());
   }
 
   ~TcpChannel() override { see_off(std::move(fd_)); }
@@ -43,7 +80,9 @@ class TcpChannel final : public Channel {
     message.msg_iov = parts.data();
     message.msg_iovlen = parts.size();
     for (;;) {
-      const auto n = ::sendmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+      // Else a frame of 64 KiB ends in a packet of a few hundred bytes.
+      const int wait = more_ ? MSG_MORE : 0;
+      const auto n = ::sendmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL | wait);
       if (n >= 0) return static_cast<size_t>(n);
       if (errno == EINTR) continue;
       if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
@@ -51,6 +90,9 @@ class TcpChannel final : public Channel {
       return head.size() + body.size();
     }
   }
+
+  void expect_more(bool more) override { more_ = more; }
+  bool looks_are_dear() const override { return true; }
 
   ConstBytes peek(size_t want) override {
     want = std::min(want, kBufferBytes);
@@ -84,6 +126,7 @@ class TcpChannel final : public Channel {
 
   pollfd arm(Want want) override {
     // POLLRDHUP tells of a peer that closed even where nothing is to be read now.
+    if (want.receive) wake_at(want.bytes - std::min(want.bytes, end_ - begin_));
     const int events = (want.receive ? POLLIN : 0) | (want.send ? POLLOUT : 0) | POLLRDHUP;
     return {fd_.get(), static_cast<short>(events), 0};
   }
@@ -99,6 +142,14 @@ class TcpChannel final : public Channel {
   }
 
  private:
+  // How much must have arrived before poll(2) tells of it; of a peer's end it tells at once.
+  void wake_at(size_t bytes) {
+    const int least = static_cast<int>(std::clamp<size_t>(bytes, 1, kMostAwaited));
+    if (least == wakes_at_) return;
+    if (::setsockopt(fd_.get(), SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least) == 0)
+      wakes_at_ = least;
+  }
+
   size_t read(Bytes into) {
     for (;;) {
       const auto n = ::recv(fd_.get(), into.data(), into.size(), MSG_DONTWAIT);
@@ -113,6 +164,8 @@ class TcpChannel final : public Channel {
   std::vector<std::byte> buffer_;
   size_t begin_ = 0, end_ = 0;  // what was read ahead
   bool hung_up_ = false;
+  bool more_ = false;
+  int wakes_at_ = 1;
 };
 
 class Tcp final : public SocketTransport {

@@ -27,6 +27,9 @@ using ConstBytes = std::span<const std::byte>;
 struct Want {
   bool receive = false;
   bool send = false;
+  // Of `receive`: how much is worth a wake-up, where the channel can tell; less may lie there until
+  // something else wakes the rank.
+  size_t bytes = 1;
 };
 
 // One end of a connection. Used by one thread at a time.
@@ -38,6 +41,9 @@ class Channel {
   // Takes as much of `head` and then `body` as fits now, perhaps nothing; gives the bytes taken.
   // After the peer hung up bytes are taken and lost.
   virtual size_t send(ConstBytes head, ConstBytes body) = 0;
+  // Of the sends to come: whether further ones follow at once, so that the end of what is sent may
+  // wait for them.
+  virtual void expect_more(bool) {}
 
   // What has arrived and was not taken, as one run; at least 64 KiB of it if that much was sent and
   // `want` asks for it. Valid until the next call.
@@ -54,6 +60,10 @@ class Channel {
   // there was any, or a wake-up is lost.
   virtual pollfd arm(Want want) = 0;
   virtual void disarm(short revents) = 0;
+
+  // Whether to look for progress costs about as much as what a look gains: while much is on its way
+  // it is better to sleep.
+  virtual bool looks_are_dear() const { return false; }
 
   // Wakes the peer if it sleeps on this channel.
   virtual void ring() {}
