@@ -24,6 +24,12 @@ std::string encode_goodbye(uint8_t kind, int32_t peer, const std::string& text) 
   return payload + text;
 }
 
+// Whether data flows from the root only: a rank can be through with it before it heard of others.
+bool is_one_way(const Header& header) {
+  return header.operation == static_cast<uint8_t>(Operation::broadcast) ||
+         header.operation == static_cast<uint8_t>(Operation::scatter);
+}
+
 }  // namespace
 
 std::string describe(const Header& header) {
@@ -67,9 +73,12 @@ std::string describe(const Header& header) {
 // Tells everybody, then forgets the calls of this epoch. User memory is untouched by then: plans
 // write to it only when every rank's header was seen.
 void Engine::disagree(int peer, const Header& theirs) {
-  const std::string text = "ranks disagree about call " + std::to_string(sequence_) + ": " +
-                           name(options_.rank) + " called " + describe(expected_from(peer)) + ", " +
-                           name(peer) + " called " + describe(theirs) + "; no array was changed";
+  const std::string text =
+      "ranks disagree about call " + std::to_string(sequence_) + ": " + name(options_.rank) +
+      " called " + describe(expected_from(peer)) + ", " + name(peer) + " called " +
+      describe(theirs) +
+      (is_one_way(theirs) || is_one_way(expected_from(peer)) ? "; what they write is undefined"
+                                                             : "; no array was changed");
   give_up_call(peer, sequence_, text);
 }
 

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <atomic>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -84,6 +85,36 @@ const Test kBoth{
           expect(group.stats().calls >= 30, "calls were lost");
         });
       }
+    }};
+
+// The root that it waits for makes no other call before.
+const Test kThrough{
+    "who waits for a root that is through with the call hears of it", [] {
+      for (const std::string& by : kTransports)
+        for (const Algorithm algorithm : {Algorithm::automatic, Algorithm::direct}) {
+          std::promise<void> heard;
+          std::shared_future<void> after = heard.get_future();
+          ranks::World world{.size = 3, .transport = by, .heartbeat = kLimit};
+          ranks::run_groups(world, [&](Group& group) {
+            std::array<float, 3> values{};
+            const bool odd = group.rank() == 2;
+            const Call scatter{.operation = Operation::scatter,
+                               .dtype = Dtype::float32,
+                               .input = values.data(),
+                               .output = values.data(),
+                               .count = 1,
+                               .peer = odd ? 1 : 0,
+                               .algorithm = algorithm};
+            const Ending ending = ending_of([&] {
+              group.run(scatter);
+              after.wait();
+              group.run({.operation = Operation::barrier});
+            });
+            if (odd) heard.set_value();
+            expect(ending.is(ErrorKind::mismatch) && ending.says("disagree"), ending.text());
+            group.run({.operation = Operation::barrier});
+          });
+        }
     }};
 
 const Test kEnds{"a pace-maker ends by itself, by join, and twice", [] {
