@@ -46,11 +46,14 @@ from pycomm.group import (
 from pycomm.values import all_gather_object, user_get, user_pop, user_set
 
 if TYPE_CHECKING:
+    from pycomm import data, metrics
     from pycomm.compress import DGC, dgc_hook
+    from pycomm.functional import remote_recv, remote_send
     from pycomm.fused import bcast_list_
     from pycomm.launch import launcher
     from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
     from pycomm.parallel import DataParallel, make_allreduce_cb
+    from pycomm.rank0 import load, print0, save
 
 __all__ = [
     "DGC",
@@ -69,6 +72,7 @@ __all__ = [
     "barrier",
     "bcast_list_",
     "broadcast",
+    "data",
     "dgc_hook",
     "empty",
     "errors",
@@ -77,13 +81,19 @@ __all__ = [
     "init",
     "is_initialized",
     "launcher",
+    "load",
     "local_rank",
     "local_size",
     "make_allreduce_cb",
+    "metrics",
+    "print0",
     "rank",
     "recv",
     "reduce",
     "reduce_scatter",
+    "remote_recv",
+    "remote_send",
+    "save",
     "scatter",
     "send",
     "set_num_threads",
@@ -104,11 +114,19 @@ _TRAINING = {
     "bcast_list_": "pycomm.fused",
     "dgc_hook": "pycomm.compress",
     "launcher": "pycomm.launch",
+    "load": "pycomm.rank0",
     "make_allreduce_cb": "pycomm.parallel",
+    "print0": "pycomm.rank0",
+    "remote_recv": "pycomm.functional",
+    "remote_send": "pycomm.functional",
+    "save": "pycomm.rank0",
 }
+_MODULES = ("data", "metrics")
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"pycomm.{name}")
     if name not in _TRAINING:
         raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
     return getattr(import_module(_TRAINING[name]), name)

@@ -61,7 +61,7 @@ FLOORS = [
     ["calls"],
     ["collectives", "reference"],
     ["values", "lanes", "fused"],
-    ["compress", "data", "metrics"],
+    ["compress", "data", "metrics", "rank0"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],
     ["info"],
@@ -73,7 +73,7 @@ SAME_ROOM = {"_torch_autoload": "torch_backend"}  # the light door that torch op
 MAY_IMPORT_TORCH = [
     *("torch_backend", "demo"),
     "rendezvous",  # inside a function, where torch's own store is to be joined
-    *("fused", "compress", "data", "metrics", "parallel", "optim", "functional", "launch"),
+    *("fused", "compress", "data", "metrics", "rank0", "parallel", "optim", "functional", "launch"),
 ]
 # Who reads the environment; the others are given what they need. Launchers pass it on to children.
 MAY_SEE_ENVIRONMENT = ["pycomm/config.py", "pycomm/launch/", "pycomm/demo/processes.py"]

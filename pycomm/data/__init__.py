@@ -1,0 +1,16 @@
+"""Reading data: each sample on one rank, read ahead, held once per host. docs/data.md shows it."""
+
+from pycomm.data.loader import DataLoader
+from pycomm.data.memory import share
+from pycomm.data.prefetch import Prefetcher
+from pycomm.data.sampler import InfiniteSampler, ShardedSampler
+from pycomm.data.scatter import ScatterLoader
+
+__all__ = [
+    "DataLoader",
+    "InfiniteSampler",
+    "Prefetcher",
+    "ScatterLoader",
+    "ShardedSampler",
+    "share",
+]

@@ -1,0 +1,75 @@
+"""torch's DataLoader that shards by itself. Called by users as pycomm.data.DataLoader."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils import data
+
+from pycomm.data.sampler import ShardedSampler, place
+
+__all__ = ["DataLoader"]
+
+# torch's positional arguments after the data set.
+NAMES = (
+    *("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),
+    *("pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
+)
+
+
+class DataLoader(data.DataLoader[Any]):
+    """torch's DataLoader, of which each rank reads its own part.
+
+        loader = pycomm.data.DataLoader(dataset, batch_size=32, shuffle=True, drop_last=True)
+        for epoch in range(10):
+            for x, y in loader: ...
+
+    Takes torch's arguments; batch_size is a rank's own. Where neither `sampler` nor `batch_sampler`
+    is given, a ShardedSampler is made, seeded by `generator` if there is one, and each epoch
+    shuffles anew. An IterableDataset gives this rank every size-th sample.
+
+    With drop_last=True all ranks get the same number of batches. Else some may get one more: then
+    train within model.join().
+    """
+
+    def __init__(self, dataset: data.Dataset[Any], *args: Any, **kwargs: Any) -> None:
+        named = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+        rank, size = place(None, None)
+        self._sharded: ShardedSampler | None = None
+        self._epoch = 0
+        if size > 1 and isinstance(dataset, data.IterableDataset):
+            dataset = _EveryNth(dataset, rank, size)
+        elif size > 1 and named.get("sampler") is None and named.get("batch_sampler") is None:
+            made = named.get("generator")
+            self._sharded = named["sampler"] = ShardedSampler(
+                dataset,  # type: ignore[arg-type]  # one that has a length, as torch needs too
+                shuffle=bool(named.pop("shuffle", False)),
+                seed=0 if made is None else made.initial_seed(),
+                drop_last=bool(named.get("drop_last")),
+                rank=rank,
+                size=size,
+            )
+        super().__init__(dataset, **named)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch the next iteration is, as after a restart; else they are counted from 0."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Any:
+        """One epoch."""
+        if self._sharded is not None:
+            self._sharded.set_epoch(self._epoch)
+        self._epoch += 1
+        return super().__iter__()
+
+
+class _EveryNth(data.IterableDataset[Any]):
+    """Of a stream that is the same on all ranks, this rank's samples."""
+
+    def __init__(self, stream: data.IterableDataset[Any], rank: int, size: int) -> None:
+        self._stream, self._rank, self._size = stream, rank, size
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._stream), self._rank, None, self._size)

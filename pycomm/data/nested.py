@@ -1,0 +1,35 @@
+"""Batches: tensors, or lists, tuples and dicts of them. Called by prefetch.py and scatter.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["flattened", "on_tensors"]
+
+
+def on_tensors(batch: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """The batch with fn(tensor) for each tensor; what is no tensor stays."""
+    if isinstance(batch, Tensor):
+        return fn(batch)
+    if isinstance(batch, dict):
+        return {key: on_tensors(part, fn) for key, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(on_tensors(part, fn) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(on_tensors(part, fn) for part in batch)
+    return batch
+
+
+def flattened(batch: Any) -> tuple[list[Tensor], Any]:
+    """The tensors in order, and the batch with "\\0" and their numbers in their
+    places."""
+    tensors: list[Tensor] = []
+
+    def number(x: Tensor) -> str:
+        tensors.append(x)
+        return f"\0{len(tensors) - 1}"
+
+    return tensors, on_tensors(batch, number)

@@ -1,0 +1,125 @@
+"""One rank reads, all get their part. Called by users as pycomm.data.ScatterLoader.
+
+rank 0   word: there is a batch, of this layout    rows 0, 1, 2  ->  itself
+rank 1   <- word                                   rows 3, 4     <-  rank 0
+rank 2   <- word                                   rows 5, 6     <-  rank 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pycomm import collectives, values
+from pycomm.data.nested import flattened
+from pycomm.errors import InvalidArgument
+from pycomm.group import Group, default
+
+__all__ = ["ScatterLoader"]
+
+TAG = 0xFFFFFF10  # of the rows' messages
+END, BATCH, FAILED = "end", "batch", "failed"
+
+
+class ScatterLoader:
+    """The batches of rank `src`'s loader, of which each rank gets its rows.
+
+    For data that only one rank can read. Every batch is a tensor, or a list, tuple or dict of
+    tensors and plain values; rows are divided in order, the first ranks having one more where they
+    do not divide evenly. Iterating is collective.
+
+    Args:
+        loader: on `src` any iterable of batches of all ranks; elsewhere None.
+        src: the rank that reads.
+        group: whose ranks; None is the default group.
+
+    Raises (when iterated, on every rank):
+        InvalidArgument: a batch has no rows, or parts that do not travel.
+        RuntimeError: the loader failed; on `src` its own error.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any] | None, src: int = 0, group: Group | None = None
+    ) -> None:
+        self._group = group or default()
+        if (self._group.rank == src) != (loader is not None):
+            raise InvalidArgument(f"the loader is for rank {src} alone; the others give None")
+        self._loader, self._src = loader, src
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass over the loader."""
+        if self._loader is None:
+            while True:
+                kind, layout = self._told(None)
+                if kind == END:
+                    return
+                if kind == FAILED:
+                    raise RuntimeError(f"rank {self._src}'s loader failed: {layout}")
+                yield self._received(*layout)
+        else:
+            yield from self._sending(iter(self._loader))
+
+    def _told(self, mine: Any) -> Any:
+        return values.all_gather_object(mine, group=self._group)[self._src]
+
+    def _sending(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            try:
+                tensors, outline = flattened(next(batches))
+                sizes = _rows(tensors, self._group.size)
+                kinds = [(list(x.shape[1:]), str(x.dtype).removeprefix("torch.")) for x in tensors]
+            except StopIteration:
+                self._told((END, None))
+                return
+            except Exception as error:
+                self._told((FAILED, f"{type(error).__name__}: {error}"))
+                raise
+            self._told((BATCH, (sizes, kinds, outline)))
+            yield _filled(outline, self._give_out(tensors, sizes))
+
+    def _give_out(self, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """Sends the others their rows; gives this rank's."""
+        own, under_way = [], []
+        for x in tensors:
+            for rank, part in enumerate(torch.split(x, sizes)):
+                if rank == self._src:
+                    own.append(part)
+                elif part.numel():
+                    under_way.append(
+                        collectives.send(part, rank, TAG, group=self._group, async_op=True)
+                    )
+        for work in under_way:
+            work.wait()
+        return own
+
+    def _received(self, sizes: list[int], kinds: list[Any], outline: Any) -> Any:
+        parts = []
+        for shape, dtype in kinds:
+            part = torch.empty([sizes[self._group.rank], *shape], dtype=getattr(torch, dtype))
+            if part.numel():
+                collectives.recv(part, self._src, TAG, group=self._group)
+            parts.append(part)
+        return _filled(outline, parts)
+
+
+def _rows(tensors: list[Tensor], size: int) -> list[int]:
+    """How many rows each rank gets."""
+    counts = {x.shape[0] if x.dim() else -1 for x in tensors}
+    if len(counts) != 1 or -1 in counts:
+        raise InvalidArgument(f"a batch's tensors need the same number of rows, not {counts}")
+    count = counts.pop()
+    return [count // size + (rank < count % size) for rank in range(size)]
+
+
+def _filled(outline: Any, parts: list[Tensor]) -> Any:
+    """The outline with tensors in their places."""
+    if isinstance(outline, str) and outline.startswith("\0"):
+        return parts[int(outline[1:])]
+    if isinstance(outline, dict):
+        return {key: _filled(part, parts) for key, part in outline.items()}
+    if isinstance(outline, (list, tuple)):
+        return type(outline)(_filled(part, parts) for part in outline)
+    return outline

@@ -1,0 +1,127 @@
+"""What one rank does for all: print, save, load. Called by users as pycomm.print0, save, load.
+
+Files are torch's. Who saves writes beside the file and renames, so that a file is whole or absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pycomm import collectives, config, group, values
+from pycomm.errors import Error, InvalidArgument
+from pycomm.group import Group, default
+
+__all__ = ["load", "print0", "save"]
+
+
+def print0(*args: Any, **kwargs: Any) -> None:
+    """print() on rank 0, at once; nothing elsewhere. Before init() the environment says who is."""
+    rank = group.rank() if group.is_initialized() else config.environment().rank
+    if rank == 0:
+        print(*args, **{"flush": True, **kwargs})
+
+
+def save(obj: Any, path: str | os.PathLike[str], *, group: Group | None = None) -> None:
+    """torch.save by rank 0; returns on every rank once the file is there. Collective.
+
+    Raises:
+        InvalidArgument: `obj` holds what differs by rank, as DGC's state: use gather_state().
+        Error: rank 0 could not write; there the error itself.
+    """
+    own = group or default()
+    failure: BaseException | None = None
+    if own.rank == 0:
+        try:
+            _refuse_own_state(obj)
+            _write(obj, Path(path))
+        except Exception as error:
+            failure = error
+    _agree(failure, f"could not save {path}", own)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = "cpu",
+    weights_only: bool = True,
+    group: Group | None = None,
+) -> Any:
+    """torch.load of what rank 0 reads; the bytes are broadcast. Collective.
+
+    Args:
+        path: a file that rank 0 can read.
+        map_location, weights_only: as of torch.load; weights_only=False can run code.
+        group: whose ranks; None is the default group.
+
+    Raises:
+        Error: rank 0 could not read; there the error itself.
+    """
+    import torch
+
+    own = group or default()
+    failure: BaseException | None = None
+    content = np.empty(0, np.uint8)
+    if own.rank == 0:
+        try:
+            content = np.fromfile(path, np.uint8)
+        except OSError as error:
+            failure = error
+    _agree(failure, f"could not read {path}", own)
+    length = collectives.broadcast(np.array([len(content)]), group=own)[0]
+    if own.rank != 0:
+        content = np.empty(length, np.uint8)
+    collectives.broadcast(content, group=own)
+    whole = io.BytesIO(content.tobytes())
+    return torch.load(whole, map_location=map_location, weights_only=weights_only)
+
+
+def _refuse_own_state(obj: Any) -> None:
+    """Raises InvalidArgument for one rank's DGC state of several, anywhere in lists and dicts."""
+    if isinstance(obj, dict):
+        if obj.keys() >= {"rank", "size", "u", "v"} and obj["size"] != 1:
+            raise InvalidArgument(
+                "save: DGC's state differs by rank: save what dgc.gather_state() gives, or each "
+                "rank's with torch.save"
+            )
+        if not obj.keys() >= {"size", "ranks"}:  # all ranks' may be saved
+            for part in obj.values():
+                _refuse_own_state(part)
+    elif isinstance(obj, (list, tuple)):
+        for part in obj:
+            _refuse_own_state(part)
+
+
+def _write(obj: Any, path: Path) -> None:
+    import torch
+
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # mkstemp's are the owner's alone
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def _agree(failure: BaseException | None, what: str, own: Group) -> None:
+    """Collective: raises on every rank where rank 0 failed."""
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    told = values.all_gather_object(text, group=own)[0]
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise Error(f"rank 0 {what}: {told}", rank=own.rank, peer=0)

@@ -1,0 +1,242 @@
+"""pycomm.data: each sample on one rank, whatever the numbers; loaders; one copy per host."""
+
+import itertools
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler, TensorDataset
+
+import pycomm
+from pycomm import Group
+from pycomm.data import DataLoader, InfiniteSampler, Prefetcher, ScatterLoader, ShardedSampler
+from pycomm.errors import InvalidArgument
+from pycomm.testing import run_ranks
+
+ORDERS = st.sampled_from(["strided", "contiguous"])
+
+
+def shards(count: int, size: int, epoch: int = 0, **options: Any) -> list[ShardedSampler]:
+    made = [ShardedSampler(range(count), rank=r, size=size, **options) for r in range(size)]
+    for one in made:
+        one.set_epoch(epoch)
+    return made
+
+
+@given(st.integers(0, 200), st.integers(1, 17), st.booleans(), ORDERS, st.integers(0, 5))
+def test_the_union_is_the_data_once(
+    count: int, size: int, shuffle: bool, order: str, epoch: int
+) -> None:
+    parts = shards(count, size, epoch, shuffle=shuffle, order=order)
+    indices = [list(part) for part in parts]
+    assert sorted(itertools.chain(*indices)) == list(range(count))
+    assert [len(part) for part in parts] == [len(own) for own in indices]
+    assert all(part.padding == 0 for part in parts)
+    if order == "strided":
+        assert max(map(len, indices)) - min(map(len, indices)) <= 1
+    else:  # the documents' formula
+        each = -(-count // size)
+        wanted = [min(each * (r + 1), count) - min(each * r, count) for r in range(size)]
+        assert [len(own) for own in indices] == wanted
+        if not shuffle:
+            assert list(itertools.chain(*indices)) == list(range(count))
+
+
+@given(st.integers(1, 200), st.integers(1, 17), st.booleans(), ORDERS)
+def test_padding_and_dropping(count: int, size: int, shuffle: bool, order: str) -> None:
+    padded = shards(count, size, shuffle=shuffle, order=order, pad=True)
+    assert {len(list(part)) for part in padded} == {-(-count // size)}
+    real = [list(part)[: len(part) - part.padding] for part in padded]
+    assert sorted(itertools.chain(*real)) == list(range(count))
+    dropped = shards(count, size, shuffle=shuffle, order=order, drop_last=True)
+    assert {len(list(part)) for part in dropped} == {count // size}
+    most = Counter(itertools.chain(*map(list, dropped)))
+    assert not most or max(most.values()) == 1
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_padded_it_is_torchs_distributed_sampler(shuffle: bool) -> None:
+    data = list(range(11))
+    for epoch, (rank, ours) in itertools.product(
+        (0, 3), enumerate(shards(11, 4, 3, shuffle=shuffle, pad=True))
+    ):
+        theirs = DistributedSampler(data, 4, rank, shuffle=shuffle)
+        theirs.set_epoch(epoch)
+        ours.set_epoch(epoch)
+        assert list(ours) == list(theirs)
+
+
+def test_epochs_differ_and_repeat() -> None:
+    (one,) = shards(50, 1)
+    first = list(one)
+    one.set_epoch(1)
+    assert list(one) != first
+    one.set_epoch(0)
+    assert list(one) == first
+    assert list(ShardedSampler(range(50), seed=1)) != first  # alone: rank 0 of 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"order": "odd"}, {"pad": True, "drop_last": True}, {"rank": 1}, {"rank": 2, "size": 2}],
+)
+def test_arguments_that_make_no_sense(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        ShardedSampler(range(5), **options)
+
+
+def test_the_environment_says_who_reads_before_init(monkeypatch: Any) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert list(ShardedSampler(range(7), shuffle=False)) == [1, 4]
+
+
+def test_infinite() -> None:
+    inner = shards(5, 2)[0]
+    endless = itertools.islice(InfiniteSampler(inner), 12)
+    wanted = []
+    for epoch in range(4):
+        inner.set_epoch(epoch)
+        wanted += list(inner)
+    inner.set_epoch(0)
+    assert list(endless) == wanted
+    assert list(InfiniteSampler(SequentialSampler([]))) == []
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
+def test_the_loader_shards_by_itself() -> None:
+    def program(group: Group) -> Any:
+        data = TensorDataset(torch.arange(10))
+        loader = DataLoader(data, batch_size=2, shuffle=True)
+        seen = []
+        for _ in range(2):  # epochs
+            seen.append([int(i) for (batch,) in loader for i in batch])
+        loader.set_epoch(0)
+        assert [int(i) for (batch,) in loader for i in batch] == seen[0]
+        assert seen[0] != seen[1]
+        even = [len(x) for (x,) in DataLoader(data, 2, drop_last=True)]
+        own = DataLoader(data, sampler=SequentialSampler(data))  # a sampler that is given counts
+        assert len(list(own)) == 10
+        stream = [int(i) for batch in DataLoader(Stream(), batch_size=2) for i in batch]
+        return seen, even, stream
+
+    told = run_ranks(3, program)
+    for epoch in range(2):
+        everything = sorted(itertools.chain(*(seen[epoch] for seen, _, _ in told)))
+        assert everything == list(range(10))
+    assert [even for _, even, _ in told] == [[2]] * 3
+    assert [stream for _, _, stream in told] == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+
+
+def test_scattered_batches() -> None:
+    def batches() -> Any:
+        for rows in (6, 7, 1):
+            x = torch.arange(rows * 2.0).reshape(rows, 2)
+            yield {"x": x, "y": (torch.arange(rows), "name", 3)}
+
+    def program(group: Group) -> Any:
+        loader = ScatterLoader(batches() if group.rank == 1 else None, src=1)
+        return list(loader)
+
+    told = run_ranks(3, program)
+    for step, whole in enumerate(batches()):
+        parts = [told[rank][step] for rank in range(3)]
+        assert torch.equal(torch.cat([part["x"] for part in parts]), whole["x"])
+        assert torch.equal(torch.cat([part["y"][0] for part in parts]), whole["y"][0])
+        assert {part["y"][1:] for part in parts} == {("name", 3)}
+        sizes = [len(part["x"]) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_loader_that_fails_is_heard_everywhere() -> None:
+    def batches() -> Any:
+        yield torch.ones(2)
+        raise OSError("the disk is gone")
+
+    def program(group: Group) -> Any:
+        with pytest.raises((OSError, RuntimeError), match="the disk is gone"):
+            list(ScatterLoader(batches() if group.rank == 0 else None))
+        with pytest.raises((InvalidArgument, RuntimeError), match="same number of rows"):
+            odd = [(torch.ones(2), torch.ones(3))]
+            list(ScatterLoader(odd if group.rank == 0 else None))
+        with pytest.raises(InvalidArgument, match="for rank 0 alone"):
+            ScatterLoader(None if group.rank == 0 else [])
+        return True
+
+    assert run_ranks(2, program) == [True, True]
+
+
+def test_prefetching_reads_ahead_and_stops() -> None:
+    read: list[int] = []
+    three = threading.Event()
+
+    def batches() -> Any:
+        for i in range(100):
+            read.append(i)
+            if i == 2:
+                three.set()
+            yield torch.full((2,), i, dtype=torch.uint8)
+
+    before = threading.active_count()
+    got = []
+    for batch in Prefetcher(batches(), depth=2, convert=lambda x: x.float() / 2):
+        assert three.wait(60)  # two wait, and one is on its way, before the first is done
+        got.append(batch)
+        if len(got) == 3:
+            break
+    assert [x.tolist() for x in got] == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+    assert len(read) < 10
+    assert threading.active_count() == before
+    whole = list(Prefetcher([torch.ones(1)] * 5))
+    assert len(whole) == 5
+    assert len(Prefetcher([1, 2])) == 2
+
+
+def test_prefetching_passes_errors_on() -> None:
+    def batches() -> Any:
+        yield torch.ones(1)
+        raise LookupError("no more")
+
+    pairs = iter(Prefetcher(batches()))
+    assert next(pairs).item() == 1
+    with pytest.raises(LookupError, match="no more"):
+        next(pairs)
+    with pytest.raises(InvalidArgument):
+        Prefetcher([], depth=0)
+
+
+def shared(group: Group) -> Any:
+    whole = np.arange(1000.0).reshape(10, 100)
+    array = pycomm.data.share(whole if group.rank == 0 else None)
+    tensor = pycomm.data.share(torch.from_numpy(whole).clone())
+    np.testing.assert_array_equal(array, whole)
+    with pytest.raises(ValueError, match="read-only"):
+        array[0, 0] = 1
+    tensor[0, 0] = group.rank + 5.0  # this rank's own from now on
+    pycomm.barrier()
+    assert tensor[0, 0] == group.rank + 5.0
+    with pytest.raises(InvalidArgument, match=r"rank 0, the first on .*, has no array"):
+        pycomm.data.share(None)
+    empty = pycomm.data.share(np.empty((0, 3), np.int16))
+    assert empty.shape == (0, 3)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    inodes = [line.split()[4] for line in maps if "memfd:pycomm_share" in line]
+    pycomm.barrier()
+    return set(inodes), os.getpid()
+
+
+def test_one_copy_per_host() -> None:
+    (ours, pid), (theirs, other) = run_ranks(2, shared, transport="", processes=True)
+    assert pid != other
+    assert len(ours & theirs) >= 2  # the same memory: array and tensor
