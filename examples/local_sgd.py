@@ -1,6 +1,6 @@
 """LocalSGD: two processes average their parameters every eighth step, and send an eighth as much.
 
-    torchrun --standalone --nproc-per-node 2 examples/local_sgd.py
+torchrun --standalone --nproc-per-node 2 examples/local_sgd.py
 """
 
 import torch

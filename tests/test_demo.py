@@ -46,10 +46,15 @@ def test_a_row_is_whole(stored: Any) -> None:
     assert row["replicas_equal"]
 
 
-def test_a_dense_row_sends_its_gradients_once(stored: Any) -> None:
+def test_what_a_row_sends(stored: Any) -> None:
     (row,) = stored["rows"]
     assert row["counted_by"] in ("pycomm", "kernel")
+    assert row["mb"] == sorted(row["mb"])
+    assert len(row["mb"]) == STEPS
     gradients_mb = row["parameters"] * 4 / MB  # 2 (n - 1) / n is 1 for two ranks
+    if row["key"] == "dgc":  # the ramp begins with a quarter of them, each with its index
+        assert 0.5 * gradients_mb <= row["mb_per_rank_and_step"] <= 0.55 * gradients_mb
+        return
     # DDP tells the others its buckets once, which three steps show.
     assert gradients_mb <= row["mb_per_rank_and_step"] <= 1.05 * gradients_mb
 
@@ -72,7 +77,7 @@ def test_nonsense_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]
 
 def outcome(digest: str, loss: float) -> training.Outcome:
     """An outcome of two steps that sent 3 MB."""
-    return training.Outcome([loss, loss], [0.1, 0.3], 3 * MB, "kernel", digest, 1.5, "", 10)
+    return training.Outcome([loss, loss], [0.1, 0.3], [MB, 3 * MB], "kernel", digest, 1.5, "", 10)
 
 
 def test_replicas_that_differ_are_told() -> None:

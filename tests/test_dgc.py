@@ -237,6 +237,30 @@ def test_many_ranks_stay_equal_and_owe_what_is_missing(ranks: int) -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+def test_without_a_correction_the_optimizer_does_it(
+    momentum: bool, decay: bool, sparsity: float
+) -> None:
+    """With all sent it is the same SGD; with a tenth it is another training.
+
+    But momentum alone: decay is then beside the momentum, as in SGDW.
+    """
+    if sparsity == 0 and momentum and not decay:
+        return
+    options = {"masking": False, "sparsity": [sparsity], "select": "model"}
+    options |= {"momentum_correction": momentum, "decay_correction": decay}
+    optimizer = {"weight_decay": 1e-2, "nesterov": True}
+    got = last(2, double(), 12, options, optimizer)
+    if sparsity == 0:
+        wanted = alone(double(), 12, 2, lambda m: sgd(m, **optimizer), torch.float64)
+        assert far(got, wanted) <= 4e-15
+    elif not (momentum and decay):
+        all_of_it = {**options, "momentum_correction": True, "decay_correction": True}
+        assert far(got, last(2, double(), 12, all_of_it, optimizer)) > 1e-4
+
+
 def test_parameters_that_stay_dense() -> None:
     """With everything below min_count DGC is momentum SGD, whatever the level."""
     got = last(2, double(), 20, {"min_count": 10**6, "sparsity": [0.999]}, {"weight_decay": 1e-2})

@@ -42,6 +42,9 @@ class DGC:
             taken in; what is averaged, to C. None: no clipping.
         clip: the norm of each "parameter", or one "global" norm of all that is compressed.
         masking: forget the velocity of what was sent.
+        momentum_correction: take the momentum in before the selection; False leaves momentum and
+            Nesterov to the optimizer, which sees what has arrived.
+        decay_correction: the same of weight decay.
         select: the largest of each "parameter", or of the whole "model".
         min_count: parameters with fewer elements travel whole.
         k_rule: "round", "paddle" or "ceil": how many elements a share is.
@@ -65,6 +68,8 @@ class DGC:
         clip_norm: float | None = None,
         clip: str = "parameter",
         masking: bool = True,
+        momentum_correction: bool = True,
+        decay_correction: bool = True,
         select: str = "parameter",
         min_count: int = 16384,
         k_rule: str = "round",
@@ -88,7 +93,9 @@ class DGC:
         self._clip_norm, self._together, self._masking = clip_norm, clip == "global", masking
         self._whole, self._k_rule, self._exchange = select == "model", k_rule, exchange
         self.scaler = scaler
-        self._owned = TakenOver(optimizer, min_count)
+        owned: tuple[str, ...] = ("momentum", "nesterov") if momentum_correction else ()
+        owned += ("weight_decay",) if decay_correction else ()
+        self._owned = TakenOver(optimizer, min_count, owned)
         self._rooms: dict[tuple[str, ...], Tensor] = {}
         self._plans: dict[int, tuple[str, Mapping[Memory, int] | int]] = {}  # by level
         self.chosen: dict[int, str] = {}  # exchange by level, as rank 0 has counted

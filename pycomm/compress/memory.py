@@ -6,7 +6,7 @@ memory, float32, or float64 for float64. Called by dgc.py and by the steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,6 @@ from torch import Tensor
 from pycomm.errors import InvalidArgument, Unsupported
 
 __all__ = ["Hyper", "Memory", "TakenOver", "line"]
-
-OWNED = ("momentum", "weight_decay", "nesterov")
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,18 @@ class Memory:
     place: int  # among all
     parameter: Tensor
     group: dict[str, Any]
+    owned: Collection[str]  # what DGC does of it, the optimizer the rest
     u: Tensor
     v: Tensor | None
 
     @property
     def hyper(self) -> Hyper:
         """Read anew at every step, so that schedulers work."""
-        group = self.group
-        return Hyper(
-            float(group["momentum"]), float(group["weight_decay"]), bool(group["nesterov"])
+        momentum, decay, nesterov = (
+            self.group[key] if key in self.owned else 0
+            for key in ("momentum", "weight_decay", "nesterov")
         )
+        return Hyper(float(momentum), float(decay), bool(nesterov))
 
     @property
     def count(self) -> int:
@@ -69,13 +69,15 @@ def _is_dense(x: Tensor) -> bool:
 class TakenOver:
     """A torch.optim.SGD that does `p -= lr * p.grad` alone, and the memories of its parameters.
 
-    While its step() runs, momentum, decay and Nesterov of its groups are 0; else they are what the
-    user and schedulers write there.
+    While its step() runs, what is `owned` of momentum, weight_decay and nesterov is 0 in its
+    groups; else it is what the user and schedulers write there.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, min_count: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, min_count: int, owned: Collection[str]
+    ) -> None:
         _check(optimizer)
-        self.optimizer = optimizer
+        self.optimizer, self._owned = optimizer, owned
         self.memories: dict[Tensor, Memory] = {}
         for g, group in enumerate(optimizer.param_groups):
             names = group.get("param_names") or [f"{g}.{i}" for i in range(len(group["params"]))]
@@ -94,12 +96,14 @@ class TakenOver:
             raise Unsupported(f"DGC: the elements of {name!r} do not fill its memory: clone it")
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         u = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
-        velocity = self.optimizer.state.pop(parameter, {}).get("momentum_buffer")
+        velocity = None
+        if "momentum" in self._owned:
+            velocity = self.optimizer.state.pop(parameter, {}).get("momentum_buffer")
         if velocity is not None:
             torch.as_strided(u, parameter.shape, parameter.stride()).copy_(velocity)
         compressed = parameter.numel() >= max(min_count, 1)
         v = torch.zeros_like(u) if compressed else None
-        return Memory(name, len(self.memories), parameter, group, u, v)
+        return Memory(name, len(self.memories), parameter, group, self._owned, u, v)
 
     def rename(self, names: Mapping[str, Tensor]) -> None:
         """Gives memories the names of the model's parameters."""
@@ -120,9 +124,9 @@ class TakenOver:
     def _hide(self, *_: Any) -> None:
         groups = self.optimizer.param_groups
         if self._hidden is None:  # else the last step() raised
-            self._hidden = [{key: group[key] for key in OWNED} for group in groups]
+            self._hidden = [{key: group[key] for key in self._owned} for group in groups]
         for group in groups:
-            group.update(momentum=0.0, weight_decay=0.0, nesterov=False)
+            group.update({key: type(group[key])(0) for key in self._owned})
 
     def _show(self, *_: Any) -> None:
         for group, owned in zip(self.optimizer.param_groups, self._hidden or (), strict=False):

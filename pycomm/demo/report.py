@@ -24,7 +24,7 @@ SMOOTHED_STEPS = 10
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. Losses and seconds are by step: the ranks' mean and their slowest."""
+    """One row of the table. By step: losses and MB are the ranks' mean, seconds their slowest."""
 
     key: str
     name: str
@@ -37,11 +37,13 @@ class Result:
     digest: str  # of rank 0
     losses: list[float]
     seconds: list[float]
+    mb: list[float]  # sent by a rank so far
 
 
 def result(row: Row, outcomes: Sequence[Outcome]) -> Result:
     """Joins what the ranks of `row` said, in rank order."""
     seconds = [max(step) for step in zip(*(o.seconds for o in outcomes), strict=True)]
+    mb = [statistics.mean(step) / MB for step in zip(*(o.sent for o in outcomes), strict=True)]
     first = outcomes[0]
     return Result(
         key=row.key,
@@ -49,12 +51,13 @@ def result(row: Row, outcomes: Sequence[Outcome]) -> Result:
         parameters=first.parameters,
         final_loss=first.final_loss,
         seconds_per_step=statistics.median(seconds),
-        mb_per_rank_and_step=statistics.mean(o.bytes_sent for o in outcomes) / len(seconds) / MB,
+        mb_per_rank_and_step=mb[-1] / len(seconds),
         counted_by=first.counted_by,
         replicas_equal=len({o.digest for o in outcomes}) == 1,
         digest=first.digest,
         losses=[statistics.mean(step) for step in zip(*(o.losses for o in outcomes), strict=True)],
         seconds=seconds,
+        mb=mb,
     )
 
 
@@ -88,22 +91,23 @@ def save_json(path: Path, settings: Settings, processes: int, results: Sequence[
 
 
 def save_plot(path: Path, results: Sequence[Result]) -> None:
-    """Loss over steps, loss over seconds, and the two costs of a step as bars."""
+    """Loss over seconds, loss over MB sent, and the two costs of a step as bars."""
     figure = Figure(figsize=(13, 4), layout="constrained")
-    over_steps, over_seconds, costs = figure.subplots(1, 3)
+    over_seconds, over_bytes, costs = figure.subplots(1, 3)
     for i, r in enumerate(results):
         # Dense rows learn the same: a later row is drawn thinner, so that one sees it on the other.
         style = {"color": COLORS[i % len(COLORS)], "lw": max(1.2, 4.5 - 2.5 * i), "label": r.name}
         losses = _smooth(r.losses)
-        over_steps.plot(range(1, len(losses) + 1), losses, **style)
         over_seconds.plot(list(itertools.accumulate(r.seconds)), losses, **style)
-    over_steps.set(xlabel="step", ylabel="training loss (nats per character)")
+        over_bytes.plot(r.mb, losses, **style)
     over_seconds.set(xlabel="seconds", ylabel="training loss (nats per character)")
-    over_steps.legend(frameon=False)
+    over_bytes.set(xlabel="MB sent by each rank", ylabel="training loss (nats per character)")
+    over_bytes.set_xscale("log")
+    over_seconds.legend(frameon=False)
     _bars(costs, results)
-    for axes in (over_steps, over_seconds, costs):
+    for axes in (over_seconds, over_bytes, costs):
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in (over_steps, over_seconds):
+    for axes in (over_seconds, over_bytes):
         axes.grid(alpha=0.25)
     figure.savefig(path, dpi=150)
 
@@ -126,7 +130,7 @@ def _bars(seconds: Axes, results: Sequence[Result]) -> None:
             i + 0.2, r.mb_per_rank_and_step, 0.36, color=color, alpha=0.45, hatch="//"
         )
         megabytes.bar_label(size_bar, fmt="%.3g MB", fontsize=8)
-    seconds.set_xticks(range(len(results)), [r.name for r in results])
+    seconds.set_xticks(range(len(results)), [r.name.replace(" ", "\n", 1) for r in results])
     seconds.set_ylabel("seconds per step (solid)")
     megabytes.set_ylabel("MB sent per rank and step (hatched)")
     seconds.margins(y=0.15)

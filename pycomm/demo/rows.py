@@ -10,15 +10,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from pycomm.compress import DGC
+from pycomm.optim import LocalSGD
+from pycomm.parallel import DataParallel
+
 CLIP_NORM = 1.0
+
+
+def _nothing() -> None:
+    """What most rows do at the end."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """A model made parallel: what to call forward on, and what to call after backward."""
+    """A model made parallel: what to call forward on, after backward, and after the last step."""
 
     forward: nn.Module
-    step: Callable[[], None]
+    step: Callable[[], object]
+    end: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True)
@@ -32,12 +41,36 @@ class Row:
     """Runs on every rank, the process group standing and the model the same everywhere."""
 
 
-def _dense(model: nn.Module, optimizer: SGD) -> Parallel:
-    def step() -> None:
+def _clipped(model: nn.Module, step: Callable[[], object]) -> Callable[[], object]:
+    def clip_and_step() -> object:
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        optimizer.step()
+        return step()
 
-    return Parallel(DistributedDataParallel(model), step)
+    return clip_and_step
+
+
+def _dense(model: nn.Module, optimizer: SGD) -> Parallel:
+    return Parallel(DistributedDataParallel(model), _clipped(model, optimizer.step))
+
+
+def _sparse(model: nn.Module, optimizer: SGD) -> Parallel:
+    """0.1 % of all gradients together, after a ramp of 100 steps; DGC clips by itself."""
+    dgc = DGC(
+        optimizer,
+        rampup_step=100,
+        sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999],
+        clip_norm=CLIP_NORM,
+        clip="global",
+        select="model",
+        min_count=0,
+    )
+    return Parallel(DataParallel(model, compression=dgc), optimizer.step)
+
+
+def _local(model: nn.Module, optimizer: SGD) -> Parallel:
+    """Averages at each of the first 100 steps, then at every eighth."""
+    local = LocalSGD(model, optimizer, k_steps=8, begin_step=100)
+    return Parallel(model, _clipped(model, local.step), local.average)
 
 
 ROWS = {
@@ -45,5 +78,7 @@ ROWS = {
     for row in (
         Row("gloo", "gloo dense", "gloo", _dense),
         Row("pycomm", "pycomm dense", "pycomm", _dense),
+        Row("dgc", "pycomm DGC 99.9 %", "pycomm", _sparse),
+        Row("local", "pycomm LocalSGD", "pycomm", _local),
     )
 }

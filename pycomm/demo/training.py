@@ -48,7 +48,7 @@ class Outcome:
 
     losses: list[float]  # of its own batches, by step
     seconds: list[float]  # by step
-    bytes_sent: int  # by this rank in all steps
+    sent: list[int]  # bytes by this rank so far, by step
     counted_by: str  # "pycomm", "kernel", or "computed" where nobody counts
     digest: str  # SHA-256 of all parameters
     final_loss: float  # on held-out text, the same on every rank
@@ -69,8 +69,9 @@ def train(rank: Rank, key: str, settings: Settings) -> None:
 
     losses: list[float] = []
     seconds: list[float] = []
+    sent: list[int] = []
     dist.barrier()
-    sent_before = bytes_sent(row.backend)
+    before = bytes_sent(row.backend)
     for step in range(settings.steps):
         start = time.perf_counter()
         for group in optimizer.param_groups:
@@ -82,11 +83,11 @@ def train(rank: Rank, key: str, settings: Settings) -> None:
         parallel.step()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
+        said, counted_by = _difference(before, bytes_sent(row.backend))
+        sent.append(said if before else (step + 1) * _ring_bytes(model, rank.size))
         if rank.rank == 0:
             rank.say(Progress(step + 1, losses[-1]))
-    sent, counted_by = _difference(sent_before, bytes_sent(row.backend))
-    if counted_by == "computed":
-        sent = settings.steps * _ring_bytes(model, rank.size)
+    parallel.end()
     rank.say(
         Outcome(
             losses,

@@ -87,7 +87,7 @@ class AdaptiveLocalSGD(LocalSGD):
         step = self.step_count
         due = self.is_due(step)
         if due:
-            self._average()
+            self.average()
         if step == self._reference_step:
             self._reference = self._measure(loss)
         elif due and step > self._begin:

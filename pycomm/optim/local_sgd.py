@@ -97,7 +97,7 @@ class LocalSGD:
         """One step of this rank and, when it is time, the average. Returns what `closure` does."""
         result = self._local_step(closure)
         if self.is_due(self.step_count):
-            self._average()
+            self.average()
         return result
 
     def is_due(self, step: int) -> bool:
@@ -136,8 +136,11 @@ class LocalSGD:
         for p, mean in zip(self._parameters, fused.average(dense, self._group), strict=True):
             p.grad = mean
 
-    def _average(self) -> None:
-        """Parameters, momentum and buffers in one call per dtype; nothing changes if it fails."""
+    def average(self) -> None:
+        """Collective. Averages now, due or not, as before the model is judged or stored.
+
+        Parameters, momentum and buffers go in one call per dtype; nothing changes if it fails.
+        """
         others = [*self._momenta(), *self._buffers]
         deltas = [s - p.detach() for s, p in zip(self._snapshot, self._parameters, strict=True)]
         means = fused.average([*deltas, *others], self._group)

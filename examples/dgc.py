@@ -1,0 +1,41 @@
+"""Deep gradient compression: after a ramp one thousandth of each gradient travels.
+
+torchrun --standalone --nproc-per-node 2 examples/dgc.py
+"""
+
+import torch
+from torch import nn
+
+import pycomm
+
+
+def main() -> None:
+    group = pycomm.init()
+    torch.manual_seed(0)
+    target = nn.Linear(256, 16)  # what is to be learned, the same on every rank
+    module = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 16))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
+    dgc = pycomm.DGC(optimizer, rampup_step=100, sparsity=[0.75, 0.9375, 0.984375, 0.999])
+    model = pycomm.DataParallel(module, compression=dgc)
+    own = torch.Generator().manual_seed(group.rank)
+
+    for step in range(200):
+        x = torch.randn(32, 256, generator=own)
+        loss = nn.functional.mse_loss(model(x), target(x).detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if group.rank == 0 and step % 50 == 49:
+            said = dgc.stats()
+            print(
+                f"step {said['step']}: loss {loss.item():.4f}, sparsity {said['level']}, "
+                f"{said['sent_bytes']} of {said['dense_bytes']} bytes ({said['exchange']})"
+            )
+
+    everybody = pycomm.all_gather(nn.utils.parameters_to_vector(module.parameters()).detach())
+    assert all(torch.equal(one, everybody[0]) for one in everybody)
+    pycomm.shutdown()
+
+
+if __name__ == "__main__":
+    main()
