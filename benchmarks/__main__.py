@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import collectives, links, training
+from benchmarks import collectives, convergence, links, training
 
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "collectives": collectives.main,
+    "convergence": convergence.main,
     "links": links.main,
     "training": training.main,
 }

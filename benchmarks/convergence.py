@@ -1,0 +1,294 @@
+"""`python -m benchmarks convergence`: what each technique costs in accuracy and saves in bytes.
+
+Simulated workers, ranks as threads, train the same model on the same batches by each method:
+pycomm.DGC, pycomm.LocalSGD and pycomm.DataParallel themselves, so that a step is bit by bit that
+of processes. A run that --json already has is not repeated: a long series can be interrupted.
+
+main() is called by benchmarks.__main__ and pycomm.__main__.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from torch import nn
+
+import pycomm
+from benchmarks.workloads import WORKLOADS, Workload
+from pycomm.demo import machine
+from pycomm.testing import run_ranks
+
+RAMP = (0.75, 0.9375, 0.984375, 0.996)
+RECORDED = 100  # points of a curve
+MB = 2**20
+
+
+@dataclass(frozen=True)
+class Method:
+    """DGC's options, or LocalSGD's, or neither: dense."""
+
+    name: str
+    dgc: dict[str, Any] | None = None
+    local: dict[str, Any] | None = None
+    feedback: bool = True  # False: what is not sent is forgotten
+    ramp: bool = True
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("dense"),
+        Method("dgc", {"sparsity": [*RAMP, 0.999]}),
+        Method("dgc without masking", {"sparsity": [*RAMP, 0.999], "masking": False}),
+        Method(
+            "dgc without momentum correction",
+            {"sparsity": [*RAMP, 0.999], "momentum_correction": False},
+        ),
+        Method("dgc without ramp", {"sparsity": [0.999]}, ramp=False),
+        Method(
+            "top-k without feedback",
+            {"sparsity": [*RAMP, 0.999], "momentum_correction": False},
+            feedback=False,
+        ),
+        Method("dgc 0.99", {"sparsity": [0.75, 0.9375, 0.984375, 0.99]}),
+        *(Method(f"local {k}", local={"k_steps": k}) for k in (2, 4, 8, 16)),
+        Method("local adaptive", local={"init_k_steps": 4}),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    workload: str
+    method: str
+    seed: int
+    ranks: int
+    steps: int
+    score: float  # accuracy in per cent, or loss in nats
+    sent_mb: float  # what each rank gave to exchanges in all steps
+    dense_mb: float
+    seconds: float
+    replicas_equal: bool
+    losses: list[float]  # means of RECORDED parts of the run, of rank 0's batches
+    mb: list[float]  # given so far, at the end of each part
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains, prints, stores; the exit status."""
+    parser = argparse.ArgumentParser(prog="pycomm bench convergence", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="(%(default)s)")
+    parser.add_argument("--methods", default=",".join(METHODS), help="(%(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
+    parser.add_argument("--steps", type=int, help="instead of the workload's own")
+    parser.add_argument("--json", type=Path, help="where figures are stored, and taken up again")
+    parser.add_argument("--plot", type=Path, help="where to draw loss over steps and over MB")
+    options = parser.parse_args(argv)
+    workloads, methods = options.workloads.split(","), options.methods.split(",")
+    for given, known in ((workloads, WORKLOADS), (methods, METHODS)):
+        for name in given:
+            if name not in known:
+                parser.error(f"no {name!r}: choose among {', '.join(known)}")
+    console = Console(soft_wrap=True, highlight=False)
+    found = _stored(options.json)
+    for name in workloads:
+        steps = options.steps or WORKLOADS[name].steps
+        for seed in range(options.seeds):
+            for method in methods:
+                key = (name, method, seed, options.ranks, steps)
+                if any(key == (r.workload, r.method, r.seed, r.ranks, r.steps) for r in found):
+                    continue
+                found.append(train(WORKLOADS[name], METHODS[method], seed, options.ranks, steps))
+                console.print(_said(found[-1]))
+                _store(options.json, found)
+    for line in summary(found):
+        console.print(line)
+    if options.plot:
+        draw(options.plot, found)
+    return 0 if all(run.replicas_equal for run in found) else 1
+
+
+def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int) -> Run:
+    """One run, on `ranks` threads."""
+    models = [workload.model(seed) for _ in range(ranks)]  # here: threads share torch's generator
+    start = time.perf_counter()
+    names = workload.name, method.name
+    told = run_ranks(ranks, rank_runs, names, seed, steps, models, timeout_s=600)
+    seconds = time.perf_counter() - start
+    losses, sent, first = told[0]
+    part = max(1, steps // RECORDED)
+    ends = range(part, steps + 1, part)
+    return Run(
+        workload=workload.name,
+        method=method.name,
+        seed=seed,
+        ranks=ranks,
+        steps=steps,
+        score=workload.score(models[0]),
+        sent_mb=sent[-1] / MB,
+        dense_mb=steps * first.nbytes / MB,
+        seconds=seconds,
+        replicas_equal=all(torch.equal(parameters, first) for _, _, parameters in told),
+        losses=[statistics.mean(losses[end - part : end]) for end in ends],
+        mb=[sent[end - 1] / MB for end in ends],
+    )
+
+
+@dataclass(frozen=True)
+class _Parallel:
+    """A model made parallel by one method."""
+
+    forward: nn.Module
+    step: Callable[[torch.Tensor], object]  # after backward, with this rank's loss
+    sent_bytes: Callable[[], int]  # what this rank gave to exchanges in the last step
+    end: Callable[[], object] = lambda: None
+
+
+def rank_runs(
+    group: pycomm.Group,
+    names: tuple[str, str],
+    seed: int,
+    steps: int,
+    models: list[nn.Module],
+) -> tuple[list[float], list[int], torch.Tensor]:
+    """What a rank does: losses of its batches, bytes given so far, both by step; all parameters.
+
+    `names` are those of the workload and the method, so that this can be sent to a process.
+    """
+    torch.set_num_threads(1)  # of the process; how a sum is split decides its bits
+    workload, model = WORKLOADS[names[0]], models[group.rank]
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.0, momentum=0.9, weight_decay=workload.weight_decay
+    )
+    parallel = _parallel(model, optimizer, workload, METHODS[names[1]], steps)
+    random = torch.Generator().manual_seed(1000 * seed + group.rank)
+    losses: list[float] = []
+    sent: list[int] = []
+    for step in range(steps):
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = workload.rate_at(step, steps)
+        loss = workload.loss(parallel.forward, *workload.batch(group.size, random))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        parallel.step(loss.detach())
+        losses.append(loss.item())
+        sent.append(parallel.sent_bytes() + (sent[-1] if sent else 0))
+    parallel.end()
+    return losses, sent, nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def _parallel(
+    model: nn.Module,
+    optimizer: torch.optim.SGD,
+    workload: Workload,
+    method: Method,
+    steps: int,
+) -> _Parallel:
+    whole = sum(p.nbytes for p in model.parameters())
+    limit = workload.clip_norm
+
+    def clip() -> None:
+        if limit is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+    if method.local is not None:
+        adaptive = "init_k_steps" in method.local
+        kind: Any = pycomm.AdaptiveLocalSGD if adaptive else pycomm.LocalSGD
+        local = kind(model, optimizer, begin_step=max(1, steps // 10), **method.local)
+
+        def local_step(loss: torch.Tensor) -> None:
+            clip()
+            local.step(loss) if adaptive else local.step()
+
+        averaged = lambda: whole * (local.last_sync == local.step_count)  # noqa: E731
+        return _Parallel(model, local_step, averaged, local.average)
+    if method.dgc is None:
+
+        def dense_step(_: torch.Tensor) -> None:
+            clip()
+            optimizer.step()
+
+        return _Parallel(pycomm.DataParallel(model), dense_step, lambda: whole)
+    dgc = pycomm.DGC(
+        optimizer,
+        rampup_step=max(1, steps // 4) if method.ramp else 1,
+        clip_norm=limit,
+        clip="global",
+        select="model",
+        min_count=0,
+        **method.dgc,
+    )
+
+    def sparse_step(_: torch.Tensor) -> None:
+        optimizer.step()
+        for memory in () if method.feedback else dgc.memories.values():
+            if memory.v is not None:
+                memory.v.zero_()
+
+    parallel = pycomm.DataParallel(model, compression=dgc)
+    return _Parallel(parallel, sparse_step, lambda: int(dgc.stats()["sent_bytes"]))
+
+
+def _said(run: Run) -> str:
+    return (
+        f"{run.workload} {run.method}, seed {run.seed}: {run.score:.3f}, "
+        f"{run.dense_mb / run.sent_mb:.0f}x fewer bytes, {run.seconds:.0f} s"
+    )
+
+
+def summary(found: Sequence[Run]) -> list[str]:
+    """Lines of a table: mean and deviation over seeds, beside dense."""
+    lines = [f"{'# workload':10} {'method':32} {'runs':>4} {'score':>8} {'+-':>6} {'bytes':>7}"]
+    for workload, method in dict.fromkeys((run.workload, run.method) for run in found):
+        runs = [run for run in found if (run.workload, run.method) == (workload, method)]
+        scores = [run.score for run in runs]
+        spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
+        saved = statistics.mean(run.dense_mb / run.sent_mb for run in runs)
+        lines.append(
+            f"{workload:10} {method:32} {len(runs):>4} {statistics.mean(scores):>8.3f} "
+            f"{spread:>6.3f} {saved:>6.0f}x"
+        )
+    return lines
+
+
+def draw(path: Path, found: Sequence[Run]) -> None:
+    """Training loss over steps and over MB, a row for each workload; seed 0."""
+    workloads = list(dict.fromkeys(run.workload for run in found))
+    figure = Figure(figsize=(11, 4 * len(workloads)), layout="constrained")
+    grid = figure.subplots(len(workloads), 2, squeeze=False)
+    for workload, (over_steps, over_mb) in zip(workloads, grid, strict=True):
+        for run in found:
+            if run.workload != workload or run.seed != 0:
+                continue
+            part = run.steps / len(run.losses)
+            over_steps.plot([part * (i + 1) for i in range(len(run.losses))], run.losses, lw=1)
+            over_mb.plot(run.mb, run.losses, lw=1, label=run.method)
+        over_steps.set(title=workload, xlabel="step", ylabel="training loss (nats)")
+        over_mb.set(xlabel="MB that a rank gave to exchanges", xscale="log")
+        over_mb.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+def _stored(path: Path | None) -> list[Run]:
+    if path is None or not path.exists():
+        return []
+    return [Run(**row) for row in json.loads(path.read_text())["rows"]]
+
+
+def _store(path: Path | None, found: Sequence[Run]) -> None:
+    if path is not None:
+        content = {"machine": machine.describe(), "rows": [asdict(run) for run in found]}
+        path.write_text(json.dumps(content, indent=1) + "\n")
