@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from netns import Network, missing
 
+from benchmarks.netns import Network, missing
 from pycomm.errors import InvalidArgument
 from pycomm.launch import failure, place
 from pycomm.launch.failure import Failure

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from netns import Network, missing
 
 import pycomm
+from benchmarks.netns import Network, missing
 from pycomm.errors import Error, InvalidArgument
 from pycomm.launch.function import RankFailed
 
