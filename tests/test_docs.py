@@ -37,3 +37,10 @@ def test_block_runs(code, tmp_path):
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} points at {target}"
+
+
+def test_every_test_that_the_documents_table_names_is_there():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "documents.md").read_text()))
+    files = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    assert len(named) > 40
+    assert named - set(re.findall(r"def (test_\w+)", files)) == set()
