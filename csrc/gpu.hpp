@@ -1,0 +1,140 @@
+// The seam: everything that kernels spell differently under nvcc and under the emulator.
+//
+// Under nvcc each of these is one instruction or a plain language feature. Elsewhere
+// tests/emulator/emulator.hpp stands in, which runs a kernel on the CPU with one fiber per CUDA
+// thread and counts the bytes that load() and store() move. No kernel and no policy stands here.
+// Included by csrc/cuda/*.cu and *.cuh alone.
+//
+// Rules for kernels: shared memory, launches, and accesses of hot loops go through gpu::; masks are
+// full or computed; flags are load_acquire and store_release, never volatile; loops that hold warp
+// operations run uniformly per warp; one __syncthreads per line.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#ifndef __CUDACC__
+#include <emulator/emulator.hpp>
+#endif
+
+namespace gpu {
+
+inline constexpr unsigned kFullWarp = ~0u;
+inline constexpr unsigned kWarpSize = 32;
+
+// Shape of a launch: a one-dimensional grid on a stream of the caller.
+struct Launch {
+  unsigned blocks;
+  unsigned threads;
+  cudaStream_t stream = nullptr;
+  size_t dynamic_bytes = 0;
+};
+
+#ifdef __CUDACC__
+
+// The block's only object of type T in shared memory. T needs no constructor and starts as garbage.
+template <class T>
+__device__ __forceinline__ T& shared() {
+  __shared__ T object;
+  return object;
+}
+
+// The shared memory that Launch::dynamic_bytes asked for, aligned to 16 bytes.
+template <class T>
+__device__ __forceinline__ T* dynamic_shared() {
+  extern __shared__ __align__(16) unsigned char gpu_dynamic_shared[];
+  return reinterpret_cast<T*>(gpu_dynamic_shared);
+}
+
+__device__ __forceinline__ unsigned lane_id() {
+  unsigned lane;
+  asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+// Global memory that is touched once: do not keep it in the caches. Sizes 1 to 16 bytes.
+template <class T>
+__device__ __forceinline__ T load(const T* p) {
+  if constexpr (sizeof(T) == 1) {  // whatever type a byte has
+    const unsigned char byte = __ldcs(reinterpret_cast<const unsigned char*>(p));
+    return *reinterpret_cast<const T*>(&byte);
+  } else {
+    return __ldcs(p);
+  }
+}
+template <class T>
+__device__ __forceinline__ void store(T* p, T value) {
+  if constexpr (sizeof(T) == 1)
+    __stcs(reinterpret_cast<unsigned char*>(p), *reinterpret_cast<const unsigned char*>(&value));
+  else
+    __stcs(p, value);
+}
+
+// Global memory that another block of the same launch wrote before a release that this thread's
+// block has acquired: past the L1 cache, never through the read-only one.
+template <class T>
+__device__ __forceinline__ T load_fresh(const T* p) {
+  return __ldcg(p);
+}
+
+__device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release(unsigned* p, unsigned value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+// Adds, and publishes what this thread (and, after a __syncthreads, its block) wrote before.
+__device__ __forceinline__ unsigned add_release(unsigned* p, unsigned value) {
+  unsigned old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(value)
+               : "memory");
+  return old;
+}
+
+// A breath inside a spin loop.
+__device__ __forceinline__ void pause() { __nanosleep(64); }
+
+template <class... P, class... A>
+cudaError_t launch(void (*kernel)(P...), const Launch& shape, A&&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.blocks;
+  config.blockDim = shape.threads;
+  config.dynamicSmemBytes = shape.dynamic_bytes;
+  config.stream = shape.stream;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
+}
+
+#else
+
+using emulator::add_release;
+using emulator::dynamic_shared;
+using emulator::lane_id;
+using emulator::load;
+using emulator::load_acquire;
+using emulator::load_fresh;
+using emulator::pause;
+using emulator::shared;
+using emulator::store;
+using emulator::store_release;
+
+template <class... P, class... A>
+cudaError_t launch(void (*kernel)(P...), const Launch& shape, A&&... arguments) {
+  return emulator::launch(kernel, {shape.blocks, shape.threads, shape.dynamic_bytes}, shape.stream,
+                          static_cast<P>(arguments)...);
+}
+
+#endif
+
+// The lanes of the warp below the caller's, as a mask.
+__device__ __forceinline__ unsigned lanes_below() { return (1u << lane_id()) - 1u; }
+
+}  // namespace gpu

@@ -1,0 +1,78 @@
+// The emulator's inside: runs one grid of CUDA threads on the calling thread, a fiber for each.
+//
+// What kernels see of it stands in emulator.hpp; streams, events and memory in runtime.cpp. The
+// sources of this folder are never instrumented: they talk to the sanitizers themselves, so that a
+// sanitizer sees CUDA's happens-before and not the scheduler's.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <source_location>
+#include <string>
+
+namespace emulator {
+
+using Where = std::source_location;
+
+enum class Order : uint8_t { forward, reverse, random };
+
+// How grids are run. A program sets it before it launches; tests go through all orders.
+struct Options {
+  Order order = Order::forward;
+  uint64_t seed = 1;
+  unsigned resident_blocks = 4;  // blocks that make progress together
+  unsigned char poison = 0xff;   // what fresh shared and device memory holds
+  uint64_t most_spins = 1u << 20;
+  bool eager = false;  // an operation runs when it is enqueued, for callers that never wait
+};
+Options& options();
+
+// The running CUDA thread as its kernel sees it.
+struct Thread {
+  uint3 thread_index{}, block_index{};
+  dim3 block_size{}, grid_size{};
+  unsigned lane = 0;
+};
+extern thread_local constinit Thread* current;
+
+struct Shape {
+  unsigned blocks;
+  unsigned threads;
+  size_t dynamic_bytes = 0;
+};
+
+enum class WarpOp : uint8_t { sync, ballot, all, any, match, shuffle, up, down, across };
+
+struct WarpCall {
+  WarpOp op{};
+  unsigned mask = 0;
+  uint64_t value = 0;
+  unsigned argument = 0;  // source lane, distance or lane mask of a shuffle
+  unsigned width = 32;
+  Where where = Where::current();
+};
+
+// Runs the grid to its end. Throws std::runtime_error with file, line and the state of every thread
+// for a mistake: a deadlock, barriers that diverge, a mask that cannot be, too much shared memory.
+void run_grid(const Shape& shape, void (*entry)(void*), void* argument);
+
+// Called by kernels, through emulator.hpp.
+unsigned sync_block(bool predicate, Where where);  // how many threads' predicate held
+uint64_t warp(const WarpCall& call);
+void spin(Where where);  // lets every other thread of the grid run; inside each spin loop
+void maybe_switch();     // in random order: lets others run now and then; around atomics
+void* shared_memory(const void* key, size_t bytes, size_t alignment);
+void* dynamic_shared_memory();
+void count_load(size_t bytes);
+void count_store(size_t bytes);
+[[noreturn]] void fail(const std::string& what, Where where = Where::current());
+
+// Bytes that went through gpu::load and gpu::store, and kernels launched, since the last reset.
+struct Traffic {
+  uint64_t loaded = 0, stored = 0, launches = 0;
+};
+Traffic& traffic();
+
+}  // namespace emulator

@@ -1,0 +1,87 @@
+// The state of blocks and lanes, shared by grid.cpp (who runs) and lanes.cpp (warp operations).
+#pragma once
+
+#include <array>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fiber.hpp"
+#include "grid.hpp"
+
+namespace emulator {
+
+enum class State : uint8_t { ready, at_barrier, at_warp, done };
+
+struct Block;
+
+struct Lane : Thread {
+  State state = State::done;
+  unsigned rank = 0;  // in the block
+  WarpCall call;
+  uint64_t result = 0;
+  Where where;  // of the barrier it waits at
+  Block* block = nullptr;
+  std::unique_ptr<Fiber> fiber;
+};
+
+struct Block {
+  std::deque<Lane> lanes;  // may be more than this grid uses
+  bool running = false;
+  unsigned alive = 0, arrived = 0, round = 0;
+  std::array<unsigned, 2> predicates{};  // by parity of the round, so that the last one stays
+  Where barrier;
+  std::vector<unsigned> waiting, returned, rounds;  // by warp
+  char* arena = nullptr;
+  size_t used = 0, static_bytes = 0;
+  void* dynamic = nullptr;
+  std::vector<std::pair<const void*, void*>> objects;
+  Token started;
+  std::array<Token, 2> barrier_tokens;
+  std::vector<std::array<Token, 2>> warp_tokens;
+
+  Block() = default;
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  ~Block();
+};
+
+// xorshift64*: the same sequence everywhere.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull | 1) {}
+  unsigned below(unsigned n) {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    state_ ^= state_ << 17;
+    return static_cast<unsigned>((state_ * 0x2545f4914f6cdd1dull >> 32) % n);
+  }
+
+ private:
+  uint64_t state_;
+};
+
+struct Grid {
+  Fiber main;
+  Shape shape{};
+  std::vector<std::unique_ptr<Block>> blocks;
+  unsigned resident = 0;
+  void (*entry)(void*) = nullptr;
+  void* argument = nullptr;
+  Random random{1};
+  uint64_t spins = 0;
+  std::string failure;
+  Token finished;
+};
+
+// Lets the lanes of `mask` go on when all of them have come. Whether they had.
+bool complete(Block& block, unsigned warp, unsigned mask);
+void open_barrier(Block& block);
+
+std::string place(const Where& where);
+std::string describe(const Lane& lane);
+std::string deadlock(const Grid& grid);
+
+}  // namespace emulator

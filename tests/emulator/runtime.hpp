@@ -1,0 +1,26 @@
+// The part of the CUDA runtime that the project calls, over host memory: streams, events, memory,
+// graphs. NVIDIA's headers declare it; runtime.cpp defines it under the same names.
+//
+// A stream is a queue of operations. Nothing runs at once: whoever waits (a synchronisation, a
+// query) runs what may run by then, in an order that the seed of options() picks, so that a missing
+// event shows. An operation that is not ready (a peer has not arrived) says so and is asked again.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <functional>
+
+namespace emulator {
+
+// Runs after everything before it in the stream. While the stream is being captured it becomes a
+// node of the graph instead.
+cudaError_t enqueue(cudaStream_t stream, std::function<void()> operation);
+
+// The same for work that can be not ready yet: it returns whether it is done. The room for NCCL.
+cudaError_t enqueue_polled(cudaStream_t stream, std::function<bool()> operation);
+
+// The text behind cudaErrorLaunchFailure: what the emulator found. Empty when nothing failed.
+const char* failure();
+void forget_failure();
+
+}  // namespace emulator
