@@ -6,6 +6,11 @@ time. Called by pip (`pip install .`, `pip install -e . --no-build-isolation`) a
 
     _core   the engine and its Python face; needs no torch
     _c10d   the torch.distributed backend; only where torch is importable
+    _cuda   the kernels for CUDA; only where nvcc is found
+
+_cuda is built for the GPUs that are here; where there are none, for 8.0 and 9.0, and as PTX, which
+drivers compile for any other from 7.5 on. CUDAARCHS="80;90" (as for CMake) asks for others. CUDA's
+runtime is linked in, so that _cuda loads on any machine.
 
 Where torch is importable every module takes torch's own pybind11 headers: a class cannot pass
 between modules that were built with different ones.
@@ -41,6 +46,11 @@ rule compile
   depfile = $out.d
   deps = gcc
   description = c++ $in
+rule cuda
+  command = $nvcc -MD -MF $out.d $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = nvcc $in
 rule link
   command = $cxx -shared -pthread $in $libs -o $out
   description = link $out
@@ -55,6 +65,7 @@ class Module:
     sources: list[Path]
     flags: list[str] = field(default_factory=list)
     libs: list[str] = field(default_factory=list)
+    cuda_flags: list[str] = field(default_factory=list)  # for nvcc
 
 
 def torch_root() -> Path | None:
@@ -86,13 +97,45 @@ def c10d_sources() -> list[Path]:
     return sorted((CSRC / "bindings").glob("c10d*.cpp"))
 
 
+def nvcc() -> str | None:
+    """CUDA's compiler, on PATH or where its installer puts it."""
+    usual = "/usr/local/cuda/bin/nvcc"
+    return shutil.which("nvcc") or (usual if os.access(usual, os.X_OK) else None)
+
+
+def gpu_flags() -> list[str]:
+    """Which GPUs nvcc compiles for: see the head of this file."""
+    asked = os.environ.get("CUDAARCHS", "").replace(",", ";").split(";")
+    names = [name.removesuffix("-real") for name in asked if name]
+    if names:
+        return [f"-gencode=arch=compute_{n},code=[sm_{n},compute_{n}]" for n in names]
+    if os.path.exists("/proc/driver/nvidia/version"):
+        return ["-arch=native"]
+    real = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in ("80", "90")]
+    return ["-gencode=arch=compute_75,code=compute_75", *real]
+
+
+def cuda_module(python: list[str]) -> Module:
+    """The kernels for CUDA, with its runtime inside."""
+    compiler = [f"-Xcompiler={flag}" for flag in ("-fPIC", "-fvisibility=hidden", "-Wall")]
+    flags = ["-std=c++20", "-O3", f"-I{CSRC}", *compiler, *gpu_flags()]
+    lib = Path(os.path.realpath(str(nvcc()))).parent.parent
+    folders = [f"-L{lib / name}" for name in ("lib64", "lib")]
+    sources = [*sorted((CSRC / "bindings").glob("cuda*.cpp")), *sorted(CSRC.glob("cuda/*.cu"))]
+    libs = [*folders, "-L/usr/local/cuda/lib64", "-L/usr/local/cuda/lib"]
+    return Module("_cuda", sources, python, [*libs, "-lcudart_static", "-ldl", "-lrt"], flags)
+
+
 def modules() -> list[Module]:
     """The modules that can be built here, with what each needs."""
     torch = torch_root()
     python = [f"-I{CSRC}", *python_flags(torch)]
     c10d = c10d_sources()
+    cuda = set((CSRC / "bindings").glob("cuda*.cpp"))
     every = [p for p in sorted(CSRC.rglob("*.cpp")) if CSRC / "cuda" not in p.parents]
-    found = [Module("_core", [p for p in every if p not in c10d], python)]
+    found = [Module("_core", [p for p in every if p not in {*c10d, *cuda}], python)]
+    if nvcc() is not None:
+        found.append(cuda_module(python))
     if torch is not None and c10d:
         version = importlib.metadata.version("torch").split("+")[0]
         # No rpath: _c10d is imported after torch, which has loaded these libraries by then.
@@ -145,15 +188,17 @@ def shell(words: list[str]) -> str:
 
 def write_ninja(folder: Path, built: list[Module]) -> None:
     """Writes build.ninja into `folder`; objects go to <folder>/<module>/, modules beside it."""
-    lines = [NINJA_RULES, f"cxx = {compiler()}", "builddir = ."]
+    lines = [NINJA_RULES, f"cxx = {compiler()}", f"nvcc = {nvcc()}", "builddir = ."]
     for module in built:
-        lines.append(f"{module.name}_flags = {shell(FLAGS + module.flags)}")
+        lines.append(f"{module.name}_compile = {shell(FLAGS + module.flags)}")
+        lines.append(f"{module.name}_cuda = {shell(module.cuda_flags)}")
         objects = []
         for source in module.sources:
             target = escape(Path(module.name) / source.relative_to(CSRC).with_suffix(".o"))
+            rule = "cuda" if source.suffix == ".cu" else "compile"
             lines += [
-                f"build {target}: compile {escape(source)}",
-                f"  flags = ${module.name}_flags",
+                f"build {target}: {rule} {escape(source)}",
+                f"  flags = ${module.name}_{rule}",
             ]
             objects.append(target)
         lines += [
@@ -192,6 +237,8 @@ def extensions() -> list[Extension]:
     names = ["_core"]
     if torch_root() is not None and c10d_sources():
         names.append("_c10d")
+    if nvcc() is not None:
+        names.append("_cuda")
     return [Extension(f"pycomm.{name}", []) for name in names]
 
 

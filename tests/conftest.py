@@ -13,7 +13,7 @@ EXCUSE = "needs a GPU"
 _skips: dict[str, str] = {}
 
 
-@pytest.fixture(params=["cpu"], scope="module")
+@pytest.fixture(params=["cpu", "emulated", "cuda"], scope="module")
 def device(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A device of kernel_devices.py: the tests of the kernels run on each."""
     from kernel_devices import DEVICES

@@ -4,6 +4,8 @@ A new device is a class here, a line in DEVICES and a name in the fixture `devic
 every test with the fixture then runs on it too. Also what those tests share.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from pycomm import reference
+from pycomm.kernels import devices
+
+sys.path.insert(0, str(Path(__file__).parent / "emulator"))
+import programs
 
 SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -23,6 +29,7 @@ class Cpu:
     """Host memory. bfloat16, which NumPy lacks, lies in torch tensors, as do all with `torch`."""
 
     name = "cpu"
+    replays = 1000  # where a test repeats a step to see the same bits
     indices_are_checked = True  # InvalidArgument where they do not ascend within the array
 
     def __enter__(self) -> "Cpu":
@@ -51,7 +58,44 @@ class Cpu:
         return x
 
 
-DEVICES = {"cpu": Cpu}
+class Emulated(Cpu):
+    """CUDA's kernels on the processor, one fiber for each CUDA thread (tests/emulator)."""
+
+    name = "emulated"
+    replays = 30
+    indices_are_checked = False
+
+    def __enter__(self) -> "Emulated":
+        if programs.nvcc() is None:
+            pytest.skip("needs nvcc, for the headers of CUDA")
+        self.module = programs.emulated()
+        self.module.set_order("random", 1, 3)
+        self._replaced = devices.replaced("cpu", self.module.kernels)
+        self._replaced.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._replaced.__exit__(*error)
+
+
+class Cuda(Cpu):
+    """A GPU, through torch tensors."""
+
+    name = "cuda"
+    indices_are_checked = False
+
+    def __enter__(self) -> "Cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+        return self
+
+    def put(self, x: np.ndarray, dtype: str = "", *, torch_too: bool = False) -> Any:
+        del torch_too
+        there = super().put(x, dtype, torch_too=True)
+        return there.cuda()
+
+
+DEVICES = {"cpu": Cpu, "emulated": Emulated, "cuda": Cuda}
 
 
 def same(found, wanted):

@@ -47,6 +47,9 @@ MAY_INCLUDE = {
     ],
     "bindings/kernels.h": ["core/", "kernels/device_kernels.h", "kernels/packet.h"],
     "bindings/c10d": ["bindings/c10d", "group/group.h"],
+    "bindings/cuda": ["bindings/kernels.h", "cuda/cuda_kernels.h"],
+    "cuda/": ["core/", "cuda/", "gpu.hpp", "kernels/device_kernels.h", "kernels/packet.h"],
+    "gpu.hpp": [],
 }
 STANDARD_LIBRARY_ONLY = ["core/", "collectives/"]
 MAY_INCLUDE_TORCH = "bindings/c10d"

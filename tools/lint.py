@@ -96,6 +96,7 @@ def main() -> None:
     typed = [name for name in TYPED if any((ROOT / name).rglob("*.py"))]
     ours = [str(p) for folder in (CSRC, ROOT / "tests") for p in sorted(folder.rglob("*.[ch]pp"))]
     ours += [str(p) for folder in (CSRC, ROOT / "tests") for p in sorted(folder.rglob("*.h"))]
+    ours += [str(p) for folder in (CSRC, ROOT / "tests") for p in sorted(folder.rglob("*.cu*"))]
     content = [
         run(tool("ruff"), "check", *(["--fix"] if fix else []), *python),
         run(tool("ruff"), "format", *([] if fix else ["--check"]), *python),

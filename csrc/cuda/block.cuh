@@ -1,0 +1,106 @@
+// What a block does together: scans, searches, and taking turns with other blocks of its launch.
+//
+// Every function here is called by all threads of a block, or of a warp where it says so.
+#pragma once
+
+#include "gpu.hpp"
+
+namespace pycomm::cuda {
+
+struct ScanSpace {
+  unsigned sums[32];
+};
+
+// The sum of x over this thread and those below it in the block.
+template <unsigned kThreads>
+__device__ __forceinline__ unsigned scan_block(unsigned x) {
+  auto& sums = gpu::shared<ScanSpace>().sums;
+  const unsigned lane = gpu::lane_id(), warp = threadIdx.x / 32;
+  for (unsigned by = 1; by < 32; by *= 2) {
+    const unsigned below = __shfl_up_sync(gpu::kFullWarp, x, by);
+    if (lane >= by) x += below;
+  }
+  if (lane == 31) sums[warp] = x;
+  __syncthreads();
+  for (unsigned w = 0; w < kThreads / 32; ++w) x += w < warp ? sums[w] : 0;
+  __syncthreads();
+  return x;
+}
+
+// The last of `count` ascending numbers, number(0) <= x, that is not above x. Called by a warp with
+// one x; two rounds of loads serve a thousand numbers.
+template <class Number>
+__device__ __forceinline__ unsigned find_last(unsigned count, unsigned x, Number number) {
+  unsigned low = 0;
+  while (count > 1) {
+    const unsigned step = (count + 31) / 32, at = gpu::lane_id() * step;
+    const bool fits = at < count && number(low + at) <= x;
+    const unsigned last =
+        31u - static_cast<unsigned>(__clz(static_cast<int>(__ballot_sync(gpu::kFullWarp, fits))));
+    low += last * step;
+    count = min(step, count - last * step);
+  }
+  return low;
+}
+
+// Where the want-th largest of a histogram lies, counted from the top; 1 <= want <= their number.
+struct Found {
+  unsigned bin;
+  unsigned want;  // its rank inside the bin
+};
+
+template <unsigned kThreads, class Bin>
+__device__ __forceinline__ Found narrow(unsigned bins, unsigned want, Bin bin) {
+  auto& found = gpu::shared<Found>();
+  const unsigned each = (bins + kThreads - 1) / kThreads;
+  const unsigned top = bins - min(bins, threadIdx.x * each), low = top - min(top, each);
+  unsigned mine = 0;
+  for (unsigned b = low; b < top; ++b) mine += bin(b);
+  const unsigned upto = scan_block<kThreads>(mine);
+  unsigned above = upto - mine;
+  if (above < want && want <= upto) {
+    unsigned b = top - 1;
+    for (unsigned here = bin(b); above + here < want; here = bin(b)) {
+      above += here;
+      --b;
+    }
+    found = {b, want - above};
+  }
+  __syncthreads();
+  const Found result = found;
+  __syncthreads();
+  return result;
+}
+
+// Several passes in one launch: blocks take tickets as they start, and `blocks` of them make up a
+// pass. A block waits until all passes before its own are over. Whoever it waits for holds a lower
+// ticket and so runs already: there is always progress, however few blocks fit on the device.
+struct Turns {
+  unsigned ticket;
+  unsigned done;
+};
+struct Turn {
+  unsigned pass;
+  unsigned rank;  // in the pass
+};
+
+__device__ __forceinline__ Turn take_turn(Turns& turns, unsigned blocks) {
+  auto& mine = gpu::shared<Turn>();
+  if (threadIdx.x == 0) {
+    const unsigned ticket = atomicAdd(&turns.ticket, 1u);
+    const unsigned pass = ticket / blocks;
+    while (gpu::load_acquire(&turns.done) < pass * blocks) gpu::pause();
+    mine = {pass, ticket - pass * blocks};
+  }
+  __syncthreads();
+  const Turn turn = mine;
+  __syncthreads();
+  return turn;
+}
+
+__device__ __forceinline__ void end_turn(Turns& turns) {
+  __syncthreads();
+  if (threadIdx.x == 0) gpu::add_release(&turns.done, 1u);
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,381 @@
+// Kernels over whole arrays: norms, clipping, casts, reductions. The formulas stand in
+// kernels/device_kernels.h.
+#include "cuda/block.cuh"
+#include "cuda/cuda_kernels.h"
+#include "cuda/host.hpp"
+#include "kernels/packet.h"
+
+namespace pycomm::cuda {
+namespace {
+
+constexpr unsigned kThreads = 256;
+
+bool is_aligned(const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+// Aligned for quads of elements of this size.
+bool has_quads(const void* p, size_t element) {
+  return is_aligned(p, std::min<size_t>(16, 4 * element));
+}
+
+// ---- element by element
+// -----------------------------------------------------------------------------
+
+// f(i) for quads of an array from i on, then g(i) for the elements that are left, over the grid.
+template <class F, class G>
+__device__ __forceinline__ void each_quad(size_t count, bool quads, F f, G g) {
+  const size_t thread = size_t{blockIdx.x} * kThreads + threadIdx.x;
+  const size_t stride = size_t{gridDim.x} * kThreads, whole = quads ? count / 4 * 4 : 0;
+  for (size_t i = thread * 4; i < whole; i += stride * 4) f(i);
+  for (size_t i = whole + thread; i < count; i += stride) g(i);
+}
+
+template <class From, class To>
+__global__ void __launch_bounds__(kThreads)
+    cast_all(const From* from, To* to, size_t count, bool quads) {
+  each_quad(
+      count, quads,
+      [&](size_t i) {
+        const Quad<From> in = load_quad(from + i);
+        Quad<To> out;
+#pragma unroll
+        for (unsigned e = 0; e < 4; ++e) out.at[e] = narrow<To>(widen(in.at[e]));
+        store_quad(to + i, out);
+      },
+      [&](size_t i) { gpu::store(to + i, narrow<To>(widen(gpu::load(from + i)))); });
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    multiply_all(T* x, const Wide<T>* factor, size_t count, bool quads) {
+  const Wide<T> by = *factor;
+  if (by == Wide<T>{1}) return;
+  each_quad(
+      count, quads,
+      [&](size_t i) {
+        Quad<T> all = load_quad(x + i);
+#pragma unroll
+        for (unsigned e = 0; e < 4; ++e) all.at[e] = narrow<T>(multiply(widen(all.at[e]), by));
+        store_quad(x + i, all);
+      },
+      [&](size_t i) { gpu::store(x + i, narrow<T>(multiply(widen(gpu::load(x + i)), by))); });
+}
+
+// ---- reductions
+// -------------------------------------------------------------------------------------
+
+constexpr unsigned kMostInputs = 1024;
+
+struct Inputs {
+  const void* at[kMostInputs];
+  unsigned count;
+};
+
+// A bool as it lies in memory: any byte but 0 is true.
+struct Bool {
+  uint8_t byte;
+};
+
+template <class T>
+inline constexpr bool kIsFloat = std::is_same_v<T, Half> || std::is_same_v<T, Bfloat16> ||
+                                 std::is_same_v<T, float> || std::is_same_v<T, double>;
+
+template <class T>
+__device__ __forceinline__ auto to_sum(T x) {
+  if constexpr (std::is_same_v<T, Bool>)
+    return x.byte != 0;
+  else if constexpr (kIsFloat<T>)
+    return widen(x);
+  else
+    return x;
+}
+
+template <class T, class Sum>
+__device__ __forceinline__ T from_sum(ReduceOp op, Sum sum, unsigned inputs) {
+  if constexpr (kIsFloat<T>)
+    return narrow<T>(op == ReduceOp::avg ? divide(sum, static_cast<Sum>(inputs)) : sum);
+  else if constexpr (std::is_same_v<T, Bool>)
+    return {static_cast<uint8_t>(sum)};
+  else
+    return sum;
+}
+
+// Either order of two floats gives the same bits: where neither is less they are equal, or -0
+// beside 0, or one is a NaN, and `or` decides.
+template <class Real>
+__device__ __forceinline__ Real least(Real a, Real b) {
+  return bits_as<Real>(static_cast<Word<Real>>(bits_as<Word<Real>>(a < b ? a : b) |
+                                               bits_as<Word<Real>>(b < a ? b : a)));
+}
+
+__device__ __forceinline__ bool join(ReduceOp op, bool a, bool b) {
+  if (op == ReduceOp::bxor) return a != b;
+  const bool both = op == ReduceOp::product || op == ReduceOp::min || op == ReduceOp::band;
+  return both ? a && b : a || b;
+}
+
+template <class T>
+__device__ __forceinline__ T join(ReduceOp op, T a, T b) {
+  if constexpr (kIsFloat<T>) {
+    if (op == ReduceOp::product) return multiply(a, b);
+    if (op == ReduceOp::min) return least(a, b);
+    if (op == ReduceOp::max) return -least(-a, -b);
+    return add(a, b);
+  } else {
+    using Wrapping = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+    const auto x = static_cast<Wrapping>(a), y = static_cast<Wrapping>(b);
+    if (op == ReduceOp::product) return static_cast<T>(x * y);
+    if (op == ReduceOp::min) return a < b ? a : b;
+    if (op == ReduceOp::max) return a < b ? b : a;
+    if (op == ReduceOp::band) return static_cast<T>(x & y);
+    if (op == ReduceOp::bor) return static_cast<T>(x | y);
+    if (op == ReduceOp::bxor) return static_cast<T>(x ^ y);
+    return static_cast<T>(x + y);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    reduce_all(T* out, const __grid_constant__ Inputs inputs, ReduceOp op, size_t count,
+               bool quads) {
+  using Sum = decltype(to_sum(T{}));
+  each_quad(
+      count, quads,
+      [&](size_t i) {
+        Sum sum[4] = {};
+        for (unsigned j = 0; j < inputs.count; ++j) {
+          const Quad<T> in = load_quad(static_cast<const T*>(inputs.at[j]) + i);
+#pragma unroll
+          for (unsigned e = 0; e < 4; ++e)
+            sum[e] = j == 0 ? to_sum(in.at[e]) : join(op, sum[e], to_sum(in.at[e]));
+        }
+        Quad<T> result;
+#pragma unroll
+        for (unsigned e = 0; e < 4; ++e) result.at[e] = from_sum<T>(op, sum[e], inputs.count);
+        store_quad(out + i, result);
+      },
+      [&](size_t i) {
+        Sum sum{};
+        for (unsigned j = 0; j < inputs.count; ++j) {
+          const auto x = to_sum(gpu::load(static_cast<const T*>(inputs.at[j]) + i));
+          sum = j == 0 ? x : join(op, sum, x);
+        }
+        gpu::store(out + i, from_sum<T>(op, sum, inputs.count));
+      });
+}
+
+// Calls f(Type<T>{}) for the element type of any dtype.
+template <class F>
+void with_any(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::int8:
+      return f(Type<int8_t>{});
+    case Dtype::int16:
+      return f(Type<int16_t>{});
+    case Dtype::int32:
+      return f(Type<int32_t>{});
+    case Dtype::int64:
+      return f(Type<int64_t>{});
+    case Dtype::uint8:
+      return f(Type<uint8_t>{});
+    case Dtype::boolean:
+      return f(Type<Bool>{});
+    case Dtype::float16:
+    case Dtype::bfloat16:
+    case Dtype::float32:
+    case Dtype::float64:
+      return with_float(dtype, f);
+  }
+}
+
+// ---- norms
+// ------------------------------------------------------------------------------------------
+
+constexpr unsigned kLanes = 128;
+constexpr unsigned kNormTile = 4096;
+constexpr unsigned kMostArrays = 1024;
+
+// Arguments of the launch: each array and the first of its tiles among those of all.
+struct NormPage {
+  unsigned count;
+  struct {
+    const void* data;
+    size_t count;
+    unsigned first_tile;
+  } arrays[kMostArrays];
+};
+static_assert(sizeof(NormPage) <= 32000);
+
+struct LaneSpace {
+  double at[kLanes];
+};
+
+// The lanes added in pairs, for all threads.
+__device__ __forceinline__ double add_lanes(double lane) {
+  auto& lanes = gpu::shared<LaneSpace>().at;
+  lanes[threadIdx.x] = lane;
+  __syncthreads();
+  for (unsigned width = kLanes / 2; width > 0; width /= 2) {
+    if (threadIdx.x < width)
+      lanes[threadIdx.x] = __dadd_rn(lanes[threadIdx.x], lanes[threadIdx.x + width]);
+    __syncthreads();
+  }
+  const double sum = lanes[0];
+  __syncthreads();
+  return sum;
+}
+
+// A block per tile: the sum of its squares.
+template <class T>
+__global__ void __launch_bounds__(kLanes)
+    square_tiles(const __grid_constant__ NormPage page, double* sums) {
+  const unsigned tile = blockIdx.x;
+  const unsigned at =
+      find_last(page.count, tile, [&](unsigned i) { return page.arrays[i].first_tile; });
+  const auto& array = page.arrays[at];
+  const size_t begin = size_t{tile - array.first_tile} * kNormTile;
+  const size_t end = begin + kNormTile < array.count ? begin + kNormTile : array.count;
+  double lane = 0;
+  for (size_t i = begin + threadIdx.x; i < end; i += kLanes) {
+    const auto x = static_cast<double>(widen(gpu::load(static_cast<const T*>(array.data) + i)));
+    lane = __fma_rn(x, x, lane);
+  }
+  const double sum = add_lanes(lane);
+  if (threadIdx.x == 0) sums[tile] = sum;
+}
+
+// A block per array: the sums of its tiles, tile by tile, until one is left.
+__global__ void __launch_bounds__(kLanes)
+    finish_norms(const __grid_constant__ NormPage page, double* sums, double* norms) {
+  const auto& array = page.arrays[blockIdx.x];
+  double* const mine = sums + array.first_tile;
+  size_t left = (array.count + kNormTile - 1) / kNormTile;
+  while (left > 1) {
+    const size_t tiles = (left + kNormTile - 1) / kNormTile;
+    for (size_t tile = 0; tile < tiles; ++tile) {
+      double lane = 0;
+      const size_t end = left < (tile + 1) * kNormTile ? left : (tile + 1) * kNormTile;
+      for (size_t i = tile * kNormTile + threadIdx.x; i < end; i += kLanes)
+        lane = __dadd_rn(lane, mine[i]);
+      const double sum = add_lanes(lane);  // nobody reads this place any more
+      if (threadIdx.x == 0) mine[tile] = sum;
+    }
+    __syncthreads();
+    left = tiles;
+  }
+  if (threadIdx.x == 0) norms[blockIdx.x] = array.count == 0 ? 0 : canonical(__dsqrt_rn(mine[0]));
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    clip_factors(const double* norms, T* factors, unsigned count, double limit, double scale) {
+  for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
+    const double norm = norms[i];
+    const double ratio = norm > 0 && norm - norm == 0 ? __ddiv_rn(limit, norm) : 1;
+    factors[i] = narrow<T>(__dmul_rn(scale, ratio < 1 ? ratio : 1));
+  }
+}
+
+size_t norm_tiles(const Array& array) { return (array.count + kNormTile - 1) / kNormTile; }
+
+}  // namespace
+
+void CudaKernels::norm(std::span<const Array> arrays, Dtype dtype, double* norms,
+                       Workspace workspace, Queue queue) {
+  check(norm_workspace_bytes(arrays) <= workspace.bytes, "the workspace of norm is too small");
+  const OnDevice on(queue);
+  auto* const sums = static_cast<double*>(workspace.data);
+  for (size_t done = 0; done < arrays.size(); done += kMostArrays) {
+    const auto part = arrays.subspan(done, std::min<size_t>(kMostArrays, arrays.size() - done));
+    NormPage page{};
+    unsigned tiles = 0;
+    for (const Array& array : part) {
+      page.arrays[page.count++] = {array.data, array.count, tiles};
+      tiles += static_cast<unsigned>(norm_tiles(array));
+    }
+    if (tiles > 0)
+      with_float(dtype, [&](auto type) {
+        launch("square_tiles", square_tiles<typename decltype(type)::type>,
+               {tiles, kLanes, stream_of(queue)}, page, sums);
+      });
+    launch("finish_norms", finish_norms, {page.count, kLanes, stream_of(queue)}, page, sums,
+           norms + done);
+  }
+}
+
+size_t CudaKernels::norm_workspace_bytes(std::span<const Array> arrays) {
+  size_t tiles = 0;
+  for (const Array& array : arrays) tiles += norm_tiles(array);
+  return tiles * sizeof(double);
+}
+
+void CudaKernels::clip_scale(const double* norms, TypedArray factors, Clip clip, Queue queue) {
+  if (factors.count == 0) return;
+  const OnDevice on(queue);
+  with_wide(factors.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    launch("clip_factors", clip_factors<T>,
+           {blocks_for(factors.count, kThreads), kThreads, stream_of(queue)}, norms,
+           static_cast<T*>(factors.data), static_cast<unsigned>(factors.count), clip.limit,
+           clip.scale);
+  });
+}
+
+void CudaKernels::multiply(TypedArray x, const void* factor, Queue queue) {
+  if (x.count == 0) return;
+  const OnDevice on(queue);
+  with_float(x.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    launch("multiply_all", multiply_all<T>,
+           {blocks_for(x.count / 4 + 1, kThreads), kThreads, stream_of(queue)},
+           static_cast<T*>(x.data), static_cast<const Wide<T>*>(factor), x.count,
+           has_quads(x.data, sizeof(T)));
+  });
+}
+
+void CudaKernels::cast(TypedArray x, TypedArray out, Queue queue) {
+  if (x.count == 0) return;
+  const OnDevice on(queue);
+  with_float(x.dtype, [&](auto from) {
+    with_float(out.dtype, [&](auto to) {
+      using From = typename decltype(from)::type;
+      using To = typename decltype(to)::type;
+      launch("cast_all", cast_all<From, To>,
+             {blocks_for(x.count / 4 + 1, kThreads), kThreads, stream_of(queue)},
+             static_cast<const From*>(x.data), static_cast<To*>(out.data), x.count,
+             has_quads(x.data, sizeof(From)) && has_quads(out.data, sizeof(To)));
+    });
+  });
+}
+
+void CudaKernels::reduce(TypedArray out, std::span<const void* const> xs, ReduceOp op,
+                         Queue queue) {
+  const bool bits = op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
+  if (is_float(out.dtype) ? bits : op == ReduceOp::avg)
+    throw Unsupported(std::string(name_of(op)) + " is not defined for " +
+                      std::string(name_of(out.dtype)));
+  if (xs.size() > kMostInputs)
+    throw Unsupported("reducing " + std::to_string(xs.size()) + " arrays at once; at most " +
+                      std::to_string(kMostInputs));
+  if (out.count == 0 || xs.empty()) return;
+  const OnDevice on(queue);
+  Inputs inputs{};
+  inputs.count = static_cast<unsigned>(xs.size());
+  std::copy(xs.begin(), xs.end(), inputs.at);
+  with_any(out.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    bool quads = has_quads(out.data, sizeof(T));
+    for (const void* x : xs) quads = quads && has_quads(x, sizeof(T));
+    launch("reduce_all", reduce_all<T>,
+           {blocks_for(out.count / 4 + 1, kThreads), kThreads, stream_of(queue)},
+           static_cast<T*>(out.data), inputs, op, out.count, quads);
+  });
+}
+
+std::string why_not() {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  return count == 0 ? "no GPU is visible" : "";
+}
+
+}  // namespace pycomm::cuda

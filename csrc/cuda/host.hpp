@@ -1,0 +1,100 @@
+// What the host side of every kernel needs: errors, the caller's device, and dtypes as types.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <type_traits>
+
+#include "core/dtype.h"
+#include "core/errors.h"
+#include "cuda/numbers.cuh"
+#include "kernels/device_kernels.h"
+
+namespace pycomm::cuda {
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  const std::string text = std::string(what) + ": " + cudaGetErrorString(error);
+  if (error == cudaErrorInsufficientDriver || error == cudaErrorNoDevice)
+    throw Unsupported(text + "; CUDA arrays need NVIDIA's driver and a GPU");
+  throw InternalError(text);
+}
+
+// The device of a call is the thread's current one while this lives.
+class OnDevice {
+ public:
+  explicit OnDevice(Queue queue) {
+    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != queue.device) check_cuda(cudaSetDevice(queue.device), "cudaSetDevice");
+    changed_ = before_ != queue.device;
+  }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+// Multiprocessors of the current device.
+inline unsigned multiprocessors() {
+  int device = 0, count = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  return static_cast<unsigned>(count);
+}
+
+// Enough blocks of `threads` for `count` items, and not more than a few for each multiprocessor.
+inline unsigned blocks_for(size_t count, unsigned threads) {
+  const size_t needed = (count + threads - 1) / threads;
+  return static_cast<unsigned>(std::clamp<size_t>(needed, 1, size_t{16} * multiprocessors()));
+}
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls f(Type<T>{}) for the C++ type of a dtype of floats.
+template <class F>
+void with_float(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::float16:
+      return f(Type<Half>{});
+    case Dtype::bfloat16:
+      return f(Type<Bfloat16>{});
+    case Dtype::float32:
+      return f(Type<float>{});
+    case Dtype::float64:
+      return f(Type<double>{});
+    case Dtype::int8:
+    case Dtype::int16:
+    case Dtype::int32:
+    case Dtype::int64:
+    case Dtype::uint8:
+    case Dtype::boolean:
+      break;
+  }
+  throw Unsupported("this kernel takes floats, not " + std::string(name_of(dtype)));
+}
+
+// The same for u and v: float32 or float64.
+template <class F>
+void with_wide(Dtype dtype, F f) {
+  if (dtype == Dtype::float64) return f(Type<double>{});
+  if (dtype == Dtype::float32) return f(Type<float>{});
+  throw Unsupported("u and v are float32 or float64, not " + std::string(name_of(dtype)));
+}
+
+template <class... P, class... A>
+void launch(const char* what, void (*kernel)(P...), const gpu::Launch& shape, A&&... arguments) {
+  check_cuda(gpu::launch(kernel, shape, std::forward<A>(arguments)...), what);
+}
+
+inline cudaStream_t stream_of(Queue queue) { return static_cast<cudaStream_t>(queue.stream); }
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,119 @@
+// The workspace of a step: where its parts lie, and the rows of its tables. Host code, no kernel.
+#pragma once
+
+#include <vector>
+
+#include "cuda/begin.cuh"
+#include "cuda/host.hpp"
+#include "kernels/device_kernels.h"
+
+namespace pycomm::cuda {
+
+// A step as rows, before it has a workspace.
+struct Rows {
+  std::vector<Piece> pieces;
+  std::vector<Selection> selections;
+  unsigned tiles = 0, units = 0, pool = 0;
+};
+
+// Room in the pool. Dense selections (above 1/16) read the whole tensors anyway.
+inline unsigned pool_capacity(size_t count, size_t k) {
+  const size_t sparse = k <= count / 16 ? 4 * k : 0;
+  return static_cast<unsigned>(std::min(count, sparse + kSample));
+}
+
+inline bool is_aligned(const void* p, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+
+inline void add_piece(Rows& rows, const Piece& like, unsigned place) {
+  Piece piece = like;
+  piece.first_tile = rows.tiles;
+  piece.place = place;
+  piece.selection = static_cast<unsigned>(rows.selections.size());
+  rows.tiles += (piece.count + kTile - 1) / kTile;
+  rows.pieces.push_back(piece);
+}
+
+// Closes a selection whose pieces were added since `first_tile`.
+inline void add_selection(Rows& rows, Selection selection, unsigned first_tile, unsigned count,
+                          unsigned capacity) {
+  selection.count = count;
+  selection.first_tile = first_tile;
+  selection.tiles = rows.tiles - first_tile;
+  selection.first_unit = rows.units;
+  selection.pool = rows.pool;
+  selection.capacity = capacity;
+  rows.units += (selection.tiles + kRun - 1) / kRun;
+  rows.pool += capacity;
+  rows.selections.push_back(selection);
+}
+
+// Hands out parts of the workspace, each aligned to 256 bytes. From null it only adds up.
+class Carver {
+ public:
+  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  void take(T*& part, size_t count) {
+    part = reinterpret_cast<T*>(base_ + bytes_);
+    bytes_ += (count * sizeof(T) + 255) / 256 * 256;
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  char* base_;
+  size_t bytes_ = 0;
+};
+
+// The tables of `rows` in a workspace; `bytes` becomes what they take. What lives on from step to
+// step comes first and depends on the number of selections alone.
+template <class V>
+Tables lay_out(const Rows& rows, void* workspace, size_t& bytes) {
+  Tables t{};
+  t.piece_count = static_cast<unsigned>(rows.pieces.size());
+  t.selection_count = static_cast<unsigned>(rows.selections.size());
+  t.tiles = rows.tiles;
+  t.units = rows.units;
+  Carver carver(workspace);
+  carver.take(t.memory, t.selection_count);
+  carver.take(t.header, 1);
+  carver.take(t.states, t.selection_count);
+  carver.take(t.pieces, t.piece_count);
+  carver.take(t.selections, t.selection_count);
+  carver.take(t.bins, size_t{t.selection_count} * kBins<V>);
+  carver.take(t.spans, t.tiles);
+  carver.take(t.unit_counts, t.units);
+  carver.take(t.warp_counts, size_t{t.units} * (kThreads / 32));
+  carver.take(t.pool_places, rows.pool);
+  V* values = nullptr;
+  carver.take(values, rows.pool);
+  t.pool_values = values;
+  bytes = carver.bytes();
+  return t;
+}
+
+// Grids of the passes: enough for all units of work, few enough to start at once.
+inline void size_passes(Tables& t) {
+  const unsigned most = 4 * multiprocessors();
+  t.select_blocks = std::clamp(std::max(t.tiles, t.selection_count), 1u, most);
+  t.pack_blocks = std::clamp(t.units, 1u, most);
+}
+
+template <class AnyPage>
+AnyPage page_of(const Rows& rows, unsigned number) {
+  constexpr unsigned kSize = std::extent_v<decltype(AnyPage::pieces)>;
+  AnyPage page{};
+  const auto part = [&](const auto& from, auto* to, unsigned& first) {
+    const size_t begin = std::min<size_t>(from.size(), size_t{number} * kSize);
+    const size_t end = std::min<size_t>(from.size(), begin + kSize);
+    std::copy(from.begin() + static_cast<std::ptrdiff_t>(begin),
+              from.begin() + static_cast<std::ptrdiff_t>(end), to);
+    first = static_cast<unsigned>(begin);
+    return static_cast<unsigned>(end - begin);
+  };
+  page.piece_count = part(rows.pieces, page.pieces, page.first_piece);
+  page.selection_count = part(rows.selections, page.selections, page.first_selection);
+  return page;
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,135 @@
+// What a step of selection works on, in the caller's workspace on the device.
+//
+// Tensors ("pieces") are cut into tiles of kTile elements; a selection chooses k elements from
+// several pieces laid end to end. A step is four launches:
+//
+//   begin    writes the tables and clears the counters
+//   update   the one pass over the tensors; elements of at least the floor go to the pool
+//   (update.cuh) select   the exact k-th magnitude, from the pool (select.cuh) pack     exactly k
+//   elements in the order of their indices (pack.cuh)
+//
+// When the pool of a selection holds fewer than k elements, or more than fit, select and pack read
+// the whole tensors of that selection instead. That is the repair: no launch of its own, so that
+// the launches are always the same and a CUDA graph can hold them.
+#pragma once
+
+#include "cuda/block.cuh"
+#include "cuda/numbers.cuh"
+
+namespace pycomm::cuda {
+
+inline constexpr unsigned kThreads = 256;
+inline constexpr unsigned kRows = 4;                     // a thread has 4 elements of each row
+inline constexpr unsigned kTile = kThreads * 4 * kRows;  // 4096 elements, 16 of each thread
+inline constexpr unsigned kRun = 32;                     // tiles that a block packs at a time
+inline constexpr uint64_t kNoFloor = ~uint64_t{0};       // nothing goes to the pool
+
+struct Piece {
+  const void* grad;
+  const void* weight;
+  void* u;
+  void* v;  // for topk: the array
+  unsigned count;
+  unsigned first_tile;
+  unsigned place;  // of its first element in the selection
+  unsigned selection;
+  bool aligned;  // to 16 bytes (grad and weight: four of their elements), all of them
+};
+
+struct Selection {
+  int32_t* indices;
+  void* values;
+  void* u_values;
+  unsigned k;
+  unsigned count;  // elements of its pieces
+  unsigned first;  // added to every index
+  unsigned first_tile, tiles;
+  unsigned first_unit;  // of pack: runs of tiles
+  unsigned pool, capacity;
+};
+
+// Lives from step to step; zeros before the first.
+struct Memory {
+  uint64_t floor;  // magnitude for the pool of the next step, plus 1; 0 if there is none
+  uint64_t reach;  // the 1.5k-th magnitude of the last step, plus 1
+};
+
+struct State {
+  uint64_t floor;  // of this step
+  uint64_t kth;    // the k-th magnitude
+  unsigned ties;   // how many elements of that magnitude belong to the k
+  unsigned count;  // elements that wanted to go to the pool
+};
+
+struct Header {
+  Turns select, pack;
+};
+struct Span {  // a tile's part of the pool
+  unsigned first, count;
+};
+struct Counts {
+  unsigned greater, equal;  // than the k-th magnitude
+};
+
+struct Tables {
+  Header* header;
+  Memory* memory;
+  State* states;
+  Piece* pieces;
+  Selection* selections;
+  unsigned* bins;       // [selections, kBins]
+  Span* spans;          // [tiles]
+  Counts* unit_counts;  // [units]
+  Counts* warp_counts;  // [units, warps of a block]
+  unsigned* pool_places;
+  void* pool_values;
+  void* threshold;  // topk's; may be null
+  const float* found_inf;
+  unsigned piece_count, selection_count, tiles, units;
+  unsigned select_blocks, pack_blocks;  // of one pass
+  bool masking;
+};
+
+__device__ __forceinline__ bool stopped(const Tables& t) {
+  return t.found_inf != nullptr && *t.found_inf != 0.f;
+}
+
+// Whether the pool of a selection cannot serve.
+__device__ __forceinline__ bool needs_all(const Selection& selection, const State& state) {
+  return state.count < selection.k || state.count > selection.capacity;
+}
+
+// The piece that a tile belongs to. Called by a warp.
+__device__ __forceinline__ const Piece& piece_of(const Tables& t, unsigned tile) {
+  return t
+      .pieces[find_last(t.piece_count, tile, [&](unsigned i) { return t.pieces[i].first_tile; })];
+}
+
+// The elements that select and pack look at: a part of the pool, or a tile of a tensor.
+template <class V>
+struct Items {
+  const V* values;
+  const unsigned* places;  // null: they follow `place`
+  unsigned place;
+  unsigned count;
+
+  __device__ __forceinline__ V value(unsigned i) const { return gpu::load(&values[i]); }
+  __device__ __forceinline__ unsigned place_of(unsigned i) const {
+    return places == nullptr ? place + i : gpu::load(&places[i]);
+  }
+};
+
+template <class V>
+__device__ __forceinline__ Items<V> items_of_tile(const Piece& piece, unsigned tile) {
+  const unsigned offset = (tile - piece.first_tile) * kTile;
+  return {static_cast<const V*>(piece.v) + offset, nullptr, piece.place + offset,
+          min(kTile, piece.count - offset)};
+}
+template <class V>
+__device__ __forceinline__ Items<V> items_of_pool(const Tables& t, const Selection& selection,
+                                                  Span span) {
+  const unsigned at = selection.pool + span.first;
+  return {static_cast<const V*>(t.pool_values) + at, t.pool_places + at, 0, span.count};
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,74 @@
+// topk and threshold: a floor from a sample, one pass over the array, and the selection of a step.
+#include <cmath>
+
+#include "cuda/begin.cuh"
+#include "cuda/cuda_kernels.h"
+#include "cuda/layout.hpp"
+#include "cuda/pack.cuh"
+#include "cuda/select.cuh"
+#include "cuda/update.cuh"
+
+namespace pycomm::cuda {
+namespace {
+
+Rows rows_of_topk(size_t count, size_t k, void* x, const DeviceKernels::TopK* what) {
+  Rows rows;
+  Piece piece{};
+  piece.v = x;
+  piece.count = static_cast<unsigned>(count);
+  piece.aligned = is_aligned(x, 16);
+  add_piece(rows, piece, 0);
+  Selection selection{};
+  selection.k = static_cast<unsigned>(k);
+  if (what != nullptr) {
+    selection.indices = what->indices;
+    selection.values = what->values;
+  }
+  // The sample's rank is less sure than a step's memory: twice the room.
+  const size_t room = 2 * size_t{pool_capacity(count, k)} + count / 1024;
+  add_selection(rows, selection, 0, piece.count, static_cast<unsigned>(std::min(count, room)));
+  return rows;
+}
+
+// The rank in a sample under which k of `count` lie, but for four standard deviations; 0 if the
+// pool would be too large for it to pay.
+unsigned sample_rank(size_t count, size_t k) {
+  if (k > count / 16 && count > kSample) return 0;
+  const double hits = static_cast<double>(k) * kSample / static_cast<double>(count);
+  return static_cast<unsigned>(std::min<double>(kSample, hits + 4 * std::sqrt(hits) + 2));
+}
+
+template <class V>
+void run_topk(TypedArray x, const DeviceKernels::TopK& what, cudaStream_t stream) {
+  const Rows rows = rows_of_topk(x.count, what.k, x.data, &what);
+  size_t bytes = 0;
+  Tables t = lay_out<V>(rows, what.workspace.data, bytes);
+  check(bytes <= what.workspace.bytes, "the workspace of topk is too small");
+  t.threshold = what.threshold;
+  size_passes(t);
+  launch("begin_topk", begin_topk<V>, {1, kSampleThreads, stream}, t, page_of<SmallPage>(rows, 0),
+         sample_rank(x.count, what.k));
+  launch("collect", collect<V>, {t.tiles, kThreads, stream}, t);
+  launch("select", select<V>, {(kDigits<V> + 1) * t.select_blocks, kThreads, stream}, t);
+  if (what.indices != nullptr || what.values != nullptr)
+    launch("pack", pack<V, false>, {2 * t.pack_blocks, kThreads, stream}, t);
+}
+
+}  // namespace
+
+void CudaKernels::topk(TypedArray x, const TopK& what, Queue queue) {
+  if (what.k == 0) return;
+  const OnDevice on(queue);
+  with_float(x.dtype,
+             [&](auto v) { run_topk<typename decltype(v)::type>(x, what, stream_of(queue)); });
+}
+
+size_t CudaKernels::topk_workspace_bytes(size_t count, size_t k, Dtype dtype) {
+  size_t bytes = 0;
+  with_float(dtype, [&](auto v) {
+    lay_out<typename decltype(v)::type>(rows_of_topk(count, k, nullptr, nullptr), nullptr, bytes);
+  });
+  return bytes;
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,198 @@
+// The one pass over the tensors: u, v of the step, and the pool of what may be sent.
+//
+// 16-byte accesses, one chain of operations per element, no block waits for another. A tile takes
+// its part of the pool with one atomic and writes it in the order of the indices.
+#pragma once
+
+#include "cuda/tables.cuh"
+
+namespace pycomm::cuda {
+
+// What a step does to an element. The formula stands in kernels/device_kernels.h.
+template <class V>
+struct Rule {
+  V momentum, weight_decay, scale;
+  const V* scales;  // by piece; may be null
+  bool nesterov;
+
+  __device__ __forceinline__ void operator()(V x, V& u, V& v) const {
+    if (nesterov) {
+      u = canonical(multiply(momentum, add(u, x)));
+      v = canonical(add(v, add(u, x)));
+    } else {
+      u = canonical(fused(momentum, u, x));
+      v = canonical(add(v, u));
+    }
+  }
+};
+
+// The elements of one thread in a tile: row r, element e lies at ((r * kThreads) + thread) * 4 + e.
+template <class T>
+struct Share {
+  Quad<T> row[kRows];
+};
+
+__device__ __forceinline__ unsigned place_in_tile(unsigned row) {
+  return (row * kThreads + threadIdx.x) * 4;
+}
+
+// `left`: elements of the tensor from the tile's first on. kWhole: there are kTile, and p is
+// aligned.
+template <bool kWhole, class T>
+__device__ __forceinline__ Share<T> load_share(const T* p, unsigned left) {
+  Share<T> share;
+#pragma unroll
+  for (unsigned r = 0; r < kRows; ++r) {
+    const unsigned i = place_in_tile(r);
+    if constexpr (kWhole) {
+      share.row[r] = load_quad(p + i);
+    } else {
+#pragma unroll
+      for (unsigned e = 0; e < 4; ++e)
+        share.row[r].at[e] = i + e < left ? gpu::load(p + i + e) : T{};
+    }
+  }
+  return share;
+}
+
+template <bool kWhole, class T>
+__device__ __forceinline__ void store_share(T* p, const Share<T>& share, unsigned left) {
+#pragma unroll
+  for (unsigned r = 0; r < kRows; ++r) {
+    const unsigned i = place_in_tile(r);
+    if constexpr (kWhole) {
+      store_quad(p + i, share.row[r]);
+    } else {
+#pragma unroll
+      for (unsigned e = 0; e < 4; ++e)
+        if (i + e < left) gpu::store(p + i + e, share.row[r].at[e]);
+    }
+  }
+}
+
+struct PoolSpace {
+  unsigned counts[kThreads / 32];          // by warp: of its four rows, a byte each
+  unsigned starts[kRows * kThreads / 32];  // by row, then warp
+  unsigned first;                          // of the tile's part of the pool
+};
+
+// Elements of at least the floor go to the pool, in order: row, then thread, then element.
+template <class V>
+__device__ __forceinline__ void pool_share(const Tables& t, unsigned tile, const Piece& piece,
+                                           const Share<V>& share) {
+  const Selection& selection = t.selections[piece.selection];
+  State& state = t.states[piece.selection];
+  const uint64_t floor = state.floor;
+  const unsigned offset = (tile - piece.first_tile) * kTile, left = piece.count - offset;
+  auto& space = gpu::shared<PoolSpace>();
+  const unsigned lane = gpu::lane_id(), warp = threadIdx.x / 32;
+
+  unsigned hits = 0, counts = 0;
+#pragma unroll
+  for (unsigned r = 0; r < kRows; ++r)
+#pragma unroll
+    for (unsigned e = 0; e < 4; ++e)
+      if (magnitude(share.row[r].at[e]) >= floor && place_in_tile(r) + e < left) {
+        hits |= 1u << (r * 4 + e);
+        counts += 1u << (r * 8);
+      }
+  unsigned upto = counts;  // a warp has at most 128 in a row, which a byte holds
+  if (__any_sync(gpu::kFullWarp, hits != 0)) {
+    for (unsigned by = 1; by < 32; by *= 2) {
+      const unsigned below = __shfl_up_sync(gpu::kFullWarp, upto, by);
+      if (lane >= by) upto += below;
+    }
+  }
+  if (lane == 31) space.counts[warp] = upto;
+  __syncthreads();
+  if (warp == 0) {  // a lane for each row of each warp
+    static_assert(kRows * kThreads / 32 == 32);
+    const unsigned mine =
+        space.counts[lane % (kThreads / 32)] >> (lane / (kThreads / 32) * 8) & 255;
+    unsigned sum = mine;
+    for (unsigned by = 1; by < 32; by *= 2) {
+      const unsigned below = __shfl_up_sync(gpu::kFullWarp, sum, by);
+      if (lane >= by) sum += below;
+    }
+    space.starts[lane] = sum - mine;
+    if (lane == 31) {
+      space.first = sum == 0 ? 0 : atomicAdd(&state.count, sum);
+      gpu::store(&t.spans[tile].first, space.first);
+      gpu::store(&t.spans[tile].count, sum);
+    }
+  }
+  __syncthreads();
+  if (hits == 0) return;
+  V* values = static_cast<V*>(t.pool_values) + selection.pool;
+  unsigned* places = t.pool_places + selection.pool;
+#pragma unroll
+  for (unsigned r = 0; r < kRows; ++r) {
+    unsigned at =
+        space.first + space.starts[r * (kThreads / 32) + warp] + ((upto - counts) >> (r * 8) & 255);
+#pragma unroll
+    for (unsigned e = 0; e < 4; ++e) {
+      if ((hits >> (r * 4 + e) & 1) == 0) continue;
+      if (at < selection.capacity) {
+        gpu::store(&values[at], share.row[r].at[e]);
+        gpu::store(&places[at], piece.place + offset + place_in_tile(r) + e);
+      }
+      ++at;
+    }
+  }
+}
+
+// G and W: gradients and weights. Without kDecay weights are not read.
+template <bool kWhole, bool kDecay, class G, class W, class V>
+__device__ __forceinline__ Share<V> step_share(const Piece& piece, unsigned offset, V scale,
+                                               const Rule<V>& rule) {
+  const unsigned left = piece.count - offset;
+  V* const u_at = static_cast<V*>(piece.u) + offset;
+  V* const v_at = static_cast<V*>(piece.v) + offset;
+  const Share<G> grad = load_share<kWhole>(static_cast<const G*>(piece.grad) + offset, left);
+  Share<V> u = load_share<kWhole>(u_at, left), v = load_share<kWhole>(v_at, left);
+  Share<W> weight;
+  if constexpr (kDecay)
+    weight = load_share<kWhole>(static_cast<const W*>(piece.weight) + offset, left);
+#pragma unroll
+  for (unsigned r = 0; r < kRows; ++r)
+#pragma unroll
+    for (unsigned e = 0; e < 4; ++e) {
+      V x = multiply(scale, static_cast<V>(widen(grad.row[r].at[e])));
+      if constexpr (kDecay)
+        x = fused(rule.weight_decay, static_cast<V>(widen(weight.row[r].at[e])), x);
+      rule(x, u.row[r].at[e], v.row[r].at[e]);
+    }
+  store_share<kWhole>(u_at, u, left);
+  store_share<kWhole>(v_at, v, left);
+  return v;
+}
+
+// A block per tile.
+template <bool kDecay, class G, class W, class V>
+__global__ void __launch_bounds__(kThreads)
+    update(const __grid_constant__ Tables t, const __grid_constant__ Rule<V> rule) {
+  if (stopped(t)) return;
+  const unsigned tile = blockIdx.x;
+  const Piece& entry = piece_of(t, tile);
+  const Piece piece = entry;
+  const unsigned offset = (tile - piece.first_tile) * kTile;
+  const V scale = rule.scales == nullptr ? rule.scale : rule.scales[&entry - t.pieces];
+  const bool whole = piece.aligned && piece.count - offset >= kTile;
+  const Share<V> v = whole ? step_share<true, kDecay, G, W>(piece, offset, scale, rule)
+                           : step_share<false, kDecay, G, W>(piece, offset, scale, rule);
+  pool_share(t, tile, piece, v);
+}
+
+// The same for topk: the array is only read.
+template <class V>
+__global__ void __launch_bounds__(kThreads) collect(const __grid_constant__ Tables t) {
+  const unsigned tile = blockIdx.x;
+  const Piece piece = piece_of(t, tile);
+  const unsigned offset = (tile - piece.first_tile) * kTile, left = piece.count - offset;
+  const V* const at = static_cast<const V*>(piece.v) + offset;
+  const Share<V> x =
+      piece.aligned && left >= kTile ? load_share<true>(at, left) : load_share<false>(at, left);
+  pool_share(t, tile, piece, x);
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,168 @@
+// Decode, scatter, encode, rollback and masking against loops.
+#include <algorithm>
+#include <memory>
+
+#include "cases.hpp"
+#include "cuda/cuda_kernels.h"
+#include "kernels/packet.h"
+
+namespace cases {
+namespace {
+
+using namespace pycomm;  // NOLINT(google-build-using-namespace)
+
+cuda::CudaKernels& kernels() {
+  static cuda::CudaKernels all;
+  return all;
+}
+
+// What one rank sends, on the device and as it is.
+struct Sent {
+  Sent(std::mt19937& random, size_t count, size_t k)
+      : values(numbers(random, k)),
+        indices_of(random, count, k),
+        on_indices(indices_of.all),
+        on_values(values) {}
+  struct Indices {
+    Indices(std::mt19937& random, size_t count, size_t k) : all(count) {
+      for (size_t i = 0; i < count; ++i) all[i] = static_cast<int32_t>(i);
+      std::shuffle(all.begin(), all.end(), random);
+      all.resize(k);
+      std::sort(all.begin(), all.end());
+    }
+    std::vector<int32_t> all;
+  };
+  std::vector<float> values;
+  Indices indices_of;
+  Device<int32_t> on_indices;
+  Device<float> on_values;
+
+  const std::vector<int32_t>& indices() const { return indices_of.all; }
+  Packet packet() { return {on_indices.at(), on_values.at(), values.size()}; }
+};
+
+// The sums in rank order, and which elements have one.
+void sum(const std::vector<std::unique_ptr<Sent>>& all, std::vector<float>& sums,
+         std::vector<bool>& there) {
+  for (const auto& sent : all)
+    for (size_t i = 0; i < sent->values.size(); ++i) {
+      const auto at = static_cast<size_t>(sent->indices()[i]);
+      sums[at] = there[at] ? sums[at] + sent->values[i] : sent->values[i];
+      there[at] = true;
+    }
+}
+
+void try_decode(std::mt19937& random, const std::vector<size_t>& counts) {
+  size_t count = 0;
+  for (const size_t n : counts) count += n;
+  std::vector<std::unique_ptr<Sent>> sent;
+  std::vector<Packet> packets;
+  for (const size_t k : {count / 20, size_t{0}, count / 3, count, count / 7}) {
+    sent.push_back(std::make_unique<Sent>(random, count, k));
+    packets.push_back(sent.back()->packet());
+  }
+  std::vector<float> sums(count), before = numbers(random, count);
+  std::vector<bool> there(count);
+  sum(sent, sums, there);
+  std::vector<std::unique_ptr<Device<float>>> outs, params;
+  std::vector<Array> out_arrays, param_arrays;
+  size_t first = 0;
+  for (const size_t n : counts) {
+    outs.push_back(std::make_unique<Device<float>>(n, 1));
+    params.push_back(std::make_unique<Device<float>>(
+        std::vector<float>(before.begin() + static_cast<std::ptrdiff_t>(first),
+                           before.begin() + static_cast<std::ptrdiff_t>(first + n))));
+    out_arrays.push_back({outs.back()->at(), n});
+    param_arrays.push_back({params.back()->at(), n});
+    first += n;
+  }
+  kernels().decode_sum({out_arrays, Dtype::float32}, packets, Dtype::float32, 0.25, queue());
+  kernels().decode_update({param_arrays, Dtype::float32}, packets, Dtype::float32,
+                          {.lr = 0.1, .scale = 0.25}, queue());
+  size_t at = 0;
+  for (size_t a = 0; a < counts.size(); ++a) {
+    const auto out = outs[a]->read(), param = params[a]->read();
+    for (size_t i = 0; i < counts[a]; ++i, ++at) {
+      const float mean = 0.25f * sums[at];
+      check(out[i] == (there[at] ? mean : 0), "decode_sum at " + std::to_string(at));
+      const float updated = std::fma(-0.1f, mean, before[at]);
+      check(param[i] == (there[at] ? updated : before[at]),
+            "decode_update at " + std::to_string(at));
+    }
+  }
+}
+
+void try_single(std::mt19937& random) {
+  constexpr size_t kCount = 3000, kEach = 301;
+  Sent sent(random, kCount, kEach);
+  auto values = numbers(random, kCount);
+  Device<float> out(values, 1), u(values), v(values);
+  kernels().scatter_add({out.at(), kCount, Dtype::float32}, sent.packet(), Dtype::float32, 3,
+                        queue());
+  kernels().momentum_mask(u.at(), v.at(), {{sent.on_indices.at(), kEach}, kCount, Dtype::float32},
+                          queue());
+  auto masked = values;
+  for (size_t i = 0; i < kEach; ++i) {
+    const auto at = static_cast<size_t>(sent.indices()[i]);
+    values[at] += 3 * sent.values[i];
+    masked[at] = 0;
+  }
+  check(same_bits(out.read(), values), "scatter_add");
+  check(same_bits(u.read(), masked) && same_bits(v.read(), masked), "momentum_mask");
+
+  Device<float> residual(masked);
+  Device<std::byte> bytes(raw_packet_bytes(kEach, Dtype::bfloat16));
+  kernels().encode(sent.packet(),
+                   {.count = kCount,
+                    .dtype = Dtype::float32,
+                    .value_dtype = Dtype::bfloat16,
+                    .residual = residual.at(),
+                    .out = bytes.at()},
+                   queue());
+  const auto written = bytes.read();
+  const PacketHeader header = read_packet_header(written);
+  check(header.k == kEach && header.count == kCount, "encode: header");
+  check(std::memcmp(written.data() + raw_indices_offset(kEach, Dtype::bfloat16),
+                    sent.indices().data(), kEach * 4) == 0,
+        "encode: indices");
+  const auto rest = residual.read();
+  for (size_t i = 0; i < kEach; ++i) {
+    uint16_t half = 0;
+    std::memcpy(&half, written.data() + kPacketHeaderBytes + 2 * i, 2);
+    const uint32_t wide = uint32_t{half} << 16;
+    float value = 0;
+    std::memcpy(&value, &wide, 4);
+    check(std::abs(value - sent.values[i]) <= std::abs(sent.values[i]) / 256, "encode: values");
+    check(rest[static_cast<size_t>(sent.indices()[i])] == sent.values[i] - value,
+          "encode: residual");
+  }
+}
+
+void try_rollback(std::mt19937& random) {
+  constexpr size_t kEach = 700;
+  Device<float> u(numbers(random, 2000)), v(numbers(random, 2000)), u2(numbers(random, 1000)),
+      v2(numbers(random, 1000));
+  Sent sent(random, 3000, kEach), old(random, 3000, kEach);
+  const std::vector<DgcPiece> pieces{{nullptr, nullptr, u.at(), v.at(), 2000},
+                                     {nullptr, nullptr, u2.at(), v2.at(), 1000}};
+  const std::vector<DgcSelection> selections{
+      {2, kEach, 0, sent.on_indices.at(), sent.on_values.at(), old.on_values.at()}};
+  kernels().dgc_rollback({pieces, selections, Dtype::float32}, nullptr, queue());
+  const auto a = v.read(), b = v2.read(), c = u.read(), d = u2.read();
+  for (size_t i = 0; i < kEach; ++i) {
+    const auto at = static_cast<size_t>(sent.indices()[i]);
+    check((at < 2000 ? a[at] : b[at - 2000]) == sent.values[i], "rollback: v");
+    check((at < 2000 ? c[at] : d[at - 2000]) == old.values[i], "rollback: u");
+  }
+}
+
+}  // namespace
+
+void run_packets(std::mt19937& random) {
+  try_decode(random, {5000});
+  try_decode(random, {700, 0, 1, 1999, 1024});
+  try_single(random);
+  try_rollback(random);
+}
+
+}  // namespace cases

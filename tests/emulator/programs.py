@@ -1,0 +1,242 @@
+"""Builds what runs CUDA's kernels without a GPU, and what nvcc makes of them.
+
+    python tests/emulator/programs.py [target ...]
+
+Targets, in build/emulator/:
+    micro.<kind>, cases.<kind>     programs over the emulator; kind: plain, coverage, tsan, asan
+    _emulated.so                   the same kernels for Python, through _cuda's bindings
+    mutants/<name>/cases           cases.<kind> with one change in the text of a kernel
+    cubin/<unit>.<arch>.cubin      nvcc's code, with <unit>.<arch>.log: registers, spills
+    ptx/<unit>.ptx                 the same as text
+
+The emulator itself is never instrumented; kernels are. Ninja builds only what has changed, and a
+mutant compiles one file. CUDA's headers come with nvcc; without it nothing of this can be built.
+Called by tests/test_emulator.py and tests/test_cuda.py.
+"""
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+CSRC = ROOT / "csrc"
+OUT = ROOT / "build" / "emulator"
+
+ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
+KINDS = {
+    "plain": ["-O1", "-g1"],
+    "coverage": ["-O0", "-g1", "--coverage"],
+    "tsan": ["-O1", "-g1", "-fsanitize=thread"],
+    "asan": [
+        *("-O0", "-g1", "-fsanitize=address,undefined,bounds-strict"),
+        "-fno-sanitize-recover=all",
+    ],
+}
+FLAGS = [
+    *("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-omit-frame-pointer", "-Wall", "-Wextra"),
+    *("-Werror", "-Wno-restrict", "-Wno-unknown-pragmas"),  # nvcc knows `unroll`
+]
+EMULATOR = ("fiber", "grid", "lanes", "runtime")
+CASES = ("cases", "cases_step", "cases_packets", "cases_dense")
+
+RULES = """\
+ninja_required_version = 1.5
+rule compile
+  command = $cxx -MMD -MF $out.d $flags $more -x c++ -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = $cxx $flags $in -o $out
+rule module
+  command = $cxx -shared -Wl,-Bsymbolic $flags $in -o $out
+rule cubin
+  command = $nvcc -MD -MF $out.d $flags -Xptxas -v -cubin -arch=sm_$arch $in -o $out > $log 2>&1 $
+    || { cat $log; false; }
+  depfile = $out.d
+  deps = gcc
+rule ptx
+  command = $nvcc -MD -MF $out.d $flags -ptx -arch=sm_80 $in -o $out
+  depfile = $out.d
+  deps = gcc
+"""
+
+
+class BuildFailed(Exception):
+    """Something did not compile; the text is the compiler's."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted mistake: in `file` of csrc/cuda the text `old`, found once, becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    unit: str = "step"  # the .cu that is compiled with it
+    kind: str = "plain"
+
+
+@cache
+def nvcc() -> str | None:
+    """The compiler of CUDA, on PATH or where its installer puts it."""
+    usual = Path("/usr/local/cuda/bin/nvcc")
+    return shutil.which("nvcc") or (str(usual) if usual.exists() else None)
+
+
+@cache
+def cuda_include() -> Path:
+    """The folder of cuda_runtime.h, as nvcc tells it."""
+    done = subprocess.run(
+        [str(nvcc()), "--dryrun", "-c", "-x", "cu", "/dev/null", "-o", "/dev/null"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    for line in done.stderr.splitlines():
+        name, _, value = line.removeprefix("#$ ").partition("=")
+        if name == "INCLUDES":
+            return Path(value.split('"')[1].removeprefix("-I")).resolve()
+    raise BuildFailed(f"{nvcc()} does not say where its headers are:\n{done.stderr}")
+
+
+def python_flags() -> list[str]:
+    """Headers for a module that shares pybind11 with _core: torch's copy where there is torch."""
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin:
+        pybind = str(Path(torch.origin).parent / "include")
+    else:
+        import pybind11
+
+        pybind = pybind11.get_include()
+    return ["-fvisibility=hidden", f"-isystem {sysconfig.get_paths()['include']} -isystem {pybind}"]
+
+
+def units() -> list[str]:
+    """The .cu files of csrc/cuda, by name."""
+    return sorted(p.stem for p in (CSRC / "cuda").glob("*.cu"))
+
+
+def ninja_binary() -> str:
+    """The ninja of the PyPI package, wherever that lies, else the one on PATH."""
+    for file in importlib.metadata.distribution("ninja").files or []:
+        if file.name == "ninja" and file.parent.name == "bin":
+            return str(file.locate())
+    return shutil.which("ninja") or "ninja"
+
+
+def _compile(target: str, source: Path, flags: Iterable[str], more: str = "") -> list[str]:
+    lines = [f"build {target}: compile {source}", f"  flags = {' '.join(flags)}"]
+    return [*lines, f"  more = {more}"] if more else lines
+
+
+def _rules(mutants: Iterable[Mutant]) -> str:
+    folders = [f"-I{CSRC}", f"-I{ROOT / 'tests'}", f"-I{HERE}"]
+    flags = [*FLAGS, f"-isystem {cuda_include()}", *folders]
+    lines = [f"cxx = {os.environ.get('CXX', 'g++')}", f"nvcc = {nvcc()}", RULES]
+    emulator = []
+    for name in EMULATOR:
+        emulator.append(f"emulator/{name}.o")
+        lines += _compile(emulator[-1], HERE / f"{name}.cpp", ["-O2", "-g1", *flags])
+    objects: dict[str, list[str]] = {}
+    for kind, special in KINDS.items():
+        lines += _compile(f"{kind}/micro.o", HERE / "micro.cu", [*flags, *special])
+        objects[kind] = [f"{kind}/{name}.o" for name in CASES]
+        for name in CASES:
+            lines += _compile(f"{kind}/{name}.o", HERE / f"{name}.cpp", [*flags, *special])
+        for unit in units():
+            objects[kind].append(f"{kind}/{unit}.o")
+            source = CSRC / "cuda" / f"{unit}.cu"
+            lines += _compile(objects[kind][-1], source, [*flags, *special])
+        for name, needed in (("micro", [f"{kind}/micro.o"]), ("cases", objects[kind])):
+            lines.append(f"build {name}.{kind}: link {' '.join([*needed, *emulator])}")
+            lines.append(f"  flags = {' '.join(special)} -pthread")
+    built = [f"plain/{unit}.o" for unit in units()]
+    lines += _compile("module.o", HERE / "module.cpp", [*flags, "-O1", "-g1", *python_flags()])
+    lines += [f"build _emulated.so: module {' '.join(['module.o', *built, *emulator])}"]
+    lines += ["  flags = -pthread"]
+    for m in mutants:
+        folder = f"mutants/{m.name}"
+        own = [f"-I{OUT / folder}", *flags, *KINDS[m.kind]]
+        lines += _compile(f"{folder}/{m.unit}.o", OUT / folder / "cuda" / f"{m.unit}.cu", own)
+        others = [o for o in objects[m.kind] if o != f"{m.kind}/{m.unit}.o"]
+        needed = " ".join([f"{folder}/{m.unit}.o", *others, *emulator])
+        lines += [f"build {folder}/cases: link {needed}"]
+        lines += [f"  flags = {' '.join(KINDS[m.kind])} -pthread"]
+    device = f"-std=c++20 -O3 -I{CSRC} -Werror all-warnings"
+    for unit in units():
+        source = CSRC / "cuda" / f"{unit}.cu"
+        for arch in ARCHITECTURES:
+            target = f"cubin/{unit}.{arch}.cubin"
+            lines += [f"build {target}: cubin {source}", f"  flags = {device}", f"  arch = {arch}"]
+            lines += [f"  log = cubin/{unit}.{arch}.log"]
+        lines += [f"build ptx/{unit}.ptx: ptx {source}", f"  flags = {device}"]
+    return "\n".join(lines) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    """Leaves the file, and its time, alone if it says this already."""
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def _plant(mutant: Mutant) -> None:
+    folder = OUT / "mutants" / mutant.name / "cuda"
+    for source in (CSRC / "cuda").iterdir():
+        text = source.read_text()
+        if source.name == mutant.file:
+            if text.count(mutant.old) != 1:
+                count = text.count(mutant.old)
+                raise BuildFailed(f"{mutant.name}: found {count} times in {mutant.file}")
+            text = text.replace(mutant.old, mutant.new)
+        _write(folder / source.name, text)
+
+
+def build(targets: Iterable[str], mutants: Iterable[Mutant] = ()) -> list[Path]:
+    """Builds these targets; their paths. `mutants` are all there are, whichever is built.
+
+    Raises:
+        BuildFailed: with what the compiler said.
+    """
+    OUT.mkdir(parents=True, exist_ok=True)
+    targets, mutants = list(targets), list(mutants)
+    with (OUT / "lock").open("w") as lock:  # one build at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for mutant in mutants:
+            _plant(mutant)
+        file = OUT / ("mutants.ninja" if mutants else "build.ninja")
+        _write(file, _rules(mutants))
+        command = [ninja_binary(), "-C", str(OUT), "-f", file.name, *targets]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildFailed(done.stdout + done.stderr)
+    return [OUT / target for target in targets]
+
+
+@cache
+def emulated() -> Any:
+    """The module _emulated, built: CUDA's kernels on host memory, for `devices.replaced`."""
+    (path,) = build(["_emulated.so"])
+    spec = importlib.util.spec_from_file_location("_emulated", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    try:
+        print(*build(sys.argv[1:] or ["micro.plain", "cases.plain"]), sep="\n")
+    except BuildFailed as error:
+        sys.exit(str(error))
