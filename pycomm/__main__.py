@@ -16,10 +16,11 @@ def parser() -> argparse.ArgumentParser:
     commands = main.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what is built and what works on this machine")
     launch = commands.add_parser("launch", help="starts a program's ranks", add_help=False)
+    tune = commands.add_parser("tune", help="measures where algorithms turn", add_help=False)
     demo = commands.add_parser("demo", help="trains a model on two processes", add_help=False)
     bench = commands.add_parser("bench", help="measures, beside peers", add_help=False)
     bench.add_argument("what", choices=BENCHMARKS)
-    for command in (launch, demo, bench):
+    for command in (launch, tune, demo, bench):
         command.set_defaults(rest=[])
     return main
 
@@ -39,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(report())
         return 0
+    if chosen.command == "tune":
+        from pycomm import tune
+
+        return tune.main(rest)
     name = "pycomm.demo" if chosen.command == "demo" else f"benchmarks.{chosen.what}"
     try:
         module = importlib.import_module(name)

@@ -163,4 +163,5 @@ def connect(
     log: bool,
     heartbeat_s: float = 10.0,
     faults: list[tuple[str, str, int, int, float]] = ...,
+    tuned: list[tuple[str, int, int]] = ...,
 ) -> Group: ...

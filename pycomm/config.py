@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from pycomm.errors import InvalidArgument
 
@@ -117,6 +118,12 @@ def environment(values: Mapping[str, str] | None = None, secret: str | None = No
         transport=_choice(env, "PYCOMM_TRANSPORT", TRANSPORTS, ""),
         log=_choice(env, "PYCOMM_LOG", LOG_LEVELS, "warning"),
     )
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what they can find out again; it need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME", "")  # its specification: relative ones do not count
+    return Path(home if home.startswith("/") else Path.home() / ".cache") / "pycomm"
 
 
 def described() -> list[tuple[str, str, str]]:

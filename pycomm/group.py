@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from pycomm import _core, config, rendezvous
+from pycomm import _core, config, rendezvous, tuned
 from pycomm.errors import GroupBroken, InvalidArgument, Unsupported
 
 __all__ = [
@@ -216,6 +216,7 @@ def _form(
         reproducible=reproducible,
         heartbeat_s=heartbeat_s,
         log=here.log != "warning",
+        tuned=tuned.thresholds(),
     )
     store.settle()
     return Group(core, store, timeout_s)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from pycomm import _core, _torch_autoload, config, rendezvous
+from pycomm import _core, _torch_autoload, config, rendezvous, tuned
 from pycomm import group as groups
 from pycomm.errors import InvalidArgument, Unsupported
 
@@ -138,6 +138,7 @@ def _connect(
         towards=rendezvous.host_of(options.store) or place.master_host,
         reproducible=False,
         log=place.log != "warning",
+        tuned=tuned.thresholds(),
     )
 
 

@@ -111,6 +111,12 @@ ConnectOptions options_from(const py::kwargs& named) {
   if (named.contains("faults"))
     for (const auto& fault : named["faults"])
       options.faults.push_back(fault_from(fault.cast<py::tuple>()));
+  if (named.contains("tuned"))
+    for (const auto& one : named["tuned"]) {
+      const auto [transport, small_bytes, middle_bytes] =
+          one.cast<std::tuple<std::string, size_t, size_t>>();
+      options.tuned.push_back({transport, {small_bytes, middle_bytes}});
+    }
   options.interrupted = &interrupted;
   if (named["log"].cast<bool>()) options.log = &log;
   return options;

@@ -10,14 +10,6 @@
 namespace pycomm {
 namespace {
 
-// Up to this a message costs its latency more than its bytes, and sending everything to everybody
-// beats two rounds. A prototype inside one host turned here; to be measured per transport.
-constexpr size_t kSmallBytes = 16 * 1024;
-
-// With more than a few ranks: up to this (of the whole array) log2(size) steps that copy everything
-// once more beat a ring's size - 1 steps. To be measured.
-constexpr size_t kMiddleBytes = 1024 * 1024;
-
 // Up to this many ranks one step with size - 1 messages is held to beat a tree's 2 log2(size) steps
 // with one. To be measured.
 constexpr int kFewRanks = 8;
@@ -91,7 +83,7 @@ bool needs_fold(const Question& question) {
 
 // All contributions to an element have to meet in one place.
 Algorithm choose_fold(const Question& question) {
-  const bool small = question.count * bytes_of(question.dtype) <= kSmallBytes;
+  const bool small = question.count * bytes_of(question.dtype) <= question.thresholds.small_bytes;
   return question.operation == Operation::all_reduce && !small ? Algorithm::owner
                                                                : Algorithm::direct;
 }
@@ -105,8 +97,9 @@ Algorithm choose(const Question& question) {
   if (needs_fold(question)) return choose_fold(question);
   const size_t bytes = question.count * bytes_of(question.dtype);
   const size_t all_bytes = bytes * static_cast<size_t>(question.size);
-  const bool few = question.size <= kFewRanks, small = bytes <= kSmallBytes;
-  const bool nearby = small && few, middle = !few && all_bytes <= kMiddleBytes;
+  const auto [small_bytes, middle_bytes] = question.thresholds;
+  const bool few = question.size <= kFewRanks, small = bytes <= small_bytes;
+  const bool nearby = small && few, middle = !few && all_bytes <= middle_bytes;
   // Some hosts have several ranks, so that bytes between hosts can be saved.
   const bool levels = question.hosts > 1 && question.hosts < question.size;
   switch (question.operation) {
@@ -114,7 +107,7 @@ Algorithm choose(const Question& question) {
       if (nearby) return Algorithm::direct;
       if (levels) return Algorithm::hierarchical;
       if (small) return Algorithm::tree;
-      return !few && bytes <= kMiddleBytes ? Algorithm::halving : Algorithm::ring;
+      return !few && bytes <= middle_bytes ? Algorithm::halving : Algorithm::ring;
     case Operation::reduce:
       if (nearby) return Algorithm::direct;
       if (levels) return Algorithm::hierarchical;
@@ -129,7 +122,7 @@ Algorithm choose(const Question& question) {
     case Operation::all_gather:
       if (nearby) return Algorithm::direct;
       // Both hold all parts in scratch, and know nothing of counts.
-      if (question.ragged || !(middle || (levels && all_bytes <= kMiddleBytes)))
+      if (question.ragged || !(middle || (levels && all_bytes <= middle_bytes)))
         return Algorithm::ring;
       return levels ? Algorithm::hierarchical : Algorithm::halving;
     case Operation::gather:

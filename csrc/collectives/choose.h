@@ -12,6 +12,16 @@
 
 namespace pycomm {
 
+// Up to where choices turn; these are built in, `pycomm tune` measures others.
+struct Thresholds {
+  // Up to this a message costs its latency more than its bytes, and sending everything to everybody
+  // beats two rounds. A prototype inside one host turned here.
+  size_t small_bytes = size_t{16} << 10;
+  // With more than a few ranks: up to this (of the whole array) log2(size) steps that copy
+  // everything once more beat a ring's size - 1 steps. To be measured.
+  size_t middle_bytes = size_t{1} << 20;
+};
+
 // `count` as in collectives.h; where counts differ by rank, in all_gather their mean, rounded up,
 // and in all_to_all 0, for ranks that see different counts have to choose the same. `dtype` and
 // `op` matter to all_reduce, reduce and reduce_scatter: 16-bit floats that round at every addition
@@ -26,6 +36,7 @@ struct Question {
       false;            // bits depend on the inputs alone: sums in rank order whatever the size
   bool ragged = false;  // counts differ by rank
   int hosts = 1;        // on how many the ranks are
+  Thresholds thresholds{};
 };
 
 // Never `automatic`, always one of algorithms_for(question.operation). send and recv are no plans:

@@ -164,6 +164,7 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
                  ", heartbeat_s=" +
                  std::to_string(std::chrono::duration<double>(options.heartbeat).count()) +
                  ", full_mesh=" + std::to_string(options.full_mesh),
+      .tuned = options.tuned,
       .full_mesh = options.full_mesh,
       .log = options.log};
   Mesh mesh = form_mesh(request, exchange, deadline);

@@ -46,6 +46,16 @@ EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh, Di
   return engine;
 }
 
+// The slowest transport counts: one pair that needs it makes every rank have such a pair.
+Thresholds thresholds_of(const Mesh& mesh) {
+  const auto uses = [&](std::string_view name) {
+    return std::ranges::count(mesh.members, name, &Member::transport) > 0;
+  };
+  const std::string_view by = uses("tcp") ? "tcp" : uses("shm") ? "shm" : "local";
+  const auto found = std::ranges::find(mesh.tuned, by, &Tuned::transport);
+  return found == mesh.tuned.end() ? Thresholds{} : found->thresholds;
+}
+
 Header signature_of(const Call& call, Algorithm algorithm) {
   Header header;
   const bool message = !is_plan(call.operation);
@@ -72,6 +82,8 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
       dialer_(std::move(mesh.dialer)),
       engine_(std::move(mesh.channels), engine_options(options_, mesh, dialer_.get())),
       worker_(options_.interrupted) {
+  thresholds_ = thresholds_of(mesh);
+  options_.tuned = std::move(mesh.tuned);  // for split()
   if (!mesh.memories.empty()) {
     std::vector<std::shared_ptr<Segment>> segments;
     for (const auto& memory : mesh.memories)
@@ -179,7 +191,8 @@ Algorithm HostGroup::algorithm_for(const Call& call) const {
                  .count = count,
                  .reproducible = options_.reproducible,
                  .ragged = ranks > 0,
-                 .hosts = host_count_});
+                 .hosts = host_count_,
+                 .thresholds = thresholds_});
 }
 
 void HostGroup::execute_shared(const Call& call, const Deadline& deadline) {

@@ -72,6 +72,7 @@ class HostGroup final : public Group {
   std::vector<int> ranks_;
   std::vector<int> hosts_;
   int local_rank_ = 0, local_size_ = 1, host_count_ = 1;
+  Thresholds thresholds_;  // the same on all ranks
   int splits_ = 0;
   std::unique_ptr<Dialer> dialer_;  // null where all ranks have met
   Engine engine_;

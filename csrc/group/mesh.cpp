@@ -40,6 +40,7 @@ class Forming {
       shm_ = make_shm(ring_bytes(request_.size), request_.memory_bytes, why);
     if (request_.size > 1 && may("tcp")) tcp_ = make_tcp(request_.address, request_.towards);
     note_.options = request_.options;
+    note_.tuned = request_.tuned;
     note_.memory = request_.shares ? std::to_string(request_.memory_bytes) : "0";
     if (shm_) note_.shm = shm_->address();
     if (tcp_) note_.tcp = tcp_->address();
@@ -80,6 +81,7 @@ class Forming {
   Mesh describe() const {
     Mesh mesh;
     mesh.channels.resize(notes_.size());
+    mesh.tuned = notes_[0].tuned;
     for (const Note& note : notes_) {
       mesh.members.push_back({note.host, note.pid, "self"});
       mesh.hosts.push_back(note.host_id);

@@ -14,6 +14,7 @@
 #include "core/deadline.h"
 #include "engine/dialer.h"
 #include "group/group.h"
+#include "group/note.h"
 #include "transport/transport.h"
 
 namespace pycomm {
@@ -21,14 +22,15 @@ namespace pycomm {
 struct MeshRequest {
   int rank = 0, size = 1;
   std::string name;
-  std::string key;          // for the handshakes
-  std::string transport;    // force one, or empty
-  std::string address;      // which of this host's addresses tcp uses, or empty
-  std::string towards;      // rank 0's host as this one knows it, or empty
-  size_t memory_bytes = 0;  // that ranks of one host lay out for each other
-  bool shares = true;       // whether it does; one rank that does not is enough
-  std::string options;      // must be the same on every rank; shown when it is not
-  int full_mesh = 64;       // up to so many ranks each holds a channel to each from the start
+  std::string key;           // for the handshakes
+  std::string transport;     // force one, or empty
+  std::string address;       // which of this host's addresses tcp uses, or empty
+  std::string towards;       // rank 0's host as this one knows it, or empty
+  size_t memory_bytes = 0;   // that ranks of one host lay out for each other
+  bool shares = true;        // whether it does; one rank that does not is enough
+  std::string options;       // must be the same on every rank; shown when it is not
+  std::vector<Tuned> tuned;  // what this rank knows of where choices turn
+  int full_mesh = 64;        // up to so many ranks each holds a channel to each from the start
   std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
 };
 
@@ -38,6 +40,7 @@ struct Mesh {
   std::vector<Member> members;                     // by rank
   // By rank, where all ranks share a host: what each lays out for the others. Else empty.
   std::vector<std::shared_ptr<std::byte>> memories;
+  std::vector<Tuned> tuned;        // rank 0's, for all
   std::vector<std::string> hosts;  // by rank: equal where ranks share a host
 };
 

@@ -6,6 +6,7 @@
 #include <array>
 #include <charconv>
 #include <fstream>
+#include <sstream>
 
 #include "core/errors.h"
 #include "os/random.h"
@@ -36,6 +37,26 @@ std::string host_name() {
   return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
 }
 
+// As "tcp 16384 1048576 shm 8192 1048576".
+std::string encode(const std::vector<Tuned>& tuned) {
+  std::string text;
+  for (const auto& [transport, at] : tuned)
+    text += (text.empty() ? "" : " ") + transport + " " + std::to_string(at.small_bytes) + " " +
+            std::to_string(at.middle_bytes);
+  return text;
+}
+
+std::vector<Tuned> decode_tuned(const std::string& text) {
+  std::vector<Tuned> tuned;
+  std::istringstream words(text);
+  for (Tuned one; words >> one.transport;) {
+    check(static_cast<bool>(words >> one.thresholds.small_bytes >> one.thresholds.middle_bytes),
+          "a rank's note has no sound thresholds");
+    tuned.push_back(one);
+  }
+  return tuned;
+}
+
 }  // namespace
 
 Note my_note() {
@@ -50,16 +71,17 @@ Note my_note() {
 }
 
 std::string encode(const Note& note) {
-  std::string text = "pycomm-2\n";
-  for (const std::string& field : {note.process, note.host_id, note.host, std::to_string(note.pid),
-                                   note.options, note.token, note.shm, note.tcp, note.memory})
+  std::string text = "pycomm-3\n";
+  for (const std::string& field :
+       {note.process, note.host_id, note.host, std::to_string(note.pid), note.options, note.token,
+        note.shm, note.tcp, note.memory, encode(note.tuned)})
     text += field + "\n";
   return text;
 }
 
 Note decode_note(const std::string& text) {
   check(text.size() <= kMaxNoteBytes, "a rank's note is too long");
-  std::array<std::string, 10> fields;
+  std::array<std::string, 11> fields;
   size_t begin = 0;
   for (std::string& field : fields) {
     const size_t end = text.find('\n', begin);
@@ -67,10 +89,10 @@ Note decode_note(const std::string& text) {
     field = text.substr(begin, end - begin);
     begin = end + 1;
   }
-  check(begin == text.size() && fields[0] == "pycomm-2",
+  check(begin == text.size() && fields[0] == "pycomm-3",
         "a rank's note is not of this version of pycomm");
-  Note note{fields[1], fields[2], fields[3], 0,        fields[5],
-            fields[6], fields[7], fields[8], fields[9]};
+  Note note{fields[1], fields[2], fields[3], 0,         fields[5],
+            fields[6], fields[7], fields[8], fields[9], decode_tuned(fields[10])};
   const std::string& pid = fields[4];
   const auto parsed = std::from_chars(pid.data(), pid.data() + pid.size(), note.pid);
   check(parsed.ec == std::errc{} && parsed.ptr == pid.data() + pid.size(),

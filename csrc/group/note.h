@@ -5,7 +5,15 @@
 #include <string>
 #include <vector>
 
+#include "collectives/choose.h"
+
 namespace pycomm {
+
+// Where choices turn for ranks that reach each other by a transport, as measured.
+struct Tuned {
+  std::string transport;
+  Thresholds thresholds;
+};
 
 struct Note {
   std::string process;  // equal for ranks that are threads of one process
@@ -13,9 +21,10 @@ struct Note {
   std::string host;     // its name, for people
   int64_t pid = 0;
   std::string options;
-  std::string token;     // rank 0's: unique to the group
-  std::string shm, tcp;  // addresses; empty: not to be had
-  std::string memory;    // bytes that it lays out for the ranks of its host, in digits
+  std::string token;           // rank 0's: unique to the group
+  std::string shm, tcp;        // addresses; empty: not to be had
+  std::string memory;          // bytes that it lays out for the ranks of its host, in digits
+  std::vector<Tuned> tuned{};  // rank 0's holds for all
 };
 
 Note my_note();
