@@ -98,6 +98,9 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
       engine.claims_ = {};
       engine.keep_half_arrived();
       engine.awaited_.reset();
+      if (!engine.beat_due_.load(std::memory_order_relaxed)) return;
+      engine.beat_due_.store(false, std::memory_order_relaxed);
+      (void)engine.beat();
     }
   } const clear{*this};
   check_usable();

@@ -111,8 +111,8 @@ class Engine {
   // From any thread: ends the wait that is under way, with GroupBroken.
   void stop(const std::string& reason) noexcept;
   // From any thread, at least every pulse_interval(): says to silent links that this rank lives,
-  // and takes their pulses in. Does nothing while a call runs, which does it itself. False once the
-  // engine is broken.
+  // and takes their pulses in. While a call runs it is the call that does so, at its end at the
+  // latest. False once the engine is broken.
   bool pulse() noexcept;
   std::chrono::nanoseconds pulse_interval() const { return options_.heartbeat / 5; }
   // From any thread, also while a call waits: what this rank called last, and what it knows of each
@@ -188,6 +188,7 @@ class Engine {
   Front judge(int peer, const Header& header);
   Front judge_data(int peer, const Header& header);
   Header expected_from(int peer) const;
+  bool beat() noexcept;  // pulse(), by who works with the links
   void take_pulse(int peer, const Header& header);
   bool contradicts(const Header& pulse) const;
   void absorb(int peer, const Header& header);
@@ -232,8 +233,9 @@ class Engine {
   std::string noticed_text_;  // it; empty: there was none
 
   std::atomic<bool> stopped_{false};
-  Fd wake_;                   // written by stop()
-  mutable std::mutex mutex_;  // guards those below
+  std::atomic<bool> beat_due_{false};  // pulse() came during a call
+  Fd wake_;                            // written by stop()
+  mutable std::mutex mutex_;           // guards those below
   std::string stop_reason_;
   std::string broken_;  // the first cause
   std::string doing_;   // for doing() and sightings(), as of published_

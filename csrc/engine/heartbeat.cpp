@@ -39,7 +39,12 @@ std::string doing_of(const Header& header) {
 
 bool Engine::pulse() noexcept {
   const std::unique_lock turn(turn_, std::try_to_lock);
-  if (!turn) return true;
+  if (turn) return beat();
+  beat_due_.store(true, std::memory_order_relaxed);
+  return true;
+}
+
+bool Engine::beat() noexcept {
   try {
     {
       const std::lock_guard lock(mutex_);
