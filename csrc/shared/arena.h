@@ -2,6 +2,7 @@
 // one after another, as the group's do.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -10,6 +11,17 @@
 #include "shared/segment.h"
 
 namespace pycomm {
+
+// How a rank writes what others are to read. Between processors that share a cache plain stores
+// win: what was written is read from there. Between distant ones they lose by four times, as each
+// line is fetched out of the other's cache by itself; there stores that go round the caches win.
+// Which it is, is the machine's, and of a virtual machine it changes from minute to minute: so a
+// few chunks now and then try both ways, and the faster one is taken until the next trial.
+struct Stores {
+  uint64_t chunks = 0;  // so far; all ranks count alike, and so try at the same time
+  bool streams = false;
+  std::array<double, 2> least{};  // ns a byte, of the trial under way; plain, streaming
+};
 
 class Arena {
  public:
@@ -38,12 +50,17 @@ class Arena {
   // The call before this one in the epoch, and the signature of it and all before it.
   Header last{};
   uint32_t signature = 0;
+  // By size of the call.
+  Stores& stores(size_t bytes) {
+    return stores_[bytes < (size_t{256} << 10) ? 0 : bytes < (size_t{4} << 20) ? 1 : 2];
+  }
   // Since the group stands: bytes that this rank laid out for others, and took from theirs.
   uint64_t bytes_sent = 0, bytes_received = 0;
 
  private:
   std::vector<std::shared_ptr<Segment>> segments_;
   int rank_;
+  std::array<Stores, 3> stores_{};
   uint16_t epoch_ = 0;
   uint64_t base_ = 0, next_ = 0;
 };

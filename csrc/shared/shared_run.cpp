@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <utility>
 
 #include "collectives/plan.h"
+#include "shared/stream.h"
 
 namespace pycomm {
 namespace {
@@ -18,6 +21,10 @@ constexpr size_t kOneShotBytes = size_t{16} << 10;
 constexpr uint64_t kAhead = 8;
 // What combine() works on at a time: with all its summands it stays in the first cache.
 constexpr size_t kBlockBytes = size_t{8} << 10;
+// Shorter runs are in the other's way to it before they are out of ours.
+constexpr size_t kLeastStream = size_t{2} << 10;
+// Of so many chunks as many are a trial, half of them in the slower way.
+constexpr uint64_t kTrialPeriod = 2048, kTrialChunks = 16;
 
 uint32_t signature_of(const Header& header, uint32_t before) {
   uint64_t hash = 0xcbf29ce484222325 ^ before;
@@ -58,6 +65,7 @@ SharedRun::SharedRun(Engine& engine, Arena& arena, const SharedJob& job, const H
   two_shots_ = sums && whole > kOneShotBytes;
   chunk_count_ = std::max<size_t>(1, kSlotBytes / job.element_bytes / rows);
   chunks_ = std::max<uint64_t>(1, (job.count + chunk_count_ - 1) / chunk_count_);
+  begin_stores(whole);
   if (arena.enter(header.epoch)) publish(arena.own().done, arena.base());
   first_ = arena.take(chunks_);
   before_ = std::exchange(arena.last, header);
@@ -137,7 +145,8 @@ bool SharedRun::advance() {
   if (collected_ < reduced_) {
     const Chunk at = chunk(collected_);
     if (!collects() || (two_shots_ ? have_reduced(at.ticket) : have_filled(at.ticket))) {
-      if (collects()) collect(at);
+      if (collects()) work(collected_, &SharedRun::collect);
+      if (stores_ != nullptr) end_trial(collected_);
       ++collected_;
       publish(arena_.own().done, at.ticket + 1);
       return true;
@@ -146,7 +155,7 @@ bool SharedRun::advance() {
   if (reduced_ < filled_) {
     const Chunk at = chunk(reduced_);
     if (!reduces() || have_filled(at.ticket)) {
-      if (reduces()) reduce(at);
+      if (reduces()) work(reduced_, &SharedRun::reduce);
       ++reduced_;
       return true;
     }
@@ -154,7 +163,7 @@ bool SharedRun::advance() {
   if (filled_ < chunks_ && filled_ < collected_ + kAhead) {
     const Chunk at = chunk(filled_);
     if (!fills() || may_fill(at.ticket)) {
-      if (fills()) fill(at);
+      if (fills()) work(filled_, &SharedRun::fill);
       ++filled_;
       return true;
     }
@@ -218,9 +227,62 @@ bool SharedRun::have_reduced(uint64_t ticket) {
   return true;
 }
 
+// Only where every rank both writes and reads can it tell by itself which way is faster; the other
+// verbs take what those have found.
+void SharedRun::begin_stores(size_t call_bytes) {
+  if (call_bytes <= kOneShotBytes) return;
+  learned_ = arena_.stores(call_bytes).streams;
+  switch (job_.operation) {
+    case Operation::all_reduce:
+    case Operation::all_gather:
+    case Operation::reduce_scatter:
+    case Operation::all_to_all:
+      break;
+    case Operation::reduce:
+    case Operation::broadcast:
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::barrier:
+    case Operation::send:
+    case Operation::recv:
+      return;
+  }
+  stores_ = &arena_.stores(call_bytes);
+  counted_ = std::exchange(stores_->chunks, stores_->chunks + chunks_);
+}
+
+// Does a step of chunk `i`. In a trial the ways change in an order without a period, as calls may
+// have one.
+void SharedRun::work(uint64_t i, void (SharedRun::*step)(const Chunk&)) {
+  streaming_ = learned_;
+  if (stores_ == nullptr) return (this->*step)(chunk(i));
+  const uint64_t turn = (counted_ + i) % kTrialPeriod;
+  if (turn >= kTrialChunks) return (this->*step)(chunk(i));
+  streaming_ = std::popcount(turn) % 2 == 1;
+  const auto start = Clock::now();
+  (this->*step)(chunk(i));
+  spent_[i % kSlots] += Clock::now() - start;
+}
+
+// Chunk `i` is over. The least time of each way counts: nothing makes a chunk take too little.
+void SharedRun::end_trial(uint64_t i) {
+  const uint64_t turn = (counted_ + i) % kTrialPeriod;
+  if (turn >= kTrialChunks) return;
+  auto& least = stores_->least;
+  if (turn == 0) least.fill(std::numeric_limits<double>::infinity());
+  const auto spent = std::exchange(spent_[i % kSlots], {});
+  double& way = least[static_cast<size_t>(std::popcount(turn) % 2)];
+  way = std::min(way, std::chrono::duration<double, std::nano>(spent).count() /
+                          static_cast<double>(bytes(chunk(i).count)));
+  if (turn == kTrialChunks - 1) learned_ = stores_->streams = least[1] < least[0];
+}
+
 // From an array of ours into a slot, for others to read.
 void SharedRun::lay_out(std::byte* into, const std::byte* from, size_t bytes) {
-  copy_bytes(into, from, bytes);
+  if (streaming_ && bytes >= kLeastStream)
+    stream(into, from, bytes);
+  else
+    copy_bytes(into, from, bytes);
   arena_.bytes_sent += bytes;
 }
 
@@ -256,47 +318,56 @@ void SharedRun::fill(const Chunk& at) {
   publish(filled.flag, at.ticket + 1);
 }
 
+// into = the sum of what lies `at` bytes from the beginning of every other rank's slot and, for
+// this rank, at `own`; `into` may be `own`. `again`: where it is laid out for others, or null.
+struct SharedRun::Sum {
+  std::byte* into;
+  const std::byte* own;
+  size_t at, count;
+  std::byte* again = nullptr;
+};
+
 void SharedRun::reduce(const Chunk& at) {
   std::byte* mine = slot(rank_, at.ticket);
   if (job_.operation == Operation::reduce_scatter) {
     const size_t place = static_cast<size_t>(rank_) * bytes(at.count);
-    return combine(out_row(0, at), at.ticket, place, row(rank_, at), at.count);
+    return combine({out_row(0, at), row(rank_, at), place, at.count}, at.ticket);
   }
-  if (!two_shots_) return combine(out_row(0, at), at.ticket, 0, mine, at.count);
+  if (!two_shots_) return combine({out_row(0, at), mine, 0, at.count}, at.ticket);
   const Range part = piece(Space::input, at.count, size_, rank_);
   const size_t place = bytes(part.begin);
-  const bool keeps = job_.operation == Operation::all_reduce || rank_ == job_.root;
-  std::byte* into = keeps ? out_row(0, at) + place : mine + place;
-  combine(into, at.ticket, place, row(0, at) + place, part.count);
-  lay_out(mine + place, into, bytes(part.count));
+  const std::byte* own = row(0, at) + place;
+  if (job_.operation == Operation::all_reduce || rank_ == job_.root)
+    combine({out_row(0, at) + place, own, place, part.count, mine + place}, at.ticket);
+  else
+    combine({mine + place, own, place, part.count}, at.ticket);
   publish(arena_.own().reduced[at.ticket % kSlots].flag, at.ticket + 1);
 }
 
-// into = the sum, in rank order, of what lies `at` bytes from the beginning of every other rank's
-// slot and, for this rank, at `own`; `into` may be `own`.
-void SharedRun::combine(std::byte* into, uint64_t ticket, size_t at, const std::byte* own,
-                        size_t count) {
+// In rank order, block by block.
+void SharedRun::combine(const Sum& to, uint64_t ticket) {
   const size_t element = job_.element_bytes, size = static_cast<size_t>(size_);
-  arena_.bytes_received += (size - 1) * bytes(count);
+  arena_.bytes_received += (size - 1) * bytes(to.count);
   alignas(64) std::array<std::byte, kBlockBytes> sum;
   const size_t block = job_.folds ? kBlockBytes / element / size : kBlockBytes / element;
-  for (size_t begin = 0; begin < count; begin += block) {
-    const size_t n = std::min(block, count - begin), offset = begin * element;
+  for (size_t begin = 0; begin < to.count; begin += block) {
+    const size_t n = std::min(block, to.count - begin), offset = begin * element;
     const auto summand = [&](int i) {
-      return i == rank_ ? own + offset : slot(i, ticket) + at + offset;
+      return i == rank_ ? to.own + offset : slot(i, ticket) + to.at + offset;
     };
     if (job_.folds) {
       for (int i = 0; i < size_; ++i)
         std::memcpy(sum.data() + static_cast<size_t>(i) * n * element, summand(i), n * element);
-      job_.reducer->fold(into + offset, sum.data(), n, size_);
-      continue;
+      job_.reducer->fold(to.into + offset, sum.data(), n, size_);
+    } else {
+      const std::byte* so_far = summand(0);
+      for (int i = 1; i < size_ - 1; ++i) {
+        job_.reducer->reduce(sum.data(), so_far, summand(i), n);
+        so_far = sum.data();
+      }
+      job_.reducer->finish(to.into + offset, so_far, summand(size_ - 1), n, size_);
     }
-    const std::byte* so_far = summand(0);
-    for (int i = 1; i < size_ - 1; ++i) {
-      job_.reducer->reduce(sum.data(), so_far, summand(i), n);
-      so_far = sum.data();
-    }
-    job_.reducer->finish(into + offset, so_far, summand(size_ - 1), n, size_);
+    if (to.again != nullptr) lay_out(to.again + offset, to.into + offset, n * element);
   }
 }
 
@@ -344,6 +415,7 @@ void SharedRun::collect(const Chunk& at) {
 // Sleeping and waking cross as in a ring: the sleeper stores `sleeps` and then looks at the flags,
 // we store a flag and then look at `sleeps`; all four are sequentially consistent.
 void SharedRun::publish(std::atomic<uint64_t>& flag, uint64_t value) {
+  if (std::exchange(streaming_, false)) end_stream();
   flag.store(value);
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;

@@ -16,6 +16,7 @@
 // Not the engine: that drives this task, and does its waiting, deadlines and failures.
 #pragma once
 
+#include <array>
 #include <span>
 
 #include "core/operation.h"
@@ -66,12 +67,16 @@ class SharedRun final : public Task {
   bool have_reduced(uint64_t ticket);
   bool has_filled(int peer, uint64_t ticket);
   [[noreturn]] void disagree(int peer, uint64_t ticket);
+  void begin_stores(size_t call_bytes);
+  void work(uint64_t i, void (SharedRun::*step)(const Chunk&));
+  void end_trial(uint64_t i);
   void lay_out(std::byte* into, const std::byte* from, size_t bytes);
   void take(std::byte* into, const std::byte* from, size_t bytes);
   void fill(const Chunk& chunk);
   void reduce(const Chunk& chunk);
   void collect(const Chunk& chunk);
-  void combine(std::byte* into, uint64_t ticket, size_t at, const std::byte* own, size_t count);
+  struct Sum;
+  void combine(const Sum& sum, uint64_t ticket);
   void publish(std::atomic<uint64_t>& flag, uint64_t value);
   std::byte* slot(int rank, uint64_t ticket) const;
   size_t bytes(size_t count) const { return count * job_.element_bytes; }
@@ -87,7 +92,12 @@ class SharedRun final : public Task {
   uint32_t signature_ = 0;
   bool tiny_ = false;  // slots are the flags' own lines
   bool two_shots_ = false;
-  size_t chunk_count_ = 0;  // elements of a row in a chunk
+  bool learned_ = false;      // which way was faster when last tried; true: streaming
+  Stores* stores_ = nullptr;  // where this call's trials count, or null
+  uint64_t counted_ = 0;      // chunks before this call, as stores_ counts
+  bool streaming_ = false;    // what is laid out now
+  std::array<Clock::duration, kSlots> spent_{};  // in a trial, on each chunk under way
+  size_t chunk_count_ = 0;                       // elements of a row in a chunk
   uint64_t chunks_ = 1, first_ = 0;
   uint64_t filled_ = 0, reduced_ = 0, collected_ = 0;
   int awaited_ = kNobody;
