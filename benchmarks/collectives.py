@@ -36,6 +36,7 @@ class Run:
     cases: list[Case]
     peers: list[Peer]
     rounds: int
+    busy: bool = False  # a thread of each rank computes in Python meanwhile
 
     @property
     def mpi(self) -> str:
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         for dtype in options.dtypes
         for size in options.sizes
     ]
-    run = Run(options.ranks, list(dict.fromkeys(cases)), peers, options.rounds)
+    run = Run(options.ranks, list(dict.fromkeys(cases)), peers, options.rounds, options.busy)
     console = Console(soft_wrap=True, highlight=False)
     try:
         found = _measure(console, run)
@@ -95,6 +96,11 @@ def _parser() -> argparse.ArgumentParser:
         help="pycomm through torch.distributed, and called directly (%(default)s)",
     )
     parser.add_argument("--rounds", type=int, default=7, help="how often each takes its turn")
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="beside each rank, a thread of its process computes in Python all the time",
+    )
     parser.add_argument("--json", type=Path, help="where to store all figures")
     parser.add_argument("--plot", type=Path, help="where to draw bandwidth over size")
     return parser
@@ -153,7 +159,7 @@ def _measure(console: Console, run: Run) -> list[table.Line]:
     with bar, tempfile.NamedTemporaryFile() as flags:
         flags.write(bytes(8 * run.ranks * worker.SLOT))
         flags.flush()
-        args = (Path(flags.name), run.peers, run.cases, run.rounds)
+        args = (Path(flags.name), run.peers, run.cases, run.rounds, run.busy)
         if run.mpi:
             mpi.run(run.mpi, worker.work, args, run.ranks, hear)
         else:
@@ -166,7 +172,12 @@ def _store(
 ) -> None:
     where = machine.describe()
     if json_to:
-        settings = {"ranks": run.ranks, "rounds": run.rounds, "peers": [p.name for p in run.peers]}
+        settings = {
+            "ranks": run.ranks,
+            "rounds": run.rounds,
+            "busy": run.busy,
+            "peers": [p.name for p in run.peers],
+        }
         content = {"machine": where, "settings": settings, "rows": [asdict(x) for x in found]}
         json_to.write_text(json.dumps(content, indent=1) + "\n")
     if plot_to and found:

@@ -5,11 +5,14 @@ Called on fresh processes by collectives.py through pycomm.demo.processes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import os
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,9 @@ from benchmarks.limits import copies
 from benchmarks.peers import Groups, Peer
 from benchmarks.verbs import Arrays, Call, Case
 from pycomm.demo.processes import Rank
+
+BUSY_CALLS = 5
+"""Of a round beside a busy thread, where each costs milliseconds of waiting for the interpreter."""
 
 SLOT = 8  # int64 of a cache line: each rank's flag has its own
 
@@ -57,14 +63,36 @@ class Barrier:
                     os.sched_yield()
 
 
-def work(rank: Rank, flags: Path, peers: list[Peer], cases: list[Case], rounds: int) -> None:
-    """Says one Times for each case."""
+def work(
+    rank: Rank, flags: Path, peers: list[Peer], cases: list[Case], rounds: int, busy: bool = False
+) -> None:
+    """Says one Times for each case; `busy`: while another thread computes in Python."""
     torch.set_num_threads(1)
     groups = Groups(peers, rank.store, rank.rank, rank.size)
     barrier = Barrier(flags, rank.rank, rank.size)
-    for case in cases:
-        rank.say(_measure(case, peers, groups, barrier, rounds, rank.rank))
+    with busy_thread() if busy else contextlib.nullcontext():
+        for case in cases:
+            calls = min(calls_per_round(case.bytes), BUSY_CALLS if busy else sys.maxsize)
+            rank.say(_measure(case, peers, groups, barrier, (rounds, calls), rank.rank))
     barrier()  # nobody leaves while another still needs it
+
+
+@contextlib.contextmanager
+def busy_thread() -> Iterator[threading.Thread]:
+    """Within it, a thread of this process wants a processor and the interpreter at all times."""
+    over = threading.Event()
+
+    def compute() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        over.set()
+        thread.join()
 
 
 def calls_per_round(count_bytes: int) -> int:
@@ -73,7 +101,12 @@ def calls_per_round(count_bytes: int) -> int:
 
 
 def _measure(
-    case: Case, peers: list[Peer], groups: Groups, barrier: Barrier, rounds: int, rank: int
+    case: Case,
+    peers: list[Peer],
+    groups: Groups,
+    barrier: Barrier,
+    rounds_and_calls: tuple[int, int],
+    rank: int,
 ) -> Times:
     arrays = Arrays(case, rank)
     contestants: dict[str, Call] = {}
@@ -91,7 +124,7 @@ def _measure(
     contestants |= copies(case.bytes)
     names = list(contestants)
     times.seconds.update({name: [] for name in names})
-    calls = calls_per_round(case.bytes)
+    rounds, calls = rounds_and_calls
     for turn in range(rounds):
         first = turn % len(names)  # nobody always comes after the same one
         for name in names[first:] + names[:first]:

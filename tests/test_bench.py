@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,6 +173,24 @@ def test_a_tiny_run_is_right(ours: str, tmp_path: Path) -> None:
     assert all(row["wrong"] == 0 and row["time_us"] > 0 and row["ratio"] > 0 for row in rows)
     assert stored["machine"]["torch"] == torch.__version__
     assert plot_to.read_bytes().startswith(b"\x89PNG")
+
+
+def test_beside_a_busy_thread_answers_are_right(tmp_path: Path) -> None:
+    stored = tmp_path / "bench.json"
+    args = ["--busy", "--sizes", "4,64K", "--rounds", "1", "--json", str(stored)]
+    assert collectives.main(args) == 0
+    content = json.loads(stored.read_text())
+    assert content["settings"]["busy"]
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in content["rows"])
+
+
+def test_a_busy_thread_is_busy_and_ends() -> None:
+    with worker.busy_thread() as thread:
+        assert thread.ident is not None
+        clock = time.pthread_getcpuclockid(thread.ident)
+        while time.clock_gettime(clock) < 0.02:
+            pass  # it comes to that, or the test to its limit
+    assert not thread.is_alive()
 
 
 def test_mpi_and_the_floor_take_part(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Arena {
  public:
   // By rank, this rank's own among them.
   Arena(std::vector<std::shared_ptr<Segment>> segments, int rank)
-      : segments_(std::move(segments)), rank_(rank) {}
+      : segments_(std::move(segments)), rank_(rank), known_done_(segments_.size()) {}
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(segments_.size()); }
@@ -42,6 +42,8 @@ class Arena {
   uint64_t take(uint64_t count) { return std::exchange(next_, next_ + count); }
   // The first ticket of this epoch. Slots of earlier ones are free once `done` has come so far.
   uint64_t base() const { return base_; }
+  // What the flag `done` of a peer was when last looked at.
+  uint64_t& known_done(int peer) { return known_done_[static_cast<size_t>(peer)]; }
   // The header of the call that `peer` is in if it is another than `mine` at the same turn.
   bool differs(int peer, const Header& mine, Header& theirs) const;
   // The header of the call that `peer` is in if that is a later one of the same epoch.
@@ -60,6 +62,7 @@ class Arena {
  private:
   std::vector<std::shared_ptr<Segment>> segments_;
   int rank_;
+  std::vector<uint64_t> known_done_;
   std::array<Stores, 3> stores_{};
   uint16_t epoch_ = 0;
   uint64_t base_ = 0, next_ = 0;

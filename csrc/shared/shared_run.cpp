@@ -180,11 +180,17 @@ bool SharedRun::lacks(int peer, const std::atomic<uint64_t>& flag, uint64_t need
   return true;
 }
 
-// A slot is free when everybody has read what was in it.
+// A slot is free when everybody has read what was in it. The flag is looked at once in many
+// tickets, as a look takes it out of its owner's cache.
 bool SharedRun::may_fill(uint64_t ticket) {
   const uint64_t need = std::max(arena_.base(), ticket < kSlots ? 0 : ticket + 1 - kSlots);
-  for (int peer = 0; peer < size_; ++peer)
-    if (peer != rank_ && lacks(peer, arena_.of(peer).done, need)) return false;
+  for (int peer = 0; peer < size_; ++peer) {
+    uint64_t& known = arena_.known_done(peer);
+    if (peer == rank_ || known >= need) continue;
+    const auto& done = arena_.of(peer).done;
+    if (lacks(peer, done, need)) return false;
+    known = done.load(std::memory_order_acquire);
+  }
   return true;
 }
 
