@@ -33,6 +33,19 @@ def test_block_runs(code, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_each_of_the_three_uses_runs_on_two_processes(number, tmp_path):
+    _, _, uses = (ROOT / "README.md").read_text().partition("## Three uses")
+    code = BLOCK.findall(uses)[number]
+    assert len([line for line in code.splitlines() if line]) <= 14
+    (tmp_path / "program.py").write_text(code)
+    launch = [sys.executable, "-m", "pycomm", "launch", "--nproc", "2", "program.py"]
+    done = subprocess.run(
+        launch, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
