@@ -136,6 +136,7 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
     process = subprocess.Popen(
         command, cwd=tmp_path, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    pids: list[int] = []
     try:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("pids"))
@@ -149,6 +150,8 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
         assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
     finally:
         process.kill()
+        for pid in filter(lives, pids):
+            os.kill(pid, signal.SIGKILL)
         process.communicate()
 
 
@@ -247,4 +250,4 @@ def test_the_variables_of_other_launchers_are_enough(whose: str) -> None:
         )
         for rank in range(2)
     ]
-    assert [process.communicate(timeout=100)[0] for process in ranks] == ["[0, 1]\n"] * 2
+    assert [process.communicate(timeout=150)[0] for process in ranks] == ["[0, 1]\n"] * 2
