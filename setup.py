@@ -8,8 +8,8 @@ time. Called by pip (`pip install .`, `pip install -e . --no-build-isolation`) a
     _c10d   the torch.distributed backend; only where torch is importable
     _cuda   the kernels for CUDA; only where nvcc is found
 
-_cuda is built for the GPUs that are here; where there are none, for 8.0 and 9.0, and as PTX, which
-drivers compile for any other from 7.5 on. CUDAARCHS="80;90" (as for CMake) asks for others. CUDA's
+_cuda is built for the GPUs that are here; where there are none, as PTX, which the driver compiles
+at the first load on any GPU from 7.5 on. CUDAARCHS="80;90" (as for CMake) asks for others. CUDA's
 runtime is linked in, so that _cuda loads on any machine.
 
 Where torch is importable every module takes torch's own pybind11 headers: a class cannot pass
@@ -111,8 +111,7 @@ def gpu_flags() -> list[str]:
         return [f"-gencode=arch=compute_{n},code=[sm_{n},compute_{n}]" for n in names]
     if os.path.exists("/proc/driver/nvidia/version"):
         return ["-arch=native"]
-    real = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in ("80", "90")]
-    return ["-gencode=arch=compute_75,code=compute_75", *real]
+    return ["-gencode=arch=compute_75,code=compute_75"]
 
 
 def cuda_module(python: list[str]) -> Module:

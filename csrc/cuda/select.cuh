@@ -168,8 +168,10 @@ __device__ __forceinline__ void count_digit(const Tables& t, Turn turn) {
   counter.flush();
 }
 
-// The floor of the next step: the magnitude of rank 1.5k times its trend. Where the pool did not
-// reach so far it is guessed from the slope between rank k and the pool's last.
+// The floor of the next step: the magnitude of rank 1.5k, times its trend where that falls. (While
+// it rises, as in the first steps, it rises less and less, and a floor that is too high costs a
+// repair where one that is low costs some room.) Where the pool did not reach so far it is guessed
+// from the slope between rank k and the pool's last.
 template <class V>
 __device__ __forceinline__ Memory look_ahead(const Tables& t, unsigned s, const Ranks<V>& ranks) {
   const Selection& selection = t.selections[s];
@@ -187,7 +189,7 @@ __device__ __forceinline__ Memory look_ahead(const Tables& t, unsigned s, const 
   } else {
     const uint64_t last = t.memory[s].reach;
     V trend = last == 0 ? V{1} : here / from_magnitude<V>(static_cast<Key<V>>(last - 1));
-    trend = trend < V(0.5) ? V(0.5) : trend > V(1.5) ? V(1.5) : trend;
+    trend = trend < V(0.5) ? V(0.5) : trend > V{1} ? V{1} : trend;
     floor = here * trend;
   }
   return {uint64_t{magnitude(floor)} + 1, uint64_t{ranks.reach.prefix} + 1};
