@@ -1,14 +1,16 @@
 // The k largest magnitudes of some tensors, laid end to end: what topk and the DGC step share.
 //
-//   collect   somebody reads every element once and keeps those at or above a floor, the
-//             candidates, in a pool; a tile of 4096 elements takes a span of the pool
-//   cut       the k-th magnitude of the candidates, by their bits; where there are fewer than k of
-//             them, or more than the pool holds, that of all elements instead
-//   count     for each slice (16 tiles) how many lie above the cut and how many on it, and so
-//             where in the result its winners begin and how many of its ties win
-//   emit      slices give their winners, in index order
+//   collect   each part of the elements is read once, in order. What reaches the part's floor is kept
+//             in its pool; where the pool is full, all but its k best go, and the floor rises above
+//             them. Nothing that wins can be lost so, as k better ones stand in the same part.
+//   cut       the k-th magnitude of what the pools hold, by its bits; and for each part how many lie
+//             above it and how many on it, and so where in the result its winners begin
+//   emit      parts give their winners, in index order
 //
-// The floor decides how long this takes and never what comes out. Called by topk.cpp and step.cpp.
+// The first floor decides how long this takes and never what comes out: where fewer than k reach it,
+// whoever calls collects again from a lower one. Above one element in 64 pools would not be small any
+// more, and all elements are looked at instead, as often as it takes (`dense`).
+// Called by topk.cpp and step.cpp.
 #pragma once
 
 #include <algorithm>
@@ -27,27 +29,28 @@
 
 namespace pycomm::cpu {
 
-inline constexpr size_t kTile = 4096;
-inline constexpr size_t kSlice = 16 * kTile;
+inline constexpr size_t kGroup = 64;             // elements looked at together
+inline constexpr size_t kTile = 16 * kGroup;     // elements worked on while they are in the cache
+inline constexpr size_t kSmallestPart = 1 << 19;  // below, threads cost more than they bring
+inline constexpr size_t kMostParts = 8;
 
-// Candidates of one tile, in the pool.
-struct Span {
-  uint32_t first;
-  uint32_t count;
+constexpr size_t groups_of(size_t count) { return (count + kGroup - 1) / kGroup; }
+
+// How a choice of k from `count` elements is divided, and what its pools hold.
+struct Shape {
+  size_t parts;
+  size_t part_count;  // elements of every part but the last, whole groups
+  size_t capacity;    // elements of each pool; 0: dense
+
+  constexpr Shape(size_t count, size_t k)
+      : parts(std::clamp<size_t>(count / kSmallestPart, 1, kMostParts)),
+        part_count(groups_of((count + parts - 1) / parts) * kGroup),
+        capacity(k == 0 || k > count / 64 ? 0 : std::min(part_count, k + k / 4 + 2 * kGroup)) {}
+
+  constexpr size_t bytes(size_t element_bytes) const {
+    return parts * ((capacity * (sizeof(uint32_t) + element_bytes) + 31) / 16 * 16);
+  }
 };
-
-// Elements that may stand in the pool. Above one in 16 the pool would not be small any more, and
-// all elements are looked at instead.
-constexpr size_t pool_capacity(size_t count, size_t k) {
-  return k == 0 || k > count / 16 ? 0 : std::min(count, 4 * k + 1024);
-}
-
-constexpr size_t tiles_of(size_t count) { return (count + kTile - 1) / kTile; }
-
-// Bytes for the pool of one choice from tensors with so many tiles in all.
-constexpr size_t pool_bytes(size_t capacity, size_t tiles, size_t element_bytes) {
-  return capacity == 0 ? 0 : tiles * sizeof(Span) + capacity * (sizeof(uint32_t) + element_bytes);
-}
 
 // Memory for pools, handed out piece by piece.
 class Room {
@@ -55,7 +58,7 @@ class Room {
   Room(void* data, size_t bytes) : at_(static_cast<std::byte*>(data)), left_(bytes) {}
   template <typename T>
   T* take(size_t count) {
-    const size_t bytes = (count * sizeof(T) + 15) / 16 * 16;
+    const size_t bytes = (count * sizeof(T) + 7) / 8 * 8;
     check(bytes <= left_, "the workspace is smaller than it was said to be");
     auto* const taken = reinterpret_cast<T*>(at_);
     at_ += bytes;
@@ -68,60 +71,18 @@ class Room {
   size_t left_;
 };
 
-// A choice of k elements. `Element` is float, double, or the bits of a 16-bit float.
-template <typename Element>
-struct Choice {
-  using Key = decltype(key_of(Element{}));
+using Histogram = std::array<uint32_t, 2048>;
 
-  size_t k = 0;
-  size_t first_slice = 0, slices = 0;
-  Key floor = 0;  // 0: no pool is used
-  size_t capacity = 0;
-  uint32_t* places = nullptr;  // [capacity]: in the tensor
-  Element* elements = nullptr;
-  std::atomic<size_t> taken{0};
-
-  Key kth = 0;         // of the k-th magnitude
-  size_t ties = 0;     // how many of its magnitude win
-  bool dense = false;  // chosen from all elements
-
-  Choice() = default;
-  Choice(Choice&& other) noexcept
-      : k(other.k),
-        first_slice(other.first_slice),
-        slices(other.slices),
-        floor(other.floor),
-        capacity(other.capacity),
-        places(other.places),
-        elements(other.elements) {}  // before it is in use
-};
-
-// Up to kSlice elements of one tensor.
-template <typename Element>
-struct Slice {
-  size_t choice;
-  size_t piece;
-  const Element* elements;  // of the slice
-  size_t begin;             // in the tensor
-  size_t count;
-  size_t place;              // of the tensor's first element in the choice
-  Span* spans = nullptr;     // one for each tile
-  size_t above = 0, on = 0;  // the cut; later: how many of these there are in slices before
-};
-
-inline constexpr size_t kBins = 2048;
-using Histogram = std::array<uint32_t, kBins>;
-
-// The k-th largest key, 1 <= k <= number of keys. `count(prefix, shift, digits)` gives the
-// histogram of (key >> shift) & 2047 over keys with key >> (shift + 11) == prefix. Also says how
-// many keys of that value are among the k largest.
+// The k-th largest key, 1 <= k <= number of keys. `count(prefix, shift)` gives the histogram of the
+// 11 bits above `shift` over the keys whose bits above those are `prefix`. Also says how many keys of
+// that value are among the k largest.
 template <typename Key, typename Count>
 Key kth_largest(size_t k, size_t& ties, Count&& count) {
   constexpr int kDigit = 11, kWidth = 8 * sizeof(Key) - 1;
   Key prefix = 0;
   for (int shift = (kWidth - 1) / kDigit * kDigit; shift >= 0; shift -= kDigit) {
     const Histogram histogram = count(prefix, shift);
-    size_t bin = kBins - 1;
+    size_t bin = histogram.size() - 1;
     while (histogram[bin] < k) k -= histogram[bin--];
     prefix = static_cast<Key>(prefix << kDigit | bin);
   }
@@ -132,186 +93,293 @@ Key kth_largest(size_t k, size_t& ties, Count&& count) {
 template <typename Key>
 [[gnu::always_inline]] inline void tally(Histogram& histogram, Key key, Key prefix, int shift) {
   // Two shifts, as one by the whole width has no meaning.
-  if (static_cast<Key>(key >> shift) >> 11 == prefix) ++histogram[key >> shift & (kBins - 1)];
+  if (static_cast<Key>(key >> shift) >> 11 == prefix)
+    ++histogram[key >> shift & (histogram.size() - 1)];
 }
 
-// Keeps the elements of one tile whose key is at least the floor. Returns how many there are.
+// Candidates in index order. `Element` is float, double, or the bits of a 16-bit float.
 template <typename Element>
-struct CollectTile {
-  template <Isa>
-  [[gnu::always_inline]] static size_t run(const Element* elements, size_t count,
-                                           typename Choice<Element>::Key floor, uint32_t* places,
-                                           Element* kept) {
-    constexpr size_t kGroup = 64;
-    size_t found = 0;
-    for (size_t begin = 0; begin < count; begin += kGroup) {
-      const size_t n = std::min(kGroup, count - begin);
-      if (n == kGroup && !any(elements + begin, floor)) continue;
-      for (size_t i = begin; i < begin + n; ++i) {
-        places[found] = static_cast<uint32_t>(i);
-        kept[found] = elements[i];
-        found += key_of(elements[i]) >= floor;
-      }
+class Pool {
+ public:
+  using Key = decltype(key_of(Element{}));
+
+  Pool() = default;
+  Pool(Room& room, size_t capacity, size_t keep)
+      : places_(room.take<uint32_t>(capacity)),
+        elements_(room.take<Element>(capacity)),
+        capacity_(capacity),
+        keep_(keep) {}
+
+  void begin(Key floor) {
+    floor_ = floor;
+    taken_ = 0;
+  }
+  Key floor() const { return floor_; }
+  size_t size() const { return taken_; }
+  uint32_t place(size_t i) const { return places_[i]; }
+  std::span<const Element> elements() const { return {elements_, taken_}; }
+
+  // Looks at up to kGroup elements, the first of which is number `place` of the choice.
+  void look_at(const Element* group, size_t count, size_t place) {
+    if (taken_ + count > capacity_) keep_the_best();
+    for (size_t i = 0; i < count; ++i) {
+      places_[taken_] = static_cast<uint32_t>(place + i);
+      elements_[taken_] = group[i];
+      taken_ += key_of(group[i]) >= floor_;
     }
-    return found;
   }
 
  private:
-  [[gnu::always_inline]] static bool any(const Element* elements,
-                                         typename Choice<Element>::Key floor) {
-    using Key = typename Choice<Element>::Key;
-    Key largest = 0;
-    for (size_t i = 0; i < 64; ++i) largest = std::max(largest, key_of(elements[i]));
-    return largest >= floor;
+  // The pool holds more than keep_: those beyond, and of its ties the later ones, are dropped.
+  [[gnu::noinline]] void keep_the_best() {
+    size_t ties = 0;
+    const Key kth = kth_largest<Key>(keep_, ties, [this](Key prefix, int shift) {
+      Histogram histogram{};
+      for (const Element element : elements()) tally(histogram, key_of(element), prefix, shift);
+      return histogram;
+    });
+    size_t kept = 0;
+    for (size_t i = 0; i < taken_; ++i) {
+      const Key key = key_of(elements_[i]);
+      if (key < kth || (key == kth && ties == 0)) continue;
+      ties -= key == kth;
+      places_[kept] = places_[i];
+      elements_[kept++] = elements_[i];
+    }
+    taken_ = kept;
+    floor_ = std::max(floor_, static_cast<Key>(kth + 1));  // a later tie would lose
+  }
+
+  uint32_t* places_ = nullptr;
+  Element* elements_ = nullptr;
+  size_t capacity_ = 0, keep_ = 0, taken_ = 0;
+  Key floor_ = 0;
+};
+
+// A run of elements of one tensor.
+template <typename Element>
+struct Slice {
+  size_t piece;             // which tensor
+  const Element* elements;  // its first one
+  size_t begin;             // of the run, in the tensor
+  size_t count;
+  size_t place;  // of the tensor's first element, in the choice
+};
+
+// What one thread walks through.
+template <typename Element>
+struct Part {
+  size_t choice;
+  size_t first_slice;
+  size_t slices = 0;
+  Pool<Element> pool{};
+  size_t above = 0, on = 0;  // the cut; later: how many of these there are in parts before
+};
+
+template <typename Element>
+struct Choice {
+  using Key = decltype(key_of(Element{}));
+
+  size_t k;
+  bool dense;
+  size_t first_part;
+  size_t parts = 0;
+  Key kth = 0;      // of the k-th magnitude
+  size_t ties = 0;  // how many of its magnitude win
+};
+
+// The largest key of each group, so that a group without candidates costs nothing more.
+template <typename Element>
+struct LargestKeys {
+  using Key = decltype(key_of(Element{}));
+  template <Isa>
+  [[gnu::always_inline]] static void run(const Element* elements, size_t count, Key* largest) {
+    size_t begin = 0;
+    for (; begin + kGroup <= count; begin += kGroup) {
+      Key most = 0;
+      for (size_t i = begin; i < begin + kGroup; ++i) most = std::max(most, key_of(elements[i]));
+      *largest++ = most;
+    }
+    if (begin < count) *largest = std::numeric_limits<Key>::max();  // look at each
   }
 };
 
 template <typename Element>
 class Selection {
  public:
-  using Key = typename Choice<Element>::Key;
+  using Key = decltype(key_of(Element{}));
 
   std::vector<Choice<Element>> choices;
+  std::vector<Part<Element>> parts;
   std::vector<Slice<Element>> slices;
 
-  // Adds a tensor to the last choice.
-  void add(size_t piece, const Element* elements, size_t count, size_t place) {
-    for (size_t begin = 0; begin < count; begin += kSlice)
-      slices.push_back({.choice = choices.size() - 1,
-                        .piece = piece,
-                        .elements = elements + begin,
-                        .begin = begin,
-                        .count = std::min(kSlice, count - begin),
-                        .place = place});
-    choices.back().slices = slices.size() - choices.back().first_slice;
+  // Opens a choice of k from `count` elements, which add() then gives, tensor by tensor.
+  void open(size_t count, size_t k, Room& room) {
+    const Shape shape(count, k);
+    choices.push_back({.k = k, .dense = shape.capacity == 0, .first_part = parts.size()});
+    room_ = &room;
+    capacity_ = shape.capacity;
+    part_count_ = shape.part_count;
+    left_ = 0;
+    place_ = 0;
   }
 
-  // Gives the last choice its pool. Every tensor of it was added.
-  void take_pool(Room& room, size_t capacity, size_t tiles) {
-    Choice<Element>& choice = choices.back();
-    choice.capacity = capacity;
-    if (capacity == 0) return;
-    Span* spans = room.take<Span>(tiles);
-    choice.places = room.take<uint32_t>(capacity);
-    choice.elements = room.take<Element>(capacity);
-    for (size_t s = choice.first_slice; s < choice.first_slice + choice.slices; ++s) {
-      slices[s].spans = spans;
-      spans += tiles_of(slices[s].count);
+  void add(size_t piece, const Element* elements, size_t count) {
+    for (size_t begin = 0; begin < count;) {
+      if (left_ == 0) next_part();
+      const size_t n = std::min(left_, count - begin);
+      slices.push_back({piece, elements, begin, n, place_});
+      ++parts.back().slices;
+      begin += n;
+      left_ -= n;
+    }
+    place_ += count;
+  }
+
+  std::span<const Slice<Element>> slices_of(const Part<Element>& part) const {
+    return {slices.data() + part.first_slice, part.slices};
+  }
+  std::span<Part<Element>> parts_of(const Choice<Element>& choice) {
+    return {parts.data() + choice.first_part, choice.parts};
+  }
+  std::span<const Part<Element>> parts_of(const Choice<Element>& choice) const {
+    return {parts.data() + choice.first_part, choice.parts};
+  }
+
+  // Candidates of a tile that begins at `begin` of a slice, whose groups' largest keys are known.
+  static void collect(Pool<Element>& pool, const Slice<Element>& slice, size_t begin, size_t count,
+                      const Key* largest) {
+    for (size_t group = 0; group < groups_of(count); ++group) {
+      if (largest[group] < pool.floor()) continue;
+      const size_t at = begin + group * kGroup;
+      pool.look_at(slice.elements + at, std::min(kGroup, begin + count - at), slice.place + at);
     }
   }
 
-  // The candidates of one tile of a slice, just written or just read.
-  void collect(Isa isa, Slice<Element>& slice, size_t tile) {
-    Choice<Element>& choice = choices[slice.choice];
-    if (choice.floor == 0) return;
-    const size_t begin = tile * kTile, count = std::min(kTile, slice.count - begin);
-    std::array<uint32_t, kTile + 1> places;
-    std::array<Element, kTile + 1> kept;
-    const size_t found = run_on<CollectTile<Element>>(isa, slice.elements + begin, count,
-                                                      choice.floor, places.data(), kept.data());
-    size_t first = 0;
-    if (found > 0) first = choice.taken.fetch_add(found, std::memory_order_relaxed);
-    const size_t fits = first + found <= choice.capacity ? found : 0;
-    slice.spans[tile] = {static_cast<uint32_t>(fits > 0 ? first : 0), static_cast<uint32_t>(fits)};
-    for (size_t i = 0; i < fits; ++i) {
-      choice.places[first + i] = static_cast<uint32_t>(slice.begin + begin + places[i]);
-      choice.elements[first + i] = kept[i];
-    }
+  // Reads all elements of a choice, from this floor on.
+  void collect(Isa isa, const Choice<Element>& choice, Key floor) {
+    const auto own = parts_of(choice);
+    parallel(own.size(), [&](size_t p) {
+      own[p].pool.begin(floor);
+      std::array<Key, kTile / kGroup> largest;
+      for (const auto& slice : slices_of(own[p]))
+        for (size_t i = 0; i < slice.count; i += kTile) {
+          const size_t count = std::min(kTile, slice.count - i), begin = slice.begin + i;
+          run_on<LargestKeys<Element>>(isa, slice.elements + begin, count, largest.data());
+          collect(own[p].pool, slice, begin, count, largest.data());
+        }
+    });
   }
 
-  // After collect() of all tiles: the cut of every choice, and where each slice's winners go.
+  size_t candidates(const Choice<Element>& choice) const {
+    size_t count = 0;
+    for (const auto& part : parts_of(choice)) count += part.pool.size();
+    return count;
+  }
+
+  // The `rank`-th largest candidate's key; there are at least that many.
+  Key candidate(const Choice<Element>& choice, size_t rank, size_t& ties) const {
+    return kth_largest<Key>(rank, ties, [&](Key prefix, int shift) {
+      Histogram histogram{};
+      for (const auto& part : parts_of(choice))
+        for (const Element element : part.pool.elements())
+          tally(histogram, key_of(element), prefix, shift);
+      return histogram;
+    });
+  }
+
+  // After collect(): the cut of every choice, and where each part's winners go.
   void cut() {
-    parallel(choices.size(), [this](size_t c) { cut_candidates(choices[c]); });
+    parallel(choices.size(), [this](size_t c) {
+      if (!choices[c].dense) choices[c].kth = candidate(choices[c], choices[c].k, choices[c].ties);
+    });
     for (auto& choice : choices)
-      if (choice.dense) cut_all(choice);
-    parallel(slices.size(), [this](size_t s) { count_winners(slices[s]); });
+      if (choice.dense && choice.k > 0) cut_all(choice);
+    parallel(parts.size(), [this](size_t p) { count_winners(parts[p]); });
     for (auto& choice : choices) {
       size_t above = 0, on = 0;
-      for (size_t s = choice.first_slice; s < choice.first_slice + choice.slices; ++s) {
-        above += std::exchange(slices[s].above, above);
-        on += std::exchange(slices[s].on, on);
+      for (auto& part : parts_of(choice)) {
+        above += std::exchange(part.above, above);
+        on += std::exchange(part.on, on);
       }
     }
   }
 
-  // winner(at, place in the tensor) for each winner of a slice, `at` counting through the choice.
+  // winner(at, slice, i): element i of the slice's tensor is number `at` of the result.
   template <typename Winner>
-  void emit(const Slice<Element>& slice, Winner&& winner) const {
-    const Choice<Element>& choice = choices[slice.choice];
-    size_t above = slice.above, on = slice.on;
-    each(slice, [&](size_t place, Element element) {
+  void emit(const Part<Element>& part, Winner&& winner) const {
+    const Choice<Element>& choice = choices[part.choice];
+    size_t above = part.above, on = part.on;
+    const Slice<Element>* slice = slices.data() + part.first_slice;
+    each(part, [&](size_t place, Element element) {
       const Key key = key_of(element);
       if (key < choice.kth) return;
+      const size_t at = above + std::min(on, choice.ties);
       const bool wins = key > choice.kth || on < choice.ties;
-      if (wins) winner(above + std::min(on, choice.ties), place);
       above += key > choice.kth;
       on += key == choice.kth;
-    });
-  }
-
-  // The `rank`-th largest candidate's key; the pool has at least that many.
-  Key candidate(const Choice<Element>& choice, size_t rank, size_t& ties) const {
-    const std::span<const Element> pool(choice.elements, choice.taken.load());
-    return kth_largest<Key>(rank, ties, [pool](Key prefix, int shift) {
-      Histogram histogram{};
-      for (const Element element : pool) tally(histogram, key_of(element), prefix, shift);
-      return histogram;
+      if (!wins) return;
+      while (place >= slice->place + slice->begin + slice->count) ++slice;
+      winner(at, *slice, place - slice->place);
     });
   }
 
  private:
-  void cut_candidates(Choice<Element>& choice) {
-    if (choice.k == 0) return;
-    const size_t taken = choice.taken.load();
-    choice.dense = choice.floor == 0 || taken < choice.k || taken > choice.capacity;
-    if (!choice.dense) choice.kth = candidate(choice, choice.k, choice.ties);
+  void next_part() {
+    parts.push_back({.choice = choices.size() - 1, .first_slice = slices.size()});
+    if (capacity_ > 0) parts.back().pool = Pool<Element>(*room_, capacity_, choices.back().k);
+    ++choices.back().parts;
+    left_ = part_count_;
   }
 
   void cut_all(Choice<Element>& choice) {
-    const std::span<const Slice<Element>> mine(slices.data() + choice.first_slice, choice.slices);
-    choice.kth = kth_largest<Key>(choice.k, choice.ties, [mine](Key prefix, int shift) {
-      std::array<std::atomic<uint32_t>, kBins> sums{};
-      parallel(mine.size(), [&](size_t s) {
+    const auto own = parts_of(choice);
+    choice.kth = kth_largest<Key>(choice.k, choice.ties, [&](Key prefix, int shift) {
+      std::array<std::atomic<uint32_t>, std::tuple_size_v<Histogram>> sums{};
+      parallel(own.size(), [&](size_t p) {
         Histogram histogram{};
-        for (size_t i = 0; i < mine[s].count; ++i)
-          tally(histogram, key_of(mine[s].elements[i]), prefix, shift);
-        for (size_t bin = 0; bin < kBins; ++bin)
-          if (histogram[bin] != 0) sums[bin].fetch_add(histogram[bin], std::memory_order_relaxed);
+        for (const auto& slice : slices_of(own[p]))
+          for (size_t i = slice.begin; i < slice.begin + slice.count; ++i)
+            tally(histogram, key_of(slice.elements[i]), prefix, shift);
+        for (size_t bin = 0; bin < sums.size(); ++bin)
+          sums[bin].fetch_add(histogram[bin], std::memory_order_relaxed);
       });
       Histogram histogram{};
-      for (size_t bin = 0; bin < kBins; ++bin) histogram[bin] = sums[bin].load();
+      for (size_t bin = 0; bin < sums.size(); ++bin) histogram[bin] = sums[bin].load();
       return histogram;
     });
   }
 
-  void count_winners(Slice<Element>& slice) {
-    const Choice<Element>& choice = choices[slice.choice];
-    if (choice.k == 0) return;
-    const Key kth = choice.kth;
+  void count_winners(Part<Element>& part) {
+    const Key kth = choices[part.choice].kth;
     size_t above = 0, on = 0;
-    each(slice, [&](size_t, Element element) {
+    each(part, [&](size_t, Element element) {
       above += key_of(element) > kth;
       on += key_of(element) == kth;
     });
-    slice.above = above;
-    slice.on = on;
+    part.above = above;
+    part.on = on;
   }
 
-  // f(place in the tensor, element) for whatever may win, in order.
+  // f(place in the choice, element) for whatever may win, in order.
   template <typename F>
-  void each(const Slice<Element>& slice, F&& f) const {
-    const Choice<Element>& choice = choices[slice.choice];
+  void each(const Part<Element>& part, F&& f) const {
+    const Choice<Element>& choice = choices[part.choice];
     if (choice.k == 0) return;
     if (choice.dense) {
-      for (size_t i = 0; i < slice.count; ++i) f(slice.begin + i, slice.elements[i]);
-      return;
-    }
-    for (size_t tile = 0; tile < tiles_of(slice.count); ++tile) {
-      const Span span = slice.spans[tile];
-      for (size_t i = span.first; i < span.first + span.count; ++i)
-        f(choice.places[i], choice.elements[i]);
+      for (const auto& slice : slices_of(part))
+        for (size_t i = slice.begin; i < slice.begin + slice.count; ++i)
+          f(slice.place + i, slice.elements[i]);
+    } else {
+      const auto elements = part.pool.elements();
+      for (size_t i = 0; i < elements.size(); ++i) f(part.pool.place(i), elements[i]);
     }
   }
+
+  Room* room_ = nullptr;
+  size_t capacity_ = 0, part_count_ = 0;  // of the choice that is open
+  size_t left_ = 0;                       // of its last part
+  size_t place_ = 0;                      // where its next tensor begins
 };
 
 }  // namespace pycomm::cpu

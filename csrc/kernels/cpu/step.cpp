@@ -25,13 +25,16 @@ struct Memory {
 constexpr size_t floor_rank(size_t k) { return k + k / 2; }
 
 template <typename Real>
-using UpdateFunction = void (*)(Elements<Real>, size_t, size_t, Numbers<Real>);
+using KeyOf = decltype(key_of(Real{}));
+
+template <typename Real>
+using UpdateFunction = void (*)(Elements<Real>, size_t, size_t, Numbers<Real>, KeyOf<Real>*);
 
 template <Isa kIsa, Dtype kGrad, Dtype kWeight, typename Real>
 UpdateFunction<Real> update_for(bool nesterov, bool decay) {
   const auto pick = [](auto with_nesterov, auto with_decay) -> UpdateFunction<Real> {
     using Loop = UpdateRange<kGrad, kWeight, with_nesterov(), with_decay()>;
-    return On<kIsa>::template run<Loop, Elements<Real>, size_t, size_t, Numbers<Real>>;
+    return On<kIsa>::template run<Loop, Elements<Real>, size_t, size_t, Numbers<Real>, KeyOf<Real>*>;
   };
   if (nesterov)
     return decay ? pick(std::true_type(), std::true_type())
@@ -74,12 +77,6 @@ size_t count_of(std::span<const DgcPiece> pieces) {
   return count;
 }
 
-size_t tiles_in(std::span<const DgcPiece> pieces) {
-  size_t tiles = 0;
-  for (const auto& piece : pieces) tiles += tiles_of(piece.count);
-  return tiles;
-}
-
 template <typename Real>
 class Step {
  public:
@@ -95,17 +92,18 @@ class Step {
   }
 
   void run() {
-    parallel(selection_.slices.size(), [this](size_t s) {
+    parallel(selection_.parts.size(), [this](size_t p) {
       const ExactFloats exact;
-      update_and_collect(selection_.slices[s]);
+      update_and_collect(selection_.parts[p]);
     });
+    for (size_t c = 0; c < selection_.choices.size(); ++c) repair(c);
     selection_.cut();
     parallel(selection_.choices.size(), [this](size_t c) { remember(c); });
-    parallel(selection_.slices.size(), [this](size_t s) { send(selection_.slices[s]); });
+    parallel(selection_.parts.size(), [this](size_t p) { send(selection_.parts[p]); });
   }
 
  private:
-  using Key = decltype(key_of(Real{}));
+  using Key = KeyOf<Real>;
 
   Numbers<Real> numbers(size_t piece) const {
     const auto* scales = static_cast<const Real*>(step_.scales);
@@ -120,35 +118,30 @@ class Step {
   }
 
   void lay_out(const DgcSelection& selection, size_t first_piece, Room& room) {
-    auto& choice = selection_.choices.emplace_back();
-    choice.k = selection.k;
-    choice.first_slice = selection_.slices.size();
     const auto pieces = step_.tables.pieces.subspan(first_piece, selection.pieces);
-    size_t place = 0;
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      selection_.add(first_piece + i, static_cast<const Real*>(pieces[i].v), pieces[i].count,
-                     place);
-      place += pieces[i].count;
-    }
-    const size_t capacity = pool_capacity(place, selection.k);
-    selection_.take_pool(room, capacity, tiles_in(pieces));
-    if (capacity > 0) choice.floor = first_floor(selection_.choices.size() - 1, place);
+    const size_t count = count_of(pieces);
+    selection_.open(count, selection.k, room);
+    for (size_t i = 0; i < pieces.size(); ++i)
+      selection_.add(first_piece + i, static_cast<const Real*>(pieces[i].v), pieces[i].count);
+    const auto& choice = selection_.choices.back();
+    if (choice.dense) return;
+    const Key floor = first_floor(choice, count);
+    for (auto& part : selection_.parts_of(choice)) part.pool.begin(floor);
   }
 
   // What the last step left, or a guess from a sample of what v will be.
-  Key first_floor(size_t c, size_t count) const {
-    const double known = memory_[c].floor;
+  Key first_floor(const Choice<Real>& choice, size_t count) const {
+    const double known = memory_[&choice - selection_.choices.data()].floor;
     if (known > 0 && std::isfinite(known)) return key_of(static_cast<Real>(known));
     const ExactFloats exact;
-    const auto& choice = selection_.choices[c];
-    size_t s = choice.first_slice;
-    return sample_floor(count, choice.k, [&, this](size_t i) mutable {
-      while (i >=
-             selection_.slices[s].place + selection_.slices[s].begin + selection_.slices[s].count)
-        ++s;
-      const auto& slice = selection_.slices[s];
-      return v_after(slice.piece, i - slice.place);
+    return sample_floor(count, choice.k, [this, at = begin_of(choice)](size_t i) mutable {
+      while (i >= at->place + at->begin + at->count) ++at;
+      return v_after(at->piece, i - at->place);
     });
+  }
+
+  const Slice<Real>* begin_of(const Choice<Real>& choice) const {
+    return selection_.slices.data() + selection_.parts[choice.first_part].first_slice;
   }
 
   Real v_after(size_t piece, size_t i) const {
@@ -160,47 +153,64 @@ class Step {
     if (e.weight != nullptr) e.weight = static_cast<const std::byte*>(e.weight) + i * weight_bytes;
     e.u = &u;
     e.v = &v;
-    update_(e, 0, 1, numbers(piece));
+    Key largest;
+    update_(e, 0, 1, numbers(piece), &largest);
     return v;
   }
 
-  void update_and_collect(Slice<Real>& slice) {
-    const Elements<Real> e = elements(slice.piece);
-    const Numbers<Real> n = numbers(slice.piece);
-    for (size_t tile = 0; tile < tiles_of(slice.count); ++tile) {
-      const size_t begin = tile * kTile;
-      update_(e, slice.begin + begin, std::min(kTile, slice.count - begin), n);
-      selection_.collect(isa_, slice, tile);
+  void update_and_collect(Part<Real>& part) {
+    std::array<Key, kTile / kGroup> largest;
+    const bool dense = selection_.choices[part.choice].dense;
+    for (const auto& slice : selection_.slices_of(part)) {
+      const Elements<Real> e = elements(slice.piece);
+      const Numbers<Real> n = numbers(slice.piece);
+      for (size_t i = 0; i < slice.count; i += kTile) {
+        const size_t begin = slice.begin + i, count = std::min(kTile, slice.count - i);
+        update_(e, begin, count, n, largest.data());
+        if (!dense) selection_.collect(part.pool, slice, begin, count, largest.data());
+      }
     }
+  }
+
+  // The floor was too high: reads v again, from what a sample says, and at last from 0.
+  void repair(size_t c) {
+    const auto& choice = selection_.choices[c];
+    if (choice.dense || selection_.candidates(choice) >= choice.k) return;
+    size_t count = 0;
+    for (const auto& part : selection_.parts_of(choice))
+      for (const auto& slice : selection_.slices_of(part)) count += slice.count;
+    const Key floor = sample_floor(count, choice.k, [at = begin_of(choice)](size_t i) mutable {
+      while (i >= at->place + at->begin + at->count) ++at;
+      return at->elements[i - at->place];
+    });
+    selection_.collect(isa_, choice, floor);
+    if (selection_.candidates(choice) < choice.k) selection_.collect(isa_, choice, 0);
   }
 
   void remember(size_t c) {
     const auto& choice = selection_.choices[c];
     Memory& memory = memory_[c];
-    if (choice.capacity == 0 || choice.dense) {
-      memory = {};
-      return;
-    }
-    const auto kth = static_cast<double>(std::bit_cast<Real>(choice.kth));
+    if (choice.dense) return;
     size_t ties = 0;
-    const size_t rank = std::min(floor_rank(choice.k), choice.taken.load());
+    const size_t rank = std::min(floor_rank(choice.k), selection_.candidates(choice));
     const Key low = selection_.candidate(choice, rank, ties);
+    const auto kth = static_cast<double>(std::bit_cast<Real>(choice.kth));
     const double trend = memory.kth > 0 && std::isfinite(kth) ? kth / memory.kth : 1;
     memory = {static_cast<double>(std::bit_cast<Real>(low)) * std::clamp(trend, 0.5, 1.0), kth};
   }
 
-  void send(const Slice<Real>& slice) {
-    const DgcSelection& selection = step_.tables.selections[slice.choice];
-    const Elements<Real> e = elements(slice.piece);
+  void send(const Part<Real>& part) {
+    const DgcSelection& selection = step_.tables.selections[part.choice];
     auto* const values = static_cast<Real*>(selection.values);
     auto* const u_values = static_cast<Real*>(selection.u_values);
-    selection_.emit(slice, [&](size_t at, size_t place) {
-      const Real u = e.u[place], v = e.v[place];
-      selection.indices[at] = static_cast<int32_t>(selection.first + slice.place + place);
+    selection_.emit(part, [&](size_t at, const Slice<Real>& slice, size_t i) {
+      const Elements<Real> e = elements(slice.piece);
+      const Real u = e.u[i], v = e.v[i];
+      selection.indices[at] = static_cast<int32_t>(selection.first + slice.place + i);
       values[at] = v;
       if (u_values != nullptr) u_values[at] = u;
-      e.v[place] = 0;
-      if (step_.masking || !is_finite(v)) e.u[place] = 0;
+      e.v[i] = 0;
+      if (step_.masking || !is_finite(v)) e.u[i] = 0;
     });
   }
 
@@ -231,13 +241,12 @@ void dgc_step_on(Isa isa, const DgcStep& step) {
 void CpuKernels::dgc_step(const DgcStep& step, Queue) { dgc_step_on(best_isa(), step); }
 
 size_t CpuKernels::dgc_workspace_bytes(const DgcTables& tables) {
-  size_t bytes = tables.selections.size() * sizeof(Memory) + 16;
+  size_t bytes = tables.selections.size() * sizeof(Memory);
   auto pieces = tables.pieces;
   for (const auto& selection : tables.selections) {
-    const auto own = pieces.first(selection.pieces);
+    const size_t count = count_of(pieces.first(selection.pieces));
     pieces = pieces.subspan(selection.pieces);
-    const size_t capacity = pool_capacity(count_of(own), selection.k);
-    bytes += pool_bytes(capacity, tiles_in(own), bytes_of(tables.dtype)) + 48;
+    bytes += Shape(count, selection.k).bytes(bytes_of(tables.dtype));
   }
   return bytes;
 }

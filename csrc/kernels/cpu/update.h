@@ -9,7 +9,9 @@
 
 #include "kernels/cpu/arithmetic.h"
 #include "kernels/cpu/chunk.h"
+#include "kernels/cpu/floats.h"
 #include "kernels/cpu/isa.h"
+#include "kernels/cpu/select.h"
 
 namespace pycomm::cpu {
 
@@ -52,33 +54,44 @@ template <bool kNesterov, bool kDecay, typename Real>
   return {with_one_nan(to.u), with_one_nan(to.v)};
 }
 
-// `count` elements from `begin` on. What is 16 bits wide is widened into a buffer first.
+// `count` elements from `begin` on, at most kTile, and the largest key of v in each group of them.
+// What is 16 bits wide is widened into a buffer first.
 template <Dtype kGrad, Dtype kWeight, bool kNesterov, bool kDecay>
 struct UpdateRange {
   using Real = std::conditional_t<kGrad == Dtype::float64, double, float>;
-  static constexpr size_t kChunk = 1024;
+  using Key = decltype(key_of(Real{}));
 
   template <Isa kIsa>
   [[gnu::always_inline]] static void run(Elements<Real> e, size_t begin, size_t count,
-                                         Numbers<Real> numbers) {
-    alignas(64) std::array<Real, kChunk> grads, weights;
-    for (size_t i = begin; i < begin + count; i += kChunk) {
-      const size_t n = std::min(kChunk, begin + count - i);
-      const Real* grad = reals<kIsa, kGrad>(e.grad, i, n, grads.data());
-      const Real* weight = kDecay ? reals<kIsa, kWeight>(e.weight, i, n, weights.data()) : nullptr;
-      Real* const u = e.u + i;
-      Real* const v = e.v + i;
-#pragma GCC ivdep
-      for (size_t j = 0; j < n; ++j) {
-        const auto to = moved<kNesterov, kDecay, Real>(grad[j], kDecay ? weight[j] : Real{0},
-                                                       {u[j], v[j]}, numbers);
-        u[j] = to.u;
-        v[j] = to.v;
-      }
-    }
+                                         Numbers<Real> numbers, Key* largest) {
+    alignas(64) std::array<Real, kTile> grads, weights;
+    const Real* const grad = reals<kIsa, kGrad>(e.grad, begin, count, grads.data());
+    const Real* const weight =
+        kDecay ? reals<kIsa, kWeight>(e.weight, begin, count, weights.data()) : grad;
+    Real* const u = e.u + begin;
+    Real* const v = e.v + begin;
+    const size_t whole = count / kGroup * kGroup;
+    for (size_t i = 0; i < whole; i += kGroup)
+      *largest++ = group(grad + i, weight + i, u + i, v + i, kGroup, numbers);
+    if (whole < count)
+      *largest = group(grad + whole, weight + whole, u + whole, v + whole, count - whole, numbers);
   }
 
  private:
+  [[gnu::always_inline]] static Key group(const Real* grad, const Real* weight, Real* u, Real* v,
+                                          size_t count, Numbers<Real> numbers) {
+    Key most = 0;
+#pragma GCC ivdep
+    for (size_t i = 0; i < count; ++i) {
+      const auto to =
+          moved<kNesterov, kDecay, Real>(grad[i], weight[i], {u[i], v[i]}, numbers);
+      u[i] = to.u;
+      v[i] = to.v;
+      most = std::max(most, key_of(to.v));
+    }
+    return most;
+  }
+
   template <Isa kIsa, Dtype kDtype>
   [[gnu::always_inline]] static const Real* reals(const void* from, size_t begin, size_t count,
                                                   Real* buffer) {
