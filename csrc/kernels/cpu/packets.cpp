@@ -18,16 +18,14 @@ namespace pycomm::cpu {
 namespace {
 
 constexpr size_t kRange = 16384;
+constexpr size_t kRangesPerTask = 32;
 
 void check_indices(std::span<const int32_t> indices, size_t count) {
+  if (indices.empty()) return;
+  bool good = indices[0] >= 0 && static_cast<size_t>(indices.back()) < count;
+  for (size_t i = 1; i < indices.size(); ++i) good &= indices[i - 1] < indices[i];
+  if (good) return;
   int64_t before = -1;
-  bool good = true;
-  for (const int32_t index : indices) {
-    good &= index > before;
-    before = index;
-  }
-  if (good && before < static_cast<int64_t>(count)) return;
-  before = -1;
   for (size_t i = 0; i < indices.size(); before = indices[i++])
     if (indices[i] <= before || indices[i] >= static_cast<int64_t>(count))
       throw InvalidArgument("index " + std::to_string(indices[i]) + " at place " +
@@ -44,88 +42,102 @@ Real value_at(const void* values, size_t i) {
 template <Dtype kDtype>
 using RealOf = std::conditional_t<kDtype == Dtype::float64, double, float>;
 
-// One array of a chain, and where its first element stands in it.
-struct Link {
-  Array array;
-  size_t first;
-};
-
-struct Range {
-  size_t link;
-  size_t begin;  // in the array
-  size_t count;
-};
-
-class Chained {
+// Arrays end to end, cut into runs of at most kRange elements of one array.
+class Ranges {
  public:
-  explicit Chained(std::span<const Array> arrays) {
+  struct Range {
+    Array array;
+    size_t begin;  // in the array
+    size_t count;
+    size_t first;  // of the range, in the chain
+  };
+  explicit Ranges(std::span<const Array> arrays) {
     for (const Array& array : arrays) {
       for (size_t begin = 0; begin < array.count; begin += kRange)
-        ranges_.push_back({links_.size(), begin, std::min(kRange, array.count - begin)});
-      links_.push_back({array, count_});
+        ranges_.push_back({array, begin, std::min(kRange, array.count - begin), count_ + begin});
       count_ += array.count;
     }
   }
-  size_t count() const { return count_; }
-  const std::vector<Range>& ranges() const { return ranges_; }
-  const Link& link(const Range& range) const { return links_[range.link]; }
+  size_t count() const { return count_; }  // of elements
+  size_t tasks() const { return (ranges_.size() + kRangesPerTask - 1) / kRangesPerTask; }
+  std::span<const Range> of_task(size_t task) const {
+    const size_t first = task * kRangesPerTask;
+    return std::span(ranges_).subspan(first, std::min(kRangesPerTask, ranges_.size() - first));
+  }
 
  private:
-  std::vector<Link> links_;
   std::vector<Range> ranges_;
   size_t count_ = 0;
 };
 
-// Sums of what packets have for one range.
-template <typename Real>
+// Sums of what packets have for one range after another.
+template <typename Real, Dtype kValue>
 class Sums {
  public:
-  template <Dtype kValue>
-  void add(const Packet& packet, size_t first, size_t count) {
-    const std::span<const int32_t> indices(packet.indices, packet.count);
-    auto at = std::lower_bound(indices.begin(), indices.end(), static_cast<int64_t>(first));
-    const auto end = static_cast<int64_t>(first + count);
-    for (; at != indices.end() && *at < end; ++at) {
-      const size_t i = static_cast<size_t>(*at) - first;
-      const Real value =
-          value_at<Real, kValue>(packet.values, static_cast<size_t>(at - indices.begin()));
-      uint64_t& word = there_[i / 64];
-      const uint64_t bit = uint64_t{1} << i % 64;
-      sums_[i] = (word & bit) != 0 ? sums_[i] + value : value;
-      word |= bit;
+  Sums(std::span<const Packet> packets, size_t first) : packets_(packets), next_(packets.size()) {
+    for (size_t p = 0; p < packets.size(); ++p) {
+      const std::span<const int32_t> indices(packets[p].indices, packets[p].count);
+      const auto at = std::lower_bound(indices.begin(), indices.end(), static_cast<int64_t>(first));
+      next_[p] = static_cast<size_t>(at - indices.begin());
     }
   }
 
-  // f(i, sum) for each element that has one, ascending.
-  template <typename F>
-  void each(F&& f) const {
-    for (size_t w = 0; w < there_.size(); ++w)
-      for (uint64_t word = there_[w]; word != 0; word &= word - 1) {
-        const size_t i = 64 * w + static_cast<size_t>(std::countr_zero(word));
-        f(i, sums_[i]);
+  // `array`: the first element of the range, of `bytes` each.
+  void add_up(const Ranges::Range& range, const std::byte* array, size_t bytes) {
+    touched_ = 0;
+    const auto first = static_cast<int64_t>(range.first), end = first + int64_t(range.count);
+    for (size_t p = 0; p < packets_.size(); ++p) {
+      const Packet& packet = packets_[p];
+      size_t at = next_[p];
+      for (; at < packet.count && packet.indices[at] < end; ++at) {
+        const auto i = static_cast<uint32_t>(packet.indices[at] - first);
+        const auto value = static_cast<Real>(load<kValue>(packet.values, at));
+        places_[touched_] = i;
+        touched_ += !there_[i];
+        sums_[i] = there_[i] ? sums_[i] + value : value;
+        there_[i] = true;
+        __builtin_prefetch(array + i * bytes, 1);
       }
+      next_[p] = at;
+    }
+  }
+
+  // f(i, sum) for each element of the range that has one.
+  template <typename F>
+  void each(F&& f) {
+    for (size_t j = 0; j < touched_; ++j) {
+      const uint32_t i = places_[j];
+      f(i, sums_[i]);
+      there_[i] = false;
+    }
   }
 
  private:
-  std::array<uint64_t, kRange / 64> there_{};
+  std::span<const Packet> packets_;
+  std::vector<size_t> next_;
+  size_t touched_ = 0;
+  std::array<uint32_t, kRange + 1> places_;
+  std::array<bool, kRange> there_{};
   std::array<Real, kRange> sums_;  // only where there_ says so
 };
 
-// f(array, begin, count, sums) for each range of the chain.
+// f(first element of the range, its count, sums) for each range of the chain.
 template <typename Real, typename F>
 void for_each_range(const Chain& chain, std::span<const Packet> packets, Dtype value_dtype, F&& f) {
-  const Chained chained(chain.arrays);
+  const Ranges ranges(chain.arrays);
   for (const Packet& packet : packets)
-    check_indices({packet.indices, packet.count}, chained.count());
+    check_indices({packet.indices, packet.count}, ranges.count());
+  const size_t bytes = bytes_of(chain.dtype);
   with_float(value_dtype, [&](auto value) {
-    parallel(chained.ranges().size(), [&](size_t r) {
+    parallel(ranges.tasks(), [&](size_t task) {
       const ExactFloats exact;
-      const Range& range = chained.ranges()[r];
-      const Link& link = chained.link(range);
-      Sums<Real> sums;
-      for (const Packet& packet : packets)
-        sums.template add<value()>(packet, link.first + range.begin, range.count);
-      f(link.array, range.begin, range.count, sums);
+      const auto own = ranges.of_task(task);
+      Sums<Real, value()> sums(packets, own[0].first);
+      for (const auto& range : own) {
+        auto* const array = static_cast<std::byte*>(range.array.data) + range.begin * bytes;
+        sums.add_up(range, array, bytes);
+        f(array, range.count, sums);
+      }
     });
   });
 }
@@ -204,14 +216,10 @@ void CpuKernels::decode_sum(const Chain& out, std::span<const Packet> packets, D
   with_float(out.dtype, [&](auto dtype) {
     using Real = RealOf<dtype()>;
     const auto factor = static_cast<Real>(scale);
-    for_each_range<Real>(
-        out, packets, value_dtype,
-        [&](const Array& array, size_t begin, size_t count, const auto& sums) {
-          constexpr size_t kBytes = bytes_of(dtype());
-          auto* const at = static_cast<std::byte*>(array.data) + begin * kBytes;
-          std::memset(at, 0, count * kBytes);
-          sums.each([&](size_t i, Real sum) { store<dtype()>(at, i, factor * sum); });
-        });
+    for_each_range<Real>(out, packets, value_dtype, [&](std::byte* at, size_t count, auto& sums) {
+      std::memset(at, 0, count * bytes_of(dtype()));
+      sums.each([&](size_t i, Real sum) { store<dtype()>(at, i, factor * sum); });
+    });
   });
 }
 
@@ -220,14 +228,11 @@ void CpuKernels::decode_update(const Chain& param, std::span<const Packet> packe
   with_float(param.dtype, [&](auto dtype) {
     using Real = RealOf<dtype()>;
     const auto lr = static_cast<Real>(update.lr), factor = static_cast<Real>(update.scale);
-    for_each_range<Real>(
-        param, packets, value_dtype,
-        [&](const Array& array, size_t begin, size_t, const auto& sums) {
-          auto* const at = static_cast<std::byte*>(array.data) + begin * bytes_of(dtype());
-          sums.each([&](size_t i, Real sum) {
-            store<dtype()>(at, i, std::fma(-lr, factor * sum, load<dtype()>(at, i)));
-          });
-        });
+    for_each_range<Real>(param, packets, value_dtype, [&](std::byte* at, size_t, auto& sums) {
+      sums.each([&](size_t i, Real sum) {
+        store<dtype()>(at, i, std::fma(-lr, factor * sum, load<dtype()>(at, i)));
+      });
+    });
   });
 }
 

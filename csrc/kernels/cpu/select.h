@@ -1,23 +1,28 @@
 // The k largest magnitudes of some tensors, laid end to end: what topk and the DGC step share.
 //
-//   collect   each part of the elements is read once, in order. What reaches the part's floor is kept
+//   collect   each part of the elements is read once, in order. What reaches the part's floor is
+//   kept
 //             in its pool; where the pool is full, all but its k best go, and the floor rises above
 //             them. Nothing that wins can be lost so, as k better ones stand in the same part.
-//   cut       the k-th magnitude of what the pools hold, by its bits; and for each part how many lie
+//   cut       the k-th magnitude of what the pools hold, by its bits; and for each part how many
+//   lie
 //             above it and how many on it, and so where in the result its winners begin
 //   emit      parts give their winners, in index order
 //
-// The first floor decides how long this takes and never what comes out: where fewer than k reach it,
-// whoever calls collects again from a lower one. Above one element in 64 pools would not be small any
-// more, and all elements are looked at instead, as often as it takes (`dense`).
-// Called by topk.cpp and step.cpp.
+// The first floor decides how long this takes and never what comes out: where fewer than k reach
+// it, whoever calls collects again from a lower one. Above one element in 64 pools would not be
+// small any more, and all elements are looked at instead, as often as it takes (`dense`). Called by
+// topk.cpp and step.cpp.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <limits>
 #include <span>
 #include <utility>
 #include <vector>
@@ -29,8 +34,8 @@
 
 namespace pycomm::cpu {
 
-inline constexpr size_t kGroup = 64;             // elements looked at together
-inline constexpr size_t kTile = 16 * kGroup;     // elements worked on while they are in the cache
+inline constexpr size_t kGroup = 64;              // elements looked at together
+inline constexpr size_t kTile = 16 * kGroup;      // elements worked on while they are in the cache
 inline constexpr size_t kSmallestPart = 1 << 19;  // below, threads cost more than they bring
 inline constexpr size_t kMostParts = 8;
 
@@ -74,8 +79,8 @@ class Room {
 using Histogram = std::array<uint32_t, 2048>;
 
 // The k-th largest key, 1 <= k <= number of keys. `count(prefix, shift)` gives the histogram of the
-// 11 bits above `shift` over the keys whose bits above those are `prefix`. Also says how many keys of
-// that value are among the k largest.
+// 11 bits above `shift` over the keys whose bits above those are `prefix`. Also says how many keys
+// of that value are among the k largest.
 template <typename Key, typename Count>
 Key kth_largest(size_t k, size_t& ties, Count&& count) {
   constexpr int kDigit = 11, kWidth = 8 * sizeof(Key) - 1;
@@ -96,6 +101,19 @@ template <typename Key>
   if (static_cast<Key>(key >> shift) >> 11 == prefix)
     ++histogram[key >> shift & (histogram.size() - 1)];
 }
+
+// hits[i]: 1 where the key of element i is at least the floor, else 0.
+template <typename Element>
+struct Hits {
+  template <Isa>
+  [[gnu::always_inline]] static void run(const Element* elements, size_t count,
+                                         decltype(key_of(Element{})) floor, uint8_t* hits) {
+    if (count == kGroup)
+      for (size_t i = 0; i < kGroup; ++i) hits[i] = key_of(elements[i]) >= floor;
+    else
+      for (size_t i = 0; i < count; ++i) hits[i] = key_of(elements[i]) >= floor;
+  }
+};
 
 // Candidates in index order. `Element` is float, double, or the bits of a 16-bit float.
 template <typename Element>
@@ -120,12 +138,18 @@ class Pool {
   std::span<const Element> elements() const { return {elements_, taken_}; }
 
   // Looks at up to kGroup elements, the first of which is number `place` of the choice.
-  void look_at(const Element* group, size_t count, size_t place) {
+  void look_at(Isa isa, const Element* group, size_t count, size_t place) {
     if (taken_ + count > capacity_) keep_the_best();
-    for (size_t i = 0; i < count; ++i) {
-      places_[taken_] = static_cast<uint32_t>(place + i);
-      elements_[taken_] = group[i];
-      taken_ += key_of(group[i]) >= floor_;
+    alignas(8) std::array<uint8_t, kGroup> hits{};
+    run_on<Hits<Element>>(isa, group, count, floor_, hits.data());
+    for (size_t begin = 0; begin < count; begin += 8) {
+      uint64_t eight;
+      std::memcpy(&eight, hits.data() + begin, sizeof eight);
+      for (; eight != 0; eight &= eight - 1) {
+        const size_t i = begin + static_cast<size_t>(std::countr_zero(eight)) / 8;
+        places_[taken_] = static_cast<uint32_t>(place + i);
+        elements_[taken_++] = group[i];
+      }
     }
   }
 
@@ -247,12 +271,13 @@ class Selection {
   }
 
   // Candidates of a tile that begins at `begin` of a slice, whose groups' largest keys are known.
-  static void collect(Pool<Element>& pool, const Slice<Element>& slice, size_t begin, size_t count,
-                      const Key* largest) {
+  static void collect(Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
+                      size_t count, const Key* largest) {
     for (size_t group = 0; group < groups_of(count); ++group) {
       if (largest[group] < pool.floor()) continue;
       const size_t at = begin + group * kGroup;
-      pool.look_at(slice.elements + at, std::min(kGroup, begin + count - at), slice.place + at);
+      pool.look_at(isa, slice.elements + at, std::min(kGroup, begin + count - at),
+                   slice.place + at);
     }
   }
 
@@ -266,7 +291,7 @@ class Selection {
         for (size_t i = 0; i < slice.count; i += kTile) {
           const size_t count = std::min(kTile, slice.count - i), begin = slice.begin + i;
           run_on<LargestKeys<Element>>(isa, slice.elements + begin, count, largest.data());
-          collect(own[p].pool, slice, begin, count, largest.data());
+          collect(isa, own[p].pool, slice, begin, count, largest.data());
         }
     });
   }
@@ -305,7 +330,7 @@ class Selection {
     }
   }
 
-  // winner(at, slice, i): element i of the slice's tensor is number `at` of the result.
+  // winner(at, element, slice, i): number `at` of the result is element i of the slice's tensor.
   template <typename Winner>
   void emit(const Part<Element>& part, Winner&& winner) const {
     const Choice<Element>& choice = choices[part.choice];
@@ -320,7 +345,7 @@ class Selection {
       on += key == choice.kth;
       if (!wins) return;
       while (place >= slice->place + slice->begin + slice->count) ++slice;
-      winner(at, *slice, place - slice->place);
+      winner(at, element, *slice, place - slice->place);
     });
   }
 

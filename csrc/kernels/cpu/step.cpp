@@ -34,7 +34,8 @@ template <Isa kIsa, Dtype kGrad, Dtype kWeight, typename Real>
 UpdateFunction<Real> update_for(bool nesterov, bool decay) {
   const auto pick = [](auto with_nesterov, auto with_decay) -> UpdateFunction<Real> {
     using Loop = UpdateRange<kGrad, kWeight, with_nesterov(), with_decay()>;
-    return On<kIsa>::template run<Loop, Elements<Real>, size_t, size_t, Numbers<Real>, KeyOf<Real>*>;
+    return On<kIsa>::template run<Loop, Elements<Real>, size_t, size_t, Numbers<Real>,
+                                  KeyOf<Real>*>;
   };
   if (nesterov)
     return decay ? pick(std::true_type(), std::true_type())
@@ -167,7 +168,7 @@ class Step {
       for (size_t i = 0; i < slice.count; i += kTile) {
         const size_t begin = slice.begin + i, count = std::min(kTile, slice.count - i);
         update_(e, begin, count, n, largest.data());
-        if (!dense) selection_.collect(part.pool, slice, begin, count, largest.data());
+        if (!dense) selection_.collect(isa_, part.pool, slice, begin, count, largest.data());
       }
     }
   }
@@ -203,9 +204,9 @@ class Step {
     const DgcSelection& selection = step_.tables.selections[part.choice];
     auto* const values = static_cast<Real*>(selection.values);
     auto* const u_values = static_cast<Real*>(selection.u_values);
-    selection_.emit(part, [&](size_t at, const Slice<Real>& slice, size_t i) {
+    selection_.emit(part, [&](size_t at, Real v, const Slice<Real>& slice, size_t i) {
       const Elements<Real> e = elements(slice.piece);
-      const Real u = e.u[i], v = e.v[i];
+      const Real u = e.u[i];
       selection.indices[at] = static_cast<int32_t>(selection.first + slice.place + i);
       values[at] = v;
       if (u_values != nullptr) u_values[at] = u;

@@ -83,8 +83,7 @@ struct UpdateRange {
     Key most = 0;
 #pragma GCC ivdep
     for (size_t i = 0; i < count; ++i) {
-      const auto to =
-          moved<kNesterov, kDecay, Real>(grad[i], weight[i], {u[i], v[i]}, numbers);
+      const auto to = moved<kNesterov, kDecay, Real>(grad[i], weight[i], {u[i], v[i]}, numbers);
       u[i] = to.u;
       v[i] = to.v;
       most = std::max(most, key_of(to.v));
