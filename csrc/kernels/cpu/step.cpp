@@ -197,7 +197,7 @@ class Step {
     const Key low = selection_.candidate(choice, rank, ties);
     const auto kth = static_cast<double>(std::bit_cast<Real>(choice.kth));
     const double trend = memory.kth > 0 && std::isfinite(kth) ? kth / memory.kth : 1;
-    memory = {static_cast<double>(std::bit_cast<Real>(low)) * std::clamp(trend, 0.5, 1.0), kth};
+    memory = {static_cast<double>(std::bit_cast<Real>(low)) * std::clamp(trend, 0.5, 2.0), kth};
   }
 
   void send(const Part<Real>& part) {

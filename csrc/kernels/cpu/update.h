@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 
 #include "kernels/cpu/arithmetic.h"
 #include "kernels/cpu/chunk.h"
@@ -51,7 +52,7 @@ template <bool kNesterov, bool kDecay, typename Real>
     to.u = std::fma(n.momentum, from.u, x);
     to.v = from.v + to.u;
   }
-  return {with_one_nan(to.u), with_one_nan(to.v)};
+  return to;
 }
 
 // `count` elements from `begin` on, at most kTile, and the largest key of v in each group of them.
@@ -88,7 +89,18 @@ struct UpdateRange {
       v[i] = to.v;
       most = std::max(most, key_of(to.v));
     }
+    // A NaN in u is one in v too.
+    if (most > key_of(std::numeric_limits<Real>::infinity())) [[unlikely]]
+      most = make_one_nan(u, v, count);
     return most;
+  }
+
+  [[gnu::noinline]] static Key make_one_nan(Real* u, Real* v, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      u[i] = with_one_nan(u[i]);
+      v[i] = with_one_nan(v[i]);
+    }
+    return key_of(std::numeric_limits<Real>::quiet_NaN());
   }
 
   template <Isa kIsa, Dtype kDtype>
