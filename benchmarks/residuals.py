@@ -1,10 +1,10 @@
 """`python -m benchmarks residuals FILE`: residuals and gradients as real training leaves them.
 
 They are no Gaussian tail: what lay above the last threshold was sent a step ago, so they pile up
-just under it. So eight workers train a character-level transformer on the standard library's source
-with DGC at 0.1 %, and after 500 steps what each of them holds is recorded, window by window: u and v
-at its beginning, and the gradients and packets of its steps. Windows of all workers laid end to end
-are the large arrays of `bench kernels`.
+just under it. So eight workers train a character-level transformer on the source of the standard
+library with DGC at 0.1 %, and after 500 steps what each of them holds is recorded, window by
+window: u and v at its beginning, and the gradients and packets of its steps. Windows of all workers
+laid end to end are the large arrays of `bench kernels`.
 
 Every worker's gradients are its own; arithmetic is torch's and `pycomm.kernels`'. The hash of all
 that was recorded is printed. Called by benchmarks.__main__ and kernels.py.

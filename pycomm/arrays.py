@@ -157,7 +157,9 @@ def new(like: Located, shape: tuple[int, ...], dtype: str, *, zeros: bool = Fals
         return make(shape, dtype=getattr(torch, dtype), device=like.array.device)
     library: Any = np
     if like.device.kind == "cuda":
-        library = sys.modules["cupy"]
+        library = sys.modules.get("cupy")
+        if library is None:
+            raise Unsupported("new arrays beside these need CuPy: pass buffers for the results")
         with library.cuda.Device(like.device.index):
             return (library.zeros if zeros else library.empty)(shape, dtype)
     # bfloat16 is known to NumPy where the user's own array brought it along.

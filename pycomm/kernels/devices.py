@@ -61,6 +61,8 @@ def queue(device: Device, array: Any) -> tuple[int, int]:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return device.index, int(torch.cuda.current_stream(device.index).cuda_stream)
-    cupy: Any = sys.modules["cupy"]
+    cupy: Any = sys.modules.get("cupy")
+    if cupy is None:
+        return device.index, 0  # the device's own default stream
     with cupy.cuda.Device(device.index):
         return device.index, int(cupy.cuda.get_current_stream().ptr)

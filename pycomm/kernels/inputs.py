@@ -14,6 +14,7 @@ import numpy as np
 from pycomm import arrays
 from pycomm.arrays import Located
 from pycomm.errors import InvalidArgument
+from pycomm.kernels import devices
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOST_ELEMENTS = 2**31 - 1
@@ -74,6 +75,7 @@ def output(
 ) -> tuple[Any, Located]:
     """The caller's buffer [count] of this dtype, or a new one where there is none."""
     if x is None:
+        devices.module(like.device)  # says what is missing before memory is asked for
         x = arrays.new(like, (count,), dtype)
     found = array(x, name, (dtype,), write=write)
     if found.shape != (count,):

@@ -178,7 +178,7 @@ def unpack(packet: Any, *, value_dtype: str = "float32") -> tuple[Any, Any]:
         k, _, value_dtype = _core.read_packet_header(found.pointer, found.nbytes)
     else:
         k = _k_of(found.nbytes, value_dtype)
-    array = arrays.plain(packet)
+    array = arrays.plain(packet) if found.device.kind == "cpu" else packet
     indices = array[_indices_offset(k, value_dtype) :]
     values = array[HEADER_BYTES : HEADER_BYTES + k * VALUE_BYTES[value_dtype]]
     return _as(indices, "int32"), _as(values, value_dtype)
