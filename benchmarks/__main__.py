@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import collectives, convergence, links, training
+from benchmarks import collectives, convergence, kernels, links, residuals, training
 
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "collectives": collectives.main,
     "convergence": convergence.main,
+    "kernels": kernels.main,
     "links": links.main,
+    "residuals": residuals.main,
     "training": training.main,
 }
 

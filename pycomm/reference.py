@@ -324,7 +324,7 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
     with np.errstate(all="ignore"):
         plain = a * b + c
     result = plain.copy()
-    rational = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
+    rational = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & (a != 0) & (b != 0)
     for i in zip(*np.nonzero(rational), strict=True):
         truth = Fraction(float(a[i])) * Fraction(float(b[i])) + Fraction(float(c[i]))
         if truth != 0:  # else the product is -c, so it was not rounded, and the zero has its sign

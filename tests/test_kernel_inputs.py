@@ -165,7 +165,7 @@ class OnCuda:
 
 def test_cuda_arrays_without_cuda_kernels(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Unsupported, match="not built here.*nvcc"):
+    with pytest.raises(Unsupported, match=r"not built here.*nvcc"):
         kernels.topk(OnCuda(), 1)
 
 

@@ -1,0 +1,84 @@
+"""A DGC step as it is put together from torch's operations: what `dgc_step` is compared with.
+
+Called by kernels.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a step works on, in place: float32 [count]."""
+
+    u: Tensor
+    v: Tensor
+    k: int
+    momentum: float
+
+
+def eager(t: Tensors, grad: Tensor) -> Tensor:
+    """One operation after another; exact."""
+    t.u.mul_(t.momentum).add_(grad)
+    t.v.add_(t.u)
+    return _send(t, t.v.abs().topk(t.k, sorted=False).indices)
+
+
+def compiled(t: Tensors, grad: Tensor) -> Tensor:
+    """The same, with the update and the magnitudes in one compiled loop."""
+    return _send(t, _compiled_update()(t.u, t.v, grad, t.momentum).topk(t.k, sorted=False).indices)
+
+
+def sampled(t: Tensors, grad: Tensor) -> Tensor:
+    """The method of DGC's authors: a threshold from a sample of 1 %, moved until between 0.8 and
+    1.3 of k elements reach it, 10 times at most. How many are sent is not exact, nor which."""
+    t.u.mul_(t.momentum).add_(grad)
+    t.v.add_(t.u)
+    magnitudes = t.v.abs()
+    stride = 100
+    start = int(torch.randint(stride, ()))
+    sample = magnitudes[start::stride]
+    rank = max(1, math.ceil(t.k / stride))
+    threshold = sample.topk(min(rank, sample.numel()), sorted=False).values.min()
+    reached = (magnitudes >= threshold).nonzero().view(-1)
+    for _ in range(10):
+        if reached.numel() > 1.3 * t.k:  # take the largest of those
+            best = magnitudes[reached].topk(t.k, sorted=False).indices
+            reached = reached[best]
+        elif reached.numel() < 0.8 * t.k:
+            threshold = threshold * 0.8
+            reached = (magnitudes >= threshold).nonzero().view(-1)
+        else:
+            break
+    return _send(t, reached)
+
+
+def _send(t: Tensors, indices: Tensor) -> Tensor:
+    values = t.v[indices]
+    t.u.index_fill_(0, indices, 0)
+    t.v.index_fill_(0, indices, 0)
+    return values
+
+
+@cache
+def _compiled_update() -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+    def update(u: Tensor, v: Tensor, grad: Tensor, momentum: float) -> Tensor:
+        u.mul_(momentum).add_(grad)
+        v.add_(u)
+        return v.abs()
+
+    return torch.compile(update, dynamic=True)
+
+
+COMPOSED: dict[str, Callable[[Tensors, Tensor], Tensor]] = {
+    "eager": eager,
+    "torch.compile": compiled,
+    "DGC authors": sampled,
+}

@@ -1,0 +1,283 @@
+"""`python -m benchmarks kernels`: the kernels of sparse training, beside torch and the limit.
+
+The data are those of residuals.py. Each case is checked against pycomm.reference, bit by bit; then
+all take their turns, round by round, with the passes over memory that give the limit among them:
+the fastest of three bandwidths, of copying, scaling in place and adding in place. Ends with 1 when
+a bit was wrong or a kernel beat the limit.
+
+    dgc_step  20 bytes an element     topk  4 bytes     decode_update  only what the packets touch
+
+main() is called by benchmarks.__main__ and pycomm.__main__.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+import pycomm
+from benchmarks import residuals
+from benchmarks.composed import COMPOSED, Tensors
+from benchmarks.limits import TOLERANCE
+from benchmarks.residuals import MOMENTUM, SPARSITY, STEPS, WORKERS, Residuals
+from benchmarks.sizes import format_size
+from pycomm import kernels, reference
+from pycomm.demo import machine
+
+SIZES = (2**18, 2**20, 2**22, 2**24)
+OURS = "pycomm"
+Array = Any  # of NumPy
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant in one case."""
+
+    kernel: str
+    count: int
+    peer: str
+    time_ms: float  # median over rounds
+    best_ms: float
+    limit_ms: float | None
+    limit_percent: float | None
+    ratio: float | None  # times faster is pycomm
+
+
+class Case:
+    """Windows of the recording laid end to end, and everybody's own u and v."""
+
+    def __init__(self, recorded: Residuals, count: int) -> None:
+        windows = max(1, min(len(recorded.u), round(count / recorded.u.shape[1])))
+        self.start = [
+            np.ascontiguousarray(x[:windows].reshape(-1)) for x in (recorded.u, recorded.v)
+        ]
+        self.gradients = [np.ascontiguousarray(g[:windows].reshape(-1)) for g in recorded.gradients]
+        self.count = self.start[0].size
+        self.k = max(1, round(self.count * (1 - SPARSITY)))
+        self.packets = [self._packet(recorded, windows, worker) for worker in range(WORKERS)]
+
+    def _packet(self, recorded: Residuals, windows: int, worker: int) -> tuple[Array, Array]:
+        """What the next worker but `worker` sent in the same window, for each of them."""
+        length = recorded.u.shape[1]
+        parts = [
+            recorded.packets[0][w // WORKERS * WORKERS + (w + worker) % WORKERS] + w * length
+            for w in range(windows)
+        ]
+        indices = np.concatenate(parts).astype(np.int32)
+        return indices, np.full(indices.size, 1e-3, np.float32)
+
+    def mine(self) -> list[Array]:
+        """u and v, to be changed."""
+        return [x.copy() for x in self.start]
+
+    def restart(self, u: Array, v: Array) -> None:
+        """Both as recorded."""
+        np.copyto(u, self.start[0])
+        np.copyto(v, self.start[1])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, stores; the exit status."""
+    parser = argparse.ArgumentParser(prog="pycomm bench kernels", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--residuals", type=Path, help="of `python -m benchmarks residuals`; else made first"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of 5 steps each (%(default)s)")
+    parser.add_argument("--sizes", type=_numbers, default=list(SIZES), help="elements, with commas")
+    parser.add_argument("--peers", default=",".join(COMPOSED), help="of dgc_step (%(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="where to store all figures")
+    parser.add_argument("--plot", type=Path, help="where to draw the fraction of the limit")
+    options = parser.parse_args(argv)
+    peers = [name for name in options.peers.split(",") if name]
+    if unknown := [name for name in peers if name not in COMPOSED]:
+        parser.error(f"{unknown[0]!r} is not among {', '.join(COMPOSED)}")
+    recorded = residuals.load(options.residuals) if options.residuals else residuals.record()
+    torch.set_num_threads(options.threads)
+    pycomm.set_num_threads(options.threads)
+    print(f"# {recorded.u.size} elements recorded, SHA-256 {recorded.digest}\n{HEADER}")
+    rows: list[Row] = []
+    for size in options.sizes:
+        case = Case(recorded, size)
+        if said := wrong(case):
+            print(said)
+            return 1
+        new = measured(case, options.rounds, peers)
+        rows += new
+        print("\n".join(text(row) for row in new), flush=True)
+    settings = {"threads": options.threads, "rounds": options.rounds, "residuals": recorded.digest}
+    _store(rows, settings, options.json, options.plot)
+    fast = [r for r in rows if r.peer == OURS and (r.limit_percent or 0) > 100 * TOLERANCE]
+    for row in fast:
+        print(f"{row.kernel} of {row.count} runs at {row.limit_percent:.0f} %: the limit is wrong")
+    return 1 if fast else 0
+
+
+def wrong(case: Case) -> str:
+    """A sentence where a kernel and the reference differ in a bit, else ""."""
+    u, v = case.mine()
+    wanted = reference.dgc_step(case.gradients[0], u, v, case.k, momentum=MOMENTUM)
+    found = kernels.dgc_step(case.gradients[0], u, v, case.k, momentum=MOMENTUM)
+    pairs = list(zip((u, v, *found), wanted, strict=False))
+    pairs += list(zip(kernels.topk(v, case.k), reference.topk(v, case.k), strict=True))
+    param = kernels.decode_update(case.start[0].copy(), case.packets, 0.1, 1 / WORKERS)
+    pairs.append((param, reference.decode_update(case.start[0], case.packets, 0.1, 1 / WORKERS)))
+    same = all(a.tobytes() == b.tobytes() for a, b in pairs)
+    return "" if same else f"{case.count} elements: a kernel and the reference differ"
+
+
+def measured(case: Case, rounds: int, peers: Sequence[str]) -> list[Row]:
+    """All contestants in turn; each round goes through the recorded steps once, the first of which,
+    after the way back to the recorded state, is not timed."""
+    calls, restarts = _contestants(case, peers)
+    bytes_of = {"copy": 8, "scale": 8, "add": 12}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for restart in restarts:
+            restart()
+        for step in range(STEPS):
+            for name, call in calls.items():
+                begin = time.perf_counter()
+                call(step)
+                if step:
+                    seconds[name].append(time.perf_counter() - begin)
+    medians = {name: statistics.median(s) for name, s in seconds.items()}
+    bandwidth = max(bytes_of[n] * case.count / medians[n] for n in bytes_of)
+    rows = []
+    for name in calls.keys() - bytes_of.keys():
+        kernel, peer = name.split("/")
+        ours = medians[f"{kernel}/{OURS}"]
+        per_element = {"dgc_step": 20, "topk": 4}.get(kernel)
+        limit = per_element * case.count / bandwidth if per_element else None
+        rows.append(
+            Row(
+                kernel=kernel,
+                count=case.count,
+                peer=peer,
+                time_ms=medians[name] * 1e3,
+                best_ms=min(seconds[name]) * 1e3,
+                limit_ms=limit and limit * 1e3,
+                limit_percent=limit and 100 * limit / medians[name],
+                ratio=medians[name] / ours,
+            )
+        )
+    return sorted(rows, key=lambda r: (r.kernel, r.ratio or 0))
+
+
+Call = Callable[[int], object]
+
+
+def _contestants(
+    case: Case, peers: Sequence[str]
+) -> tuple[dict[str, Call], list[Callable[[], None]]]:
+    """Calls by "kernel/peer", each given the number of the step; and what begins a round."""
+    calls: dict[str, Call] = {}
+    restarts: list[Callable[[], None]] = []
+    u, v = case.mine()
+    room, k = kernels.dgc_workspace(u, v, case.k), case.k
+    indices, values = np.empty(k, np.int32), np.empty(k, np.float32)
+
+    def step(i: int) -> object:
+        return kernels.dgc_step(
+            case.gradients[i],
+            u,
+            v,
+            k,
+            momentum=MOMENTUM,
+            indices=indices,
+            values=values,
+            workspace=room,
+        )
+
+    calls[f"dgc_step/{OURS}"] = step
+    restarts.append(lambda: case.restart(u, v))
+    gradients = [torch.from_numpy(g) for g in case.gradients]
+    for name in peers:
+        call, restart = _composed(case, name, gradients)
+        calls[f"dgc_step/{name}"] = call
+        restarts.append(restart)
+    x = case.start[1]
+    other = torch.from_numpy(x)
+    selecting = kernels.topk_workspace(x, k)
+    calls[f"topk/{OURS}"] = lambda i: kernels.topk(
+        x, k, indices=indices, values=values, workspace=selecting
+    )
+    calls["topk/torch.topk"] = lambda i: other.abs().topk(k, sorted=False)
+    param, dense = case.start[0].copy(), torch.zeros(case.count)
+    weights = torch.from_numpy(param)
+    calls[f"decode_update/{OURS}"] = lambda i: kernels.decode_update(
+        param, case.packets, 0.1, 1 / WORKERS
+    )
+
+    def through_grad(i: int) -> object:
+        kernels.decode_sum(dense, case.packets, 1 / WORKERS)
+        return weights.add_(dense, alpha=-0.1)
+
+    calls["decode_update/through p.grad"] = through_grad
+    source, target = torch.ones(case.count), torch.zeros(case.count)
+    calls["copy"] = lambda i: target.copy_(source)
+    calls["scale"] = lambda i: target.mul_(0.5)
+    calls["add"] = lambda i: target.add_(source)
+    return calls, restarts
+
+
+def _composed(
+    case: Case, name: str, gradients: list[torch.Tensor]
+) -> tuple[Call, Callable[[], None]]:
+    own = case.mine()
+    tensors = Tensors(torch.from_numpy(own[0]), torch.from_numpy(own[1]), case.k, MOMENTUM)
+    step = COMPOSED[name]
+    return lambda i: step(tensors, gradients[i]), lambda: case.restart(*own)
+
+
+HEADER = (
+    f"{'# kernel':14} {'elements':>9} {'peer':>16} {'time (ms)':>10} {'% limit':>8} {'pycomm':>8}"
+)
+
+
+def text(row: Row) -> str:
+    """One line under HEADER."""
+    percent = "-" if row.limit_percent is None else f"{row.limit_percent:.1f}"
+    return (
+        f"{row.kernel:14} {format_size(row.count):>9} {row.peer:>16} {row.time_ms:>10.3f} "
+        f"{percent:>8} {f'{row.ratio:.2f}x' if row.ratio else '-':>8}"
+    )
+
+
+def _store(
+    rows: Sequence[Row], settings: dict[str, Any], json_to: Path | None, plot_to: Path | None
+) -> None:
+    where = machine.describe()
+    if json_to:
+        content = {"machine": where, "settings": settings, "rows": [asdict(r) for r in rows]}
+        json_to.write_text(json.dumps(content, indent=1) + "\n")
+    if plot_to:
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for name in dict.fromkeys((r.kernel, r.peer) for r in rows if r.limit_percent):
+            own = [r for r in rows if (r.kernel, r.peer) == name]
+            axes.plot([r.count for r in own], [r.limit_percent or 0 for r in own], "o-", ms=3.5,
+                      label=" ".join(name))  # fmt: skip
+        axes.set(xscale="log", xlabel="elements", ylabel="% of the memory's limit", ylim=(0, None))
+        axes.axhline(100, ls="--", lw=1, color="#d93025")
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+        axes.set_title(
+            f"{where['cpu']}, {settings['threads']} threads, {where['date']}", fontsize=9
+        )
+        figure.savefig(plot_to, dpi=150)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
