@@ -1,8 +1,9 @@
 """`python -m benchmarks training`: a step of data-parallel training, backend beside backend.
 
-Every rank holds each model once for every backend, in torch's DistributedDataParallel, and all
-backends take their turns in one run, step by step the same work. `fake` communicates nothing: no
-backend can be faster. `alone` is one rank without DistributedDataParallel while the others rest.
+Every rank holds each model once for every backend, in torch's DistributedDataParallel, and once in
+pycomm.DataParallel (`wrapper`); all take their turns in one run, step by step the same work. `fake`
+communicates nothing: no backend can be faster. `alone` is one rank without DistributedDataParallel
+while the others rest.
 
     efficiency = samples per second of N ranks / (N * samples per second of one alone)
 
@@ -29,6 +30,7 @@ from torch.multiprocessing.spawn import ProcessException
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+import pycomm
 from benchmarks import table
 from benchmarks.models import TASKS, Task
 from benchmarks.peers import OURS, PEERS, Groups
@@ -36,6 +38,8 @@ from benchmarks.plot import COLORS
 from pycomm.demo import machine, processes
 
 BACKENDS = ("gloo", "pycomm", "fake")
+OWN = "wrapper"  # pycomm.DataParallel, the others stand under torch's DistributedDataParallel
+CONTESTANTS = (*BACKENDS[:2], OWN, *BACKENDS[2:])
 ALONE = "alone"
 Step = Callable[[], None]
 
@@ -54,7 +58,7 @@ class Row:
     """One backend on one model; the time is the slowest rank's median."""
 
     model: str
-    backend: str
+    backend: str  # or OWN, or ALONE
     step_ms: float
     samples_per_second: float  # of all ranks together
     ratio: float  # times faster than gloo
@@ -185,15 +189,16 @@ def work(rank: processes.Rank, names: list[str], rounds: int, steps: int) -> Non
         task = TASKS[name]
         torch.manual_seed(rank.rank)
         contestants = {backend: step_of(task, groups.of(backend)) for backend in BACKENDS}
-        seconds: dict[str, list[list[float]]] = {backend: [] for backend in BACKENDS}
+        contestants[OWN] = step_of(task, None, wrap=pycomm.DataParallel)
+        seconds: dict[str, list[list[float]]] = {name: [] for name in CONTESTANTS}
         if rank.rank == 0:
             contestants[ALONE] = step_of(task, None, alone=True)
             seconds[ALONE] = []
         for turn in range(rounds):
-            first = turn % len(BACKENDS)  # nobody always comes after the same one
-            for backend in BACKENDS[first:] + BACKENDS[:first]:
+            first = turn % len(CONTESTANTS)  # nobody always comes after the same one
+            for who in CONTESTANTS[first:] + CONTESTANTS[:first]:
                 dist.barrier()
-                seconds[backend].append(_series(contestants[backend], steps))
+                seconds[who].append(_series(contestants[who], steps))
             dist.barrier()
             if rank.rank == 0:
                 seconds[ALONE].append(_series(contestants[ALONE], steps))
@@ -202,11 +207,18 @@ def work(rank: processes.Rank, names: list[str], rounds: int, steps: int) -> Non
         rank.say(Said(name, len(task.batch()[0]), seconds))
 
 
-def step_of(task: Task, group: dist.ProcessGroup | None, alone: bool = False) -> Step:
-    """One step of training a new model: forward, backward, SGD."""
+def step_of(
+    task: Task,
+    group: dist.ProcessGroup | None,
+    alone: bool = False,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> Step:
+    """One step of training a new model, `alone`, in `wrap` or in DistributedDataParallel."""
     model = task.model()
     wrapped: nn.Module = model
-    if not alone:
+    if wrap is not None:
+        wrapped = wrap(model)
+    elif not alone:
         wrapped = DistributedDataParallel(model, process_group=group)
         if dist.get_backend(group) == "fake":  # its calls give no result to wait for
             wrapped.register_comm_hook(None, noop_hook)
