@@ -11,7 +11,8 @@ struct ScanSpace {
   unsigned sums[32];
 };
 
-// The sum of x over this thread and those below it in the block.
+// The sum of x over this thread and those below it in the block. A __syncthreads comes before the
+// next call.
 template <unsigned kThreads>
 __device__ __forceinline__ unsigned scan_block(unsigned x) {
   auto& sums = gpu::shared<ScanSpace>().sums;
@@ -23,7 +24,6 @@ __device__ __forceinline__ unsigned scan_block(unsigned x) {
   if (lane == 31) sums[warp] = x;
   __syncthreads();
   for (unsigned w = 0; w < kThreads / 32; ++w) x += w < warp ? sums[w] : 0;
-  __syncthreads();
   return x;
 }
 
@@ -67,9 +67,7 @@ __device__ __forceinline__ Found narrow(unsigned bins, unsigned want, Bin bin) {
     found = {b, want - above};
   }
   __syncthreads();
-  const Found result = found;
-  __syncthreads();
-  return result;
+  return found;  // until the next call has passed the barrier in its scan
 }
 
 // Several passes in one launch: blocks take tickets as they start, and `blocks` of them make up a

@@ -104,7 +104,6 @@ struct Counter {
       if (space.kth[b] != 0) atomicAdd(&bins[first_bin<V>(digit) + b], space.kth[b]);
       if (apart() && space.reach[b] != 0) atomicAdd(&bins[kReachBins<V> + b], space.reach[b]);
     }
-    __syncthreads();
   }
   __device__ __forceinline__ void count(const Items<V>& items) {
     auto& space = gpu::shared<BinSpace<V>>();

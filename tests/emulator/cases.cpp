@@ -1,7 +1,8 @@
 // Runs CUDA's kernels on the emulator against a plain reference, in one order of blocks and
 // threads.
 //
-//     cases topk|step|brief|packets|dense [forward|reverse|random [seed [resident blocks]]]
+//     cases topk|step|brief|infinity|packets|dense [forward|reverse|random [seed [resident
+//     blocks]]]
 //
 // Prints "right", or what is wrong and ends with status 1 (wrong numbers) or 3 (what the emulator
 // found). Built plain and under sanitizers, and once for every planted mistake: tests/test_cuda.py.
@@ -23,6 +24,7 @@ int main(int argc, char** argv) {
     if (name == "topk") cases::run_topk(random);
     if (name == "step") cases::run_step(random);
     if (name == "brief") cases::run_brief(random);
+    if (name == "infinity") cases::run_infinity(random);
     if (name == "packets") cases::run_packets(random);
     if (name == "dense") cases::run_dense(random);
   } catch (const std::exception& error) {

@@ -183,8 +183,15 @@ void run_topk(std::mt19937& random) {
 }
 
 void run_brief(std::mt19937& random) {
-  Steps steps(random, {9000, 4096, 517}, {false, true, true, false});
+  // More selections than blocks of a pass: a block turns from one to the next.
+  Steps steps(random, {9000, 517, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39},
+              {false, true, true, false});
   for (const float size : {0.1f, 0.1f, 5.f}) steps.run(size, false);
+}
+
+void run_infinity(std::mt19937& random) {
+  Steps steps(random, {3000}, {false, false, false, false});
+  for (const float size : {0.1f, 5.f, 0.1f}) steps.run(size, false);
 }
 
 void run_step(std::mt19937& random) {

@@ -216,7 +216,8 @@ def build(targets: Iterable[str], mutants: Iterable[Mutant] = ()) -> list[Path]:
             _plant(mutant)
         file = OUT / ("mutants.ninja" if mutants else "build.ninja")
         _write(file, _rules(mutants))
-        command = [ninja_binary(), "-C", str(OUT), "-f", file.name, *targets]
+        jobs = ["-j", str(os.cpu_count() or 1)]
+        command = [ninja_binary(), "-C", str(OUT), "-f", file.name, *jobs, *targets]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BuildFailed(done.stdout + done.stderr)
