@@ -6,6 +6,7 @@ What torchrun understands is understood, on one machine and several. The ranks' 
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import socket
@@ -50,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.launcher.api import elastic_launch
 
     said = parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # into pipes too: ranks' lines as they come
     if os.environ.get("LOGLEVEL") is None:  # torch's own lines on a failure repeat ours
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="pycomm_") as errors:
