@@ -213,7 +213,7 @@ def _parallel(
             clip()
             local.step(loss) if adaptive else local.step()
 
-        averaged = lambda: whole * (local.last_sync == local.step_count)  # noqa: E731
+        averaged = lambda: whole * (local.last_sync == local.step_count)  # noqa: E731 - read as one line
         return _Parallel(model, local_step, averaged, local.average)
     if method.dgc is None:
 

@@ -54,7 +54,7 @@ class Step(NamedTuple):
 # ---- the DGC step (arXiv 1712.01887) -------------------------------------------------------------
 
 
-def dgc_step(  # noqa: PLR0913
+def dgc_step(  # noqa: PLR0913 - all but the first four by name
     grad: Array,
     u: Array,
     v: Array,

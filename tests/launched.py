@@ -52,7 +52,7 @@ def wait() -> None:
     if group.rank == 0:
         say("pids", *everybody)
     while True:
-        time.sleep(60)
+        time.sleep(60)  # nothing to wait for: a signal ends it
 
 
 def train() -> None:

@@ -21,7 +21,7 @@ from pycomm.kernels import devices, inputs
 REAL = ("float32", "float64")
 
 
-def dgc_step(  # noqa: PLR0913
+def dgc_step(  # noqa: PLR0913 - all but the first four by name
     grad: Any,
     u: Any,
     v: Any,

@@ -81,7 +81,7 @@ class AdaptiveLocalSGD(LocalSGD):
         self._reference_step = 1 if reference == "first" else begin_step
         self._reference: tuple[float, float] | None = None  # loss_0, lr_0, as rank 0 has them
 
-    def step(self, loss: float | Tensor) -> float | None:  # type: ignore[override]
+    def step(self, loss: float | Tensor) -> float | None:  # type: ignore[override]  # the rule needs a loss
         """One step with this rank's loss, of any dtype; see the class for errors."""
         result = self._local_step(None)
         step = self.step_count

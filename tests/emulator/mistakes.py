@@ -11,7 +11,7 @@ RACE = r"data race"
 WRONG = r"WRONG: "
 STUCK = r"deadlock|has returned|meet at different|no progress"
 
-# ruff: noqa: E501
+# ruff: noqa: E501 - a text to find stands as the source has it, on one line
 ROWS = [
     # ---- a missing barrier
     (
