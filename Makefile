@@ -46,7 +46,7 @@ sanitize: venv
 bench: build
 	$(PY) -m pycomm bench collectives
 
-# Other people's packages, about 230 MB, whose programs have to run here unchanged.
+# Other people's packages, about 800 MB, whose programs have to run here unchanged.
 .venv/programs: pyproject.toml | build
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[programs]'
 	@touch $@

@@ -16,7 +16,7 @@ SCRIPT = ROOT / "tests" / "peers" / "programs.py"
 
 
 @pytest.mark.parametrize(
-    "program", ["accelerate_script", "accelerate_sync", "lightning", "trainer"]
+    "program", ["accelerate_script", "accelerate_sync", "lightning", "trainer", "ray_train"]
 )
 def test_runs_unchanged(program: str, tmp_path: Path) -> None:
     stored = tmp_path / "results.json"

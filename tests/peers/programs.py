@@ -3,8 +3,9 @@
     python tests/peers/programs.py --backend pycomm [--only REGEX] [--json FILE]
 
 accelerate's scripts and Hugging Face's Trainer take the group that stands: on the CPU they would
-name gloo themselves. Lightning takes the backend's name. A program runs when each rank has said at
-its end that it is done. A program whose package is not installed is left out, and said to be.
+name gloo themselves. Lightning and Ray Train take the backend's name; Ray starts its processes
+itself. A program runs when each process that was started has said at its end that it is done. A
+program whose package is not installed is left out, and said to be.
 
 It ends with 1 when a program that was started did not run to its end. Called by people, by table.py
 and by tests/test_programs.py; the packages are the extra "programs" of pyproject.toml.
@@ -116,6 +117,38 @@ def trainer(backend: str) -> None:
     _agree(model)
 
 
+def ray_train(backend: str) -> None:
+    """TorchTrainer, told the backend: Ray's workers make the group and wrap the model for DDP."""
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        ray.init(num_cpus=RANKS, object_store_memory=100 << 20, _temp_dir=folder)
+        TorchTrainer(  # raises where a worker does
+            _ray_worker,
+            train_loop_config={"backend": backend},
+            torch_config=TorchConfig(backend=backend),
+            scaling_config=ScalingConfig(num_workers=RANKS),
+            run_config=RunConfig(storage_path=folder),
+        ).fit()
+        ray.shutdown()
+
+
+def _ray_worker(config: dict[str, str]) -> None:
+    from ray.train.torch import prepare_model
+
+    assert dist.get_backend() == config["backend"]
+    assert dist.get_world_size() == RANKS
+    model = prepare_model(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 4)).square().mean().backward()
+        optimizer.step()
+    _agree(model)
+
+
 def _agree(model: nn.Module) -> None:
     for parameter in model.parameters():
         everyone = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
@@ -128,12 +161,15 @@ PROGRAMS = {
     "accelerate_sync": accelerate_sync,
     "lightning": lightning,
     "trainer": trainer,
+    "ray_train": ray_train,
 }
+STARTS_ITSELF = {"ray_train"}
 PACKAGES = {
     "accelerate_script": "accelerate",
     "accelerate_sync": "accelerate",
     "lightning": "lightning",
     "trainer": "transformers",
+    "ray_train": "ray",
 }
 
 
@@ -154,16 +190,20 @@ def launch(program: str, backend: str) -> dict[str, Any]:
     package = PACKAGES[program]
     if importlib.util.find_spec(package) is None:
         return {"package": package, "status": LEFT_OUT, "reason": f"needs the package {package}"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={RANKS}", __file__, "--rank", program, "--backend", backend]
+    processes = 1 if program in STARTS_ITSELF else RANKS
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command += [__file__, "--rank", program, "--backend", backend]
     found = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    env = {**os.environ, "PYTHONPATH": found, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
+    env |= {"ACCELERATE_USE_CPU": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     start = time.monotonic()
     try:
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
-        ended = done.returncode == 0 and done.stdout.count(_done(program, backend)) == RANKS
+        ended = done.returncode == 0 and done.stdout.count(_done(program, backend)) == processes
         said = (done.stdout + done.stderr)[-4000:]
     except subprocess.TimeoutExpired:
         ended, said = False, f"not ready after {LIMIT_S:g} s"

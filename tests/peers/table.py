@@ -36,6 +36,7 @@ PROGRAMS = {  # by their names in programs.py
     "accelerate_sync": "`test_sync`",
     "lightning": "`DDPStrategy`",
     "trainer": "`Trainer`",
+    "ray_train": "`TorchTrainer`",
 }
 
 
