@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pycomm import collectives, fused
 from pycomm.compress import state
+from pycomm.compress.age import Ages
 from pycomm.compress.memory import Memory, TakenOver
 from pycomm.compress.schedule import K_RULES, check_ramp, gather_is_smaller, level_at, to_send
 from pycomm.compress.transaction import Plan, Step
@@ -52,6 +53,11 @@ class DGC:
         exchange: "gather" packets, sum them "masked" as dense arrays, or "auto": what has fewer
             bytes, counted by rank 0 for each level.
         scaler: the GradScaler or StaticLossScaler of the training, if there is one.
+        fused: optimizer.step() takes what was gathered off the parameters there and then, without
+            a pass over all gradients; p.grad of what is compressed is this rank's own until then,
+            and None afterwards. The same bits for float32 and float64, where torch's SGD multiplies
+            and adds at once.
+        track_age: keeps, for each element that is compressed, when it was last sent (4 bytes).
 
     Raises:
         Unsupported: another optimizer, shards, an exchange or value_dtype that is not built.
@@ -76,6 +82,8 @@ class DGC:
         value_dtype: str = "float32",
         exchange: str = "auto",
         scaler: torch.amp.GradScaler | None = None,
+        fused: bool = False,
+        track_age: bool = False,
     ) -> None:
         self._levels = check_ramp(rampup_begin_step, rampup_step, sparsity)
         self._begin, self._length = rampup_begin_step, rampup_step
@@ -90,12 +98,19 @@ class DGC:
             )
         if clip_norm is not None and not clip_norm > 0:
             raise InvalidArgument(f"clip_norm={clip_norm}: above 0, or None")
+        if fused and not (momentum_correction and decay_correction):
+            raise InvalidArgument(
+                "fused=True leaves nothing to the optimizer but its rate: with momentum_correction "
+                "and decay_correction only"
+            )
+        self._fused = fused
         self._clip_norm, self._together, self._masking = clip_norm, clip == "global", masking
         self._whole, self._k_rule, self._exchange = select == "model", k_rule, exchange
         self.scaler = scaler
         owned: tuple[str, ...] = ("momentum", "nesterov") if momentum_correction else ()
         owned += ("weight_decay",) if decay_correction else ()
         self._owned = TakenOver(optimizer, min_count, owned)
+        self._ages = Ages(self._compressed()) if track_age else None
         self._rooms: dict[tuple[str, ...], Tensor] = {}
         self._plans: dict[int, tuple[str, Mapping[Memory, int] | int]] = {}  # by level
         self.chosen: dict[int, str] = {}  # exchange by level, as rank 0 has counted
@@ -144,7 +159,8 @@ class DGC:
         exchange, k = ("dense", {}) if level is None else self._plan(level, lanes)
         if exchange != "dense" and not self.switched:
             self._switch()
-        plan = Plan(exchange, k, self._masking, self._clip_norm, self._together, scale)
+        fused = self._fused and exchange == "gather"
+        plan = Plan(exchange, k, self._masking, self._clip_norm, self._together, scale, fused)
         return Step(plan, self.memories, self._rooms, lanes, idle)
 
     def end(self, step: Step) -> bool:
@@ -153,6 +169,9 @@ class DGC:
             return False
         self.step_count += 1
         self._sent_bytes = step.sent_bytes
+        self._owned.defer(*(step.deferred() if self._fused else (None,)))
+        if self._ages is not None:
+            self._ages.sent(step.sent(), self.step_count, step.is_dense)
         return True
 
     def _compressed(self) -> list[Memory]:
@@ -218,7 +237,9 @@ class DGC:
         Returns:
             step: steps so far; level: sparsity, None where dense; k: elements that each rank sends;
             sent_bytes: what this rank gave to exchanges in the step; dense_bytes: what it would
-            give without compression; exchange: "dense", "gather" or "masked".
+            give without compression; exchange: "dense", "gather" or "masked"; age: {"mean", "max"}
+            of the steps since this rank has sent an element that is compressed, None without
+            track_age.
         """
         level = level_at(max(self.step_count - 1, 0), self._begin, self._length, len(self._levels))
         exchange, k = ("dense", {}) if level is None else self._plans.get(level, ("dense", {}))
@@ -230,6 +251,7 @@ class DGC:
             "sent_bytes": self._sent_bytes,
             "dense_bytes": sum(p.numel() * p.element_size() for p in counted),
             "exchange": exchange,
+            "age": None if self._ages is None else self._ages.summary(self.step_count),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ memory, float32, or float64 for float64. Called by dgc.py and by the steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,8 @@ class TakenOver:
             for name, parameter in zip(names, group["params"], strict=True):
                 self.memories[parameter] = self._memory(name, parameter, group, min_count)
         self._hidden: list[dict[str, Any]] | None = None
+        self._update: Callable[[], None] | None = None
+        self._updated: Sequence[Memory] = ()
         self._handles = [
             optimizer.register_step_pre_hook(self._hide),
             optimizer.register_step_post_hook(self._show),
@@ -111,6 +113,10 @@ class TakenOver:
             if parameter in self.memories:
                 self.memories[parameter].name = name
 
+    def defer(self, update: Callable[[], None] | None, updated: Sequence[Memory] = ()) -> None:
+        """The next step() calls `update` once in the optimizer's stead for these memories."""
+        self._update, self._updated = update, updated
+
     def give_back(self, velocities: Sequence[Tensor]) -> None:
         """The optimizer is its own again, with these velocities, as torch understands them."""
         for handle in self._handles:
@@ -121,7 +127,11 @@ class TakenOver:
                 shaped = torch.as_strided(velocity, p.shape, p.stride(), velocity.storage_offset())
                 self.optimizer.state[p]["momentum_buffer"] = shaped.to(p.dtype, copy=True)
 
-    def _hide(self, *_: Any) -> None:
+    def _hide(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._updated and (args[1:] or kwargs):  # args[0] is the optimizer
+            raise Unsupported("DGC with fused=True: step() without a closure")
+        for memory in self._updated:
+            memory.parameter.grad = None  # this rank's alone: nobody shall step by it
         groups = self.optimizer.param_groups
         if self._hidden is None:  # else the last step() raised
             self._hidden = [{key: group[key] for key in self._owned} for group in groups]
@@ -132,6 +142,9 @@ class TakenOver:
         for group, owned in zip(self.optimizer.param_groups, self._hidden or (), strict=False):
             group.update(owned)
         self._hidden = None
+        if self._update is not None:
+            self._update()
+        self.defer(None)
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

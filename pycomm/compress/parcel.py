@@ -1,7 +1,8 @@
 """One packet: gradients that are compressed together, from kernel to kernel.
 
     prepare    u, v take the gradients in, k elements of each go into the packet
-    gather     packets of all ranks -> decode: their sum in rank order, times a factor
+    gather     packets of all ranks -> decode: their sum in rank order, times a factor; or update:
+               that, times the rate, off the parameters
     masked     the packet alone as a dense gradient, for a dense sum (the same mathematics)
     rollback   u, v as if nothing had been taken out
 
@@ -11,7 +12,8 @@ a part, laid end to end. A part has one momentum and decay. Called by transactio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -165,10 +167,55 @@ class Parcel:
             kernels.decode_sum(part.gradients, packets, factor)
             start = stop
 
+    def update(self, gathered: Tensor, factor: float) -> None:
+        """The optimizer's step: parameters -= rate * factor * the sum, touched where it is sent."""
+        rows = [self._open(row) for row in gathered]
+        start = 0
+        for part in self._parts:
+            stop = start + len(part.values)
+            packets = [(indices[start:stop], values[start:stop]) for values, indices in rows]
+            for rate, first, last, offset, count in _by_rate(part.memories):
+                lines = [line(memory.parameter) for memory in part.memories[first:last]]
+                cut = packets
+                if last - first < len(part.memories):
+                    cut = [_between(*packet, offset, offset + count) for packet in packets]
+                kernels.decode_update(lines, cut, rate, factor)
+            start = stop
+
+    @property
+    def memories(self) -> list[Memory]:
+        """All of them."""
+        return [memory for part in self._parts for memory in part.memories]
+
+    def sent(self) -> Iterator[tuple[Memory, Tensor]]:
+        """For each memory the places within it that this rank has sent, ascending."""
+        for part in self._parts:
+            offset = 0
+            for memory in part.memories:
+                stop = offset + memory.count
+                yield memory, _between(part.indices, part.values, offset, stop)[0]
+                offset = stop
+
     def mask(self) -> None:
         """Gradients become what this rank sends: the chosen elements, and 0 elsewhere."""
         for part in self._parts:
             kernels.decode_sum(part.gradients, [(part.indices, part.values)])
+
+
+def _by_rate(memories: Sequence[Memory]) -> Iterator[tuple[float, int, int, int, int]]:
+    """Runs of memories with one learning rate: the rate, which, their offset and elements."""
+    first = offset = 0
+    for rate, run in itertools.groupby(memories, lambda memory: float(memory.group["lr"])):
+        counts = [memory.count for memory in run]
+        yield rate, first, first + len(counts), offset, sum(counts)
+        first, offset = first + len(counts), offset + sum(counts)
+
+
+def _between(indices: Tensor, values: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """What a packet has of start <= index < stop, counted from start."""
+    ends = torch.tensor([start, stop], dtype=indices.dtype, device=indices.device)
+    first, last = torch.searchsorted(indices, ends).tolist()
+    return indices[first:last] - start, values[first:last]
 
 
 def _by_hyper(memories: Sequence[Memory], apart: bool) -> list[tuple[Hyper, list[int]]]:

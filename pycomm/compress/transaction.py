@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ class Plan:
         masking: momentum factor masking.
         clip: limit of the norm of a gradient, or of all `together`; None: no clipping.
         loss_scale: what gradients are multiplied by; None: no vote on Inf and NaN.
+        fused: what was gathered waits for the optimizer's step, `Step.deferred`.
     """
 
     exchange: str
@@ -43,6 +44,7 @@ class Plan:
     clip: float | None = None
     together: bool = False
     loss_scale: float | None = None
+    fused: bool = False
 
     @property
     def waits(self) -> bool:
@@ -135,6 +137,30 @@ class Step:
             self._wait()
         self._roll_back()
 
+    def deferred(self) -> tuple[Callable[[], None] | None, list[Memory]]:
+        """After finish() of a fused step: its update of parameters, and of whose."""
+        arrived, factor = self._arrived(), 1.0 / self._lanes.size
+
+        def update() -> None:
+            for parcel, gathered in arrived:
+                parcel.update(gathered, factor)
+
+        return update, [memory for parcel, _ in arrived for memory in parcel.memories]
+
+    def _arrived(self) -> list[tuple[Parcel, Tensor]]:
+        """What was gathered: packets of all ranks."""
+        return [(parcel, packets) for parcel, packets in self._parcels if packets is not None]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether nothing is compressed."""
+        return self._plan.exchange == "dense"
+
+    def sent(self) -> Iterator[tuple[Memory, Tensor]]:
+        """For each memory that was compressed the places that this rank has sent."""
+        for parcel, _ in self._parcels:
+            yield from parcel.sent()
+
     def _start(self, loads: list[_Load]) -> None:
         """Compresses what is to be compressed of these, in one packet, and lets all travel."""
         pairs = _in_order(loads)
@@ -195,9 +221,8 @@ class Step:
 
     def _commit(self) -> None:
         scale = self._plan.loss_scale
-        for parcel, gathered in self._parcels:
-            if gathered is not None:
-                parcel.decode(gathered, 1.0 / self._lanes.size)
+        for parcel, gathered in () if self._plan.fused else self._arrived():
+            parcel.decode(gathered, 1.0 / self._lanes.size)
         for load in self._loads:
             load.take_back()
         averaged = [(m, g) for load in self._loads for m, g in load.dense if m is not None]
@@ -210,7 +235,8 @@ class Step:
             apply_momentum(memory, gradient)
         if scale is not None:
             _multiply(gradients, scale)
-            _multiply([g for load in self._loads for _, g in load.compressed], scale)
+            if not self._plan.fused:
+                _multiply([g for load in self._loads for _, g in load.compressed], scale)
 
     def _roll_back(self) -> None:
         parcels, self._parcels = self._parcels, []

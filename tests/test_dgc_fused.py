@@ -1,0 +1,149 @@
+"""DGC with fused=True beside the way through p.grad, bit by bit; and ages of elements.
+
+Under torch's DDP and with other scales: test_dgc_steps.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from little_models import batch, equal, parameters, perceptron, step_on
+from test_dgc_steps import compressed, memory_of, sgd
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pycomm
+from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.testing import run_ranks
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"select": "model", "clip": "global", "clip_norm": 0.05},
+    {"min_count": 100, "masking": False},
+    {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": [0.5, 0.9]},  # dense, masked, packets
+]
+
+
+def _grouped(module: nn.Module) -> torch.optim.SGD:
+    """Rates that change in the middle of a packet; momentum and decay in two parts of it."""
+    groups = [
+        {"params": [p], "lr": 0.01 * (1 + i // 2), "weight_decay": 1e-2 * (i % 3 == 0)}
+        for i, p in enumerate(module.parameters())
+    ]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "default")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_same_bits(options: dict[str, Any], dtype: torch.dtype) -> None:
+    def program(group: pycomm.Group, fused: bool) -> list[Tensor]:
+        module = perceptron().to(dtype)
+        whole = options.get("select") == "model"
+        optimizer = sgd(module, weight_decay=1e-2) if whole else _grouped(module)
+        settings = {"sparsity": [0.9], "min_count": 1, **options}
+        dgc = pycomm.DGC(optimizer, fused=fused, **settings)
+        model = pycomm.DataParallel(module, compression=dgc)
+        for step in range(10):
+            x, y = batch(group.rank, step)
+            for part in optimizer.param_groups:
+                part["lr"] *= 0.9  # between backward and step it still counts
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            F.mse_loss(model(x.to(dtype)), y.to(dtype)).backward()
+            optimizer.param_groups[0]["lr"] *= 1.01
+            optimizer.step()
+        return [*parameters(module), *(x for pair in memory_of(dgc).values() for x in pair)]
+
+    plain, fused = (run_ranks(3, program, way) for way in (False, True))
+    vectors = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    for a, b in zip(plain, fused, strict=True):
+        if vectors:  # torch's SGD then multiplies and adds at once
+            assert equal(a, b)
+        torch.testing.assert_close(a, b)
+
+
+def test_with_a_loss_scale() -> None:
+    """A skipped step between two others updates nothing, and nothing twice."""
+
+    def program(group: pycomm.Group, fused: bool) -> list[Tensor]:
+        module = perceptron()
+        scale = pycomm.StaticLossScaler(256.0)
+        model, optimizer, _ = compressed(module, scaler=scale, fused=fused)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1])
+            before = parameters(module)
+            overflow = step == 3
+            scale.scale(loss * (float("inf") if overflow and group.rank else 1.0)).backward()
+            scale.step(optimizer)
+            scale.update()
+            assert equal(before, parameters(module)) == overflow
+            if step == 1:
+                optimizer.step()  # without a backward pass there is nothing that has arrived
+        return parameters(module)
+
+    plain, fused = (run_ranks(2, program, way) for way in (False, True))
+    assert equal(*fused)
+    assert not equal(plain[0], fused[0])  # plainly, step() a second time counts a second time
+
+
+def test_a_step_that_was_not_taken_is_forgotten_as_its_gradient_is() -> None:
+    def program(group: pycomm.Group, fused: bool) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, fused=fused)
+        for step in range(5):
+            optimizer.zero_grad()
+            F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1]).backward()
+            if step != 2:
+                optimizer.step()
+        return parameters(module), memory_of(dgc)
+
+    plain, fused = (run_ranks(2, program, way)[0] for way in (False, True))
+    torch.testing.assert_close(plain[0], fused[0])
+    torch.testing.assert_close(plain[1], fused[1])
+
+
+def test_refusals() -> None:
+    def program(group: pycomm.Group) -> None:
+        module = perceptron()
+        refused: list[dict[str, Any]] = [
+            {"momentum_correction": False},
+            {"decay_correction": False},
+        ]
+        for wrong in refused:
+            with pytest.raises(InvalidArgument, match="leaves nothing to the optimizer"):
+                compressed(module, fused=True, **wrong)
+        model, optimizer, _ = compressed(module, fused=True)
+        step_on(model, batch(0, 0), torch.optim.SGD(module.parameters(), lr=0.0))
+        with pytest.raises(Unsupported, match="without a closure"):
+            optimizer.step(lambda: 1.0)
+        optimizer.step()
+
+    run_ranks(1, program)
+
+
+@pytest.mark.parametrize("select", ["parameter", "model"])
+@pytest.mark.parametrize("exchange", ["gather", "masked"])
+def test_ages(select: str, exchange: str) -> None:
+    """Against v, which is 0 where an element was just sent; two layers, a dense step first."""
+
+    def program(group: pycomm.Group) -> None:
+        module = perceptron()
+        options: dict[str, Any] = {"select": select, "exchange": exchange}
+        model, optimizer, dgc = compressed(module, track_age=True, rampup_begin_step=1, **options)
+        since = [torch.zeros(p.numel()) for p in module.parameters()]
+        assert dgc.stats()["age"] == {"mean": 0, "max": 0}
+        for step in range(8):
+            step_on(model, batch(group.rank, step), optimizer)
+            for age, memory in zip(since, dgc.memories.values(), strict=True):
+                assert memory.v is not None
+                age.add_(1)
+                age[(memory.v == 0) | torch.tensor(step == 0)] = 0
+            every = torch.cat(since)
+            said = dgc.stats()["age"]
+            assert said["max"] == every.max()
+            assert said["mean"] == pytest.approx(every.mean().item())
+        assert said["max"] == 7 > said["mean"] > 1
+        plain = compressed(module)[2]
+        assert plain.stats()["age"] is None
+
+    run_ranks(2, program)
