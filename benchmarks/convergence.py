@@ -3,6 +3,7 @@
 Simulated workers, ranks as threads, train the same model on the same batches by each method:
 pycomm.DGC, pycomm.LocalSGD and pycomm.DataParallel themselves, so that a step is bit by bit that
 of processes. A run that --json already has is not repeated: a long series can be interrupted.
+Scores are held against bands.py; the status is 1 where one is worse or replicas differ.
 
 main() is called by benchmarks.__main__ and pycomm.__main__.
 """
@@ -10,7 +11,9 @@ main() is called by benchmarks.__main__ and pycomm.__main__.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +27,8 @@ from rich.console import Console
 from torch import nn
 
 import pycomm
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.bands import WANTED, disordered, judged
+from benchmarks.workloads import WORKLOADS, Workload, missing
 from pycomm.demo import machine
 from pycomm.testing import run_ranks
 
@@ -102,23 +106,25 @@ def main(argv: Sequence[str]) -> int:
         for name in given:
             if name not in known:
                 parser.error(f"no {name!r}: choose among {', '.join(known)}")
+    for name in workloads:
+        if why := missing(name):
+            parser.error(why)
     console = Console(soft_wrap=True, highlight=False)
     found = _stored(options.json)
-    for name in workloads:
+    for seed, name, method in itertools.product(range(options.seeds), workloads, methods):
         steps = options.steps or WORKLOADS[name].steps
-        for seed in range(options.seeds):
-            for method in methods:
-                key = (name, method, seed, options.ranks, steps)
-                if any(key == (r.workload, r.method, r.seed, r.ranks, r.steps) for r in found):
-                    continue
-                found.append(train(WORKLOADS[name], METHODS[method], seed, options.ranks, steps))
-                console.print(_said(found[-1]))
-                _store(options.json, found)
-    for line in summary(found):
+        key = (name, method, seed, options.ranks, steps)
+        if any(key == (r.workload, r.method, r.seed, r.ranks, r.steps) for r in found):
+            continue
+        found.append(train(WORKLOADS[name], METHODS[method], seed, options.ranks, steps))
+        console.print(_said(found[-1]))
+        _store(options.json, found)
+    lines, good = summary(found)
+    for line in lines:
         console.print(line)
     if options.plot:
         draw(options.plot, found)
-    return 0 if all(run.replicas_equal for run in found) else 1
+    return 0 if good else 1
 
 
 def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int) -> Run:
@@ -126,7 +132,7 @@ def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int)
     models = [workload.model(seed) for _ in range(ranks)]  # here: threads share torch's generator
     start = time.perf_counter()
     names = workload.name, method.name
-    told = run_ranks(ranks, rank_runs, names, seed, steps, models, timeout_s=600)
+    told = run_ranks(ranks, rank_runs, names, seed, steps, models, timeout_s=600, heartbeat_s=600)
     seconds = time.perf_counter() - start
     losses, sent, first = told[0]
     part = max(1, steps // RECORDED)
@@ -207,7 +213,7 @@ def _parallel(
     if method.local is not None:
         adaptive = "init_k_steps" in method.local
         kind: Any = pycomm.AdaptiveLocalSGD if adaptive else pycomm.LocalSGD
-        local = kind(model, optimizer, begin_step=max(1, steps // 10), **method.local)
+        local = kind(model, optimizer, **method.local)
 
         def local_step(loss: torch.Tensor) -> None:
             clip()
@@ -249,19 +255,58 @@ def _said(run: Run) -> str:
     )
 
 
-def summary(found: Sequence[Run]) -> list[str]:
-    """Lines of a table: mean and deviation over seeds, beside dense."""
-    lines = [f"{'# workload':10} {'method':32} {'runs':>4} {'score':>8} {'+-':>6} {'bytes':>7}"]
-    for workload, method in dict.fromkeys((run.workload, run.method) for run in found):
-        runs = [run for run in found if (run.workload, run.method) == (workload, method)]
-        scores = [run.score for run in runs]
-        spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
-        saved = statistics.mean(run.dense_mb / run.sent_mb for run in runs)
-        lines.append(
-            f"{workload:10} {method:32} {len(runs):>4} {statistics.mean(scores):>8.3f} "
-            f"{spread:>6.3f} {saved:>6.0f}x"
-        )
-    return lines
+def summary(found: Sequence[Run]) -> tuple[list[str], bool]:
+    """Lines of a table, mean and deviation over seeds, and whether all of it is as it has to be.
+
+    "bytes": times fewer than dense in the whole run; "later": in its second half, behind the ramp.
+    Bands hold for runs of the workload's own length with 8 ranks.
+    """
+    lines = [
+        f"{'# workload':10} {'method':32} {'runs':>4} {'score':>8} {'+-':>6} {'wanted':>7} "
+        f"{'band':>6} {'':6} {'bytes':>7} {'later':>7} replicas"
+    ]
+    good = True
+    for workload in dict.fromkeys(run.workload for run in found):
+        rows: dict[str, list[Run]] = {}
+        for run in found:
+            if run.workload == workload:
+                rows.setdefault(run.method, []).append(run)
+        known = WORKLOADS[workload]
+        whole = all((run.steps, run.ranks) == (known.steps, 8) for run in found)
+        scores = {method: [run.score for run in runs] for method, runs in rows.items()}
+        for method, runs in rows.items():
+            line, fits = _row(workload, method, runs, whole)
+            lines.append(line)
+            good = good and fits
+        for better, worse in disordered(workload, scores, known.higher_is_better) if whole else ():
+            lines.append(f"{workload}: {worse!r} came out before {better!r}")
+            good = False
+    return lines, good
+
+
+def _row(workload: str, method: str, runs: Sequence[Run], whole: bool) -> tuple[str, bool]:
+    scores = [run.score for run in runs]
+    spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    band = WANTED.get((workload, method)) if whole else None
+    said, wanted, reach = "", "", ""
+    if band is not None:
+        said = judged(workload, method, scores, WORKLOADS[workload].higher_is_better)
+        wanted, reach = f"{band.mean:.3f}", f"{band.reach(len(scores)):.3f}"
+    equal = all(run.replicas_equal for run in runs)
+    saved = statistics.mean(run.dense_mb / run.sent_mb for run in runs)
+    line = (
+        f"{workload:10} {method:32} {len(runs):>4} {statistics.mean(scores):>8.3f} "
+        f"{spread:>6.3f} {wanted:>7} {reach:>6} {said:6} {saved:>6.1f}x "
+        f"{statistics.mean(map(_later, runs)):>6.1f}x {'equal' if equal else 'DIFFER'}"
+    )
+    return line, equal and said != "worse"
+
+
+def _later(run: Run) -> float:
+    """Times fewer bytes than dense in the second half of a run."""
+    half = len(run.mb) // 2 - 1
+    dense = run.dense_mb * (1 - (half + 1) / len(run.mb))
+    return dense / max(run.mb[-1] - run.mb[half], 1e-12) if half >= 0 else math.nan
 
 
 def draw(path: Path, found: Sequence[Run]) -> None:

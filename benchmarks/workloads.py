@@ -67,11 +67,16 @@ def _character_score(model: nn.Module) -> float:
     return _character_loss(model, x, y).item()
 
 
+def missing(name: str) -> str:
+    """What a workload lacks on this machine, or ""."""
+    if name == "images" and not IMAGES.is_dir():
+        return f"{IMAGES} is not there: apt-get install dataset-fashion-mnist"
+    return ""
+
+
 @functools.cache
 def _images(part: str) -> tuple[Tensor, Tensor]:
     """Images [n, 1, 28, 28] with mean 0 and deviation 1, and labels [n]; "train" or "t10k"."""
-    if not IMAGES.is_dir():
-        raise FileNotFoundError(f"no {IMAGES}: apt-get install dataset-fashion-mnist")
     pixels, labels = (
         torch.frombuffer(bytearray(gzip.decompress(path.read_bytes())[skip:]), dtype=torch.uint8)
         for path, skip in (

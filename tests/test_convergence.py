@@ -1,13 +1,16 @@
 """The convergence benchmark: its runs, what it stores, and that threads stand for processes."""
 
+import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import convergence
+from benchmarks import convergence, workloads
+from benchmarks.convergence import Run
 from benchmarks.workloads import WORKLOADS
 from pycomm.testing import run_ranks
 
@@ -56,6 +59,79 @@ def test_threads_train_as_processes_do() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_nonsense_is_refused() -> None:
+def _write_images(folder: Path, part: str, count: int) -> None:
+    """Files as Fashion-MNIST has them; every image is as bright as its label says."""
+    labels = torch.arange(count, dtype=torch.uint8) % 10
+    pixels = (labels * 25)[:, None].expand(count, 784).contiguous()
+    for name, header, content in (("images-idx3", 16, pixels), ("labels-idx1", 8, labels)):
+        packed = gzip.compress(bytes(header) + content.numpy().tobytes())
+        (folder / f"{part}-{name}-ubyte.gz").write_bytes(packed)
+
+
+def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("train", "t10k"):
+        _write_images(tmp_path, part, 200)
+    monkeypatch.setattr(workloads, "IMAGES", tmp_path)
+    monkeypatch.setattr(workloads, "_images", workloads._images.__wrapped__)
+    x, y = WORKLOADS["images"].batch(8, torch.Generator().manual_seed(0))
+    assert x.shape == (8, 1, 28, 28)
+    assert torch.equal(x[:, 0, 5, 7], (y * 25 / 255 - 0.286) / 0.353)
+    untrained = WORKLOADS["images"].score(WORKLOADS["images"].model(0))
+    run = convergence.train(WORKLOADS["images"], convergence.METHODS["dgc"], 0, 2, 100)
+    assert untrained <= 20 < run.score <= 100
+    assert run.replicas_equal
+
+
+def _runs(scores: dict[str, list[float]]) -> list[Run]:
+    steps = WORKLOADS["text"].steps
+    rest: dict[str, Any] = {
+        "ranks": 8,
+        "steps": steps,
+        "dense_mb": 100.0,
+        "sent_mb": 6.0,
+        "seconds": 1.0,
+    }
+    curve: dict[str, Any] = {
+        "replicas_equal": True,
+        "losses": [4.0, 2.0, 2.0, 2.0],
+        "mb": [4.0, 5.0, 5.5, 6.0],
+    }
+    return [
+        Run(workload="text", method=method, seed=seed, score=score, **rest, **curve)
+        for method, of_seeds in scores.items()
+        for seed, score in enumerate(of_seeds)
+    ]
+
+
+def test_scores_are_held_against_bands_and_order() -> None:
+    good = {"dense": [1.91, 1.92], "dgc": [2.08, 2.09], "dgc without masking": [2.11, 2.12]}
+    lines, fits = convergence.summary(_runs(good))
+    assert fits
+    assert [line.split()[-4:] for line in lines[2:]] == [["in", "16.7x", "50.0x", "equal"]] * 2
+    for wrong, said in (
+        ({"dgc": [2.2, 2.21]}, " worse "),
+        ({"dgc": [1.8, 1.81]}, "'dgc' came out before 'dense'"),
+        ({"dgc": [2.11, 2.12], "dgc without masking": [2.05, 2.06]}, " before 'dgc'"),
+    ):
+        lines, fits = convergence.summary(_runs(good | wrong))
+        assert not fits
+        assert said in "\n".join(lines)
+    lines, fits = convergence.summary(_runs(good | {"dense": [1.8, 1.81]}))
+    assert fits
+    assert " better " in lines[1]
+    lines, fits = convergence.summary([replace(_runs(good)[0], replicas_equal=False)])
+    assert not fits
+    assert "DIFFER" in lines[1]
+    short = [replace(run, steps=4, score=9.0) for run in _runs(good)]
+    assert convergence.summary(short)[1]  # bands are of whole runs
+
+
+def test_nonsense_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         convergence.main(["--methods", "hope"])
+    monkeypatch.setattr(workloads, "IMAGES", tmp_path / "none")
+    with pytest.raises(SystemExit):
+        convergence.main(["--workloads", "images"])
+    assert "apt-get install dataset-fashion-mnist" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""What the convergence benchmark has to find: bands of scores, and an order of the techniques.
+
+What is wanted are means and deviations of three seeds of a second model of the same methods,
+written apart from this library, on the same data. The band of n seeds is two deviations of the
+difference of two such means to each side: 2 d sqrt(1/n + 1/3). What is better than its band is
+shown and does no harm. Called by convergence.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["ORDERS", "WANTED", "Band", "disordered", "judged"]
+
+SEEDS = 3
+USUAL = {"images": 0.25, "text": 0.013}
+"""The least that deviations count for, as three seeds say little: accuracy in points, nats."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """Of one method on one workload, between seeds."""
+
+    mean: float
+    deviation: float
+
+    def reach(self, seeds: int) -> float:
+        """How far a mean of so many seeds may lie from `mean`."""
+        return 2 * self.deviation * math.sqrt(1 / seeds + 1 / SEEDS)
+
+
+def _bands(workload: str, rows: Mapping[str, tuple[float, ...]]) -> dict[tuple[str, str], Band]:
+    return {
+        (workload, name): Band(mean, max(USUAL[workload], *deviation, 0.0))
+        for name, (mean, *deviation) in rows.items()
+    }
+
+
+WANTED = {
+    **_bands(
+        "images",
+        {
+            "dense": (88.44, 0.31),
+            "dgc": (87.78, 0.14),
+            "dgc without masking": (88.26, 0.17),
+            "dgc without momentum correction": (87.92, 0.17),
+            "dgc without ramp": (87.10, 0.33),
+            "top-k without feedback": (79.10, 0.89),
+            "local 2": (88.48,),
+            "local 4": (88.18,),
+            "local 8": (88.05,),
+            "local 16": (87.40,),
+        },
+    ),
+    **_bands(
+        "text",
+        {
+            "dense": (1.911, 0.008),
+            "dgc": (2.084, 0.017),
+            "dgc without masking": (2.120, 0.003),
+            "dgc without momentum correction": (2.204, 0.018),
+            "dgc without ramp": (2.448,),
+            "top-k without feedback": (2.555,),
+            "dgc 0.99": (1.910, 0.016),
+            "local 16": (2.242,),
+        },
+    ),
+}
+
+ORDERS = {
+    "images": ["dense", "dgc without masking", "dgc", "dgc without ramp", "top-k without feedback"],
+    "text": [
+        "dense",
+        "dgc",
+        "dgc without masking",
+        "dgc without momentum correction",
+        "dgc without ramp",
+        "top-k without feedback",
+    ],
+}
+"""From the best to the worst; of two neighbours the worse may win by a band of equal means."""
+
+
+def judged(workload: str, method: str, scores: Sequence[float], higher_is_better: bool) -> str:
+    """ "in", "better" or "worse" than its band, "" where there is none; a score for each seed."""
+    band = WANTED.get((workload, method))
+    if band is None:
+        return ""
+    gain = (statistics.mean(scores) - band.mean) * (1 if higher_is_better else -1)
+    if abs(gain) <= band.reach(len(scores)):
+        return "in"
+    return "better" if gain > 0 else "worse"
+
+
+def disordered(
+    workload: str, scores: Mapping[str, Sequence[float]], higher_is_better: bool
+) -> list[tuple[str, str]]:
+    """Neighbours that came out against the order; `scores` by method, one for each seed."""
+    there = [name for name in ORDERS[workload] if name in scores]
+    sign = 1 if higher_is_better else -1
+    found = []
+    for better, worse in itertools.pairwise(there):
+        gain = sign * (statistics.mean(scores[worse]) - statistics.mean(scores[better]))
+        if gain > WANTED[workload, worse].reach(min(len(scores[worse]), len(scores[better]))):
+            found.append((better, worse))
+    return found
