@@ -57,6 +57,23 @@ Plan hierarchical_all_gather(const Place& at);
 Plan hierarchical_reduce_scatter(const Place& at);
 Plan hierarchical_barrier(const Place& at);
 
+// What crosses between hosts of a hierarchical_all_reduce in blocks, for ranks that sum and spread
+// inside their hosts by other means. `lanes` ranks of each host cut a block of `count` elements
+// into equal pieces, by index. Before a block's moves, which end at `end`, a rank in a lane has the
+// sum over its host of its piece in scratch, at `sum_at`, unless it is alone there; after them its
+// piece of the output is finished. `sum_at` is the same again after kSumsAhead blocks.
+struct Crossing {
+  struct Block {
+    size_t begin, count;
+    int lanes;
+    size_t sum_at, end;
+  };
+  Plan plan;  // none outside lanes
+  std::vector<Block> blocks;
+};
+inline constexpr size_t kSumsAhead = 2;
+Crossing cross_all_reduce(const Place& at, size_t block);
+
 Plan tree_all_reduce(int rank, int size, size_t count);
 Plan tree_broadcast(int rank, int size, size_t count, int root);
 Plan tree_reduce(int rank, int size, size_t count, int root);

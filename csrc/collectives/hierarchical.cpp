@@ -76,6 +76,39 @@ Plan hierarchical_all_reduce(const Place& at) {
   return plan;
 }
 
+// Each block is as in hierarchical_all_reduce without what is inside. Pieces are equal: what is
+// left over is a block of its own in one lane.
+Crossing cross_all_reduce(const Place& at, size_t block) {
+  const Levels levels(at);
+  const auto lanes = static_cast<size_t>(levels.lanes);
+  const size_t even = at.count - at.count % lanes;
+  const size_t step = std::max<size_t>(block / lanes, 1) * lanes;
+  Crossing crossing;
+  for (size_t begin = 0; begin < even; begin += step)
+    crossing.blocks.push_back({begin, std::min(step, even - begin), levels.lanes, 0, 0});
+  if (even < at.count || at.count == 0) crossing.blocks.push_back({even, at.count - even, 1, 0, 0});
+  const bool alone = levels.local_size() == 1;
+  const size_t place = crossing.blocks[0].count / static_cast<size_t>(crossing.blocks[0].lanes);
+  for (size_t i = 0; i < crossing.blocks.size(); ++i) {
+    Crossing::Block& now = crossing.blocks[i];
+    now.sum_at = i % kSumsAhead * place;
+    const size_t piece_count = now.count / static_cast<size_t>(now.lanes);
+    if (levels.index < now.lanes)
+      append_stage(crossing.plan,
+                   is_long(now.count)
+                       ? ring_all_reduce(levels.host, levels.hosts(), piece_count)
+                       : halving_all_reduce(levels.host, levels.hosts(), piece_count),
+                   {.members = levels.lane(levels.index),
+                    .input_at = alone ? now.begin : now.sum_at,
+                    .input = alone ? Space::input : Space::scratch,
+                    .output_at = now.begin + static_cast<size_t>(levels.index) * piece_count,
+                    .scratch_at = alone ? 0 : kSumsAhead * place,
+                    .finishes = true});
+    now.end = crossing.plan.moves.size();
+  }
+  return crossing;
+}
+
 // Reduce-scatter inside, a reduce in each lane to the root's host, whose lanes hand their pieces to
 // the root. The root has index 0 on its host.
 //

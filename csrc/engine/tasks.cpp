@@ -40,17 +40,16 @@ void Run::skip() {
   while (receiving_ < end() && move(receiving_).from == kNobody) ++receiving_;
 }
 
-int Run::sending_to() const { return sending_ < end() ? move(sending_).to : kNobody; }
+int Run::sending_to() const { return may_send() ? move(sending_).to : kNobody; }
 
 // While a place is not free yet it is the send before it that the run waits for.
 int Run::receiving_from() const {
-  if (receiving_ == end() || needs(receiving_).land_after >= static_cast<int>(sending_))
-    return kNobody;
+  if (!may_receive() || needs(receiving_).land_after >= static_cast<int>(sending_)) return kNobody;
   return move(receiving_).from != rank_ ? move(receiving_).from : kNobody;
 }
 
 size_t Run::receiving_bytes() const {
-  return receiving_ < end() ? bytes(move(receiving_).in) - landed_ : 0;
+  return may_receive() ? bytes(move(receiving_).in) - landed_ : 0;
 }
 
 // Whether the first `upto` bytes of the sending move are there.
@@ -62,7 +61,7 @@ bool Run::sendable(size_t upto) const {
 }
 
 bool Run::send_step() {
-  if (sending_ == end()) return false;
+  if (!may_send()) return false;
   const Move& now = move(sending_);
   const size_t total = bytes(now.out);
   if (!frame_open_) {
@@ -89,7 +88,7 @@ bool Run::send_step() {
 }
 
 bool Run::receive_step() {
-  if (receiving_ == end()) return false;
+  if (!may_receive()) return false;
   const Move& now = move(receiving_);
   if (needs(receiving_).land_after >= static_cast<int>(sending_)) return false;
   if (now.from == rank_) {

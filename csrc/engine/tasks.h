@@ -1,5 +1,9 @@
-// The three things an engine does: a plan, a message out, a message in.
+// The three things an engine does: a plan, a message out, a message in. The plan is also a part of
+// what group/two_levels.cpp does.
 #pragma once
+
+#include <algorithm>
+#include <cstdint>
 
 #include "engine/engine.h"
 
@@ -16,7 +20,15 @@ class Run final : public Task {
   int receiving_from() const override;
   size_t receiving_bytes() const override;
 
+  // Moves from `end` on wait until a later call allows them: what they send or add is not there
+  // yet. Without a call all are allowed.
+  void allow(size_t end) { allowed_ = end; }
+  // Moves below are over.
+  size_t passed() const { return std::min(sending_, receiving_); }
+
  private:
+  bool may_send() const { return sending_ < std::min(end(), allowed_); }
+  bool may_receive() const { return receiving_ < std::min(end(), allowed_); }
   size_t end() const { return job_.schedule->plan.moves.size(); }
   const Move& move(size_t i) const { return job_.schedule->plan.moves[i]; }
   const Needs& needs(size_t i) const { return job_.schedule->needs[i]; }
@@ -35,6 +47,7 @@ class Run final : public Task {
   Header header_;
   int rank_;
   std::byte* scratch_;
+  size_t allowed_ = SIZE_MAX;
   size_t sending_ = 0, receiving_ = 0;  // the two cursors
   size_t sent_ = 0, landed_ = 0;        // bytes of the moves under the cursors
   bool frame_open_ = false;             // a frame of the sending move is on its way

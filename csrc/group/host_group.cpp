@@ -84,12 +84,6 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
       worker_(options_.interrupted) {
   thresholds_ = thresholds_of(mesh);
   options_.tuned = std::move(mesh.tuned);  // for split()
-  if (!mesh.memories.empty()) {
-    std::vector<std::shared_ptr<Segment>> segments;
-    for (const auto& memory : mesh.memories)
-      segments.emplace_back(memory, reinterpret_cast<Segment*>(memory.get()));
-    arena_ = std::make_unique<Arena>(std::move(segments), options_.rank);
-  }
   const auto& hosts = mesh.hosts;
   const auto me = static_cast<size_t>(options_.rank);
   local_size_ = static_cast<int>(std::ranges::count(hosts, hosts[me]));
@@ -102,13 +96,28 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
     if (found == known.end()) known.push_back(host);
   }
   host_count_ = static_cast<int>(known.size());
+  if (!mesh.memories.empty()) make_arena(mesh.memories);
+}
+
+void HostGroup::make_arena(const std::vector<std::shared_ptr<std::byte>>& memories) {
+  std::vector<std::shared_ptr<Segment>> segments;
+  std::vector<int> here;
+  for (size_t i = 0; i < memories.size(); ++i) {
+    if (memories[i] == nullptr) continue;
+    segments.emplace_back(memories[i], reinterpret_cast<Segment*>(memories[i].get()));
+    here.push_back(static_cast<int>(i));
+  }
+  if (here.size() > 1)
+    arena_ = std::make_unique<Arena>(std::move(segments), std::move(here), local_rank_);
+  if (host_count_ > 1) two_levels_.emplace(engine_, arena_.get());
 }
 
 HostGroup::~HostGroup() { close(); }
 
 void HostGroup::check(const Call& call) const {
   check_call(call, options_.rank, options_.size);
-  if (call.algorithm == Algorithm::shared_memory && !arena_ && options_.size > 1)
+  const bool shared = arena_ && host_count_ == 1;
+  if (call.algorithm == Algorithm::shared_memory && !shared && options_.size > 1)
     throw Unsupported(
         "the algorithm shared_memory needs all ranks on one host, and connections "
         "that share memory",
@@ -179,7 +188,7 @@ void HostGroup::execute(const Call& call) {
 Algorithm HostGroup::algorithm_for(const Call& call) const {
   if (options_.size == 1 && call.algorithm == Algorithm::shared_memory) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
-  if (arena_ && call.counts.empty()) return Algorithm::shared_memory;
+  if (arena_ && host_count_ == 1 && call.counts.empty()) return Algorithm::shared_memory;
   const size_t ranks = call.counts.size();
   size_t count = call.count;  // of an all_to_all with counts 0, which all ranks know
   if (call.operation == Operation::all_gather && ranks > 0)
@@ -220,6 +229,9 @@ void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadli
   job.element_bytes = bytes_of(call.dtype);
   job.size = options_.size;
   if (reduces(call.operation)) job.reducer = &reducer(call.dtype, call.op);
+  if (two_levels_ && algorithm == Algorithm::hierarchical &&
+      call.operation == Operation::all_reduce)
+    return two_levels_->all_reduce(job, place(options_.rank, call, call.count), deadline);
   if (call.counts.empty()) return execute_blocks(call, job, deadline);
   if (call.operation == Operation::all_to_all) job.claims = call.counts;
   // Lists change from call to call: plans with counts are not kept.

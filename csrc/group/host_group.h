@@ -3,6 +3,7 @@
 
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "group/group.h"
 #include "group/mesh.h"
 #include "group/pulse.h"
+#include "group/two_levels.h"
 #include "group/worker.h"
 #include "shared/arena.h"
 
@@ -56,6 +58,7 @@ class HostGroup final : public Group {
 
   void execute(const Call& call);
   Algorithm algorithm_for(const Call& call) const;
+  void make_arena(const std::vector<std::shared_ptr<std::byte>>& memories);
   void execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline);
   void run_plan(const Job& job, const Deadline& deadline);
   void check(const Call& call) const;
@@ -76,7 +79,8 @@ class HostGroup final : public Group {
   int splits_ = 0;
   std::unique_ptr<Dialer> dialer_;  // null where all ranks have met
   Engine engine_;
-  std::unique_ptr<Arena> arena_;  // where all ranks share a host
+  std::unique_ptr<Arena> arena_;  // of this host's ranks, if several, where hosts share memory
+  std::optional<TwoLevels> two_levels_;  // the same, where there are several hosts
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;
   mutable std::mutex mutex_;  // guards stats_ and the timeout
   Stats stats_;

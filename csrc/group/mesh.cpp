@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <map>
+#include <set>
 #include <utility>
 
 #include "group/doorman.h"
@@ -96,20 +98,19 @@ class Forming {
 
   void pick_transports(Mesh& mesh, const std::string& why, bool full) {
     contacts_.resize(notes_.size());
-    const bool forced_local = request_.transport == "local";
     for (int peer = 0; peer < request_.size; ++peer) {
       if (peer == request_.rank) continue;
       const Note& note = notes_[static_cast<size_t>(peer)];
       std::string& transport = mesh.members[static_cast<size_t>(peer)].transport;
-      if (note.process == note_.process && (forced_local || request_.transport.empty())) {
-        transport = "local";
+      const std::string_view by_note = between(note, note_);
+      if (by_note == "local") {
+        transport = by_note;
         if (full)
           mesh.channels[static_cast<size_t>(peer)] = local_channel(
               notes_[0].token + request_.name, request_.rank, peer, ring_bytes(request_.size));
         continue;
       }
-      const bool by_shm = note.host_id == note_.host_id && shm_ && !note.shm.empty();
-      SocketTransport* by = by_shm ? shm_.get() : note.tcp.empty() ? nullptr : tcp_.get();
+      SocketTransport* by = by_note == "shm" ? shm_.get() : note.tcp.empty() ? nullptr : tcp_.get();
       if (by == nullptr)
         throw Unsupported("no transport reaches " + name(peer) +
                               (request_.transport.empty() ? "" : " by " + request_.transport) +
@@ -134,25 +135,37 @@ class Forming {
     return by.ways(by.name() == "shm" ? called.shm : called.tcp, called.host_id == calling.host_id);
   }
 
-  // Only where all pairs have the same kind of memory, and all ranks want it. `own` is what this
-  // rank lays out for other processes.
+  // Only where on every host all pairs have the same kind of memory, and all ranks want it, which
+  // all ranks find alike. `own` is what this rank lays out for other processes.
   void share(Mesh& mesh, const std::shared_ptr<std::byte>& own) const {
-    const size_t peers = notes_.size() - 1;
     for (const Note& note : notes_)
       if (note.memory == "0" || note.memory != note_.memory) return;
-    const auto by = [&](std::string_view transport) {
-      return static_cast<size_t>(std::ranges::count(mesh.members, transport, &Member::transport));
-    };
-    const bool local = by("local") == peers;
-    if (peers == 0 || (!local && by("shm") != peers)) return;
+    std::map<std::string, std::set<std::string_view>> by_host;
+    for (size_t a = 0; a < notes_.size(); ++a)
+      for (size_t b = 0; b < a; ++b)
+        if (notes_[a].host_id == notes_[b].host_id)
+          by_host[notes_[a].host_id].insert(between(notes_[a], notes_[b]));
+    for (const auto& [host, ways] : by_host)
+      if (ways.size() > 1 || ways.contains("tcp")) return;
+    if (by_host.empty()) return;
+    const bool local = by_host[note_.host_id].contains("local");
     for (size_t i = 0; i < notes_.size(); ++i) {
       const auto rank = static_cast<int>(i);
-      if (local)
+      if (notes_[i].host_id != note_.host_id)
+        mesh.memories.push_back(nullptr);
+      else if (local)
         mesh.memories.push_back(
             local_memory(notes_[0].token + request_.name, rank, request_.memory_bytes));
       else
         mesh.memories.push_back(rank == request_.rank ? own : mesh.channels[i]->memory());
     }
+  }
+
+  // How two ranks reach each other, if at all.
+  std::string_view between(const Note& a, const Note& b) const {
+    const bool local = request_.transport.empty() || request_.transport == "local";
+    if (a.process == b.process && local) return "local";
+    return a.host_id == b.host_id && !a.shm.empty() && !b.shm.empty() ? "shm" : "tcp";
   }
 
   // Each calls those before it and is called by those behind it, until nobody is missing.

@@ -38,7 +38,8 @@ struct Mesh {
   std::vector<std::unique_ptr<Channel>> channels;  // by rank; null for oneself and who is not met
   std::unique_ptr<Dialer> dialer;                  // meets those; null where all are met
   std::vector<Member> members;                     // by rank
-  // By rank, where all ranks share a host: what each lays out for the others. Else empty.
+  // By rank, where ranks that share a host share memory, on every host: what each of this one's
+  // lays out for the others, and null for ranks of other hosts. Else empty.
   std::vector<std::shared_ptr<std::byte>> memories;
   std::vector<Tuned> tuned;        // rank 0's, for all
   std::vector<std::string> hosts;  // by rank: equal where ranks share a host

@@ -1,5 +1,5 @@
-// The segments of all ranks of a group whose ranks share a host. One for each group; its calls come
-// one after another, as the group's do.
+// The segments of those ranks of a group that share this one's host. One for each group; its calls
+// come one after another, as the group's do. A rank has a number here: its place among them.
 #pragma once
 
 #include <array>
@@ -26,11 +26,15 @@ struct Stores {
 
 class Arena {
  public:
-  // By rank, this rank's own among them.
-  Arena(std::vector<std::shared_ptr<Segment>> segments, int rank)
-      : segments_(std::move(segments)), rank_(rank), known_done_(segments_.size()) {}
+  // By number, this rank's own among them, at `rank`; `members` has their ranks in the group.
+  Arena(std::vector<std::shared_ptr<Segment>> segments, std::vector<int> members, int rank)
+      : segments_(std::move(segments)),
+        members_(std::move(members)),
+        rank_(rank),
+        known_done_(segments_.size()) {}
 
   int rank() const { return rank_; }
+  int member(int rank) const { return members_[static_cast<size_t>(rank)]; }
   int size() const { return static_cast<int>(segments_.size()); }
   Segment& own() const { return of(rank_); }
   Segment& of(int rank) const { return *segments_[static_cast<size_t>(rank)]; }
@@ -62,6 +66,7 @@ class Arena {
 
  private:
   std::vector<std::shared_ptr<Segment>> segments_;
+  std::vector<int> members_;
   int rank_;
   std::vector<uint64_t> known_done_;
   std::array<Stores, 3> stores_{};

@@ -57,8 +57,9 @@ SharedRun::SharedRun(Engine& engine, Arena& arena, const SharedJob& job, const H
       job_(job),
       header_(header),
       rank_(arena.rank()),
-      size_(arena.size()) {
-  const size_t rows = has_row_per_rank(job.operation) ? static_cast<size_t>(size_) : 1;
+      size_(arena.size()),
+      parts_(job.parts == 0 ? size_ : job.parts) {
+  const size_t rows = has_row_per_rank(job.operation) ? static_cast<size_t>(parts_) : 1;
   const size_t whole = bytes(job.count) * rows;
   tiny_ = whole <= kTinyBytes;
   const bool sums = job.operation == Operation::all_reduce || job.operation == Operation::reduce;
@@ -94,14 +95,16 @@ std::byte* SharedRun::out_row(int i, const Chunk& chunk) const {
 bool SharedRun::fills() const {
   const bool one_way =
       job_.operation == Operation::broadcast || job_.operation == Operation::scatter;
+  if (job_.operation == Operation::all_gather) return rank_ < parts_;
   return !one_way || rank_ == job_.root;
 }
 
 bool SharedRun::reduces() const {
   switch (job_.operation) {
     case Operation::all_reduce:
-    case Operation::reduce_scatter:
       return true;
+    case Operation::reduce_scatter:
+      return rank_ < parts_;
     case Operation::reduce:
       return two_shots_ || rank_ == job_.root;
     case Operation::broadcast:
@@ -207,12 +210,13 @@ bool SharedRun::has_filled(int peer, uint64_t ticket) {
 void SharedRun::disagree(int peer, uint64_t ticket) {
   const auto& theirs = arena_.of(peer).reduced[ticket % kSlots];
   const Header header = theirs.header.load(), before = theirs.before.load();
-  if (!same_call(header, header_)) engine_.disagree(peer, header);
+  const int member = arena_.member(peer);
+  if (!same_call(header, header_)) engine_.disagree(member, header);
   const std::string other = same_call(before, before_)
                                 ? std::string("not the last one")
                                 : "this rank called " + describe(before_) + ", rank " +
-                                      std::to_string(peer) + " called " + describe(before);
-  engine_.give_up_call(peer, before_.sequence,
+                                      std::to_string(member) + " called " + describe(before);
+  engine_.give_up_call(member, before_.sequence,
                        "ranks disagree about a call before " + describe(header_) + ": " + other +
                            "; what it writes is undefined");
 }
@@ -221,7 +225,8 @@ bool SharedRun::have_filled(uint64_t ticket) {
   const bool one_way =
       job_.operation == Operation::broadcast || job_.operation == Operation::scatter;
   if (one_way) return has_filled(job_.root, ticket);
-  for (int peer = 0; peer < size_; ++peer)
+  const int fillers = job_.operation == Operation::all_gather ? parts_ : size_;
+  for (int peer = 0; peer < fillers; ++peer)
     if (!has_filled(peer, ticket)) return false;
   return true;
 }
@@ -303,7 +308,7 @@ void SharedRun::fill(const Chunk& at) {
   std::byte* into = slot(rank_, at.ticket);
   const size_t row_bytes = bytes(at.count);
   if (has_row_per_rank(job_.operation)) {
-    for (int peer = 0; peer < size_; ++peer)
+    for (int peer = 0; peer < parts_; ++peer)
       if (peer != rank_)
         lay_out(into + static_cast<size_t>(peer) * row_bytes, row(peer, at), row_bytes);
   } else if (two_shots_) {
@@ -371,7 +376,10 @@ void SharedRun::combine(const Sum& to, uint64_t ticket) {
         job_.reducer->reduce(sum.data(), so_far, summand(i), n);
         so_far = sum.data();
       }
-      job_.reducer->finish(to.into + offset, so_far, summand(size_ - 1), n, size_);
+      if (job_.finishes)
+        job_.reducer->finish(to.into + offset, so_far, summand(size_ - 1), n, size_);
+      else
+        job_.reducer->reduce(to.into + offset, so_far, summand(size_ - 1), n);
     }
     if (to.again != nullptr) lay_out(to.again + offset, to.into + offset, n * element);
   }
@@ -391,9 +399,9 @@ void SharedRun::collect(const Chunk& at) {
       return;
     case Operation::all_gather:
     case Operation::gather:
-      for (int peer = 0; peer < size_; ++peer)
+      for (int peer = 0; peer < parts_; ++peer)
         if (peer != rank_) take(out_row(peer, at), slot(peer, at.ticket), row_bytes);
-      copy_bytes(out_row(rank_, at), row(0, at), row_bytes);
+      if (rank_ < parts_) copy_bytes(out_row(rank_, at), row(0, at), row_bytes);
       return;
     case Operation::all_to_all: {
       const size_t place = static_cast<size_t>(rank_) * row_bytes;
@@ -426,7 +434,7 @@ void SharedRun::publish(std::atomic<uint64_t>& flag, uint64_t value) {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     auto& sleeps = arena_.of(peer).sleeps;
-    if (sleeps.load() != 0 && sleeps.exchange(0) != 0) engine_.ring(peer);
+    if (sleeps.load() != 0 && sleeps.exchange(0) != 0) engine_.ring(arena_.member(peer));
   }
 }
 
@@ -434,11 +442,16 @@ void SharedRun::arm() {
   arena_.own().sleeps.store(1);
   Header theirs;
   for (int peer = 0; peer < size_; ++peer)
-    if (peer != rank_ && arena_.differs(peer, header_, theirs)) engine_.disagree(peer, theirs);
+    if (peer != rank_ && arena_.differs(peer, header_, theirs))
+      engine_.disagree(arena_.member(peer), theirs);
   // Whoever is in a later call has done what it does in this one: what is not there will not come.
   if (awaited_ != kNobody && arena_.is_past(awaited_, header_, theirs) &&
       awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
-    engine_.disagree_on_end(awaited_, theirs);
+    engine_.disagree_on_end(arena_.member(awaited_), theirs);
+}
+
+int SharedRun::receiving_from() const {
+  return awaited_ == kNobody ? kNobody : arena_.member(awaited_);
 }
 
 void SharedRun::disarm() { arena_.own().sleeps.store(0); }

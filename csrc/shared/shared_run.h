@@ -31,9 +31,12 @@ struct SharedJob {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   size_t count = 0, element_bytes = 1;  // count as in group.h
-  int root = 0;
+  int root = 0;                         // as the arena counts
   const Reducer* reducer = nullptr;
-  bool folds = false;  // 16-bit sums: all summands at once, rounded once
+  bool folds = false;    // 16-bit sums: all summands at once, rounded once
+  bool finishes = true;  // else the last addition is like the others, and others are to follow
+  // Of reduce_scatter and all_gather: as many ranks, the first ones, have a part; 0: all.
+  int parts = 0;
 };
 
 // Whether a call can be carried out here.
@@ -47,7 +50,7 @@ class SharedRun final : public Task {
   bool advance() override;
   bool done() const override { return collected_ == chunks_; }
   int sending_to() const override { return kNobody; }
-  int receiving_from() const override { return awaited_; }
+  int receiving_from() const override;
   void arm() override;
   void disarm() override;
 
@@ -87,7 +90,8 @@ class SharedRun final : public Task {
   Arena& arena_;
   const SharedJob& job_;
   const Header& header_;
-  int rank_, size_;
+  int rank_, size_;  // as the arena counts
+  int parts_;        // ranks that have one
   Header before_{};
   uint32_t signature_ = 0;
   bool tiny_ = false;  // slots are the flags' own lines

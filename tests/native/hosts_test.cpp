@@ -1,6 +1,6 @@
-// Plans of two levels at work: groups whose ranks are told that they are on several hosts, over
-// every transport, against a plain model. levels_test.cpp proves the plans; hosts for real are in
-// tests/test_hosts.py.
+// Two levels at work: groups whose ranks are told that they are on several hosts, over every
+// transport, with and without memory that the ranks of a host share, against a plain model.
+// levels_test.cpp proves the plans; hosts for real are in tests/test_hosts.py.
 #include <functional>
 #include <numeric>
 #include <string>
@@ -11,6 +11,7 @@
 #include "group/host_group.h"
 #include "harness.h"
 #include "ranks.h"
+#include "shared/segment.h"
 
 namespace {
 
@@ -24,9 +25,12 @@ using ranks::run_case;
 
 constexpr size_t kRing = size_t{256} << 10;
 
-// Runs `body` on ranks of which `hosts` says, by rank, where each is.
+// Runs `body` on ranks of which `hosts` says, by rank, where each is. Ranks of a host that
+// `shares` memory are connected by `by`, others by tcp; else all are connected by `by`.
 void run_on_hosts(const std::vector<int>& hosts, const std::string& by,
-                  const std::function<void(Group&)>& body) {
+                  const std::function<void(Group&)>& body, bool shares = false) {
+  static int runs = 0;
+  const std::string meeting = "hosts " + std::to_string(runs++);
   const size_t size = hosts.size();
   std::vector<Mesh> meshes(size);
   for (size_t rank = 0; rank < size; ++rank) {
@@ -36,8 +40,14 @@ void run_on_hosts(const std::vector<int>& hosts, const std::string& by,
       meshes[rank].members.push_back({host, static_cast<int64_t>(i), i == rank ? "self" : by});
       meshes[rank].hosts.push_back(host);
     }
+    for (size_t peer = 0; shares && peer < size; ++peer)
+      meshes[rank].memories.push_back(
+          hosts[peer] == hosts[rank]
+              ? local_memory(meeting, static_cast<int>(peer), sizeof(Segment))
+              : nullptr);
     for (size_t peer = 0; peer < rank; ++peer) {
-      ranks::Ends ends = ranks::channel_pair(by, kRing);
+      const bool apart = shares && hosts[peer] != hosts[rank];
+      ranks::Ends ends = ranks::channel_pair(apart ? "tcp" : by, kRing);
       meshes[rank].channels[peer] = std::move(ends.a);
       meshes[peer].channels[rank] = std::move(ends.b);
     }
@@ -65,7 +75,13 @@ const std::vector<Operation> kOperations{Operation::all_reduce,     Operation::r
                                          Operation::broadcast,      Operation::all_gather,
                                          Operation::reduce_scatter, Operation::barrier};
 
-void run_cases(Group& group) {
+void run_plain(Group& group, const Case& c) {
+  Arrays arrays(c, group.rank(), group.size());
+  group.run(arrays.call);
+  expect_result(c, arrays, group.rank(), group.size());
+}
+
+void run_cases(Group& group, const std::function<void(Group&, const Case&)>& run_one) {
   int call = 0;
   for (const Operation operation : kOperations)
     for (const size_t count : {0, 1, 7, 1000, 65'541}) {
@@ -78,7 +94,7 @@ void run_cases(Group& group) {
         for (const bool in_place : {false, true}) {
           c.in_place = in_place;
           c.call = ++call;
-          run_case(group, c);
+          run_one(group, c);
         }
     }
 }
@@ -87,26 +103,85 @@ const ByTransport kTwoLevels{"two levels are right on hosts of every kind",
                              [](const std::string& by) {
                                const size_t step = kSlowdown > 1 && by != "local" ? 4 : 1;
                                for (size_t i = 0; i < kMaps.size(); i += step)
-                                 run_on_hosts(kMaps[i], by, run_cases);
+                                 run_on_hosts(kMaps[i], by, [](Group& group) {
+                                   run_cases(group, run_case);  // the frames are the plan's
+                                 });
                              }};
+
+const Test kShared{"two levels are right on hosts whose ranks share memory", [] {
+                     for (const std::string by : {"local", "shm"})
+                       for (const auto& hosts : kMaps)
+                         run_on_hosts(
+                             hosts, by, [](Group& group) { run_cases(group, run_plain); }, true);
+                   }};
+
+// Who is elsewhere differs in a count, an operation or an algorithm: nobody's array has changed,
+// and the group goes on.
+const Test kDisagreement{
+    "a disagreement between hosts or inside one changes nothing", [] {
+      const auto body = [](Group& group) {
+        for (int odd = 0; odd < group.size(); ++odd)
+          for (const size_t count : {300, 700'000}) {
+            Call call{.operation = Operation::all_reduce,
+                      .dtype = Dtype::float32,
+                      .count = count,
+                      .algorithm = Algorithm::hierarchical};
+            if (group.rank() == odd && count == 300) call.count = 200;
+            if (group.rank() == odd && count > 300) call.algorithm = Algorithm::ring;
+            ranks::Array array(call.dtype, count);
+            array.fill([&](size_t i) { return ranks::element(group.rank(), i); });
+            const ranks::Array before = array;
+            call.input = call.output = array.data();
+            const auto ending = ranks::ending_of([&] { group.run(call); });
+            expect(ending.is(ErrorKind::mismatch), "not a mismatch: " + ending.text());
+            expect(array == before, "an array has changed");
+            run_plain(group, {Operation::all_reduce, Algorithm::hierarchical, Dtype::float32,
+                              ReduceOp::sum, 700'001, 0, true, 1});
+          }
+      };
+      for (const auto& hosts : {std::vector{0, 0, 1, 1}, {0, 1, 1}, {0, 0, 0, 1, 1}})
+        run_on_hosts(hosts, "shm", body, true);
+    }};
+
+// A rank that is gone is missed by those of its own host, and by all through them.
+const Test kGone{"who has left in peace is missed on all hosts", [] {
+                   run_on_hosts(
+                       {0, 0, 1, 1}, "shm",
+                       [](Group& group) {
+                         if (group.rank() == 3) return group.close();
+                         std::vector<float> x(700'000);
+                         const auto ending = ranks::ending_of([&] {
+                           group.run({.operation = Operation::all_reduce,
+                                      .dtype = Dtype::float32,
+                                      .input = x.data(),
+                                      .output = x.data(),
+                                      .count = x.size()});
+                         });
+                         expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 3"),
+                                ending.text());
+                       },
+                       true);
+                 }};
 
 // What is chosen for many bytes on several hosts, and what runs in blocks there: ranks that do
 // different work have to cut the same ones.
 const Test kBlocks{
     "two levels of a call with too much scratch, and as chosen", [] {
       constexpr size_t kCount = 2'500'001;
-      run_on_hosts({0, 1, 1}, "local", [](Group& group) {
+      const auto body = [](Group& group) {
         bool in_place = false;
         for (const Algorithm algorithm : {Algorithm::hierarchical, Algorithm::automatic})
           for (const Operation operation : {Operation::all_reduce, Operation::reduce}) {
             in_place = !in_place;
             const Case c{operation, algorithm, Dtype::float32, ReduceOp::sum,
                          kCount,    1,         in_place,       1};
-            Arrays arrays(c, group.rank(), group.size());
-            group.run(arrays.call);
-            expect_result(c, arrays, group.rank(), group.size());
+            run_plain(group, c);
           }
-      });
+      };
+      run_on_hosts({0, 1, 1}, "local", body);
+      for (const auto& hosts :
+           {std::vector{0, 1, 1}, {0, 1, 0, 1}, {0, 0, 1, 1, 1}, {0, 0, 1, 1, 2, 2, 3, 3}})
+        run_on_hosts(hosts, "local", body, true);
     }};
 
 }  // namespace
