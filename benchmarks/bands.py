@@ -1,9 +1,10 @@
 """What the convergence benchmark has to find: bands of scores, and an order of the techniques.
 
 What is wanted are means and deviations of three seeds of a second model of the same methods,
-written apart from this library, on the same data. The band of n seeds is two deviations of the
-difference of two such means to each side: 2 d sqrt(1/n + 1/3). What is better than its band is
-shown and does no harm. Called by convergence.py.
+written apart from this library, on the same data. Its transformer is a plain one, so what counts is
+a method's cost: what it loses against dense on the same batches. The band of n seeds is two
+deviations of the difference of two such means to each side: 2 d sqrt(1/n + 1/3). What is better
+than its band is shown and does no harm. Called by convergence.py.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ USUAL = {"images": 0.25, "text": 0.013}
 
 @dataclass(frozen=True)
 class Band:
-    """Of one method on one workload, between seeds."""
+    """Of one method's cost on one workload: its mean, and the deviation between seeds."""
 
-    mean: float
+    cost: float
     deviation: float
 
     def reach(self, seeds: int) -> float:
-        """How far a mean of so many seeds may lie from `mean`."""
+        """How far a mean of so many seeds may lie from `cost`."""
         return 2 * self.deviation * math.sqrt(1 / seeds + 1 / SEEDS)
 
 
 def _bands(workload: str, rows: Mapping[str, tuple[float, ...]]) -> dict[tuple[str, str], Band]:
+    """From scores and their deviations, where known."""
+    dense = rows["dense"][0]
     return {
-        (workload, name): Band(mean, max(USUAL[workload], *deviation, 0.0))
-        for name, (mean, *deviation) in rows.items()
+        (workload, name): Band(abs(score - dense), max(USUAL[workload], *deviation, 0.0))
+        for name, (score, *deviation) in rows.items()
+        if name != "dense"
     }
 
 
@@ -85,26 +89,24 @@ ORDERS = {
 """From the best to the worst; of two neighbours the worse may win by a band of equal means."""
 
 
-def judged(workload: str, method: str, scores: Sequence[float], higher_is_better: bool) -> str:
-    """ "in", "better" or "worse" than its band, "" where there is none; a score for each seed."""
+def judged(workload: str, method: str, costs: Sequence[float]) -> str:
+    """ "in", "better" or "worse" than its band, "" where there is none; a cost for each seed."""
     band = WANTED.get((workload, method))
-    if band is None:
+    if band is None or not costs:
         return ""
-    gain = (statistics.mean(scores) - band.mean) * (1 if higher_is_better else -1)
-    if abs(gain) <= band.reach(len(scores)):
+    more = statistics.mean(costs) - band.cost
+    if abs(more) <= band.reach(len(costs)):
         return "in"
-    return "better" if gain > 0 else "worse"
+    return "worse" if more > 0 else "better"
 
 
-def disordered(
-    workload: str, scores: Mapping[str, Sequence[float]], higher_is_better: bool
-) -> list[tuple[str, str]]:
-    """Neighbours that came out against the order; `scores` by method, one for each seed."""
-    there = [name for name in ORDERS[workload] if name in scores]
-    sign = 1 if higher_is_better else -1
+def disordered(workload: str, costs: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
+    """Neighbours that came out against the order; `costs` by method, one for each seed."""
+    there = [name for name in ORDERS[workload] if costs.get(name)]
     found = []
     for better, worse in itertools.pairwise(there):
-        gain = sign * (statistics.mean(scores[worse]) - statistics.mean(scores[better]))
-        if gain > WANTED[workload, worse].reach(min(len(scores[worse]), len(scores[better]))):
+        seeds = min(len(costs[worse]), len(costs[better]))
+        gain = statistics.mean(costs[better]) - statistics.mean(costs[worse])
+        if gain > WANTED[workload, worse].reach(seeds):
             found.append((better, worse))
     return found

@@ -258,45 +258,57 @@ def _said(run: Run) -> str:
 def summary(found: Sequence[Run]) -> tuple[list[str], bool]:
     """Lines of a table, mean and deviation over seeds, and whether all of it is as it has to be.
 
-    "bytes": times fewer than dense in the whole run; "later": in its second half, behind the ramp.
-    Bands hold for runs of the workload's own length with 8 ranks.
+    "cost": of accuracy in points or of loss in nats, against dense with the same seeds. "bytes":
+    times fewer than dense in the whole run; "later": in its second half, behind the ramp. Bands
+    hold for runs of the workload's own length with 8 ranks.
     """
     lines = [
-        f"{'# workload':10} {'method':32} {'runs':>4} {'score':>8} {'+-':>6} {'wanted':>7} "
-        f"{'band':>6} {'':6} {'bytes':>7} {'later':>7} replicas"
+        f"{'# workload':10} {'method':32} {'runs':>4} {'score':>7} {'+-':>6} {'cost':>7} "
+        f"{'wanted':>7} {'+-':>6} {'':6} {'bytes':>7} {'later':>7} replicas"
     ]
     good = True
     for workload in dict.fromkeys(run.workload for run in found):
-        rows: dict[str, list[Run]] = {}
-        for run in found:
-            if run.workload == workload:
-                rows.setdefault(run.method, []).append(run)
-        known = WORKLOADS[workload]
-        whole = all((run.steps, run.ranks) == (known.steps, 8) for run in found)
-        scores = {method: [run.score for run in runs] for method, runs in rows.items()}
-        for method, runs in rows.items():
-            line, fits = _row(workload, method, runs, whole)
+        own = [run for run in found if run.workload == workload]
+        methods = list(dict.fromkeys(run.method for run in own))
+        costs = {method: _costs(own, method) for method in methods}
+        for method in methods:
+            line, fits = _row([run for run in own if run.method == method], costs[method])
             lines.append(line)
             good = good and fits
-        for better, worse in disordered(workload, scores, known.higher_is_better) if whole else ():
+        for better, worse in disordered(workload, costs) if _whole(own) else ():
             lines.append(f"{workload}: {worse!r} came out before {better!r}")
             good = False
     return lines, good
 
 
-def _row(workload: str, method: str, runs: Sequence[Run], whole: bool) -> tuple[str, bool]:
+def _whole(runs: Sequence[Run]) -> bool:
+    return all((run.steps, run.ranks) == (WORKLOADS[run.workload].steps, 8) for run in runs)
+
+
+def _costs(runs: Sequence[Run], method: str) -> list[float]:
+    """What a method loses against dense, for each seed that both have."""
+    sign = -1 if WORKLOADS[runs[0].workload].higher_is_better else 1
+    dense = {run.seed: run.score for run in runs if run.method == "dense"}
+    return [
+        sign * (run.score - dense[run.seed])
+        for run in runs
+        if run.method == method and run.seed in dense
+    ]
+
+
+def _row(runs: Sequence[Run], costs: Sequence[float]) -> tuple[str, bool]:
+    workload, method = runs[0].workload, runs[0].method
     scores = [run.score for run in runs]
     spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
-    band = WANTED.get((workload, method)) if whole else None
-    said, wanted, reach = "", "", ""
-    if band is not None:
-        said = judged(workload, method, scores, WORKLOADS[workload].higher_is_better)
-        wanted, reach = f"{band.mean:.3f}", f"{band.reach(len(scores)):.3f}"
+    band = WANTED.get((workload, method)) if costs and _whole(runs) else None
+    said = judged(workload, method, costs) if band else ""
     equal = all(run.replicas_equal for run in runs)
-    saved = statistics.mean(run.dense_mb / run.sent_mb for run in runs)
     line = (
-        f"{workload:10} {method:32} {len(runs):>4} {statistics.mean(scores):>8.3f} "
-        f"{spread:>6.3f} {wanted:>7} {reach:>6} {said:6} {saved:>6.1f}x "
+        f"{workload:10} {method:32} {len(runs):>4} {statistics.mean(scores):>7.3f} {spread:>6.3f} "
+        f"{f'{statistics.mean(costs):.3f}' if costs else '':>7} "
+        f"{f'{band.cost:.3f}' if band else '':>7} "
+        f"{f'{band.reach(len(costs)):.3f}' if band else '':>6} {said:6} "
+        f"{statistics.mean(run.dense_mb / run.sent_mb for run in runs):>6.1f}x "
         f"{statistics.mean(map(_later, runs)):>6.1f}x {'equal' if equal else 'DIFFER'}"
     )
     return line, equal and said != "worse"

@@ -104,26 +104,30 @@ def _runs(scores: dict[str, list[float]]) -> list[Run]:
 
 
 def test_scores_are_held_against_bands_and_order() -> None:
-    good = {"dense": [1.91, 1.92], "dgc": [2.08, 2.09], "dgc without masking": [2.11, 2.12]}
+    good = {"dense": [1.71, 1.72], "dgc": [1.88, 1.89], "dgc without masking": [1.91, 1.92]}
     lines, fits = convergence.summary(_runs(good))
     assert fits
     assert [line.split()[-4:] for line in lines[2:]] == [["in", "16.7x", "50.0x", "equal"]] * 2
     for wrong, said in (
-        ({"dgc": [2.2, 2.21]}, " worse "),
-        ({"dgc": [1.8, 1.81]}, "'dgc' came out before 'dense'"),
-        ({"dgc": [2.11, 2.12], "dgc without masking": [2.05, 2.06]}, " before 'dgc'"),
+        ({"dgc": [2.0, 2.01]}, " worse "),
+        ({"dgc": [1.6, 1.61]}, "'dgc' came out before 'dense'"),
+        ({"dgc": [1.91, 1.92], "dgc without masking": [1.85, 1.86]}, " before 'dgc'"),
+        ({"dense": [1.6, 1.61]}, " worse "),
     ):
         lines, fits = convergence.summary(_runs(good | wrong))
         assert not fits
         assert said in "\n".join(lines)
     lines, fits = convergence.summary(_runs(good | {"dense": [1.8, 1.81]}))
     assert fits
-    assert " better " in lines[1]
+    assert " better " in lines[2]
     lines, fits = convergence.summary([replace(_runs(good)[0], replicas_equal=False)])
     assert not fits
     assert "DIFFER" in lines[1]
     short = [replace(run, steps=4, score=9.0) for run in _runs(good)]
     assert convergence.summary(short)[1]  # bands are of whole runs
+    accuracy = [replace(run, workload="images", steps=2000) for run in _runs({"dense": [88.0]})]
+    accuracy += [replace(accuracy[0], method="dgc", score=87.3)]
+    assert " 0.700 " in convergence.summary(accuracy)[0][2]
 
 
 def test_nonsense_is_refused(
