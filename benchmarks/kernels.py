@@ -6,6 +6,8 @@ the fastest of three bandwidths, of copying, scaling in place and adding in plac
 a bit was wrong or a kernel beat the limit.
 
     dgc_step  20 bytes an element     topk  4 bytes     decode_update  only what the packets touch
+    DGC       a step of pycomm.DGC on one rank, with the optimizer's: 20 bytes with fused=True;
+              through p.grad 4 more to clear it and 12 for SGD
 
 main() is called by benchmarks.__main__ and pycomm.__main__.
 """
@@ -36,6 +38,7 @@ from pycomm.demo import machine
 
 SIZES = (2**18, 2**20, 2**22, 2**24)
 OURS = "pycomm"
+BYTES = {"dgc_step": 20, "topk": 4, "DGC": 20, "DGC/through p.grad": 36}  # an element
 Array = Any  # of NumPy
 
 
@@ -106,6 +109,7 @@ def main(argv: Sequence[str]) -> int:
     recorded = residuals.load(options.residuals) if options.residuals else residuals.record()
     torch.set_num_threads(options.threads)
     pycomm.set_num_threads(options.threads)
+    pycomm.init()  # DGC's group: this process alone
     print(f"# {recorded.u.size} elements recorded, SHA-256 {recorded.digest}\n{HEADER}")
     rows: list[Row] = []
     for size in options.sizes:
@@ -158,7 +162,7 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> list[Row]:
     for name in calls.keys() - bytes_of.keys():
         kernel, peer = name.split("/")
         ours = medians[f"{kernel}/{OURS}"]
-        per_element = {"dgc_step": 20, "topk": 4}.get(kernel)
+        per_element = BYTES.get(f"{kernel}/{peer}", BYTES.get(kernel))
         limit = per_element * case.count / bandwidth if per_element else None
         rows.append(
             Row(
@@ -182,8 +186,14 @@ def _contestants(
     case: Case, peers: Sequence[str]
 ) -> tuple[dict[str, Call], list[Callable[[], None]]]:
     """Calls by "kernel/peer", each given the number of the step; and what begins a round."""
-    calls: dict[str, Call] = {}
+    gradients = [torch.from_numpy(g) for g in case.gradients]
+    source, target = torch.ones(case.count), torch.zeros(case.count)
+    # Before the DGC that writes its result there.
+    calls: dict[str, Call] = {"copy": lambda i: target.copy_(gradients[i])}
     restarts: list[Callable[[], None]] = []
+    for peer, given in ((OURS, gradients), ("through p.grad", [target] * len(gradients))):
+        calls[f"DGC/{peer}"], restart = _whole_step(case, given, fused=peer == OURS)
+        restarts.append(restart)
     u, v = case.mine()
     room, k = kernels.dgc_workspace(u, v, case.k), case.k
     indices, values = np.empty(k, np.int32), np.empty(k, np.float32)
@@ -202,7 +212,6 @@ def _contestants(
 
     calls[f"dgc_step/{OURS}"] = step
     restarts.append(lambda: case.restart(u, v))
-    gradients = [torch.from_numpy(g) for g in case.gradients]
     for name in peers:
         call, restart = _composed(case, name, gradients)
         calls[f"dgc_step/{name}"] = call
@@ -225,11 +234,31 @@ def _contestants(
         return weights.add_(dense, alpha=-0.1)
 
     calls["decode_update/through p.grad"] = through_grad
-    source, target = torch.ones(case.count), torch.zeros(case.count)
-    calls["copy"] = lambda i: target.copy_(source)
     calls["scale"] = lambda i: target.mul_(0.5)
     calls["add"] = lambda i: target.add_(source)
     return calls, restarts
+
+
+def _whole_step(
+    case: Case, gradients: Sequence[torch.Tensor], fused: bool
+) -> tuple[Call, Callable[[], None]]:
+    """A step of DGC from the last gradient on, as a DataParallel goes through it."""
+    parameter = torch.nn.Parameter(torch.from_numpy(case.start[0].copy()))
+    optimizer = torch.optim.SGD([parameter], lr=1e-3, momentum=MOMENTUM)
+    dgc = pycomm.DGC(optimizer, sparsity=[SPARSITY], min_count=1, fused=fused)
+    memory = dgc.memories[parameter]
+
+    def step(i: int) -> None:
+        parameter.grad = gradients[i]
+        dgc.buckets.add(gradients[i], [parameter], [gradients[i]])
+        dgc.buckets.finish()
+        optimizer.step()
+
+    def restart() -> None:
+        assert memory.v is not None
+        case.restart(memory.u.numpy(), memory.v.numpy())
+
+    return step, restart
 
 
 def _composed(
