@@ -1,9 +1,10 @@
 """`python -m benchmarks training`: a step of data-parallel training, backend beside backend.
 
-Every rank holds each model once for every backend, in torch's DistributedDataParallel, and once in
-pycomm.DataParallel (`wrapper`); all take their turns in one run, step by step the same work. `fake`
-communicates nothing: no backend can be faster. `alone` is one rank without DistributedDataParallel
-while the others rest.
+Every rank holds each model once for every backend, in torch's DistributedDataParallel, once in
+pycomm.DataParallel (`wrapper`), and there with DGC at 99.9 % (`dgc`) and with fused=True (`fused`);
+all take their turns in one run, step by step the same work. `fake` communicates nothing: no backend
+can be faster. `alone` is one rank without DistributedDataParallel while the others rest. With
+--rate every rank is on a host of its own (netns.py), behind a line of that rate; needs root.
 
     efficiency = samples per second of N ranks / (N * samples per second of one alone)
 
@@ -13,6 +14,7 @@ main() is called by benchmarks.__main__ and pycomm.__main__.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -31,17 +33,28 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from benchmarks import table
+from benchmarks import netns, table, training_rank
 from benchmarks.models import TASKS, Task
 from benchmarks.peers import OURS, PEERS, Groups
 from benchmarks.plot import COLORS
 from pycomm.demo import machine, processes
 
 BACKENDS = ("gloo", "pycomm", "fake")
-OWN = "wrapper"  # pycomm.DataParallel, the others stand under torch's DistributedDataParallel
-CONTESTANTS = (*BACKENDS[:2], OWN, *BACKENDS[2:])
 ALONE = "alone"
 Step = Callable[[], None]
+
+
+def _compressed(model: nn.Module, optimizer: torch.optim.Optimizer, fused: bool) -> nn.Module:
+    dgc = pycomm.DGC(optimizer, sparsity=[0.999], fused=fused)
+    return pycomm.DataParallel(model, compression=dgc)
+
+
+OWN: dict[str, Callable[[nn.Module, torch.optim.Optimizer], nn.Module]] = {
+    "wrapper": lambda model, _: pycomm.DataParallel(model),
+    "dgc": functools.partial(_compressed, fused=False),
+    "fused": functools.partial(_compressed, fused=True),
+}
+CONTESTANTS = (*BACKENDS[:2], *OWN, *BACKENDS[2:])
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,7 @@ class Row:
     """One backend on one model; the time is the slowest rank's median."""
 
     model: str
-    backend: str  # or OWN, or ALONE
+    backend: str  # or one of OWN, or ALONE
     step_ms: float
     samples_per_second: float  # of all ranks together
     ratio: float  # times faster than gloo
@@ -74,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--models", default=",".join(TASKS), help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="how often each takes its turn")
     parser.add_argument("--steps", type=int, default=10, help="of each turn (%(default)s)")
+    parser.add_argument("--rate", help='"1gbit": a host for each rank, behind such a line')
     parser.add_argument("--json", type=Path, help="where to store all figures")
     parser.add_argument("--plot", type=Path, help="where to draw samples per second")
     options = parser.parse_args(argv)
@@ -82,10 +96,12 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--models takes some of {', '.join(TASKS)}")
     if min(options.ranks - 1, options.rounds, options.steps) < 1:
         parser.error("at least 2 ranks, 1 round and 1 step are needed")
+    if options.rate and (why := netns.missing()):
+        parser.error(f"--rate {why}")
     console = Console(soft_wrap=True, highlight=False)
     try:
         found = _measure(console, names, options)
-    except ProcessException as error:
+    except (ProcessException, RuntimeError) as error:
         console.print(f"a rank failed\n{error}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
@@ -93,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
     where = machine.describe()
     if options.json:
-        settings = {name: getattr(options, name) for name in ("ranks", "rounds", "steps")}
+        settings = {name: getattr(options, name) for name in ("ranks", "rounds", "steps", "rate")}
         content = {"machine": where, "settings": settings, "rows": [asdict(row) for row in found]}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     if options.plot:
@@ -176,7 +192,10 @@ def _measure(console: Console, names: list[str], options: argparse.Namespace) ->
                     console.print(text(row))
 
         args = (names, options.rounds, options.steps)
-        processes.run(work, args, options.ranks, hear)
+        if options.rate:
+            training_rank.run(options.rate, options.ranks, args, hear)
+        else:
+            processes.run(work, args, options.ranks, hear)
     return found
 
 
@@ -189,7 +208,7 @@ def work(rank: processes.Rank, names: list[str], rounds: int, steps: int) -> Non
         task = TASKS[name]
         torch.manual_seed(rank.rank)
         contestants = {backend: step_of(task, groups.of(backend)) for backend in BACKENDS}
-        contestants[OWN] = step_of(task, None, wrap=pycomm.DataParallel)
+        contestants |= {name: step_of(task, None, wrap=wrap) for name, wrap in OWN.items()}
         seconds: dict[str, list[list[float]]] = {name: [] for name in CONTESTANTS}
         if rank.rank == 0:
             contestants[ALONE] = step_of(task, None, alone=True)
@@ -211,18 +230,18 @@ def step_of(
     task: Task,
     group: dist.ProcessGroup | None,
     alone: bool = False,
-    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    wrap: Callable[[nn.Module, torch.optim.Optimizer], nn.Module] | None = None,
 ) -> Step:
     """One step of training a new model, `alone`, in `wrap` or in DistributedDataParallel."""
     model = task.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     wrapped: nn.Module = model
     if wrap is not None:
-        wrapped = wrap(model)
+        wrapped = wrap(model, optimizer)
     elif not alone:
         wrapped = DistributedDataParallel(model, process_group=group)
         if dist.get_backend(group) == "fake":  # its calls give no result to wait for
             wrapped.register_comm_hook(None, noop_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     x, y = task.batch()
 
     def step() -> None:

@@ -257,7 +257,7 @@ def test_a_tiny_training_run_is_stored_and_drawn(tmp_path: Path) -> None:
     assert command.main([*args, "--json", str(json_to), "--plot", str(plot_to)]) == 0
     stored = json.loads(json_to.read_text())
     assert [row["backend"] for row in stored["rows"]] == [
-        *("gloo", "pycomm", "wrapper", "fake", "alone")
+        *("gloo", "pycomm", "wrapper", "dgc", "fused", "fake", "alone")
     ]
     assert all(row["step_ms"] > 0 for row in stored["rows"])
     assert plot_to.read_bytes().startswith(b"\x89PNG")

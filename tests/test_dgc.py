@@ -136,12 +136,19 @@ def test_p3_what_is_not_sent_is_owed(nesterov: bool, masking: bool, momentum: fl
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("masking", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("ranks", [3])
-def test_the_second_model_agrees(
-    nesterov: bool, masking: bool, clip: float | None, ranks: int
-) -> None:
+def test_the_second_model_agrees(nesterov: bool, masking: bool, clip: float | None) -> None:
     """Step by step, in float64; its sum convention too (P4)."""
-    steps, decay = 8, 1e-2
+    _beside_the_second_model(3, nesterov, masking, clip, steps=8)
+
+
+def test_the_second_model_agrees_with_64_ranks() -> None:
+    _beside_the_second_model(64, nesterov=True, masking=True, clip=0.05, steps=2)
+
+
+def _beside_the_second_model(
+    ranks: int, nesterov: bool, masking: bool, clip: float | None, steps: int
+) -> None:
+    decay = 1e-2
     options = {"sparsity": [0.9], "masking": masking, "clip_norm": clip}
     model = double()
     optimizer = {"nesterov": nesterov, "weight_decay": decay}
