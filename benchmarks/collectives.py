@@ -93,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         "--ours",
         type=_names(OURS),
         default=",".join(OURS),
-        help="pycomm through torch.distributed, and called directly (%(default)s)",
+        help="pycomm through torch.distributed, called directly, and on arrays of pycomm.empty "
+        "(%(default)s)",
     )
     parser.add_argument("--rounds", type=int, default=7, help="how often each takes its turn")
     parser.add_argument(

@@ -24,9 +24,17 @@ class Peer:
     backend: str  # "" for MPI
     bypasses_torch: bool = False  # called through pycomm's own functions
     communicates: bool = True  # else its answers are not looked at
+    shares: bool = False  # its arrays are pycomm.empty's
 
 
-OURS = {p.name: p for p in (Peer("pycomm", "pycomm"), Peer("pycomm-direct", "pycomm", True))}
+OURS = {
+    p.name: p
+    for p in (
+        Peer("pycomm", "pycomm"),
+        Peer("pycomm-direct", "pycomm", True),
+        Peer("pycomm-shared", "pycomm", True, shares=True),
+    )
+}
 PEERS = {
     p.name: p
     for p in (

@@ -15,6 +15,7 @@ from benchmarks.sizes import format_size
 from benchmarks.table import Line
 
 COLORS = {"pycomm": "#1a73e8", "pycomm-direct": "#12b5cb", "gloo": "#9aa0a6", "fake": "#dadce0"}
+COLORS |= {"pycomm-shared": "#0b8043"}
 COLORS |= {"wrapper": "#188038", "dgc": "#e8710a", "fused": "#f9ab00"}  # pycomm.DataParallel
 
 

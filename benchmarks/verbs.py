@@ -87,14 +87,21 @@ def pattern(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Arrays:
-    """The arrays of one rank in one case."""
+    """The arrays of one rank in one case; `shares`: in memory that all ranks map."""
 
-    def __init__(self, case: Case, rank: int) -> None:
+    def __init__(self, case: Case, rank: int, shares: bool = False) -> None:
         self.case, self.rank = case, rank
         self.dtype: torch.dtype = getattr(torch, case.dtype)
         verb = VERBS[case.verb]
         self.source = pattern(rank, self._length(verb.whole_input), self.dtype)
-        self.input = self.source.clone()
+        self.input = torch.empty_like(self.source)
+        if shares:
+            if case.verb != "all_reduce":
+                raise NotImplementedError("stages as with any other array")
+            import pycomm
+
+            self.input = pycomm.empty(len(self.source), self.dtype)
+        self.rewrite()
         self.output = (
             self.input
             if case.in_place

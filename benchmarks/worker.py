@@ -108,27 +108,29 @@ def _measure(
     rounds_and_calls: tuple[int, int],
     rank: int,
 ) -> Times:
-    arrays = Arrays(case, rank)
-    contestants: dict[str, Call] = {}
+    private = Arrays(case, rank)
+    contestants: dict[str, tuple[Call, Arrays]] = {}
     times = Times(case, {}, {}, {})
     for peer in peers:
         barrier()
         try:
+            arrays = Arrays(case, rank, shares=True) if peer.shares else private
             call = groups.call(peer, arrays)
             wrong = arrays.wrong(call)
             times.wrong[peer.name] = wrong if peer.communicates else 0
         except (RuntimeError, ValueError, NotImplementedError) as error:
             times.refused[peer.name] = str(error).splitlines()[0]
         else:
-            contestants[peer.name] = call
-    contestants |= copies(case.bytes)
+            contestants[peer.name] = call, arrays
+    contestants |= {name: (copy, private) for name, copy in copies(case.bytes).items()}
     names = list(contestants)
     times.seconds.update({name: [] for name in names})
     rounds, calls = rounds_and_calls
     for turn in range(rounds):
         first = turn % len(names)  # nobody always comes after the same one
         for name in names[first:] + names[:first]:
-            series = _series(contestants[name], arrays.rewrite, barrier, calls)
+            call, arrays = contestants[name]
+            series = _series(call, arrays.rewrite, barrier, calls)
             times.seconds[name].append(series)
     return times
 

@@ -23,7 +23,6 @@ from pycomm.collectives import (
     all_to_all,
     barrier,
     broadcast,
-    empty,
     gather,
     recv,
     reduce,
@@ -43,6 +42,7 @@ from pycomm.group import (
     shutdown,
     size,
 )
+from pycomm.memory import empty
 from pycomm.values import all_gather_object, user_get, user_pop, user_set
 
 if TYPE_CHECKING:

@@ -11,6 +11,11 @@ compiler: str
 
 def address(array: Any, /) -> int: ...
 
+class SharedMemory:
+    """Bytes that the ranks of this host may map, as a writable buffer."""
+
+    def __init__(self, nbytes: int, /) -> None: ...
+
 # The short way: False, and nothing done, where `array` is not plain (contiguous, writable, on the
 # host, of a dtype that travels).
 def all_reduce(
@@ -103,6 +108,8 @@ class Group:
         """By rank: which host, numbered from 0 in order of their first ranks."""
     @property
     def forked(self) -> bool: ...
+    def allocate(self, nbytes: int, /) -> SharedMemory | None:
+        """Memory in which calls of this group stage nothing; None where its ranks share none."""
     # The core's Call, with names for enums, addresses for pointers, 0 for the group's time limit;
     # a recv with peer -1 takes from anybody. Counts, in elements: all_gather: what each rank gives;
     # all_to_all: what goes to each rank, and behind that what comes from each; `count` is then 0.

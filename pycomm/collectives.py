@@ -15,10 +15,10 @@ what the call was to write is then undefined.
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 from pycomm import _core, arrays, calls
-from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
-    "empty",
     "gather",
     "recv",
     "reduce",
@@ -353,12 +352,3 @@ def _tag(tag: int) -> int:
     if not 0 <= tag < 1 << 32:
         raise InvalidArgument(f"tag is {tag}; it must be from 0 to 2^32 - 1")
     return tag
-
-
-def empty(shape: Any, dtype: Any, shared: bool = True) -> NoReturn:
-    """Not built yet: an array in memory that all ranks of the host map."""
-    raise Unsupported(
-        "empty is not built yet: no array lies in memory that other ranks map; any array can be "
-        "passed to a collective",
-        op="empty",
-    )

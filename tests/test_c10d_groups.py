@@ -4,11 +4,13 @@ The functions `_...` are what the processes of torch_ranks.py run; test_c10d.py 
 """
 
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -240,6 +242,28 @@ def _allocates() -> None:
 
 def test_tensor_allocation(run: Run) -> None:
     run(2, _allocates)
+
+
+def _trains_with_ddp() -> None:
+    with mock.patch.dict(os.environ, DDP_DISABLE_COMM_MEM="0"):
+        _sums_half_of_its_bytes()
+
+
+def _sums_half_of_its_bytes() -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
+    gradients = sum(p.nbytes for p in model.parameters())
+    for step in range(3):  # behind the first one torch makes its buckets anew
+        before = torch_backend.stats()["bytes_sent"]
+        model.zero_grad()
+        model(torch.ones(2, 300) * (dist.get_rank() + 1)).sum().backward()
+        assert torch.equal(model.module.weight.grad, torch.full((300, 300), 3.0))
+        if step > 0:
+            assert gradients // 2 <= torch_backend.stats()["bytes_sent"] - before < gradients
+
+
+def test_buckets_of_torch_ddp(run: Run) -> None:
+    """Asked to, torch takes them from the backend; summed where they lie, half of the bytes go."""
+    run(2, _trains_with_ddp)
 
 
 class Threads:

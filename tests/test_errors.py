@@ -349,14 +349,3 @@ def test_the_first_failure_of_a_rank_is_raised_and_nobody_hangs() -> None:
     assert time.monotonic() - start < 5
     if sys.version_info >= (3, 11):
         assert "rank 1 of 3" in caught.value.__notes__[0]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: pycomm.empty(3, "float32"),
-    ],
-)
-def test_what_is_not_built_says_so(call: Any) -> None:
-    with pytest.raises(errors.Unsupported, match="not built yet"):
-        call()

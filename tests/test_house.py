@@ -35,7 +35,7 @@ MAY_INCLUDE = {
     ],
     "shared/": [
         *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
-        "transport/frame.h",
+        *("os/shared_heap.h", "transport/frame.h"),
     ],
     "group/": [
         *("core/", "os/", "collectives/", "kernels/", "rendezvous/"),
@@ -43,7 +43,7 @@ MAY_INCLUDE = {
     ],
     "bindings/core": [
         *("bindings/core", "core/", "group/group.h", "group/connect.h"),
-        *("bindings/kernels.h", "kernels/kernels.h", "rendezvous/"),
+        *("bindings/kernels.h", "kernels/kernels.h", "os/shared_heap.h", "rendezvous/"),
     ],
     "bindings/kernels.h": ["core/", "kernels/device_kernels.h", "kernels/packet.h"],
     "bindings/c10d": ["bindings/c10d", "group/group.h"],
@@ -61,7 +61,7 @@ FLOORS = [
     ["arrays", "config", "plain"],
     ["rendezvous", "tuned"],
     ["group", "kernels"],
-    ["calls"],
+    ["calls", "memory"],
     ["collectives", "reference"],
     ["values", "lanes", "fused"],
     ["compress", "data", "metrics", "rank0"],

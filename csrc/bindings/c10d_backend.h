@@ -95,9 +95,14 @@ class Backend : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return true; }
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
-  // Plain memory: a host group has nothing to register.
+  // Where the ranks see it, if they can. torch's DistributedDataParallel can ask for its buckets.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
-    return at::empty({size}, options.device(at::kCPU));
+    options = options.device(at::kCPU);
+    const auto bytes = static_cast<size_t>(size) * options.dtype().itemsize();
+    auto memory = bytes > 0 ? with_python_errors([&] { return group_->allocate(bytes); }) : nullptr;
+    if (!memory) return at::empty({size}, options);
+    void* const data = memory.get();
+    return at::from_blob(data, {size}, [held = std::move(memory)](void*) {}, options);
   }
   void setSequenceNumberForGroup() override {}  // all ranks count from 0
   uint64_t getSequenceNumberForGroup() override { return sequence_; }

@@ -21,6 +21,7 @@ PYBIND11_MODULE(_core, module) {
   pycomm::bindings::bind_group(module);
   pycomm::bindings::bind_calls(module);
   pycomm::bindings::bind_cpu_kernels(module);
+  pycomm::bindings::bind_memory(module);
   module.def("address", &address);
   module.attr("compiler") = __VERSION__;
 }

@@ -45,6 +45,12 @@ bool interrupted();
 // negative numbers and NaN.
 std::chrono::nanoseconds nanoseconds(double seconds);
 
+// Memory of the heap that the ranks of this host map, as Python's arrays are made on it.
+struct SharedMemory {
+  std::shared_ptr<std::byte> memory;
+  size_t bytes;
+};
+
 // Python's hold on a group. It keeps what asynchronous calls read and write alive until they are
 // over, and refuses every call in a forked child, where the group's sockets are the parent's.
 class Handle {
@@ -92,5 +98,6 @@ void bind_stores(py::module_& module);       // core_store.cpp
 void bind_group(py::module_& module);        // core_group.cpp
 void bind_calls(py::module_& module);        // core_calls.cpp
 void bind_cpu_kernels(py::module_& module);  // core_kernels.cpp
+void bind_memory(py::module_& module);       // core_memory.cpp
 
 }  // namespace pycomm::bindings

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -236,6 +237,12 @@ void bind_group(py::module_& module) {
       .def_property_readonly("local_size", [](const Handle& h) { return h.group().local_size(); })
       .def_property_readonly("host_count", [](const Handle& h) { return h.group().host_count(); })
       .def_property_readonly("hosts", [](const Handle& h) { return h.group().hosts(); })
+      .def("allocate",
+           [](const Handle& handle, size_t bytes) -> std::optional<SharedMemory> {
+             auto memory = handle.group().allocate(bytes);
+             if (!memory) return std::nullopt;
+             return SharedMemory{std::move(memory), bytes};
+           })
       .def_property_readonly("forked", &Handle::in_child)
       .def("run", &run)
       .def("start", &start)

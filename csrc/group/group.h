@@ -123,6 +123,11 @@ class Group {
   // color takes part and gets null.
   virtual std::shared_ptr<Group> split(int color, int key) = 0;
 
+  // `bytes` for arrays of calls of this group, in which they are then summed where they lie, with
+  // arbitrary contents. Null where its ranks do not see each other's memory. Throws InvalidArgument
+  // for more than the machine has.
+  virtual std::shared_ptr<std::byte> allocate(size_t bytes) = 0;
+
   virtual Stats stats() const = 0;
   virtual void set_timeout(std::chrono::nanoseconds timeout) = 0;
   // From any thread, also while a call waits; up to a fifth of the heartbeat limit old.

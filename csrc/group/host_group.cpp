@@ -8,7 +8,7 @@
 #include "collectives/choose.h"
 #include "core/sha256.h"
 #include "group/check.h"
-#include "shared/shared_run.h"
+#include "shared/shared_call.h"
 
 namespace pycomm {
 namespace {
@@ -97,6 +97,9 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
   }
   host_count_ = static_cast<int>(known.size());
   if (!mesh.memories.empty()) make_arena(mesh.memories);
+  if (!arena_ || mesh.heaps.empty()) return;  // heaps are of one host
+  arena_->set_heaps(std::move(mesh.heaps));
+  heap_ = std::move(mesh.heap);
 }
 
 void HostGroup::make_arena(const std::vector<std::shared_ptr<std::byte>>& memories) {
@@ -217,7 +220,7 @@ void HostGroup::execute_shared(const Call& call, const Deadline& deadline) {
   }
   const Header header = engine_.next_header(signature_of(call, Algorithm::shared_memory));
   arena_->begin(header);
-  SharedRun run(engine_, *arena_, job, header);
+  SharedCall run(engine_, *arena_, job, header);
   engine_.run(run, header, deadline);
 }
 

@@ -39,6 +39,9 @@ class HostGroup final : public Group {
   std::shared_ptr<Work> start(const Call& call,
                               std::function<void(std::exception_ptr)> then) override;
   std::shared_ptr<Group> split(int color, int key) override;
+  std::shared_ptr<std::byte> allocate(size_t bytes) override {
+    return heap_ ? heap_->allocate(bytes) : nullptr;
+  }
   Stats stats() const override;
   Status status() const override;
   void set_timeout(std::chrono::nanoseconds timeout) override;
@@ -79,7 +82,8 @@ class HostGroup final : public Group {
   int splits_ = 0;
   std::unique_ptr<Dialer> dialer_;  // null where all ranks have met
   Engine engine_;
-  std::unique_ptr<Arena> arena_;  // of this host's ranks, if several, where hosts share memory
+  std::shared_ptr<SharedHeap> heap_;  // of this process, where the arena has heaps
+  std::unique_ptr<Arena> arena_;      // of this host's ranks, if several, where hosts share memory
   std::optional<TwoLevels> two_levels_;  // the same, where there are several hosts
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;
   mutable std::mutex mutex_;  // guards stats_ and the timeout

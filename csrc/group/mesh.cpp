@@ -38,12 +38,14 @@ class Forming {
       return request_.transport.empty() || request_.transport == name;
     };
     std::string why;
+    if (request_.size > 1 && request_.shares) heap_ = SharedHeap::own();
     if (request_.size > 1 && may("shm"))
-      shm_ = make_shm(ring_bytes(request_.size), request_.memory_bytes, why);
+      shm_ = make_shm(ring_bytes(request_.size), request_.memory_bytes, why, heap_);
     if (request_.size > 1 && may("tcp")) tcp_ = make_tcp(request_.address, request_.towards);
     note_.options = request_.options;
     note_.tuned = request_.tuned;
     note_.memory = request_.shares ? std::to_string(request_.memory_bytes) : "0";
+    note_.heap = std::to_string(heap_ ? heap_->view().bytes : 0);
     if (shm_) note_.shm = shm_->address();
     if (tcp_) note_.tcp = tcp_->address();
     for (const uint8_t byte : random_bytes()) note_.token += static_cast<char>('a' + byte % 16);
@@ -159,6 +161,19 @@ class Forming {
       else
         mesh.memories.push_back(rank == request_.rank ? own : mesh.channels[i]->memory());
     }
+    share_heaps(mesh, local);
+  }
+
+  void share_heaps(Mesh& mesh, bool local) const {
+    for (const Note& note : notes_)
+      if (note.heap == "0" || note.heap != note_.heap || note.host_id != note_.host_id) return;
+    mesh.heap = heap_;
+    for (size_t i = 0; i < notes_.size(); ++i) {
+      const bool mine = local || static_cast<int>(i) == request_.rank;
+      mesh.heaps.push_back(mine ? heap_->view() : mesh.channels[i]->heap());
+      if (!mesh.heaps.back().base)
+        throw_lost(static_cast<int>(i), " gave no heap, which it said it has");
+    }
   }
 
   // How two ranks reach each other, if at all.
@@ -227,6 +242,7 @@ class Forming {
   const Deadline& deadline_;
   Note note_;
   std::vector<Note> notes_;
+  std::shared_ptr<SharedHeap> heap_;
   std::unique_ptr<SocketTransport> shm_, tcp_;
   std::vector<Lobby::Contact> contacts_;  // by rank
 };

@@ -15,6 +15,7 @@
 #include "engine/dialer.h"
 #include "group/group.h"
 #include "group/note.h"
+#include "os/shared_heap.h"
 #include "transport/transport.h"
 
 namespace pycomm {
@@ -41,8 +42,11 @@ struct Mesh {
   // By rank, where ranks that share a host share memory, on every host: what each of this one's
   // lays out for the others, and null for ranks of other hosts. Else empty.
   std::vector<std::shared_ptr<std::byte>> memories;
-  std::vector<Tuned> tuned;        // rank 0's, for all
-  std::vector<std::string> hosts;  // by rank: equal where ranks share a host
+  // By rank, where all ranks share a host and have a heap: their heaps as mapped here. Else empty.
+  std::vector<HeapView> heaps;
+  std::shared_ptr<SharedHeap> heap;  // this rank's, if it has one
+  std::vector<Tuned> tuned;          // rank 0's, for all
+  std::vector<std::string> hosts;    // by rank: equal where ranks share a host
 };
 
 // Gives everybody's note, by rank, for one's own.

@@ -24,6 +24,7 @@ struct Note {
   std::string token;           // rank 0's: unique to the group
   std::string shm, tcp;        // addresses; empty: not to be had
   std::string memory;          // bytes that it lays out for the ranks of its host, in digits
+  std::string heap;            // bytes of its heap, in digits; "0": none
   std::vector<Tuned> tuned{};  // rank 0's holds for all
 };
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "os/shared_heap.h"
 #include "shared/segment.h"
 
 namespace pycomm {
@@ -39,6 +40,12 @@ class Arena {
   Segment& own() const { return of(rank_); }
   Segment& of(int rank) const { return *segments_[static_cast<size_t>(rank)]; }
 
+  // By number; before the first call.
+  void set_heaps(std::vector<HeapView> heaps) { heaps_ = std::move(heaps); }
+  // Whether all ranks have heaps that all have mapped; the same on all.
+  bool has_heaps() const { return !heaps_.empty(); }
+  const HeapView& heap(int rank) const { return heaps_[static_cast<size_t>(rank)]; }
+
   // Says which call this rank is in, for ranks that wait for it in another.
   void begin(const Header& header);
   // Before the first take() of an epoch; true if it is a new one.
@@ -67,6 +74,7 @@ class Arena {
  private:
   std::vector<std::shared_ptr<Segment>> segments_;
   std::vector<int> members_;
+  std::vector<HeapView> heaps_;  // by number, or empty
   int rank_;
   std::vector<uint64_t> known_done_;
   std::array<Stores, 3> stores_{};

@@ -10,6 +10,7 @@
 
 #include "collectives/plan.h"
 #include "shared/stream.h"
+#include "shared/sum.h"
 
 namespace pycomm {
 namespace {
@@ -19,26 +20,30 @@ namespace {
 constexpr size_t kOneShotBytes = size_t{16} << 10;
 // Chunks that a rank fills ahead of those that it collects.
 constexpr uint64_t kAhead = 8;
-// What combine() works on at a time: with all its summands it stays in the first cache.
-constexpr size_t kBlockBytes = size_t{8} << 10;
 // Shorter runs are in the other's way to it before they are out of ours.
 constexpr size_t kLeastStream = size_t{2} << 10;
 // Of so many chunks as many are a trial, half of them in the slower way.
 constexpr uint64_t kTrialPeriod = 2048, kTrialChunks = 16;
 
-uint32_t signature_of(const Header& header, uint32_t before) {
-  uint64_t hash = 0xcbf29ce484222325 ^ before;
-  for (const uint64_t word : std::bit_cast<std::array<uint64_t, 4>>(header)) {
-    hash = (hash ^ word) * 0x9e3779b97f4a7c15;
-    hash ^= hash >> 32;
-  }
-  return static_cast<uint32_t>(hash);
-}
-
 // Rows of `count` elements that a slot holds side by side, one for each reader.
 bool has_row_per_rank(Operation operation) {
   return operation == Operation::reduce_scatter || operation == Operation::scatter ||
          operation == Operation::all_to_all;
+}
+
+int parts_of(const SharedJob& job, int size) { return job.parts == 0 ? size : job.parts; }
+
+size_t rows_of(const SharedJob& job, int size) {
+  return has_row_per_rank(job.operation) ? static_cast<size_t>(parts_of(job, size)) : 1;
+}
+
+size_t chunk_count_of(const SharedJob& job, int size) {
+  return std::max<size_t>(1, kSlotBytes / job.element_bytes / rows_of(job, size));
+}
+
+uint64_t chunks_of(const SharedJob& job, int size) {
+  const size_t chunk = chunk_count_of(job, size);
+  return std::max<uint64_t>(1, (job.count + chunk - 1) / chunk);
 }
 
 void copy_bytes(std::byte* into, const std::byte* from, size_t bytes) {
@@ -47,30 +52,17 @@ void copy_bytes(std::byte* into, const std::byte* from, size_t bytes) {
 
 }  // namespace
 
-bool is_shared(Operation operation) {
-  return operation != Operation::send && operation != Operation::recv;
-}
-
 SharedRun::SharedRun(Engine& engine, Arena& arena, const SharedJob& job, const Header& header)
-    : engine_(engine),
-      arena_(arena),
+    : FlagTask(engine, arena, header, chunks_of(job, arena.size())),
       job_(job),
-      header_(header),
-      rank_(arena.rank()),
-      size_(arena.size()),
-      parts_(job.parts == 0 ? size_ : job.parts) {
-  const size_t rows = has_row_per_rank(job.operation) ? static_cast<size_t>(parts_) : 1;
-  const size_t whole = bytes(job.count) * rows;
+      parts_(parts_of(job, size_)),
+      chunk_count_(chunk_count_of(job, size_)),
+      chunks_(chunks_of(job, size_)) {
+  const size_t whole = bytes(job.count) * rows_of(job, size_);
   tiny_ = whole <= kTinyBytes;
   const bool sums = job.operation == Operation::all_reduce || job.operation == Operation::reduce;
   two_shots_ = sums && whole > kOneShotBytes;
-  chunk_count_ = std::max<size_t>(1, kSlotBytes / job.element_bytes / rows);
-  chunks_ = std::max<uint64_t>(1, (job.count + chunk_count_ - 1) / chunk_count_);
   begin_stores(whole);
-  if (arena.enter(header.epoch)) publish(arena.own().done, arena.base());
-  first_ = arena.take(chunks_);
-  before_ = std::exchange(arena.last, header);
-  signature_ = arena.signature = signature_of(header, arena.signature);
 }
 
 SharedRun::Chunk SharedRun::chunk(uint64_t i) const {
@@ -174,53 +166,6 @@ bool SharedRun::advance() {
   return false;
 }
 
-// Whether a flag of `peer` has yet to come to `need`: then that is what this rank waits for.
-bool SharedRun::lacks(int peer, const std::atomic<uint64_t>& flag, uint64_t need) {
-  if (flag.load(std::memory_order_acquire) >= need) return false;
-  awaited_ = peer;
-  awaited_flag_ = &flag;
-  awaited_value_ = need;
-  return true;
-}
-
-// A slot is free when everybody has read what was in it. The flag is looked at once in many
-// tickets, as a look takes it out of its owner's cache.
-bool SharedRun::may_fill(uint64_t ticket) {
-  const uint64_t need = std::max(arena_.base(), ticket < kSlots ? 0 : ticket + 1 - kSlots);
-  for (int peer = 0; peer < size_; ++peer) {
-    uint64_t& known = arena_.known_done(peer);
-    if (peer == rank_ || known >= need) continue;
-    const auto& done = arena_.of(peer).done;
-    if (lacks(peer, done, need)) return false;
-    known = done.load(std::memory_order_acquire);
-  }
-  return true;
-}
-
-bool SharedRun::has_filled(int peer, uint64_t ticket) {
-  if (peer == rank_) return true;
-  const auto& filled = arena_.of(peer).filled[ticket % kSlots];
-  if (lacks(peer, filled.flag, ticket + 1)) return false;
-  if (filled.signature != signature_) disagree(peer, ticket);
-  return true;
-}
-
-// A call in which data flows one way can be over where nobody has heard of the others: then it is
-// the next one that shows it.
-void SharedRun::disagree(int peer, uint64_t ticket) {
-  const auto& theirs = arena_.of(peer).reduced[ticket % kSlots];
-  const Header header = theirs.header.load(), before = theirs.before.load();
-  const int member = arena_.member(peer);
-  if (!same_call(header, header_)) engine_.disagree(member, header);
-  const std::string other = same_call(before, before_)
-                                ? std::string("not the last one")
-                                : "this rank called " + describe(before_) + ", rank " +
-                                      std::to_string(member) + " called " + describe(before);
-  engine_.give_up_call(member, before_.sequence,
-                       "ranks disagree about a call before " + describe(header_) + ": " + other +
-                           "; what it writes is undefined");
-}
-
 bool SharedRun::have_filled(uint64_t ticket) {
   const bool one_way =
       job_.operation == Operation::broadcast || job_.operation == Operation::scatter;
@@ -228,13 +173,6 @@ bool SharedRun::have_filled(uint64_t ticket) {
   const int fillers = job_.operation == Operation::all_gather ? parts_ : size_;
   for (int peer = 0; peer < fillers; ++peer)
     if (!has_filled(peer, ticket)) return false;
-  return true;
-}
-
-bool SharedRun::have_reduced(uint64_t ticket) {
-  for (int peer = 0; peer < size_; ++peer)
-    if (peer != rank_ && lacks(peer, arena_.of(peer).reduced[ticket % kSlots].flag, ticket + 1))
-      return false;
   return true;
 }
 
@@ -288,6 +226,11 @@ void SharedRun::end_trial(uint64_t i) {
   if (turn == kTrialChunks - 1) learned_ = stores_->streams = least[1] < least[0];
 }
 
+// What was laid out is behind the flags that come now.
+void SharedRun::end_streams() {
+  if (std::exchange(streaming_, false)) end_stream();
+}
+
 // From an array of ours into a slot, for others to read.
 void SharedRun::lay_out(std::byte* into, const std::byte* from, size_t bytes) {
   if (streaming_ && bytes >= kLeastStream)
@@ -304,7 +247,6 @@ void SharedRun::take(std::byte* into, const std::byte* from, size_t bytes) {
 }
 
 void SharedRun::fill(const Chunk& at) {
-  Segment& own = arena_.own();
   std::byte* into = slot(rank_, at.ticket);
   const size_t row_bytes = bytes(at.count);
   if (has_row_per_rank(job_.operation)) {
@@ -322,11 +264,8 @@ void SharedRun::fill(const Chunk& at) {
   } else if (row_bytes > 0) {
     lay_out(into, row(0, at), row_bytes);
   }
-  auto& filled = own.filled[at.ticket % kSlots];
-  filled.signature = signature_;
-  own.reduced[at.ticket % kSlots].header.store(header_);
-  own.reduced[at.ticket % kSlots].before.store(before_);
-  publish(filled.flag, at.ticket + 1);
+  end_streams();
+  show_filled(at.ticket);
 }
 
 // into = the sum of what lies `at` bytes from the beginning of every other rank's slot and, for
@@ -352,37 +291,18 @@ void SharedRun::reduce(const Chunk& at) {
     combine({out_row(0, at) + place, own, place, part.count, mine + place}, at.ticket);
   else
     combine({mine + place, own, place, part.count}, at.ticket);
+  end_streams();
   publish(arena_.own().reduced[at.ticket % kSlots].flag, at.ticket + 1);
 }
 
-// In rank order, block by block.
 void SharedRun::combine(const Sum& to, uint64_t ticket) {
-  const size_t element = job_.element_bytes, size = static_cast<size_t>(size_);
-  arena_.bytes_received += (size - 1) * bytes(to.count);
-  alignas(64) std::array<std::byte, kBlockBytes> sum;
-  const size_t block = job_.folds ? kBlockBytes / element / size : kBlockBytes / element;
-  for (size_t begin = 0; begin < to.count; begin += block) {
-    const size_t n = std::min(block, to.count - begin), offset = begin * element;
-    const auto summand = [&](int i) {
-      return i == rank_ ? to.own + offset : slot(i, ticket) + to.at + offset;
-    };
-    if (job_.folds) {
-      for (int i = 0; i < size_; ++i)
-        std::memcpy(sum.data() + static_cast<size_t>(i) * n * element, summand(i), n * element);
-      job_.reducer->fold(to.into + offset, sum.data(), n, size_);
-    } else {
-      const std::byte* so_far = summand(0);
-      for (int i = 1; i < size_ - 1; ++i) {
-        job_.reducer->reduce(sum.data(), so_far, summand(i), n);
-        so_far = sum.data();
-      }
-      if (job_.finishes)
-        job_.reducer->finish(to.into + offset, so_far, summand(size_ - 1), n, size_);
-      else
-        job_.reducer->reduce(to.into + offset, so_far, summand(size_ - 1), n);
-    }
-    if (to.again != nullptr) lay_out(to.again + offset, to.into + offset, n * element);
-  }
+  arena_.bytes_received += static_cast<uint64_t>(size_ - 1) * bytes(to.count);
+  add_up(
+      job_, size_, to.into, to.count,
+      [&](int i) { return i == rank_ ? to.own : slot(i, ticket) + to.at; },
+      [&](size_t offset, size_t n) {
+        if (to.again != nullptr) lay_out(to.again + offset, to.into + offset, n);
+      });
 }
 
 void SharedRun::collect(const Chunk& at) {
@@ -425,35 +345,5 @@ void SharedRun::collect(const Chunk& at) {
       return;
   }
 }
-
-// Sleeping and waking cross as in a ring: the sleeper stores `sleeps` and then looks at the flags,
-// we store a flag and then look at `sleeps`; all four are sequentially consistent.
-void SharedRun::publish(std::atomic<uint64_t>& flag, uint64_t value) {
-  if (std::exchange(streaming_, false)) end_stream();
-  flag.store(value);
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    auto& sleeps = arena_.of(peer).sleeps;
-    if (sleeps.load() != 0 && sleeps.exchange(0) != 0) engine_.ring(arena_.member(peer));
-  }
-}
-
-void SharedRun::arm() {
-  arena_.own().sleeps.store(1);
-  Header theirs;
-  for (int peer = 0; peer < size_; ++peer)
-    if (peer != rank_ && arena_.differs(peer, header_, theirs))
-      engine_.disagree(arena_.member(peer), theirs);
-  // Whoever is in a later call has done what it does in this one: what is not there will not come.
-  if (awaited_ != kNobody && arena_.is_past(awaited_, header_, theirs) &&
-      awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
-    engine_.disagree_on_end(arena_.member(awaited_), theirs);
-}
-
-int SharedRun::receiving_from() const {
-  return awaited_ == kNobody ? kNobody : arena_.member(awaited_);
-}
-
-void SharedRun::disarm() { arena_.own().sleeps.store(0); }
 
 }  // namespace pycomm

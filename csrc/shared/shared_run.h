@@ -17,42 +17,18 @@
 #pragma once
 
 #include <array>
-#include <span>
 
-#include "core/operation.h"
-#include "engine/engine.h"
-#include "kernels/kernels.h"
-#include "shared/arena.h"
+#include "shared/flag_task.h"
 
 namespace pycomm {
 
-struct SharedJob {
-  Operation operation = Operation::barrier;
-  const std::byte* input = nullptr;
-  std::byte* output = nullptr;
-  size_t count = 0, element_bytes = 1;  // count as in group.h
-  int root = 0;                         // as the arena counts
-  const Reducer* reducer = nullptr;
-  bool folds = false;    // 16-bit sums: all summands at once, rounded once
-  bool finishes = true;  // else the last addition is like the others, and others are to follow
-  // Of reduce_scatter and all_gather: as many ranks, the first ones, have a part; 0: all.
-  int parts = 0;
-};
-
-// Whether a call can be carried out here.
-bool is_shared(Operation operation);
-
-class SharedRun final : public Task {
+class SharedRun final : public FlagTask {
  public:
   // `header` with its epoch and sequence.
   SharedRun(Engine& engine, Arena& arena, const SharedJob& job, const Header& header);
 
   bool advance() override;
   bool done() const override { return collected_ == chunks_; }
-  int sending_to() const override { return kNobody; }
-  int receiving_from() const override;
-  void arm() override;
-  void disarm() override;
 
  private:
   // A chunk: elements [begin, begin + count) of every row.
@@ -64,12 +40,7 @@ class SharedRun final : public Task {
   bool fills() const;
   bool reduces() const;
   bool collects() const;
-  bool lacks(int peer, const std::atomic<uint64_t>& flag, uint64_t need);
-  bool may_fill(uint64_t ticket);
   bool have_filled(uint64_t ticket);
-  bool have_reduced(uint64_t ticket);
-  bool has_filled(int peer, uint64_t ticket);
-  [[noreturn]] void disagree(int peer, uint64_t ticket);
   void begin_stores(size_t call_bytes);
   void work(uint64_t i, void (SharedRun::*step)(const Chunk&));
   void end_trial(uint64_t i);
@@ -80,20 +51,14 @@ class SharedRun final : public Task {
   void collect(const Chunk& chunk);
   struct Sum;
   void combine(const Sum& sum, uint64_t ticket);
-  void publish(std::atomic<uint64_t>& flag, uint64_t value);
+  void end_streams();
   std::byte* slot(int rank, uint64_t ticket) const;
   size_t bytes(size_t count) const { return count * job_.element_bytes; }
   const std::byte* row(int i, const Chunk& chunk) const;
   std::byte* out_row(int i, const Chunk& chunk) const;
 
-  Engine& engine_;
-  Arena& arena_;
   const SharedJob& job_;
-  const Header& header_;
-  int rank_, size_;  // as the arena counts
-  int parts_;        // ranks that have one
-  Header before_{};
-  uint32_t signature_ = 0;
+  int parts_;          // ranks that have one
   bool tiny_ = false;  // slots are the flags' own lines
   bool two_shots_ = false;
   bool learned_ = false;      // which way was faster when last tried; true: streaming
@@ -102,11 +67,8 @@ class SharedRun final : public Task {
   bool streaming_ = false;    // what is laid out now
   std::array<Clock::duration, kSlots> spent_{};  // in a trial, on each chunk under way
   size_t chunk_count_ = 0;                       // elements of a row in a chunk
-  uint64_t chunks_ = 1, first_ = 0;
+  uint64_t chunks_ = 1;
   uint64_t filled_ = 0, reduced_ = 0, collected_ = 0;
-  int awaited_ = kNobody;
-  const std::atomic<uint64_t>* awaited_flag_ = nullptr;
-  uint64_t awaited_value_ = 0;
 };
 
 }  // namespace pycomm

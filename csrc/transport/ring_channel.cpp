@@ -19,13 +19,12 @@ constexpr size_t kPublishBytes = size_t{32} << 10;
 }  // namespace
 
 RingChannel::RingChannel(std::string_view transport, std::shared_ptr<RingMemory> in,
-                         std::shared_ptr<RingMemory> out, Fd bell,
-                         std::shared_ptr<std::byte> memory)
+                         std::shared_ptr<RingMemory> out, Fd bell, Given given)
     : transport_(transport),
       in_(std::move(in)),
       out_(std::move(out)),
       bell_(std::move(bell)),
-      memory_(std::move(memory)) {}
+      given_(std::move(given)) {}
 
 // Sleeping and waking cross like this: the sleeper stores `sleeps`, then loads the position; the
 // mover stores the position, then loads `sleeps`. All four are sequentially consistent, so at least

@@ -22,10 +22,16 @@ struct RingHead {
   alignas(64) std::atomic<uint32_t> writer_sleeps;
 };
 
+// What a peer gives to be mapped, beside the rings.
+struct Given {
+  std::shared_ptr<std::byte> memory;
+  HeapView heap;
+};
+
 class RingChannel final : public Channel {
  public:
   RingChannel(std::string_view transport, std::shared_ptr<RingMemory> in,
-              std::shared_ptr<RingMemory> out, Fd bell, std::shared_ptr<std::byte> memory = {});
+              std::shared_ptr<RingMemory> out, Fd bell, Given given = {});
 
   std::string_view transport() const override { return transport_; }
   size_t send(ConstBytes head, ConstBytes body) override;
@@ -37,7 +43,8 @@ class RingChannel final : public Channel {
   void disarm(short revents) override;
   void hang_up() override;
   void ring() override;
-  std::shared_ptr<std::byte> memory() const override { return memory_; }
+  std::shared_ptr<std::byte> memory() const override { return given_.memory; }
+  HeapView heap() const override { return given_.heap; }
 
  private:
   RingHead& in() const { return *reinterpret_cast<RingHead*>(in_->head()); }
@@ -48,7 +55,7 @@ class RingChannel final : public Channel {
   std::string_view transport_;
   std::shared_ptr<RingMemory> in_, out_;
   Fd bell_;
-  std::shared_ptr<std::byte> memory_;
+  Given given_;
   uint64_t written_ = 0, read_ = 0;  // our own ends; the shared copies are for the peer
   uint64_t peer_read_ = 0;           // the last we saw of the peer's
   bool hung_up_ = false;

@@ -6,6 +6,8 @@
 #include <array>
 #include <cstring>
 #include <map>
+#include <span>
+#include <utility>
 
 #include "core/errors.h"
 #include "os/random.h"
@@ -26,12 +28,14 @@ std::string random_name() {
   return name;
 }
 
-// A message of one byte with two descriptors beside it: the ring that its sender reads, and the
-// memory that it lays out.
+// A message of one byte with descriptors beside it: the ring that its sender reads, the memory that
+// it lays out, and its heap if it has one.
+constexpr size_t kLeastFds = 2, kMostFds = 3;
+
 struct Passed {
   char byte = 0;
   iovec data{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))] = {};
+  alignas(cmsghdr) char control[CMSG_SPACE(kMostFds * sizeof(int))] = {};
   msghdr message{};
 
   Passed() {
@@ -44,19 +48,21 @@ struct Passed {
   Passed& operator=(const Passed&) = delete;
 };
 
-void pass(int socket, const std::array<int, 2>& fds) {
+void pass(int socket, std::span<const int> fds) {
   Passed passed;
   cmsghdr* head = CMSG_FIRSTHDR(&passed.message);
   head->cmsg_level = SOL_SOCKET;
   head->cmsg_type = SCM_RIGHTS;
-  head->cmsg_len = CMSG_LEN(sizeof fds);
-  std::memcpy(CMSG_DATA(head), fds.data(), sizeof fds);
+  head->cmsg_len = CMSG_LEN(fds.size_bytes());
+  passed.message.msg_controllen = CMSG_SPACE(fds.size_bytes());
+  std::memcpy(CMSG_DATA(head), fds.data(), fds.size_bytes());
   // A peer that died meanwhile is noticed when its own offer is waited for.
   if (::sendmsg(socket, &passed.message, MSG_NOSIGNAL) < 0 && errno != EPIPE && errno != ECONNRESET)
     throw_errno("passing shared memory to a peer");
 }
 
-std::array<Fd, 2> take_passed(int socket, const Deadline& deadline) {
+// By the order above; the last one is empty where there was none.
+std::array<Fd, kMostFds> take_passed(int socket, const Deadline& deadline) {
   Passed passed;
   for (;;) {
     const auto n = ::recvmsg(socket, &passed.message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
@@ -70,18 +76,23 @@ std::array<Fd, 2> take_passed(int socket, const Deadline& deadline) {
     ::poll(&wait, 1, 100);
   }
   const cmsghdr* head = CMSG_FIRSTHDR(&passed.message);
-  if (head == nullptr || head->cmsg_type != SCM_RIGHTS ||
-      head->cmsg_len != CMSG_LEN(2 * sizeof(int)))
-    throw PeerLost("it sent no shared memory");
-  std::array<int, 2> fds{};
-  std::memcpy(fds.data(), CMSG_DATA(head), sizeof fds);
-  return {Fd(fds[0]), Fd(fds[1])};
+  std::array<Fd, kMostFds> fds;
+  if (head == nullptr || head->cmsg_type != SCM_RIGHTS) throw PeerLost("it sent no shared memory");
+  const size_t count = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+  for (size_t i = 0; i < count && i < kMostFds; ++i) {
+    int fd = -1;
+    std::memcpy(&fd, CMSG_DATA(head) + i * sizeof fd, sizeof fd);
+    fds[i] = Fd(fd);
+  }
+  if (count < kLeastFds) throw PeerLost("it sent no shared memory");
+  return fds;
 }
 
 class Shm final : public SocketTransport {
  public:
-  Shm(size_t ring_bytes, size_t memory_bytes)
+  Shm(size_t ring_bytes, size_t memory_bytes, std::shared_ptr<SharedHeap> heap)
       : ring_bytes_(ring_bytes),
+        heap_(std::move(heap)),
         memory_bytes_(memory_bytes),
         memory_(make_shared_memory(memory_bytes)),
         mapped_(map_shared_memory(memory_.get(), memory_bytes)),
@@ -101,7 +112,9 @@ class Shm final : public SocketTransport {
   // Each side makes the ring that it reads, and gives the other the same memory to write.
   void offer(int fd) override {
     Fd memory = make_shared_memory(RingMemory::file_bytes(ring_bytes_));
-    pass(fd, {memory.get(), memory_.get()});
+    const std::array<int, kMostFds> fds{memory.get(), memory_.get(),
+                                        heap_ ? heap_->descriptor() : -1};
+    pass(fd, std::span(fds).first(heap_ ? kMostFds : kLeastFds));
     offered_[fd] = std::move(memory);
   }
 
@@ -110,20 +123,25 @@ class Shm final : public SocketTransport {
   std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) override {
     auto mine = offered_.extract(fd.get());
     check(!mine.empty(), "accepted without an offer");
-    const auto [theirs, memory] = take_passed(fd.get(), deadline);
+    const auto [theirs, memory, heap] = take_passed(fd.get(), deadline);
     if (!is_shared_memory(theirs.get(), RingMemory::file_bytes(ring_bytes_)) ||
         !is_shared_memory(memory.get(), memory_bytes_))
       throw PeerLost("what it sent is not shared memory of the agreed size");
     auto in = std::make_shared<RingMemory>(mine.mapped().get(), ring_bytes_);
     auto out = std::make_shared<RingMemory>(theirs.get(), ring_bytes_);
+    Given given{map_shared_memory(memory.get(), memory_bytes_), {}};
+    if (heap_ && is_shared_memory(heap.get(), heap_->view().bytes))
+      given.heap = map_heap(heap.get(), heap_->view().bytes);
     return std::make_unique<RingChannel>("shm", std::move(in), std::move(out), std::move(fd),
-                                         map_shared_memory(memory.get(), memory_bytes_));
+                                         std::move(given));
   }
 
   std::shared_ptr<std::byte> memory() const override { return mapped_; }
 
  private:
-  size_t ring_bytes_, memory_bytes_;
+  size_t ring_bytes_;
+  std::shared_ptr<SharedHeap> heap_;
+  size_t memory_bytes_;
   Fd memory_;
   std::shared_ptr<std::byte> mapped_;
   std::string address_;
@@ -133,11 +151,11 @@ class Shm final : public SocketTransport {
 
 }  // namespace
 
-std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, size_t memory_bytes,
-                                          std::string& why) {
+std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, size_t memory_bytes, std::string& why,
+                                          std::shared_ptr<SharedHeap> heap) {
   try {
     (void)make_shared_memory(RingMemory::file_bytes(ring_bytes));
-    return std::make_unique<Shm>(ring_bytes, memory_bytes);
+    return std::make_unique<Shm>(ring_bytes, memory_bytes, std::move(heap));
   } catch (const Error& error) {
     why = error.what();
     return nullptr;

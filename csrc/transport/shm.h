@@ -8,6 +8,8 @@
 namespace pycomm {
 
 // Null where this host has no memfd or no abstract Unix sockets; `why` then says so.
-std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, size_t memory_bytes, std::string& why);
+// `heap` is shown to peers that have one themselves; it may be null.
+std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, size_t memory_bytes, std::string& why,
+                                          std::shared_ptr<SharedHeap> heap = {});
 
 }  // namespace pycomm

@@ -16,6 +16,7 @@
 
 #include "core/deadline.h"
 #include "os/fd.h"
+#include "os/shared_heap.h"
 
 namespace pycomm {
 
@@ -69,6 +70,8 @@ class Channel {
   virtual void ring() {}
   // What the peer lays out for the ranks of its host, where both see the same memory; else null.
   virtual std::shared_ptr<std::byte> memory() const { return nullptr; }
+  // The peer's heap, where it gave one.
+  virtual HeapView heap() const { return {}; }
 
   // Ends this side: what was sent is still delivered, the peer sees hung_up(), and nothing more is
   // received. Does not block.

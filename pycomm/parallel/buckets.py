@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pycomm import memory
 from pycomm.errors import InvalidArgument
+from pycomm.group import Group
 
 __all__ = ["Bucket", "Limits", "Slot", "fuse", "slots_of"]
 
@@ -62,12 +64,12 @@ class Limits:
 class Bucket:
     """Gradients that travel together, of one dtype, device and kind."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], group: Group) -> None:
         first = slots[0].parameter
         self.slots = tuple(slots)
         self.parameters = [slot.parameter for slot in slots]
         count = sum(slot.parameter.numel() for slot in slots)
-        self.flat = torch.zeros(count, dtype=first.dtype, device=first.device)
+        self.flat = _zeros(count, first, group)
         self.missing = len(slots)  # gradients that this backward pass has yet to bring
         self.views: list[Tensor] = []
         offset = 0
@@ -78,6 +80,16 @@ class Bucket:
             if slot.view is not None and slot.parameter.grad is slot.view:
                 slot.parameter.grad = view.copy_(slot.view)  # keeps what the user accumulates
             slot.bucket, slot.view = self, view
+
+
+def _zeros(count: int, like: Tensor, group: Group) -> Tensor:
+    """Where the group's ranks see it, if they can: then a bucket is summed where it lies."""
+    if like.is_cpu:
+        shared = memory.empty_for(group, count, like.dtype)
+        if shared is not None:
+            zeros: Tensor = shared.zero_()
+            return zeros
+    return torch.zeros(count, dtype=like.dtype, device=like.device)
 
 
 def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class Reducer:
             self._lay_out([self._slots[place] for place in places])
 
     def _lay_out(self, order: list[Slot]) -> None:
-        self._buckets = [Bucket(slots) for slots in fuse(order, self._limits)]
+        self._buckets = [Bucket(slots, self._group) for slots in fuse(order, self._limits)]
 
     def ready(self, slot: Slot) -> None:
         """The gradient of `slot` is there; called by autograd."""

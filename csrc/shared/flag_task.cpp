@@ -1,0 +1,119 @@
+#include "shared/flag_task.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <string>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+uint32_t signature_of(const Header& header, uint32_t before) {
+  uint64_t hash = 0xcbf29ce484222325 ^ before;
+  for (const uint64_t word : std::bit_cast<std::array<uint64_t, 4>>(header)) {
+    hash = (hash ^ word) * 0x9e3779b97f4a7c15;
+    hash ^= hash >> 32;
+  }
+  return static_cast<uint32_t>(hash);
+}
+
+}  // namespace
+
+FlagTask::FlagTask(Engine& engine, Arena& arena, const Header& header, uint64_t tickets)
+    : engine_(engine), arena_(arena), header_(header), rank_(arena.rank()), size_(arena.size()) {
+  if (arena.enter(header.epoch)) publish(arena.own().done, arena.base());
+  first_ = arena.take(tickets);
+  before_ = std::exchange(arena.last, header);
+  signature_ = arena.signature = signature_of(header, arena.signature);
+}
+
+bool FlagTask::lacks(int peer, const std::atomic<uint64_t>& flag, uint64_t need) {
+  if (flag.load(std::memory_order_acquire) >= need) return false;
+  awaited_ = peer;
+  awaited_flag_ = &flag;
+  awaited_value_ = need;
+  return true;
+}
+
+// A slot is free when everybody has read what was in it. The flag is looked at once in many
+// tickets, as a look takes it out of its owner's cache.
+bool FlagTask::may_fill(uint64_t ticket) {
+  const uint64_t need = std::max(arena_.base(), ticket < kSlots ? 0 : ticket + 1 - kSlots);
+  for (int peer = 0; peer < size_; ++peer) {
+    uint64_t& known = arena_.known_done(peer);
+    if (peer == rank_ || known >= need) continue;
+    const auto& done = arena_.of(peer).done;
+    if (lacks(peer, done, need)) return false;
+    known = done.load(std::memory_order_acquire);
+  }
+  return true;
+}
+
+bool FlagTask::has_filled(int peer, uint64_t ticket) {
+  if (peer == rank_) return true;
+  const auto& filled = arena_.of(peer).filled[ticket % kSlots];
+  if (lacks(peer, filled.flag, ticket + 1)) return false;
+  if (filled.signature != signature_) disagree(peer, ticket);
+  return true;
+}
+
+// A call in which data flows one way can be over where nobody has heard of the others: then it is
+// the next one that shows it.
+void FlagTask::disagree(int peer, uint64_t ticket) {
+  const auto& theirs = arena_.of(peer).reduced[ticket % kSlots];
+  const Header header = theirs.header.load(), before = theirs.before.load();
+  const int member = arena_.member(peer);
+  if (!same_call(header, header_)) engine_.disagree(member, header);
+  const std::string other = same_call(before, before_)
+                                ? std::string("not the last one")
+                                : "this rank called " + describe(before_) + ", rank " +
+                                      std::to_string(member) + " called " + describe(before);
+  engine_.give_up_call(member, before_.sequence,
+                       "ranks disagree about a call before " + describe(header_) + ": " + other +
+                           "; what it writes is undefined");
+}
+
+bool FlagTask::have_reduced(uint64_t ticket) {
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_ && lacks(peer, arena_.of(peer).reduced[ticket % kSlots].flag, ticket + 1))
+      return false;
+  return true;
+}
+
+// Sleeping and waking cross as in a ring: the sleeper stores `sleeps` and then looks at the flags,
+// we store a flag and then look at `sleeps`; all four are sequentially consistent.
+void FlagTask::publish(std::atomic<uint64_t>& flag, uint64_t value) {
+  flag.store(value);
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    auto& sleeps = arena_.of(peer).sleeps;
+    if (sleeps.load() != 0 && sleeps.exchange(0) != 0) engine_.ring(arena_.member(peer));
+  }
+}
+
+void FlagTask::arm() {
+  arena_.own().sleeps.store(1);
+  Header theirs;
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_ && arena_.differs(peer, header_, theirs))
+      engine_.disagree(arena_.member(peer), theirs);
+  // Whoever is in a later call has done what it does in this one: what is not there will not come.
+  if (awaited_ != kNobody && arena_.is_past(awaited_, header_, theirs) &&
+      awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
+    engine_.disagree_on_end(arena_.member(awaited_), theirs);
+}
+
+void FlagTask::disarm() { arena_.own().sleeps.store(0); }
+
+// With what the slot holds, and to what call it belongs.
+void FlagTask::show_filled(uint64_t ticket) {
+  Segment& own = arena_.own();
+  auto& filled = own.filled[ticket % kSlots];
+  filled.signature = signature_;
+  own.reduced[ticket % kSlots].header.store(header_);
+  own.reduced[ticket % kSlots].before.store(before_);
+  publish(filled.flag, ticket + 1);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,68 @@
+// What the tasks of this room have in common: tickets, flags that others wait for, and headers that
+// must agree. See segment.h for what the flags say.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/operation.h"
+#include "engine/engine.h"
+#include "kernels/kernels.h"
+#include "shared/arena.h"
+
+namespace pycomm {
+
+struct SharedJob {
+  Operation operation = Operation::barrier;
+  const std::byte* input = nullptr;
+  std::byte* output = nullptr;
+  size_t count = 0, element_bytes = 1;  // count as in group.h
+  int root = 0;                         // as the arena counts
+  const Reducer* reducer = nullptr;
+  bool folds = false;    // 16-bit sums: all summands at once, rounded once
+  bool finishes = true;  // else the last addition is like the others, and others are to follow
+  // Of reduce_scatter and all_gather: as many ranks, the first ones, have a part; 0: all.
+  int parts = 0;
+};
+
+class FlagTask : public Task {
+ public:
+  int sending_to() const override { return kNobody; }
+  int receiving_from() const override {
+    return awaited_ == kNobody ? kNobody : arena_.member(awaited_);
+  }
+  void arm() override;
+  void disarm() override;
+
+ protected:
+  // `header` with its epoch and sequence; the task has the next `tickets`.
+  FlagTask(Engine& engine, Arena& arena, const Header& header, uint64_t tickets);
+
+  // Whether a flag of `peer` has yet to come to `need`: then that is what this rank waits for.
+  bool lacks(int peer, const std::atomic<uint64_t>& flag, uint64_t need);
+  // Whether everybody has read what was in the ticket's slot.
+  bool may_fill(uint64_t ticket);
+  // Whether `peer` has laid out its slot; ends the call if it has done so for another one.
+  bool has_filled(int peer, uint64_t ticket);
+  bool have_reduced(uint64_t ticket);
+  void show_filled(uint64_t ticket);
+  void publish(std::atomic<uint64_t>& flag, uint64_t value);
+
+  Engine& engine_;
+  Arena& arena_;
+  const Header& header_;
+  int rank_, size_;  // as the arena counts
+  uint64_t first_;   // ticket
+  int awaited_ = kNobody;
+
+ private:
+  [[noreturn]] void disagree(int peer, uint64_t ticket);
+
+  Header before_{};
+  uint32_t signature_ = 0;
+  const std::atomic<uint64_t>* awaited_flag_ = nullptr;
+  uint64_t awaited_value_ = 0;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,45 @@
+// The sums of all ranks' elements, in rank order, of arrays that this rank sees wherever they lie.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "shared/flag_task.h"
+
+namespace pycomm {
+
+// What is worked on at a time: with all its summands it stays in the first cache.
+inline constexpr size_t kBlockBytes = size_t{8} << 10;
+
+// into = the sums of `count` elements of every rank's, from(rank) on. `into` may be one of these.
+// Behind each block then(offset, bytes) is called.
+template <typename From, typename Then>
+void add_up(const SharedJob& job, int size, std::byte* into, size_t count, const From& from,
+            const Then& then) {
+  const size_t element = job.element_bytes, ranks = static_cast<size_t>(size);
+  alignas(64) std::array<std::byte, kBlockBytes> sum;
+  const size_t block = job.folds ? kBlockBytes / element / ranks : kBlockBytes / element;
+  for (size_t begin = 0; begin < count; begin += block) {
+    const size_t n = std::min(block, count - begin), offset = begin * element;
+    const auto summand = [&](int rank) { return from(rank) + offset; };
+    if (job.folds) {
+      for (int i = 0; i < size; ++i)
+        std::memcpy(sum.data() + static_cast<size_t>(i) * n * element, summand(i), n * element);
+      job.reducer->fold(into + offset, sum.data(), n, size);
+    } else {
+      const std::byte* so_far = summand(0);
+      for (int i = 1; i < size - 1; ++i) {
+        job.reducer->reduce(sum.data(), so_far, summand(i), n);
+        so_far = sum.data();
+      }
+      if (job.finishes)
+        job.reducer->finish(into + offset, so_far, summand(size - 1), n, size);
+      else
+        job.reducer->reduce(into + offset, so_far, summand(size - 1), n);
+    }
+    then(offset, n * element);
+  }
+}
+
+}  // namespace pycomm

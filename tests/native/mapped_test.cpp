@@ -1,0 +1,223 @@
+// all_reduce of arrays that lie in heaps: sums where they lie, calls in which some arrays do not,
+// disagreements, and the heap itself.
+#include <array>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "core/errors.h"
+#include "group/group.h"
+#include "harness.h"
+#include "os/shared_heap.h"
+#include "ranks.h"
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+
+namespace {
+
+const std::vector<std::string> kShared{"local", "shm"};
+// Elements of float32 above the size from which arrays are offered; several steps of 256 KiB.
+const std::vector<size_t> kCounts{4097, 65'537, 400'003};
+constexpr size_t kMargin = 1000;  // elements, before and behind what a call may touch
+
+// Floats in the heap or not, from an odd element on, with a margin that must stay as it is.
+class Floats {
+ public:
+  Floats(size_t count, bool in_heap) : count_(count), own_(in_heap ? 0 : count + 2 * kMargin) {
+    if (in_heap) memory_ = SharedHeap::own()->allocate((count + 2 * kMargin) * sizeof(float));
+    at_ = in_heap ? reinterpret_cast<float*>(memory_.get()) : own_.data();
+    std::fill(at_, at_ + count + 2 * kMargin, -7.0F);
+  }
+  float* data() { return at_ + kMargin; }
+  void fill(int rank) {
+    for (size_t i = 0; i < count_; ++i) data()[i] = value(rank, i);
+  }
+  static float value(int rank, size_t i) { return static_cast<float>((i % 97 + 1) * (rank + 1)); }
+  // Which hold the sums of `size` ranks, or what `rank` filled in.
+  void expect_sums(int size) { expect_scaled(static_cast<float>(size * (size + 1) / 2)); }
+  void expect_own(int rank) { expect_scaled(static_cast<float>(rank + 1)); }
+
+ private:
+  void expect_scaled(float factor) {
+    for (size_t i = 0; i < count_; ++i) expect_equal(data()[i], value(0, i) * factor, "an element");
+    for (size_t i = 0; i < kMargin; ++i)
+      expect(at_[i] == -7.0F && at_[kMargin + count_ + i] == -7.0F, "the margin has changed");
+  }
+
+  size_t count_;
+  std::vector<float> own_;
+  std::shared_ptr<std::byte> memory_;
+  float* at_;
+};
+
+Call sum_of(Floats& input, Floats& output, size_t count) {
+  return {.operation = Operation::all_reduce,
+          .dtype = Dtype::float32,
+          .input = input.data(),
+          .output = output.data(),
+          .count = count};
+}
+
+// What this rank writes into others' memory when nothing is staged.
+uint64_t mapped_bytes(const Group& group, size_t count) {
+  const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
+  return (size - 1) * (count / size + (rank < count % size ? 1 : 0)) * sizeof(float);
+}
+
+void sums_test() {
+  for (const std::string& by : kShared)
+    for (const int size : {2, 3, 4})
+      ranks::run_groups(size, by, [](Group& group) {
+        for (const size_t count : kCounts)
+          for (const bool in_place : {true, false}) {
+            Floats input(count, true), output(count, true);
+            Floats& into = in_place ? input : output;
+            input.fill(group.rank());
+            const uint64_t before = group.stats().bytes_sent;
+            group.run(sum_of(input, into, count));
+            into.expect_sums(group.size());
+            if (!in_place) input.expect_own(group.rank());
+            expect_equal(group.stats().bytes_sent - before, mapped_bytes(group, count),
+                         "bytes that went");
+          }
+      });
+}
+const Test kSums{"arrays in heaps are summed where they lie", sums_test};
+
+// Whose array is private, and in which of its two places.
+void mixed_test() {
+  for (const std::string& by : kShared)
+    ranks::run_groups(3, by, [](Group& group) {
+      for (const size_t count : kCounts)
+        for (int odd = 0; odd < 3; ++odd)
+          for (const bool whole : {true, false}) {
+            const bool here = group.rank() == odd;
+            Floats input(count, !(here && whole)), output(count, !here);
+            input.fill(group.rank());
+            group.run(sum_of(input, output, count));
+            output.expect_sums(group.size());
+            input.expect_own(group.rank());
+            group.run(sum_of(input, input, count));  // mapped again, unless `whole`
+            input.expect_sums(group.size());
+          }
+    });
+}
+const Test kMixed{"one private array, and all go the ordinary way", mixed_test};
+
+void half_test() {
+  ranks::run_groups(3, "local", [](Group& group) {
+    const uint16_t big = 0x6800, one = 0x3c00, truth = 0x6801;  // 2048, 1, 2050
+    constexpr size_t kCount = 30'000;
+    const auto memory = SharedHeap::own()->allocate(kCount * sizeof(uint16_t));
+    auto* x = reinterpret_cast<uint16_t*>(memory.get());
+    std::fill(x, x + kCount, group.rank() == 0 ? big : one);
+    group.run({.operation = Operation::all_reduce,
+               .dtype = Dtype::float16,
+               .input = x,
+               .output = x,
+               .count = kCount});
+    for (size_t i = 0; i < kCount; ++i) expect_equal(x[i], truth, "a sum rounded once");
+  });
+}
+const Test kHalf{"16-bit sums in heaps are rounded once", half_test};
+
+void disagreement_test() {
+  for (const std::string& by : kShared)
+    ranks::run_groups(3, by, [](Group& group) {
+      constexpr size_t kCount = 100'000;
+      for (int odd = 0; odd < 3; ++odd)
+        for (const auto& [other, private_too] :
+             {std::pair{size_t{100'001}, false}, {size_t{10}, true}, {size_t{100'001}, true}}) {
+          const bool here = group.rank() == odd;
+          Floats x(kCount + 1, !(here && private_too));
+          x.fill(group.rank());
+          const auto ending =
+              ranks::ending_of([&] { group.run(sum_of(x, x, here ? other : kCount)); });
+          expect(ending.is(ErrorKind::mismatch), "not a mismatch: " + ending.text());
+          x.expect_own(group.rank());
+          Floats again(kCount, true);
+          again.fill(group.rank());
+          group.run(sum_of(again, again, kCount));
+          again.expect_sums(group.size());
+        }
+    });
+}
+const Test kDisagreement{"a disagreement about arrays in heaps changes none", disagreement_test};
+
+// An array is freed as soon as this rank's call is over; what comes into its place is not touched.
+void lifetime_test() {
+  ranks::run_groups(2, "shm", [](Group& group) {
+    constexpr size_t kCount = 50'000;
+    for (int i = 0; i < 200; ++i) {
+      Floats x(kCount, true);
+      x.fill(group.rank());
+      group.run(sum_of(x, x, kCount));
+      x.expect_sums(group.size());
+    }
+  });
+}
+const Test kLifetime{"arrays that go right after their call", lifetime_test};
+
+void lost_test() {
+  ranks::World world{.size = 3, .transport = "shm"};
+  ranks::run(3, [&](int rank) {
+    auto group = world.join(rank);
+    Floats x(100'000, true);
+    x.fill(rank);
+    if (rank == 1) return group.reset();
+    const auto ending = ranks::ending_of([&] { group->run(sum_of(x, x, 100'000)); });
+    expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1"), ending.text());
+    x.expect_own(rank);
+  });
+}
+const Test kLost{"who never came has changed nothing", lost_test};
+
+void heap_test() {
+  const size_t page = page_bytes();
+  auto heap = SharedHeap::own();
+  expect(heap == SharedHeap::own(), "a process has one heap");
+  auto a = heap->allocate(1), b = heap->allocate(page + 1), c = heap->allocate(3 * page);
+  expect(b.get() == a.get() + page && c.get() == b.get() + 2 * page, "one behind another");
+  const std::byte* gap = b.get();
+  std::memset(b.get(), 1, 2 * page);
+  b.reset();
+  auto d = heap->allocate(2 * page);
+  expect(d.get() == gap && d.get()[5] == std::byte{0}, "a gap is used again, and is empty");
+  a.reset();
+  d.reset();
+  auto e = heap->allocate(3 * page);
+  expect(e.get() == gap - page, "gaps that touch are one");
+  expect(ranks::ending_of([&] {
+           (void)heap->allocate(heap->view().bytes);
+         }).is(ErrorKind::invalid_argument),
+         "more than there is");
+  expect(ranks::ending_of([&] { (void)heap->allocate(SIZE_MAX); }).is(ErrorKind::invalid_argument),
+         "more than can be counted");
+  e.reset();
+  c.reset();
+  auto all = heap->allocate(heap->view().bytes);
+  expect_equal(heap->view().offset_of(all.get(), 1).value(), uint64_t{0}, "all is free again");
+}
+const Test kHeap{"the heap gives, takes back and joins", heap_test};
+
+void view_test() {
+  const auto heap = SharedHeap::own();
+  const HeapView& view = heap->view();
+  const std::byte* end = view.base.get() + view.bytes;
+  expect(view.offset_of(end - 8, 8).has_value() && !view.offset_of(end - 8, 9).has_value(),
+         "the end of the heap");
+  expect(!view.offset_of(view.base.get() - 1, 1).has_value(), "before the heap");
+  expect(
+      !view.holds(view.bytes + 1, 0) && !view.holds(~uint64_t{0}, 1) && view.holds(0, view.bytes),
+      "offsets from outside");
+  expect(!HeapView{}.offset_of(end, 1).has_value(), "no heap");
+  const auto again = map_heap(heap->descriptor(), view.bytes);
+  expect(map_heap(heap->descriptor(), view.bytes).base == again.base, "mapped once");
+  const auto memory = heap->allocate(page_bytes());
+  memory.get()[7] = std::byte{9};
+  expect(again.base.get()[*view.offset_of(memory.get(), 8) + 7] == std::byte{9}, "the same memory");
+}
+const Test kView{"a heap as others see it", view_test};
+
+}  // namespace
