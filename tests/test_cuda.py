@@ -1,11 +1,13 @@
-"""CUDA's kernels without a GPU: under sanitizers, and with mistakes planted in them.
+"""CUDA's kernels without a GPU: under sanitizers, with mistakes planted in them, and through nvcc.
 
 tests/test_kernels.py holds what they compute to the reference, bit by bit. Here: no data race, no
 access outside, whatever the order of blocks; every planted mistake is found; the bytes and launches
-of a step. None of this has run on a GPU.
+of a step; and what nvcc makes of them for every architecture. None of this has run on a GPU.
 """
 
+import ctypes
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,7 +27,9 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-CASES = ["topk", "step", "brief", "infinity", "packets", "dense"]
+CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense"]
+MOST_REGISTERS = 128  # of a hot kernel in float32: 2 blocks of 256 threads on every architecture
+HOT = ("update", "collect", "select", "pack", "decode")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,6 +63,10 @@ def test_a_planted_mistake_is_found(planted, name):
         if done.returncode != 0 and re.search(words, said):
             return
     pytest.fail(f"not found by {mutant.kind} in {case}:\n{said[-3000:]}")
+
+
+def test_at_least_twenty_mistakes_are_planted():
+    assert len(MISTAKES) >= 20
 
 
 # ---- bytes and launches --------------------------------------------------------------------------
@@ -98,3 +106,98 @@ def test_many_tensors_take_the_same_launches():
     with devices.replaced("cpu", emulated.kernels):
         kernels.dgc_step(grads, us, vs, [1 + n // 100 for n in sizes], momentum=0.9)
     assert emulated.take_traffic()[2] <= 4
+
+
+# ---- nvcc ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resources():
+    """(unit, architecture) -> rows of (kernel, registers, spilled bytes, shared bytes)."""
+    pairs = [(unit, arch) for unit in programs.units() for arch in programs.ARCHITECTURES]
+    programs.build([f"cubin/{unit}.{arch}.cubin" for unit, arch in pairs])
+    found = {}
+    for unit, arch in pairs:
+        log = (programs.OUT / "cubin" / f"{unit}.{arch}.log").read_text()
+        rows = re.findall(
+            r"Compiling entry function '(\w+)'(?s:.*?)(\d+) bytes spill stores, (\d+) bytes spill"
+            r"(?s:.*?)Used (\d+) registers",
+            log,
+        )
+        found[unit, arch] = [(plain(n), int(r), int(a) + int(b)) for n, a, b, r in rows]
+    return found
+
+
+def plain(symbol):
+    """A kernel's name and template arguments, out of its mangled symbol."""
+    libstdcpp = ctypes.CDLL("libstdc++.so.6")
+    libstdcpp.__cxa_demangle.restype = ctypes.c_char_p
+    text = libstdcpp.__cxa_demangle(symbol.encode(), None, None, None) or symbol.encode()
+    return text.decode().replace("pycomm::cuda::", "").replace("(anonymous namespace)::", "")
+
+
+@pytest.mark.parametrize("arch", programs.ARCHITECTURES)
+def test_nvcc_compiles_without_spills(resources, arch):
+    rows = [row for unit in programs.units() for row in resources[unit, arch]]
+    assert len(rows) > 50
+    assert [(name, n) for name, _, n in rows if n > 0] == []
+    hot = [row for row in rows if re.search(rf"\b({'|'.join(HOT)})<", row[0])]
+    wide = [(n, r) for n, r, _ in hot if r > MOST_REGISTERS and "double" not in n]
+    assert hot
+    assert wide == []
+    for name, registers, _ in sorted(hot, key=lambda row: -row[1])[:4]:
+        print(f"sm_{arch}: {registers:4} registers  {name.split('(')[0]}")
+
+
+def body(text, name):
+    """The PTX of the kernels whose symbol matches."""
+    parts = re.split(r"(?m)^(?=(?:\.visible )?\.entry )", text)[1:]
+    return [part for part in parts if re.search(name, part)]
+
+
+def test_hot_kernels_move_sixteen_bytes_at_a_time():
+    """In PTX, as no disassembler comes with nvcc alone: a vector access there is one access."""
+    step, topk, dense = (
+        path.read_text()
+        for path in programs.build(["ptx/step.80.ptx", "ptx/topk.80.ptx", "ptx/dense.80.ptx"])
+    )
+    (update,) = body(step, r"entry \w*6updateILb0Efff\w*")
+    loads = len(re.findall(r"ld\.global\.cs\.v4\.(?:u|b)32", update))
+    stores = len(re.findall(r"st\.global\.cs\.v4\.(?:u|b)32", update))
+    assert (loads, stores) == (12, 8)  # g, u, v and u, v, four rows of each
+    (collect,) = body(topk, r"entry \w*7collectIf\w*")
+    assert len(re.findall(r"ld\.global\.cs\.v4\.(?:u|b)32", collect)) == 4
+    (reduce,) = body(dense, r"entry \w*10reduce_allIf\w*")
+    assert re.search(r"ld\.global\.cs\.v4\.(?:u|b)32", reduce)
+    assert re.search(r"st\.global\.cs\.v4\.(?:u|b)32", reduce)
+    for kernel in (update, collect):
+        assert "fma.rn.ftz" not in kernel
+        assert ".local" not in kernel
+
+
+# ---- coverage ------------------------------------------------------------------------------------
+
+
+def test_coverage_of_the_kernels():
+    """Which lines of the kernels the cases run, printed; few are left out."""
+    (program,) = programs.build(["cases.coverage"])
+    folder = programs.OUT / "coverage"
+    for old in folder.glob("*.gcda"):
+        old.unlink()
+    for case in CASES:
+        assert run(program, case, "random", "3", "3", limit_s=200).returncode == 0
+    objects = [f"{unit}.o" for unit in programs.units()]
+    done = subprocess.run(
+        ["gcov", "-n", *objects],
+        cwd=folder, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = re.findall(
+        r"File '.*csrc/cuda/([\w.]+)'\nLines executed:([\d.]+)% of (\d+)", done.stdout
+    )
+    best = {}
+    for name, share, lines in rows:
+        best[name] = max(best.get(name, (0.0, 0)), (float(share), int(lines)))
+    for name, (share, lines) in sorted(best.items()):
+        print(f"{name:14} {share:6.2f} % of {lines} lines")
+    hot = ("begin.cuh", "block.cuh", "decode.cuh", "pack.cuh", "select.cuh", "update.cuh")
+    assert {name: best[name] for name in hot if best[name][0] < 90} == {}

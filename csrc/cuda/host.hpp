@@ -79,15 +79,15 @@ void with_float(Dtype dtype, F f) {
     case Dtype::boolean:
       break;
   }
-  throw Unsupported("this kernel takes floats, not " + std::string(name_of(dtype)));
+  throw InvalidArgument(std::string(name_of(dtype)) + " is no float dtype");
 }
 
 // The same for u and v: float32 or float64.
 template <class F>
 void with_wide(Dtype dtype, F f) {
   if (dtype == Dtype::float64) return f(Type<double>{});
-  if (dtype == Dtype::float32) return f(Type<float>{});
-  throw Unsupported("u and v are float32 or float64, not " + std::string(name_of(dtype)));
+  check(dtype == Dtype::float32, "u and v are float32 or float64");
+  f(Type<float>{});
 }
 
 template <class... P, class... A>

@@ -71,7 +71,7 @@ void update_as(const DgcStep& step, const Tables& t, cudaStream_t stream) {
     with_float(step.grad_dtype, [&](auto grad) {
       using G = typename decltype(grad)::type;
       if constexpr (std::is_same_v<G, double>)
-        throw Unsupported("float64 gradients need u and v of float64");
+        throw InvalidArgument("float64 gradients need u and v of float64");
       else if (step.weight_dtype == step.grad_dtype)
         run_update<G, G, V>(step, t, stream);
       else

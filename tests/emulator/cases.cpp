@@ -1,18 +1,37 @@
 // Runs CUDA's kernels on the emulator against a plain reference, in one order of blocks and
 // threads.
 //
-//     cases topk|step|brief|infinity|packets|dense [forward|reverse|random [seed [resident
-//     blocks]]]
+//     cases topk|step|brief|graph|infinity|packets|dense [forward|reverse|random [seed [blocks]]]
+//
+// where `blocks` are those that make progress together.
 //
 // Prints "right", or what is wrong and ends with status 1 (wrong numbers) or 3 (what the emulator
 // found). Built plain and under sanitizers, and once for every planted mistake: tests/test_cuda.py.
 #include "cases.hpp"
 
+#include <algorithm>
 #include <exception>
+#include <iterator>
+#include <string_view>
+#include <utility>
+
+namespace {
+
+constexpr std::pair<std::string_view, void (*)(std::mt19937&)> kCases[] = {
+    {"topk", cases::run_topk},         {"step", cases::run_step},
+    {"brief", cases::run_brief},       {"graph", cases::run_graph},
+    {"infinity", cases::run_infinity}, {"packets", cases::run_packets},
+    {"dense", cases::run_dense},
+};
+
+}  // namespace
 
 int main(int argc, char** argv) {
   if (argc < 2) return 2;
   const std::string name = argv[1], order = argc > 2 ? argv[2] : "forward";
+  const auto* const found = std::find_if(std::begin(kCases), std::end(kCases),
+                                         [&](const auto& one) { return one.first == name; });
+  if (found == std::end(kCases)) return 2;
   auto& options = emulator::options();
   options.order = order == "reverse"  ? emulator::Order::reverse
                   : order == "random" ? emulator::Order::random
@@ -21,12 +40,7 @@ int main(int argc, char** argv) {
   if (argc > 4) options.resident_blocks = static_cast<unsigned>(std::atoi(argv[4]));
   std::mt19937 random(static_cast<unsigned>(options.seed));
   try {
-    if (name == "topk") cases::run_topk(random);
-    if (name == "step") cases::run_step(random);
-    if (name == "brief") cases::run_brief(random);
-    if (name == "infinity") cases::run_infinity(random);
-    if (name == "packets") cases::run_packets(random);
-    if (name == "dense") cases::run_dense(random);
+    found->second(random);
   } catch (const std::exception& error) {
     std::printf("FAILED: %s\n", error.what());
     return 3;

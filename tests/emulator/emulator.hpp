@@ -82,6 +82,7 @@ inline void store_release(unsigned* p, unsigned value) {
 }
 inline unsigned add_release(unsigned* p, unsigned value) {
   maybe_switch();
+  learn();
   return __atomic_fetch_add(p, value, __ATOMIC_ACQ_REL);
 }
 inline void pause(Where where = Where::current()) { spin(where); }

@@ -8,6 +8,7 @@
 #include <memory>
 #include <numeric>
 #include <stdexcept>
+#include <utility>
 
 #include "fiber.hpp"
 #include "lanes.hpp"
@@ -37,7 +38,7 @@ void live() {
   for (;;) {
     Lane& lane = self();
     Block& block = *lane.block;
-    block.started.acquire();
+    block.tokens->started.acquire();
     grid->entry(grid->argument);
     grid->finished.release();
     lane.state = State::done;
@@ -74,7 +75,6 @@ void start(Block& block, unsigned index) {
   block.waiting.assign(warps, 0);
   block.returned.assign(warps, 0);
   block.rounds.assign(warps, 0);
-  block.warp_tokens.resize(warps);
   block.alive = threads;
   block.arrived = block.round = 0;
   block.used = block.static_bytes = 0;
@@ -82,11 +82,18 @@ void start(Block& block, unsigned index) {
   map_arena(block);
   if (__asan_poison_memory_region) __asan_poison_memory_region(block.arena, kArena);
   block.dynamic = carve(block, grid->shape.dynamic_bytes, 16);
-  // One fiber runs threads of several blocks in turn, which looks ordered to ThreadSanitizer. With
-  // fibers rotated between blocks only unlike threads look so, and races between blocks show.
+  // One fiber runs threads of several blocks in turn, which looks ordered to ThreadSanitizer (a new
+  // one for each costs ten times the time). With fibers rotated between blocks only unlike threads
+  // look so, and races between blocks show. What a thread learned from flags must go, though.
+  for (unsigned i = 0; i < threads; ++i) {
+    Lane& lane = block.lanes[i];
+    if (std::exchange(lane.learned, false) && __tsan_acquire)
+      lane.fiber = nullptr, lane.fiber = std::make_unique<Fiber>(live);
+  }
   for (unsigned i = 0; i + 1 < threads; ++i)
     std::swap(block.lanes[i].fiber, block.lanes[i + 1].fiber);
-  block.started.release();
+  block.tokens = std::make_unique<Tokens>();
+  block.tokens->started.release();
   for (unsigned i = 0; i < threads; ++i) {
     Lane& lane = block.lanes[i];
     lane.thread_index = {i, 0, 0};
@@ -242,11 +249,11 @@ unsigned sync_block(bool predicate, Where where) {
     fail("threads of a block meet at different barriers, one of them at " + place(block.barrier),
          where);
   block.predicates[round] += predicate;
-  block.barrier_tokens[round].release();
+  block.tokens->barrier[round].release();
   lane.state = State::at_barrier;
   if (++block.arrived == block.alive) open_barrier(block);
   leave(lane);
-  block.barrier_tokens[round].acquire();
+  block.tokens->barrier[round].acquire();
   return block.predicates[round];
 }
 
@@ -260,7 +267,7 @@ uint64_t warp(const WarpCall& call) {
   if (call.mask & ~there) fail("a mask names lanes that the block does not have", call.where);
   if (call.mask & block.returned[at]) fail("a mask names a lane that has returned", call.where);
   lane.call = call;
-  Token& token = block.warp_tokens[at][block.rounds[at] & 1];
+  Token& token = block.tokens->warp[at][block.rounds[at] & 1];
   if (call.op == WarpOp::sync) token.release();  // the others order no memory
   lane.state = State::at_warp;
   block.waiting[at] |= 1u << lane.lane;
@@ -270,8 +277,13 @@ uint64_t warp(const WarpCall& call) {
   return lane.result;
 }
 
+void learn() {
+  if (current != nullptr) self().learned = true;
+}
+
 void spin(Where where) {
   if (current == nullptr) return;
+  learn();
   if (++grid->spins > options().most_spins)
     fail("no progress: threads spin for something that nobody does", where);
   leave(self());

@@ -62,6 +62,7 @@ void run_grid(const Shape& shape, void (*entry)(void*), void* argument);
 unsigned sync_block(bool predicate, Where where);  // how many threads' predicate held
 uint64_t warp(const WarpCall& call);
 void spin(Where where);  // lets every other thread of the grid run; inside each spin loop
+void learn();            // the thread acquired what others released
 void maybe_switch();     // in random order: lets others run now and then; around atomics
 void* shared_memory(const void* key, size_t bytes, size_t alignment);
 void* dynamic_shared_memory();

@@ -24,7 +24,16 @@ struct Lane : Thread {
   uint64_t result = 0;
   Where where;  // of the barrier it waits at
   Block* block = nullptr;
+  bool learned = false;  // through a flag, from other blocks
   std::unique_ptr<Fiber> fiber;
+};
+
+// What orders the threads of one block. New for every block, as who comes later to the same place
+// would otherwise see all that was released there before.
+struct Tokens {
+  Token started;
+  std::array<Token, 2> barrier;              // by parity of the round
+  std::array<std::array<Token, 2>, 32> warp;  // of each warp, by parity of its round
 };
 
 struct Block {
@@ -38,9 +47,7 @@ struct Block {
   size_t used = 0, static_bytes = 0;
   void* dynamic = nullptr;
   std::vector<std::pair<const void*, void*>> objects;
-  Token started;
-  std::array<Token, 2> barrier_tokens;
-  std::vector<std::array<Token, 2>> warp_tokens;
+  std::unique_ptr<Tokens> tokens;
 
   Block() = default;
   Block(const Block&) = delete;
