@@ -233,6 +233,35 @@ def test_threads_rounding_and_forks_change_no_bit():
         pycomm.set_num_threads(threads)
 
 
+def test_every_instruction_set_gives_the_same_bits():
+    """Those that this processor has, of the build in use; `python -m pytest -s` names them."""
+    rng = np.random.default_rng(5)
+    grads = rng.laplace(size=(3, 100_003)).astype(np.float16)
+    start = rng.laplace(size=(2, 100_003)).astype(F32)
+    found, before = {}, _core.kernel_isa()
+    try:
+        for isa in ("baseline", "avx2", "avx512"):
+            try:
+                _core.set_kernel_isa(isa)
+            except Unsupported:
+                continue
+            u, v = start.copy()
+            room = kernels.dgc_workspace(u, v, 100)
+            parts = [
+                kernels.dgc_step(g, u, v, 100, momentum=0.9, nesterov=True, workspace=room)
+                for g in grads
+            ]
+            parts += [(u, v), kernels.topk(start[0], 77), (kernels.norm(start[1]),)]
+            parts += [(kernels.cast(start[0], "float16"), kernels.clip_(start[1].copy(), 1.0))]
+            found[isa] = b"".join(x.tobytes() for part in parts for x in part)
+    finally:
+        _core.set_kernel_isa(before)
+    print(*found)
+    assert len(set(found.values())) == 1
+    with pytest.raises(InvalidArgument, match="not one of"):
+        _core.set_kernel_isa("sse9")
+
+
 def test_a_forked_child_has_threads_of_its_own():
     code = """
 import os, numpy as np, pycomm

@@ -21,6 +21,8 @@ void bind_cpu_kernels(py::module_& module) {
   module.def("read_packet_header", &packet_header);
   module.def("set_kernel_threads", &set_kernel_threads);
   module.def("kernel_threads", &kernel_threads);
+  module.def("set_kernel_isa", &set_kernel_isa);
+  module.def("kernel_isa", &kernel_isa);
 }
 
 }  // namespace pycomm::bindings

@@ -26,6 +26,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 
 #include "core/dtype.h"
 #include "core/reduce_op.h"
@@ -231,5 +232,11 @@ class DeviceKernels {
 DeviceKernels& cpu_kernels();
 void set_kernel_threads(int threads);
 int kernel_threads();
+
+// The instruction set of the processor's loops: "baseline", "avx2" or "avx512", at first the best
+// that runs here. Results do not depend on it; tests choose. Throws Unsupported for one that does
+// not run here.
+void set_kernel_isa(std::string_view name);
+std::string_view kernel_isa();
 
 }  // namespace pycomm

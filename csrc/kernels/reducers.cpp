@@ -9,7 +9,7 @@
 namespace pycomm {
 
 const Reducer& reducer(Dtype dtype, ReduceOp op) {
-  const Reducer& found = cpu::reducer_for(cpu::best_isa(), dtype, op);
+  const Reducer& found = cpu::reducer_for(cpu::isa_here(), dtype, op);
   if (found.reduce != nullptr) return found;
   throw Unsupported(std::string(name_of(op)) + " of " + std::string(name_of(dtype)) +
                     " is not defined: " +

@@ -45,7 +45,7 @@ template <Dtype kDtype>
 double norm_of(const Array& array, double* sums) {
   size_t left = tiles_of(array.count);
   if (left == 0) return 0;
-  const Isa isa = best_isa();
+  const Isa isa = isa_here();
   parallel((left + 15) / 16, [&](size_t task) {
     const ExactFloats exact;
     for (size_t tile = 16 * task; tile < std::min(left, 16 * task + 16); ++tile)
@@ -136,7 +136,7 @@ void CpuKernels::multiply(TypedArray x, const void* factor, Queue) {
     const Real number = *static_cast<const Real*>(factor);
     if (number == 1) return;
     by_ranges(x.count, [&](size_t begin, size_t count) {
-      run_on<Multiply<dtype()>, void*>(best_isa(), element(x.data, begin, x.dtype), count, number);
+      run_on<Multiply<dtype()>, void*>(isa_here(), element(x.data, begin, x.dtype), count, number);
     });
   });
 }
@@ -145,7 +145,7 @@ void CpuKernels::cast(TypedArray x, TypedArray out, Queue) {
   with_float(x.dtype, [&](auto from) {
     with_float(out.dtype, [&](auto to) {
       by_ranges(x.count, [&](size_t begin, size_t count) {
-        run_on<Cast<from(), to()>, const void*, void*>(best_isa(), element(x.data, begin, x.dtype),
+        run_on<Cast<from(), to()>, const void*, void*>(isa_here(), element(x.data, begin, x.dtype),
                                                        element(out.data, begin, out.dtype), count);
       });
     });

@@ -8,7 +8,9 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
+#include <string_view>
 
 namespace pycomm::cpu {
 
@@ -16,6 +18,7 @@ namespace pycomm::cpu {
 enum class Isa : uint8_t { baseline, avx2, avx512 };
 
 inline constexpr std::array kIsas{Isa::baseline, Isa::avx2, Isa::avx512};
+inline constexpr std::array<std::string_view, 3> kIsaNames{"baseline", "avx2", "avx512"};
 
 inline bool runs_here(Isa isa) {
 #ifdef __x86_64__
@@ -30,13 +33,9 @@ inline bool runs_here(Isa isa) {
   return isa == Isa::baseline || (isa == Isa::avx2 ? avx2 : avx512);
 }
 
-// The best of this processor.
-inline Isa best_isa() {
-  static const Isa best = runs_here(Isa::avx512) ? Isa::avx512
-                          : runs_here(Isa::avx2) ? Isa::avx2
-                                                 : Isa::baseline;
-  return best;
-}
+// What loops use: the best of this processor, or what a test has asked for.
+std::atomic<Isa>& chosen_isa();
+inline Isa isa_here() { return chosen_isa().load(std::memory_order_relaxed); }
 
 template <Isa>
 struct On;

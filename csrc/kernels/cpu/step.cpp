@@ -20,8 +20,9 @@ struct Memory {
 };
 
 // How far below the k-th magnitude the next floor lies: at the magnitude of rank 1.5 k, times the
-// trend. What was sent is gone, so next time the first k come from those that lay under the cut and
-// from what gradients lift over it.
+// trend where that falls, as on CUDA: a floor that is too high costs a second look at v. What was
+// sent is gone, so next time the first k come from those that lay under the cut and from what
+// gradients lift over it.
 constexpr size_t floor_rank(size_t k) { return k + k / 2; }
 
 template <typename Real>
@@ -197,7 +198,7 @@ class Step {
     const Key low = selection_.candidate(choice, rank, ties);
     const auto kth = static_cast<double>(std::bit_cast<Real>(choice.kth));
     const double trend = memory.kth > 0 && std::isfinite(kth) ? kth / memory.kth : 1;
-    memory = {static_cast<double>(std::bit_cast<Real>(low)) * std::clamp(trend, 0.5, 2.0), kth};
+    memory = {static_cast<double>(std::bit_cast<Real>(low)) * std::clamp(trend, 0.5, 1.0), kth};
   }
 
   void send(const Part<Real>& part) {
@@ -234,12 +235,10 @@ void send_nothing(const DgcTables& tables) {
 
 }  // namespace
 
-void dgc_step_on(Isa isa, const DgcStep& step) {
+void CpuKernels::dgc_step(const DgcStep& step, Queue) {
   if (step.found_inf != nullptr && *step.found_inf != 0) return send_nothing(step.tables);
-  with_real(step.tables.dtype, [&](auto dtype) { Step<Stored<dtype()>>(step, isa).run(); });
+  with_real(step.tables.dtype, [&](auto dtype) { Step<Stored<dtype()>>(step, isa_here()).run(); });
 }
-
-void CpuKernels::dgc_step(const DgcStep& step, Queue) { dgc_step_on(best_isa(), step); }
 
 size_t CpuKernels::dgc_workspace_bytes(const DgcTables& tables) {
   size_t bytes = tables.selections.size() * sizeof(Memory);

@@ -19,8 +19,8 @@ void select(const TypedArray& x, const DeviceKernels::TopK& what) {
   const auto& choice = selection.choices[0];
   if (!choice.dense) {
     const auto floor = sample_floor(x.count, what.k, [=](size_t i) { return elements[i]; });
-    selection.collect(best_isa(), choice, floor);
-    if (selection.candidates(choice) < what.k) selection.collect(best_isa(), choice, 0);
+    selection.collect(isa_here(), choice, floor);
+    if (selection.candidates(choice) < what.k) selection.collect(isa_here(), choice, 0);
   }
   selection.cut();
   if (what.threshold != nullptr)
