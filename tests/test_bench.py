@@ -299,11 +299,12 @@ def test_figures_of_links_are_those_of_what_a_host_must_send() -> None:
 @pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
 def test_a_tiny_run_between_hosts_is_stored_and_drawn(tmp_path: Path) -> None:
     json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
-    args = ["links", "--rates", "1gbit,none", "--sizes", "64K", "--rounds", "1"]
+    args = ["links", "--rates", "1gbit", "--sizes", "64K", "--rounds", "1"]
+    args += ["--hosts", "3", "--peers", "pycomm,gloo,sockets"]
     assert command.main([*args, "--json", str(json_to), "--plot", str(plot_to)]) == 0
     stored = json.loads(json_to.read_text())
     assert [(row["rate"], row["peer"]) for row in stored["rows"]] == [
-        *(("1gbit", "pycomm"), ("1gbit", "gloo"), ("none", "pycomm"), ("none", "gloo"))
+        ("1gbit", peer) for peer in ("pycomm", "gloo", "sockets")
     ]
     assert all(row["time_ms"] > 0 and row["cpu_s_per_gb"] > 0 for row in stored["rows"])
     assert plot_to.read_bytes().startswith(b"\x89PNG")
@@ -318,7 +319,11 @@ def test_where_there_can_be_no_hosts_a_sentence_says_so(
 
 
 @pytest.mark.parametrize(
-    "args", [["--rates", "fast"], ["--peers", "mpich"], ["--hosts", "1"], ["--ops", ""]]
+    "args",
+    [
+        *(["--rates", "fast"], ["--peers", "mpich"], ["--hosts", "1"], ["--ops", ""]),
+        ["--peers", "sockets", "--ranks-per-host", "2"],
+    ],
 )
 def test_nonsense_about_links_is_refused(args: list[str]) -> None:
     with pytest.raises(SystemExit):
