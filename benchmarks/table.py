@@ -14,7 +14,7 @@ from benchmarks.limits import TOLERANCE, limit_s
 from benchmarks.verbs import VERBS
 from benchmarks.worker import Times
 
-COPIES = ("copy plain", "copy libc")
+COPIES = ("copy plain", "copy libc", "copy in place")
 COMPARATOR = "gloo"
 FLOOR = "fake"  # moves nothing, so the limit is not its
 
