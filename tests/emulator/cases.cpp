@@ -18,9 +18,8 @@
 namespace {
 
 constexpr std::pair<std::string_view, void (*)(std::mt19937&)> kCases[] = {
-    {"topk", cases::run_topk},         {"step", cases::run_step},
-    {"brief", cases::run_brief},       {"graph", cases::run_graph},
-    {"infinity", cases::run_infinity}, {"packets", cases::run_packets},
+    {"topk", cases::run_topk},   {"step", cases::run_step},         {"brief", cases::run_brief},
+    {"graph", cases::run_graph}, {"infinity", cases::run_infinity}, {"packets", cases::run_packets},
     {"dense", cases::run_dense},
 };
 

@@ -32,7 +32,7 @@ struct Lane : Thread {
 // would otherwise see all that was released there before.
 struct Tokens {
   Token started;
-  std::array<Token, 2> barrier;              // by parity of the round
+  std::array<Token, 2> barrier;               // by parity of the round
   std::array<std::array<Token, 2>, 32> warp;  // of each warp, by parity of its round
 };
 
