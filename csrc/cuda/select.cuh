@@ -210,10 +210,10 @@ __device__ __forceinline__ void settle(const Tables& t, Turn turn) {
   }
 }
 
-// (kDigits + 1) * select_blocks blocks. Four on a multiprocessor leave 64 registers for a thread;
-// left alone, ptxas takes fewer and spills.
+// (kDigits + 1) * select_blocks blocks. Three on a multiprocessor leave 80 registers for a thread;
+// left alone, ptxas takes fewer and spills, and with four it does so on 12.0.
 template <class V>
-__global__ void __launch_bounds__(kThreads, 4) select(const __grid_constant__ Tables t) {
+__global__ void __launch_bounds__(kThreads, 3) select(const __grid_constant__ Tables t) {
   const Turn turn = take_turn(t.header->select, t.select_blocks);
   if (!stopped(t)) {
     if (turn.pass < kDigits<V>)
