@@ -1,13 +1,15 @@
 """`python -m benchmarks kernels`: the kernels of sparse training, beside torch and the limit.
 
 The data are those of residuals.py. Each case is checked against pycomm.reference, bit by bit; then
-all take their turns, round by round, with the passes over memory that give the limit among them:
-the fastest of three bandwidths, of copying, scaling in place and adding in place. Ends with 1 when
-a bit was wrong or a kernel beat the limit.
+all take their turns, round by round, with the compiled loops of csrc/kernels/stream.h among them,
+which only move memory and give the limit. Ends with 1 when a bit was wrong or somebody beat it.
 
-    dgc_step  20 bytes an element     topk  4 bytes     decode_update  only what the packets touch
-    DGC       a step of pycomm.DGC on one rank, with the optimizer's: 20 bytes with fused=True;
-              through p.grad 4 more to clear it and 12 for SGD
+    dgc_step       20 bytes an element, at the best of copying and of 3 reads and 2 writes
+    topk           4 bytes, at the best of these and of reading
+    decode_update  the packets, and each cache line that they touch read and written; through
+                   p.grad, 4 bytes more an element to clear it and 12 for SGD
+    DGC            a step of pycomm.DGC on one rank, with the optimizer's: 20 bytes with fused=True,
+                   36 through p.grad
 
 main() is called by benchmarks.__main__ and pycomm.__main__.
 """
@@ -33,12 +35,15 @@ from benchmarks.composed import COMPOSED, Tensors
 from benchmarks.limits import TOLERANCE
 from benchmarks.residuals import MOMENTUM, SPARSITY, STEPS, WORKERS, Residuals
 from benchmarks.sizes import format_size
-from pycomm import kernels, reference
+from pycomm import _core, kernels, reference
 from pycomm.demo import machine
 
 SIZES = (2**18, 2**20, 2**22, 2**24)
 OURS = "pycomm"
-BYTES = {"dgc_step": 20, "topk": 4, "DGC": 20, "DGC/through p.grad": 36}  # an element
+LINE = 64
+"""Bytes of a cache line."""
+STREAMS = {"step": 20, "copy": 8, "copy around": 8, "torch's copy": 8, "read": 4}
+"""Bytes that each loop moves for an element."""
 Array = Any  # of NumPy
 
 
@@ -51,9 +56,10 @@ class Row:
     peer: str
     time_ms: float  # median over rounds
     best_ms: float
-    limit_ms: float | None
-    limit_percent: float | None
-    ratio: float | None  # times faster is pycomm
+    limit_ms: float
+    limit_percent: float
+    ratio: float  # times faster is pycomm
+    step_percent: float  # of the time of pycomm's dgc_step
 
 
 class Case:
@@ -68,6 +74,16 @@ class Case:
         self.count = self.start[0].size
         self.k = max(1, round(self.count * (1 - SPARSITY)))
         self.packets = [self._packet(recorded, windows, worker) for worker in range(WORKERS)]
+        places = np.concatenate([indices for indices, _ in self.packets])
+        touched = 8 * places.size + 2 * LINE * np.unique(places // (LINE // 4)).size
+        self.bytes = {
+            "dgc_step": 20 * self.count,
+            "topk": 4 * self.count,
+            "decode_update": touched,
+            "decode_update/through p.grad": touched + 16 * self.count,
+            "DGC": 20 * self.count,
+            "DGC/through p.grad": 36 * self.count,
+        }
 
     def _packet(self, recorded: Residuals, windows: int, worker: int) -> tuple[Array, Array]:
         """What the next worker but `worker` sent in the same window, for each of them."""
@@ -122,9 +138,10 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(text(row) for row in new), flush=True)
     settings = {"threads": options.threads, "rounds": options.rounds, "residuals": recorded.digest}
     _store(rows, settings, options.json, options.plot)
-    fast = [r for r in rows if r.peer == OURS and (r.limit_percent or 0) > 100 * TOLERANCE]
+    fast = [r for r in rows if r.limit_percent > 100 * TOLERANCE]
     for row in fast:
-        print(f"{row.kernel} of {row.count} runs at {row.limit_percent:.0f} %: the limit is wrong")
+        said = f"{row.peer}: {row.kernel} of {row.count} runs at {row.limit_percent:.0f} %"
+        print(f"{said}: the limit is wrong")
     return 1 if fast else 0
 
 
@@ -145,7 +162,6 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> list[Row]:
     """All contestants in turn; each round goes through the recorded steps once, the first of which,
     after the way back to the recorded state, is not timed."""
     calls, restarts = _contestants(case, peers)
-    bytes_of = {"copy": 8, "scale": 8, "add": 12}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for restart in restarts:
@@ -157,13 +173,16 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> list[Row]:
                 if step:
                     seconds[name].append(time.perf_counter() - begin)
     medians = {name: statistics.median(s) for name, s in seconds.items()}
-    bandwidth = max(bytes_of[n] * case.count / medians[n] for n in bytes_of)
+    rates = {
+        name: per_element * case.count / medians[name] for name, per_element in STREAMS.items()
+    }
+    moving = max(rate for name, rate in rates.items() if name != "read")
     rows = []
-    for name in calls.keys() - bytes_of.keys():
+    for name in calls.keys() - STREAMS.keys():
         kernel, peer = name.split("/")
         ours = medians[f"{kernel}/{OURS}"]
-        per_element = BYTES.get(f"{kernel}/{peer}", BYTES.get(kernel))
-        limit = per_element * case.count / bandwidth if per_element else None
+        rate = max(moving, rates["read"]) if kernel == "topk" else moving
+        limit = case.bytes.get(name, case.bytes[kernel]) / rate
         rows.append(
             Row(
                 kernel=kernel,
@@ -171,12 +190,13 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> list[Row]:
                 peer=peer,
                 time_ms=medians[name] * 1e3,
                 best_ms=min(seconds[name]) * 1e3,
-                limit_ms=limit and limit * 1e3,
-                limit_percent=limit and 100 * limit / medians[name],
+                limit_ms=limit * 1e3,
+                limit_percent=100 * limit / medians[name],
                 ratio=medians[name] / ours,
+                step_percent=100 * medians[name] / medians[f"dgc_step/{OURS}"],
             )
         )
-    return sorted(rows, key=lambda r: (r.kernel, r.ratio or 0))
+    return sorted(rows, key=lambda r: (r.kernel, r.ratio))
 
 
 Call = Callable[[int], object]
@@ -187,9 +207,9 @@ def _contestants(
 ) -> tuple[dict[str, Call], list[Callable[[], None]]]:
     """Calls by "kernel/peer", each given the number of the step; and what begins a round."""
     gradients = [torch.from_numpy(g) for g in case.gradients]
-    source, target = torch.ones(case.count), torch.zeros(case.count)
+    target = torch.zeros(case.count)
     # Before the DGC that writes its result there.
-    calls: dict[str, Call] = {"copy": lambda i: target.copy_(gradients[i])}
+    calls: dict[str, Call] = {"torch's copy": lambda i: target.copy_(gradients[i])}
     restarts: list[Callable[[], None]] = []
     for peer, given in ((OURS, gradients), ("through p.grad", [target] * len(gradients))):
         calls[f"DGC/{peer}"], restart = _whole_step(case, given, fused=peer == OURS)
@@ -234,9 +254,22 @@ def _contestants(
         return weights.add_(dense, alpha=-0.1)
 
     calls["decode_update/through p.grad"] = through_grad
-    calls["scale"] = lambda i: target.mul_(0.5)
-    calls["add"] = lambda i: target.add_(source)
-    return calls, restarts
+    return calls | _streams(case), restarts
+
+
+def _streams(case: Case) -> dict[str, Call]:
+    own = np.ones((3, case.count), np.float32)
+    grad, u, v = (int(row.ctypes.data) for row in own)
+
+    def step(_: int, _own: Array = own) -> None:  # which keeps the arrays
+        _core.stream_step(grad, u, v, case.count)
+
+    return {
+        "step": step,
+        "copy": lambda _: _core.stream_copy(grad, v, case.count, False),
+        "copy around": lambda _: _core.stream_copy(grad, v, case.count, True),
+        "read": lambda _: _core.stream_read(grad, case.count),
+    }
 
 
 def _whole_step(
@@ -271,16 +304,16 @@ def _composed(
 
 
 HEADER = (
-    f"{'# kernel':14} {'elements':>9} {'peer':>16} {'time (ms)':>10} {'% limit':>8} {'pycomm':>8}"
+    f"{'# kernel':14} {'elements':>9} {'peer':>16} {'time (ms)':>10} {'% limit':>8} {'pycomm':>8} "
+    f"{'% of a step':>12}"
 )
 
 
 def text(row: Row) -> str:
     """One line under HEADER."""
-    percent = "-" if row.limit_percent is None else f"{row.limit_percent:.1f}"
     return (
         f"{row.kernel:14} {format_size(row.count):>9} {row.peer:>16} {row.time_ms:>10.3f} "
-        f"{percent:>8} {f'{row.ratio:.2f}x' if row.ratio else '-':>8}"
+        f"{row.limit_percent:>8.1f} {f'{row.ratio:.2f}x':>8} {row.step_percent:>12.1f}"
     )
 
 
@@ -294,9 +327,9 @@ def _store(
     if plot_to:
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.subplots()
-        for name in dict.fromkeys((r.kernel, r.peer) for r in rows if r.limit_percent):
+        for name in dict.fromkeys((r.kernel, r.peer) for r in rows):
             own = [r for r in rows if (r.kernel, r.peer) == name]
-            axes.plot([r.count for r in own], [r.limit_percent or 0 for r in own], "o-", ms=3.5,
+            axes.plot([r.count for r in own], [r.limit_percent for r in own], "o-", ms=3.5,
                       label=" ".join(name))  # fmt: skip
         axes.set(xscale="log", xlabel="elements", ylabel="% of the memory's limit", ylim=(0, None))
         axes.axhline(100, ls="--", lw=1, color="#d93025")

@@ -43,7 +43,8 @@ MAY_INCLUDE = {
     ],
     "bindings/core": [
         *("bindings/core", "core/", "group/group.h", "group/connect.h"),
-        *("bindings/kernels.h", "kernels/kernels.h", "os/shared_heap.h", "rendezvous/"),
+        *("bindings/kernels.h", "kernels/kernels.h", "kernels/stream.h", "os/shared_heap.h"),
+        "rendezvous/",
     ],
     "bindings/kernels.h": ["core/", "kernels/device_kernels.h", "kernels/packet.h"],
     "bindings/c10d": ["bindings/c10d", "group/group.h"],

@@ -3,6 +3,7 @@
 
 #include "bindings/core.h"
 #include "bindings/kernels.h"
+#include "kernels/stream.h"
 
 namespace pycomm::bindings {
 namespace {
@@ -11,6 +12,26 @@ namespace {
 std::tuple<size_t, size_t, std::string_view> packet_header(uintptr_t packet, size_t bytes) {
   const PacketHeader header = read_packet_header({at<const std::byte>(packet), bytes});
   return {header.k, header.count, name_of(header.value_dtype)};
+}
+
+// The loops of stream.h, for benchmarks.
+void bind_streams(py::module_& module) {
+  using Free = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "stream_step",
+      [](uintptr_t grad, uintptr_t u, uintptr_t v, size_t count) {
+        stream_step(at<const float>(grad), at<float>(u), at<float>(v), count);
+      },
+      Free());
+  module.def(
+      "stream_copy",
+      [](uintptr_t from, uintptr_t to, size_t count, bool around) {
+        stream_copy(at<const float>(from), at<float>(to), count, around);
+      },
+      Free());
+  module.def(
+      "stream_read",
+      [](uintptr_t x, size_t count) { return stream_read(at<const float>(x), count); }, Free());
 }
 
 }  // namespace
@@ -23,6 +44,7 @@ void bind_cpu_kernels(py::module_& module) {
   module.def("kernel_threads", &kernel_threads);
   module.def("set_kernel_isa", &set_kernel_isa);
   module.def("kernel_isa", &kernel_isa);
+  bind_streams(module);
 }
 
 }  // namespace pycomm::bindings

@@ -1,13 +1,11 @@
 // The k largest magnitudes of some tensors, laid end to end: what topk and the DGC step share.
 //
-//   collect   each part of the elements is read once, in order. What reaches the part's floor is
-//   kept
-//             in its pool; where the pool is full, all but its k best go, and the floor rises above
-//             them. Nothing that wins can be lost so, as k better ones stand in the same part.
-//   cut       the k-th magnitude of what the pools hold, by its bits; and for each part how many
-//   lie
-//             above it and how many on it, and so where in the result its winners begin
-//   emit      parts give their winners, in index order
+//   collect  each part of the elements is read once, in order. What reaches its floor is kept in a
+//            pool; where that is full, all but its k best go, and the floor rises above them.
+//            Nothing that wins can be lost so, as k better ones stand in the same part.
+//   cut      the k-th magnitude of what the pools hold, by its bits; and for each part how many lie
+//            above it and how many on it, and so where in the result its winners begin
+//   emit     parts give their winners, in index order
 //
 // The first floor decides how long this takes and never what comes out: where fewer than k reach
 // it, whoever calls collects again from a lower one. Above one element in 64 pools would not be

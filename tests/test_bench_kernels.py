@@ -1,0 +1,110 @@
+"""The benchmark of the kernels: a tiny run on made-up residuals, and what makes a run fail."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pycomm
+from benchmarks import kernels as bench
+from benchmarks.residuals import STEPS, WORKERS, Residuals, store
+from pycomm import _core, kernels
+
+PARAMETERS = 20_000  # of a window
+OURS = {"DGC", "decode_update", "dgc_step", "topk"}
+
+
+@pytest.fixture
+def residuals(tmp_path: Path) -> Iterator[Path]:
+    rng = np.random.default_rng(0)
+    k = PARAMETERS // 1000
+    sent = [
+        np.sort(rng.choice(PARAMETERS, k, replace=False).astype(np.int32))
+        for _ in range(STEPS * WORKERS)
+    ]
+    made = rng.standard_normal((2 + STEPS, WORKERS, PARAMETERS)).astype(np.float32)
+    path = tmp_path / "residuals.npz"
+    packets = np.stack(sent).reshape(STEPS, WORKERS, k)
+    store(Residuals(made[0], made[1], made[2:], packets), path)
+    before = torch.get_num_threads(), _core.kernel_threads()
+    yield path
+    pycomm.shutdown()
+    torch.set_num_threads(before[0])
+    pycomm.set_num_threads(before[1])
+
+
+def run(residuals: Path, *words: str) -> int:
+    sizes = f"{PARAMETERS},{WORKERS * PARAMETERS}"
+    given = ["--residuals", str(residuals), "--rounds", "1", "--threads", "2", "--sizes", sizes]
+    return bench.main([*given, "--peers", "eager", *words])
+
+
+def test_a_tiny_run_is_stored_and_drawn(
+    residuals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored, drawn = tmp_path / "out.json", tmp_path / "out.png"
+    status = run(residuals, "--json", str(stored), "--plot", str(drawn))
+    content: dict[str, Any] = json.loads(stored.read_text())
+    rows = [bench.Row(**row) for row in content["rows"]]
+    assert [{r.kernel for r in rows if r.count == n} for n in (20_000, 160_000)] == [OURS, OURS]
+    others = {(r.kernel, r.peer) for r in rows if r.peer != "pycomm"}
+    assert {("dgc_step", "eager"), ("topk", "torch.topk"), ("DGC", "through p.grad")} < others
+    for row in rows:
+        assert row.limit_percent == pytest.approx(100 * row.limit_ms / row.time_ms)
+        assert (row.peer == "pycomm") <= (row.ratio == 1)
+        assert (row.kernel, row.peer) != ("dgc_step", "pycomm") or row.step_percent == 100
+    fast = [r for r in rows if r.limit_percent > 103]
+    assert status == (1 if fast else 0)
+    said = capsys.readouterr().out
+    assert said.count("the limit is wrong") == len(fast)
+    assert content["settings"]["residuals"] in said
+    assert drawn.stat().st_size > 10_000
+
+
+def test_a_contestant_beyond_the_limit_fails_the_run(
+    residuals: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = bench.measured
+
+    def too_fast(*words: Any) -> list[bench.Row]:
+        return [dataclasses.replace(row, limit_percent=104.0) for row in measured(*words)]
+
+    monkeypatch.setattr(bench, "measured", too_fast)
+    assert run(residuals) == 1
+    assert "pycomm: topk of 20000 runs at 104 %: the limit is wrong" in capsys.readouterr().out
+
+
+def test_a_wrong_bit_ends_it(
+    residuals: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = kernels.topk
+
+    def wrong(*words: Any, **options: Any) -> Any:
+        indices, values = right(*words, **options)
+        values[-1] = np.nextafter(values[-1], np.float32(9))
+        return indices, values
+
+    monkeypatch.setattr(kernels, "topk", wrong)
+    assert run(residuals) == 1
+    assert "20000 elements: a kernel and the reference differ" in capsys.readouterr().out
+
+
+def test_the_loops_move_what_they_say() -> None:
+    """Sizes that no vector and no thread's range divides."""
+    rng = np.random.default_rng(1)
+    for count in (0, 1, 17, 300_001):
+        grad, u, v = rng.standard_normal((3, count)).astype(np.float32)
+        moved, pointers = u + grad, [int(x.ctypes.data) for x in (grad, u, v)]
+        summed = v + moved
+        _core.stream_step(*pointers, count)
+        assert (u.tobytes(), v.tobytes()) == (moved.tobytes(), summed.tobytes())
+        for around in (False, True):
+            copy = np.zeros(count + 2, np.float32)
+            _core.stream_copy(pointers[0], int(copy[1:].ctypes.data), count, around)
+            assert copy[1:-1].tobytes() == grad.tobytes()
+            assert copy[0] == copy[-1] == 0
