@@ -129,7 +129,7 @@ def bytes_over(host: Host, link: int, before: Counters) -> int:
 def test_the_chosen_interface_carries_everything(two_links: Network, choice: str) -> None:
     before = [[host.counters(link) for link in (0, 1)] for host in two_links.hosts]
     master = two_links.hosts[0].ipv4(1)
-    env = {"MASTER_ADDR": master, "PYCOMM_ADDRESS": choice, "FORM_S": "30"}
+    env = {"MASTER_ADDR": master, "PYCOMM_ADDRESS": choice, "FORM_S": "90"}
     run = Run(two_links, [0, 1], "form", env)
     run.start(0)
     heard: list[str] = []
@@ -164,7 +164,7 @@ def test_the_next_address_is_tried_when_one_leads_nowhere() -> None:
     with Network(2, links=2, ipv6=False) as net:
         net.hosts[1].ip("addr", "flush", "dev", "eth0")
         net.hosts[1].ip("route", "add", "unreachable", "10.99.0.0/24")
-        env = {"MASTER_ADDR": net.hosts[0].ipv4(1), "FORM_S": "30"}
+        env = {"MASTER_ADDR": net.hosts[0].ipv4(1), "FORM_S": "90"}
         run = Run(net, [0, 1], "form", env)
         run.start(0, {"MASTER_ADDR": net.hosts[0].ipv4(0)})
         told = run.start_all().told()
@@ -173,7 +173,7 @@ def test_the_next_address_is_tried_when_one_leads_nowhere() -> None:
 
 def refusal(net: Network, env: dict[str, str]) -> dict[str, Any]:
     """What a rank 1 alone, in host 1, is told when it wants to join with these variables."""
-    run = Run(net, [0, 1], "form", {"FORM_S": "30"})
+    run = Run(net, [0, 1], "form", {"FORM_S": "90"})
     waiting, process = run.start(0), run.start(1, env)
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
@@ -206,7 +206,7 @@ def test_an_address_that_is_none_is_refused_with_those_that_are() -> None:
 @pytest.mark.parametrize("by", [0, 1])
 def test_the_loopback_is_no_way_to_another_host(by: int) -> None:
     with Network(2, ipv6=False) as net:
-        run = Run(net, [0, 1], "form", {"FORM_S": "30"})
+        run = Run(net, [0, 1], "form", {"FORM_S": "90"})
         run.start(by, {"PYCOMM_ADDRESS": "lo"})
         for rank, told in enumerate(run.start_all().told()):
             if told["error"] == "PeerLost":  # the other has left with that error, and the store too
