@@ -249,7 +249,10 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options) {
     }
     throw;
   }
-  clean_up();  // all have read it: the barrier that ends the forming is over
+  try {
+    clean_up();                // all have read it: the barrier that ends the forming is over
+  } catch (const PeerLost&) {  // rank 0 has left already, and its store with all that was in it
+  }
   return group;
 }
 

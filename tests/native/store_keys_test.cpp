@@ -269,4 +269,18 @@ const Test kOtherOptions{
       expect_equal(again.get(), "world#2", "the next of the other");
     }};
 
+// What rank 1 would tidy up behind the forming has gone with rank 0.
+const Test kLeft{"store: rank 0 may leave, and its store with it, once the group stands", [] {
+                   LocalStore store;
+                   Watched end(store);
+                   end.after_change = [](const std::string& last_got) {
+                     if (!last_got.empty()) throw PeerLost("the store has gone");
+                   };
+                   auto other = std::async(std::launch::async, [&] {
+                     return connect(end, options_of(1, 2, 5s))->size();
+                   });
+                   const auto group = connect(store, options_of(0, 2, 5s));
+                   expect_equal(other.get(), 2, "ranks");
+                 }};
+
 }  // namespace
