@@ -88,7 +88,10 @@ Crossing cross_all_reduce(const Place& at, size_t block) {
     crossing.blocks.push_back({begin, std::min(step, even - begin), levels.lanes, 0, 0});
   if (even < at.count || at.count == 0) crossing.blocks.push_back({even, at.count - even, 1, 0, 0});
   const bool alone = levels.local_size() == 1;
-  const size_t place = crossing.blocks[0].count / static_cast<size_t>(crossing.blocks[0].lanes);
+  // In one lane what is left over can be longer than a lane's piece of the rest.
+  size_t place = 0;
+  for (const Crossing::Block& block : crossing.blocks)
+    place = std::max(place, block.count / static_cast<size_t>(block.lanes));
   for (size_t i = 0; i < crossing.blocks.size(); ++i) {
     Crossing::Block& now = crossing.blocks[i];
     now.sum_at = i % kSumsAhead * place;

@@ -67,9 +67,9 @@ void run_on_hosts(const std::vector<int>& hosts, const std::string& by,
 }
 
 // Hosts are numbered in order of their first ranks.
-const std::vector<std::vector<int>> kMaps{{0, 1},       {0, 0, 1},       {0, 1, 0},
-                                          {0, 1, 2},    {0, 0, 1, 1},    {0, 1, 0, 1},
-                                          {0, 1, 1, 1}, {0, 0, 0, 1, 1}, {0, 1, 1, 2, 0}};
+const std::vector<std::vector<int>> kMaps{
+    {0, 1},       {0, 0, 1},    {0, 1, 0},       {0, 1, 2},       {0, 0, 1, 1},
+    {0, 1, 0, 1}, {0, 1, 1, 1}, {0, 0, 0, 1, 1}, {0, 1, 1, 2, 0}, {0, 1, 1, 0, 0, 1}};
 
 const std::vector<Operation> kOperations{Operation::all_reduce,     Operation::reduce,
                                          Operation::broadcast,      Operation::all_gather,
@@ -84,7 +84,7 @@ void run_plain(Group& group, const Case& c) {
 void run_cases(Group& group, const std::function<void(Group&, const Case&)>& run_one) {
   int call = 0;
   for (const Operation operation : kOperations)
-    for (const size_t count : {0, 1, 7, 1000, 65'541}) {
+    for (const size_t count : {0, 1, 5, 7, 1000, 65'541}) {
       if (operation == Operation::barrier && count > 0) continue;
       Case c{operation, Algorithm::hierarchical, Dtype::float32, ReduceOp::sum, count, 0, false, 0};
       if (call % 3 == 1) c.op = ReduceOp::max;
