@@ -4,8 +4,9 @@
     group = pycomm.init()
     pycomm.all_reduce(x)  # a NumPy array or a torch tensor, in place
 
-The environment says who the ranks are: pycomm's own variables, torchrun's, Paddle's, Open MPI's or
-Slurm's; without any the process is a group of its own. `python -m pycomm info` shows what is here.
+The environment says who the ranks are: pycomm's own variables, torchrun's, Paddle's, Open MPI's,
+MPICH's or Slurm's; without any the process is a group of its own. `python -m pycomm info` shows
+what is here.
 """
 
 from __future__ import annotations

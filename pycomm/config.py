@@ -1,7 +1,8 @@
 """What the environment says: the only place of the package that reads it.
 
-Understands pycomm's own variables and those of torchrun, Paddle, Open MPI and Slurm (srun); with
-none of them the process is a group of its own. `pycomm.init` calls it; `pycomm info` lists them.
+Understands pycomm's own variables and those of torchrun, Paddle, Open MPI, MPICH (and others that
+have its mpiexec, as Intel MPI) and Slurm (srun); with none of them the process is a group of its
+own. `pycomm.init` calls it; `pycomm info` lists them.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Launcher:
     local_size: str
 
 
-# The first whose rank variable is set wins. Slurm is srun alone: SLURM_STEP_NUM_TASKS is not set in
-# a batch script, which is one process however many tasks the job has.
+# The first whose variables are set wins. MPI stands before Slurm, whose variables an mpiexec in a
+# job passes on; srun itself may set PMI_RANK, but no MPI_LOCALRANKID. Slurm is srun alone:
+# SLURM_STEP_NUM_TASKS is not set in a batch script, one process however many tasks the job has.
 LAUNCHERS = (
     Launcher("pycomm", "PYCOMM_RANK", "PYCOMM_SIZE", "PYCOMM_LOCAL_RANK", "PYCOMM_LOCAL_SIZE"),
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -56,6 +58,7 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
+    Launcher("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Launcher("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 )
 
@@ -145,9 +148,9 @@ def check_secret(secret: str, source: str) -> None:
 
 
 def _is_from(env: Mapping[str, str], launcher: Launcher) -> bool:
-    """Whether this launcher's variables are there; srun's only together."""
-    if launcher.name == "slurm":
-        return launcher.rank in env and launcher.size in env
+    """Whether this launcher's variables are there; srun's and mpiexec's only together."""
+    if launcher.name in ("slurm", "mpich"):
+        return {launcher.rank, launcher.size, launcher.local_rank} <= env.keys()
     return launcher.rank in env or (launcher.name == "pycomm" and launcher.size in env)
 
 

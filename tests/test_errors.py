@@ -101,6 +101,16 @@ GOOD_ENVIRONMENTS = [
         ("slurm", 7, 8, 3, "node07", 20070),
     ),
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ("", 0, 1, None, "", 0)),
+    (  # MPICH's mpiexec in a job of Slurm's, which starts one task on each host
+        {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+        | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"},
+        ("mpich", 3, 4, 1, "", 0),
+    ),
+    (  # srun --mpi=pmi2
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+        | {"SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "a,b", "SLURM_JOB_ID": "10"},
+        ("slurm", 1, 2, 1, "a", 20070),
+    ),
 ]
 
 

@@ -236,21 +236,55 @@ def other_launchers(rank: int, port: int) -> dict[str, dict[str, str]]:
     }
 
 
-@pytest.mark.parametrize("whose", ["slurm", "openmpi", "paddle"])
-def test_the_variables_of_other_launchers_are_enough(whose: str) -> None:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    code = "import pycomm as p; p.init(timeout_s=60); print(p.all_gather_object(p.local_rank()))"
-    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {k: v for k, v in CLEAN.items() if k not in left_out}
+        return int(probe.getsockname()[1])
+
+
+TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+WITHOUT = {k: v for k, v in CLEAN.items() if k not in TORCHRUNS}
+LOCAL_RANKS = "import pycomm as p; p.init(timeout_s=60); print(p.all_gather_object(p.local_rank()))"
+
+
+@pytest.mark.parametrize("whose", ["slurm", "openmpi", "paddle"])
+def test_the_variables_of_other_launchers_are_enough(whose: str) -> None:
+    port = free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**env, **other_launchers(rank, port)[whose], "PYCOMM_SECRET": "k" * 32},
+            [sys.executable, "-c", LOCAL_RANKS],
+            env={**WITHOUT, **other_launchers(rank, port)[whose], "PYCOMM_SECRET": "k" * 32},
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
     assert [process.communicate(timeout=150)[0] for process in ranks] == ["[0, 1]\n"] * 2
+
+
+BY_TORCH = """
+import torch.distributed as dist
+dist.init_process_group("pycomm")
+import pycomm
+print(pycomm.all_gather_object(dist.get_rank()))
+dist.destroy_process_group()
+"""
+# What docs/clusters.md says of init_process_group, whose variables are torchrun's.
+AS_TORCHRUN = ["sh", "-c", 'RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE exec "$0" "$@"']
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [([], LOCAL_RANKS), (AS_TORCHRUN, BY_TORCH)], ids=["init", "torch"]
+)
+def test_mpiexec_starts_the_ranks(words: list[str], code: str) -> None:
+    """MPICH's own. Without a key: they meet in torch's store."""
+    mpiexec = str(Path(sys.executable).with_name("mpiexec"))
+    done = subprocess.run(
+        [mpiexec, "-n", "2", *words, sys.executable, "-c", code],
+        env={**WITHOUT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[0, 1]\n" * 2), done.stderr
