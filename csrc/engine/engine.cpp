@@ -249,8 +249,7 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
 // Somebody who has left in peace matters only to those who still need something from it.
 void Engine::check_needed(const Task& task) {
   for (const int peer : {task.receiving_from(), task.sending_to()})
-    if (peer != kNobody && at(peer).departed)
-      throw PeerLost(name(peer) + " " + *at(peer).departed, {.peer = peer});
+    if (peer != kNobody && at(peer).departed) throw gone(peer);
   if (awaited_ && awaited_->from == kAnybody && options_.dialer == nullptr &&
       std::ranges::all_of(peers_, [](const Peer& who) { return !who.link || who.departed; }))
     throw PeerLost("everybody else has left the group, and no message came before");
@@ -323,8 +322,7 @@ Engine::Front Engine::tend(int peer) {
     if (front == Front::later || (front == Front::ours && !waits)) return front;
     if (!waits) continue;
     if (last && !who.departed && (header == nullptr || link.peek().size() < link.payload_left()))
-      throw PeerLost(name(peer) + " died or lost its connection: it hung up without a word",
-                     {.peer = peer});
+      throw gone(peer);
     return front;
   }
 }
@@ -414,6 +412,7 @@ bool Engine::open(int peer, const Header& header, ConstBytes payload, bool more)
   if (!at(peer).link) want(peer);
   if (!at(peer).link || at(peer).departed) return false;
   Link& link = *at(peer).link;
+  if (link.channel().hung_up()) hear_out(peer);  // who only sends would not learn it otherwise
   if (!link.idle() && !link.flush()) return false;
   link.begin(header, payload, more);
   return true;

@@ -198,6 +198,8 @@ class Engine {
   void new_epoch(const Header& notice, const std::string& text);
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
+  [[noreturn]] void hear_out(int peer);
+  PeerLost gone(int peer) const;
   std::vector<int> call_roll(const Error& error);
   bool answers(Peer& who);
   bool flush_all(std::chrono::nanoseconds limit);

@@ -155,6 +155,26 @@ void Engine::heed_goodbye(int peer, const std::string& payload) {
   throw GroupBroken(told, {.peer = peer});
 }
 
+// The peer has hung up while something is still to be sent to it: ends the call with what it said
+// at its end, which may stand behind frames that nobody will take any more.
+void Engine::hear_out(int peer) {
+  Peer& who = at(peer);
+  (void)tend(peer);
+  while (const Header* header = who.link->front()) {
+    if (header->kind != FrameKind::goodbye)
+      who.link->discard();
+    else if (read_notice(peer, *header); !who.departed)
+      break;  // it never came whole
+  }
+  throw gone(peer);
+}
+
+PeerLost Engine::gone(int peer) const {
+  const std::string no_word = "died or lost its connection: it hung up without a word";
+  const auto& departed = peers_[static_cast<size_t>(peer)].departed;
+  return PeerLost(name(peer) + " " + departed.value_or(no_word), {.peer = peer});
+}
+
 // Who waits in a call answers a goodbye at once with one of its own, so that all come to know who
 // was not there: gives those who stayed silent.
 std::vector<int> Engine::call_roll(const Error& error) {

@@ -206,4 +206,34 @@ const ByTransport kEverywhere{
           }
     }};
 
+// Rank 0 makes calls in which it only sends, to a rank that has gone in one way or another.
+void send_on(const std::string& by, void (*go)(Engine&, Life&), std::string_view why) {
+  const Scene scene{Operation::broadcast, Algorithm::direct, 2, 60'000, 1, SIZE_MAX};
+  Ranks all(scene.size, by, scene.mortal, scene.lifetime);
+  const auto sender = all.engine(0), gone = all.engine(1);
+  Array array(Dtype::float32, scene.count);
+  go(*gone, all.life);
+  constexpr int kMostCalls = 1'000;
+  for (int call = 0; call < kMostCalls; ++call) {
+    try {
+      run_call(*sender, scene, array);
+    } catch (const Error& error) {
+      expect(error.kind() == ErrorKind::peer_lost && error.fields().peer == 1 &&
+                 std::string(error.what()).find(why) != std::string::npos,
+             error.what());
+      return;
+    }
+  }
+  expect(false, "a thousand calls have sent to somebody who has gone");
+}
+
+const ByTransport kSenders{
+    "who only sends learns that nobody receives", [](const std::string& by) {
+      send_on(by, [](Engine&, Life& life) { life.end(); }, "hung up without a word");
+      send_on(by, [](Engine& gone, Life&) { gone.leave(); }, "it closed the group");
+      send_on(
+          by, [](Engine& gone, Life&) { gone.fail(PeerLost("no more", {.peer = 1})); },
+          "no more (as rank 1 reports)");
+    }};
+
 }  // namespace
