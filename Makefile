@@ -3,7 +3,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: help venv build demo test lint format sanitize bench peers clean
+.PHONY: help venv build demo test lint format sanitize bench peers faults clean
 
 help:
 	@echo "make demo      train a small model on 2 processes: gloo beside pycomm (draws demo.png)"
@@ -13,6 +13,7 @@ help:
 	@echo "make sanitize  the native suites under address, undefined and thread sanitizers"
 	@echo "make bench     collectives beside gloo      make venv      the environment, .venv"
 	@echo "make peers     torch's own suite and other people's programs, on gloo and here (15 minutes)"
+	@echo "make faults    ranks that die, stop or go astray, in every call and moment (20 minutes)"
 	@echo "make clean     what was built (.venv stays)"
 
 venv:
@@ -53,6 +54,9 @@ bench: build
 
 peers: build .venv/programs
 	$(PY) tests/peers/table.py --run
+
+faults: build
+	$(PY) -m benchmarks faults
 
 clean:
 	rm -rf build dist *.egg-info pycomm/*.so

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import collectives, convergence, kernels, links, residuals, training
+from benchmarks import collectives, convergence, faults, kernels, links, residuals, training
 
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "collectives": collectives.main,
     "convergence": convergence.main,
+    "faults": faults.main,
     "kernels": kernels.main,
     "links": links.main,
     "residuals": residuals.main,

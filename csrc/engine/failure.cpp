@@ -152,7 +152,7 @@ void Engine::heed_goodbye(int peer, const std::string& payload) {
   if (blamed == options_.rank)
     throw PeerLost(name(peer) + " gave up on this rank: " + text, {.peer = peer});
   if (kind == static_cast<uint8_t>(ErrorKind::peer_lost)) throw PeerLost(told, {.peer = blamed});
-  throw GroupBroken(told, {.peer = peer});
+  throw GroupBroken(told, {.peer = blamed == kNobody ? peer : blamed});
 }
 
 // The peer has hung up while something is still to be sent to it: ends the call with what it said

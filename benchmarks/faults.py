@@ -1,0 +1,261 @@
+"""`python -m benchmarks faults`: one rank dies, stops, or goes astray; what do the others see?
+
+The matrix is data: what happens, in which call of which size, when, on which transport. Every cell
+is run and held against what is promised (docs/errors.md); the table shows how many kept it, and how
+long the others waited until they knew. Ends with 1 where a promise was broken.
+
+    idle       between two calls, while the others wait in the second
+    start      in a call, when its first bytes have passed over the victim's channels
+    middle     when half of what such a call sends and receives has passed
+    meanwhile  at a random moment of a series of calls: the strategy is the one that users get
+    forming    while the group forms
+    closing    after its last call, while the others leave
+
+main() is called by benchmarks.__main__, pycomm.__main__ and `make faults`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.fault_rank import DISAGREEMENTS, Call, Job, Seen, rank_sees
+from pycomm.demo import machine
+from pycomm.testing import FaultPlan, run_ranks
+
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
+"""Here data flows to the root or from it: who is done before the others disagree cannot know."""
+VERBS = (*REDUCTIONS, "broadcast", "all_gather", "gather", "all_gather_v", "scatter", "all_to_all")
+COUNTS = {"tiny": 24, "large": 600_000}
+"""Elements of float32: of 2, 3, 4 and 8 ranks."""
+MOMENTS = {
+    "kill": ("idle", "start", "middle", "meanwhile", "forming", "closing"),
+    "stop": ("idle", "start", "meanwhile", "forming"),
+    "exit": ("idle", "meanwhile", "closing"),
+    "exception": ("idle",),
+    "cut": ("start", "middle"),
+    "garbage": ("start", "middle"),
+    "delay": ("start",),
+    "trickle": ("start",),
+    "skip": ("idle",),
+    **dict.fromkeys(DISAGREEMENTS, ("idle",)),
+}
+ENDS = ("kill", "stop", "exit", "exception", "cut", "garbage")
+"""After these a rank is lost; DISAGREEMENTS and "skip" are a Mismatch; slow ones are nothing."""
+PROCESSES = ("kill", "stop", "exit", "exception")
+HEARTBEAT_S = 1.0
+AT_ONCE_MS = 1000.0
+LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the matrix."""
+
+    action: str
+    moment: str
+    verb: str
+    size: str
+    transport: str
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A cell, and what came of it; `seen` is by rank, without the victim where it is gone."""
+
+    cell: Cell
+    broken: str  # the promise, "" where all were kept
+    seconds: float
+    seen: list[Seen | None]
+
+
+def matrix(
+    actions: Sequence[str], transports: Sequence[str], sizes: Sequence[str], ranks: Sequence[int]
+) -> Iterator[Cell]:
+    """All cells of these kinds that can be."""
+    for action in actions:
+        for moment, verb, size, transport, n in itertools.product(
+            MOMENTS[action], VERBS, sizes, transports, ranks
+        ):
+            if _can_be(action, moment, verb, n):
+                yield Cell(action, moment, verb, size, transport, n)
+
+
+def _can_be(action: str, moment: str, verb: str, ranks: int) -> bool:
+    if moment in ("forming", "closing"):
+        return verb == VERBS[0]  # no verb is under way
+    return (
+        (action != "wrong op" or verb in REDUCTIONS)
+        and (action != "wrong root" or (verb in ONE_WAY and ranks > 2))
+        and (action != "wrong count" or verb != "all_gather_v")  # there counts may differ
+    )
+
+
+def outcome(cell: Cell, seed: int = 0) -> Outcome:
+    """Runs one cell."""
+    n, victim = cell.ranks, cell.ranks - 1
+    call = Call(cell.verb, COUNTS[cell.size])
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(call, victim, cell.action, cell.moment, folder, seed)
+        results = run_ranks(
+            n,
+            rank_sees,
+            job,
+            transport=cell.transport,
+            processes=cell.action in PROCESSES,
+            timeout_s=LIMIT_S,
+            heartbeat_s=HEARTBEAT_S,
+            faults=_plans(cell, call),
+            return_exceptions=True,
+        )
+    seen = [
+        None
+        if rank == victim and cell.action in PROCESSES
+        else result
+        if isinstance(result, Seen)
+        else _raised(result)
+        for rank, result in enumerate(results)
+    ]
+    return Outcome(cell, _broken(cell, seen), time.monotonic() - start, seen)
+
+
+def _plans(cell: Cell, call: Call) -> list[FaultPlan]:
+    """What the transport has to do, where it is the one that strikes."""
+    victim = cell.ranks - 1
+    if cell.action in ("delay", "trickle"):
+        return [FaultPlan(rank, cell.action, seconds=0.002) for rank in range(cell.ranks)]
+    if cell.moment == "forming":
+        return [FaultPlan(victim, cell.action)]
+    if cell.moment in ("start", "middle"):
+        after = 0 if cell.moment == "start" else 4 * call.count // 2
+        operation = "all_gather" if cell.verb == "all_gather_v" else cell.verb
+        return [FaultPlan(victim, cell.action, at=operation, after_bytes=after)]
+    return []
+
+
+def _raised(error: BaseException) -> Seen:
+    """Of a rank that did not get as far as telling."""
+    return Seen(type(error).__name__, str(error), getattr(error, "peer", None))
+
+
+def _broken(cell: Cell, seen: Sequence[Seen | None]) -> str:
+    """The first promise that was not kept, "" if all were."""
+    victim = cell.ranks - 1
+    for rank, one in enumerate(seen):
+        if one is None or (rank == victim and cell.action in ENDS):
+            continue
+        if complaint := _complaint(cell, victim, one):
+            return f"rank {rank}: {complaint}"
+    return ""
+
+
+def _complaint(cell: Cell, victim: int, one: Seen) -> str:
+    told = f"{one.error}: {one.text}" if one.error else "nothing"
+    wanted = _wanted(cell)
+    found = {
+        f"{one.wrong} elements are not what they should be, and {told} was raised": one.wrong
+        and (cell.verb not in ONE_WAY or "undefined" not in one.text),
+        f"{wanted or 'nothing'} was promised, not {told}": one.error != wanted,
+        "the group was not usable any more": not one.usable,
+    }
+    if wanted in ("PeerLost", "GroupBroken"):
+        limit_ms = AT_ONCE_MS + (1e3 * HEARTBEAT_S if cell.action == "stop" else 0.0)
+        named = one.peer == victim and f"rank {victim} " in one.text
+        found[f"rank {victim} is not named: {told}"] = not named
+        found[f"told after {one.noticed_ms:.0f} ms: {told}"] = one.noticed_ms > limit_ms
+    return next((complaint for complaint, true in found.items() if true), "")
+
+
+def _wanted(cell: Cell) -> str:
+    """The class of the error that was promised, "" for none."""
+    if cell.action in ("delay", "trickle") or cell.moment == "closing":
+        return ""
+    if cell.action == "exception":
+        return "GroupBroken"  # whoever runs the ranks aborts the group, with the reason
+    return "PeerLost" if cell.action in ENDS else "Mismatch"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs, prints, stores; the exit status."""
+    parser = argparse.ArgumentParser(prog="pycomm bench faults", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--actions", default=",".join(MOMENTS), help="(%(default)s)")
+    parser.add_argument("--transports", default="shm,tcp", help="(%(default)s)")
+    parser.add_argument("--sizes", default=",".join(COUNTS), help="(%(default)s)")
+    parser.add_argument("--ranks", default="3", help="some of 2, 3, 4 and 8 (%(default)s)")
+    parser.add_argument("--json", type=Path, help="where to store all outcomes")
+    options = parser.parse_args(argv)
+    known = {"actions": MOMENTS, "transports": ("shm", "tcp"), "sizes": COUNTS}
+    chosen = {name: getattr(options, name).split(",") for name in (*known, "ranks")}
+    for name, names in {**known, "ranks": ("2", "3", "4", "8")}.items():
+        if bad := [word for word in chosen[name] if word not in names]:
+            parser.error(f"no {bad[0]!r}: --{name} takes some of {', '.join(names)}")
+    ranks = [int(n) for n in chosen.pop("ranks")]
+    console = Console(soft_wrap=True, highlight=False)
+    cells = list(matrix(**chosen, ranks=ranks))
+    found = []
+    try:
+        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+            task = bar.add_task("", total=len(cells))
+            for number, cell in enumerate(cells):
+                bar.update(task, description=f"{cell.action}, {cell.moment}: {cell.verb}")
+                found.append(outcome(cell, number))
+                if found[-1].broken:
+                    console.print(f"{cell}\n    {found[-1].broken}", markup=False)
+                bar.advance(task)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    console.print(_table(found))
+    _store(options.json, found)
+    return 1 if any(one.broken for one in found) else 0
+
+
+def _table(found: Sequence[Outcome]) -> Table:
+    """A line for each action on each transport with each number of ranks."""
+    shown = Table()
+    for name in ("what happens", "by", "ranks", "cells", "kept", "raised"):
+        shown.add_column(name)
+    shown.add_column("median ms", justify="right")
+    shown.add_column("worst", justify="right")
+    rows = collections.defaultdict(list)
+    for one in found:
+        rows[one.cell.action, one.cell.transport, one.cell.ranks].append(one)
+    for (action, transport, ranks), outcomes in rows.items():
+        told = [seen for one in outcomes for seen in one.seen if seen is not None]
+        errors = collections.Counter(seen.error or "nobody" for seen in told)
+        times = [seen.noticed_ms for seen in told if seen.error == "PeerLost" and seen.noticed_ms]
+        shown.add_row(
+            action,
+            transport,
+            str(ranks),
+            str(len(outcomes)),
+            str(sum(not one.broken for one in outcomes)),
+            ", ".join(f"{name} {count}" for name, count in errors.items()),
+            f"{statistics.median(times):.1f}" if times else "",
+            f"{max(times):.1f}" if times else "",
+        )
+    return shown
+
+
+def _store(path: Path | None, found: Sequence[Outcome]) -> None:
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine.describe(), "rows": [asdict(one) for one in found]}
+    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,102 @@
+"""The fault matrix (benchmarks/faults.py): all of it that threads can play, some with processes.
+
+`make faults` runs all of it.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import faults
+from benchmarks.fault_rank import Seen
+from benchmarks.faults import COUNTS, MOMENTS, PROCESSES, Cell, matrix, outcome
+
+TRANSPORTS = ["shm", "tcp"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("action", [action for action in MOMENTS if action not in PROCESSES])
+def test_promises_are_kept_among_threads(action: str, transport: str) -> None:
+    cells = list(matrix([action], [transport], list(COUNTS), [3]))
+    assert cells
+    broken = [(cell, why) for cell in cells if (why := outcome(cell).broken)]
+    assert broken == []
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("kill", "idle", "all_to_all", "tiny", "shm", 3),
+        Cell("kill", "middle", "all_reduce", "large", "tcp", 3),
+        Cell("kill", "meanwhile", "all_reduce", "large", "shm", 3),
+        Cell("kill", "meanwhile", "gather", "large", "tcp", 3),
+        Cell("kill", "forming", "all_reduce", "tiny", "tcp", 3),
+        Cell("kill", "closing", "all_reduce", "tiny", "shm", 3),
+        Cell("stop", "start", "reduce_scatter", "tiny", "tcp", 3),
+        Cell("stop", "meanwhile", "all_gather", "large", "shm", 3),
+        Cell("exit", "idle", "broadcast", "large", "tcp", 3),
+        Cell("exception", "idle", "scatter", "tiny", "shm", 3),
+    ],
+    ids=lambda cell: f"{cell.action}-{cell.moment}-{cell.verb}-{cell.transport}",
+)
+def test_promises_are_kept_among_processes(cell: Cell) -> None:
+    found = outcome(cell)
+    assert found.broken == ""
+    assert found.seen[2] is None
+    assert all(found.seen[:2])
+
+
+LOST = Cell("kill", "idle", "all_reduce", "tiny", "tcp", 3)
+ODD = Cell("wrong count", "idle", "all_reduce", "tiny", "tcp", 3)
+NAMED = Seen("PeerLost", "rank 2 (host a, pid 1) died", 2, 20.0)
+DISAGREED = Seen("Mismatch", "rank 2 (host a, pid 1) called", 2)
+
+
+@pytest.mark.parametrize(
+    ("cell", "seen", "complaint"),
+    [
+        (LOST, NAMED, ""),
+        (LOST, Seen(), "PeerLost was promised, not nothing"),
+        (LOST, replace(NAMED, error="Timeout"), "PeerLost was promised"),
+        (LOST, replace(NAMED, peer=1), "rank 2 is not named"),
+        (LOST, replace(NAMED, text="somebody died"), "rank 2 is not named"),
+        (LOST, replace(NAMED, noticed_ms=1500.0), "told after 1500 ms"),
+        (replace(LOST, action="stop"), replace(NAMED, noticed_ms=1500.0), ""),
+        (replace(LOST, moment="closing"), NAMED, "nothing was promised"),
+        (replace(LOST, action="exception"), NAMED, "GroupBroken was promised"),
+        (replace(LOST, action="delay"), Seen(wrong=3), "3 elements are not"),
+        (ODD, DISAGREED, ""),
+        (ODD, NAMED, "Mismatch was promised"),
+        (ODD, replace(DISAGREED, wrong=1), "1 elements are not"),
+        (ODD, replace(DISAGREED, wrong=1, text="what they write is undefined"), "1 elements"),
+        (
+            replace(ODD, verb="gather"),
+            replace(DISAGREED, wrong=1, text="what they write is undefined"),
+            "",
+        ),
+        (ODD, replace(DISAGREED, usable=False), "not usable"),
+    ],
+)
+def test_a_broken_promise_is_seen(cell: Cell, seen: Seen, complaint: str) -> None:
+    found = faults._broken(cell, [NAMED if cell is LOST else seen, seen, None])
+    assert (complaint in found) if complaint else found == ""
+
+
+def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "faults.json"
+    chosen = ["--actions", "wrong root", "--sizes", "tiny", "--transports", "tcp"]
+    assert faults.main([*chosen, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["cell"]["verb"] for row in rows] == ["reduce", "broadcast", "gather", "scatter"]
+    assert {seen["error"] for row in rows for seen in row["seen"]} == {"Mismatch"}
+    shown = capsys.readouterr().out
+    assert "wrong root" in shown
+    assert "Mismatch 12" in shown
+
+
+def test_the_command_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        faults.main(["--actions", "explode"])
+    assert "no 'explode': --actions takes some of kill, stop" in capsys.readouterr().err
