@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import collectives, convergence, faults, kernels, links, residuals, training
+from benchmarks import codec, collectives, convergence, faults, kernels, links, residuals, training
 
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
+    "codec": codec.main,
     "collectives": collectives.main,
     "convergence": convergence.main,
     "faults": faults.main,

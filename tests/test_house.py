@@ -44,7 +44,7 @@ MAY_INCLUDE = {
     "bindings/core": [
         *("bindings/core", "core/", "group/group.h", "group/connect.h"),
         *("bindings/kernels.h", "kernels/kernels.h", "kernels/stream.h", "os/shared_heap.h"),
-        "rendezvous/",
+        *("kernels/lean.h", "rendezvous/"),
     ],
     "bindings/kernels.h": ["core/", "kernels/device_kernels.h", "kernels/packet.h"],
     "bindings/c10d": ["bindings/c10d", "group/group.h"],
@@ -64,7 +64,7 @@ FLOORS = [
     ["group", "kernels"],
     ["calls", "memory"],
     ["collectives", "reference"],
-    ["values", "lanes", "fused"],
+    ["values", "lanes", "fused", "reference_lean"],
     ["compress", "data", "metrics", "rank0"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],

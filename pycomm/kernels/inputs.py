@@ -118,8 +118,14 @@ def finite(value: Any, name: str) -> float:
 
 
 class Table:
-    """Rows of 64-bit words for the core: addresses and counts. Keep it while the core works."""
+    """Rows of 64-bit words for the core: addresses and counts. Keep it while the core works.
 
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+    Args:
+        rows: of one length.
+        owners: what has the memory, where nobody else keeps it.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]], owners: object = None) -> None:
+        self._owners = owners
         self._words = np.array(rows, dtype=np.uint64)
         self.address = (self._words.ctypes.data, len(rows))

@@ -1,8 +1,8 @@
 """Packets: what ranks send each other, and how it becomes a sum or an update. The formulas stand in
 csrc/kernels/device_kernels.h, the layout of bytes in csrc/kernels/packet.h.
 
-A packet is a pair (indices int32 [k] ascending, values [k]) or a uint8 array that `encode` wrote.
-Called by users, as pycomm.kernels, and by the training layer.
+A packet is a pair (indices int32 [k] ascending, values [k]) or a uint8 array that `encode` wrote,
+raw or lean. Called by users, as pycomm.kernels, and by the training layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from pycomm import _core, arrays
 from pycomm.arrays import Located
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import devices, inputs
+from pycomm.kernels import devices, inputs, lean
 
 HEADER_BYTES = 32
 VALUE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -62,7 +62,7 @@ def decode_sum(
         packets: of all ranks, in rank order: pairs, or encoded; also one uint8 array
             [ranks, bytes].
         scale: as 1 / ranks for a mean.
-        value_dtype: of encoded packets.
+        value_dtype: of raw packets; lean ones say it themselves, and have float32 values here.
 
     Returns:
         `out`.
@@ -117,17 +117,27 @@ def encode(
     value_dtype: str = "float32",
     residual: Any = None,
     *,
+    codec: str = "raw",
     out: Any = None,
 ) -> Any:
-    """A packet as bytes that can travel: uint8 [packet_bytes(k, value_dtype)].
+    """A packet as bytes that can travel.
 
     Args:
         indices: int32 [k], ascending, in 0..count-1.
         values: [k], float32 or float64.
         count: of the array that they were chosen from.
-        value_dtype: of the values on the way; they are rounded to nearest.
+        value_dtype: of the values on the way, rounded to nearest: any float; in lean packets
+            float32, bfloat16, "int8" (256 share a scale), "2bit" (a sign and one of two levels;
+            4096 share them) or "1bit" (a sign; 4096 share a level). Where one is not finite, all
+            that share something with it become NaN.
         residual: [count] of the dtype of the values: what rounding lost is added there, in place.
-        out: a buffer for the result.
+        codec: "raw" has a length that k and value_dtype tell, and is read where it lies, on any
+            device. Lean packets are as long as their indices need: "list", "bitmap", "rice", or
+            "auto", that of fewest bytes. They are for host memory.
+        out: a buffer for the result: uint8 [packet_bytes(...)].
+
+    Returns:
+        uint8 [packet_bytes(k, value_dtype)]; of a lean packet, the part of the buffer that it took.
 
     Raises:
         InvalidArgument, Unsupported: before anything changes.
@@ -136,10 +146,11 @@ def encode(
     k = inputs.how_many(pair[0].count, count)
     if pair[1].dtype not in ("float32", "float64"):
         raise InvalidArgument(f"values are {pair[1].dtype}; encode takes float32 or float64")
-    nbytes = packet_bytes(k, value_dtype)
+    nbytes = packet_bytes(k, value_dtype, codec=codec, count=count)
+    if codec != "raw":
+        lean.on_the_host(pair[1])
     out, packet = inputs.output(out, "out", pair[1], nbytes, "uint8")
-    _aligned(packet, value_dtype)
-    written = [packet]
+    written, rest = [packet], None
     if residual is not None:
         rest = inputs.array(residual, "residual", (pair[1].dtype,), write=True)
         if rest.count != count:
@@ -147,6 +158,9 @@ def encode(
         written.append(rest)
     inputs.same_device([*pair, *written], "encode")
     inputs.apart(written, pair, "encode")
+    if codec != "raw":
+        return out[: lean.encode(pair, int(count), value_dtype, codec, rest, packet)]
+    _aligned(packet, value_dtype)
     devices.module(packet.device).encode(
         pair[0].pointer,
         pair[1].pointer,
@@ -154,7 +168,7 @@ def encode(
         int(count),
         pair[1].dtype,
         value_dtype,
-        written[1].pointer if residual is not None else 0,
+        rest.pointer if rest is not None else 0,
         packet.pointer,
         *devices.queue(packet.device, packet.array),
     )
@@ -162,10 +176,11 @@ def encode(
 
 
 def unpack(packet: Any, *, value_dtype: str = "float32") -> tuple[Any, Any]:
-    """(indices int32 [k], values [k]) of an encoded packet: views of its memory, nothing is copied.
+    """(indices int32 [k], values [k]) of an encoded packet.
 
-    On the host the header says all, and is checked. On a GPU, where nobody waits to read it, the
-    length and `value_dtype` say k.
+    Of a raw packet these are views of its memory, nothing is copied; of a lean one new arrays, with
+    float32 values. On the host the header says all, and is checked. On a GPU, where nobody waits to
+    read it, packets are raw, and the length and `value_dtype` say k.
 
     Args:
         packet: uint8 array, or bytes.
@@ -175,7 +190,9 @@ def unpack(packet: Any, *, value_dtype: str = "float32") -> tuple[Any, Any]:
     """
     found = inputs.array(packet, "packet", ("uint8",))
     if found.device.kind == "cpu":
-        k, _, value_dtype = _core.read_packet_header(found.pointer, found.nbytes)
+        k, _, value_dtype, codec = _core.read_packet_header(found.pointer, found.nbytes)
+        if codec != "raw":
+            return lean.decode(found, k, found)
     else:
         k = _k_of(found.nbytes, value_dtype)
     array = arrays.plain(packet) if found.device.kind == "cpu" else packet
@@ -184,25 +201,31 @@ def unpack(packet: Any, *, value_dtype: str = "float32") -> tuple[Any, Any]:
     return _as(indices, "int32"), _as(values, value_dtype)
 
 
-def packet_bytes(k: int, value_dtype: str = "float32") -> int:
-    """Bytes of an encoded packet of k elements.
+def packet_bytes(
+    k: int, value_dtype: str = "float32", *, codec: str = "raw", count: int = inputs.MOST_ELEMENTS
+) -> int:
+    """Bytes of a raw packet of k elements; the most that a lean one takes, of k of `count`.
 
     Raises:
-        InvalidArgument: the dtype is no float.
+        InvalidArgument: no such codec, or no such dtype in its packets.
     """
+    if codec != "raw":
+        return lean.most_bytes(k, int(count), value_dtype, codec)
     return _indices_offset(k, value_dtype) + 4 * k
 
 
 def _indices_offset(k: int, value_dtype: str) -> int:
     if value_dtype not in VALUE_BYTES:
-        raise InvalidArgument(f"value_dtype {value_dtype!r}: one of {', '.join(VALUE_BYTES)}")
+        raise InvalidArgument(
+            f"value_dtype {value_dtype!r}: one of {', '.join(VALUE_BYTES)} with codec='raw'"
+        )
     return int(HEADER_BYTES + -(-k * VALUE_BYTES[value_dtype] // 4) * 4)
 
 
 def _k_of(nbytes: int, value_dtype: str) -> int:
     k = (nbytes - HEADER_BYTES) // (4 + VALUE_BYTES[value_dtype])
     if k < 0 or packet_bytes(k, value_dtype) != nbytes:
-        raise InvalidArgument(f"{nbytes} bytes are no packet with {value_dtype} values")
+        raise InvalidArgument(f"{nbytes} bytes are no raw packet with {value_dtype} values")
     return k
 
 
@@ -262,8 +285,14 @@ def _table(
             rows.append((pair[0].pointer, pair[1].pointer, pair[0].count))
             continue
         found = inputs.array(packet, f"packets[{i}]", ("uint8",))
+        k, dtype, codec = _of_encoded(found, out.count, value_dtype)
+        if codec != "raw":
+            pair = _pair(*lean.decode(found, k))
+            read += pair
+            dtypes.append(dtype)
+            rows.append((pair[0].pointer, pair[1].pointer, k))
+            continue
         read.append(found)
-        k = _k_of_encoded(found, out.count, value_dtype)
         dtypes.append(value_dtype)
         _aligned(found, value_dtype)
         offset = _indices_offset(k, value_dtype)
@@ -272,16 +301,19 @@ def _table(
         raise InvalidArgument(f"{name}: values are {' and '.join(sorted(set(dtypes)))}: one dtype")
     inputs.same_device([*out.found, *read], name)
     inputs.apart(out.found, read, name)
-    return inputs.Table(rows), dtypes[0] if dtypes else value_dtype
+    return inputs.Table(rows, read), dtypes[0] if dtypes else value_dtype
 
 
-def _k_of_encoded(found: Located, count: int, value_dtype: str) -> int:
-    """k of one encoded packet for an array of `count`; on the host its header must agree."""
+def _of_encoded(found: Located, count: int, value_dtype: str) -> tuple[int, str, str]:
+    """(k, dtype of the decoded values, codec) of one encoded packet for an array of `count`; on the
+    host its header must agree."""
     if found.device.kind != "cpu":
-        return _k_of(found.nbytes, value_dtype)
-    k, of, dtype = _core.read_packet_header(found.pointer, found.nbytes)
+        return _k_of(found.nbytes, value_dtype), value_dtype, "raw"
+    k, of, dtype, codec = _core.read_packet_header(found.pointer, found.nbytes)
     if of != count:
         raise InvalidArgument(f"a packet of an array of {of} elements for one of {count}")
+    if codec != "raw":
+        return k, "float32", codec
     if dtype != value_dtype:
         raise InvalidArgument(f"a packet has {dtype} values; value_dtype is {value_dtype}")
-    return int(k)
+    return k, dtype, codec

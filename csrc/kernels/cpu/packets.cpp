@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/cpu/floats.h"
+#include "kernels/cpu/indices.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/threads.h"
 #include "kernels/packet.h"
@@ -19,19 +20,6 @@ namespace {
 
 constexpr size_t kRange = 16384;
 constexpr size_t kRangesPerTask = 32;
-
-void check_indices(std::span<const int32_t> indices, size_t count) {
-  if (indices.empty()) return;
-  bool good = indices[0] >= 0 && static_cast<size_t>(indices.back()) < count;
-  for (size_t i = 1; i < indices.size(); ++i) good &= indices[i - 1] < indices[i];
-  if (good) return;
-  int64_t before = -1;
-  for (size_t i = 0; i < indices.size(); before = indices[i++])
-    if (indices[i] <= before || indices[i] >= static_cast<int64_t>(count))
-      throw InvalidArgument("index " + std::to_string(indices[i]) + " at place " +
-                            std::to_string(i) + ": indices ascend and lie in 0.." +
-                            std::to_string(static_cast<int64_t>(count) - 1));
-}
 
 // A value on its way into a sum of `Real`.
 template <typename Real, Dtype kDtype>

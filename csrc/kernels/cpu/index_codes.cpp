@@ -1,0 +1,261 @@
+// The index codes: what they take, how they are written and read. A Rice code is written in two
+// passes, of which the first finds the parameters; both go through blocks that stay in registers
+// and the first cache.
+#include "kernels/cpu/index_codes.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+
+#include "core/errors.h"
+#include "kernels/cpu/bits.h"
+#include "kernels/cpu/indices.h"
+#include "kernels/cpu/isa.h"
+
+namespace pycomm::cpu {
+namespace {
+
+constexpr size_t kBlock = 64;
+constexpr int kMostParameter = 30;  // of a gap below 2^31 - 1 the quotient is then 0 or 1
+
+[[noreturn]] void refuse(const char* why) {
+  throw InvalidArgument(std::string("not a packet: ") + why);
+}
+
+// The gaps of one block, padded with those that cost nothing.
+struct Gaps {
+  std::array<uint32_t, kBlock> gap;
+
+  [[gnu::always_inline]] void read(const int32_t* indices, size_t first, size_t n) {
+    const auto at = [&](size_t i) { return static_cast<uint32_t>(indices[first + i]); };
+    gap[0] = first == 0 ? at(0) : at(0) - at(size_t{0} - 1) - 1;
+    for (size_t i = 1; i < n; ++i) gap[i] = at(i) - at(i - 1) - 1;
+    for (size_t i = n; i < kBlock; ++i) gap[i] = 0;
+  }
+  // The sum of (gap / 2^b + 1) / 2, or more than 2^20 where it is more.
+  [[gnu::always_inline]] uint32_t halves(int b) const {
+    uint32_t sum = 0;
+    for (const uint32_t g : gap) sum += std::min(((g >> b) + 1) >> 1, uint32_t{1} << 20);
+    return sum;
+  }
+  [[gnu::always_inline]] uint32_t quotients(int b) const {
+    uint32_t sum = 0;
+    for (const uint32_t g : gap) sum += g >> b;
+    return sum;
+  }
+};
+
+[[gnu::always_inline]] inline uint64_t zigzag(int difference) {
+  return static_cast<uint64_t>(difference > 0 ? 2 * difference - 1 : -2 * difference);
+}
+
+// Each block begins at the parameter of the one before: the bits are convex in b.
+struct FindParameters {
+  template <Isa>
+  [[gnu::always_inline]] static void run(std::span<const int32_t> indices, int b, RicePlan* plan) {
+    Gaps gaps;
+    for (size_t first = 0; first < indices.size(); first += kBlock) {
+      const size_t n = std::min(kBlock, indices.size() - first);
+      gaps.read(indices.data(), first, n);
+      const int before = b;
+      while (gaps.halves(b) > n) ++b;
+      if (b == before)
+        while (b > 0 && gaps.halves(b - 1) <= n) --b;
+      plan->parameters[first / kBlock] = static_cast<uint8_t>(b);
+      plan->unary_bits += zigzag(b - before) + 1 + gaps.quotients(b) + n;
+      plan->remainder_bits += n * static_cast<size_t>(b);
+    }
+  }
+};
+
+struct WriteGaps {
+  template <Isa>
+  [[gnu::always_inline]] static void run(std::span<const int32_t> indices,
+                                         const uint8_t* parameters, UnaryWriter* quotients,
+                                         BitsWriter* remainders) {
+    UnaryWriter unary = *quotients;  // in registers
+    BitsWriter rest = *remainders;
+    uint32_t next = 0;
+    for (size_t first = 0; first < indices.size(); first += kBlock) {
+      const unsigned b = parameters[first / kBlock];
+      const uint32_t mask = (uint32_t{1} << b) - 1;
+      for (const int32_t index : indices.subspan(first, std::min(kBlock, indices.size() - first))) {
+        const uint32_t gap = static_cast<uint32_t>(index) - next;
+        unary.put(gap >> b);
+        rest.put(gap & mask, b);
+        next = static_cast<uint32_t>(index) + 1;
+      }
+    }
+    *quotients = unary;
+    *remainders = rest;
+  }
+};
+
+// The remainders of a block, with 8 bytes to read wherever one begins.
+class Remainders {
+ public:
+  explicit Remainders(std::span<const std::byte> bytes) : bytes_(bytes) {}
+
+  // Those of the next block: where they lie, and the first bit of them.
+  [[gnu::always_inline]] std::pair<const std::byte*, uint64_t> block(uint64_t bits) {
+    const size_t first = at_ / 8, end = bytes_of_bits(at_ + bits);
+    const uint64_t bit = at_ % 8;
+    at_ += bits;
+    if (end + sizeof(uint64_t) <= bytes_.size()) [[likely]]
+      return {bytes_.data() + first, bit};
+    std::memcpy(last_.data(), bytes_.data() + first, end - first);
+    return {last_.data(), bit};
+  }
+
+ private:
+  std::span<const std::byte> bytes_;
+  uint64_t at_ = 0;
+  std::array<std::byte, kBlock * kMostParameter / 8 + 16> last_{};
+};
+
+struct ReadGaps {
+  // Whether all was there and in range; `ones` has passed over the parameters, which end before
+  // bit `end`, and is left behind the last quotient, which ends before the bit that is returned.
+  template <Isa>
+  [[gnu::always_inline]] static uint64_t run(std::span<int32_t> indices, size_t count,
+                                             const uint8_t* parameters, OnesReader* quotients,
+                                             Remainders* remainders, uint64_t end) {
+    OnesReader ones = *quotients;  // in registers
+    uint64_t next = 0;
+    for (size_t first = 0; first < indices.size(); first += kBlock) {
+      const size_t n = std::min(kBlock, indices.size() - first);
+      const unsigned b = parameters[first / kBlock];
+      const uint64_t mask = (uint64_t{1} << b) - 1, begin = end;
+      auto [low, bit] = remainders->block(n * b);
+      for (size_t i = first; i < first + n; ++i, bit += b) {
+        const uint64_t one = ones.next();
+        next += ((one - end) << b) + (bits_at(low, bit) & mask) + 1;
+        indices[i] = static_cast<int32_t>(next - 1);
+        end = one + 1;
+      }
+      // The quotients of a block add up to 2n at most, by the choice of b; so nothing has wrapped.
+      if (end - begin > 3 * n || next > count) return 0;
+    }
+    *quotients = ones;
+    return end;
+  }
+};
+
+// The parameters of k indices; the bit behind them.
+uint64_t read_parameters(OnesReader& ones, int b, std::span<uint8_t> parameters) {
+  uint64_t end = 0;
+  for (uint8_t& parameter : parameters) {
+    const uint64_t one = ones.next(), number = one - end;
+    if (number > 2 * kMostParameter) refuse("a parameter of its indices is out of range");
+    b += number % 2 == 1 ? static_cast<int>(number + 1) / 2 : -static_cast<int>(number / 2);
+    if (b < 0 || b > kMostParameter) refuse("a parameter of its indices is out of range");
+    parameter = static_cast<uint8_t>(b);
+    end = one + 1;
+  }
+  return end;
+}
+
+// Whether the bits of the last byte behind the first `bits` are zeros.
+bool zeros_behind(std::span<const std::byte> bytes, uint64_t bits) {
+  return bits % 8 == 0 || std::to_integer<unsigned>(bytes[bits / 8]) >> bits % 8 == 0;
+}
+
+void read_rice(std::span<const std::byte> bytes, size_t count, std::span<int32_t> indices) {
+  if (indices.empty()) {
+    if (!bytes.empty()) refuse("its indices take another length");
+    return;
+  }
+  std::vector<uint8_t> parameters((indices.size() + kBlock - 1) / kBlock);
+  // Each parameter takes a bit at least: no memory is asked for that the bytes cannot fill.
+  OnesReader all(bytes);
+  uint64_t end = read_parameters(all, rice_start(indices.size(), count), parameters);
+  uint64_t remainder_bits = 0;
+  for (size_t block = 0; block < parameters.size(); ++block)
+    remainder_bits += parameters[block] * std::min(kBlock, indices.size() - block * kBlock);
+  const size_t remainder_bytes = bytes_of_bits(remainder_bits);
+  if (remainder_bytes > bytes.size()) refuse("its indices take another length");
+  const auto unary = bytes.first(bytes.size() - remainder_bytes);
+  const auto low = bytes.last(remainder_bytes);
+  OnesReader ones(unary);
+  ones.skip(end);
+  Remainders remainders(low);
+  end = run_on<ReadGaps>(isa_here(), indices, count, parameters.data(), &ones, &remainders, end);
+  if (end == 0) refuse("its indices go beyond the array");
+  if (bytes_of_bits(end) != unary.size() || ones.next() != OnesReader::kNone ||
+      !zeros_behind(low, remainder_bits))
+    refuse("its indices take another length");
+}
+
+void read_bitmap(std::span<const std::byte> bytes, size_t count, std::span<int32_t> indices) {
+  if (bytes.size() != bitmap_bytes(count)) refuse("its indices take another length");
+  OnesReader ones(bytes);
+  uint64_t last = 0;
+  for (int32_t& index : indices) {
+    last = ones.next();
+    index = static_cast<int32_t>(last);
+    if (last >= count) break;
+  }
+  if ((!indices.empty() && last >= count) || ones.next() != OnesReader::kNone)
+    refuse("its bitmap has another number of indices");
+}
+
+}  // namespace
+
+size_t RicePlan::bytes() const { return bytes_of_bits(unary_bits) + bytes_of_bits(remainder_bits); }
+
+RicePlan plan_rice(std::span<const int32_t> indices, size_t count) {
+  RicePlan plan;
+  if (indices.empty()) return plan;
+  plan.parameters.resize((indices.size() + kBlock - 1) / kBlock);
+  run_on<FindParameters>(isa_here(), indices, rice_start(indices.size(), count), &plan);
+  return plan;
+}
+
+std::byte* write_list(std::span<const int32_t> indices, std::byte* out) {
+  if (!indices.empty()) std::memcpy(out, indices.data(), indices.size_bytes());
+  return out + indices.size_bytes();
+}
+
+std::byte* write_bitmap(std::span<const int32_t> indices, size_t count, std::byte* out) {
+  std::byte* const end = out + bitmap_bytes(count);
+  UnaryWriter ones(out);
+  int64_t before = -1;
+  for (const int32_t index : indices) {
+    ones.put(static_cast<uint64_t>(index - before - 1));
+    before = index;
+  }
+  std::fill(ones.finish(), end, std::byte{0});
+  return end;
+}
+
+std::byte* write_rice(std::span<const int32_t> indices, size_t count, const RicePlan& plan,
+                      std::byte* out) {
+  if (indices.empty()) return out;
+  UnaryWriter unary(out);
+  int before = rice_start(indices.size(), count);
+  for (const uint8_t b : plan.parameters) {
+    unary.put(zigzag(b - before));
+    before = b;
+  }
+  BitsWriter remainders(out + bytes_of_bits(plan.unary_bits));
+  run_on<WriteGaps>(isa_here(), indices, plan.parameters.data(), &unary, &remainders);
+  unary.finish();
+  return remainders.finish();
+}
+
+void read_indices(IndexCode code, std::span<const std::byte> bytes, size_t count,
+                  std::span<int32_t> indices) {
+  switch (code) {
+    case IndexCode::list:
+      if (bytes.size() != indices.size_bytes()) refuse("its indices take another length");
+      if (!indices.empty()) std::memcpy(indices.data(), bytes.data(), bytes.size());
+      return check_indices(indices, count);
+    case IndexCode::bitmap:
+      return read_bitmap(bytes, count, indices);
+    case IndexCode::rice:
+      return read_rice(bytes, count, indices);
+  }
+}
+
+}  // namespace pycomm::cpu

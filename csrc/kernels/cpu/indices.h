@@ -1,0 +1,28 @@
+// Indices from elsewhere: whether they ascend in the range of their array. Called by whoever is
+// given some.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "core/errors.h"
+
+namespace pycomm::cpu {
+
+// Throws InvalidArgument, with the first that is wrong, unless they ascend in 0..count-1.
+inline void check_indices(std::span<const int32_t> indices, size_t count) {
+  if (indices.empty()) return;
+  bool good = indices[0] >= 0 && static_cast<size_t>(indices.back()) < count;
+  for (size_t i = 1; i < indices.size(); ++i) good &= indices[i - 1] < indices[i];
+  if (good) return;
+  int64_t before = -1;
+  for (size_t i = 0; i < indices.size(); before = indices[i++])
+    if (indices[i] <= before || indices[i] >= static_cast<int64_t>(count))
+      throw InvalidArgument("index " + std::to_string(indices[i]) + " at place " +
+                            std::to_string(i) + ": indices ascend and lie in 0.." +
+                            std::to_string(static_cast<int64_t>(count) - 1));
+}
+
+}  // namespace pycomm::cpu

@@ -1,0 +1,173 @@
+// Lean packets on the processor: the header, the choice of an index code by counted bytes, and
+// values block by block, so that what rounding lost goes back while they are near.
+#include "kernels/lean.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <optional>
+#include <string>
+
+#include "core/errors.h"
+#include "kernels/cpu/floats.h"
+#include "kernels/cpu/index_codes.h"
+#include "kernels/cpu/indices.h"
+#include "kernels/cpu/value_codes.h"
+
+namespace pycomm {
+namespace {
+
+using namespace cpu;
+
+constexpr size_t kMostVarint = 5;  // bytes of a number below 2^31, 7 bits each
+
+void write_varint(size_t number, std::byte*& out) {
+  for (; number >= 0x80; number >>= 7) *out++ = static_cast<std::byte>(number | 0x80);
+  *out++ = static_cast<std::byte>(number);
+}
+
+// Nothing where it does not end, takes more bytes than it must, or is 2^31 or more.
+std::optional<size_t> read_varint(std::span<const std::byte> bytes, size_t& at) {
+  uint64_t number = 0;
+  for (size_t i = 0; i < kMostVarint && at < bytes.size(); ++i) {
+    const auto byte = std::to_integer<uint64_t>(bytes[at++]);
+    number |= (byte & 0x7f) << 7 * i;
+    if (byte >= 0x80) continue;
+    if ((byte == 0 && i > 0) || number >> 31 != 0) return {};
+    return number;
+  }
+  return {};
+}
+
+std::byte* write_header(size_t k, const LeanEncoding& encoding, IndexCode index_code,
+                        std::byte* out) {
+  std::memcpy(out, kLeanMagic.data(), kLeanMagic.size());
+  out += kLeanMagic.size();
+  *out++ = static_cast<std::byte>(static_cast<unsigned>(index_code) |
+                                  static_cast<unsigned>(encoding.value_code) << 4);
+  write_varint(k, out);
+  write_varint(encoding.count, out);
+  return out;
+}
+
+// The least and the most that k indices of `count` take.
+size_t least_bytes(IndexCode code, size_t k, size_t count) {
+  switch (code) {
+    case IndexCode::list:
+      return 4 * k;
+    case IndexCode::bitmap:
+      return bitmap_bytes(count);
+    case IndexCode::rice:
+      return k / 8;
+  }
+  return 0;
+}
+size_t most_bytes(IndexCode code, size_t k, size_t count) {
+  // A gap: a remainder of 30 bits, a one, and zeros, 2 a gap at most by the choice of parameters.
+  if (code == IndexCode::rice) return (k * 33 + (k / 64 + 1) * 61) / 8 + 2;
+  return least_bytes(code, k, count);
+}
+
+// Writes the values, and adds to the residual what the packet does not have of them.
+template <typename Real>
+void write_all_values(const Packet& packet, const LeanEncoding& encoding, std::byte* out) {
+  const ExactFloats exact;
+  const auto* const values = static_cast<const Real*>(packet.values);
+  auto* const residual = static_cast<Real*>(encoding.residual);
+  std::array<float, kValueBlock> own, sent;
+  for (size_t first = 0; first < packet.count; first += kValueBlock) {
+    const size_t n = std::min(kValueBlock, packet.count - first);
+    for (size_t i = 0; i < n; ++i) own[i] = with_one_nan(static_cast<float>(values[first + i]));
+    write_values(encoding.value_code, std::span(own).first(n), out);
+    if (residual != nullptr) {
+      read_values(encoding.value_code, out, std::span(sent).first(n));
+      for (size_t i = 0; i < n; ++i) {
+        Real& rest = residual[packet.indices[first + i]];
+        rest = with_one_nan(rest + (values[first + i] - static_cast<Real>(sent[i])));
+      }
+    }
+    out += value_bytes(encoding.value_code, n);
+  }
+}
+
+[[noreturn]] void refuse(const std::string& why, size_t bytes) {
+  throw InvalidArgument("not a packet: " + why + " (" + std::to_string(bytes) + " bytes)");
+}
+
+}  // namespace
+
+bool is_lean(std::span<const std::byte> bytes) {
+  return bytes.size() >= 2 && std::memcmp(bytes.data(), kLeanMagic.data(), 2) == 0;
+}
+
+LeanHeader read_lean_header(std::span<const std::byte> bytes) {
+  const size_t size = bytes.size();
+  if (!is_lean(bytes)) refuse("it does not begin with its magic word", size);
+  if (size < kLeanMagic.size() + 3) refuse("shorter than its header", size);
+  if (std::memcmp(bytes.data(), kLeanMagic.data(), kLeanMagic.size()) != 0)
+    refuse("its version is not known here", size);
+  size_t at = kLeanMagic.size();
+  const auto codes = std::to_integer<unsigned>(bytes[at++]);
+  if (codes % 16 >= kIndexCodes.size() || codes / 16 >= kValueCodes.size())
+    refuse("its codec is not known here", size);
+  const auto k = read_varint(bytes, at), count = read_varint(bytes, at);
+  if (!k || !count || *k > *count) refuse("its counts make no sense", size);
+  const LeanHeader header{static_cast<IndexCode>(codes % 16), static_cast<ValueCode>(codes / 16),
+                          *k, *count, at};
+  const size_t least = at + value_bytes(header.value_code, *k);
+  if (size < least + least_bytes(header.index_code, *k, *count) ||
+      size > least + most_bytes(header.index_code, *k, *count))
+    refuse("k = " + std::to_string(*k) + " takes another length", size);
+  return header;
+}
+
+size_t most_lean_bytes(size_t k, const LeanEncoding& encoding) {
+  const IndexCode code = encoding.automatic ? IndexCode::list : encoding.index_code;
+  return kLeanMagic.size() + 1 + 2 * kMostVarint + value_bytes(encoding.value_code, k) +
+         most_bytes(code, k, encoding.count);
+}
+
+size_t encode_lean(const Packet& packet, const LeanEncoding& encoding, std::byte* out) {
+  const std::span indices(packet.indices, packet.count);
+  check_indices(indices, encoding.count);
+  IndexCode code = encoding.index_code;
+  RicePlan plan;
+  if (encoding.automatic || code == IndexCode::rice) plan = plan_rice(indices, encoding.count);
+  if (encoding.automatic) {
+    const std::array bytes{indices.size_bytes(), bitmap_bytes(encoding.count), plan.bytes()};
+    code = static_cast<IndexCode>(std::min_element(bytes.begin(), bytes.end()) - bytes.begin());
+  }
+  std::byte* at = write_header(packet.count, encoding, code, out);
+  with_real(encoding.dtype,
+            [&](auto dtype) { write_all_values<Stored<dtype()>>(packet, encoding, at); });
+  at += value_bytes(encoding.value_code, packet.count);
+  switch (code) {
+    case IndexCode::list:
+      at = write_list(indices, at);
+      break;
+    case IndexCode::bitmap:
+      at = write_bitmap(indices, encoding.count, at);
+      break;
+    case IndexCode::rice:
+      at = write_rice(indices, encoding.count, plan, at);
+      break;
+  }
+  return static_cast<size_t>(at - out);
+}
+
+void decode_lean(std::span<const std::byte> bytes, int32_t* indices, float* values) {
+  const LeanHeader header = read_lean_header(bytes);
+  const auto body = bytes.subspan(header.bytes);
+  const auto coded = body.first(value_bytes(header.value_code, header.k));
+  if (!values_end_in_zeros(header.value_code, coded, header.k))
+    refuse("bits behind its last value are not zero", bytes.size());
+  read_indices(header.index_code, body.subspan(coded.size()), header.count, {indices, header.k});
+  const ExactFloats exact;
+  for (size_t first = 0; first < header.k; first += kValueBlock) {
+    const size_t n = std::min(kValueBlock, header.k - first);
+    read_values(header.value_code, coded.data() + value_bytes(header.value_code, first),
+                {values + first, n});
+  }
+}
+
+}  // namespace pycomm

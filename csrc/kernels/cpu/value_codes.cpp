@@ -1,0 +1,318 @@
+// The value codes. Arithmetic that decides bits is in the order that lean.h and the reference say:
+// sums over a block are made in float64, in 128 lanes that are then added in pairs.
+#include "kernels/cpu/value_codes.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/dtype.h"
+#include "kernels/cpu/floats.h"
+#include "kernels/cpu/isa.h"
+
+namespace pycomm::cpu {
+namespace {
+
+constexpr size_t kScaled = 256;  // int8 values that share a scale
+constexpr size_t kLanes = 128;
+constexpr int kRefinements = 2;
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+constexpr float kLargest = std::numeric_limits<float>::max();
+constexpr uint16_t kLargestLevel = 0x7f7f;  // finite bfloat16
+// Times 127 it is finite; one float32 more is not.
+constexpr auto kLargestScale = std::bit_cast<float>(std::bit_cast<uint32_t>(kLargest / 127.0f) - 1);
+
+using Block = std::array<float, kValueBlock>;
+
+// ---- int8 ---------------------------------------------------------------------------------------
+
+// The scale is the largest magnitude / 127; NaN where a value is not finite.
+struct WriteInt8 {
+  template <Isa>
+  [[gnu::always_inline]] static void run(const float* values, size_t n, std::byte* out) {
+    uint32_t largest = 0;
+    for (size_t i = 0; i < n; ++i) largest = std::max(largest, key_of(values[i]));
+    const auto magnitude = std::bit_cast<float>(largest);
+    const float scale = is_finite(magnitude) ? std::min(magnitude / 127.0f, kLargestScale) : kNaN;
+    std::memcpy(out, &scale, sizeof scale);
+    auto* const numbers = reinterpret_cast<int8_t*>(out + sizeof scale);
+    if (!(scale > 0)) {
+      std::memset(numbers, 0, n);
+      return;
+    }
+    // Within 2^22 this addition rounds to a whole number, ties to even. A subnormal scale may have
+    // been rounded down much: hence the limits.
+    constexpr float kRound = 12582912;
+    for (size_t i = 0; i < n; ++i) {
+      const float number = std::clamp(values[i] / scale, -127.0f, 127.0f);
+      numbers[i] = static_cast<int8_t>(static_cast<int32_t>((number + kRound) - kRound));
+    }
+  }
+};
+
+struct ReadInt8 {
+  template <Isa>
+  [[gnu::always_inline]] static void run(const std::byte* in, float* values, size_t n) {
+    float scale;
+    std::memcpy(&scale, in, sizeof scale);
+    const auto* const numbers = reinterpret_cast<const int8_t*>(in + sizeof scale);
+    for (size_t i = 0; i < n; ++i) values[i] = with_one_nan(static_cast<float>(numbers[i]) * scale);
+  }
+};
+
+template <typename F>
+void by_scales(size_t count, F&& f) {
+  for (size_t first = 0; first < count; first += kScaled)
+    f(first, first / kScaled * (sizeof(float) + kScaled), std::min(kScaled, count - first));
+}
+
+// ---- levels -------------------------------------------------------------------------------------
+
+// The magnitudes of a block and whether all are finite.
+struct Magnitudes {
+  alignas(64) Block value;
+  bool finite;
+
+  template <Isa>
+  [[gnu::always_inline]] static void run(const float* values, size_t n, Magnitudes* found) {
+    uint32_t largest = 0;
+    for (size_t i = 0; i < n; ++i) {
+      const uint32_t key = key_of(values[i]);
+      found->value[i] = std::bit_cast<float>(key);
+      largest = std::max(largest, key);
+    }
+    found->finite = is_finite(std::bit_cast<float>(largest));
+  }
+  explicit Magnitudes(std::span<const float> values) {
+    run_on<Magnitudes>(isa_here(), values.data(), values.size(), this);
+  }
+};
+
+// Sums of the magnitudes up to a limit and of those above it, and how many are above.
+struct Split {
+  double below = 0, above = 0;
+  size_t count_above = 0;
+};
+
+// All bits where a float is above the limit. No branch: which side a value is on is any one's
+// guess.
+[[gnu::always_inline]] inline uint32_t mask_above(float magnitude, float limit) {
+  return -static_cast<uint32_t>(magnitude > limit);
+}
+
+struct SplitAt {
+  template <Isa>
+  [[gnu::always_inline]] static void run(const float* magnitudes, size_t n, float limit,
+                                         Split* split) {
+    std::array<double, kLanes> below{}, above{};
+    uint32_t count = 0;
+    for (size_t first = 0; first < n; first += kLanes) {
+      const size_t lanes = std::min(kLanes, n - first);
+      for (size_t lane = 0; lane < lanes; ++lane) {
+        const float magnitude = magnitudes[first + lane];
+        const auto bits = std::bit_cast<uint32_t>(magnitude);
+        const uint32_t mask = mask_above(magnitude, limit);
+        below[lane] += static_cast<double>(std::bit_cast<float>(bits & ~mask));
+        above[lane] += static_cast<double>(std::bit_cast<float>(bits & mask));
+        count += mask & 1;
+      }
+    }
+    for (size_t half = kLanes / 2; half > 0; half /= 2)
+      for (size_t lane = 0; lane < half; ++lane) {
+        below[lane] += below[lane + half];
+        above[lane] += above[lane + half];
+      }
+    *split = {below[0], above[0], count};
+  }
+};
+
+Split split_at(const Magnitudes& magnitudes, size_t n, float limit) {
+  Split split;
+  run_on<SplitAt>(isa_here(), magnitudes.value.data(), n, limit, &split);
+  return split;
+}
+
+// The largest float32 up to a limit: the same float32 are above both.
+float limit_of(double limit) {
+  const auto near = static_cast<float>(limit);
+  return static_cast<double>(near) > limit ? std::nextafter(near, 0.0f) : near;
+}
+
+// A level as it travels: rounded to float32, to bfloat16, and never up to infinity.
+uint16_t level_of(double mean) {
+  return std::min(narrow_bfloat16(static_cast<float>(mean)), kLargestLevel);
+}
+
+constexpr float kEverything = std::numeric_limits<float>::infinity();
+
+// A byte for each value: its sign, and in the next bit whether its magnitude is above a limit.
+struct Signs {
+  template <Isa>
+  [[gnu::always_inline]] static void run(const float* values, size_t n, float limit,
+                                         uint8_t* codes) {
+    for (size_t i = 0; i < n; ++i) {
+      const auto bits = std::bit_cast<uint32_t>(values[i]);
+      const uint32_t high = mask_above(std::bit_cast<float>(bits & 0x7fffffff), limit) & 2;
+      codes[i] = static_cast<uint8_t>(bits >> 31 | high);
+    }
+  }
+};
+
+// The lowest kBits of each of 8 codes, one after another.
+template <unsigned kBits>
+uint64_t packed(const uint8_t* codes) {
+  uint64_t eight;
+  std::memcpy(&eight, codes, sizeof eight);
+  // Products whose upper byte has the lowest bit of each byte, the first lowest.
+  if constexpr (kBits == 1) return eight * 0x0102040810204080 >> 56;
+  eight |= eight >> 6;  // in pairs, then pairs of pairs
+  eight = (eight & 0x000f000f000f000f) | (eight & 0x000f000f000f000f) >> 12;
+  return (eight & 0xff) | (eight >> 24 & 0xff00);
+}
+
+// The codes of a block: those behind the last value are zeros.
+template <unsigned kBits>
+void pack(std::span<const float> values, float limit, std::byte* out) {
+  alignas(64) std::array<uint8_t, kValueBlock> codes;
+  const size_t n = values.size();
+  run_on<Signs>(isa_here(), values.data(), n, limit, codes.data());
+  std::memset(codes.data() + n, 0, (kValueBlock - n) % 8);
+  const std::byte* const end = out + (n * kBits + 7) / 8;
+  for (size_t i = 0; i < n; i += 8, out += kBits) {
+    const uint64_t bits = packed<kBits>(codes.data() + i);
+    std::memcpy(out, &bits, std::min<size_t>(kBits, static_cast<size_t>(end - out)));
+  }
+}
+
+// values[i] = one of the 2^kBits values that a block has.
+template <unsigned kBits>
+void unpack(const std::byte* in, std::array<float, 1 << kBits> meanings, std::span<float> values) {
+  constexpr size_t kEach = 8 / kBits, kMask = (1 << kBits) - 1;
+  const auto value = [&](size_t i, size_t j) {
+    return meanings[std::to_integer<size_t>(in[i / kEach]) >> kBits * j & kMask];
+  };
+  const size_t whole = values.size() / kEach * kEach;
+  for (size_t i = 0; i < whole; i += kEach)
+    for (size_t j = 0; j < kEach; ++j) values[i + j] = value(i, j);
+  for (size_t i = whole; i < values.size(); ++i) values[i] = value(i, i - whole);
+}
+
+float negative(float level) { return with_one_nan(-level); }
+
+void write_one_bit(std::span<const float> values, std::byte* out) {
+  const Magnitudes magnitudes(values);
+  uint16_t level = narrow_bfloat16(kNaN);
+  if (magnitudes.finite)
+    level = level_of(split_at(magnitudes, values.size(), kEverything).below /
+                     static_cast<double>(values.size()));
+  std::memcpy(out, &level, sizeof level);
+  pack<1>(values, kEverything, out + sizeof level);
+}
+
+// The levels are means of what lies on either side of a limit: first the mean of all, then, twice,
+// the middle between the levels (S. Lloyd, Least squares quantization in PCM, IEEE Trans. Inf.
+// Theory 28(2), 1982). Where nothing lies above the limit, both levels are the mean.
+void write_two_bit(std::span<const float> values, std::byte* out) {
+  const Magnitudes magnitudes(values);
+  const size_t n = values.size();
+  std::array<uint16_t, 2> levels;
+  levels.fill(narrow_bfloat16(kNaN));
+  float limit = kEverything;
+  if (magnitudes.finite) {
+    limit = limit_of(split_at(magnitudes, n, kEverything).below / static_cast<double>(n));
+    for (int i = 0; i <= kRefinements; ++i) {
+      const Split split = split_at(magnitudes, n, limit);
+      const double low = split.below / static_cast<double>(n - split.count_above);
+      const double high =
+          split.count_above == 0 ? low : split.above / static_cast<double>(split.count_above);
+      levels = {level_of(low), level_of(high)};
+      if (i < kRefinements) limit = limit_of((low + high) / 2);
+    }
+  }
+  std::memcpy(out, levels.data(), sizeof levels);
+  pack<2>(values, limit, out + sizeof levels);
+}
+
+void read_one_bit(const std::byte* in, std::span<float> values) {
+  const float level = load<Dtype::bfloat16>(in, 0);
+  unpack<1>(in + 2, {with_one_nan(level), negative(level)}, values);
+}
+
+void read_two_bit(const std::byte* in, std::span<float> values) {
+  const float low = load<Dtype::bfloat16>(in, 0), high = load<Dtype::bfloat16>(in, 1);
+  unpack<2>(in + 4, {with_one_nan(low), negative(low), with_one_nan(high), negative(high)}, values);
+}
+
+// Of one block.
+size_t block_bytes(ValueCode code, size_t count) {
+  switch (code) {
+    case ValueCode::float32:
+      return 4 * count;
+    case ValueCode::bfloat16:
+      return 2 * count;
+    case ValueCode::int8:
+      return count + (count + kScaled - 1) / kScaled * sizeof(float);
+    case ValueCode::two_bit:
+      return 4 + (count + 3) / 4;
+    case ValueCode::one_bit:
+      return 2 + (count + 7) / 8;
+  }
+  return 0;
+}
+
+}  // namespace
+
+size_t value_bytes(ValueCode code, size_t count) {
+  const size_t rest = count % kValueBlock;
+  return count / kValueBlock * block_bytes(code, kValueBlock) +
+         (rest > 0 ? block_bytes(code, rest) : 0);
+}
+
+void write_values(ValueCode code, std::span<const float> values, std::byte* out) {
+  switch (code) {
+    case ValueCode::float32:
+      std::memcpy(out, values.data(), values.size_bytes());
+      return;
+    case ValueCode::bfloat16:
+      for (size_t i = 0; i < values.size(); ++i) store<Dtype::bfloat16>(out, i, values[i]);
+      return;
+    case ValueCode::int8:
+      return by_scales(values.size(), [&](size_t first, size_t at, size_t n) {
+        run_on<WriteInt8>(isa_here(), values.data() + first, n, out + at);
+      });
+    case ValueCode::two_bit:
+      return write_two_bit(values, out);
+    case ValueCode::one_bit:
+      return write_one_bit(values, out);
+  }
+}
+
+void read_values(ValueCode code, const std::byte* in, std::span<float> values) {
+  switch (code) {
+    case ValueCode::float32:
+      std::memcpy(values.data(), in, values.size_bytes());
+      return;
+    case ValueCode::bfloat16:
+      for (size_t i = 0; i < values.size(); ++i) values[i] = load<Dtype::bfloat16>(in, i);
+      return;
+    case ValueCode::int8:
+      return by_scales(values.size(), [&](size_t first, size_t at, size_t n) {
+        run_on<ReadInt8>(isa_here(), in + at, values.data() + first, n);
+      });
+    case ValueCode::two_bit:
+      return read_two_bit(in, values);
+    case ValueCode::one_bit:
+      return read_one_bit(in, values);
+  }
+}
+
+bool values_end_in_zeros(ValueCode code, std::span<const std::byte> bytes, size_t count) {
+  if (code != ValueCode::two_bit && code != ValueCode::one_bit) return true;
+  const size_t used = code == ValueCode::two_bit ? count % 4 * 2 : count % 8;
+  return used == 0 || std::to_integer<unsigned>(bytes.back()) >> used == 0;
+}
+
+}  // namespace pycomm::cpu
