@@ -26,8 +26,8 @@ std::string key_of_key(const ConnectOptions& options) { return options.name + "/
 constexpr int kNotesPerBlock = 64;
 constexpr std::chrono::seconds kNamingTime{1};
 
-// For so long a rank whose options differ waits for the others to find out too.
-constexpr std::chrono::seconds kDifferTime{5};
+// For so long a rank that cannot be in the group waits for the others to find out too.
+constexpr std::chrono::seconds kAllReadTime{10};
 
 std::string key_of_block(const ConnectOptions& options, int block) {
   return options.name + "/notes/" + std::to_string(block);
@@ -202,15 +202,23 @@ std::shared_ptr<Group> meet(Store& store, ConnectOptions options, bool made_key)
       std::move(ranks));
 }
 
-// Ranks with different options learn it from the same notes, and nobody takes its note, or the
-// store, away before the others have read them.
-void differ_together(Store& store, const ConnectOptions& options) {
-  const std::string count = options.name + "/differ", all = count + "/all";
+// Ranks that cannot form a group, for what the notes say, all learn it from the same notes: nobody
+// takes its own, or the store, away before the others have read them. False where not all ranks
+// were in that position.
+bool all_have_read(Store& store, const ConnectOptions& options) {
+  const std::string count = options.name + "/refused", all = count + "/all";
   if (store.add(count, 1) == options.size) store.set(all, "1");
-  (void)store.get(all, Deadline(kDifferTime));
-  if (store.add(count, -1) > 0) return;
-  store.remove(count);
-  store.remove(all);
+  bool read = true;
+  try {
+    (void)store.get(all, Deadline(kAllReadTime));
+  } catch (const Timeout&) {
+    read = false;
+  }
+  if (store.add(count, -1) == 0) {
+    store.remove(count);
+    store.remove(all);
+  }
+  return read;
 }
 
 }  // namespace
@@ -234,17 +242,14 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options) {
   std::shared_ptr<Group> group;
   try {
     group = meet(store, options, made_key);
-  } catch (const Mismatch&) {
+  } catch (const std::exception& error) {
     try {
-      differ_together(store, options);
+      const auto* ours = dynamic_cast<const Error*>(&error);
+      const bool refused = ours != nullptr && (ours->kind() == ErrorKind::mismatch ||
+                                               ours->kind() == ErrorKind::unsupported);
+      const bool alike = refused && all_have_read(store, options);
       clean_up();
-    } catch (const std::exception&) {  // somebody died meanwhile: what the notes say is told
-    }
-    throw;
-  } catch (...) {
-    try {
-      clean_up();
-      store.add(counter, -1);
+      if (!alike) store.add(counter, -1);
     } catch (const std::exception&) {  // the store may be why the forming failed: that is told
     }
     throw;

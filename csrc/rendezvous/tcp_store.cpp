@@ -47,9 +47,14 @@ void check_sizes(const std::string& key, const std::string& value) {
                           "' has " + std::to_string(value.size()));
 }
 
+struct Failure {
+  std::string why{};
+  bool nobody_listens = false;
+};
+
 // Connects and shakes hands once. An empty Fd and the reason if that fails.
 Fd attempt(const Address& address, const std::string& key, const Deadline& deadline,
-           std::string& why) {
+           Failure& failure) {
   const auto limit =
       std::clamp<std::chrono::nanoseconds>(deadline.left(), kShortestAttempt, kHandshakeLimit);
   Handshake handshake(
@@ -62,7 +67,7 @@ Fd attempt(const Address& address, const std::string& key, const Deadline& deadl
       case Handshake::Step::done:
         return handshake.release();
       case Handshake::Step::refused:
-        why = handshake.why();
+        failure = {handshake.why(), handshake.nobody()};
         return {};
       case Handshake::Step::want_write:
         events = POLLOUT;
@@ -109,6 +114,7 @@ std::unique_ptr<TcpStore> TcpStore::connect(const std::string& host, uint16_t po
   if (key.empty()) throw InvalidArgument("the key of a store is empty");
   std::unique_ptr<TcpStore> store(new TcpStore(host, port, key, std::move(log)));
   store->idle_.push_back({store->open(deadline), {}, 0});
+  store->was_there_ = true;
   return store;
 }
 
@@ -120,32 +126,35 @@ std::string TcpStore::name() const {
 Fd TcpStore::open(const Deadline& deadline) const {
   std::chrono::nanoseconds pause = kFirstPause;
   for (int attempts = 1;; ++attempts) {
-    std::string why;
+    Failure last;
     try {
       const auto addresses = tcp_addresses(host_, port_);
       for (const Address& address : addresses) {
         try {
-          if (Fd fd = attempt(address, key_, deadline, why)) return fd;
+          if (Fd fd = attempt(address, key_, deadline, last)) return fd;
         } catch (const PeerLost& error) {  // no route yet
-          why = error.what();
+          last = {error.what()};
         }
       }
     } catch (const InvalidArgument& error) {  // a name not known yet
-      why = error.what();
+      last = {error.what()};
     }
+    if (was_there_ && last.nobody_listens)
+      throw PeerLost("the store at " + name() + " has gone: " + last.why);
     pause = std::min(pause, deadline.left());
     const double pause_s = std::chrono::duration<double>(pause).count();
     std::ostringstream text;
     text.precision(3);
     if (deadline.expired()) {
       text << "no connection to the store at " << name() << " within " << deadline.limit_s()
-           << " s, after " << attempts << " attempts; the last one failed with reason: " << why;
+           << " s, after " << attempts
+           << " attempts; the last one failed with reason: " << last.why;
       ErrorFields fields;
       fields.elapsed_s = deadline.elapsed_s();
       throw Timeout(text.str(), fields);
     }
-    text << "connect addr=" << name() << " failed " << attempts << " times with reason: " << why
-         << " retry after " << pause_s << " seconds";
+    text << "connect addr=" << name() << " failed " << attempts
+         << " times with reason: " << last.why << " retry after " << pause_s << " seconds";
     if (log_) log_(text.str());
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::nanoseconds>(pause * 2, kLongestPause);

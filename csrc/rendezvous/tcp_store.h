@@ -83,6 +83,7 @@ class TcpStore final : public Store {
   std::vector<Line> idle_;  // connections that no call uses now
   size_t in_use_ = 0;       // and how many are used
   bool settled_ = false;
+  bool was_there_ = false;  // the server: if nobody listens there now, it has gone for good
 };
 
 }  // namespace pycomm

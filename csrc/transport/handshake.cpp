@@ -89,6 +89,7 @@ bool Handshake::transfer() {
     const int error = connect_error(fd_.get());
     if (error == EINPROGRESS) return false;
     if (error != 0) {
+      nobody_ = error == ECONNREFUSED;
       refuse(reason(error));
       return false;
     }

@@ -58,6 +58,7 @@ class Handshake {
   int peer() const { return peer_; }  // after done: the rank that the other proved to be
   const std::string& why() const { return why_; }  // after refused
   bool declined() const { return declined_; }      // after refused: the listener said no
+  bool nobody() const { return nobody_; }          // after refused: there is no listener
   bool connected() const { return connected_; }    // a connector's call was taken
 
  private:
@@ -81,7 +82,7 @@ class Handshake {
   std::string buffer_;  // the message that is being sent or received
   size_t moved_ = 0;    // of it so far
   int stage_ = 0;       // 0 to 3: which of the four messages
-  bool connected_ = false, declined_ = false;
+  bool connected_ = false, declined_ = false, nobody_ = false;
   std::string greeting_;  // what the connector sent first
   std::string answer_;    // what the listener answered, without its proof
   int peer_ = -1;

@@ -261,7 +261,7 @@ const Test kOtherOptions{
       refused(first, 0);
       other.get();
       for (const std::string key :
-           {"world/note/0", "world/note/1", "world/key", "world/differ", "world/differ/all"})
+           {"world/note/0", "world/note/1", "world/key", "world/refused", "world/refused/all"})
         expect(!store.find(key).has_value(), key + " is left behind");
       auto again = std::async(std::launch::async,
                               [&] { return connect(store, options_of(1, 2, 5s))->name(); });

@@ -197,6 +197,8 @@ const Test kGone{
         TcpStore::connect(kHost, port, kKey, within(10s))->set("key", "value");
         server.reset();
         expect_says(text.get(), "has gone");
+        // It does not come back: a call that would open a connection does not try for its 30 s.
+        expect_says(expect_throws<PeerLost>([&] { client->remove("key"); }), "has gone");
       }
       expect_throws<Timeout>([&] { TcpStore::connect(kHost, port, kKey, within(10ms)); });
       expect_equal(open_descriptors(), before, "descriptors");
