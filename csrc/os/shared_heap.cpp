@@ -83,7 +83,8 @@ std::shared_ptr<std::byte> SharedHeap::allocate(size_t bytes) {
 void SharedHeap::release(size_t begin) noexcept {
   if (owner_ != ::getpid()) return;  // a forked child lets go of what is still its parent's
   const std::lock_guard lock(mutex_);
-  size_t bytes = taken_.extract(begin).mapped();
+  auto hole = taken_.extract(begin);  // goes to the other map: nothing here can run out of memory
+  size_t& bytes = hole.mapped();
   // Gives the pages back; where that fails they are kept for the next who asks.
   (void)::madvise(view_.base.get() + begin, bytes, MADV_REMOVE);
   auto next = free_.lower_bound(begin);
@@ -98,7 +99,7 @@ void SharedHeap::release(size_t begin) noexcept {
       return;
     }
   }
-  free_.emplace(begin, bytes);
+  free_.insert(std::move(hole));
 }
 
 HeapView map_heap(int fd, size_t bytes) {

@@ -23,6 +23,12 @@ void Arena::begin(const Header& header) {
   begun.call.store(number_of(header), std::memory_order_release);
 }
 
+void Arena::leave() { own().begun.call.store(0); }
+
+bool Arena::is_in(int peer, const Header& header) const {
+  return of(peer).begun.call.load(std::memory_order_acquire) == number_of(header);
+}
+
 bool Arena::enter(uint16_t epoch) {
   const auto epochs = static_cast<uint16_t>(epoch - epoch_);
   if (epochs == 0) return false;

@@ -48,6 +48,10 @@ class Arena {
 
   // Says which call this rank is in, for ranks that wait for it in another.
   void begin(const Header& header);
+  // Says that this rank has given up the call that it is in.
+  void leave();
+  // Whether `peer` is in this very call.
+  bool is_in(int peer, const Header& header) const;
   // Before the first take() of an epoch; true if it is a new one.
   bool enter(uint16_t epoch);
   // The first of `count` new tickets.

@@ -37,6 +37,10 @@ MappedRun::MappedRun(Engine& engine, Arena& arena, const SharedJob& job, const H
   end_ = mine.begin + mine.count;
 }
 
+MappedRun::~MappedRun() {
+  if (met_ && !refused_ && !ended_) arena_.leave();
+}
+
 bool MappedRun::advance() {
   awaited_ = kNobody;
   if (!offered_) {
@@ -53,6 +57,7 @@ bool MappedRun::advance() {
     return true;
   }
   if (at_ < end_) {
+    if (!are_all_here()) return false;
     add_up_more();
     return true;
   }
@@ -67,12 +72,14 @@ bool MappedRun::advance() {
   return true;
 }
 
-// Who has nothing to offer need not hear the others' offers.
+// Who has nothing to offer need not hear the others' offers. An array that lies askew is not
+// offered: others would have to work on it.
 void MappedRun::offer() {
-  const size_t bytes = job_.count * job_.element_bytes;
-  const HeapView& heap = arena_.heap(rank_);
-  const Offer offer{.input = heap.offset_of(job_.input, bytes).value_or(kPrivate),
-                    .output = heap.offset_of(job_.output, bytes).value_or(kPrivate)};
+  const auto place_of = [&](const std::byte* array) {
+    const auto offset = arena_.heap(rank_).offset_of(array, job_.count * job_.element_bytes);
+    return offset && *offset % job_.element_bytes == 0 ? *offset : kPrivate;
+  };
+  const Offer offer{.input = place_of(job_.input), .output = place_of(job_.output)};
   auto& line = arena_.own().filled[first_ % kSlots].tiny;
   std::memcpy(line.data(), &offer, sizeof offer);
   show_filled(first_);
@@ -93,6 +100,16 @@ void MappedRun::heed(int peer) {
     check(heap.holds(offset, bytes) && offset % job_.element_bytes == 0,
           "rank " + std::to_string(arena_.member(peer)) + " offers memory outside its heap");
   places_.push_back({heap.base.get() + offer.input, heap.base.get() + offer.output});
+}
+
+// Who has given up may use its array for something else by now; the engine hears why it did.
+bool MappedRun::are_all_here() {
+  for (int peer = 0; peer < size_; ++peer)
+    if (!arena_.is_in(peer, header_)) {
+      awaited_ = peer;
+      return false;
+    }
+  return true;
 }
 
 void MappedRun::add_up_more() {

@@ -9,7 +9,8 @@
 // Each element is read once by one rank and written once into each array: of S bytes a rank reads
 // and writes S each. Arrays that do not lie in a heap cannot be offered: where one rank has such a
 // one nothing is done here, all ranks know it by the offers, and SharedRun carries out the call.
-// Nothing is written before every rank's signature was seen.
+// Nothing is written before every rank's signature was seen, and nothing into an array whose rank
+// has given the call up, but for the step in which it did so.
 #pragma once
 
 #include <vector>
@@ -24,6 +25,9 @@ class MappedRun final : public FlagTask {
   static bool may_carry_out(const SharedJob& job, const Arena& arena);
 
   MappedRun(Engine& engine, Arena& arena, const SharedJob& job, const Header& header);
+  ~MappedRun() override;
+  MappedRun(const MappedRun&) = delete;
+  MappedRun& operator=(const MappedRun&) = delete;
 
   bool advance() override;
   bool done() const override { return ended_; }
@@ -37,6 +41,7 @@ class MappedRun final : public FlagTask {
   };
   void offer();
   void heed(int peer);
+  bool are_all_here();
   void add_up_more();
 
   const SharedJob& job_;

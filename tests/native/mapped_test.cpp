@@ -3,13 +3,16 @@
 #include <array>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "core/errors.h"
+#include "engine/engine.h"
 #include "group/group.h"
 #include "harness.h"
 #include "os/shared_heap.h"
 #include "ranks.h"
+#include "shared/mapped_run.h"
 
 using namespace pycomm;
 using namespace std::chrono_literals;
@@ -158,6 +161,46 @@ void lifetime_test() {
   });
 }
 const Test kLifetime{"arrays that go right after their call", lifetime_test};
+
+// Two ranks on one thread, so that each stands where the test wants it.
+void left_test() {
+  constexpr size_t kCount = 400'000;
+  std::vector<std::shared_ptr<Segment>> segments;
+  for (int rank = 0; rank < 2; ++rank) {
+    const auto memory = local_memory("left", rank, sizeof(Segment));
+    segments.emplace_back(memory, reinterpret_cast<Segment*>(memory.get()));
+  }
+  struct Rank {
+    Rank(int rank, const std::vector<std::shared_ptr<Segment>>& segments)
+        : engine(std::vector<std::unique_ptr<Channel>>(2),
+                 {.rank = rank, .names = {}, .interrupted = {}}),
+          arena(segments, {0, 1}, rank) {
+      x.fill(rank);
+      arena.set_heaps({SharedHeap::own()->view(), SharedHeap::own()->view()});
+      job.input = job.output = reinterpret_cast<std::byte*>(x.data());
+      arena.begin(header);
+      run.emplace(engine, arena, job, header);
+    }
+    Floats x{kCount, true};
+    Engine engine;
+    Arena arena;
+    SharedJob job{.operation = Operation::all_reduce,
+                  .count = kCount,
+                  .element_bytes = sizeof(float),
+                  .reducer = &reducer(Dtype::float32, ReduceOp::sum)};
+    Header header;
+    std::optional<MappedRun> run;
+  } gone(0, segments), late(1, segments);
+  for (int i = 0; i < 2; ++i)  // offers, and their answers
+    for (Rank* rank : {&gone, &late}) expect(rank->run->advance(), "on the way");
+  expect(late.run->advance(), "a first step");
+  gone.run.reset();
+  gone.x.fill(0);
+  for (int i = 0; i < 10; ++i) expect(!late.run->advance(), "goes on without the other");
+  expect_equal(late.run->receiving_from(), 0, "whom it waits for");
+  gone.x.expect_own(0);
+}
+const Test kLeft{"nothing is written into the array of a rank that has given up", left_test};
 
 void lost_test() {
   ranks::World world{.size = 3, .transport = "shm"};
