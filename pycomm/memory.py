@@ -43,7 +43,7 @@ def empty(shape: int | Sequence[int], dtype: Any, shared: bool = True) -> Any:
     count = math.prod(lengths)
     if not shared or count == 0:
         return (torch if is_torch else np).empty(lengths, dtype=dtype)
-    memory: Any = _core.SharedMemory(count * dtype.itemsize)
+    memory: Any = _core.SharedMemory(min(count * dtype.itemsize, sys.maxsize))
     make = torch.frombuffer if is_torch else np.frombuffer
     return make(memory, dtype=dtype, count=count).reshape(lengths)
 

@@ -42,6 +42,8 @@ def test_wrong_arguments() -> None:
         pycomm.empty((3, -1), "float32")
     with pytest.raises(errors.InvalidArgument, match="no room"):
         pycomm.empty(1 << 60, "uint8")
+    with pytest.raises(errors.InvalidArgument, match="no room"):
+        pycomm.empty(1 << 62, "float64")
 
 
 def _summed(group: pycomm.Group) -> list[bool]:
@@ -50,6 +52,7 @@ def _summed(group: pycomm.Group) -> list[bool]:
         pycomm.empty(COUNT, torch.float32),
         pycomm.empty((2, COUNT), "int64")[1],  # a part of one
         np.empty(COUNT, "float32"),
+        pycomm.empty(4 * COUNT + 1, "uint8")[1:].view("float32"),  # askew
         pycomm.empty(COUNT, "float32") if group.rank == 0 else np.empty(COUNT, "float32"),
     ]
     found = []
@@ -63,7 +66,7 @@ def _summed(group: pycomm.Group) -> list[bool]:
 @pytest.mark.parametrize("where", ["local", "shm"])
 def test_only_arrays_that_all_ranks_map_are_summed_where_they_lie(where: str) -> None:
     for found in run_ranks(2, _summed, transport=where, processes=where == "shm"):
-        assert found == [False, False, False, True, True]
+        assert found == [False, False, False, True, True, True]
 
 
 def _in_a_part(group: pycomm.Group) -> bool:
