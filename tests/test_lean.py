@@ -215,6 +215,24 @@ def test_wrong_arguments():
         same(rest, np.ones(9, np.float32))
 
 
+def test_bits_behind_the_last_one_are_zeros():
+    """Of values, quotients, remainders and bitmaps: a packet has no room for anything else."""
+    indices, values = np.array([3, 40, 90], np.int32), np.ones(3, np.float32)
+    for codec in ("rice", "bitmap"):
+        packet = kernels.encode(indices, values, 100, "1bit", codec=codec)
+        spare = []
+        for i in range(8 * len(packet)):
+            changed = packet.copy()
+            changed[i // 8] ^= 1 << i % 8
+            try:
+                kernels.unpack(changed)
+            except InvalidArgument:
+                spare.append(i)
+        start = 8 * (4 + 1 + 1 + 2)  # of the values' signs
+        assert {start + 3, start + 7} <= set(spare)
+        assert 8 * len(packet) - 1 in spare
+
+
 def test_arrays_of_a_gpu_are_refused():
     """With what to do instead."""
     found = located(np.zeros(3, np.float32), "values")

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <utility>
 
 namespace pycomm::cpu {
 
@@ -38,32 +40,6 @@ class UnaryWriter {
  private:
   std::byte* out_;
   uint64_t word_ = 0, at_ = 0;  // bits of `word_` that are written, 64 at most
-};
-
-class BitsWriter {
- public:
-  explicit BitsWriter(std::byte* out) : out_(out) {}
-
-  // The lowest `width` bits, 31 at most; the others are 0.
-  [[gnu::always_inline]] void put(uint64_t number, unsigned width) {
-    word_ |= number << at_;
-    at_ += width;
-    if (at_ >= 64) [[unlikely]] {
-      std::memcpy(out_, &word_, sizeof word_);
-      out_ += sizeof word_;
-      at_ -= 64;
-      word_ = number >> (width - at_);
-    }
-  }
-  std::byte* finish() const {
-    if (at_ > 0) std::memcpy(out_, &word_, bytes_of_bits(at_));
-    return out_ + bytes_of_bits(at_);
-  }
-
- private:
-  std::byte* out_;
-  uint64_t word_ = 0;
-  unsigned at_ = 0;  // below 64
 };
 
 // The places of the ones, one after another.
@@ -107,11 +83,52 @@ class OnesReader {
   uint64_t word_ = 0, base_ = 0;
 };
 
-// 8 bytes of which the lowest are bits [at, at + 31); `bytes` must reach that far.
-[[gnu::always_inline]] inline uint64_t bits_at(const std::byte* bytes, uint64_t at) {
-  uint64_t word;
-  std::memcpy(&word, bytes + at / 8, sizeof word);
-  return word >> at % 8;
+inline constexpr size_t kPacked = 64;  // numbers of b bits, which are b words
+inline constexpr unsigned kMostWidth = 30;
+
+template <unsigned kWidth>
+void pack(const uint32_t* numbers, std::byte* out) {
+  uint64_t word = 0;
+#pragma GCC unroll 64
+  for (unsigned i = 0; i < kPacked; ++i) {
+    const unsigned at = i * kWidth % 64, end = at + kWidth;
+    word |= uint64_t{numbers[i]} << at;
+    if (end < 64) continue;
+    std::memcpy(out + i * kWidth / 64 * sizeof word, &word, sizeof word);
+    word = end > 64 ? uint64_t{numbers[i]} >> (64 - at) % 64 : 0;
+  }
 }
+
+template <unsigned kWidth>
+void unpack(const std::byte* in, uint32_t* numbers) {
+  uint64_t word = 0;
+#pragma GCC unroll 64
+  for (unsigned i = 0; i < kPacked; ++i) {
+    const unsigned at = i * kWidth % 64, end = at + kWidth;
+    if (at == 0) std::memcpy(&word, in + i * kWidth / 8, sizeof word);
+    uint64_t number = word >> at;
+    if (end > 64) {
+      std::memcpy(&word, in + (i * kWidth / 64 + 1) * sizeof word, sizeof word);
+      number |= word << (64 - at) % 64;
+    }
+    numbers[i] = static_cast<uint32_t>(number & ((uint64_t{1} << kWidth) - 1));
+  }
+}
+template <>
+inline void unpack<0>(const std::byte*, uint32_t* numbers) {
+  std::fill_n(numbers, kPacked, 0);
+}
+
+// pack and unpack of each width.
+template <typename Sequence>
+struct Packing;
+template <size_t... kWidths>
+struct Packing<std::index_sequence<kWidths...>> {
+  static constexpr std::array<void (*)(const uint32_t*, std::byte*), sizeof...(kWidths)> kPack{
+      pack<kWidths>...};
+  static constexpr std::array<void (*)(const std::byte*, uint32_t*), sizeof...(kWidths)> kUnpack{
+      unpack<kWidths>...};
+};
+using Packings = Packing<std::make_index_sequence<kMostWidth + 1>>;
 
 }  // namespace pycomm::cpu

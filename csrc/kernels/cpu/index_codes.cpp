@@ -16,8 +16,8 @@
 namespace pycomm::cpu {
 namespace {
 
-constexpr size_t kBlock = 64;
-constexpr int kMostParameter = 30;  // of a gap below 2^31 - 1 the quotient is then 0 or 1
+constexpr size_t kBlock = kPacked;
+constexpr int kMostParameter = kMostWidth;  // of a gap below 2^31 - 1 the quotient is then 0 or 1
 
 [[noreturn]] void refuse(const char* why) {
   throw InvalidArgument(std::string("not a packet: ") + why);
@@ -69,69 +69,63 @@ struct FindParameters {
   }
 };
 
+// The quotients go to `quotients`, the remainders to `out`; where the next byte goes there.
 struct WriteGaps {
   template <Isa>
-  [[gnu::always_inline]] static void run(std::span<const int32_t> indices,
-                                         const uint8_t* parameters, UnaryWriter* quotients,
-                                         BitsWriter* remainders) {
+  [[gnu::always_inline]] static std::byte* run(std::span<const int32_t> indices,
+                                               const uint8_t* parameters, UnaryWriter* quotients,
+                                               std::byte* out) {
     UnaryWriter unary = *quotients;  // in registers
-    BitsWriter rest = *remainders;
-    uint32_t next = 0;
+    Gaps gaps;
+    std::array<uint32_t, kBlock> low;
     for (size_t first = 0; first < indices.size(); first += kBlock) {
+      const size_t n = std::min(kBlock, indices.size() - first);
       const unsigned b = parameters[first / kBlock];
       const uint32_t mask = (uint32_t{1} << b) - 1;
-      for (const int32_t index : indices.subspan(first, std::min(kBlock, indices.size() - first))) {
-        const uint32_t gap = static_cast<uint32_t>(index) - next;
-        unary.put(gap >> b);
-        rest.put(gap & mask, b);
-        next = static_cast<uint32_t>(index) + 1;
-      }
+      gaps.read(indices.data(), first, n);
+      for (size_t i = 0; i < kBlock; ++i) low[i] = gaps.gap[i] & mask;
+      for (size_t i = 0; i < n; ++i) unary.put(gaps.gap[i] >> b);
+      out = write_remainders(low, n, b, out);
     }
     *quotients = unary;
-    *remainders = rest;
-  }
-};
-
-// The remainders of a block, with 8 bytes to read wherever one begins.
-class Remainders {
- public:
-  explicit Remainders(std::span<const std::byte> bytes) : bytes_(bytes) {}
-
-  // Those of the next block: where they lie, and the first bit of them.
-  [[gnu::always_inline]] std::pair<const std::byte*, uint64_t> block(uint64_t bits) {
-    const size_t first = at_ / 8, end = bytes_of_bits(at_ + bits);
-    const uint64_t bit = at_ % 8;
-    at_ += bits;
-    if (end + sizeof(uint64_t) <= bytes_.size()) [[likely]]
-      return {bytes_.data() + first, bit};
-    std::memcpy(last_.data(), bytes_.data() + first, end - first);
-    return {last_.data(), bit};
+    return out;
   }
 
  private:
-  std::span<const std::byte> bytes_;
-  uint64_t at_ = 0;
-  std::array<std::byte, kBlock * kMostParameter / 8 + 16> last_{};
+  static std::byte* write_remainders(const std::array<uint32_t, kBlock>& low, size_t n, unsigned b,
+                                     std::byte* out) {
+    const size_t bytes = bytes_of_bits(n * b);
+    if (n == kBlock) {
+      Packings::kPack[b](low.data(), out);
+    } else {
+      std::array<std::byte, kBlock * kMostWidth / 8> last;
+      Packings::kPack[b](low.data(), last.data());
+      std::copy_n(last.begin(), bytes, out);
+    }
+    return out + bytes;
+  }
 };
 
 struct ReadGaps {
-  // Whether all was there and in range; `ones` has passed over the parameters, which end before
-  // bit `end`, and is left behind the last quotient, which ends before the bit that is returned.
+  // The bit behind the last quotient, or 0 where something was missing or out of range. `ones` has
+  // passed over the parameters, which end before bit `end`. `low` has the bytes that parameters
+  // promise.
   template <Isa>
   [[gnu::always_inline]] static uint64_t run(std::span<int32_t> indices, size_t count,
                                              const uint8_t* parameters, OnesReader* quotients,
-                                             Remainders* remainders, uint64_t end) {
+                                             const std::byte* low, uint64_t end) {
     OnesReader ones = *quotients;  // in registers
+    std::array<uint32_t, kBlock> remainders;
     uint64_t next = 0;
     for (size_t first = 0; first < indices.size(); first += kBlock) {
       const size_t n = std::min(kBlock, indices.size() - first);
       const unsigned b = parameters[first / kBlock];
-      const uint64_t mask = (uint64_t{1} << b) - 1, begin = end;
-      auto [low, bit] = remainders->block(n * b);
-      for (size_t i = first; i < first + n; ++i, bit += b) {
+      const uint64_t begin = end;
+      low = read_remainders(low, n, b, remainders);
+      for (size_t i = 0; i < n; ++i) {
         const uint64_t one = ones.next();
-        next += ((one - end) << b) + (bits_at(low, bit) & mask) + 1;
-        indices[i] = static_cast<int32_t>(next - 1);
+        next += ((one - end) << b) + remainders[i] + 1;
+        indices[first + i] = static_cast<int32_t>(next - 1);
         end = one + 1;
       }
       // The quotients of a block add up to 2n at most, by the choice of b; so nothing has wrapped.
@@ -139,6 +133,20 @@ struct ReadGaps {
     }
     *quotients = ones;
     return end;
+  }
+
+ private:
+  static const std::byte* read_remainders(const std::byte* low, size_t n, unsigned b,
+                                          std::array<uint32_t, kBlock>& remainders) {
+    const size_t bytes = bytes_of_bits(n * b);
+    if (n == kBlock) {
+      Packings::kUnpack[b](low, remainders.data());
+    } else {
+      std::array<std::byte, kBlock * kMostWidth / 8> last{};
+      std::copy_n(low, bytes, last.begin());
+      Packings::kUnpack[b](last.data(), remainders.data());
+    }
+    return low + bytes;
   }
 };
 
@@ -179,8 +187,7 @@ void read_rice(std::span<const std::byte> bytes, size_t count, std::span<int32_t
   const auto low = bytes.last(remainder_bytes);
   OnesReader ones(unary);
   ones.skip(end);
-  Remainders remainders(low);
-  end = run_on<ReadGaps>(isa_here(), indices, count, parameters.data(), &ones, &remainders, end);
+  end = run_on<ReadGaps>(isa_here(), indices, count, parameters.data(), &ones, low.data(), end);
   if (end == 0) refuse("its indices go beyond the array");
   if (bytes_of_bits(end) != unary.size() || ones.next() != OnesReader::kNone ||
       !zeros_behind(low, remainder_bits))
@@ -238,10 +245,10 @@ std::byte* write_rice(std::span<const int32_t> indices, size_t count, const Rice
     unary.put(zigzag(b - before));
     before = b;
   }
-  BitsWriter remainders(out + bytes_of_bits(plan.unary_bits));
-  run_on<WriteGaps>(isa_here(), indices, plan.parameters.data(), &unary, &remainders);
+  std::byte* const end = run_on<WriteGaps>(isa_here(), indices, plan.parameters.data(), &unary,
+                                           out + bytes_of_bits(plan.unary_bits));
   unary.finish();
-  return remainders.finish();
+  return end;
 }
 
 void read_indices(IndexCode code, std::span<const std::byte> bytes, size_t count,

@@ -14,9 +14,10 @@ namespace pycomm::cpu {
 // Throws InvalidArgument, with the first that is wrong, unless they ascend in 0..count-1.
 inline void check_indices(std::span<const int32_t> indices, size_t count) {
   if (indices.empty()) return;
-  bool good = indices[0] >= 0 && static_cast<size_t>(indices.back()) < count;
-  for (size_t i = 1; i < indices.size(); ++i) good &= indices[i - 1] < indices[i];
-  if (good) return;
+  // A number, as a loop over a bool does not become vector code.
+  unsigned bad = indices[0] < 0 || static_cast<size_t>(indices.back()) >= count ? 1 : 0;
+  for (size_t i = 1; i < indices.size(); ++i) bad |= indices[i - 1] >= indices[i] ? 1 : 0;
+  if (bad == 0) return;
   int64_t before = -1;
   for (size_t i = 0; i < indices.size(); before = indices[i++])
     if (indices[i] <= before || indices[i] >= static_cast<int64_t>(count))
