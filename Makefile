@@ -59,6 +59,7 @@ peers: build .venv/programs
 
 faults: build
 	$(PY) -m benchmarks faults
+	$(PY) -m benchmarks deaths
 
 clean:
 	rm -rf build dist *.egg-info pycomm/*.so

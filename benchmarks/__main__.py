@@ -5,12 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import codec, collectives, convergence, faults, kernels, links, residuals, training
+from benchmarks import (
+    codec,
+    collectives,
+    convergence,
+    deaths,
+    faults,
+    kernels,
+    links,
+    residuals,
+    training,
+)
 
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "codec": codec.main,
     "collectives": collectives.main,
     "convergence": convergence.main,
+    "deaths": deaths.main,
     "faults": faults.main,
     "kernels": kernels.main,
     "links": links.main,

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-BENCHMARKS = ("collectives", "codec", "kernels", "training", "links")
+BENCHMARKS = ("collectives", "codec", "deaths", "faults", "kernels", "training", "links")
 
 
 def parser() -> argparse.ArgumentParser:

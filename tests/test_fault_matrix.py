@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import faults
+from benchmarks import deaths, faults
 from benchmarks.fault_rank import Seen
 from benchmarks.faults import COUNTS, MOMENTS, PROCESSES, Cell, matrix, outcome
 
@@ -100,3 +100,15 @@ def test_the_command_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         faults.main(["--actions", "explode"])
     assert "no 'explode': --actions takes some of kill, stop" in capsys.readouterr().err
+
+
+def test_survivors_of_a_torch_job_know_who_died(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "deaths.json"
+    chosen = ["--ranks", "3", "--peers", "pycomm", "--rounds", "1", "--json", str(path)]
+    assert deaths.main(chosen) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 2
+    assert all(row["named"] and row["noticed_ms"] >= 0 for row in rows)
+    assert "told who died" in capsys.readouterr().out

@@ -113,7 +113,8 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
     fields.op = name_of(static_cast<Operation>(signature.operation));
     fields.rank = options_.rank;
     fields.elapsed_s = deadline.elapsed_s();
-    std::string text = fields.op + ": " + error.what();
+    std::string text = error.what();
+    if (!text.starts_with(fields.op + ": ")) text.insert(0, fields.op + ": ");
     if (error.kind() == ErrorKind::timeout && running_ != nullptr) {
       const auto missing = call_roll(error);
       for (const int peer : missing)
