@@ -297,6 +297,6 @@ def _pickled(error: BaseException) -> bytes:
     try:
         answer = pickle.dumps((True, error))
         pickle.loads(answer)
-    except Exception:
+    except Exception:  # of the error's own __reduce__ or __init__, which may raise anything
         answer = pickle.dumps((True, Error(f"{type(error).__name__}: {error}")))
     return answer

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import SIZES, Run, run_fixture, same, values  # noqa: F401
+from torch_ranks import SIZES, Run, run_fixture, same, values  # noqa: F401 - a fixture
 
 from pycomm.errors import InvalidArgument, Unsupported
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import SIZES, Run, run_fixture, same, values  # noqa: F401
+from torch_ranks import SIZES, Run, run_fixture, same, values  # noqa: F401 - a fixture
 
 from pycomm import torch_backend
 from pycomm.errors import InvalidArgument, Mismatch, Unsupported

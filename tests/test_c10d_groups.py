@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import SIZES, Run, run_fixture, same  # noqa: F401
+from torch_ranks import SIZES, Run, run_fixture, same  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm import torch_backend

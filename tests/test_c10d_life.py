@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import LIMIT_S, SIZES, Ranks, Run, run_fixture, same  # noqa: F401
+from torch_ranks import LIMIT_S, SIZES, Ranks, Run, run_fixture, same  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm import torch_backend

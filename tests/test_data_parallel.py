@@ -21,7 +21,7 @@ from little_models import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch_ranks import Run, run_fixture  # noqa: F401
+from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm.errors import InvalidArgument, Mismatch

@@ -322,7 +322,7 @@ def fork_and_call(group: Group) -> Any:
         except errors.GroupBroken as error:
             del group
             os._exit(0 if "fork" in str(error) else 3)
-        except BaseException:
+        except BaseException:  # a forked child must not go on as the test
             os._exit(2)
         os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), pycomm.all_reduce(

@@ -33,7 +33,7 @@ def later(seconds: float, pid: int, sign: signal.Signals) -> int:
     """Forks a child that sends `sign` to `pid` after `seconds`; gives the child's pid."""
     child = os.fork()
     if child == 0:
-        time.sleep(seconds)
+        time.sleep(seconds)  # what is late is the point
         os.kill(pid, sign)
         os._exit(0)
     return child
@@ -101,7 +101,7 @@ def busy_inside(group: Group) -> Any:
     if group.rank == 1:
         busy.start()
     if group.rank == 0:
-        time.sleep(0.5 + 3 * HEARTBEAT_S)
+        time.sleep(0.5 + 3 * HEARTBEAT_S)  # until the other is busy no more
     x = pycomm.all_reduce(np.ones(4), algorithm="ring", group=group).tolist()
     if group.rank == 1:
         busy.join()
@@ -185,7 +185,7 @@ def look_around(group: Group) -> Any:
     if group.rank == 1:
         return pycomm.recv(np.empty(1), 0, group=group)
     while "barrier" not in (found := status(group))["doing"]:
-        time.sleep(0.01)
+        time.sleep(0.01)  # between two looks: nothing tells of a status
     pycomm.send(np.ones(1), 1, group=group)
     return found
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import (  # noqa: F401
+from torch_ranks import (  # noqa: F401 - a fixture
     SIZES,
     Run,
     both_fixture,
@@ -209,10 +209,10 @@ def _fsdp(shape: tuple[int, ...]) -> list[torch.Tensor]:
         x, y = _batch(dist.get_rank(), step)
         nn.functional.mse_loss(model(x), y).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        assert norm.full_tensor().item() > 0  # type: ignore[attr-defined]
+        assert norm.full_tensor().item() > 0  # type: ignore[attr-defined]  # a DTensor
         optimizer.step()
         optimizer.zero_grad()
-    return [parameter.full_tensor().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]  # a DTensor
 
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=["2", "3", "2x2"])

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import (  # noqa: F401
+from torch_ranks import (  # noqa: F401 - a fixture
     SIZES,
     Run,
     both_fixture,
@@ -268,7 +268,7 @@ def _save(folder: str) -> None:
     x = torch.ones(3)
     for _ in range(20):
         dist.all_reduce(x, dist.ReduceOp.AVG)
-    saving.result()  # type: ignore[union-attr]
+    saving.result()  # type: ignore[union-attr]  # a Future, as it was asked for
     assert (x == 1).all()
 
 

@@ -288,6 +288,6 @@ def _failed(mine: failure.Failure, error: BaseException) -> bytes:
     try:
         data = pickle.dumps((False, mine, error))
         pickle.loads(data)
-    except Exception:
+    except Exception:  # of the error's own __reduce__ or __init__, which may raise anything
         data = pickle.dumps((False, mine, Error(f"{mine.kind}: {mine.text}")))
     return data

@@ -52,7 +52,7 @@ def install(suite: ModuleType, world_size: int) -> None:
     for name in IGNORED:
         setattr(torch.cuda, name, lambda *_args, **_kwargs: None)
     torch.cuda.current_device = lambda: 0
-    torch.cuda.device = contextlib.nullcontext  # type: ignore[assignment, misc]
+    torch.cuda.device = contextlib.nullcontext  # type: ignore[assignment, misc]  # a stand-in, as all below
 
     move, wrap = torch.nn.Module.to, DistributedDataParallel.__init__
 
