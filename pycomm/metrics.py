@@ -111,11 +111,10 @@ class Accuracy:
         self._sums.add(torch.stack([*found, found[0].new_tensor(len(labels))]))
 
     def compute(self, now: bool = False) -> tuple[float, ...]:
-        """The shares by k, from 0 to 1; as for Mean."""
+        """The shares by k, from 0 to 1; NaN and exchange as for Mean."""
         if self._sums.due(now):
             *hits, count = self._sums.total()
-            if count:
-                self._last = tuple(number / count for number in hits)
+            self._last = tuple(number / count if count else float("nan") for number in hits)
         return self._last
 
     def reset(self) -> None:

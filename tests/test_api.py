@@ -205,6 +205,8 @@ def test_bytes_are_those_of_the_ring(n: int) -> None:
         after = group.stats()
         assert after.calls == before.calls + 1
         assert after.seconds > before.seconds
+        assert repr(after).startswith(f"Stats(calls={after.calls}, ")
+        assert f"pid={os.getpid()}, transport='local'" in repr(group.members)
         assert after.bytes == after.bytes_written > after.bytes_sent
         payload = after.bytes_sent - before.bytes_sent
         headers = after.bytes_written - before.bytes_written - payload

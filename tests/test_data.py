@@ -125,6 +125,9 @@ def test_the_loader_shards_by_itself() -> None:
         loader.set_epoch(0)
         assert [int(i) for (batch,) in loader for i in batch] == seen[0]
         assert seen[0] != seen[1]
+        made = torch.Generator().manual_seed(5)
+        seeded = DataLoader(data, batch_size=2, shuffle=True, generator=made)
+        assert [int(i) for (batch,) in seeded for i in batch] != seen[0]
         even = [len(x) for (x,) in DataLoader(data, 2, drop_last=True)]
         own = DataLoader(data, sampler=SequentialSampler(data))  # a sampler that is given counts
         assert len(list(own)) == 10
@@ -141,7 +144,7 @@ def test_the_loader_shards_by_itself() -> None:
 
 def test_scattered_batches() -> None:
     def batches() -> Any:
-        for rows in (6, 7, 1):
+        for rows in (6, 8, 1):
             x = torch.arange(rows * 2.0).reshape(rows, 2)
             yield {"x": x, "y": (torch.arange(rows), "name", 3)}
 

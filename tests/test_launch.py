@@ -125,6 +125,28 @@ def test_what_cannot_be_is_said_before_anything_starts(
     assert os.listdir(tmp_path) == []
 
 
+def test_devices_are_those_that_were_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
+    """As far as it goes without a GPU: what the ranks will see, and how many they are."""
+    from pycomm.launch import command
+
+    monkeypatch.setattr(os, "environ", {**CLEAN, "CUDA_VISIBLE_DEVICES": "4,5,6"})
+    said = command.parser().parse_args(["--devices", "6, 4", PROGRAM])
+    config, _ = command.prepared(said, str(tmp_path))
+    assert config.nproc_per_node == 2
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,4"
+
+
+def test_a_restart_has_logs_of_its_own(tmp_path: Path, capsys: Any) -> None:
+    from pycomm.launch import tables
+
+    logs = tables.Logs(str(tmp_path / "log"), False, [("program", "x")], str(tmp_path))
+    env = dict.fromkeys(tables.SHOWN, "3")
+    for attempt, ending in (("0", "log"), ("2", "2.log")):
+        found = logs.reify({0: {**env, "TORCHELASTIC_RESTART_COUNT": attempt}})
+        assert found.stdouts == {0: str(tmp_path / "log" / f"rank3.{ending}")}
+        assert "starts 3 of 3 processes on this host" in capsys.readouterr().out
+
+
 def ended(pidfd: int) -> bool:
     """Whether a process ends within a minute, which it has where nothing is wrong."""
     return bool(select.select([pidfd], [], [], 60)[0])
@@ -172,11 +194,17 @@ def test_which_failure_is_the_first() -> None:
     assert failure.first([ended]) is ended
 
 
-def test_default_counts_and_cores() -> None:
+def test_default_counts_and_cores(monkeypatch: Any) -> None:
     assert place.default_count(3) == 3
     cores = sorted(os.sched_getaffinity(0))
     assert place.default_count(0) == max(1, len(cores) // 2)
     assert place.cores_of(0, len(cores)) == cores
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert place.threads_for(1, 3) == {"OMP_NUM_THREADS": "3"}
+    assert place.threads_for(1, None) == {"OMP_NUM_THREADS": str(len(cores))}
+    assert place.threads_for(2 * len(cores), None) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert place.threads_for(1, 3) == {}
     with pytest.raises(InvalidArgument, match="this host offers"):
         place.cores_of(1, len(cores))
 
@@ -245,6 +273,25 @@ def free_port() -> int:
 TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 WITHOUT = {k: v for k, v in CLEAN.items() if k not in TORCHRUNS}
 LOCAL_RANKS = "import pycomm as p; p.init(timeout_s=60); print(p.all_gather_object(p.local_rank()))"
+
+
+def test_the_others_hear_why_a_rank_failed() -> None:
+    """Started without a launcher, which would end them before they can say so."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": str(free_port()), "PYCOMM_SECRET": "k" * 32}
+    rank = [sys.executable, "-m", "pycomm.launch.rank", f"--parent={os.getpid()}", "--kind=script"]
+    ranks = [
+        subprocess.Popen(
+            [*rank, "--", PROGRAM, "fail", "raise"],
+            env={**WITHOUT, **place, "RANK": str(number), "LOCAL_RANK": str(number)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    heard, said = (process.communicate(timeout=150)[1] for process in ranks)
+    assert "LookupError: rank one has lost its way" in said
+    assert "rank 1 failed with LookupError: rank one has lost its way" in heard
 
 
 @pytest.mark.parametrize("whose", ["slurm", "openmpi", "paddle"])

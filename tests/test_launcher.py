@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def goes_wrong(how: str) -> None:
         if how == "die":
             os._exit(9)
         raise LookupError("rank one has lost its way")
+    if how == "alone":
+        threading.Event().wait()  # for nothing: it never hears of rank 1
     pycomm.barrier()
 
 
@@ -71,11 +74,16 @@ def test_torchs_group_stands_on_the_same_engine() -> None:
     ("how", "kind", "text"),
     [
         ("raise", LookupError, "rank one has lost its way"),
+        ("alone", LookupError, "rank one has lost its way"),
         ("die", Error, r"rank 1 on host .* ended with exit status 9"),
         ("early", pycomm.errors.PeerLost, "rank 1"),  # it left while rank 0 waited
     ],
 )
-def test_a_failing_rank_is_named(how: str, kind: type[Exception], text: str) -> None:
+def test_a_failing_rank_is_named(
+    how: str, kind: type[Exception], text: str, monkeypatch: Any
+) -> None:
+    if how == "alone":
+        monkeypatch.setattr("pycomm.launch.function.GRACE_S", 0.5)
     with pytest.raises(kind, match=text) as raised:
         goes_wrong(how)
     cause = raised.value.__cause__

@@ -1,6 +1,7 @@
 """Metrics, what rank 0 does for all, and tensors between ranks with gradients back."""
 
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,10 @@ def test_values_of_several_samples_and_wrong_shapes() -> None:
             Accuracy().update(torch.ones(3, 2), torch.ones(2))
         few = Accuracy((1, 5))
         few.update(torch.tensor([[0.0, 1.0]]), torch.tensor([0]))
-        return mean.compute(), few.compute()
+        shares = few.compute()
+        few.reset()
+        assert all(math.isnan(share) for share in few.compute())
+        return mean.compute(), shares
 
     assert run_ranks(1, program) == [(13 / 4, (0.0, 1.0))]
     for wrong in (lambda: Accuracy(()), lambda: Accuracy((0,)), lambda: Mean(every=0)):
@@ -85,11 +89,15 @@ def test_values_of_several_samples_and_wrong_shapes() -> None:
             wrong()
 
 
-def test_print0(capsys: Any) -> None:
+def test_print0(capsys: Any, monkeypatch: Any) -> None:
     run_ranks(3, lambda group: pycomm.print0("from", group.rank, end=";"))
     assert capsys.readouterr().out == "from 0;"
     pycomm.print0("alone")
     assert capsys.readouterr().out == "alone\n"
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():  # before init()
+        monkeypatch.setenv(name, value)
+    pycomm.print0("not here")
+    assert capsys.readouterr().out == ""
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -99,7 +107,7 @@ def test_save_and_load(tmp_path: Path) -> None:
         state = {"net": {"w": torch.full((3,), 7.0)}, "acc": 0.5, "rank": group.rank}
         pycomm.save(state, path)
         assert path.exists()  # on every rank, once save has returned
-        back = pycomm.load(path)
+        back = pycomm.load(tmp_path / "absent.pt" if group.rank else path)  # rank 0 reads for all
         assert back["net"]["w"].tolist() == [7.0] * 3
         with pytest.raises(Error if group.rank else OSError, match="nowhere"):
             pycomm.save(state, tmp_path / "nowhere" / "state.pt")
@@ -108,10 +116,14 @@ def test_save_and_load(tmp_path: Path) -> None:
         with pytest.raises((Error, AttributeError, TypeError), match=r"pickle|local"):
             pycomm.save({"f": lambda: None}, path)
         assert pycomm.load(path)["acc"] == 0.5  # the old file is whole
+        pycomm.save(Path("code"), tmp_path / "code.pt")
+        with pytest.raises(pickle.UnpicklingError):
+            pycomm.load(tmp_path / "code.pt")
+        assert pycomm.load(tmp_path / "code.pt", weights_only=False) == Path("code")
         return back["rank"]
 
     assert run_ranks(3, program) == [0, 0, 0]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["state.pt"]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"state.pt", "code.pt"}
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
 
 
@@ -130,7 +142,7 @@ def test_what_differs_by_rank_is_not_saved(tmp_path: Path) -> None:
         ddp = pycomm.DataParallel(model, compression=dgc)
         ddp(torch.ones(2, 16)).sum().backward()
         with pytest.raises(Error, match="gather_state"):
-            pycomm.save({"dgc": dgc.state_dict()}, tmp_path / "own.pt")
+            pycomm.save([{"dgc": dgc.state_dict()}], tmp_path / "own.pt")
         pycomm.save({"dgc": dgc.gather_state()}, tmp_path / "all.pt")
         return pycomm.load(tmp_path / "all.pt")["dgc"]["size"]
 

@@ -90,7 +90,11 @@ def install_torch(pip: list[str | Path]) -> bool:
     """A CUDA build where a GPU is; else a CPU build, from torch's own index if it answers."""
     gpu = shutil.which("nvidia-smi") is not None and run("nvidia-smi", "-L")
     from_cpu_index = ["--index-url", CPU_INDEX, "--retries", "0", "--timeout", "10"]
-    return (not gpu and run(*pip, *from_cpu_index, TORCH)) or run(*pip, TORCH)
+    if not gpu:
+        if run(*pip, *from_cpu_index, TORCH):
+            return True
+        print(f"pycomm: {CPU_INDEX} does not give it; now from where pip looks by itself")
+    return run(*pip, TORCH)
 
 
 def create() -> None:

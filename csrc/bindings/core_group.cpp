@@ -187,11 +187,22 @@ void bind_records(py::module_& module) {
       .def_readonly("bytes_written", &Stats::bytes_written)
       .def_readonly("bytes_received", &Stats::bytes_received)
       .def_readonly("seconds", &Stats::seconds)
-      .def_readonly("bytes", &Stats::bytes_written);
+      .def_readonly("bytes", &Stats::bytes_written)
+      .def("__repr__", [](const Stats& s) {
+        return py::str(
+                   "Stats(calls={}, frames_sent={}, bytes_sent={}, bytes_written={}, "
+                   "bytes_received={}, seconds={:.6f})")
+            .format(s.calls, s.frames_sent, s.bytes_sent, s.bytes_written, s.bytes_received,
+                    s.seconds);
+      });
   py::class_<Member>(module, "Member")
       .def_readonly("host", &Member::host)
       .def_readonly("pid", &Member::pid)
-      .def_readonly("transport", &Member::transport);
+      .def_readonly("transport", &Member::transport)
+      .def("__repr__", [](const Member& m) {
+        return py::str("Member(host={!r}, pid={}, transport={!r})")
+            .format(m.host, m.pid, m.transport);
+      });
 }
 
 }  // namespace
