@@ -126,14 +126,22 @@ def test_what_cannot_be_is_said_before_anything_starts(
 
 
 def test_devices_are_those_that_were_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
-    """As far as it goes without a GPU: what the ranks will see, and how many they are."""
+    """As far as it goes without a GPU: what ranks will see, how many, which is whose."""
+    import torch
+
     from pycomm.launch import command
 
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(os, "environ", {**CLEAN, "CUDA_VISIBLE_DEVICES": "4,5,6"})
     said = command.parser().parse_args(["--devices", "6, 4", PROGRAM])
-    config, _ = command.prepared(said, str(tmp_path))
+    config, line = command.prepared(said, str(tmp_path))
     assert config.nproc_per_node == 2
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,4"
+    assert "--set-device" in line
+    code = "import os, torch; from pycomm.launch import place; torch.cuda.device_count = lambda: 2"
+    code += "; torch.cuda.set_device = print; place.settle(os.getppid(), 3, None, True)"
+    rank = [sys.executable, "-c", code]  # of its own: it is to end with its parent
+    assert subprocess.check_output(rank, env=CLEAN, timeout=LIMIT_S) == b"1\n"
 
 
 def test_a_restart_has_logs_of_its_own(tmp_path: Path, capsys: Any) -> None:
