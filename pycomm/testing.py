@@ -39,6 +39,7 @@ def run_ranks(
     processes: bool = False,
     timeout_s: float = 60.0,
     heartbeat_s: float = 10.0,
+    reproducible: bool = False,
     faults: Sequence[FaultPlan] = (),
     return_exceptions: bool = False,
 ) -> list[Any]:
@@ -50,7 +51,7 @@ def run_ranks(
         transport: "local" (threads only), "shm", "tcp", or "" for the best.
         processes: each rank is a process, started afresh, instead of a thread.
         timeout_s: the group's limit in seconds, for its forming and each call.
-        heartbeat_s: as of `pycomm.init`.
+        heartbeat_s, reproducible: as of `pycomm.init`.
         faults: what goes wrong, on which rank; "kill" and "stop" want `processes`.
         return_exceptions: failures stand in the list as exceptions; PeerLost for a process that
             died.
@@ -63,6 +64,7 @@ def run_ranks(
         "size": n,
         "timeout_s": timeout_s,
         "heartbeat_s": heartbeat_s,
+        "reproducible": reproducible,
         "transport": transport,
         "faults": list(faults),
     }
@@ -152,7 +154,7 @@ class FaultPlan:
 def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
     """This rank's place in the group."""
     key = options.get("secret", "")
-    named = {"name": "world", "address": "", "towards": "", "reproducible": False, "log": False}
+    named = {"name": "world", "address": "", "towards": "", "log": False}
     faults = [fault._for_core() for fault in options.get("faults", ()) if fault.rank == rank]
     core = _core.connect(store, rank=rank, **{**named, "secret": key, **options, "faults": faults})
     return Group(core, store, options["timeout_s"])

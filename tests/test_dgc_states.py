@@ -29,7 +29,7 @@ def test_p7_resume(tmp_path: Any, stop: int, options: dict[str, Any], everybody:
 
     def program(group: pycomm.Group, stop: int | None) -> list[Tensor]:
         module = perceptron()
-        model, optimizer, dgc = compressed(module, **options)
+        model, optimizer, dgc = compressed(module, nesterov=True, **options)
         for step in range(8):
             if step == stop:
                 own = [module.state_dict(), optimizer.state_dict(), dgc.state_dict()]
@@ -39,7 +39,7 @@ def test_p7_resume(tmp_path: Any, stop: int, options: dict[str, Any], everybody:
                     own[2] = states[group.rank]
                 own = _saved_and_loaded(own, tmp_path, f"rank{group.rank}_{stop}")
                 module = perceptron(9)
-                model, optimizer, dgc = compressed(module, **options)
+                model, optimizer, dgc = compressed(module, nesterov=True, **options)
                 for one, saved in zip((module, optimizer, dgc), own, strict=True):
                     one.load_state_dict(saved)
             step_on(model, batch(group.rank, step), optimizer)
@@ -51,29 +51,32 @@ def test_p7_resume(tmp_path: Any, stop: int, options: dict[str, Any], everybody:
 
 @pytest.mark.parametrize("after", [1, 2, 6])
 def test_resume_with_another_number_of_ranks(after: int) -> None:
-    """What was owed is kept: the sum of v over its number of ranks."""
+    """What was owed is kept: the sum of v over the number of ranks. Of u each has the mean."""
 
     def first(group: pycomm.Group) -> Any:
         module = perceptron()
-        model, optimizer, dgc = compressed(module)
+        model, optimizer, dgc = compressed(module, sparsity=[0.8])
         for step in range(4):
             step_on(model, batch(group.rank, step), optimizer)
-        owed = [m.v.double() for m in dgc.memories.values()]
-        total = [pycomm.all_reduce(x) / group.size for x in owed]
+        total = [
+            pycomm.all_reduce(x.double(), "avg") for pair in memory_of(dgc).values() for x in pair
+        ]
         return dgc.gather_state(), module.state_dict(), total
 
     state, weights, wanted = run_ranks(4, first)[0]
 
     def second(group: pycomm.Group) -> list[Tensor]:
         module = perceptron()
-        model, optimizer, dgc = compressed(module)
+        model, optimizer, dgc = compressed(module, sparsity=[0.8])
         module.load_state_dict(weights)
         dgc.load_state_dict(copy.deepcopy(state))
         assert dgc.step_count == 4
-        owed = [m.v.double() for m in dgc.memories.values()]
-        torch.testing.assert_close([pycomm.all_reduce(x) / group.size for x in owed], wanted)
+        loaded = [x.double() for pair in memory_of(dgc).values() for x in pair]
+        torch.testing.assert_close([pycomm.all_reduce(x, "avg") for x in loaded], wanted)
+        assert all(bool(x.any()) for x in loaded)
         for step in range(4, 8):
             step_on(model, batch(group.rank, step), optimizer)
+        assert dgc.stats()["exchange"] == ("masked" if after == 6 else "gather")  # counted anew
         return parameters(module)
 
     results = run_ranks(after, second)
@@ -82,7 +85,7 @@ def test_resume_with_another_number_of_ranks(after: int) -> None:
 
 def test_states_that_do_not_fit() -> None:
     def program(group: pycomm.Group) -> None:
-        _, _, dgc = compressed(perceptron())
+        model, optimizer, dgc = compressed(perceptron())
         own = dgc.state_dict()
         before = memory_of(dgc)
         wrong = [
@@ -96,6 +99,8 @@ def test_states_that_do_not_fit() -> None:
             with pytest.raises(InvalidArgument):
                 dgc.load_state_dict(state)
         assert same_memory(before, memory_of(dgc))
-        dgc.load_state_dict(own)
+        dgc.load_state_dict({**own, "exchange": {0: "masked"}})
+        step_on(model, batch(group.rank, 0), optimizer)
+        assert dgc.stats()["exchange"] == "masked"  # as it was chosen, not counted anew
 
     run_ranks(2, program)

@@ -29,10 +29,10 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
 
 
 def compressed(
-    module: nn.Module, form: dict[str, Any] | None = None, **options: Any
+    module: nn.Module, form: dict[str, Any] | None = None, nesterov: bool = False, **options: Any
 ) -> tuple[nn.Module, torch.optim.SGD, pycomm.DGC]:
     """The module in DataParallel, its optimizer and DGC; all of it is compressed."""
-    optimizer = sgd(module)
+    optimizer = sgd(module, nesterov=nesterov)
     dgc = pycomm.DGC(optimizer, **{"sparsity": [0.9], "min_count": 1, **options})
     return pycomm.DataParallel(module, compression=dgc, **(form or {})), optimizer, dgc
 
@@ -268,33 +268,47 @@ def test_accumulation_takes_the_sum_in_once() -> None:
     torch.testing.assert_close(micro, whole, rtol=1e-12, atol=1e-14)
 
 
+def _uneven(group: pycomm.Group, decay: float, options: dict[str, Any], ddp: bool) -> Tensor:
+    """Momentum 0, so that all gradients are what was sent and what is owed. Whole numbers."""
+    layer = nn.Linear(60, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    optimizer = sgd(layer, momentum=0.0, lr=1.0, weight_decay=decay)
+    dgc = pycomm.DGC(optimizer, **{"sparsity": [0.9], "min_count": 1, **options})
+    model: Any = layer
+    if ddp:
+        model = DistributedDataParallel(layer)
+        model.register_comm_hook(dgc, pycomm.dgc_hook)
+    else:
+        model = pycomm.DataParallel(layer, compression=dgc)
+    own = torch.Generator().manual_seed(group.rank)
+    total = torch.zeros(60)
+    with model.join():
+        for _ in range((2, 7)[group.rank]):
+            gradient = torch.randint(-8, 9, (1, 60), generator=own).float() * 64
+            total += gradient[0] + decay * layer.weight.detach()[0]
+            optimizer.zero_grad()
+            model(gradient).sum().backward()
+            optimizer.step()
+    assert dgc.step_count == 7
+    owed = next(iter(dgc.memories.values())).v
+    missing = pycomm.all_reduce(total) - pycomm.all_reduce(owed.clone())
+    assert torch.equal(-layer.weight.detach()[0] * group.size, missing)
+    return layer.weight.detach()
+
+
 @pytest.mark.parametrize("options", [{}, {"select": "model"}, {"rampup_begin_step": 2}])
 def test_a_rank_without_data_sends_what_it_owes(options: dict[str, Any]) -> None:
-    """Momentum 0, so that all gradients are what was sent and what is owed. Whole numbers."""
+    """Neither gradient nor decay: its weights are not those of the others until the end."""
+    for decay in (0.0, 0.5) if "rampup_begin_step" not in options else (0.0,):
+        assert torch.equal(*run_ranks(2, _uneven, decay, options, False))
 
-    def program(group: pycomm.Group) -> Tensor:
-        layer = nn.Linear(60, 1, bias=False)
-        nn.init.zeros_(layer.weight)
-        optimizer = sgd(layer, momentum=0.0, lr=1.0)
-        dgc = pycomm.DGC(optimizer, **{"sparsity": [0.9], "min_count": 1, **options})
-        model = pycomm.DataParallel(layer, compression=dgc)
-        own = torch.Generator().manual_seed(group.rank)
-        total = torch.zeros(60)
-        with model.join():
-            for _ in range((2, 7)[group.rank]):
-                gradient = torch.randint(-8, 9, (1, 60), generator=own).float() * 64
-                total += gradient[0]
-                optimizer.zero_grad()
-                model(gradient).sum().backward()
-                optimizer.step()
-        assert dgc.step_count == 7
-        owed = next(iter(dgc.memories.values())).v
-        missing = pycomm.all_reduce(total) - pycomm.all_reduce(owed.clone())
-        assert torch.equal(-layer.weight.detach()[0] * group.size, missing)
-        return layer.weight.detach()
 
-    a, b = run_ranks(2, program)
-    assert torch.equal(a, b)
+def _uneven_under_ddp() -> Tensor:
+    return _uneven(pycomm.init(), 0.0, {}, True)
+
+
+def test_so_it_does_under_torchs_join(run: Run) -> None:
+    assert torch.equal(*run(2, _uneven_under_ddp))
 
 
 def test_a_parameter_without_gradient_still_sends_what_it_owes() -> None:
@@ -330,11 +344,16 @@ def test_a_parameter_without_gradient_still_sends_what_it_owes() -> None:
 
 @pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("exchange", ["gather", "masked"])
-def test_nan_and_inf_are_sent_at_once_and_do_not_stay(masking: bool, exchange: str) -> None:
+@pytest.mark.parametrize("clip", [{}, {"clip_norm": 1.0}, {"clip_norm": 1.0, "clip": "global"}])
+def test_nan_and_inf_are_sent_at_once_and_do_not_stay(
+    masking: bool, exchange: str, clip: dict[str, Any]
+) -> None:
+    """A norm that is not finite does not clip: one NaN must not poison the rest."""
+
     def program(group: pycomm.Group) -> Tensor:
         layer = nn.Linear(50, 1, bias=False)
         nn.init.zeros_(layer.weight)
-        model, optimizer, dgc = compressed(layer, masking=masking, exchange=exchange)
+        model, optimizer, dgc = compressed(layer, masking=masking, exchange=exchange, **clip)
         memory = next(iter(dgc.memories.values()))
         for step in range(3):
             gradient = torch.arange(1.0, 51.0)[None] * 100

@@ -159,27 +159,26 @@ class Parcel:
 
     def decode(self, gathered: Tensor, factor: float) -> None:
         """Gradients become factor * the sum of all ranks' packets [size, bytes], in rank order."""
-        rows = [self._open(row) for row in gathered]
-        start = 0
-        for part in self._parts:
-            stop = start + len(part.values)
-            packets = [(indices[start:stop], values[start:stop]) for values, indices in rows]
+        for part, packets in self._by_part(gathered):
             kernels.decode_sum(part.gradients, packets, factor)
-            start = stop
 
     def update(self, gathered: Tensor, factor: float) -> None:
         """The optimizer's step: parameters -= rate * factor * the sum, touched where it is sent."""
-        rows = [self._open(row) for row in gathered]
-        start = 0
-        for part in self._parts:
-            stop = start + len(part.values)
-            packets = [(indices[start:stop], values[start:stop]) for values, indices in rows]
+        for part, packets in self._by_part(gathered):
             for rate, first, last, offset, count in _by_rate(part.memories):
                 lines = [line(memory.parameter) for memory in part.memories[first:last]]
                 cut = packets
                 if last - first < len(part.memories):
                     cut = [_between(*packet, offset, offset + count) for packet in packets]
                 kernels.decode_update(lines, cut, rate, factor)
+
+    def _by_part(self, gathered: Tensor) -> Iterator[tuple[_Part, list[tuple[Tensor, Tensor]]]]:
+        """Each part with its (indices, values) from all ranks, in rank order."""
+        rows = [self._open(row) for row in gathered]
+        start = 0
+        for part in self._parts:
+            stop = start + len(part.values)
+            yield part, [(indices[start:stop], values[start:stop]) for values, indices in rows]
             start = stop
 
     @property
