@@ -38,7 +38,9 @@ class Forming {
       return request_.transport.empty() || request_.transport == name;
     };
     std::string why;
-    if (request_.size > 1 && request_.shares) heap_ = SharedHeap::own();
+    const bool full = request_.size <= std::max(1, request_.full_mesh);
+    // Of very many ranks all heaps would not fit into the address space.
+    if (request_.size > 1 && request_.shares && full) heap_ = SharedHeap::own();
     if (request_.size > 1 && may("shm"))
       shm_ = make_shm(ring_bytes(request_.size), request_.memory_bytes, why, heap_);
     if (request_.size > 1 && may("tcp")) tcp_ = make_tcp(request_.address, request_.towards);
@@ -52,7 +54,6 @@ class Forming {
     for (const std::string& text : exchange(encode(note_))) notes_.push_back(decode_note(text));
     check_options();
     Mesh mesh = describe();
-    const bool full = request_.size <= std::max(1, request_.full_mesh);
     pick_transports(mesh, why, full);
     Lobby::Request lobby{.rank = request_.rank,
                          .key = request_.key,

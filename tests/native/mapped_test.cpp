@@ -1,9 +1,13 @@
 // all_reduce of arrays that lie in heaps: sums where they lie, calls in which some arrays do not,
 // disagreements, and the heap itself.
 #include <array>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <numeric>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "core/errors.h"
@@ -215,6 +219,37 @@ void lost_test() {
   });
 }
 const Test kLost{"who never came has changed nothing", lost_test};
+
+// Mappings of this process that are as large as a heap.
+int heaps_mapped() {
+  int found = 0;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long begin = 0, end = 0;
+    expect_equal(std::sscanf(line.c_str(), "%lx-%lx", &begin, &end), 2, "a line of maps");
+    found += end - begin == SharedHeap::capacity() ? 1 : 0;
+  }
+  return found;
+}
+
+void demand_test() {
+  for (const int full_mesh : {2, 0}) {
+    const int before = std::exchange(ranks::full_mesh, full_mesh);
+    ranks::run_groups(2, "shm", [&](Group& group) {
+      std::vector<float> x(10);
+      const Call sum{.operation = Operation::all_reduce,
+                     .dtype = Dtype::float32,
+                     .input = x.data(),
+                     .output = x.data(),
+                     .count = x.size()};
+      group.run(sum);  // all have met
+      expect_equal(heaps_mapped() > 0, full_mesh > 0, "whether heaps are mapped");
+      group.run(sum);
+    });
+    ranks::full_mesh = before;
+  }
+}
+const Test kDemand{"who meets on demand maps no heaps", demand_test};
 
 void heap_test() {
   const size_t page = page_bytes();
