@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.multiprocessing.spawn import ProcessException
 
-from benchmarks import mpi, plot, table, worker
+from benchmarks import deepspeed, mpi, plot, table, worker
 from benchmarks.peers import OURS, PEERS, Peer
 from benchmarks.sizes import format_size, parse_sizes
 from benchmarks.verbs import DTYPES, VERBS, Case
@@ -55,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
     if len(mpis) > 1:
         parser.error(f"one MPI at a time, not {' and '.join(mpis)}: a process can load only one")
     if mpis and (why := mpi.missing(mpis[0])):
+        parser.error(why)
+    if deepspeed.NAME in options.peers and (why := deepspeed.missing()):
         parser.error(why)
     cases = [
         Case(verb, dtype, size, options.ranks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs hide it
 
-from benchmarks import mpi
+from benchmarks import deepspeed, mpi
 from benchmarks.verbs import Arrays, Call, direct, through_torch
 
 
@@ -21,7 +21,7 @@ class Peer:
     """One contestant: its name, the torch.distributed backend under it."""
 
     name: str
-    backend: str  # "" for MPI
+    backend: str  # "" for MPI and DeepSpeed
     bypasses_torch: bool = False  # called through pycomm's own functions
     communicates: bool = True  # else its answers are not looked at
     shares: bool = False  # its arrays are pycomm.empty's
@@ -40,6 +40,7 @@ PEERS = {
     for p in (
         Peer("gloo", "gloo"),
         Peer("fake", "fake", communicates=False),
+        Peer(deepspeed.NAME, ""),
         *(Peer(name, "") for name in mpi.PACKAGES),
     )
 }
@@ -64,6 +65,8 @@ class Groups:
             import pycomm
 
             pycomm.init()
+        if any(p.name == deepspeed.NAME for p in peers):
+            deepspeed.load(store, rank, size)
 
     def of(self, backend: str) -> dist.ProcessGroup | None:
         """The group on this backend, as torch takes it."""
@@ -73,6 +76,8 @@ class Groups:
         """What `peer` does with `arrays`."""
         if peer.bypasses_torch:
             return direct(arrays)
+        if peer.name == deepspeed.NAME:
+            return deepspeed.call(arrays)
         if not peer.backend:
             return mpi.call(arrays)
         return through_torch(arrays, self._groups[peer.backend])

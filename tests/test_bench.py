@@ -223,6 +223,7 @@ def test_what_a_peer_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> None
         ["--peers", "smoke"],
         ["--peers", "mpich,openmpi"],  # a process can load only one
         ["--peers", "intelmpi"],  # not installed
+        ["--peers", "deepspeed"],  # nor this
         ["--sizes", "x"],
         ["--ranks", "1"],
     ],
@@ -231,6 +232,12 @@ def test_nonsense_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         collectives.main(args)
     assert "bench collectives: error" in capsys.readouterr().err
+
+
+def test_deepspeed_is_asked_for_nothing_it_would_leave_undone() -> None:
+    for verb, dtype in (("broadcast", "float32"), ("all_reduce", "int32")):
+        with pytest.raises(NotImplementedError, match="all_reduce alone"):
+            deepspeed.call(verbs.Arrays(verbs.Case(verb, dtype, 8, 2), 0))
 
 
 def test_the_suite_must_be_named() -> None:
