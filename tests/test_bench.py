@@ -12,6 +12,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import (
     collectives,
+    deepspeed,
     limits,
     link_rank,
     links,
