@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 BENCHMARKS = ("collectives", "codec", "deaths", "faults", "kernels", "training", "links")
 
@@ -44,13 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         from pycomm import tune
 
         return tune.main(rest)
+    # `pycomm` as a command looks beside itself; the repository's benchmarks lie beside the package.
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
     name = "pycomm.demo" if chosen.command == "demo" else f"benchmarks.{chosen.what}"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name not in (name, name.split(".", maxsplit=1)[0]):
             raise
-        print(f"pycomm: {name} is not here; it is part of the repository", file=sys.stderr)
+        print(
+            f"pycomm: {name} is not here: it is part of the repository, not of the package",
+            file=sys.stderr,
+        )
         return 2
     return int(module.main(rest) or 0)
 

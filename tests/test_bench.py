@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -337,3 +339,21 @@ def test_where_there_can_be_no_hosts_a_sentence_says_so(
 def test_nonsense_about_links_is_refused(args: list[str]) -> None:
     with pytest.raises(SystemExit):
         links.main(args)
+
+
+def test_the_command_finds_the_benchmarks_beside_the_package(tmp_path: Path) -> None:
+    """As `pycomm` does where `make build` has installed it: of the repository, only the package is
+    on the path."""
+    (tmp_path / "pycomm").symlink_to(Path(__file__).parent.parent / "pycomm")
+    words = "collectives --ranks 2 --sizes 4:4 --ops all_reduce --peers gloo --json out.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "pycomm", "bench", *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.json").exists()
