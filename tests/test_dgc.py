@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pycomm
+from pycomm.compress.dense import clip_averaged
 from pycomm.compress.schedule import check_ramp, gather_is_smaller, level_at, to_send
 from pycomm.errors import InvalidArgument
 from pycomm.testing import run_ranks
@@ -208,6 +209,14 @@ def test_what_travels_dense_is_clipped_behind_its_average(options: dict[str, Any
         theirs.step()
     assert together > 0.05
     assert far(got, parameters(one)) < 1e-14
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_average_that_is_not_finite_is_not_clipped(together: bool) -> None:
+    for wrong in (math.nan, math.inf):
+        gradient = torch.tensor([3.0, wrong, 4.0])
+        clip_averaged([gradient], 1.0, together)
+        assert gradient.tolist()[::2] == [3.0, 4.0]
 
 
 @pytest.mark.parametrize(

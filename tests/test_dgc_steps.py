@@ -186,11 +186,19 @@ def test_a_backward_pass_that_raises_is_rolled_back() -> None:
                 def stop(_: Tensor) -> None:
                     raise Broken
 
+                before = memory_of(dgc)
                 handle = module[0].weight.register_hook(stop)
                 with pytest.raises(Broken):
                     F.mse_loss(model(batch(0, 9)[0]), batch(0, 9)[1]).backward()
                 handle.remove()
+                model(batch(0, 9)[0])  # whose beginning ends the pass before
                 assert dgc.step_count == 3
+                for (old_u, old_v), (u, v) in zip(
+                    before.values(), memory_of(dgc).values(), strict=True
+                ):
+                    if not torch.equal(u, old_u):  # it has taken the gradient in
+                        torch.testing.assert_close(v, old_v + u)
+                assert not same_memory(before, memory_of(dgc))
             step_on(model, batch(group.rank, step), optimizer)
         return parameters(module)
 
