@@ -26,6 +26,7 @@ from benchmarks import (
     verbs,
     worker,
 )
+from benchmarks.models import TASKS
 from benchmarks.sizes import format_size, parse_size, parse_sizes
 from benchmarks.worker import Times
 
@@ -275,6 +276,21 @@ def test_a_tiny_training_run_is_stored_and_drawn(tmp_path: Path) -> None:
     assert plot_to.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
+def test_a_tiny_training_run_between_hosts_is_held_to_the_line(tmp_path: Path) -> None:
+    json_to = tmp_path / "bench.json"
+    args = ["training", "--models", "mlp", "--rounds", "1", "--steps", "1", "--rate", "400mbit"]
+    assert command.main([*args, "--json", str(json_to)]) == 0
+    stored = json.loads(json_to.read_text())
+    assert stored["settings"]["rate"] == "400mbit"
+    took_ms = {row["backend"]: row["step_ms"] for row in stored["rows"]}
+    assert list(took_ms) == ["gloo", "pycomm", "wrapper", "dgc", "fused", "fake", "alone"]
+    assert min(took_ms.values()) > 0
+    gradients = sum(p.nbytes for p in TASKS["mlp"].model().parameters())
+    line_ms = 1e3 * gradients / (400e6 / 8)  # with two ranks each sends that much
+    assert min(took_ms[dense] for dense in ("gloo", "pycomm", "wrapper")) > 0.9 * line_ms
+
+
 @pytest.mark.parametrize("args", [["--models", "vgg"], ["--models", ""], ["--steps", "0"]])
 def test_nonsense_about_training_is_refused(args: list[str]) -> None:
     with pytest.raises(SystemExit):
@@ -327,6 +343,9 @@ def test_where_there_can_be_no_hosts_a_sentence_says_so(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert links.main([]) == 2
     assert "needs root" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        training.main(["--rate", "1gbit"])
+    assert "--rate needs root" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
