@@ -94,14 +94,12 @@ def test_indices_up_to_the_largest(codec):
 def test_the_largest_magnitudes_stay_finite():
     """A level or a scale that is rounded up is no infinity."""
     largest = np.float32(np.finfo(np.float32).max)
+    indices, values = np.arange(3, dtype=np.int32), np.array([1, -1, 0.5], "f4") * largest
     for value_code in VALUES[2:]:
-        packet = kernels.encode(
-            np.arange(3, dtype=np.int32), np.array([1, -1, 0.5]).astype("f4") * largest, 3,
-            value_code, codec="auto",
-        )  # fmt: skip
-        values = kernels.unpack(packet)[1]
-        assert np.isfinite(values).all()
-        assert np.abs(values[:2]).min() > 0.6 * largest
+        check(indices, values, 3, value_code, "auto")
+        found = kernels.unpack(kernels.encode(indices, values, 3, value_code, codec="auto"))[1]
+        assert np.isfinite(found).all()
+        assert np.abs(found[:2]).min() > 0.6 * largest
 
 
 @pytest.mark.parametrize("value_code", VALUES)
