@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ports import free_port
 
 import pycomm
 from pycomm import Group, errors
@@ -364,14 +365,6 @@ def test_processes_meet_through_the_environment(secret: str) -> None:
     outputs = [process.communicate(timeout=180)[0].decode().strip() for process in ranks]
     assert outputs == ["0 2 [2.0, 2.0] shm", "1 2 [2.0, 2.0] self"]
     assert [process.returncode for process in ranks] == [0, 0]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_without_key_and_torch_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

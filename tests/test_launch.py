@@ -6,7 +6,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from benchmarks.netns import Network, missing
 from pycomm.errors import InvalidArgument
@@ -270,12 +270,6 @@ def other_launchers(rank: int, port: int) -> dict[str, dict[str, str]]:
             **{"PADDLE_CURRENT_ENDPOINT": f"127.0.0.1:{port + rank}", "FLAGS_selected_gpus": me},
         },
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

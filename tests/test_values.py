@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ports import free_port
 
 import pycomm
 from pycomm import Group, _core, errors, plain
@@ -230,12 +231,7 @@ dist.init_process_group("pycomm")
 
 def together(code: str, **environment: str) -> list[str]:
     """What two processes print that meet at a free port."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", code],

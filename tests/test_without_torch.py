@@ -3,7 +3,6 @@
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pybind11
 import pytest
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -102,12 +102,9 @@ def clean(python: Path) -> dict[str, str]:
 
 def use_everything(python: Path, where: Path) -> list[str]:
     """Runs BASE in two processes on the package in `where`; the module that each loaded."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     env = clean(python) | {"PYTHONPATH": str(where), "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": port, "PYCOMM_SIZE": "2", "PYCOMM_SECRET": secrets.token_hex(32)}
-    env |= {"PYCOMM_LOCAL_SIZE": "2"}
+    env |= {"MASTER_PORT": str(free_port()), "PYCOMM_SECRET": secrets.token_hex(32)}
+    env |= {"PYCOMM_SIZE": "2", "PYCOMM_LOCAL_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [python, "-c", BASE],
