@@ -1,7 +1,5 @@
 // A rank that dies in the middle of a call, after any number of bytes: the others either have all
 // that the call needs, or learn who it was. Engines over channels that are cut on purpose.
-#include <poll.h>
-
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -12,6 +10,7 @@
 #include "engine/engine.h"
 #include "harness.h"
 #include "kernels/kernels.h"
+#include "mortal.h"
 #include "ranks.h"
 
 namespace {
@@ -19,87 +18,10 @@ namespace {
 using namespace pycomm;
 using namespace std::chrono_literals;
 using ranks::Array;
+using ranks::Channels;
+using ranks::Died;
 using ranks::element;
-
-constexpr size_t kRing = size_t{128} << 10;
-
-// What a dying rank may still send, and its channels, which go together.
-struct Life {
-  size_t left = SIZE_MAX;
-  std::vector<class Mortal*> channels{};
-  void end();
-};
-
-struct Died : std::runtime_error {
-  Died() : std::runtime_error("died") {}
-};
-
-// Passes everything on until its rank's life is over: then the peer sees it gone in mid-sentence.
-class Mortal final : public Channel {
- public:
-  Mortal(std::unique_ptr<Channel> inner, Life& life) : inner_(std::move(inner)), life_(life) {
-    life.channels.push_back(this);
-  }
-  void die() { inner_.reset(); }
-
-  std::string_view transport() const override { return "mortal"; }
-  size_t send(ConstBytes head, ConstBytes body) override {
-    if (!inner_) return head.size() + body.size();
-    const auto allowed = [&](ConstBytes b, size_t n) { return b.first(std::min(b.size(), n)); };
-    const ConstBytes first = allowed(head, life_.left);
-    const size_t n = inner_->send(first, allowed(body, life_.left - first.size()));
-    life_.left -= n;
-    if (life_.left == 0) {
-      life_.end();
-      throw Died();
-    }
-    return n;
-  }
-  ConstBytes peek(size_t want) override { return inner_ ? inner_->peek(want) : ConstBytes{}; }
-  void take(size_t bytes) override { inner_->take(bytes); }
-  size_t receive(Bytes into) override { return inner_ ? inner_->receive(into) : 0; }
-  bool hung_up() const override { return !inner_ || inner_->hung_up(); }
-  pollfd arm(Want want) override { return inner_ ? inner_->arm(want) : pollfd{-1, 0, 0}; }
-  void disarm(short revents) override {
-    if (inner_) inner_->disarm(revents);
-  }
-  void hang_up() override {
-    if (inner_) inner_->hang_up();
-  }
-
- private:
-  std::unique_ptr<Channel> inner_;
-  Life& life_;
-};
-
-void Life::end() {
-  for (Mortal* channel : channels) channel->die();
-}
-
-struct Ranks {
-  Ranks(int size, const std::string& transport, int mortal, size_t lifetime)
-      : channels(static_cast<size_t>(size)) {
-    life.left = lifetime;
-    for (auto& row : channels) row.resize(static_cast<size_t>(size));
-    for (size_t i = 0; i < channels.size(); ++i)
-      for (size_t j = i + 1; j < channels.size(); ++j) {
-        auto [a, b] = ranks::channel_pair(transport, kRing);
-        channels[i][j] = std::move(a);
-        channels[j][i] = std::move(b);
-      }
-    for (auto& channel : channels[static_cast<size_t>(mortal)])
-      if (channel) channel = std::make_unique<Mortal>(std::move(channel), life);
-  }
-  std::unique_ptr<Engine> engine(int rank) {
-    EngineOptions options{.rank = rank, .names = {}, .interrupted = {}};
-    for (size_t i = 0; i < channels.size(); ++i)
-      options.names.push_back("rank " + std::to_string(i));
-    return std::make_unique<Engine>(std::move(channels[static_cast<size_t>(rank)]),
-                                    std::move(options));
-  }
-  Life life;
-  std::vector<std::vector<std::unique_ptr<Channel>>> channels;
-};
+using ranks::Life;
 
 struct Scene {
   Operation operation;
@@ -163,7 +85,7 @@ void survive(Engine& engine, const Scene& scene) {
 }
 
 void play(const std::string& transport, const Scene& scene) {
-  Ranks all(scene.size, transport, scene.mortal, scene.lifetime);
+  Channels all(scene.size, transport, scene.mortal, scene.lifetime);
   std::mutex mutex;
   std::vector<std::unique_ptr<Engine>> engines;  // kept: who succeeds must not leave before others
   ranks::run(scene.size, [&](int rank) {
@@ -209,7 +131,7 @@ const ByTransport kEverywhere{
 // Rank 0 makes calls in which it only sends, to a rank that has gone in one way or another.
 void send_on(const std::string& by, void (*go)(Engine&, Life&), std::string_view why) {
   const Scene scene{Operation::broadcast, Algorithm::direct, 2, 60'000, 1, SIZE_MAX};
-  Ranks all(scene.size, by, scene.mortal, scene.lifetime);
+  Channels all(scene.size, by, scene.mortal, scene.lifetime);
   const auto sender = all.engine(0), gone = all.engine(1);
   Array array(Dtype::float32, scene.count);
   go(*gone, all.life);

@@ -129,6 +129,14 @@ void half_test() {
 }
 const Test kHalf{"16-bit sums in heaps are rounded once", half_test};
 
+// A sum in an array of its own, which goes right after the call.
+void sum_once(Group& group, size_t count) {
+  Floats x(count, true);
+  x.fill(group.rank());
+  group.run(sum_of(x, x, count));
+  x.expect_sums(group.size());
+}
+
 void disagreement_test() {
   for (const std::string& by : kShared)
     ranks::run_groups(3, by, [](Group& group) {
@@ -143,10 +151,7 @@ void disagreement_test() {
               ranks::ending_of([&] { group.run(sum_of(x, x, here ? other : kCount)); });
           expect(ending.is(ErrorKind::mismatch), "not a mismatch: " + ending.text());
           x.expect_own(group.rank());
-          Floats again(kCount, true);
-          again.fill(group.rank());
-          group.run(sum_of(again, again, kCount));
-          again.expect_sums(group.size());
+          sum_once(group, kCount);
         }
     });
 }
@@ -155,13 +160,7 @@ const Test kDisagreement{"a disagreement about arrays in heaps changes none", di
 // An array is freed as soon as this rank's call is over; what comes into its place is not touched.
 void lifetime_test() {
   ranks::run_groups(2, "shm", [](Group& group) {
-    constexpr size_t kCount = 50'000;
-    for (int i = 0; i < 200; ++i) {
-      Floats x(kCount, true);
-      x.fill(group.rank());
-      group.run(sum_of(x, x, kCount));
-      x.expect_sums(group.size());
-    }
+    for (int i = 0; i < 200; ++i) sum_once(group, 50'000);
   });
 }
 const Test kLifetime{"arrays that go right after their call", lifetime_test};

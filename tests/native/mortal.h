@@ -1,0 +1,109 @@
+// A rank that dies in the middle of a call: its channels are cut, and it does nothing more.
+//
+// Called by the suites of death, which run engines over such channels.
+#pragma once
+
+#include <poll.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "ranks.h"
+
+namespace ranks {
+
+inline constexpr size_t kRing = size_t{128} << 10;
+
+// What a dying rank may still send, and its channels, which go together.
+struct Life {
+  size_t left = SIZE_MAX;
+  std::vector<class Mortal*> channels{};
+  void end();
+};
+
+struct Died : std::runtime_error {
+  Died() : std::runtime_error("died") {}
+};
+
+// Passes everything on until its rank's life is over: then the peer sees it gone in mid-sentence.
+class Mortal final : public pycomm::Channel {
+ public:
+  Mortal(std::unique_ptr<pycomm::Channel> inner, Life& life)
+      : inner_(std::move(inner)), life_(life) {
+    life.channels.push_back(this);
+  }
+  void die() { inner_.reset(); }
+
+  std::string_view transport() const override { return "mortal"; }
+  size_t send(pycomm::ConstBytes head, pycomm::ConstBytes body) override {
+    if (!inner_) return head.size() + body.size();
+    const auto allowed = [&](pycomm::ConstBytes b, size_t n) {
+      return b.first(std::min(b.size(), n));
+    };
+    const pycomm::ConstBytes first = allowed(head, life_.left);
+    const size_t n = inner_->send(first, allowed(body, life_.left - first.size()));
+    life_.left -= n;
+    if (life_.left == 0) {
+      life_.end();
+      throw Died();
+    }
+    return n;
+  }
+  pycomm::ConstBytes peek(size_t want) override {
+    return inner_ ? inner_->peek(want) : pycomm::ConstBytes{};
+  }
+  void take(size_t bytes) override { inner_->take(bytes); }
+  size_t receive(pycomm::Bytes into) override { return inner_ ? inner_->receive(into) : 0; }
+  bool hung_up() const override { return !inner_ || inner_->hung_up(); }
+  pollfd arm(pycomm::Want want) override { return inner_ ? inner_->arm(want) : pollfd{-1, 0, 0}; }
+  void disarm(short revents) override {
+    if (inner_) inner_->disarm(revents);
+  }
+  void ring() override {
+    if (inner_) inner_->ring();
+  }
+  void hang_up() override {
+    if (inner_) inner_->hang_up();
+  }
+
+ private:
+  std::unique_ptr<pycomm::Channel> inner_;
+  Life& life_;
+};
+
+inline void Life::end() {
+  for (Mortal* channel : channels) channel->die();
+}
+
+// Of all ranks to all others; those of `mortal` go when it has sent `lifetime` bytes.
+struct Channels {
+  Channels(int size, const std::string& transport, int mortal, size_t lifetime)
+      : channels(static_cast<size_t>(size)) {
+    life.left = lifetime;
+    for (auto& row : channels) row.resize(static_cast<size_t>(size));
+    for (size_t i = 0; i < channels.size(); ++i)
+      for (size_t j = i + 1; j < channels.size(); ++j) {
+        auto [a, b] = channel_pair(transport, kRing);
+        channels[i][j] = std::move(a);
+        channels[j][i] = std::move(b);
+      }
+    for (auto& channel : channels[static_cast<size_t>(mortal)])
+      if (channel) channel = std::make_unique<Mortal>(std::move(channel), life);
+  }
+  std::unique_ptr<pycomm::Engine> engine(int rank) {
+    pycomm::EngineOptions options{.rank = rank, .names = {}, .interrupted = {}};
+    for (size_t i = 0; i < channels.size(); ++i)
+      options.names.push_back("rank " + std::to_string(i));
+    return std::make_unique<pycomm::Engine>(std::move(channels[static_cast<size_t>(rank)]),
+                                            std::move(options));
+  }
+  Life life;
+  std::vector<std::vector<std::unique_ptr<pycomm::Channel>>> channels;
+};
+
+}  // namespace ranks

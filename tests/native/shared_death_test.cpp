@@ -1,0 +1,164 @@
+// A rank that dies in the middle of an addition: of arrays in heaps, which nothing is sent for, and
+// of a call on two levels. The others learn who it was, and nobody waits for ever.
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "group/two_levels.h"
+#include "harness.h"
+#include "kernels/kernels.h"
+#include "mortal.h"
+#include "os/shared_heap.h"
+#include "ranks.h"
+#include "shared/mapped_run.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+
+// On the mortal rank's thread: additions until its end; below 0 there is none.
+thread_local int additions_left = -1;
+thread_local ranks::Life* life = nullptr;
+
+void count_addition() {
+  if (additions_left < 0 || additions_left-- > 0) return;
+  life->end();
+  throw ranks::Died();
+}
+
+const Reducer& sum() { return reducer(Dtype::float32, ReduceOp::sum); }
+
+// A sum in which who is mortal dies.
+constexpr Reducer kFatal{.reduce =
+                             [](void* out, const void* a, const void* b, size_t count) {
+                               count_addition();
+                               sum().reduce(out, a, b, count);
+                             },
+                         .finish =
+                             [](void* out, const void* a, const void* b, size_t count, int size) {
+                               count_addition();
+                               sum().finish(out, a, b, count, size);
+                             },
+                         .fold = nullptr,
+                         .join = nullptr};
+
+// A call, `hosts` of its ranks, and when one of them dies.
+struct Scene {
+  std::vector<int> hosts;
+  size_t count;
+  int mortal;
+  int additions;  // that it finishes; -1: it does not come to the call at all
+  std::string text() const {
+    return "rank " + std::to_string(mortal) + " of " + std::to_string(hosts.size()) +
+           " dies after " + std::to_string(additions) + " additions: ";
+  }
+};
+
+Header header_of(const Scene& scene) {
+  Header header;
+  header.operation = static_cast<uint8_t>(Operation::all_reduce);
+  header.dtype = static_cast<uint8_t>(Dtype::float32);
+  header.count = scene.count;
+  return header;
+}
+
+// The segments of one host's ranks, as rank `rank` sees them; null where it is alone there.
+std::unique_ptr<Arena> arena_of(const Scene& scene, int rank,
+                                const std::vector<std::shared_ptr<Segment>>& segments) {
+  std::vector<std::shared_ptr<Segment>> here;
+  std::vector<int> members;
+  int index = 0;
+  const int host = scene.hosts[static_cast<size_t>(rank)];
+  for (size_t i = 0; i < scene.hosts.size(); ++i) {
+    if (scene.hosts[i] != host) continue;
+    if (static_cast<int>(i) == rank) index = static_cast<int>(members.size());
+    members.push_back(static_cast<int>(i));
+    here.push_back(segments[i]);
+  }
+  if (members.size() == 1) return nullptr;
+  auto arena = std::make_unique<Arena>(std::move(here), members, index);
+  arena->set_heaps(std::vector<HeapView>(members.size(), SharedHeap::own()->view()));
+  return arena;
+}
+
+void all_reduce_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
+  const SharedJob job{.operation = Operation::all_reduce,
+                      .input = reinterpret_cast<std::byte*>(x),
+                      .output = reinterpret_cast<std::byte*>(x),
+                      .count = scene.count,
+                      .element_bytes = sizeof(float),
+                      .reducer = &kFatal};
+  const Header header = engine.next_header(header_of(scene));
+  arena->begin(header);
+  expect(MappedRun::may_carry_out(job, *arena), "the arrays are not offered");
+  MappedRun run(engine, *arena, job, header);
+  engine.run(run, header, Deadline(20s));
+  expect(!run.refused(), "an array is not mapped");
+}
+
+void all_reduce_two_levels(Engine& engine, Arena* arena, const Scene& scene, float* x) {
+  Job job;
+  job.signature = header_of(scene);
+  job.input = job.output = reinterpret_cast<std::byte*>(x);
+  job.element_bytes = sizeof(float);
+  job.reducer = &kFatal;
+  job.size = static_cast<int>(scene.hosts.size());
+  TwoLevels(engine, arena)
+      .all_reduce(
+          job,
+          {.rank = engine.rank(), .size = job.size, .count = scene.count, .hosts = scene.hosts},
+          Deadline(20s));
+}
+
+using Body = void (*)(Engine&, Arena*, const Scene&, float*);
+
+void survive(const Scene& scene, const std::function<void()>& call) {
+  const auto ending = ranks::ending_of(call);
+  expect(ending.is(ErrorKind::peer_lost) && ending.error->fields().peer == scene.mortal &&
+             ending.says("rank " + std::to_string(scene.mortal)),
+         scene.text() + ending.text());
+  expect(ranks::ending_of(call).is(ErrorKind::group_broken), scene.text() + "the group goes on");
+}
+
+void play(const Scene& scene, Body body) {
+  const size_t size = scene.hosts.size();
+  ranks::Channels all(static_cast<int>(size), "shm", scene.mortal, SIZE_MAX);
+  const auto memory = SharedHeap::own()->allocate(size * scene.count * sizeof(float));
+  std::vector<std::shared_ptr<Segment>> segments(size);
+  for (auto& segment : segments) segment = std::make_shared<Segment>();
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (size_t i = 0; i < size; ++i) engines.push_back(all.engine(static_cast<int>(i)));
+  ranks::run(static_cast<int>(size), [&](int rank) {
+    Engine& engine = *engines[static_cast<size_t>(rank)];
+    const auto arena = arena_of(scene, rank, segments);
+    float* x = reinterpret_cast<float*>(memory.get()) + static_cast<size_t>(rank) * scene.count;
+    std::fill_n(x, scene.count, 1.0F);
+    const auto call = [&] { body(engine, arena.get(), scene, x); };
+    if (rank != scene.mortal) return survive(scene, call);
+    if (scene.additions < 0) return all.life.end();
+    additions_left = scene.additions;
+    life = &all.life;
+    expect_throws<ranks::Died>(call);
+  });
+}
+
+void mapped_test() {
+  int mortal = 0;  // a piece has 33 blocks, each of two additions
+  for (const int additions : {0, 1, 30, 65})
+    play({{0, 0, 0}, 200'003, mortal++ % 3, additions}, all_reduce_mapped);
+}
+const Test kMapped{"a death in a sum of arrays in heaps is noticed by all", mapped_test};
+
+// Blocks of 1 MiB: the first sum inside, one while the first block crosses, the last.
+void two_levels_test() {
+  int mortal = 0;
+  for (const int additions : {0, 20, 80, 150})
+    play({{0, 0, 1, 1}, 700'001, mortal++ % 4, additions}, all_reduce_two_levels);
+  play({{0, 0, 1}, 700'001, 1, -1}, all_reduce_two_levels);  // who carries nothing between hosts
+  play({{0, 1, 1}, 700'001, 0, 10}, all_reduce_two_levels);  // who is alone on its host
+}
+const Test kTwoLevels{"a death in a sum on two levels is noticed by all", two_levels_test};
+
+}  // namespace
