@@ -219,7 +219,7 @@ def test_adaptive_follows_rate_and_loss() -> None:
             optimizer.zero_grad()
             loss_of(model, batch(group.rank, step)).backward()
             rate = (0.5, 0.1, 0.01)[0 if step == 1 else 1 if step < 6 else 2]
-            optimizer.param_groups[0]["lr"] = rate * (1 if group.rank == 0 else 77)
+            optimizer.param_groups[0]["lr"] = rate if group.rank == 0 else 0.3
             mean = 2.0 if step < 6 else 0.9
             loss = mean + (0.5 if group.rank else -0.5)
             local.step(math.inf if group.rank and step > 11 else loss)
