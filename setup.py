@@ -6,7 +6,7 @@ time. Called by pip (`pip install .`, `pip install -e . --no-build-isolation`) a
 
     _core   the engine and its Python face; needs no torch
     _c10d   the torch.distributed backend; only where torch is importable
-    _cuda   the kernels for CUDA; only where nvcc is found
+    _cuda   the kernels for CUDA, and NCCL by dlopen; only where nvcc is found
 
 _cuda is built for the GPUs that are here; where there are none, as PTX, which the driver compiles
 at the first load on any GPU from 7.5 on. CUDAARCHS="80;90" (as for CMake) asks for others. CUDA's
@@ -97,6 +97,11 @@ def c10d_sources() -> list[Path]:
     return sorted((CSRC / "bindings").glob("c10d*.cpp"))
 
 
+def cuda_sources() -> list[Path]:
+    """What g++ compiles for _cuda alone."""
+    return [*sorted((CSRC / "bindings").glob("cuda*.cpp")), *sorted(CSRC.glob("nccl/*.cpp"))]
+
+
 def nvcc() -> str | None:
     """CUDA's compiler, on PATH or where its installer puts it."""
     usual = "/usr/local/cuda/bin/nvcc"
@@ -120,7 +125,7 @@ def cuda_module(python: list[str]) -> Module:
     flags = ["-std=c++20", "-O3", f"-I{CSRC}", *compiler, *gpu_flags()]
     lib = Path(os.path.realpath(str(nvcc()))).parent.parent
     folders = [f"-L{lib / name}" for name in ("lib64", "lib")]
-    sources = [*sorted((CSRC / "bindings").glob("cuda*.cpp")), *sorted(CSRC.glob("cuda/*.cu"))]
+    sources = [*cuda_sources(), *sorted(CSRC.glob("cuda/*.cu"))]
     libs = [*folders, "-L/usr/local/cuda/lib64", "-L/usr/local/cuda/lib"]
     return Module("_cuda", sources, python, [*libs, "-lcudart_static", "-ldl", "-lrt"], flags)
 
@@ -130,9 +135,9 @@ def modules() -> list[Module]:
     torch = torch_root()
     python = [f"-I{CSRC}", *python_flags(torch)]
     c10d = c10d_sources()
-    cuda = set((CSRC / "bindings").glob("cuda*.cpp"))
+    apart = {*c10d, *cuda_sources()}
     every = [p for p in sorted(CSRC.rglob("*.cpp")) if CSRC / "cuda" not in p.parents]
-    found = [Module("_core", [p for p in every if p not in {*c10d, *cuda}], python)]
+    found = [Module("_core", [p for p in every if p not in apart], python)]
     if nvcc() is not None:
         found.append(cuda_module(python))
     if torch is not None and c10d:

@@ -8,7 +8,7 @@ import platform
 
 import numpy as np
 
-from pycomm import _core, collectives, config, errors, testing
+from pycomm import _core, collectives, config, errors, nccl, testing
 
 __all__ = ["report"]
 
@@ -44,6 +44,7 @@ def _built() -> list[tuple[str, str]]:
         ("_core", f"g++ {_core.compiler}"),
         ("_c10d", _c10d()),
         ("_cuda", "built" if importlib.util.find_spec("pycomm._cuda") else "not built"),
+        ("nccl", nccl.described()),
     ]
 
 

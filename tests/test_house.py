@@ -48,7 +48,10 @@ MAY_INCLUDE = {
     ],
     "bindings/kernels.h": ["core/", "kernels/device_kernels.h", "kernels/packet.h"],
     "bindings/c10d": ["bindings/c10d", "group/group.h"],
-    "bindings/cuda": ["bindings/kernels.h", "cuda/cuda_kernels.h"],
+    "bindings/cuda": [
+        *("bindings/cuda", "bindings/kernels.h", "core/", "cuda/cuda_kernels.h", "nccl/nccl.h"),
+    ],
+    "nccl/": ["core/", "nccl/"],
     "cuda/": ["core/", "cuda/", "gpu.hpp", "kernels/device_kernels.h", "kernels/packet.h"],
     "gpu.hpp": [],
 }
@@ -59,7 +62,7 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 FLOORS = [
     ["_core", "_cuda", "_c10d"],
     ["errors"],
-    ["arrays", "config", "plain"],
+    ["arrays", "config", "nccl", "plain"],
     ["rendezvous", "tuned"],
     ["group", "kernels"],
     ["calls", "memory"],

@@ -1,7 +1,8 @@
-// _cuda: CUDA's kernels as functions of addresses. It loads on any machine; where there is no
-// driver or no GPU, calls raise Unsupported and `why_not` has the reason.
+// _cuda: CUDA's kernels as functions of addresses, and NCCL. It loads on any machine; where there
+// is no driver or no GPU, calls raise Unsupported and `why_not` has the reason.
 #include <pybind11/pybind11.h>
 
+#include "bindings/cuda_nccl.h"
 #include "bindings/kernels.h"
 #include "cuda/cuda_kernels.h"
 
@@ -9,5 +10,7 @@ PYBIND11_MODULE(_cuda, module) {
   static pycomm::cuda::CudaKernels cuda;
   pycomm::bindings::py::module_ kernels = module.def_submodule("kernels", "CUDA's kernels.");
   pycomm::bindings::bind_kernels(kernels, cuda);
+  pycomm::bindings::py::module_ nccl = module.def_submodule("nccl", "NVIDIA's collectives.");
+  pycomm::bindings::bind_nccl(nccl);
   module.def("why_not", &pycomm::cuda::why_not, "Why no GPU can be used; empty where one can.");
 }

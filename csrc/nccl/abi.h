@@ -1,0 +1,76 @@
+// NCCL's C interface: its functions, found in a library that dlopen has opened, and the one
+// structure that it reads from memory. Not what others call: that is nccl.h of this folder. Used by
+// library.cpp; tests/test_nccl.py compiles it against NCCL's own header.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <string>
+
+#include "core/errors.h"
+#include "nccl/nccl.h"
+
+namespace pycomm::nccl_abi {
+
+// 2.14 is the first with ncclCommInitRankConfig, ncclCommFinalize and communicators that do not
+// block. All else here is older: ncclGetLastError came with 2.13, bfloat16 and avg with 2.10.
+inline constexpr int kLeastVersion = 21400;
+
+// ncclConfig_t as 2.14 had it. Later versions have only added members, and give their defaults to
+// those that a `version` did not know.
+struct Config {
+  size_t size = sizeof(Config);
+  unsigned magic = 0xcafebeef;
+  unsigned version = kLeastVersion;
+  int blocking = 1;
+};
+
+// Becomes whatever type of function it is assigned to.
+struct Symbol {
+  void* address;
+  template <class F>
+  operator F*() const {
+    return reinterpret_cast<F*>(address);
+  }
+};
+
+// Throws Unsupported where the library has no such function.
+inline Symbol symbol(void* library, const char* name) {
+  void* address = dlsym(library, name);
+  if (address == nullptr) throw Unsupported(std::string("it has no ") + name);
+  return {address};
+}
+
+using Result = NcclResult;
+using Comm = NcclComm*;
+using Dtype = NcclDtype;
+using Op = NcclOp;
+using Stream = void*;
+
+struct Functions {
+  void* library;  // from dlopen
+  Result (*get_version)(int*) = symbol(library, "ncclGetVersion");
+  const char* (*get_error_string)(Result) = symbol(library, "ncclGetErrorString");
+  const char* (*get_last_error)(Comm) = symbol(library, "ncclGetLastError");
+  Result (*get_unique_id)(NcclId*) = symbol(library, "ncclGetUniqueId");
+  Result (*comm_init_rank_config)(Comm*, int, NcclId, int,
+                                  Config*) = symbol(library, "ncclCommInitRankConfig");
+  Result (*comm_finalize)(Comm) = symbol(library, "ncclCommFinalize");
+  Result (*comm_destroy)(Comm) = symbol(library, "ncclCommDestroy");
+  Result (*comm_abort)(Comm) = symbol(library, "ncclCommAbort");
+  Result (*comm_get_async_error)(Comm, Result*) = symbol(library, "ncclCommGetAsyncError");
+  Result (*group_start)() = symbol(library, "ncclGroupStart");
+  Result (*group_end)() = symbol(library, "ncclGroupEnd");
+  Result (*send)(const void*, size_t, Dtype, int, Comm, Stream) = symbol(library, "ncclSend");
+  Result (*recv)(void*, size_t, Dtype, int, Comm, Stream) = symbol(library, "ncclRecv");
+  Result (*all_reduce)(const void*, void*, size_t, Dtype, Op, Comm,
+                       Stream) = symbol(library, "ncclAllReduce");
+  Result (*all_gather)(const void*, void*, size_t, Dtype, Comm, Stream) = symbol(library,
+                                                                                 "ncclAllGather");
+  Result (*reduce_scatter)(const void*, void*, size_t, Dtype, Op, Comm,
+                           Stream) = symbol(library, "ncclReduceScatter");
+  Result (*broadcast)(const void*, void*, size_t, Dtype, int, Comm,
+                      Stream) = symbol(library, "ncclBroadcast");
+};
+
+}  // namespace pycomm::nccl_abi
