@@ -49,7 +49,7 @@ sanitize: venv
 bench: build
 	$(PY) -m pycomm bench collectives
 
-# Other people's packages, about 800 MB, whose programs have to run here unchanged.
+# Other people's packages, about 1.2 GB, whose programs have to run here unchanged, or which we call.
 .venv/programs: pyproject.toml | build
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[programs]'
 	@touch $@

@@ -40,6 +40,9 @@ from pycomm.demo import machine
 
 SIZES = (2**18, 2**20, 2**22, 2**24)
 OURS = "pycomm"
+REST_S = 0.005
+"""Between two calls: the threads of torch's operations look for work for a while after each, on the
+processors that the next contestant needs."""
 LINE = 64
 """Bytes of a cache line."""
 STREAMS = {"step": 20, "copy": 8, "copy around": 8, "torch's copy": 8, "read": 4}
@@ -168,6 +171,7 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> list[Row]:
             restart()
         for step in range(STEPS):
             for name, call in calls.items():
+                time.sleep(REST_S)
                 begin = time.perf_counter()
                 call(step)
                 if step:
@@ -258,17 +262,19 @@ def _contestants(
 
 
 def _streams(case: Case) -> dict[str, Call]:
-    own = np.ones((3, case.count), np.float32)
-    grad, u, v = (int(row.ctypes.data) for row in own)
+    """Each in arrays of its own, which like everybody's have left the caches between two calls."""
+    n = case.count
+    own = np.ones((8, n), np.float32)
+    at = [int(row.ctypes.data) for row in own]
 
     def step(_: int, _own: Array = own) -> None:  # which keeps the arrays
-        _core.stream_step(grad, u, v, case.count)
+        _core.stream_step(*at[:3], n)
 
     return {
         "step": step,
-        "copy": lambda _: _core.stream_copy(grad, v, case.count, False),
-        "copy around": lambda _: _core.stream_copy(grad, v, case.count, True),
-        "read": lambda _: _core.stream_read(grad, case.count),
+        "copy": lambda _: _core.stream_copy(*at[3:5], n, False),
+        "copy around": lambda _: _core.stream_copy(*at[5:7], n, True),
+        "read": lambda _: _core.stream_read(at[7], n),
     }
 
 

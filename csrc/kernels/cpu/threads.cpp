@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -27,6 +28,16 @@ std::atomic<int>& wanted() {
   return threads;
 }
 
+// So long one looks before one sleeps: a kernel has several jobs, one soon after another, and to
+// wake a thread costs more than this on a virtual machine.
+constexpr std::chrono::microseconds kLook{50};
+
+template <typename F>
+void look(F&& seen) {
+  const auto end = std::chrono::steady_clock::now() + kLook;
+  while (!seen() && std::chrono::steady_clock::now() < end) __builtin_ia32_pause();
+}
+
 class Crew {
  public:
   // False, and nothing done, where another caller has the crew.
@@ -44,15 +55,19 @@ class Crew {
     }
     wake_.notify_all();
     take(task, tasks);
+    {
+      const std::lock_guard lock(mutex_);
+      task_ = nullptr;  // who has not begun by now will not
+    }
+    look([this] { return working_.load(std::memory_order_relaxed) == 0; });
     std::unique_lock lock(mutex_);
-    task_ = nullptr;  // who has not begun by now will not
     done_.wait(lock, [this] { return working_ == 0; });
     return true;
   }
 
  private:
   void enlist() {
-    std::thread([this, seen = job_]() mutable {
+    std::thread([this, seen = job_.load()]() mutable {
       for (;;) member(seen);
     }).detach();
     ++members_;
@@ -60,6 +75,7 @@ class Crew {
 
   // One wait and at most one job.
   void member(uint64_t& seen) {
+    look([&] { return job_.load(std::memory_order_relaxed) != seen; });
     std::unique_lock lock(mutex_);
     wake_.wait(lock, [&] { return job_ != seen; });
     seen = job_;
@@ -84,8 +100,9 @@ class Crew {
   const std::function<void(size_t)>* task_ = nullptr;
   size_t tasks_ = 0;
   std::atomic<size_t> next_{0};
-  uint64_t job_ = 0;
-  int members_ = 0, places_ = 0, working_ = 0;
+  std::atomic<uint64_t> job_{0};
+  std::atomic<int> working_{0};
+  int members_ = 0, places_ = 0;
 };
 
 // The crew of this process, never destroyed: its threads wait in it until the process ends.
