@@ -265,16 +265,16 @@ def _streams(case: Case) -> dict[str, Call]:
     """Each in arrays of its own, which like everybody's have left the caches between two calls."""
     n = case.count
     own = np.ones((8, n), np.float32)
-    at = [int(row.ctypes.data) for row in own]
+    grad, u, v, *pairs, read = (int(row.ctypes.data) for row in own)
 
     def step(_: int, _own: Array = own) -> None:  # which keeps the arrays
-        _core.stream_step(*at[:3], n)
+        _core.stream_step(grad, u, v, n)
 
     return {
         "step": step,
-        "copy": lambda _: _core.stream_copy(*at[3:5], n, False),
-        "copy around": lambda _: _core.stream_copy(*at[5:7], n, True),
-        "read": lambda _: _core.stream_read(at[7], n),
+        "copy": lambda _: _core.stream_copy(pairs[0], pairs[1], n, False),
+        "copy around": lambda _: _core.stream_copy(pairs[2], pairs[3], n, True),
+        "read": lambda _: _core.stream_read(read, n),
     }
 
 
