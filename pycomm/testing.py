@@ -154,7 +154,7 @@ class FaultPlan:
 def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
     """This rank's place in the group."""
     key = options.get("secret", "")
-    named = {"name": "world", "address": "", "towards": "", "log": False}
+    named = {"name": "world", "address": "", "towards": "", "reproducible": False, "log": False}
     faults = [fault._for_core() for fault in options.get("faults", ()) if fault.rank == rank]
     core = _core.connect(store, rank=rank, **{**named, "secret": key, **options, "faults": faults})
     return Group(core, store, options["timeout_s"])

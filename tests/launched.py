@@ -62,8 +62,6 @@ def train() -> None:
     import torch
 
     group = pycomm.init()
-    leader = pycomm.data.share(np.full(1, group.rank))
-    assert leader[0] == group.rank - pycomm.local_rank(), "not of this host's first rank"
     model = pycomm.DataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(group.rank)
