@@ -171,7 +171,7 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> list[Row]:
             restart()
         for step in range(STEPS):
             for name, call in calls.items():
-                time.sleep(REST_S)
+                time.sleep(REST_S)  # so that nobody pays for the last one's threads
                 begin = time.perf_counter()
                 call(step)
                 if step:

@@ -135,7 +135,7 @@ class Network:
                 self._inside("link", "set", f"br{link}", "up")
             for host in self.hosts:
                 self._make(host)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: what was made must go
             self.__exit__()
             raise
         return self

@@ -111,7 +111,7 @@ def _write(obj: Any, path: Path) -> None:
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)  # mkstemp's are the owner's alone
         os.replace(name, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: half a file must not stay
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         raise

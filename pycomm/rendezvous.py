@@ -48,7 +48,7 @@ class TorchStore:
                     op="init",
                     elapsed_s=timeout_s,
                 )
-            time.sleep(min(left, PAUSE_S))
+            time.sleep(min(left, PAUSE_S))  # the store has no wait that Ctrl-C ends
         return value
 
     def add(self, key: str, amount: int) -> int:

@@ -23,7 +23,7 @@ namespace pycomm::bindings {
 
 namespace py = pybind11;
 
-// An address as Python has it.
+// An address as Python has it: a number, which has to become a pointer somewhere.
 template <typename T = void>
 T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);  // NOLINT(performance-no-int-to-ptr)

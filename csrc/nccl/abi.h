@@ -48,29 +48,29 @@ using Op = NcclOp;
 using Stream = void*;
 
 struct Functions {
-  void* library;  // from dlopen
-  Result (*get_version)(int*) = symbol(library, "ncclGetVersion");
-  const char* (*get_error_string)(Result) = symbol(library, "ncclGetErrorString");
-  const char* (*get_last_error)(Comm) = symbol(library, "ncclGetLastError");
-  Result (*get_unique_id)(NcclId*) = symbol(library, "ncclGetUniqueId");
+  void* handle;  // from dlopen
+  Result (*get_version)(int*) = symbol(handle, "ncclGetVersion");
+  const char* (*get_error_string)(Result) = symbol(handle, "ncclGetErrorString");
+  const char* (*get_last_error)(Comm) = symbol(handle, "ncclGetLastError");
+  Result (*get_unique_id)(NcclId*) = symbol(handle, "ncclGetUniqueId");
   Result (*comm_init_rank_config)(Comm*, int, NcclId, int,
-                                  Config*) = symbol(library, "ncclCommInitRankConfig");
-  Result (*comm_finalize)(Comm) = symbol(library, "ncclCommFinalize");
-  Result (*comm_destroy)(Comm) = symbol(library, "ncclCommDestroy");
-  Result (*comm_abort)(Comm) = symbol(library, "ncclCommAbort");
-  Result (*comm_get_async_error)(Comm, Result*) = symbol(library, "ncclCommGetAsyncError");
-  Result (*group_start)() = symbol(library, "ncclGroupStart");
-  Result (*group_end)() = symbol(library, "ncclGroupEnd");
-  Result (*send)(const void*, size_t, Dtype, int, Comm, Stream) = symbol(library, "ncclSend");
-  Result (*recv)(void*, size_t, Dtype, int, Comm, Stream) = symbol(library, "ncclRecv");
+                                  Config*) = symbol(handle, "ncclCommInitRankConfig");
+  Result (*comm_finalize)(Comm) = symbol(handle, "ncclCommFinalize");
+  Result (*comm_destroy)(Comm) = symbol(handle, "ncclCommDestroy");
+  Result (*comm_abort)(Comm) = symbol(handle, "ncclCommAbort");
+  Result (*comm_get_async_error)(Comm, Result*) = symbol(handle, "ncclCommGetAsyncError");
+  Result (*group_start)() = symbol(handle, "ncclGroupStart");
+  Result (*group_end)() = symbol(handle, "ncclGroupEnd");
+  Result (*send)(const void*, size_t, Dtype, int, Comm, Stream) = symbol(handle, "ncclSend");
+  Result (*recv)(void*, size_t, Dtype, int, Comm, Stream) = symbol(handle, "ncclRecv");
   Result (*all_reduce)(const void*, void*, size_t, Dtype, Op, Comm,
-                       Stream) = symbol(library, "ncclAllReduce");
-  Result (*all_gather)(const void*, void*, size_t, Dtype, Comm, Stream) = symbol(library,
+                       Stream) = symbol(handle, "ncclAllReduce");
+  Result (*all_gather)(const void*, void*, size_t, Dtype, Comm, Stream) = symbol(handle,
                                                                                  "ncclAllGather");
   Result (*reduce_scatter)(const void*, void*, size_t, Dtype, Op, Comm,
-                           Stream) = symbol(library, "ncclReduceScatter");
+                           Stream) = symbol(handle, "ncclReduceScatter");
   Result (*broadcast)(const void*, void*, size_t, Dtype, int, Comm,
-                      Stream) = symbol(library, "ncclBroadcast");
+                      Stream) = symbol(handle, "ncclBroadcast");
 };
 
 }  // namespace pycomm::nccl_abi

@@ -25,7 +25,7 @@ std::string file_of(void* library) {
 class Library final : public NcclApi {
  public:
   explicit Library(nccl_abi::Functions functions, int version)
-      : call_(functions), version_(version), origin_(file_of(functions.library)) {}
+      : call_(functions), version_(version), origin_(file_of(functions.handle)) {}
 
   int version() const override { return version_; }
   std::string origin() const override { return origin_; }

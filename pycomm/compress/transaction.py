@@ -247,7 +247,7 @@ class Step:
     def _rolled_back(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException:  # Ctrl-C too: u and v must be put back
             self._roll_back()
             raise
 

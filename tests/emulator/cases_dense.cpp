@@ -7,6 +7,7 @@
 namespace cases {
 namespace {
 
+// What is under test, all of it.
 using namespace pycomm;  // NOLINT(google-build-using-namespace)
 
 cuda::CudaKernels& kernels() {

@@ -6,4 +6,5 @@ namespace {
 const bool kOnDemand = (ranks::full_mesh = 0, true);
 }
 
+// The suite itself, not a copy of it.
 #include "engine_test.cpp"  // NOLINT(bugprone-suspicious-include)

@@ -10,4 +10,5 @@ const bool kOnDemand = [] {
 }();
 }  // namespace
 
+// The suite itself, not a copy of it.
 #include "group_test.cpp"  // NOLINT(bugprone-suspicious-include)

@@ -66,7 +66,7 @@ def install(suite: ModuleType, world_size: int) -> None:
     ) -> None:
         wrap(self, module, None, None, **named)
 
-    torch.nn.Module.to = to  # type: ignore[assignment]
+    torch.nn.Module.to = to  # type: ignore[assignment]  # stand-ins, these three too
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment]
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     _StayAtHome().__enter__()
