@@ -57,8 +57,8 @@ def run_ranks(
             died.
 
     Raises:
-        The first failure of any rank, with a note that names the rank; the other ranks' groups are
-        aborted then, so that nobody waits.
+        The first failure of any rank, with a note that names the rank; where it blames a rank that
+        failed too, that one's. The other ranks' groups are aborted then, so that nobody waits.
     """
     options = {
         "size": n,
@@ -76,12 +76,25 @@ def run_ranks(
     ranks = (_Processes if processes else _Threads)(n, fn, args, options)
     ranks.run()
     if not return_exceptions and ranks.failures:
-        first = ranks.failures[0]
+        first = _first_cause(ranks.failures, ranks.results)
         error: BaseException = ranks.results[first]
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"raised by rank {first} of {n} in run_ranks")
         raise error
     return ranks.results
+
+
+def _first_cause(failures: list[int], results: list[Any]) -> int:
+    """The rank whose failure explains the others': `failures` are ranks in their order.
+
+    A rank that fails hangs up first and is heard of later: another that misses it may be told of
+    before it.
+    """
+    first = failures[0]
+    blamed: int | None = getattr(results[first], "peer", None)
+    if blamed is not None and blamed in failures and getattr(results[blamed], "peer", None) is None:
+        return blamed
+    return first
 
 
 def status(group: Group) -> dict[str, Any]:

@@ -297,6 +297,15 @@ def test_groups_leave_nothing_behind() -> None:
     assert threads <= before[1]
 
 
+@pytest.mark.parametrize("transport", ["local", "shm"])
+def test_a_closed_group_holds_no_connection(transport: str) -> None:
+    kept: list[Group] = []
+    before = counts()[0]
+    run_ranks(8, kept.append, transport=transport)
+    assert len(kept) == 8
+    assert counts()[0] - before <= 2 * 8  # 7 connections each while they were open
+
+
 ALONE = """
 import atexit, numpy as np, pycomm
 from pycomm import errors

@@ -203,3 +203,17 @@ def test_status_tells_who_is_where() -> None:
     assert peer["bytes_received"] >= 32
     assert 0 <= peer["silent_s"] < HEARTBEAT_S
     assert "barrier" in peer["doing"]
+
+
+def test_run_ranks_raises_the_cause_although_a_consequence_came_first() -> None:
+    def fn(group: Group) -> None:
+        if group.rank == 1:
+            others = [thread for thread in threading.enumerate() if thread.name == "rank 0"]
+            group.close()
+            for thread in others:
+                thread.join()  # it has failed, and said so
+            raise ValueError("the cause")
+        pycomm.barrier(group=group)
+
+    with pytest.raises(ValueError, match="the cause"):
+        run_ranks(2, fn)

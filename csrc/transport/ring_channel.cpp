@@ -34,6 +34,7 @@ void RingChannel::ring_bell_if(std::atomic<uint32_t>& sleeps) {
 }
 
 void RingChannel::ring() {
+  if (hung_up_) return;
   const char byte = 0;
   // A full bell wakes as well as one more byte would; a dead peer is noticed by poll.
   (void)::send(bell_.get(), &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -106,7 +107,8 @@ void RingChannel::disarm(short revents) {
 }
 
 void RingChannel::hang_up() {
-  if (bell_) ::shutdown(bell_.get(), SHUT_RDWR);
+  bell_ = {};
+  hung_up_ = true;
 }
 
 }  // namespace pycomm
