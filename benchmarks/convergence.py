@@ -11,6 +11,7 @@ main() is called by benchmarks.__main__ and pycomm.__main__.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -133,6 +134,8 @@ def main(argv: Sequence[str]) -> int:
 def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int) -> Run:
     """One run, on `ranks` threads."""
     models = [workload.model(seed) for _ in range(ranks)]  # here: threads share torch's generator
+    workload.batch(ranks, torch.Generator())  # reads the data, once for all threads
+    gc.freeze()  # else the collector looks through all of torch again and again
     start = time.perf_counter()
     names = workload.name, method.name
     told = run_ranks(ranks, rank_runs, names, seed, steps, models, timeout_s=600, heartbeat_s=600)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from little_models import batch, equal, parameters, perceptron, step_on
-from test_dgc_steps import compressed, memory_of, sgd
+from test_dgc_steps import compressed, memory_of, same_memory, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -100,6 +100,65 @@ def test_a_step_that_was_not_taken_is_forgotten_as_its_gradient_is() -> None:
     plain, fused = (run_ranks(2, program, way)[0] for way in (False, True))
     torch.testing.assert_close(plain[0], fused[0])
     torch.testing.assert_close(plain[1], fused[1])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_state_that_is_loaded_between_backward_and_step(fused: bool) -> None:
+    """step() changes nothing then, and the next ones go on as from the state."""
+
+    def program(group: pycomm.Group, stray: bool) -> list[Tensor]:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, fused=fused, min_count=100)
+        for step in range(3):
+            step_on(model, batch(group.rank, step), optimizer)
+        saved = dgc.state_dict()
+        if stray:
+            weights = parameters(module)
+            optimizer.zero_grad()
+            F.mse_loss(model(batch(group.rank, 7)[0]), batch(group.rank, 7)[1]).backward()
+            dgc.load_state_dict(saved)
+            optimizer.step()
+            assert equal(weights, parameters(module))
+        for step in range(3, 6):
+            step_on(model, batch(group.rank, step), optimizer)
+        return [*parameters(module), *(x for pair in memory_of(dgc).values() for x in pair)]
+
+    calm, stray = (run_ranks(2, program, stray) for stray in (False, True))
+    assert equal(calm[0], stray[0])
+    assert equal(calm[1], stray[1])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_detach_waits_for_the_step(fused: bool) -> None:
+    """It is refused on all ranks, changes nothing, and is open again behind step(), zero_grad()
+    and a join() in which one rank had no data any more."""
+
+    def program(group: pycomm.Group, end: str) -> list[Tensor]:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, fused=fused, min_count=100)
+        with model.join():
+            for step in range(4 if end != "join" else 4 + group.rank):
+                optimizer.zero_grad()
+                F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1]).backward()
+                if step == 3:
+                    before = memory_of(dgc)
+                    with pytest.raises(InvalidArgument, match=r"between backward\(\) and"):
+                        dgc.detach()
+                    assert same_memory(before, memory_of(dgc))
+                if step == 3 and end == "zero_grad":
+                    optimizer.zero_grad()
+                else:
+                    optimizer.step()
+        dgc.detach()
+        weights = parameters(module)
+        optimizer.step()  # no gradient is left of the time before, on no rank
+        assert equal(weights, parameters(module))
+        del model
+        step_on(pycomm.DataParallel(module), batch(group.rank, 5), optimizer)
+        return parameters(module)
+
+    for end in ("step", "zero_grad", "join"):
+        assert equal(*run_ranks(2, program, end))
 
 
 def test_refusals() -> None:

@@ -169,7 +169,7 @@ class DGC:
             return False
         self.step_count += 1
         self._sent_bytes = step.sent_bytes
-        self._owned.defer(*(step.deferred() if self._fused else (None,)))
+        self._owned.arrived(*(step.deferred() if self._fused else ()))
         if self._ages is not None:
             self._ages.sent(step.sent(), self.step_count, step.is_dense)
         return True
@@ -218,10 +218,21 @@ class DGC:
 
         Its velocity is the mean of u over all ranks. What is still owed is forgotten: train dense,
         or at a low sparsity, for a while before, where that matters.
+
+        Raises:
+            InvalidArgument: on every rank, with nothing changed: what backward() has brought waits
+                for the optimizer's step().
         """
         if self._detached:
             return
+        # A rank that only took part in the last steps of others, in join(), has one left over.
+        if _everywhere(self._owned.waiting, self.lanes()):
+            raise InvalidArgument(
+                "DGC.detach() between backward() and the optimizer's step(): take the step before, "
+                "or give it up with zero_grad()"
+            )
         self._detached = True
+        self._owned.forget()
         memories = list(self.memories.values())
         velocities = [memory.u for memory in memories]
         if self.switched:
@@ -266,6 +277,8 @@ class DGC:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Goes on where `saved` was taken: this rank's own state, or that of gather_state.
 
+        Gradients of a backward pass before it are dropped: what they brought was another state's.
+
         With another number of ranks what was owed is kept: each rank takes the mean of v, whose sum
         over ranks, divided by their number, is then what it was; u is the mean too.
 
@@ -274,6 +287,7 @@ class DGC:
         """
         state.load(self, saved, self.lanes().group)
         self._plans.clear()
+        self._owned.forget()
 
 
 class Compressed:
@@ -313,6 +327,13 @@ def _told(exchange: str, lanes: Lanes) -> str:
     word = torch.tensor([int(exchange == "gather")])
     collectives.broadcast(word, 0, group=lanes.group)
     return "gather" if word.item() else "masked"
+
+
+def _everywhere(here: bool, lanes: Lanes) -> bool:
+    """Whether it is so on all ranks."""
+    word = torch.tensor([int(here)])
+    collectives.all_reduce(word, "min", group=lanes.group)
+    return bool(word.item())
 
 
 def _one_of(name: str, given: str, known: Sequence[str]) -> None:

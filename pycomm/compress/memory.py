@@ -84,6 +84,7 @@ class TakenOver:
             for name, parameter in zip(names, group["params"], strict=True):
                 self.memories[parameter] = self._memory(name, parameter, group, min_count)
         self._hidden: list[dict[str, Any]] | None = None
+        self._waiting = False  # something has arrived for the next step()
         self._update: Callable[[], None] | None = None
         self._updated: Sequence[Memory] = ()
         self._handles = [
@@ -113,9 +114,25 @@ class TakenOver:
             if parameter in self.memories:
                 self.memories[parameter].name = name
 
-    def defer(self, update: Callable[[], None] | None, updated: Sequence[Memory] = ()) -> None:
-        """The next step() calls `update` once in the optimizer's stead for these memories."""
-        self._update, self._updated = update, updated
+    def arrived(
+        self, update: Callable[[], None] | None = None, updated: Sequence[Memory] = ()
+    ) -> None:
+        """For the next step(), which calls `update` once in the optimizer's stead for `updated`."""
+        self._waiting, self._update, self._updated = True, update, updated
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a step() would take something that has arrived."""
+        return self._waiting and any(p.grad is not None for p in self.memories)
+
+    def forget(self) -> None:
+        """What has arrived is not for the next step() any more, nor are the gradients."""
+        self._taken()
+        for parameter in self.memories:
+            parameter.grad = None
+
+    def _taken(self) -> None:
+        self._waiting, self._update, self._updated = False, None, ()
 
     def give_back(self, velocities: Sequence[Tensor]) -> None:
         """The optimizer is its own again, with these velocities, as torch understands them."""
@@ -144,7 +161,7 @@ class TakenOver:
         self._hidden = None
         if self._update is not None:
             self._update()
-        self.defer(None)
+        self._taken()
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
