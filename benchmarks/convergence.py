@@ -135,10 +135,11 @@ def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int)
     """One run, on `ranks` threads."""
     models = [workload.model(seed) for _ in range(ranks)]  # here: threads share torch's generator
     workload.batch(ranks, torch.Generator())  # reads the data, once for all threads
-    gc.freeze()  # else the collector looks through all of torch again and again
     start = time.perf_counter()
     names = workload.name, method.name
+    gc.freeze()  # else the collector looks through all of torch again and again
     told = run_ranks(ranks, rank_runs, names, seed, steps, models, timeout_s=600, heartbeat_s=600)
+    gc.unfreeze()
     seconds = time.perf_counter() - start
     losses, sent, first = told[0]
     part = max(1, steps // RECORDED)

@@ -1,11 +1,13 @@
-"""Many tensors in one call: packed into one array per dtype, and back.
+"""Many tensors in one call: packed into one array per dtype, and back; or as torch saves them.
 
 Called by the training layer; `bcast_list_` by users too.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from pycomm import collectives
 from pycomm.group import Group, default
 
-__all__ = ["average", "bcast_list_"]
+__all__ = ["average", "bcast_list_", "bcast_value"]
 
 
 def bcast_list_(tensors: Iterable[Tensor], src: int = 0, group: Group | None = None) -> None:
@@ -27,6 +29,25 @@ def bcast_list_(tensors: Iterable[Tensor], src: int = 0, group: Group | None = N
     if group.rank != src:
         for tensor, content in zip(listed, new, strict=True):
             tensor.detach().copy_(content)
+
+
+def bcast_value(value: Any, src: int, group: Group) -> Any:
+    """What rank `src` has: plain values and tensors, as torch.load takes with weights_only=True.
+
+    Collective. Tensors are in host memory, but for rank `src`, which gets its own `value`.
+    """
+    whole = io.BytesIO()
+    if group.rank == src:
+        torch.save(value, whole)
+    length = torch.tensor([whole.tell()])
+    collectives.broadcast(length, src, group=group)
+    content = torch.empty(int(length), dtype=torch.uint8)
+    if group.rank == src:
+        content.copy_(torch.frombuffer(whole.getbuffer(), dtype=torch.uint8))
+    collectives.broadcast(content, src, group=group)
+    if group.rank == src:
+        return value
+    return torch.load(io.BytesIO(content.numpy().tobytes()), "cpu", weights_only=True)
 
 
 def average(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:

@@ -321,6 +321,15 @@ class Compressed:
         if step is not None:
             step.cancel()
 
+    def follow(self, src: int) -> None:
+        """The velocity of what travels dense, to which a rank without data has added the decay of
+        older parameters, and the loss scale."""
+        dgc, group = self._dgc, self._dgc.lanes().group
+        dense = [m.u for m in dgc.memories.values() if m.v is None or not dgc.switched]
+        fused.bcast_list_(dense, src, group)
+        if dgc.scaler is not None:
+            dgc.scaler.load_state_dict(fused.bcast_value(dgc.scaler.state_dict(), src, group))
+
 
 def _told(exchange: str, lanes: Lanes) -> str:
     """What rank 0 has chosen."""

@@ -19,6 +19,7 @@ from pycomm.calls import Work
 from pycomm.compress.dense import apply_momentum, clip_averaged
 from pycomm.compress.memory import Memory, line
 from pycomm.compress.parcel import Parcel, Update
+from pycomm.errors import Mismatch
 from pycomm.lanes import Lanes
 
 __all__ = ["Plan", "Step"]
@@ -120,7 +121,7 @@ class Step:
         with self._rolled_back():
             if self._plan.loss_scale is not None:
                 self._wait()
-                if self._vote():
+                if not self._vote(self._plan.loss_scale):
                     self._spoil()
                     return False
             self._measure()
@@ -208,12 +209,22 @@ class Step:
         for work in works:
             work.wait()
 
-    def _vote(self) -> bool:
-        """Whether any rank has Inf or NaN, in a gradient of its own or in an average."""
+    def _vote(self, scale: float) -> bool:
+        """Whether no rank has Inf or NaN, in a gradient of its own or in an average.
+
+        Raises Mismatch on all where those who have data have not the same loss scale.
+        """
         finite = all(bool(load.flat.isfinite().all()) for load in self._loads)
-        word = torch.tensor([0.0 if finite else 1.0])
+        low, high = (-math.inf, -math.inf) if self._idle else (-scale, scale)
+        word = torch.tensor([0.0 if finite else 1.0, low, high], dtype=torch.float64)
         collectives.all_reduce(word, "max", group=self._lanes.group)
-        return bool(word.item())
+        found, low, high = word.tolist()
+        if -low != high:
+            raise Mismatch(
+                f"the loss scales of the ranks went apart, from {-low} to {high}; here it is "
+                f"{scale}: load one rank's state of the scaler on all"
+            )
+        return not found
 
     def _spoil(self) -> None:
         """Lets the loss scale find Inf on this rank too, so that all skip this step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,11 @@ class StaticLossScaler(torch.amp.GradScaler):
             raise InvalidArgument(f"scale={scale}: a finite number above 0 is needed")
         super().__init__(device, init_scale=scale)
         self._constant = float(scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of GradScaler; the scale that is loaded is the one that stays."""
+        super().load_state_dict(state_dict)
+        self._constant = float(self.get_scale())
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Ends an iteration; the scale changes only to a `new_scale` that is given."""

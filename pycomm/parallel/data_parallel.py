@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pycomm import collectives
 from pycomm.errors import InvalidArgument
-from pycomm.fused import bcast_list_
+from pycomm.fused import bcast_list_, bcast_value
 from pycomm.group import Group
 from pycomm.lanes import Lanes
 from pycomm.parallel.buckets import Limits, slots_of
@@ -91,6 +91,7 @@ class DataParallel(nn.Module):
             )
         for slot in slots:
             slot.kind = not slot.sparse and exchange.compresses(slot.parameter)
+        self._exchange = exchange
         self._reducer = Reducer(slots, exchange, limits, self._group, find_unused_parameters)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,11 +122,13 @@ class DataParallel(nn.Module):
             self._reducer.sync = before
 
     @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *others: Any) -> Iterator[None]:
         """For ranks with different numbers of batches: who is done takes part until all are.
 
         Gradients of a rank without data count as zero in the mean over all ranks. In the end all
-        have the parameters and buffers of the last rank that had data.
+        have the parameters and buffers of the last rank that had data, and the states of `others`:
+        the optimizer, a GradScaler, a scheduler, whose steps a rank without data has missed, or
+        whatever else has state_dict() and load_state_dict(). DGC sees to itself and to its scaler.
         """
         self._joining = True
         try:
@@ -137,6 +140,9 @@ class DataParallel(nn.Module):
                     bcast_list_(self.module.buffers(), source, self._group)
                 self._reducer.idle_pass()
             self._broadcast_all(self._source)
+            self._exchange.follow(self._source)
+            for other in others:
+                other.load_state_dict(bcast_value(other.state_dict(), self._source, self._group))
         finally:
             self._joining, self._source = False, 0
 

@@ -43,6 +43,10 @@ class Exchange(Protocol):
         """Forgets a pass that did not reach its end."""
         ...
 
+    def follow(self, src: int) -> None:
+        """Collective. What has to be the same on all ranks becomes that of rank `src`."""
+        ...
+
 
 class Mean:
     """Sum over all ranks, divided by their number once, after the last addition."""
@@ -69,3 +73,6 @@ class Mean:
     def cancel(self) -> None:
         """Waits as well: the buckets must not be written to meanwhile."""
         self.finish()
+
+    def follow(self, src: int) -> None:
+        """There is nothing but gradients."""
