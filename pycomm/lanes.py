@@ -7,9 +7,10 @@ Called by the training layer (compress, parallel).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from pycomm import collectives
+from pycomm import arrays, calls, collectives
 from pycomm.calls import Work
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
@@ -63,6 +64,22 @@ class Lanes:
     def all_gather(self, x: Any, out: Any) -> Work:
         """Starts pycomm.all_gather of `x` into `out` [size, *x.shape] in the next lane."""
         work: Work = collectives.all_gather(x, out, group=self._next(), async_op=True)
+        return work
+
+    def all_gather_v(self, x: Any, out: Any, counts: Sequence[int]) -> Work:
+        """Starts an all_gather of lines whose elements by rank are `counts`, as all ranks know,
+        into the line `out`, one after another, in the next lane."""
+        return self._uneven("all_gather", x, out, counts)
+
+    def all_to_all_v(self, x: Any, out: Any, give: Sequence[int], take: Sequence[int]) -> Work:
+        """Starts an all_to_all in the next lane: of the line `x`, `give[i]` elements go to rank i,
+        in order; `take[i]` come from it, into the line `out`."""
+        return self._uneven("all_to_all", x, out, [*give, *take])
+
+    def _uneven(self, verb: str, x: Any, out: Any, counts: Sequence[int]) -> Work:
+        source, target = arrays.view(x), arrays.view(out, write=True)
+        call = (verb, source.dtype, "sum", source.pointer, target.pointer, 0, 0, 0, "auto")
+        work: Work = calls.go(self._next(), call, None, True, source, target, out, counts)
         return work
 
     def _next(self) -> Group:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import pycomm
 from pycomm.compress.dense import clip_averaged
-from pycomm.compress.schedule import check_ramp, gather_is_smaller, level_at, to_send
+from pycomm.compress.schedule import check_ramp, gather_is_smaller, level_at, packet_bytes, to_send
 from pycomm.errors import InvalidArgument
 from pycomm.testing import run_ranks
 
@@ -356,7 +356,7 @@ def test_where_packets_are_smaller(size: int, even: float) -> None:
     count = 10**6
     for sparsity, smaller in ((even - 1e-4, False), (even, False), (even + 1e-4, True)):
         k = to_send(count, sparsity)
-        assert gather_is_smaller([k], [count], 4, size) == smaller
+        assert gather_is_smaller(packet_bytes([k], [count], 4, None), 4 * count, size) == smaller
 
 
 def test_the_exchange_follows_the_level() -> None:

@@ -55,6 +55,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"exchange": "masked", "min_count": 100},
     {"fused": True, "min_count": 100},
     {"fused": True, "exchange": "masked"},
+    {"value_dtype": "2bit", "exchange": "gather", "min_count": 100},
+    {"value_dtype": "1bit", "exchange": "gather", "select": "model", "fused": True},
 ]
 
 
@@ -90,14 +92,17 @@ class Broken(Exception):
     """What the exchange raises in these tests."""
 
 
-@pytest.mark.parametrize("verb", ["all_gather", "all_reduce"])
-@pytest.mark.parametrize("options", [{}, {"select": "model"}, {"min_count": 600}])
+LEAN32 = {"codec": "lean"}
+LEAN = {"value_dtype": "int8", "exchange": "gather"}
+FAILING = [("all_gather", o) for o in ({}, {"select": "model"}, {"min_count": 600}, LEAN)]
+FAILING += [("all_reduce", {"min_count": 600}), ("all_gather_v", {**LEAN, "select": "model"})]
+
+
+@pytest.mark.parametrize(("verb", "options"), FAILING)
 def test_a_failed_exchange_is_a_step_that_sent_nothing(
     monkeypatch: pytest.MonkeyPatch, verb: str, options: dict[str, Any]
 ) -> None:
     """Against a twin whose step selects nothing: u and v have the gradient, nothing else moved."""
-    if verb == "all_reduce" and "min_count" not in options:
-        return  # all is compressed, nothing is reduced
     real = getattr(Lanes, verb)
     at, calls = [-1, -1], [0, 0]  # by rank
 
@@ -304,7 +309,7 @@ def _uneven(group: pycomm.Group, decay: float, options: dict[str, Any], ddp: boo
     return layer.weight.detach()
 
 
-@pytest.mark.parametrize("options", [{}, {"select": "model"}, {"rampup_begin_step": 2}])
+@pytest.mark.parametrize("options", [LEAN32, {}, {"select": "model"}, {"rampup_begin_step": 2}])
 def test_a_rank_without_data_sends_what_it_owes(options: dict[str, Any]) -> None:
     """Neither gradient nor decay: its weights are not those of the others until the end."""
     for decay in (0.0, 0.5) if "rampup_begin_step" not in options else (0.0,):
@@ -453,13 +458,13 @@ def test_refusals() -> None:
                 pycomm.DGC(sgd(module, **wrong))
         for wrong in (
             {"clip": "all"}, {"select": "most"}, {"k_rule": "floor"}, {"exchange": "dense"},
-            {"clip_norm": 0.0}, {"sparsity": [1.0]}, {"rampup_step": 0},
+            {"clip_norm": 0.0}, {"sparsity": [1.0]}, {"rampup_step": 0}, {"value_dtype": "float16"},
+            {"codec": "rice"}, {"codec": "raw", "value_dtype": "2bit"},
         ):  # fmt: skip
             with pytest.raises(InvalidArgument):
                 pycomm.DGC(sgd(module), **wrong)
-        for wrong in ({"exchange": "tuned"}, {"value_dtype": "float16"}):
-            with pytest.raises(Unsupported, match="not built yet"):
-                pycomm.DGC(sgd(module), **wrong)
+        with pytest.raises(Unsupported, match="not built yet"):
+            pycomm.DGC(sgd(module), exchange="tuned")
         words = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
         with pytest.raises(Unsupported, match=r"'0.0'.*without momentum"):
             pycomm.DataParallel(words, compression=pycomm.DGC(sgd(words)))

@@ -14,8 +14,17 @@ from torch import Tensor
 from pycomm import collectives, fused
 from pycomm.compress import state
 from pycomm.compress.age import Ages
+from pycomm.compress.coded import ToAll
 from pycomm.compress.memory import Memory, TakenOver
-from pycomm.compress.schedule import K_RULES, check_ramp, gather_is_smaller, level_at, to_send
+from pycomm.compress.schedule import (
+    K_RULES,
+    VALUE_DTYPES,
+    check_ramp,
+    gather_is_smaller,
+    level_at,
+    packet_bytes,
+    to_send,
+)
 from pycomm.compress.transaction import Plan, Step
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
@@ -49,7 +58,11 @@ class DGC:
         select: the largest of each "parameter", or of the whole "model".
         min_count: parameters with fewer elements travel whole.
         k_rule: "round", "paddle" or "ceil": how many elements a share is.
-        value_dtype: of values on the way: "float32" (float64 for float64 parameters).
+        value_dtype: of values on the way: "float32", or in lean packets also "bfloat16", "int8",
+            "2bit" or "1bit". What rounding loses stays in v.
+        codec: "raw" packets have 4 bytes for an index, and values of the parameter's own dtype,
+            float32 or float64. "lean" ones code both, in host memory, and all of a step travels
+            behind its last gradient. "auto": raw for float32, else lean.
         exchange: "gather" packets, sum them "masked" as dense arrays, or "auto": what has fewer
             bytes, counted by rank 0 for each level.
         scaler: the GradScaler or StaticLossScaler of the training, if there is one.
@@ -60,7 +73,7 @@ class DGC:
         track_age: keeps, for each element that is compressed, when it was last sent (4 bytes).
 
     Raises:
-        Unsupported: another optimizer, shards, an exchange or value_dtype that is not built.
+        Unsupported: another optimizer, shards, exchange="tuned", lean packets of a GPU.
         InvalidArgument: anything else that makes no sense.
     """
 
@@ -80,6 +93,7 @@ class DGC:
         min_count: int = 16384,
         k_rule: str = "round",
         value_dtype: str = "float32",
+        codec: str = "auto",
         exchange: str = "auto",
         scaler: torch.amp.GradScaler | None = None,
         fused: bool = False,
@@ -91,11 +105,13 @@ class DGC:
         _one_of("select", select, ("parameter", "model"))
         _one_of("k_rule", k_rule, K_RULES)
         _one_of("exchange", exchange, ("auto", "gather", "masked", "tuned"))
-        if exchange == "tuned" or value_dtype != "float32":
-            raise Unsupported(
-                f"exchange={exchange!r} with value_dtype={value_dtype!r} is not built yet: there "
-                'are "auto", "gather" and "masked", with float32'
-            )
+        _one_of("codec", codec, ("auto", "raw", "lean"))
+        _one_of("value_dtype", value_dtype, VALUE_DTYPES)
+        if exchange == "tuned":
+            raise Unsupported('exchange="tuned" is not built yet: "auto" counts bytes')
+        if codec == "raw" and value_dtype != "float32":
+            raise InvalidArgument(f"value_dtype={value_dtype!r} is for lean packets, not raw ones")
+        lean = codec == "lean" or value_dtype != "float32"
         if clip_norm is not None and not clip_norm > 0:
             raise InvalidArgument(f"clip_norm={clip_norm}: above 0, or None")
         if fused and not (momentum_correction and decay_correction):
@@ -110,6 +126,9 @@ class DGC:
         owned: tuple[str, ...] = ("momentum", "nesterov") if momentum_correction else ()
         owned += ("weight_decay",) if decay_correction else ()
         self._owned = TakenOver(optimizer, min_count, owned)
+        self._carrier = ToAll(value_dtype) if lean else None
+        if self._carrier is not None:
+            _on_the_host(self._compressed())
         self._ages = Ages(self._compressed()) if track_age else None
         self._rooms: dict[tuple[str, ...], Tensor] = {}
         self._plans: dict[int, tuple[str, Mapping[Memory, int] | int]] = {}  # by level
@@ -159,8 +178,10 @@ class DGC:
         exchange, k = ("dense", {}) if level is None else self._plan(level, lanes)
         if exchange != "dense" and not self.switched:
             self._switch()
-        fused = self._fused and exchange == "gather"
-        plan = Plan(exchange, k, self._masking, self._clip_norm, self._together, scale, fused)
+        packets = exchange not in ("dense", "masked")
+        fused, carrier = self._fused and packets, self._carrier if packets else None
+        clip = self._clip_norm, self._together
+        plan = Plan(exchange, k, self._masking, *clip, scale, fused, carrier)
         return Step(plan, self.memories, self._rooms, lanes, idle)
 
     def end(self, step: Step) -> bool:
@@ -198,9 +219,11 @@ class DGC:
             ks = [to_send(count, sparsity, self._k_rule) for count in counts]
             k = dict(zip(memories, ks, strict=True))
         if level not in self.chosen:
-            itemsize = memories[0].u.itemsize
-            smaller = gather_is_smaller(ks, counts, itemsize, lanes.size)
-            auto = "gather" if smaller else "masked"
+            coded = self._carrier.value_dtype if self._carrier else None
+            whole = [sum(counts)] if self._whole else counts
+            packets = packet_bytes(ks, whole, memories[0].u.itemsize, coded)
+            dense = sum(memory.u.nbytes for memory in memories)
+            auto = "gather" if gather_is_smaller(packets, dense, lanes.size) else "masked"
             self.chosen[level] = _told(auto if self._exchange == "auto" else self._exchange, lanes)
         self._rooms.clear()
         self._plans[level] = self.chosen[level], k
@@ -348,3 +371,12 @@ def _everywhere(here: bool, lanes: Lanes) -> bool:
 def _one_of(name: str, given: str, known: Sequence[str]) -> None:
     if given not in known:
         raise InvalidArgument(f"{name}={given!r}: one of {', '.join(known)}")
+
+
+def _on_the_host(memories: Sequence[Memory]) -> None:
+    for memory in memories:
+        if memory.u.device.type != "cpu":
+            raise Unsupported(
+                f"lean packets are written by the processor, and {memory.name!r} lies on "
+                f'{memory.u.device}: use codec="raw" with value_dtype="float32"'
+            )

@@ -1,9 +1,9 @@
 """One packet: gradients that are compressed together, from kernel to kernel.
 
     prepare    u, v take the gradients in, k elements of each go into the packet
-    gather     packets of all ranks -> decode: their sum in rank order, times a factor; or update:
-               that, times the rate, off the parameters
-    masked     the packet alone as a dense gradient, for a dense sum (the same mathematics)
+    arrived    raw packets of all ranks, as pairs that unit.py adds in rank order
+    units      what coded.py codes one by one, where packets are lean
+    mask       the packet alone as a dense gradient, for a dense sum (the same mathematics)
     rollback   u, v as if nothing had been taken out
 
 The packet is the values of all elements, then their indices, which count through the gradients of
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pycomm import kernels
 from pycomm.compress.memory import Hyper, Memory, line
+from pycomm.compress.unit import Arrived, Unit
 
 __all__ = ["Parcel", "Update"]
 
@@ -39,15 +40,11 @@ class Update:
 
 
 @dataclass(eq=False)
-class _Part:
+class _Part(Unit):
     """Memories of one Hyper: one call of the kernel."""
 
     hyper: Hyper
-    memories: list[Memory]
-    gradients: list[Tensor]
     k: int | list[int]  # of all of them together, or of each
-    values: Tensor
-    indices: Tensor
     u_values: Tensor
 
 
@@ -86,12 +83,12 @@ class Parcel:
             stop = start + (k if isinstance(k, int) else sum(k))
             self._parts.append(
                 _Part(
-                    hyper,
                     [memories[i] for i in places],
                     [line(gradients[i]) for i in places],
-                    k,
-                    values[start:stop],
                     indices[start:stop],
+                    values[start:stop],
+                    hyper,
+                    k,
                     u_values[start:stop],
                 )
             )
@@ -157,64 +154,39 @@ class Parcel:
             )
         self._prepared = []
 
-    def decode(self, gathered: Tensor, factor: float) -> None:
-        """Gradients become factor * the sum of all ranks' packets [size, bytes], in rank order."""
-        for part, packets in self._by_part(gathered):
-            kernels.decode_sum(part.gradients, packets, factor)
-
-    def update(self, gathered: Tensor, factor: float) -> None:
-        """The optimizer's step: parameters -= rate * factor * the sum, touched where it is sent."""
-        for part, packets in self._by_part(gathered):
-            for rate, first, last, offset, count in _by_rate(part.memories):
-                lines = [line(memory.parameter) for memory in part.memories[first:last]]
-                cut = packets
-                if last - first < len(part.memories):
-                    cut = [_between(*packet, offset, offset + count) for packet in packets]
-                kernels.decode_update(lines, cut, rate, factor)
-
-    def _by_part(self, gathered: Tensor) -> Iterator[tuple[_Part, list[tuple[Tensor, Tensor]]]]:
-        """Each part with its (indices, values) from all ranks, in rank order."""
+    def arrived(self, gathered: Tensor) -> Iterator[Arrived]:
+        """What raw packets of all ranks [size, bytes] have, in rank order."""
         rows = [self._open(row) for row in gathered]
         start = 0
         for part in self._parts:
             stop = start + len(part.values)
-            yield part, [(indices[start:stop], values[start:stop]) for values, indices in rows]
+            pairs = [(indices[start:stop], values[start:stop]) for values, indices in rows]
+            yield Arrived(part, pairs)
             start = stop
 
-    @property
-    def memories(self) -> list[Memory]:
-        """All of them."""
-        return [memory for part in self._parts for memory in part.memories]
+    def units(self) -> Iterator[Unit]:
+        """What has a k of its own: each memory, or all of them together. No bucket has a say in
+        what shares a level, so none has in the bits."""
+        for part in self._parts:
+            if isinstance(part.k, int):
+                yield part
+                continue
+            starts = itertools.accumulate(part.k, initial=0)
+            offsets = itertools.accumulate((m.count for m in part.memories), initial=0)
+            each = zip(part.memories, part.gradients, part.k, starts, offsets, strict=False)
+            for memory, gradient, k, start, offset in each:
+                here = slice(start, start + k)
+                yield Unit([memory], [gradient], part.indices[here] - offset, part.values[here])
 
     def sent(self) -> Iterator[tuple[Memory, Tensor]]:
         """For each memory the places within it that this rank has sent, ascending."""
         for part in self._parts:
-            offset = 0
-            for memory in part.memories:
-                stop = offset + memory.count
-                yield memory, _between(part.indices, part.values, offset, stop)[0]
-                offset = stop
+            yield from part.sent()
 
     def mask(self) -> None:
         """Gradients become what this rank sends: the chosen elements, and 0 elsewhere."""
         for part in self._parts:
             kernels.decode_sum(part.gradients, [(part.indices, part.values)])
-
-
-def _by_rate(memories: Sequence[Memory]) -> Iterator[tuple[float, int, int, int, int]]:
-    """Runs of memories with one learning rate: the rate, which, their offset and elements."""
-    first = offset = 0
-    for rate, run in itertools.groupby(memories, lambda memory: float(memory.group["lr"])):
-        counts = [memory.count for memory in run]
-        yield rate, first, first + len(counts), offset, sum(counts)
-        first, offset = first + len(counts), offset + sum(counts)
-
-
-def _between(indices: Tensor, values: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """What a packet has of start <= index < stop, counted from start."""
-    ends = torch.tensor([start, stop], dtype=indices.dtype, device=indices.device)
-    first, last = torch.searchsorted(indices, ends).tolist()
-    return indices[first:last] - start, values[first:last]
 
 
 def _by_hyper(memories: Sequence[Memory], apart: bool) -> list[tuple[Hyper, list[int]]]:

@@ -12,10 +12,29 @@ import numpy as np
 
 from pycomm.errors import InvalidArgument
 
-__all__ = ["K_RULES", "check_ramp", "gather_is_smaller", "level_at", "to_send"]
+__all__ = [
+    "K_RULES",
+    "VALUE_DTYPES",
+    "check_ramp",
+    "gather_is_smaller",
+    "index_bits",
+    "level_at",
+    "packet_bytes",
+    "to_send",
+]
 
 K_RULES = ("round", "paddle", "ceil")
 INDEX_BYTES = 4
+# With the scales and levels that elements share, csrc/kernels/lean.h.
+VALUE_BITS = {
+    "float32": 32,
+    "bfloat16": 16,
+    "int8": 8 + 32 / 256,
+    "2bit": 2 + 32 / 4096,
+    "1bit": 1 + 16 / 4096,
+}
+VALUE_DTYPES = tuple(VALUE_BITS)
+HEAD_BYTES = 16  # of a lean packet, with its length
 
 
 def check_ramp(begin: int, length: int, sparsity: Sequence[float]) -> tuple[float, ...]:
@@ -53,12 +72,32 @@ def to_send(count: int, sparsity: float, rule: str = "round") -> int:
     return min(max(1, k), count)
 
 
-def gather_is_smaller(ks: Sequence[int], counts: Sequence[int], itemsize: int, size: int) -> bool:
+def packet_bytes(
+    ks: Sequence[int], counts: Sequence[int], itemsize: int, value_dtype: str | None
+) -> int:
+    """Of packets of ks of counts elements each: raw ones where `value_dtype` is None, else what
+    lean ones take where indices are spread evenly; where they lie together it is less."""
+    if value_dtype is None:
+        return sum(ks) * (itemsize + INDEX_BYTES)
+    bits = sum(
+        k * VALUE_BITS[value_dtype] + min(count, k * index_bits(k / count))
+        for k, count in zip(ks, counts, strict=True)
+    )
+    return math.ceil(bits / 8) + HEAD_BYTES * len(ks)
+
+
+def index_bits(density: float) -> float:
+    """What a Rice code takes for an index on average, where each element is sent with probability
+    `density`: a gap of g elements has the probability (1 - density)^g density, and its parameter b
+    is the one that takes the fewest bits."""
+    reaches = [(1 - density) ** (1 << b) for b in range(31)]  # a gap of 2^b and more
+    return min(b + 1 + r / (1 - r) for b, r in enumerate(reaches))
+
+
+def gather_is_smaller(packets: int, dense: int, size: int) -> bool:
     """Whether a rank receives fewer bytes in an all-gather of packets than in a ring of all.
 
-    (size - 1) packets of (value, int32 index) against 2 (size - 1) / size of the whole: sparse
-    wins where size * (1 - sparsity) < 1, for float32.
+    (size - 1) packets against 2 (size - 1) / size of the whole: of raw float32 packets sparse wins
+    where size * (1 - sparsity) < 1.
     """
-    packets = (size - 1) * sum(ks) * (itemsize + INDEX_BYTES)
-    ring = 2 * (size - 1) * sum(counts) * itemsize
-    return packets * size < ring or size == 1
+    return packets * size < 2 * dense or size == 1

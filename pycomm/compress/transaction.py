@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +20,22 @@ from pycomm.calls import Work
 from pycomm.compress.dense import apply_momentum, clip_averaged
 from pycomm.compress.memory import Memory, line
 from pycomm.compress.parcel import Parcel, Update
+from pycomm.compress.unit import Arrived, Unit
 from pycomm.errors import Mismatch
 from pycomm.lanes import Lanes
 
-__all__ = ["Plan", "Step"]
+__all__ = ["Carrier", "Plan", "Step"]
+
+
+class Carrier(Protocol):
+    """How lean packets travel: coded.py, split.py."""
+
+    def exchange(self, units: Sequence[Unit], lanes: Lanes) -> tuple[list[Arrived], int]:
+        """Collective, behind the last gradient: what has arrived, and the bytes that were given.
+        Nothing that lasts changes."""
+
+    def commit(self) -> None:
+        """What exchange() has found holds from now on."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +43,15 @@ class Plan:
     """What holds for one step, the same on all ranks.
 
     Attributes:
-        exchange: "dense": nothing is compressed; "gather": packets go to all ranks; "masked": a
+        exchange: "dense": nothing is compressed; "gather", "split": packets travel; "masked": a
             packet travels as a dense gradient.
         k: how many elements of each are sent; or of all together.
         masking: momentum factor masking.
         clip: limit of the norm of a gradient, or of all `together`; None: no clipping.
         loss_scale: what gradients are multiplied by; None: no vote on Inf and NaN.
         fused: what was gathered waits for the optimizer's step, `Step.deferred`.
+        carrier: of lean packets, which wait for the last gradient; None: packets are raw, and
+            leave when they are there.
     """
 
     exchange: str
@@ -46,6 +61,7 @@ class Plan:
     together: bool = False
     loss_scale: float | None = None
     fused: bool = False
+    carrier: Carrier | None = None
 
     @property
     def waits(self) -> bool:
@@ -95,6 +111,7 @@ class Step:
         self._loads: list[_Load] = []
         self._waiting: list[_Load] = []
         self._parcels: list[tuple[Parcel, Tensor | None]] = []  # with the packets of all ranks
+        self._coded: list[Arrived] = []
         self._works: list[Work] = []
         self._norm: Tensor | None = None  # of all gradients, if known
         self._idle = idle
@@ -128,6 +145,7 @@ class Step:
             whole = isinstance(self._plan.k, int)
             for loads in [self._waiting] if whole else [[load] for load in self._waiting]:
                 self._start(loads)
+            self._carry()
             self._wait()
         self._commit()
         return True
@@ -143,14 +161,15 @@ class Step:
         arrived, factor = self._arrived(), 1.0 / self._lanes.size
 
         def update() -> None:
-            for parcel, gathered in arrived:
-                parcel.update(gathered, factor)
+            for one in arrived:
+                one.unit.update(one.pairs, factor)
 
-        return update, [memory for parcel, _ in arrived for memory in parcel.memories]
+        return update, [memory for one in arrived for memory in one.unit.memories]
 
-    def _arrived(self) -> list[tuple[Parcel, Tensor]]:
-        """What was gathered: packets of all ranks."""
-        return [(parcel, packets) for parcel, packets in self._parcels if packets is not None]
+    def _arrived(self) -> list[Arrived]:
+        """What packets have brought."""
+        raw = [(parcel, packets) for parcel, packets in self._parcels if packets is not None]
+        return [*self._coded, *(one for parcel, packets in raw for one in parcel.arrived(packets))]
 
     @property
     def is_dense(self) -> bool:
@@ -190,14 +209,23 @@ class Step:
         if plan.exchange == "masked":
             parcel.mask()
             return
+        if plan.carrier is not None:
+            return  # until the last gradient is there
         gathered = parcel.packet.new_empty((self._lanes.size, *parcel.packet.shape))
         self._parcels[-1] = (parcel, gathered)
         self._works.append(self._lanes.all_gather(parcel.packet, gathered))
         self.sent_bytes += parcel.packet.nbytes
 
+    def _carry(self) -> None:
+        """Lets lean packets travel."""
+        units = [unit for parcel, _ in self._parcels for unit in parcel.units()]
+        if self._plan.carrier is not None and units:
+            self._coded, sent = self._plan.carrier.exchange(units, self._lanes)
+            self.sent_bytes += sent
+
     def _send_dense(self, load: _Load) -> None:
         flat = load.flat
-        if load.compressed and self._plan.exchange == "gather":
+        if load.compressed and self._plan.exchange != "masked":
             if not load.dense:
                 return
             flat = load.rest = torch.cat([gradient.reshape(-1) for _, gradient in load.dense])
@@ -232,8 +260,13 @@ class Step:
 
     def _commit(self) -> None:
         scale = self._plan.loss_scale
-        for parcel, gathered in () if self._plan.fused else self._arrived():
-            parcel.decode(gathered, 1.0 / self._lanes.size)
+        for one in () if self._plan.fused else self._arrived():
+            one.unit.decode(one.pairs, 1.0 / self._lanes.size)
+        for one in self._coded:
+            if one.lost is not None:
+                one.unit.give_back(one.lost)
+        if self._plan.carrier is not None:
+            self._plan.carrier.commit()
         for load in self._loads:
             load.take_back()
         averaged = [(m, g) for load in self._loads for m, g in load.dense if m is not None]

@@ -1,0 +1,89 @@
+"""Lean packets on their way: units coded, sent to all ranks in one message, and read again.
+
+A unit's packet has a length of its own, so lengths go ahead: int32 [units], of all ranks. Behind
+them one message of each rank holds its packets, end to end. Both stand behind the last gradient.
+docs/compression.md has the meaning, csrc/kernels/lean.h the packets. Called by transaction.py, and
+by split.py for its second half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pycomm import kernels
+from pycomm.compress.unit import Arrived, Pair, Unit
+from pycomm.errors import InvalidArgument
+from pycomm.lanes import Lanes
+
+__all__ = ["ToAll", "all_gather", "decode", "encode", "lost_in"]
+
+
+class ToAll:
+    """The exchange "gather" with lean packets: each rank's go to all.
+
+    Attributes:
+        value_dtype: of values on the way, as pycomm.kernels.encode has it.
+    """
+
+    def __init__(self, value_dtype: str) -> None:
+        self.value_dtype = value_dtype
+
+    def exchange(self, units: Sequence[Unit], lanes: Lanes) -> tuple[list[Arrived], int]:
+        """Collective. What has arrived for each unit, and the bytes that this rank has given."""
+        mine = [encode((u.indices, u.values), u.count, self.value_dtype) for u in units]
+        everyone, sent = all_gather(mine, lanes)
+        found = []
+        for unit, packets in zip(units, everyone, strict=True):
+            pairs = [decode(packet, unit.count) for packet in packets]
+            lost = lost_in(unit.values, pairs[lanes.group.rank][1])
+            found.append(Arrived(unit, pairs, lost))
+        return found, sent
+
+    def commit(self) -> None:
+        """Holds nothing from step to step."""
+
+
+def encode(pair: Pair, count: int, value_dtype: str) -> Tensor:
+    """A lean packet of the fewest bytes, uint8; of nothing, none at all."""
+    if not len(pair[0]):
+        return torch.empty(0, dtype=torch.uint8)
+    packet: Tensor = kernels.encode(*pair, count, value_dtype, codec="auto")
+    return packet
+
+
+def decode(packet: Tensor, count: int) -> Pair:
+    """What `encode` was given, its values as they have arrived.
+
+    Raises:
+        InvalidArgument: the bytes are no packet, or one of a larger array.
+    """
+    if not len(packet):
+        return torch.empty(0, dtype=torch.int32), torch.empty(0)
+    indices, values = kernels.unpack(packet)
+    if len(indices) and int(indices[-1]) >= count:
+        raise InvalidArgument(f"DGC: a packet has index {int(indices[-1])} of {count} elements")
+    return indices, values
+
+
+def lost_in(values: Tensor, arrived: Tensor) -> Tensor:
+    """What is still owed of `values`. What has arrived as NaN or Inf shall not stay: nothing."""
+    lost = values - arrived
+    return torch.where(lost.isfinite(), lost, 0)
+
+
+def all_gather(packets: Sequence[Tensor], lanes: Lanes) -> tuple[list[list[Tensor]], int]:
+    """Collective. By packet: those of all ranks, in rank order; and the bytes that were given."""
+    mine = torch.tensor([len(packet) for packet in packets], dtype=torch.int32)
+    lengths = mine.new_empty((lanes.size, len(packets)))
+    lanes.all_gather(mine, lengths).wait()
+    totals = lengths.sum(1).tolist()
+    message = torch.cat(list(packets))
+    whole = message.new_empty(sum(totals))
+    lanes.all_gather_v(message, whole, totals).wait()
+    each = iter(torch.split(whole, lengths.flatten().tolist()))
+    by_rank = [[next(each) for _ in packets] for _ in totals]
+    sent = mine.nbytes + message.nbytes
+    return [list(of_all) for of_all in zip(*by_rank, strict=True)], sent
