@@ -145,7 +145,7 @@ def form() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    """Ten steps of DDP; what became of the parameters."""
+    """Ten steps of DDP, or of HIERARCHICAL DataParallel; what became of the parameters."""
     import torch
     import torch.distributed as dist
 
@@ -158,12 +158,16 @@ def training() -> dict[str, Any]:
         torch.nn.Linear(512, 512),
         torch.nn.Linear(512, 4),
     )
-    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.5)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    parallel: torch.nn.Module
+    if "HIERARCHICAL" in os.environ:
+        parallel = pycomm.DataParallel(model, bucket_mb=0.5, hierarchical=True)
+    else:
+        parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(10):
         optimizer.zero_grad()
-        ddp(torch.randn(16, 64)).square().mean().backward()
+        parallel(torch.randn(16, 64)).square().mean().backward()
         optimizer.step()
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     sums = [float(p.detach().double().abs().sum()) for p in model.parameters()]
