@@ -15,8 +15,8 @@ namespace pycomm {
 
 // How a rank writes what others are to read. Between processors that share a cache plain stores
 // win: what was written is read from there. Between distant ones they lose by four times
-// (1 MiB on an EPYC, 160 ns apart), as each line is fetched out of the other's cache by itself;
-// there stores that go round the caches win. Which it is, is the machine's, and of a virtual
+// (1 MiB on an EPYC, 160 ns apart), as each store first takes its line away from the reader's
+// cache; there stores that go round the caches win. Which it is, is the machine's, and of a virtual
 // machine it changes from minute to minute: so a few chunks now and then try both ways, and the
 // faster one is taken until the next trial.
 struct Stores {
