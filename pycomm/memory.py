@@ -23,9 +23,10 @@ __all__ = ["empty", "empty_for"]
 def empty(shape: int | Sequence[int], dtype: Any, shared: bool = True) -> Any:
     """An array with arbitrary contents: a torch tensor for a torch dtype, else a NumPy array.
 
-    With `shared` it lies in memory that the ranks of this host map into each other. An all_reduce
-    above 16 KiB in which that holds for every rank's array is carried out where the arrays lie;
-    where one rank's array is of another kind all go the ordinary way. Views and slices count as the
+    With `shared` it lies in memory that the ranks of this host map into each other. An all_reduce,
+    broadcast, all_gather or reduce_scatter above 16 KiB in which that holds for every rank's array
+    (for its input in the last two) is carried out where the arrays lie; where one rank's array is
+    of another kind all go the ordinary way. Views and slices count as the
     array they are of. It takes whole pages, which go back to the system with the last array on
     them. After a fork the child sees the parent's very memory, as with torch's `share_memory_()`.
 

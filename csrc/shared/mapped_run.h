@@ -1,16 +1,21 @@
-// An all_reduce of arrays that every rank of the host has mapped, because they lie in heaps: each
-// rank adds up its piece out of all arrays and writes it into all of them. Nothing is staged.
+// A call on arrays that the other ranks of the host have mapped, because they lie in heaps: each
+// rank takes what it needs out of the others' arrays, and nothing is staged.
 //
-//   two ranks            rank 0                          rank 1
-//     offer              where its array lies            where its array lies
-//     add up             piece 0 of both -> both         piece 1 of both -> both
-//     end                when everybody has written
+//   all_reduce, two ranks    rank 0                          rank 1
+//     offer                  where its arrays lie            where its arrays lie
+//     work                   piece 0 of both -> both         piece 1 of both -> both
+//     end                    when everybody has ended its work
 //
-// Each element is read once by one rank and written once into each array: of S bytes a rank reads
-// and writes S each. Arrays that do not lie in a heap cannot be offered: where one rank has such a
-// one nothing is done here, all ranks know it by the offers, and SharedRun carries out the call.
-// Nothing is written before every rank's signature was seen, and nothing into an array whose rank
-// has given the call up, but for the step in which it did so.
+//   operation        must be mapped          a rank's work
+//   all_reduce       all inputs and outputs  adds up its piece, writes it into all outputs
+//   broadcast        all outputs             copies its piece of the root's into all others
+//   all_gather       all inputs              copies all inputs into its output
+//   reduce_scatter   all inputs              adds up its row of all inputs
+//
+// An all_reduce of S bytes reads S and writes S in each rank. Where one rank has a private array
+// that must be mapped nothing is done here, all ranks know it by the offers, and SharedRun carries
+// out the call. Nothing is written before every rank's signature was seen, and nothing into an
+// array whose rank has given the call up, but for the step in which it did so.
 #pragma once
 
 #include <vector>
@@ -39,15 +44,19 @@ class MappedRun final : public FlagTask {
     const std::byte* input;
     std::byte* output;
   };
+  const Place& of(int rank) const { return places_[static_cast<size_t>(rank)]; }
   void offer();
   void heed(int peer);
   bool are_all_here();
-  void add_up_more();
+  void work_more();
+  void add_up_piece(size_t begin, size_t count);
+  void spread(const std::byte* from, size_t begin, size_t bytes, int owner);
+  void gather(size_t begin, size_t bytes);
 
   const SharedJob& job_;
   bool offered_ = false, met_ = false, told_ = false, refused_ = false, ended_ = false;
-  std::vector<Place> places_;  // by rank
-  size_t at_, end_;            // elements of this rank's piece that are still to do
+  std::vector<Place> places_;  // by rank; what need not be mapped is null
+  size_t at_ = 0, end_;        // elements of this rank's work that are still to do
 };
 
 }  // namespace pycomm

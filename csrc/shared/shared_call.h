@@ -1,4 +1,4 @@
-// A call inside one host: where the arrays lie if all ranks map them, else through slots.
+// A call inside one host: where the arrays lie if the ranks map them, else through slots.
 //
 // Not the engine: that drives this task, and does its waiting, deadlines and failures. Called by
 // the group.

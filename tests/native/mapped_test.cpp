@@ -1,5 +1,5 @@
-// all_reduce of arrays that lie in heaps: sums where they lie, calls in which some arrays do not,
-// disagreements, and the heap itself.
+// Calls on arrays that lie in heaps: what is done where they lie, calls in which some arrays do
+// not, disagreements, and the heap itself.
 #include <array>
 #include <cstdio>
 #include <cstring>
@@ -44,12 +44,15 @@ class Floats {
   // Which hold the sums of `size` ranks, or what `rank` filled in.
   void expect_sums(int size) { expect_scaled(static_cast<float>(size * (size + 1) / 2)); }
   void expect_own(int rank) { expect_scaled(static_cast<float>(rank + 1)); }
+  void expect_margin() {
+    for (size_t i = 0; i < kMargin; ++i)
+      expect(at_[i] == -7.0F && at_[kMargin + count_ + i] == -7.0F, "the margin has changed");
+  }
 
  private:
   void expect_scaled(float factor) {
     for (size_t i = 0; i < count_; ++i) expect_equal(data()[i], value(0, i) * factor, "an element");
-    for (size_t i = 0; i < kMargin; ++i)
-      expect(at_[i] == -7.0F && at_[kMargin + count_ + i] == -7.0F, "the margin has changed");
+    expect_margin();
   }
 
   size_t count_;
@@ -91,6 +94,71 @@ void sums_test() {
       });
 }
 const Test kSums{"arrays in heaps are summed where they lie", sums_test};
+
+// A call whose arrays lie in heaps as far as they must, but for those of rank `odd`; with the
+// smaller one inside the larger one, if `in_place`.
+struct Scene {
+  Operation operation;
+  size_t count;
+  int odd;
+  bool in_place;
+};
+
+// Bytes by which the two ways differ: sent by who gives to all, received in a broadcast.
+uint64_t moved(const Group& group, Operation operation) {
+  const Stats stats = group.stats();
+  return operation == Operation::broadcast ? stats.bytes_received : stats.bytes_sent;
+}
+
+void play(Group& group, const Scene& scene) {
+  const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
+  const bool gives_rows = scene.operation == Operation::reduce_scatter;
+  const bool in_heap = group.rank() != scene.odd;
+  Floats small(scene.count, in_heap && !gives_rows);
+  Floats large(scene.count * size, in_heap && (gives_rows || scene.in_place));
+  float* own = scene.in_place ? large.data() + rank * scene.count : small.data();
+  Call call{.operation = scene.operation, .dtype = Dtype::float32, .count = scene.count};
+  if (scene.operation == Operation::broadcast) call.peer = group.size() - 1;
+  call.input = gives_rows ? large.data() : own;
+  call.output = scene.operation == Operation::all_gather ? large.data() : own;
+  if (gives_rows) large.fill(group.rank());
+  for (size_t i = 0; i < scene.count && !gives_rows; ++i) own[i] = Floats::value(group.rank(), i);
+  const uint64_t before = moved(group, scene.operation);
+  group.run(call);
+  const float all = static_cast<float>(size * (size + 1) / 2);
+  for (size_t i = 0; i < scene.count; ++i) {
+    if (gives_rows)
+      expect_equal(own[i], Floats::value(0, rank * scene.count + i) * all, "a sum");
+    else if (scene.operation == Operation::broadcast)
+      expect_equal(own[i], Floats::value(group.size() - 1, i), "an element of the root's");
+    for (size_t peer = 0; peer < size && scene.operation == Operation::all_gather; ++peer)
+      expect_equal(large.data()[peer * scene.count + i], Floats::value(static_cast<int>(peer), i),
+                   "an element of a row");
+  }
+  small.expect_margin();
+  large.expect_margin();
+  if (scene.odd >= 0) return;
+  const bool is_root = scene.operation == Operation::broadcast && rank + 1 == size;
+  const uint64_t expected = scene.operation != Operation::broadcast || is_root
+                                ? 0
+                                : mapped_bytes(group, scene.count) / (size - 1);
+  expect_equal(moved(group, scene.operation) - before, expected, "bytes that went");
+}
+
+void verbs_test() {
+  for (const std::string& by : kShared)
+    for (const int size : {2, 3})
+      ranks::run_groups(size, by, [](Group& group) {
+        for (const Operation operation :
+             {Operation::broadcast, Operation::all_gather, Operation::reduce_scatter})
+          for (const size_t count : {size_t{4097}, size_t{100'003}})
+            for (int odd = -1; odd < group.size(); ++odd)
+              for (const bool in_place : {true, false})
+                play(group, {operation, count, odd, in_place});
+      });
+}
+const Test kVerbs{"the other verbs work on arrays in heaps where they lie, or all go through slots",
+                  verbs_test};
 
 // Whose array is private, and in which of its two places.
 void mixed_test() {
@@ -165,8 +233,9 @@ void lifetime_test() {
 }
 const Test kLifetime{"arrays that go right after their call", lifetime_test};
 
-// Two ranks on one thread, so that each stands where the test wants it.
-void left_test() {
+// Two ranks on one thread, so that each stands where the test wants it: rank 0 gives up, its own
+// work done or not, when rank 1 has done so many steps of its own.
+void left_test(int steps_before, bool gone_works) {
   constexpr size_t kCount = 400'000;
   std::vector<std::shared_ptr<Segment>> segments;
   for (int rank = 0; rank < 2; ++rank) {
@@ -196,14 +265,21 @@ void left_test() {
   } gone(0, segments), late(1, segments);
   for (int i = 0; i < 2; ++i)  // offers, and their answers
     for (Rank* rank : {&gone, &late}) expect(rank->run->advance(), "on the way");
-  expect(late.run->advance(), "a first step");
+  for (int i = 0; i < steps_before; ++i) expect(late.run->advance(), "a step");
+  while (gone_works && gone.run->advance()) {
+  }
   gone.run.reset();
-  gone.x.fill(0);
+  if (!gone_works) gone.x.fill(0);
   for (int i = 0; i < 10; ++i) expect(!late.run->advance(), "goes on without the other");
+  expect(!late.run->done(), "takes what the other has left for a result");
   expect_equal(late.run->receiving_from(), 0, "whom it waits for");
-  gone.x.expect_own(0);
+  if (!gone_works) gone.x.expect_own(0);
 }
-const Test kLeft{"nothing is written into the array of a rank that has given up", left_test};
+const Test kLeft{"nothing is written into the array of a rank that has given up",
+                 [] { left_test(1, false); }};
+// 800 kB in steps of 256 KiB: the last one was under way, and may have read anything.
+const Test kLeftLast{"who gave up in the others' last step is not taken for one who was there",
+                     [] { left_test(4, true); }};
 
 void lost_test() {
   ranks::World world{.size = 3, .transport = "shm"};
