@@ -28,8 +28,9 @@ std::byte* write_bitmap(std::span<const int32_t> indices, size_t count, std::byt
 std::byte* write_rice(std::span<const int32_t> indices, size_t count, const RicePlan& plan,
                       std::byte* out);
 
-// Reads k = indices.size() of `count`. Throws InvalidArgument unless the bytes are what the writer
-// of this code writes.
+// Reads k = indices.size() of `count`. Throws InvalidArgument unless the bytes end where the code
+// does, padded with zeros, and the indices ascend in 0..count-1; `indices` may have changed then.
+// Whether the parameters of a Rice code are those that the writer would choose is not checked.
 void read_indices(IndexCode code, std::span<const std::byte> bytes, size_t count,
                   std::span<int32_t> indices);
 
