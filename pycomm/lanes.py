@@ -71,6 +71,11 @@ class Lanes:
         into the line `out`, one after another, in the next lane."""
         return self._uneven("all_gather", x, out, counts)
 
+    def all_to_all(self, x: Any, out: Any) -> Work:
+        """Starts pycomm.all_to_all of `x` [size, *row] into `out` in the next lane."""
+        work: Work = collectives.all_to_all(x, out, group=self._next(), async_op=True)
+        return work
+
     def all_to_all_v(self, x: Any, out: Any, give: Sequence[int], take: Sequence[int]) -> Work:
         """Starts an all_to_all in the next lane: of the line `x`, `give[i]` elements go to rank i,
         in order; `take[i]` come from it, into the line `out`."""

@@ -15,10 +15,14 @@ from torch import Tensor, nn
 
 import pycomm
 from pycomm.compress.schedule import VALUE_DTYPES, index_bits, packet_bytes
+from pycomm.compress.split import BLOCK, Shares
 from pycomm.errors import Unsupported
 from pycomm.testing import run_ranks
 
-FORMS = [("gather", value_dtype) for value_dtype in VALUE_DTYPES]
+FORMS = [
+    *(("gather", value_dtype) for value_dtype in VALUE_DTYPES),
+    *(("split", value_dtype) for value_dtype in ("float32", "2bit")),
+]
 
 
 def trained(
@@ -69,7 +73,20 @@ def test_buckets_fusion_and_a_resume_change_no_bit(exchange: str, value_dtype: s
         assert same(results, run_ranks(3, trained, {**options, "fused": True}))
 
 
-def owed(group: pycomm.Group, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def owed_by_owner(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
+    """What this rank owes as an owner, at its coordinates; of a DGC with one parameter."""
+    (memory,) = dgc.memories.values()
+    found = torch.zeros(memory.count, dtype=torch.float64)
+    for owed in dgc.state_dict()["owed"].values():
+        places = owed.nonzero().flatten()
+        where = Shares(memory.count, group.size).whole(group.rank, places)
+        found[where.long()] = owed[places].double()
+    return found
+
+
+def trained_alone(
+    group: pycomm.Group, options: dict[str, Any], steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Momentum 0, rate 1, so that all gradients are what was sent and what is owed: weights, and
     the sums over ranks of gradients and of what is owed."""
     layer = nn.Linear(3000, 1, bias=False)
@@ -79,7 +96,7 @@ def owed(group: pycomm.Group, options: dict[str, Any]) -> tuple[Tensor, Tensor, 
     model = pycomm.DataParallel(layer, compression=dgc)
     own = torch.Generator().manual_seed(group.rank)
     total = torch.zeros(3000, dtype=torch.float64)
-    for _ in range(12):
+    for _ in range(steps):
         gradient = torch.randn(1, 3000, generator=own).exp() - 1.5
         total += gradient[0]
         optimizer.zero_grad()
@@ -87,22 +104,24 @@ def owed(group: pycomm.Group, options: dict[str, Any]) -> tuple[Tensor, Tensor, 
         optimizer.step()
     (memory,) = dgc.memories.values()
     assert memory.v is not None
-    here = memory.v.double()
-    assert bool(here[memory.v != 0].any())
+    here = memory.v.double() + owed_by_owner(dgc, group)
     return layer.weight.detach()[0], pycomm.all_reduce(total), pycomm.all_reduce(here)
 
 
-@pytest.mark.parametrize(("exchange", "value_dtype"), FORMS)
-def test_nothing_is_lost(exchange: str, value_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("exchange", "value_dtype", "ranks"), [*((*form, 4) for form in FORMS), ("split", "1bit", 64)]
+)
+def test_nothing_is_lost(exchange: str, value_dtype: str, ranks: int) -> None:
     """P3: sent + owed = gradients, to rounding."""
     options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "lean"}
-    ranks = 4
-    results = run_ranks(ranks, owed, options)
+    steps = 12 if ranks == 4 else 3
+    results = run_ranks(ranks, trained_alone, options, steps, timeout_s=300)
     weight, total, missing = results[0]
     assert all(torch.equal(weight, other) for other, _, _ in results)
     sent = -weight.double() * ranks
     assert float((sent + missing - total).abs().max()) <= 1e-5 * float(total.abs().max())
-    assert float(sent.abs().sum()) > 0.5 * float(total.abs().sum())  # most has arrived
+    share = float(sent.abs().sum() / total.abs().sum())
+    assert 0.05 < share < 0.99  # some has arrived, some is owed
 
 
 @pytest.mark.parametrize(("exchange", "value_dtype"), FORMS)
@@ -119,9 +138,8 @@ def test_nan_and_inf_do_not_stay(exchange: str, value_dtype: str) -> None:
             optimizer.zero_grad()
             model(gradient).sum().backward()
             optimizer.step()
-            ((u, v),) = memory_of(dgc).values()
-            assert bool(u.isfinite().all())
-            assert bool(v.isfinite().all())
+            for found in memory_of(dgc).values():
+                assert all(bool(x.isfinite().all()) for x in found)
         return layer.weight.detach()[0]
 
     for weight in run_ranks(2, program):
@@ -160,6 +178,82 @@ def test_bytes_of_an_element(value_dtype: str) -> None:
         assert written <= WANTED[value_dtype] * k
         guess = packet_bytes([k], [count], 4, value_dtype)
         assert abs(said - guess) <= 0.01 * guess
+
+
+def test_split_receives_the_same_of_any_number() -> None:
+    """A thousandth of 2 M with 2-bit values: no more than 0.0042 bytes of each element."""
+    count = 1 << 21
+    options = {"value_dtype": "2bit", "exchange": "split"}
+    for ranks in (2, 3, 8):
+        found = run_ranks(ranks, moved, count, options)
+        assert max(received for _, received, _, _ in found) <= 0.0042 * count
+        for written, _, said, _ in found if ranks == 2 else ():  # else a ring passes packets on
+            assert said <= written <= said + 300
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (31, 2), (5000, 3), (4096, 8), (100, 64)])
+def test_shares_are_all_coordinates_once(count: int, size: int) -> None:
+    share = Shares(count, size)
+    coordinates = torch.arange(count, dtype=torch.int32)
+    cut = share.cut(coordinates, coordinates.double())
+    assert len(cut) == size
+    for owner, (places, values) in enumerate(cut):
+        assert bool((places.diff() > 0).all())
+        assert torch.equal(share.whole(owner, places).double(), values)
+        assert places.numel() == 0 or int(places[-1]) < share.places
+    sizes = [len(places) for places, _ in cut]
+    assert sum(sizes) == count
+    assert max(sizes) - min(sizes) <= BLOCK
+
+
+def test_no_stride_meets_one_owner() -> None:
+    """Hot rows, hot columns of widths that the shares could be in step with, and hot beginnings."""
+    count, size = 1 << 20, 64
+    share = Shares(count, size)
+    every = torch.arange(count, dtype=torch.int32)
+    for width in (64, 512, 2048, 8192):
+        column, row = every % width, every // width
+        hot_rows = (row % 7 == 0) & (column < width // 2)
+        for hot in (column < 8, hot_rows, every < count // 16):
+            found = [len(p) for p, _ in share.cut(every[hot], every[hot].double())]
+            assert max(found) <= 1.5 * sum(found) / size, width
+
+
+@pytest.mark.parametrize(("after", "exchange"), [(2, "split"), (3, "split"), (4, "gather")])
+@pytest.mark.parametrize("select", ["parameter", "model"])
+def test_at_another_number_the_same_is_owed(after: int, exchange: str, select: str) -> None:
+    """What owners owe goes on in v. The mean over ranks, as rates are of means."""
+
+    def first(group: pycomm.Group) -> tuple[Any, dict[str, Tensor]]:
+        model, optimizer, dgc = compressed(perceptron(), exchange="split", select=select)
+        for step in range(3):
+            step_on(model, batch(group.rank, step), optimizer)
+        state = dgc.gather_state()
+        assert any(bool(x.any()) for x in dgc.state_dict()["owed"].values())
+        names = [memory.name for memory in dgc.memories.values()]
+        wanted = torch.cat([dgc.state_dict()["v"][name].double() for name in names])
+        counts = [memory.count for memory in dgc.memories.values()]
+        ends = dict(zip(names, itertools.accumulate(counts), strict=True))
+        for name, owed in dgc.state_dict()["owed"].items():
+            count = sum(counts) if select == "model" else dgc.state_dict()["v"][name].numel()
+            start = 0 if select == "model" else ends[name] - count
+            places = owed.nonzero().flatten()
+            where = Shares(count, group.size).whole(group.rank, places).long() + start
+            wanted[where] += owed[places].double()
+        return state, pycomm.all_reduce(wanted, "avg")
+
+    state, wanted = run_ranks(4, first)[0]
+
+    def second(group: pycomm.Group) -> Tensor:
+        model, optimizer, dgc = compressed(perceptron(), exchange=exchange, select=select)
+        dgc.load_state_dict(state)
+        found = torch.cat([m.v.double() for m in dgc.memories.values() if m.v is not None])
+        assert not dgc.state_dict()["owed"]
+        step_on(model, batch(group.rank, 3), optimizer)
+        return pycomm.all_reduce(found, "avg")
+
+    for found in run_ranks(after, second):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_the_guess_of_an_index() -> None:

@@ -25,12 +25,15 @@ from pycomm.compress.schedule import (
     packet_bytes,
     to_send,
 )
+from pycomm.compress.split import Owners
 from pycomm.compress.transaction import Plan, Step
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 from pycomm.lanes import Lanes
 
 __all__ = ["DGC", "Compressed"]
+
+EXCHANGES = ("gather", "masked", "split")
 
 
 class DGC:
@@ -63,8 +66,10 @@ class DGC:
         codec: "raw" packets have 4 bytes for an index, and values of the parameter's own dtype,
             float32 or float64. "lean" ones code both, in host memory, and all of a step travels
             behind its last gradient. "auto": raw for float32, else lean.
-        exchange: "gather" packets, sum them "masked" as dense arrays, or "auto": what has fewer
-            bytes, counted by rank 0 for each level.
+        exchange: "gather" packets, sum them "masked" as dense arrays, or "auto": which of the two
+            has fewer bytes, counted by rank 0 for each level. "split": lean packets go to owners of
+            shares, who send on the largest sums and owe the rest; the bytes that a rank receives do
+            not grow with the number of ranks.
         scaler: the GradScaler or StaticLossScaler of the training, if there is one.
         fused: optimizer.step() takes what was gathered off the parameters there and then, without
             a pass over all gradients; p.grad of what is compressed is this rank's own until then,
@@ -104,14 +109,17 @@ class DGC:
         _one_of("clip", clip, ("parameter", "global"))
         _one_of("select", select, ("parameter", "model"))
         _one_of("k_rule", k_rule, K_RULES)
-        _one_of("exchange", exchange, ("auto", "gather", "masked", "tuned"))
+        _one_of("exchange", exchange, ("auto", "gather", "masked", "split", "tuned"))
         _one_of("codec", codec, ("auto", "raw", "lean"))
         _one_of("value_dtype", value_dtype, VALUE_DTYPES)
         if exchange == "tuned":
             raise Unsupported('exchange="tuned" is not built yet: "auto" counts bytes')
-        if codec == "raw" and value_dtype != "float32":
-            raise InvalidArgument(f"value_dtype={value_dtype!r} is for lean packets, not raw ones")
-        lean = codec == "lean" or value_dtype != "float32"
+        lean = codec == "lean" or value_dtype != "float32" or exchange == "split"
+        if codec == "raw" and lean:
+            raise InvalidArgument(
+                f"value_dtype={value_dtype!r} with exchange={exchange!r} takes lean packets: "
+                'codec="raw" is for float32 and another exchange'
+            )
         if clip_norm is not None and not clip_norm > 0:
             raise InvalidArgument(f"clip_norm={clip_norm}: above 0, or None")
         if fused and not (momentum_correction and decay_correction):
@@ -126,8 +134,9 @@ class DGC:
         owned: tuple[str, ...] = ("momentum", "nesterov") if momentum_correction else ()
         owned += ("weight_decay",) if decay_correction else ()
         self._owned = TakenOver(optimizer, min_count, owned)
-        self._carrier = ToAll(value_dtype) if lean else None
-        if self._carrier is not None:
+        self.owners = Owners(value_dtype) if exchange == "split" else None
+        self._carrier = self.owners or (ToAll(value_dtype) if lean else None)
+        if lean:
             _on_the_host(self._compressed())
         self._ages = Ages(self._compressed()) if track_age else None
         self._rooms: dict[tuple[str, ...], Tensor] = {}
@@ -144,6 +153,11 @@ class DGC:
     def memories(self) -> dict[Tensor, Memory]:
         """By parameter."""
         return self._owned.memories
+
+    @property
+    def selects_whole(self) -> bool:
+        """Whether k is of all together: select="model"."""
+        return self._whole
 
     def lanes(self, group: Group | None = None) -> Lanes:
         """Those that packets take; made when first asked for."""
@@ -218,13 +232,15 @@ class DGC:
         else:
             ks = [to_send(count, sparsity, self._k_rule) for count in counts]
             k = dict(zip(memories, ks, strict=True))
-        if level not in self.chosen:
+        if self._exchange != "auto":
+            self.chosen[level] = _told(self._exchange, lanes)
+        elif level not in self.chosen:
             coded = self._carrier.value_dtype if self._carrier else None
             whole = [sum(counts)] if self._whole else counts
             packets = packet_bytes(ks, whole, memories[0].u.itemsize, coded)
             dense = sum(memory.u.nbytes for memory in memories)
-            auto = "gather" if gather_is_smaller(packets, dense, lanes.size) else "masked"
-            self.chosen[level] = _told(auto if self._exchange == "auto" else self._exchange, lanes)
+            smaller = gather_is_smaller(packets, dense, lanes.size)
+            self.chosen[level] = _told("gather" if smaller else "masked", lanes)
         self._rooms.clear()
         self._plans[level] = self.chosen[level], k
         return self._plans[level]
@@ -271,9 +287,9 @@ class DGC:
         Returns:
             step: steps so far; level: sparsity, None where dense; k: elements that each rank sends;
             sent_bytes: what this rank gave to exchanges in the step; dense_bytes: what it would
-            give without compression; exchange: "dense", "gather" or "masked"; age: {"mean", "max"}
-            of the steps since this rank has sent an element that is compressed, None without
-            track_age.
+            give without compression; exchange: "dense", "gather", "masked" or "split"; age:
+            {"mean", "max"} of the steps since this rank has sent an element that is compressed,
+            None without track_age.
         """
         level = level_at(max(self.step_count - 1, 0), self._begin, self._length, len(self._levels))
         exchange, k = ("dense", {}) if level is None else self._plans.get(level, ("dense", {}))
@@ -356,9 +372,9 @@ class Compressed:
 
 def _told(exchange: str, lanes: Lanes) -> str:
     """What rank 0 has chosen."""
-    word = torch.tensor([int(exchange == "gather")])
+    word = torch.tensor([EXCHANGES.index(exchange)])
     collectives.broadcast(word, 0, group=lanes.group)
-    return "gather" if word.item() else "masked"
+    return EXCHANGES[int(word)]
 
 
 def _everywhere(here: bool, lanes: Lanes) -> bool:

@@ -1,10 +1,12 @@
 """DGC's state as plain values and tensors: of one rank, of all, and at another number of ranks.
 
     {"version", "rank", "size", "step", "switched", "exchange": {level: name},
-     "u": {name: [count]}, "v": {name: [count]}}        of one rank
-    {"version", "size", "ranks": [one rank's, ...]}      of all
+     "u": {name: [count]}, "v": {name: [count]}, "owed": {name: [places]}}      of one rank
+    {"version", "size", "ranks": [one rank's, ...]}                             of all
 
-u and v lie in the order of the parameter's memory. Called by dgc.py.
+u and v lie in the order of the parameter's memory. "owed" is what this rank owes as an owner, with
+exchange="split": of a parameter, or under the name "" of all that is compressed, in the order of v.
+Called by dgc.py.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
+from pycomm.compress.memory import Memory
+from pycomm.compress.split import Shares
+from pycomm.compress.unit import between
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
@@ -39,14 +44,15 @@ def own(dgc: DGC, group: Group) -> dict[str, Any]:
         "exchange": dict(dgc.chosen),
         "u": {memory.name: memory.u.clone() for memory in memories},
         "v": {memory.name: memory.v.clone() for memory in memories if memory.v is not None},
+        "owed": {_name(dgc, memory): x.clone() for memory, x in _owed(dgc).items()},
     }
 
 
 def gathered(dgc: DGC, group: Group, dst: int) -> dict[str, Any] | None:
     """All ranks' on `dst`."""
     mine = own(dgc, group)
-    ranks = [dict(mine, rank=rank, u={}, v={}) for rank in range(group.size)]
-    for key in ("u", "v"):
+    ranks = [dict(mine, rank=rank, u={}, v={}, owed={}) for rank in range(group.size)]
+    for key in ("u", "v", "owed"):
         for name, tensor in mine[key].items():
             rows = collectives.gather(tensor, dst, group=group)
             if rows is not None:
@@ -69,6 +75,9 @@ def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
         )
     else:
         sources = [saved]
+    owed = _fitting(dgc, sources, group.size)
+    if owed is None:
+        sources = [_with_owed(source) for source in sources]
     new: list[tuple[Tensor, Tensor]] = []
     for memory in dgc.memories.values():
         for key, tensor in (("u", memory.u), ("v", memory.v)):
@@ -76,10 +85,57 @@ def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
                 new.append((tensor, _mean([one[key] for one in sources], memory.name, tensor)))
     for tensor, content in new:
         tensor.copy_(content)
+    if dgc.owners is not None:
+        dgc.owners.owed = owed or {}
     first = sources[0]
     dgc.step_count, dgc.switched = int(first["step"]), bool(first["switched"])
     # Another number of ranks counts other bytes.
     dgc.chosen = dict(first["exchange"]) if first["size"] == group.size else {}
+
+
+def _owed(dgc: DGC) -> dict[Memory, Tensor]:
+    """In the order of the memories: buckets have no say in it."""
+    owed = {} if dgc.owners is None else dgc.owners.owed
+    return {memory: owed[memory] for memory in dgc.memories.values() if memory in owed}
+
+
+def _name(dgc: DGC, memory: Memory) -> str:
+    return "" if dgc.selects_whole else memory.name
+
+
+def _fitting(
+    dgc: DGC, sources: Sequence[Mapping[str, Any]], size: int
+) -> dict[Memory, Tensor] | None:
+    """What this rank owes as an owner; None where it is of other shares than there are now."""
+    saved = sources[0].get("owed", {})
+    if dgc.owners is None or len(sources) > 1:
+        return None
+    compressed = [memory for memory in dgc.memories.values() if memory.v is not None]
+    units = [compressed] if dgc.selects_whole else [[memory] for memory in compressed]
+    found = {}
+    for unit in units if saved else ():
+        name, count = _name(dgc, unit[0]), sum(memory.count for memory in unit)
+        if name not in saved or len(saved[name]) != Shares(count, size).places:
+            return None
+        found[unit[0]] = saved[name].clone()
+    return found
+
+
+def _with_owed(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A rank's state whose v has taken in what that rank owed as an owner: the same is owed."""
+    v = {name: x.clone() for name, x in source["v"].items()}
+    for key, owed in source.get("owed", {}).items():
+        names = [key] if key in v else list(v)
+        share, offset = Shares(sum(v[name].numel() for name in names), source["size"]), 0
+        if len(owed) != share.places:
+            raise InvalidArgument(f"DGC: what the state owes of {key!r} is not of its v")
+        places = owed.nonzero().flatten()
+        indices = share.whole(source["rank"], places)
+        for name in names:
+            here, values = between(indices, owed[places], offset, offset + v[name].numel())
+            v[name][here] += values
+            offset += v[name].numel()
+    return {**source, "v": v}
 
 
 def _mean(sources: Sequence[Mapping[str, Tensor]], name: str, like: Tensor) -> Tensor:

@@ -1,0 +1,160 @@
+"""The exchange "split": each rank owns a share of the coordinates, and sums what all send of it.
+
+    cut      the elements that a rank takes out, by owner; each owner's in a lean packet of its own
+    to all   packets to their owners, one message for each pair of ranks
+    sum      the owner adds in rank order to what it still owes, and chooses the largest
+    gather   its choice, coded, goes to all; the rest, and what rounding lost, it owes
+
+A rank receives 2 k elements or so, whatever the number of ranks. What owners owe is part of P3:
+sent + v + owed = gradients. Called by transaction.py through dgc.py, which keeps one Owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pycomm import kernels
+from pycomm.compress.coded import all_gather, decode, encode, lost_in
+from pycomm.compress.memory import Memory
+from pycomm.compress.unit import Arrived, Pair, Unit
+from pycomm.lanes import Lanes
+
+__all__ = ["Owners", "Shares"]
+
+BLOCK = 32  # elements that lie together in one share: a kept set clusters, and a share must not
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who owns which of `count` coordinates, of `size` ranks: blocks in rows of one for each rank,
+    and each row turned by a hash of its number, so that no stride of a matrix meets one owner.
+
+        row 0   block 0 -> rank 1    block 1 -> rank 2    block 2 -> rank 0     turned by 1
+        row 1   block 3 -> rank 0    block 4 -> rank 1    block 5 -> rank 2     turned by 0
+
+    A rank has one block of each row, so a place in its share is row * BLOCK + place in the block,
+    which ascends with the coordinate. The last row may lack blocks; nothing is ever there.
+    """
+
+    count: int
+    size: int
+
+    @property
+    def places(self) -> int:
+        """Of a share: the same for all ranks."""
+        return -(-self.count // (BLOCK * self.size)) * BLOCK
+
+    def cut(self, indices: Tensor, values: Tensor) -> list[Pair]:
+        """By owner: the places in its share, ascending, and the values."""
+        block, within = indices.long() // BLOCK, indices.long() % BLOCK
+        row = block // self.size
+        owner = (block + self._turn(row)) % self.size
+        order = torch.argsort(owner, stable=True)
+        lengths = torch.bincount(owner, minlength=self.size).tolist()
+        places = (row * BLOCK + within).to(torch.int32)[order]
+        return list(
+            zip(torch.split(places, lengths), torch.split(values[order], lengths), strict=True)
+        )
+
+    def whole(self, owner: int, places: Tensor) -> Tensor:
+        """The coordinates, ascending, of places in the share of `owner`."""
+        row, within = places.long() // BLOCK, places.long() % BLOCK
+        block = row * self.size + (owner - self._turn(row)) % self.size
+        return (block * BLOCK + within).to(torch.int32)
+
+    def _turn(self, row: Tensor) -> Tensor:
+        return ((row * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % self.size
+
+
+class Owners:
+    """What this rank owes as an owner, and the exchange that keeps it.
+
+    Attributes:
+        value_dtype: of values on both ways, as pycomm.kernels.encode has it.
+        owed: by the first memory of a unit: [places of the share], of u's dtype.
+    """
+
+    def __init__(self, value_dtype: str) -> None:
+        self.value_dtype = value_dtype
+        self.owed: dict[Memory, Tensor] = {}
+        self._next: dict[Memory, Tensor] = {}
+
+    def exchange(self, units: Sequence[Unit], lanes: Lanes) -> tuple[list[Arrived], int]:
+        """Collective. What has arrived for each unit, and the bytes that this rank has given."""
+        self._next = {}
+        shares = [Shares(unit.count, lanes.size) for unit in units]
+        cuts = [
+            [
+                (pair, encode(pair, share.places, self.value_dtype))
+                for pair in share.cut(unit.indices, unit.values)
+            ]
+            for unit, share in zip(units, shares, strict=True)
+        ]
+        came, given = _to_owners([[packet for _, packet in cut] for cut in cuts], lanes)
+        chosen = [
+            self._choose(unit, share, packets)
+            for unit, share, packets in zip(units, shares, came, strict=True)
+        ]
+        everyone, sent = all_gather(chosen, lanes)
+        found = []
+        for unit, share, cut, packets in zip(units, shares, cuts, everyone, strict=True):
+            pairs = []
+            for owner, packet in enumerate(packets):
+                places, values = decode(packet, share.places)
+                pairs.append((share.whole(owner, places), values))
+            found.append(Arrived(unit, pairs, _lost(unit, share, cut)))
+        return found, given + sent
+
+    def commit(self) -> None:
+        """What is owed from now on."""
+        self.owed.update(self._next)
+        self._next = {}
+
+    def _choose(self, unit: Unit, share: Shares, packets: Sequence[Tensor]) -> Tensor:
+        """The largest of what there is for this owner, of all ranks together as many as one rank
+        sends; it owes the rest. A packet."""
+        first = unit.memories[0]
+        total = torch.zeros(share.places, dtype=unit.values.dtype)
+        kernels.decode_sum(total, [decode(packet, share.places) for packet in packets])
+        if first in self.owed:
+            total += self.owed[first]
+        k = min(-(-len(unit.values) // share.size), share.places)
+        places, values = kernels.topk(total, k)
+        some = values != 0
+        pair = places[some], values[some]
+        packet = encode(pair, share.places, self.value_dtype)
+        total[pair[0]] = lost_in(pair[1], decode(packet, share.places)[1])
+        self._next[first] = total
+        return packet
+
+
+def _lost(unit: Unit, share: Shares, cut: Sequence[tuple[Pair, Tensor]]) -> Tensor:
+    """What this rank's values have lost on the way to their owners, in their order."""
+    places, lost = [], []
+    for owner, ((where, values), packet) in enumerate(cut):
+        places.append(share.whole(owner, where))
+        lost.append(lost_in(values, decode(packet, share.places)[1]))
+    order = torch.argsort(torch.cat(places))
+    return torch.cat(lost).to(unit.values.dtype)[order]
+
+
+def _to_owners(packets: Sequence[Sequence[Tensor]], lanes: Lanes) -> tuple[list[list[Tensor]], int]:
+    """Collective. packets[unit][owner] go there: by unit, those of all ranks for this rank, in rank
+    order; and the bytes that went to others."""
+    mine = torch.tensor([[len(one) for one in of_unit] for of_unit in packets], dtype=torch.int32)
+    give = mine.T.contiguous()  # [size, units]
+    take = torch.empty_like(give)
+    lanes.all_to_all(give, take).wait()
+    message = torch.cat([of_unit[to] for to in range(lanes.size) for of_unit in packets])
+    totals = [lengths.sum(1).tolist() for lengths in (give, take)]
+    came = message.new_empty(sum(totals[1]))
+    lanes.all_to_all_v(message, came, *totals).wait()
+    each = iter(torch.split(came, take.flatten().tolist()))
+    by_rank = [[next(each) for _ in packets] for _ in range(lanes.size)]
+    kept = give[lanes.group.rank]
+    sent = message.nbytes - int(kept.sum()) + give.nbytes - kept.nbytes
+    return [list(of_all) for of_all in zip(*by_rank, strict=True)], sent
