@@ -47,7 +47,7 @@ from pycomm.memory import empty
 from pycomm.values import all_gather_object, user_get, user_pop, user_set
 
 if TYPE_CHECKING:
-    from pycomm import data, metrics
+    from pycomm import data, kernels, metrics, reference, testing
     from pycomm.compress import DGC, dgc_hook
     from pycomm.functional import remote_recv, remote_send
     from pycomm.fused import bcast_list_
@@ -81,6 +81,7 @@ __all__ = [
     "host_count",
     "init",
     "is_initialized",
+    "kernels",
     "launcher",
     "load",
     "local_rank",
@@ -92,6 +93,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reference",
     "remote_recv",
     "remote_send",
     "save",
@@ -100,6 +102,7 @@ __all__ = [
     "set_num_threads",
     "shutdown",
     "size",
+    "testing",
     "user_get",
     "user_pop",
     "user_set",
@@ -122,7 +125,7 @@ _TRAINING = {
     "remote_send": "pycomm.functional",
     "save": "pycomm.rank0",
 }
-_MODULES = ("data", "metrics")
+_MODULES = ("data", "kernels", "metrics", "reference", "testing")
 
 
 def __getattr__(name: str) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,10 @@ def empty(shape: int | Sequence[int], dtype: Any, shared: bool = True) -> Any:
     them. After a fork the child sees the parent's very memory, as with torch's `share_memory_()`.
 
     Raises:
-        InvalidArgument: a negative length; more than the machine has memory.
+        InvalidArgument: a length that is negative or no integer; more than the machine has memory.
         Unsupported: `shared` where address space or the size of files is limited.
     """
-    lengths = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
-    if min(lengths, default=0) < 0:
-        raise InvalidArgument(f"shape {lengths} has a negative length", op="empty")
+    lengths = _lengths(shape)
     torch: Any = sys.modules.get("torch")
     is_torch = torch is not None and isinstance(dtype, torch.dtype)
     if not is_torch:
@@ -47,6 +46,22 @@ def empty(shape: int | Sequence[int], dtype: Any, shared: bool = True) -> Any:
     memory: Any = _core.SharedMemory(min(count * dtype.itemsize, sys.maxsize))
     make = torch.frombuffer if is_torch else np.frombuffer
     return make(memory, dtype=dtype, count=count).reshape(lengths)
+
+
+def _lengths(shape: Any) -> tuple[int, ...]:
+    """One length or several, of any integers, NumPy's too."""
+    lengths: tuple[int, ...]
+    try:
+        try:
+            lengths = (index(shape),)
+        except TypeError:  # no number
+            lengths = tuple(map(index, shape))
+    except TypeError:
+        text = f"shape {shape!r} is neither a length nor a sequence of lengths"
+        raise InvalidArgument(text, op="empty") from None
+    if min(lengths, default=0) < 0:
+        raise InvalidArgument(f"shape {lengths} has a negative length", op="empty")
+    return lengths
 
 
 def empty_for(group: Group, count: int, dtype: Any) -> Any:

@@ -26,7 +26,7 @@ def staged(group: pycomm.Group, x: Any) -> bool:
     return sent == x.nbytes
 
 
-@pytest.mark.parametrize("shape", [(), 5, (3, 4), (0, 7), [2, 2, 2]])
+@pytest.mark.parametrize("shape", [(), 5, (3, 4), (0, 7), [2, 2, 2], np.int64(3), (np.int64(2), 3)])
 @pytest.mark.parametrize("dtype", ["float32", "uint8", bool, np.float16, torch.bfloat16])
 @pytest.mark.parametrize("shared", [True, False])
 def test_forms(shape: Any, dtype: Any, shared: bool) -> None:
@@ -40,6 +40,9 @@ def test_forms(shape: Any, dtype: Any, shared: bool) -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(errors.InvalidArgument, match="negative length"):
         pycomm.empty((3, -1), "float32")
+    for shape in (None, (2.5,), "12", ((1, 2), 3)):
+        with pytest.raises(errors.InvalidArgument, match="neither a length nor"):
+            pycomm.empty(shape, "float32")  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidArgument, match="no room"):
         pycomm.empty(1 << 60, "uint8")
     with pytest.raises(errors.InvalidArgument, match="no room"):

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from torch.utils import data
 
 from pycomm.data.sampler import ShardedSampler, place
@@ -35,7 +36,10 @@ class DataLoader(data.DataLoader[Any]):
     """
 
     def __init__(self, dataset: data.Dataset[Any], *args: Any, **kwargs: Any) -> None:
-        named = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+        said = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+        # Of integers torch takes Python's alone.
+        whole = {name: int(v) for name, v in said.items() if isinstance(v, np.integer)}
+        named: dict[str, Any] = {**said, **whole}
         rank, size = place(None, None)
         self._sharded: ShardedSampler | None = None
         self._epoch = 0

@@ -11,6 +11,7 @@ Called by users and by loader.py.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -34,7 +35,7 @@ def place(rank: int | None, size: int | None) -> tuple[int, int]:
     if rank is not None and size is not None:
         if not 0 <= rank < size:
             raise InvalidArgument(f"rank={rank} of size={size}: ranks end at {size - 1}")
-        return rank, size
+        return operator.index(rank), operator.index(size)
     if group.is_initialized():
         return group.rank(), group.size()
     here = config.environment()
@@ -95,7 +96,7 @@ class ShardedSampler(Sampler[int]):
         count = len(self._data)
         if not self._shuffle:
             return iter([position % count for position in self._positions()])
-        made = torch.Generator().manual_seed(self._seed + self.epoch)
+        made = torch.Generator().manual_seed(operator.index(self._seed + self.epoch))
         order = torch.randperm(count, generator=made).tolist()
         return iter([order[position % count] for position in self._positions()])
 
