@@ -55,6 +55,14 @@ def wait() -> None:
         time.sleep(60)  # nothing to wait for: a signal ends it
 
 
+def part() -> None:
+    """Rank 0 ends at once; the others fail when something is written to the pipe of that name."""
+    if os.environ["RANK"] != "0":
+        with open(sys.argv[2], encoding="utf-8") as pipe:
+            pipe.read()
+        raise LookupError("alone")
+
+
 def train() -> None:
     """Ten steps; the parameters' bits, which are to be the same on all ranks."""
     import hashlib
@@ -62,6 +70,8 @@ def train() -> None:
     import torch
 
     group = pycomm.init()
+    leader = pycomm.data.share(np.full(1, group.rank))
+    assert leader[0] == group.rank - pycomm.local_rank(), "not of this host's first rank"
     model = pycomm.DataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(group.rank)
@@ -74,4 +84,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    {"place": place, "fail": fail, "wait": wait, "train": train}[sys.argv[1]]()
+    {"place": place, "fail": fail, "part": part, "wait": wait, "train": train}[sys.argv[1]]()

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, SequentialSamp
 import pycomm
 from pycomm import Group
 from pycomm.data import DataLoader, InfiniteSampler, Prefetcher, ScatterLoader, ShardedSampler
-from pycomm.errors import InvalidArgument
+from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.testing import run_ranks
 
 ORDERS = st.sampled_from(["strided", "contiguous"])
@@ -206,6 +207,17 @@ def test_prefetching_reads_ahead_and_stops() -> None:
     assert len(Prefetcher([1, 2])) == 2
 
 
+def test_numbers_may_be_numpys() -> None:
+    one, two = np.int64(1), np.int64(2)
+    theirs = ShardedSampler(range(9), seed=two, rank=one, size=two)  # type: ignore[arg-type]
+    ours = ShardedSampler(range(9), seed=2, rank=1, size=2)
+    theirs.set_epoch(two)  # type: ignore[arg-type]
+    ours.set_epoch(2)
+    assert list(theirs) == list(ours)
+    loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=two)
+    assert [len(x) for (x,) in loader] == [2, 2, 1]
+
+
 def test_prefetching_passes_errors_on() -> None:
     def batches() -> Any:
         yield torch.ones(1)
@@ -231,6 +243,11 @@ def shared(group: Group) -> Any:
     assert tensor[0, 0] == group.rank + 5.0
     with pytest.raises(InvalidArgument, match=r"rank 0, the first on .*, has no array"):
         pycomm.data.share(None)
+    with (
+        mock.patch("os.getpid", os.getppid),  # as where process ids are others'
+        pytest.raises(Unsupported, match="cannot open the memory of rank 0"),
+    ):
+        pycomm.data.share(whole)
     empty = pycomm.data.share(np.empty((0, 3), np.int16))
     assert empty.shape == (0, 3)
     maps = Path("/proc/self/maps").read_text().splitlines()

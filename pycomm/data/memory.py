@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import arrays, collectives, values
-from pycomm.errors import InvalidArgument
+from pycomm import arrays, values
+from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group, default
 
 __all__ = ["share"]
@@ -33,9 +33,11 @@ def share(array: Any, *, group: Group | None = None) -> Any:
 
     Raises:
         InvalidArgument: on every rank, where a host's first rank has no array.
+        Unsupported: on every rank, where one may not see the files of its host's first rank, as in
+            a container with process ids of its own.
     """
     group = group or default()
-    hosts = [member.host for member in group.members]
+    hosts = group._core.hosts
     leader = hosts.index(hosts[group.rank])
     note: Any = None
     descriptor = -1
@@ -47,27 +49,36 @@ def share(array: Any, *, group: Group | None = None) -> Any:
         os.truncate(descriptor, max(1, whole.nbytes))
         with mmap.mmap(descriptor, max(1, whole.nbytes)) as target:
             target[: whole.nbytes] = whole.tobytes()
-        note = (os.getpid(), descriptor, whole.dtype.str, list(whole.shape), is_torch)
+        file = os.getpid(), descriptor, os.fstat(descriptor).st_ino
+        note = (file, whole.dtype.str, list(whole.shape), is_torch)
     try:
         notes = values.all_gather_object(note, group=group)
-        for host in set(hosts):
-            if notes[hosts.index(host)] is None:
-                raise InvalidArgument(
-                    f"share: rank {hosts.index(host)}, the first on {host}, has no array"
-                )
-        mapped = _mapped(*notes[leader])
-        collectives.barrier(group=group)
+        for first in map(hosts.index, set(hosts)):
+            if notes[first] is None:
+                name = group.members[first].host
+                raise InvalidArgument(f"share: rank {first}, the first on {name}, has no array")
+        mapped, fault = None, ""
+        try:
+            mapped = _mapped(*notes[leader])
+        except OSError as error:  # the others are told, so that all raise
+            fault = f"share: rank {group.rank} cannot open the memory of rank {leader}: {error}"
+        if fault := next(filter(None, values.all_gather_object(fault, group=group)), ""):
+            raise Unsupported(fault)
         return mapped
     finally:
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _mapped(pid: int, descriptor: int, dtype: str, shape: list[int], is_torch: bool) -> Any:
+def _mapped(where: tuple[int, int, int], dtype: str, shape: list[int], is_torch: bool) -> Any:
+    """The array in the file that another process has open; `where`: its pid, descriptor, inode."""
     kind = np.dtype(dtype)
     count = int(np.prod(shape, dtype=np.int64))
     access = mmap.ACCESS_COPY if is_torch else mmap.ACCESS_READ
+    pid, descriptor, inode = where
     with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
+        if os.fstat(file.fileno()).st_ino != inode:  # another process: its ids are not ours
+            raise OSError(f"process {pid} is another one here")
         memory = mmap.mmap(file.fileno(), max(1, count * kind.itemsize), access=access)
     array = np.frombuffer(memory, kind, count).reshape(shape)
     return sys.modules["torch"].from_numpy(array) if is_torch else array
