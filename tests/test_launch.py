@@ -252,6 +252,24 @@ def test_both_hosts_name_the_rank_that_failed(tmp_path: Path) -> None:
             assert re.search(r"the first failure was rank 1 on .*LookupError", err), err
 
 
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_a_host_that_has_ended_does_not_wait_for_one_that_fails(tmp_path: Path) -> None:
+    """Torch's agent would, for 300 s."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with Network(2, ipv6=False) as net:
+        ended, failing = start_hosts(net, tmp_path, [0, 1], PROGRAM, "part", str(pipe))
+        limit = threading.Timer(LIMIT_S / 2, ended.kill)  # ends the lines below
+        limit.start()
+        assert any("waits for those of the others" in line for line in ended.stdout)
+        limit.cancel()
+        pipe.write_text("now")
+        _, err = failing.communicate(timeout=LIMIT_S / 2)
+        assert failing.returncode == 1, err
+        _, err = ended.communicate(timeout=LIMIT_S / 2)
+        assert ended.returncode == 0, err
+
+
 def other_launchers(rank: int, port: int) -> dict[str, dict[str, str]]:
     """What Slurm, Open MPI and Paddle tell rank `rank` of two."""
     me, place = str(rank), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

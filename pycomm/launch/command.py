@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
     """Launches and waits; gives the exit status: 0, or that of the rank that failed first."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+
+    from pycomm.launch import agent
 
     said = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"pycomm launch: {error}", file=sys.stderr)
             return 2
         try:
-            elastic_launch(config, sys.executable)(*command)
+            agent.launch(config, sys.executable, *command)
         except ChildFailedError as error:
             return _report(error, said.log_dir)
         except SignalException as error:
