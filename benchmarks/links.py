@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
 def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of each case at one rate, as soon as all ranks have said theirs.
 
-    Raises RuntimeError with what a rank that failed has written.
+    Raises RuntimeError where a rank failed; what it wrote stands on this process's stderr.
     """
     size = options.hosts * options.ranks_per_host
     cases = [
@@ -145,6 +145,7 @@ def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
                 [sys.executable, "-m", "benchmarks.link_rank"],
                 {"GLOO_SOCKET_IFNAME": "eth0"},
                 stdin=subprocess.PIPE,
+                stderr=None,
             )
             assert process.stdin is not None
             process.stdin.write(json.dumps(asdict(orders)) + "\n")
@@ -158,8 +159,7 @@ def _hear(process: subprocess.Popen[str]) -> Said:
     assert process.stdout is not None
     if line := process.stdout.readline():
         return Said(**json.loads(line))
-    _, error = process.communicate()
-    raise RuntimeError(f"a rank failed\n{error}")
+    raise RuntimeError(f"a rank ended with exit status {process.wait()}; its words are above")
 
 
 def rows_of(rate: str, hosts: int, by_rank: Sequence[Said]) -> list[Row]:

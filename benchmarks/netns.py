@@ -72,16 +72,22 @@ class Host:
         return f"fd00:99:{link}::{self.number + 1}"
 
     def start(
-        self, command: Sequence[str], env: Mapping[str, str] | None = None, stdin: int | None = None
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        stdin: int | None = None,
+        stderr: int | None = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
         """Starts a command, its output piped; `env` goes over this process's environment, `stdin`
-        is as subprocess takes it. What still runs when the network ends is killed."""
+        and `stderr` are as subprocess takes them (whoever does not read a pipe until the end gives
+        None: it goes where this process's goes). What still runs when the network ends is killed.
+        """
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.name, *command],
             env={**os.environ, **(env or {})},
             stdin=stdin,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
         self._started.append(process)

@@ -4,7 +4,8 @@ Every rank holds each model once for every backend, in torch's DistributedDataPa
 pycomm.DataParallel (`wrapper`), and there with DGC at 99.9 % (`dgc`) and with fused=True (`fused`);
 all take their turns in one run, step by step the same work. `fake` communicates nothing: no backend
 can be faster. `alone` is one rank without DistributedDataParallel while the others rest. With
---rate every rank is on a host of its own (netns.py), behind a line of that rate; needs root.
+--rates every rank is on a host of its own (netns.py), behind a line of each of those rates in turn;
+needs root. At the end stands a table of seconds per step, rate by rate.
 
     efficiency = samples per second of N ranks / (N * samples per second of one alone)
 
@@ -33,7 +34,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from benchmarks import netns, table, training_rank
+from benchmarks import links, netns, table, training_rank
 from benchmarks.models import TASKS, Task
 from benchmarks.peers import OURS, PEERS, Groups
 from benchmarks.plot import COLORS
@@ -70,6 +71,7 @@ class Said:
 class Row:
     """One backend on one model; the time is the slowest rank's median."""
 
+    rate: str  # of the hosts' lines, or "": one host
     model: str
     backend: str  # or one of OWN, or ALONE
     step_ms: float
@@ -87,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--models", default=",".join(TASKS), help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="how often each takes its turn")
     parser.add_argument("--steps", type=int, default=10, help="of each turn (%(default)s)")
-    parser.add_argument("--rate", help='"1gbit": a host for each rank, behind such a line')
+    parser.add_argument("--rates", help='"1gbit,10gbit": a host for each rank, behind such lines')
     parser.add_argument("--json", type=Path, help="where to store all figures")
     parser.add_argument("--plot", type=Path, help="where to draw samples per second")
     options = parser.parse_args(argv)
@@ -96,20 +98,27 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--models takes some of {', '.join(TASKS)}")
     if min(options.ranks - 1, options.rounds, options.steps) < 1:
         parser.error("at least 2 ranks, 1 round and 1 step are needed")
-    if options.rate and (why := netns.missing()):
-        parser.error(f"--rate {why}")
+    rates: Sequence[str] = [""]
+    if options.rates is not None:
+        rates = [rate.strip() for rate in options.rates.split(",")]
+        if not all(map(links.RATE.fullmatch, rates)):
+            parser.error("--rates takes some like 1gbit, with commas between")
+        if why := netns.missing():
+            parser.error(f"--rates {why}")
     console = Console(soft_wrap=True, highlight=False)
     try:
-        found = _measure(console, names, options)
+        found = [row for rate in rates for row in _measure(console, names, rate, options)]
     except (ProcessException, RuntimeError) as error:
         console.print(f"a rank failed\n{error}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
+    if options.rates:
+        console.print(by_rate(found))
     where = machine.describe()
     if options.json:
-        settings = {name: getattr(options, name) for name in ("ranks", "rounds", "steps", "rate")}
+        settings = {name: getattr(options, name) for name in ("ranks", "rounds", "steps", "rates")}
         content = {"machine": where, "settings": settings, "rows": [asdict(row) for row in found]}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     if options.plot:
@@ -131,7 +140,18 @@ def text(row: Row) -> str:
     )
 
 
-def rows(by_rank: Sequence[Said]) -> list[Row]:
+def by_rate(found: Sequence[Row]) -> str:
+    """Seconds per step: a line for each model and rate, a column for each backend."""
+    lines = [f"{'# s/step':8} {'rate':>8} " + " ".join(f"{name:>8}" for name in CONTESTANTS)]
+    for model, rate in dict.fromkeys((row.model, row.rate) for row in found):
+        took = {r.backend: r.step_ms / 1e3 for r in found if (r.model, r.rate) == (model, rate)}
+        lines.append(
+            f"{model:8} {rate:>8} " + " ".join(f"{took[name]:8.4f}" for name in CONTESTANTS)
+        )
+    return "\n".join(lines)
+
+
+def rows(rate: str, by_rank: Sequence[Said]) -> list[Row]:
     """The rows of one model, from what each rank said of it."""
     said, size = by_rank[0], len(by_rank)
     slowest = {
@@ -140,6 +160,7 @@ def rows(by_rank: Sequence[Said]) -> list[Row]:
     }
     return [
         Row(
+            rate=rate,
             model=said.task,
             backend=name,
             step_ms=seconds * 1e3,
@@ -153,29 +174,31 @@ def rows(by_rank: Sequence[Said]) -> list[Row]:
 
 
 def draw(path: Path, found: Sequence[Row], caption: str) -> None:
-    """Bars of samples per second, a panel for each model; the format follows the suffix."""
-    models = list(dict.fromkeys(row.model for row in found))
-    figure = Figure(figsize=(3.6 * len(models), 3.6), layout="constrained")
-    for axes, model in zip(
-        figure.subplots(1, len(models), squeeze=False).flat, models, strict=True
+    """Bars of samples per second, a panel for each model and rate, in the format of the suffix."""
+    panels = list(dict.fromkeys((row.model, row.rate) for row in found))
+    figure = Figure(figsize=(3.6 * len(panels), 3.6), layout="constrained")
+    for axes, panel in zip(
+        figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True
     ):
-        own = [row for row in found if row.model == model and row.backend != ALONE]
+        own = [row for row in found if (row.model, row.rate) == panel and row.backend != ALONE]
         bars = axes.bar(
             [row.backend for row in own],
             [row.samples_per_second for row in own],
             color=[COLORS.get(row.backend) for row in own],
         )
         axes.bar_label(bars, [f"{row.ratio:.2f}x" for row in own])
-        axes.set(title=model, ylabel="samples per second")
+        axes.set(title=" ".join(panel), ylabel="samples per second")
         axes.margins(y=0.12)
     figure.suptitle(f"a training step under DistributedDataParallel, {caption}", fontsize=9)
     figure.savefig(path, dpi=150)
 
 
-def _measure(console: Console, names: list[str], options: argparse.Namespace) -> list[Row]:
+def _measure(
+    console: Console, names: list[str], rate: str, options: argparse.Namespace
+) -> list[Row]:
     found: list[Row] = []
     waiting: dict[str, dict[int, Said]] = {}
-    console.print(HEADER)
+    console.print(HEADER + (f"   {rate}" if rate else ""))
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("training", total=len(names) * options.rounds)
 
@@ -186,14 +209,14 @@ def _measure(console: Console, names: list[str], options: argparse.Namespace) ->
             by_rank = waiting.setdefault(said.task, {})
             by_rank[rank] = said
             if len(by_rank) == options.ranks:
-                new = rows([by_rank[r] for r in range(options.ranks)])
+                new = rows(rate, [by_rank[r] for r in range(options.ranks)])
                 found.extend(new)
                 for row in new:
                     console.print(text(row))
 
         args = (names, options.rounds, options.steps)
-        if options.rate:
-            training_rank.run(options.rate, options.ranks, args, hear)
+        if rate:
+            training_rank.run(rate, options.ranks, args, hear)
         else:
             processes.run(work, args, options.ranks, hear)
     return found

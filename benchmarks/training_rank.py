@@ -24,7 +24,8 @@ TIMEOUT = timedelta(seconds=300)
 
 
 def run(rate: str, size: int, args: Sequence[Any], hear: Callable[[int, Any], None]) -> None:
-    """As processes.run of training.work, with hosts; raises RuntimeError with what a rank wrote."""
+    """As processes.run of training.work, with hosts; raises RuntimeError where a rank failed, whose
+    words stand on this process's stderr."""
     from benchmarks.training import Said
 
     names = args[0]
@@ -35,6 +36,7 @@ def run(rate: str, size: int, args: Sequence[Any], hear: Callable[[int, Any], No
             host.start(
                 [sys.executable, "-m", "benchmarks.training_rank", order],
                 {"GLOO_SOCKET_IFNAME": "eth0"},
+                stderr=None,
             )
             for host, order in zip(net.hosts, orders, strict=True)
         ]
@@ -42,7 +44,8 @@ def run(rate: str, size: int, args: Sequence[Any], hear: Callable[[int, Any], No
             for rank, process in enumerate(ranks):
                 assert process.stdout is not None
                 if not (line := process.stdout.readline()):
-                    raise RuntimeError(process.communicate()[1])
+                    status = process.wait()
+                    raise RuntimeError(f"rank {rank}: exit status {status}; its words are above")
                 hear(rank, Said(**json.loads(line)))
 
 

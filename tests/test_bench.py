@@ -252,7 +252,7 @@ def test_figures_of_training_are_those_of_the_slowest_rank() -> None:
     first = {"gloo": [[0.2]], "pycomm": [[0.1]], "fake": [[0.08]], "alone": [[0.075]]}
     second = {"gloo": [[0.3]], "pycomm": [[0.05]], "fake": [[0.09]]}
     gloo, ours, fake, alone = training.rows(
-        [training.Said("mlp", 30, first), training.Said("mlp", 30, second)]
+        "1gbit", [training.Said("mlp", 30, first), training.Said("mlp", 30, second)]
     )
     assert (gloo.ratio, fake.of_fake_percent, alone.efficiency_percent) == (1, 100, 100)
     assert ours.step_ms == pytest.approx(100)
@@ -277,13 +277,19 @@ def test_a_tiny_training_run_is_stored_and_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
-def test_a_tiny_training_run_between_hosts_is_held_to_the_line(tmp_path: Path) -> None:
+def test_a_tiny_training_run_between_hosts_is_held_to_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     json_to = tmp_path / "bench.json"
-    args = ["training", "--models", "mlp", "--rounds", "1", "--steps", "1", "--rate", "400mbit"]
-    assert command.main([*args, "--json", str(json_to)]) == 0
+    args = ["training", "--models", "mlp", "--rounds", "1", "--steps", "1"]
+    args += ["--rates", "400mbit,800mbit", "--json", str(json_to)]
+    assert command.main(args) == 0
     stored = json.loads(json_to.read_text())
-    assert stored["settings"]["rate"] == "400mbit"
-    took_ms = {row["backend"]: row["step_ms"] for row in stored["rows"]}
+    lines = capsys.readouterr().out.split("# s/step")[1].splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["mlp", "400mbit"], ["mlp", "800mbit"]]
+    assert stored["settings"]["rates"] == "400mbit,800mbit"
+    assert list(dict.fromkeys(row["rate"] for row in stored["rows"])) == ["400mbit", "800mbit"]
+    took_ms = {row["backend"]: row["step_ms"] for row in stored["rows"][:7]}
     assert list(took_ms) == ["gloo", "pycomm", "wrapper", "dgc", "fused", "fake", "alone"]
     assert min(took_ms.values()) > 0
     gradients = sum(p.nbytes for p in TASKS["mlp"].model().parameters())
@@ -291,7 +297,9 @@ def test_a_tiny_training_run_between_hosts_is_held_to_the_line(tmp_path: Path) -
     assert min(took_ms[dense] for dense in ("gloo", "pycomm", "wrapper")) > 0.9 * line_ms
 
 
-@pytest.mark.parametrize("args", [["--models", "vgg"], ["--models", ""], ["--steps", "0"]])
+@pytest.mark.parametrize(
+    "args", [["--models", "vgg"], ["--models", ""], ["--steps", "0"], ["--rates", "1"]]
+)
 def test_nonsense_about_training_is_refused(args: list[str]) -> None:
     with pytest.raises(SystemExit):
         training.main(args)
@@ -344,8 +352,8 @@ def test_where_there_can_be_no_hosts_a_sentence_says_so(
     assert links.main([]) == 2
     assert "needs root" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        training.main(["--rate", "1gbit"])
-    assert "--rate needs root" in capsys.readouterr().err
+        training.main(["--rates", "1gbit"])
+    assert "--rates needs root" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
