@@ -1,5 +1,6 @@
-// A rank that dies in the middle of an addition: of arrays in heaps, which nothing is sent for, and
-// of a call on two levels. The others learn who it was, and nobody waits for ever.
+// A rank that dies in a call on arrays in heaps, which nothing is sent for, or on two levels; in
+// the middle of an addition, if there is one. The others learn who it was, and nobody waits for
+// ever.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -56,11 +57,11 @@ struct Scene {
   }
 };
 
-Header header_of(const Scene& scene) {
+Header header_of(Operation operation, size_t count) {
   Header header;
-  header.operation = static_cast<uint8_t>(Operation::all_reduce);
+  header.operation = static_cast<uint8_t>(operation);
   header.dtype = static_cast<uint8_t>(Dtype::float32);
-  header.count = scene.count;
+  header.count = count;
   return header;
 }
 
@@ -83,14 +84,15 @@ std::unique_ptr<Arena> arena_of(const Scene& scene, int rank,
   return arena;
 }
 
-void all_reduce_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
-  const SharedJob job{.operation = Operation::all_reduce,
-                      .input = reinterpret_cast<std::byte*>(x),
-                      .output = reinterpret_cast<std::byte*>(x),
-                      .count = scene.count,
+void run_mapped(Engine& engine, Arena* arena, Operation operation, const float* input,
+                float* output, size_t count) {
+  const SharedJob job{.operation = operation,
+                      .input = reinterpret_cast<const std::byte*>(input),
+                      .output = reinterpret_cast<std::byte*>(output),
+                      .count = count,
                       .element_bytes = sizeof(float),
                       .reducer = &kFatal};
-  const Header header = engine.next_header(header_of(scene));
+  const Header header = engine.next_header(header_of(operation, count));
   arena->begin(header);
   expect(MappedRun::may_carry_out(job, *arena), "the arrays are not offered");
   MappedRun run(engine, *arena, job, header);
@@ -98,9 +100,27 @@ void all_reduce_mapped(Engine& engine, Arena* arena, const Scene& scene, float* 
   expect(!run.refused(), "an array is not mapped");
 }
 
+void all_reduce_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
+  run_mapped(engine, arena, Operation::all_reduce, x, x, scene.count);
+}
+
+void broadcast_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
+  run_mapped(engine, arena, Operation::broadcast, x, x, scene.count);
+}
+
+void all_gather_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
+  std::vector<float> all(scene.count * scene.hosts.size());
+  run_mapped(engine, arena, Operation::all_gather, x, all.data(), scene.count);
+}
+
+void reduce_scatter_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
+  std::vector<float> row(scene.count / scene.hosts.size());
+  run_mapped(engine, arena, Operation::reduce_scatter, x, row.data(), row.size());
+}
+
 void all_reduce_two_levels(Engine& engine, Arena* arena, const Scene& scene, float* x) {
   Job job;
-  job.signature = header_of(scene);
+  job.signature = header_of(Operation::all_reduce, scene.count);
   job.input = job.output = reinterpret_cast<std::byte*>(x);
   job.element_bytes = sizeof(float);
   job.reducer = &kFatal;
@@ -146,10 +166,14 @@ void play(const Scene& scene, Body body) {
 
 void mapped_test() {
   int mortal = 0;  // a piece has 33 blocks, each of two additions
-  for (const int additions : {0, 1, 30, 65})
-    play({{0, 0, 0}, 200'003, mortal++ % 3, additions}, all_reduce_mapped);
+  for (const int additions : {0, 1, 30, 65}) {
+    play({{0, 0, 0}, 200'003, mortal % 3, additions}, all_reduce_mapped);
+    play({{0, 0, 0}, 200'003, mortal++ % 3, additions}, reduce_scatter_mapped);
+  }
+  for (const Body body : {broadcast_mapped, all_gather_mapped})
+    play({{0, 0, 0}, 200'003, mortal++ % 3, -1}, body);
 }
-const Test kMapped{"a death in a sum of arrays in heaps is noticed by all", mapped_test};
+const Test kMapped{"a death in a call on arrays in heaps is noticed by all", mapped_test};
 
 // Blocks of 1 MiB: the first sum inside, one while the first block crosses, the last.
 void two_levels_test() {
