@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -391,7 +392,8 @@ def test_without_key_and_torch_there_is_a_sentence(monkeypatch: pytest.MonkeyPat
 def test_log_tells_who_is_there() -> None:
     done = run_python("import pycomm; pycomm.init()", PYCOMM_LOG="info")
     assert done.returncode == 0
-    assert done.stderr.startswith('pycomm: group "world": 1 ranks on 1 hosts'), done.stderr
+    said = r'pycomm: group "world": 1 ranks on 1 hosts; rank 0 is local rank 0 of 1 on \S+, device'
+    assert re.match(said + " cpu", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(

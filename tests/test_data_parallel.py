@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
-from pycomm.errors import InvalidArgument, Mismatch
+from pycomm.errors import InvalidArgument, Mismatch, Unsupported
 from pycomm.lanes import Lanes
 from pycomm.testing import run_ranks
 
@@ -385,6 +385,15 @@ def test_callback(op: str) -> None:
         loss = F.mse_loss(one(batch(rank, 0)[0]), batch(rank, 0)[1])
         (loss / 2 if op == "mean" else loss).backward()
     torch.testing.assert_close(results[0], [parameter.grad for parameter in one.parameters()])
+
+
+@pytest.mark.parametrize("init", ["broadcast", "check"])
+def test_a_model_elsewhere_is_refused(init: str) -> None:
+    def program(group: pycomm.Group) -> None:
+        with pytest.raises(Unsupported, match="'weight' lies on meta"):
+            pycomm.DataParallel(nn.Linear(2, 2, device="meta"), init=init)
+
+    run_ranks(2, program)
 
 
 def test_bad_arguments() -> None:

@@ -37,7 +37,7 @@ def test_block_runs(code, tmp_path):
 def test_each_of_the_three_uses_runs_on_two_processes(number, tmp_path):
     _, _, uses = (ROOT / "README.md").read_text().partition("## Three uses")
     code = BLOCK.findall(uses)[number]
-    assert len([line for line in code.splitlines() if line]) <= 14
+    assert len([line for line in code.splitlines() if line]) <= 12
     (tmp_path / "program.py").write_text(code)
     launch = [sys.executable, "-m", "pycomm", "launch", "--nproc", "2", "program.py"]
     done = subprocess.run(
@@ -53,7 +53,11 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_test_that_the_documents_table_names_is_there():
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "documents.md").read_text()))
+    text = (ROOT / "docs" / "documents.md").read_text()
+    rows = [line for line in text.splitlines() if re.match(r"\| (?!named \|)", line)]
+    held = [line for line in rows if re.search(r"`test_\w+`[^|]*\|$", line)]
+    assert [line for line in set(rows) - set(held) if "not ours" not in line] == []
+    named = set(re.findall(r"`(test_\w+)`", text))
     files = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     assert len(named) > 40
     assert named - set(re.findall(r"def (test_\w+)", files)) == set()

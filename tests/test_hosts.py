@@ -244,12 +244,12 @@ def test_training_on_two_hosts_gives_what_one_host_gives() -> None:
         levels = {"MASTER_ADDR": net.hosts[0].ipv6(), "HIERARCHICAL": "1"}  # and two lanes
         wrapped = Run(net, [0, 0, 1, 1], "training", levels).start_all().told()
         alone = Run(net, [0, 0, 0, 0], "training").start_all().told()
-    assert {t["hosts"] for t in alone} == {1}
+    assert {(t["hosts"], t["lanes"]) for t in alone} == {(1, 1)}
     for run in (told, wrapped, alone):
         # On two hosts sums are made in another order: bits are equal among ranks, not among runs.
         assert len({t["bits"] for t in run}) == 1
         assert run[0]["sums"] == pytest.approx(alone[0]["sums"], rel=1e-5)
-    assert {t["hosts"] for t in told + wrapped} == {2}
+    assert {(t["hosts"], t["lanes"]) for t in told + wrapped} == {(2, 2)}
 
 
 HEADERS = {"ipv4": 14 + 20 + 32, "ipv6": 14 + 40 + 32}  # Ethernet, IP, TCP with timestamps

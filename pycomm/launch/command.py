@@ -32,11 +32,11 @@ def parser() -> argparse.ArgumentParser:
     made = run.get_args_parser()
     made.prog = "pycomm launch"
     made.description = "Starts one process per device, or so many as are asked for, on each host."
-    made.epilog = "The options below ours are torchrun's."
+    made.epilog = "The options above pycomm's own are torchrun's."
     ours = made.add_argument_group("pycomm")
     ours.add_argument("--nproc", dest="nproc_per_node", metavar="N", help="ranks on this host")
     ours.add_argument("--devices", metavar="0,1", help="GPUs to use; one rank on each")
-    ours.add_argument("--cpus-per-rank", type=int, metavar="N", help="bind each rank to N of its")
+    ours.add_argument("--cpus-per-rank", type=int, metavar="N", help="bind each to N of its own")
     made.set_defaults(
         nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
         log_dir=os.environ.get("PET_LOG_DIR", "log"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import collectives
-from pycomm.errors import InvalidArgument
+from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.fused import bcast_list_, bcast_value
 from pycomm.group import Group
 from pycomm.lanes import Lanes
@@ -52,6 +52,7 @@ class DataParallel(nn.Module):
             a parameter raises at the end of backward.
 
     Raises:
+        Unsupported: parameters or buffers outside host memory.
         Mismatch: on every rank, where names, shapes or dtypes (with "check": values) differ.
     """
 
@@ -77,6 +78,7 @@ class DataParallel(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._joining = False
         self._source = 0  # whose buffers count
+        self._check_places()
         made = Lanes(group, lanes, hierarchical)
         self._group = made.group
         check_layout(self._named_tensors(), self._group)
@@ -154,6 +156,14 @@ class DataParallel(nn.Module):
 
     def _broadcast_all(self, src: int) -> None:
         bcast_list_((tensor for _, tensor in self._named_tensors()), src, self._group)
+
+    def _check_places(self) -> None:
+        for name, tensor in self._named_tensors():
+            if not tensor.is_cpu:
+                raise Unsupported(
+                    f"DataParallel: {name!r} lies on {tensor.device}, and groups carry host memory "
+                    "only: model.cpu()"
+                )
 
     def _named_tensors(self) -> list[tuple[str, Tensor]]:
         return [*self.module.named_parameters(), *self.module.named_buffers()]
