@@ -75,7 +75,8 @@ MappedRun::MappedRun(Engine& engine, Arena& arena, const SharedJob& job, const H
 }
 
 MappedRun::~MappedRun() {
-  if (met_ && !refused_ && !ended_) arena_.leave();
+  // Before it has met the others, too: they may have met meanwhile.
+  if (offered_ && !refused_ && !ended_) arena_.leave();
 }
 
 bool MappedRun::advance() {

@@ -107,6 +107,8 @@ void RingChannel::disarm(short revents) {
 }
 
 void RingChannel::hang_up() {
+  // A process that was forked off has the descriptor too, and would hold the connection open.
+  if (bell_) ::shutdown(bell_.get(), SHUT_RDWR);
   bell_ = {};
   hung_up_ = true;
 }

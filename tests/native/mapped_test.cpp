@@ -233,9 +233,11 @@ void lifetime_test() {
 }
 const Test kLifetime{"arrays that go right after their call", lifetime_test};
 
-// Two ranks on one thread, so that each stands where the test wants it: rank 0 gives up, its own
-// work done or not, when rank 1 has done so many steps of its own.
-void left_test(int steps_before, bool gone_works) {
+// Two ranks on one thread, so that each stands where the test wants it: rank 0 gives up when rank 1
+// has done so many steps of its own. By then it has made its offer, or met rank 1 too, or done all
+// its work.
+enum class Gone { offered, met, worked };
+void left_test(int steps_before, Gone gone_has) {
   constexpr size_t kCount = 400'000;
   std::vector<std::shared_ptr<Segment>> segments;
   for (int rank = 0; rank < 2; ++rank) {
@@ -263,23 +265,26 @@ void left_test(int steps_before, bool gone_works) {
     Header header;
     std::optional<MappedRun> run;
   } gone(0, segments), late(1, segments);
-  for (int i = 0; i < 2; ++i)  // offers, and their answers
-    for (Rank* rank : {&gone, &late}) expect(rank->run->advance(), "on the way");
+  expect(gone.run->advance() && late.run->advance(), "no offer");
+  if (gone_has != Gone::offered) expect(gone.run->advance(), "has not met the other");
+  expect(late.run->advance(), "has not met the other");
   for (int i = 0; i < steps_before; ++i) expect(late.run->advance(), "a step");
-  while (gone_works && gone.run->advance()) {
+  while (gone_has == Gone::worked && gone.run->advance()) {
   }
   gone.run.reset();
-  if (!gone_works) gone.x.fill(0);
+  if (gone_has != Gone::worked) gone.x.fill(0);
   for (int i = 0; i < 10; ++i) expect(!late.run->advance(), "goes on without the other");
   expect(!late.run->done(), "takes what the other has left for a result");
   expect_equal(late.run->receiving_from(), 0, "whom it waits for");
-  if (!gone_works) gone.x.expect_own(0);
+  if (gone_has != Gone::worked) gone.x.expect_own(0);
 }
-const Test kLeft{"nothing is written into the array of a rank that has given up",
-                 [] { left_test(1, false); }};
+const Test kLeft{"nothing is written into the array of a rank that has given up", [] {
+                   left_test(1, Gone::met);
+                   left_test(0, Gone::offered);
+                 }};
 // 800 kB in steps of 256 KiB: the last one was under way, and may have read anything.
 const Test kLeftLast{"who gave up in the others' last step is not taken for one who was there",
-                     [] { left_test(4, true); }};
+                     [] { left_test(4, Gone::worked); }};
 
 void lost_test() {
   ranks::World world{.size = 3, .transport = "shm"};

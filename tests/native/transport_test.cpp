@@ -246,6 +246,13 @@ void expect_last_words(Pair& pair, const std::function<void()>& end) {
 const Conformance kHangsUp{"the peer sees who hangs up, after all that was sent",
                            [](Pair pair) { expect_last_words(pair, [&] { pair.a->hang_up(); }); }};
 
+const Conformance kHangsUpForked{
+    "the peer sees who hangs up although a forked process has the descriptor", [](Pair pair) {
+      const Fd childs(::dup(pair.a->arm({}).fd));
+      pair.a->disarm(0);
+      expect_last_words(pair, [&] { pair.a->hang_up(); });
+    }};
+
 const Conformance kDies{"the peer sees who is gone, after all that was sent",
                         [](Pair pair) { expect_last_words(pair, [&] { pair.a.reset(); }); }};
 
