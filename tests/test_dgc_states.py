@@ -83,6 +83,27 @@ def test_resume_with_another_number_of_ranks(after: int) -> None:
     assert all(equal(result, results[0]) for result in results)
 
 
+def test_nothing_of_a_broken_pass_comes_into_a_loaded_state() -> None:
+    def stop(_: Tensor) -> None:
+        raise ArithmeticError
+
+    def program(group: pycomm.Group) -> None:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, {"bucket_layers": 1})
+        step_on(model, batch(group.rank, 0), optimizer)
+        own, before = dgc.state_dict(), memory_of(dgc)
+        handle = module[0].weight.register_hook(stop)
+        with pytest.raises(ArithmeticError):
+            step_on(model, batch(group.rank, 1), optimizer)
+        handle.remove()
+        assert not same_memory(before, memory_of(dgc))
+        dgc.load_state_dict(own)
+        model(batch(group.rank, 1)[0])  # whose beginning ends the pass before
+        assert same_memory(before, memory_of(dgc))
+
+    run_ranks(2, program)
+
+
 def test_states_that_do_not_fit() -> None:
     def program(group: pycomm.Group) -> None:
         model, optimizer, dgc = compressed(perceptron())

@@ -324,6 +324,7 @@ class DGC:
         Raises:
             InvalidArgument: it is of another model, or one rank's where there were others.
         """
+        self.buckets.cancel()  # rolled back later it would change what is loaded
         state.load(self, saved, self.lanes().group)
         self._plans.clear()
         self._owned.forget()
