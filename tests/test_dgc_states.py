@@ -104,6 +104,23 @@ def test_nothing_of_a_broken_pass_comes_into_a_loaded_state() -> None:
     run_ranks(2, program)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_groups_are_read_after_the_optimizer_was_loaded(fused: bool) -> None:
+    """Torch then makes new ones; schedulers write to those."""
+
+    def program(group: pycomm.Group) -> None:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, fused=fused)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0].update(lr=0.0, momentum=0.5)
+        before = parameters(module)
+        step_on(model, batch(group.rank, 0), optimizer)
+        assert equal(before, parameters(module))
+        assert {memory.hyper.momentum for memory in dgc.memories.values()} == {0.5}
+
+    run_ranks(2, program)
+
+
 def test_states_that_do_not_fit() -> None:
     def program(group: pycomm.Group) -> None:
         model, optimizer, dgc = compressed(perceptron())

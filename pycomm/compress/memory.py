@@ -90,6 +90,7 @@ class TakenOver:
         self._handles = [
             optimizer.register_step_pre_hook(self._hide),
             optimizer.register_step_post_hook(self._show),
+            optimizer.register_load_state_dict_post_hook(self._regroup),
         ]
 
     def _memory(
@@ -143,6 +144,13 @@ class TakenOver:
                 p = memory.parameter
                 shaped = torch.as_strided(velocity, p.shape, p.stride(), velocity.storage_offset())
                 self.optimizer.state[p]["momentum_buffer"] = shaped.to(p.dtype, copy=True)
+
+    def _regroup(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that has loaded a state has new groups."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self.memories:
+                    self.memories[parameter].group = group
 
     def _hide(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._updated and (args[1:] or kwargs):  # args[0] is the optimizer
