@@ -120,8 +120,8 @@ def test_nothing_is_lost(exchange: str, value_dtype: str, ranks: int) -> None:
     assert all(torch.equal(weight, other) for other, _, _ in results)
     sent = -weight.double() * ranks
     assert float((sent + missing - total).abs().max()) <= 1e-5 * float(total.abs().max())
-    share = float(sent.abs().sum() / total.abs().sum())
-    assert 0.05 < share < 0.99  # some has arrived, some is owed
+    for part in (sent, missing):  # some has arrived, some is owed
+        assert float(part.abs().sum() / total.abs().sum()) > 0.05
 
 
 @pytest.mark.parametrize(("exchange", "value_dtype"), FORMS)
