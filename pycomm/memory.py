@@ -56,7 +56,7 @@ def _lengths(shape: Any) -> tuple[int, ...]:
             lengths = (index(shape),)
         except TypeError:  # no number
             lengths = tuple(map(index, shape))
-    except TypeError:
+    except TypeError:  # nor a sequence of numbers
         text = f"shape {shape!r} is neither a length nor a sequence of lengths"
         raise InvalidArgument(text, op="empty") from None
     if min(lengths, default=0) < 0:

@@ -209,9 +209,9 @@ def test_prefetching_reads_ahead_and_stops() -> None:
 
 def test_numbers_may_be_numpys() -> None:
     one, two = np.int64(1), np.int64(2)
-    theirs = ShardedSampler(range(9), seed=two, rank=one, size=two)  # type: ignore[arg-type]
+    theirs = ShardedSampler(range(9), seed=two, rank=one, size=two)  # type: ignore[arg-type]  # not an int
     ours = ShardedSampler(range(9), seed=2, rank=1, size=2)
-    theirs.set_epoch(two)  # type: ignore[arg-type]
+    theirs.set_epoch(two)  # type: ignore[arg-type]  # not an int
     ours.set_epoch(2)
     assert list(theirs) == list(ours)
     loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=two)

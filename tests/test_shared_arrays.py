@@ -42,7 +42,7 @@ def test_wrong_arguments() -> None:
         pycomm.empty((3, -1), "float32")
     for shape in (None, (2.5,), "12", ((1, 2), 3)):
         with pytest.raises(errors.InvalidArgument, match="neither a length nor"):
-            pycomm.empty(shape, "float32")  # type: ignore[arg-type]
+            pycomm.empty(shape, "float32")  # type: ignore[arg-type]  # on purpose
     with pytest.raises(errors.InvalidArgument, match="no room"):
         pycomm.empty(1 << 60, "uint8")
     with pytest.raises(errors.InvalidArgument, match="no room"):

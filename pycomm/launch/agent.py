@@ -33,7 +33,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         """Until the ranks of this host have ended, and those of others or a limit has passed."""
         try:
             result = super().run(role)
-        except SignalException:
+        except SignalException:  # stopped: the others must not wait for this host
             self._come(STOPPED_LIMIT_S)
             raise
         if result is not None and result.is_failed():
