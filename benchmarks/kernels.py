@@ -3,13 +3,16 @@
 The data are those of residuals.py. Each case is checked against pycomm.reference, bit by bit; then
 all take their turns, round by round, with the compiled loops of csrc/kernels/stream.h among them,
 which only move memory and give the limit. Ends with 1 when a bit was wrong or somebody beat it.
+The limit is the best of copying and of 3 reads and 2 writes, also of reading where twice as much
+is read as written, and of filling where it is the other way about.
 
-    dgc_step       20 bytes an element, at the best of copying and of 3 reads and 2 writes
-    topk           4 bytes, at the best of these and of reading
+    dgc_step       20 bytes an element
+    topk           4 bytes, read
     decode_update  the packets, and each cache line that they touch read and written; through
                    p.grad, 4 bytes more an element to clear it and 12 for SGD
     DGC            a step of pycomm.DGC on one rank, with the optimizer's: 20 bytes with fused=True,
                    36 through p.grad
+    the others     as alone.py counts them
 
 main() is called by benchmarks.__main__ and pycomm.__main__.
 """
@@ -22,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,8 @@ import torch
 from matplotlib.figure import Figure
 
 import pycomm
-from benchmarks import residuals
+from benchmarks import alone, residuals
+from benchmarks.alone import OURS, Call, Contest, Traffic, touched
 from benchmarks.composed import COMPOSED, Tensors
 from benchmarks.limits import TOLERANCE
 from benchmarks.residuals import MOMENTUM, SPARSITY, STEPS, WORKERS, Residuals
@@ -39,13 +44,10 @@ from pycomm import _core, kernels, reference
 from pycomm.demo import machine
 
 SIZES = (2**18, 2**20, 2**22, 2**24)
-OURS = "pycomm"
 REST_S = 0.005
 """Between two calls: the threads of torch's operations look for work for a while after each, on the
 processors that the next contestant needs."""
-LINE = 64
-"""Bytes of a cache line."""
-STREAMS = {"step": 20, "copy": 8, "copy around": 8, "torch's copy": 8, "read": 4}
+STREAMS = {"step": 20, "copy": 8, "copy around": 8, "torch's copy": 8, "read": 4, "fill": 4}
 """Bytes that each loop moves for an element."""
 Array = Any  # of NumPy
 
@@ -59,6 +61,7 @@ class Row:
     peer: str
     time_ms: float  # median over rounds
     best_ms: float
+    limit_bytes: float  # that must be read and written
     limit_ms: float
     limit_percent: float
     ratio: float  # times faster is pycomm
@@ -77,15 +80,15 @@ class Case:
         self.count = self.start[0].size
         self.k = max(1, round(self.count * (1 - SPARSITY)))
         self.packets = [self._packet(recorded, windows, worker) for worker in range(WORKERS)]
-        places = np.concatenate([indices for indices, _ in self.packets])
-        touched = 8 * places.size + 2 * LINE * np.unique(places // (LINE // 4)).size
-        self.bytes = {
-            "dgc_step": 20 * self.count,
-            "topk": 4 * self.count,
-            "decode_update": touched,
-            "decode_update/through p.grad": touched + 16 * self.count,
-            "DGC": 20 * self.count,
-            "DGC/through p.grad": 36 * self.count,
+        n, lines = self.count, touched(self.packets)
+        packets = 8 * sum(indices.size for indices, _ in self.packets)
+        self.traffic = {
+            "dgc_step": Traffic(12 * n, 8 * n),
+            "topk": Traffic(4 * n, 8 * self.k),
+            "decode_update": Traffic(packets + lines, lines),
+            "decode_update/through p.grad": Traffic(packets + lines + 8 * n, lines + 8 * n),
+            "DGC": Traffic(12 * n, 8 * n),
+            "DGC/through p.grad": Traffic(20 * n, 16 * n),
         }
 
     def _packet(self, recorded: Residuals, windows: int, worker: int) -> tuple[Array, Array]:
@@ -133,10 +136,11 @@ def main(argv: Sequence[str]) -> int:
     rows: list[Row] = []
     for size in options.sizes:
         case = Case(recorded, size)
-        if said := wrong(case):
-            print(said)
+        contests = alone.contests(case.start[1], case.packets, case.gradients)
+        if said := wrong(case) or next(filter(None, map(alone.wrong, contests)), ""):
+            print(f"{case.count} elements: {said}")
             return 1
-        new = measured(case, options.rounds, peers)
+        new = measured(case, options.rounds, peers, contests)
         rows += new
         print("\n".join(text(row) for row in new), flush=True)
     settings = {"threads": options.threads, "rounds": options.rounds, "residuals": recorded.digest}
@@ -158,13 +162,18 @@ def wrong(case: Case) -> str:
     param = kernels.decode_update(case.start[0].copy(), case.packets, 0.1, 1 / WORKERS)
     pairs.append((param, reference.decode_update(case.start[0], case.packets, 0.1, 1 / WORKERS)))
     same = all(a.tobytes() == b.tobytes() for a, b in pairs)
-    return "" if same else f"{case.count} elements: a kernel and the reference differ"
+    return "" if same else "a kernel and the reference differ"
 
 
-def measured(case: Case, rounds: int, peers: Sequence[str]) -> list[Row]:
+def measured(
+    case: Case, rounds: int, peers: Sequence[str], contests: Sequence[Contest]
+) -> list[Row]:
     """All contestants in turn; each round goes through the recorded steps once, the first of which,
     after the way back to the recorded state, is not timed."""
     calls, restarts = _contestants(case, peers)
+    calls = _between(calls, contests)
+    restarts += [contest.restart for contest in contests]
+    traffic = case.traffic | {contest.kernel: contest.traffic for contest in contests}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for restart in restarts:
@@ -180,13 +189,12 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> list[Row]:
     rates = {
         name: per_element * case.count / medians[name] for name, per_element in STREAMS.items()
     }
-    moving = max(rate for name, rate in rates.items() if name != "read")
     rows = []
     for name in calls.keys() - STREAMS.keys():
         kernel, peer = name.split("/")
         ours = medians[f"{kernel}/{OURS}"]
-        rate = max(moving, rates["read"]) if kernel == "topk" else moving
-        limit = case.bytes.get(name, case.bytes[kernel]) / rate
+        moved = traffic.get(name, traffic[kernel])
+        limit = sum(moved) / _rate(rates, moved)
         rows.append(
             Row(
                 kernel=kernel,
@@ -194,6 +202,7 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> list[Row]:
                 peer=peer,
                 time_ms=medians[name] * 1e3,
                 best_ms=min(seconds[name]) * 1e3,
+                limit_bytes=sum(moved),
                 limit_ms=limit * 1e3,
                 limit_percent=100 * limit / medians[name],
                 ratio=medians[name] / ours,
@@ -203,7 +212,18 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> list[Row]:
     return sorted(rows, key=lambda r: (r.kernel, r.ratio))
 
 
-Call = Callable[[int], object]
+def _rate(rates: dict[str, float], moved: Traffic) -> float:
+    """Bytes per second at which nobody can move more of that mixture."""
+    others = {"read": moved.read >= 2 * moved.written, "fill": moved.written >= 2 * moved.read}
+    return max(rate for name, rate in rates.items() if others.get(name, True))
+
+
+def _between(calls: dict[str, Call], contests: Sequence[Contest]) -> dict[str, Call]:
+    """With those of the contests: pycomm's first and the others last, so that what one of them has
+    read or written has left the caches before another one of its contest comes."""
+    alone = [[(f"{c.kernel}/{peer}", call) for peer, call in c.calls.items()] for c in contests]
+    first, *others = (filter(None, turn) for turn in zip_longest(*alone))
+    return dict(first) | calls | dict(chain(*others))
 
 
 def _contestants(
@@ -270,7 +290,9 @@ def _streams(case: Case) -> dict[str, Call]:
     def step(_: int, _own: Array = own) -> None:  # which keeps the arrays
         _core.stream_step(grad, u, v, n)
 
+    filled = torch.empty(n)
     return {
+        "fill": lambda _: filled.zero_(),
         "step": step,
         "copy": lambda _: _core.stream_copy(pairs[0], pairs[1], n, False),
         "copy around": lambda _: _core.stream_copy(pairs[2], pairs[3], n, True),
@@ -331,20 +353,32 @@ def _store(
         content = {"machine": where, "settings": settings, "rows": [asdict(r) for r in rows]}
         json_to.write_text(json.dumps(content, indent=1) + "\n")
     if plot_to:
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.subplots()
-        for name in dict.fromkeys((r.kernel, r.peer) for r in rows):
-            own = [r for r in rows if (r.kernel, r.peer) == name]
-            axes.plot([r.count for r in own], [r.limit_percent for r in own], "o-", ms=3.5,
-                      label=" ".join(name))  # fmt: skip
-        axes.set(xscale="log", xlabel="elements", ylabel="% of the memory's limit", ylim=(0, None))
+        figure = _figure(rows, f"{where['cpu']}, {settings['threads']} threads, {where['date']}")
+        figure.savefig(plot_to, dpi=150)
+
+
+def _figure(rows: Sequence[Row], title: str) -> Figure:
+    """The fraction of the limit over size, one panel for each kernel."""
+    names = list(dict.fromkeys(r.kernel for r in rows))
+    figure = Figure(figsize=(14, 2.8 * -(-len(names) // 4)), layout="constrained")
+    panels = figure.subplots(-(-len(names) // 4), 4, sharex=True, squeeze=False).flat
+    for axes, name in zip_longest(panels, names):
+        if name is None:
+            axes.set_visible(False)
+            continue
+        for peer in dict.fromkeys(r.peer for r in rows if r.kernel == name):
+            own = [r for r in rows if (r.kernel, r.peer) == (name, peer)]
+            axes.plot(
+                [r.count for r in own], [r.limit_percent for r in own], "o-", ms=3, label=peer
+            )
+        axes.set(xscale="log", ylim=(0, 105), title=name)
         axes.axhline(100, ls="--", lw=1, color="#d93025")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8)
-        axes.set_title(
-            f"{where['cpu']}, {settings['threads']} threads, {where['date']}", fontsize=9
-        )
-        figure.savefig(plot_to, dpi=150)
+    figure.supxlabel("elements")
+    figure.supylabel("% of the memory's limit")
+    figure.suptitle(title, fontsize=9)
+    return figure
 
 
 def _numbers(text: str) -> list[int]:

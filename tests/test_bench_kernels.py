@@ -11,12 +11,25 @@ import pytest
 import torch
 
 import pycomm
+from benchmarks import alone
 from benchmarks import kernels as bench
 from benchmarks.residuals import STEPS, WORKERS, Residuals, store
 from pycomm import _core, kernels
 
 PARAMETERS = 20_000  # of a window
-OURS = {"DGC", "decode_update", "dgc_step", "topk"}
+TRAINING = {"DGC", "decode_update", "dgc_step", "topk"}
+ALONE = {
+    "cast": {"copy_", ".to"},
+    "clip_": {"clip_grad_norm_"},
+    "decode_sum": {"index_add_"},
+    "encode": {"torch.cat"},
+    "momentum_mask": {"index_fill_", "mul_ by a mask"},
+    "norm": {"vector_norm", "in float64"},
+    "reduce_": {"add_", "stack.sum"},
+    "scatter_add": {"index_add_"},
+    "threshold": {"torch.topk"},
+    "unpack": {"view"},
+}
 
 
 @pytest.fixture
@@ -51,9 +64,15 @@ def test_a_tiny_run_is_stored_and_drawn(
     status = run(residuals, "--json", str(stored), "--plot", str(drawn))
     content: dict[str, Any] = json.loads(stored.read_text())
     rows = [bench.Row(**row) for row in content["rows"]]
-    assert [{r.kernel for r in rows if r.count == n} for n in (20_000, 160_000)] == [OURS, OURS]
     others = {(r.kernel, r.peer) for r in rows if r.peer != "pycomm"}
     assert {("dgc_step", "eager"), ("topk", "torch.topk"), ("DGC", "through p.grad")} < others
+    assert {(kernel, peer) for kernel, peers in ALONE.items() for peer in peers} < others
+    for count in (20_000, 160_000):
+        own = {r.kernel: r for r in rows if r.count == count and r.peer == "pycomm"}
+        assert own.keys() == TRAINING | ALONE.keys()
+        counted = {"cast": 6, "clip_": 12, "norm": 4, "reduce_": 4 * (STEPS + 1), "encode": 4}
+        for kernel, each in counted.items():
+            assert own[kernel].limit_bytes == pytest.approx(each * count, abs=64)
     for row in rows:
         assert row.limit_percent == pytest.approx(100 * row.limit_ms / row.time_ms)
         assert (row.peer == "pycomm") <= (row.ratio == 1)
@@ -92,6 +111,48 @@ def test_a_wrong_bit_ends_it(
     monkeypatch.setattr(kernels, "topk", wrong)
     assert run(residuals) == 1
     assert "20000 elements: a kernel and the reference differ" in capsys.readouterr().out
+
+
+def contests() -> list[alone.Contest]:
+    x, *gradients = np.random.default_rng(2).standard_normal((7, 5_003)).astype(np.float32)
+    kept = [np.arange(i, x.size, 97, dtype=np.int32) for i in range(3)]
+    return alone.contests(x, [(i, x[i]) for i in kept], gradients)
+
+
+def test_each_contestant_alone_is_checked() -> None:
+    """One number of one result changed, by a bit, or by a hundredth where torch rounds
+    otherwise."""
+    found = contests()
+    assert {c.kernel: c.calls.keys() - {"pycomm"} for c in found} == ALONE
+    for contest in found:
+        assert alone.wrong(contest) == ""
+        for peer, call in contest.calls.items():
+            bad = spoiled(call, peer == "pycomm" or not contest.rounding)
+            wrong = dataclasses.replace(contest, calls=contest.calls | {peer: bad})
+            assert alone.wrong(wrong) == f"{contest.kernel}: {peer} and the reference differ"
+
+
+def spoiled(call: alone.Call, exact: bool) -> alone.Call:
+    def wrong(step: int) -> list[Any]:
+        results = [torch.as_tensor(x).clone().reshape(-1) for x in call(step)]
+        last = results[-1]
+        at = last.abs().argmax()
+        if exact:
+            last.view(torch.uint8)[at * last.itemsize] ^= 1
+        else:
+            last[at] *= 1.01
+        return results
+
+    return wrong
+
+
+def test_a_wrong_comparator_ends_it(
+    residuals: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = torch.linalg.vector_norm
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda *x, **how: right(*x, **how) * 1.01)
+    assert run(residuals) == 1
+    assert "20000 elements: norm: vector_norm and the reference" in capsys.readouterr().out
 
 
 def test_the_loops_move_what_they_say() -> None:
