@@ -139,6 +139,7 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
 }
 
 void HostGroup::execute(const Call& call) {
+  engine_.check_usable();  // before anybody sees in the segments what this rank calls
   std::chrono::nanoseconds timeout;
   {
     const std::lock_guard lock(mutex_);

@@ -279,4 +279,29 @@ void timeout_test() {
 }
 const Test kTimeout{"a call keeps to its limit", timeout_test};
 
+void after_abort_test() {
+  for (const std::string& by : kShared) {
+    std::latch called(1);
+    ranks::run_groups(2, by, [&](Group& group) {
+      float x = 1;
+      Call call{.operation = Operation::all_reduce,
+                .dtype = Dtype::float32,
+                .input = &x,
+                .output = &x,
+                .count = 1};
+      if (group.rank() == 1) {
+        group.abort("enough is enough");
+        call.op = ReduceOp::max;
+        const auto ending = ranks::ending_of([&] { group.run(call); });
+        expect(ending.is(ErrorKind::group_broken), ending.text());
+        return called.count_down();
+      }
+      called.wait();
+      const auto ending = ranks::ending_of([&] { group.run(call); });
+      expect(ending.is(ErrorKind::group_broken) && ending.says("enough is enough"), ending.text());
+    });
+  }
+}
+const Test kAfterAbort{"what a rank calls after its abort is seen by nobody", after_abort_test};
+
 }  // namespace
