@@ -9,10 +9,12 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pycomm import collectives
+from pycomm.errors import Error
 from pycomm.group import Group, default
 
 __all__ = ["average", "bcast_list_", "bcast_value"]
@@ -35,19 +37,40 @@ def bcast_value(value: Any, src: int, group: Group) -> Any:
     """What rank `src` has: plain values and tensors, as torch.load takes with weights_only=True.
 
     Collective. Tensors are in host memory, but for rank `src`, which gets its own `value`.
+
+    Raises:
+        Error: the value cannot travel, on every rank; on `src` torch's own. The group goes on.
     """
-    whole = io.BytesIO()
+    fault: Exception | None = None
+    whole = b""
     if group.rank == src:
-        torch.save(value, whole)
-    length = torch.tensor([whole.tell()])
+        try:
+            whole = _saved(value)
+        except Exception as error:  # whatever it is, the others wait to be told
+            fault, whole = error, f"{type(error).__name__}: {error}".encode()
+    length = torch.tensor([-len(whole) if fault else len(whole)])  # below zero: why there is none
     collectives.broadcast(length, src, group=group)
-    content = torch.empty(int(length), dtype=torch.uint8)
+    content = np.empty(abs(int(length)), np.uint8)
     if group.rank == src:
-        content.copy_(torch.frombuffer(whole.getbuffer(), dtype=torch.uint8))
+        content[:] = np.frombuffer(whole, np.uint8)
     collectives.broadcast(content, src, group=group)
+    if fault:
+        raise fault
     if group.rank == src:
         return value
-    return torch.load(io.BytesIO(content.numpy().tobytes()), "cpu", weights_only=True)
+    if length < 0:
+        text = content.tobytes().decode(errors="replace")
+        raise Error(f"rank {src} could not send its value: {text}", rank=group.rank, peer=src)
+    return torch.load(io.BytesIO(content.tobytes()), "cpu", weights_only=True)
+
+
+def _saved(value: Any) -> bytes:
+    """As torch.save writes it; raises where torch.load would, reading all of it but the tensors."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    torch.load(file, "meta", weights_only=True)
+    return file.getvalue()
 
 
 def average(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:

@@ -17,7 +17,14 @@ from torch.utils.data import DistributedSampler, IterableDataset, SequentialSamp
 
 import pycomm
 from pycomm import Group
-from pycomm.data import DataLoader, InfiniteSampler, Prefetcher, ScatterLoader, ShardedSampler
+from pycomm.data import (
+    DataLoader,
+    InfiniteSampler,
+    Prefetcher,
+    ScatterLoader,
+    ShardedSampler,
+    memory,
+)
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.testing import run_ranks
 
@@ -260,3 +267,15 @@ def test_one_copy_per_host() -> None:
     (ours, pid), (theirs, other) = run_ranks(2, shared, transport="", processes=True)
     assert pid != other
     assert len(ours & theirs) >= 2  # the same memory: array and tensor
+
+
+@pytest.mark.timeout(60)
+def test_another_ones_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Where process ids are others', the file may be anything; a pipe waits for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    descriptor = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(OSError, match="another one here"):
+            memory._mapped((os.getpid(), descriptor, 0, 0), "<f4", [1], False)
+    finally:
+        os.close(descriptor)

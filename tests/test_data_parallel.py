@@ -1,6 +1,7 @@
 """DataParallel: the mean over ranks, when it travels, and every promise of docs/training.md."""
 
 import copy
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -257,6 +258,36 @@ def test_join_with_uneven_data(batches: tuple[int, int]) -> None:
         for parameter, total in zip(one.parameters(), gradients, strict=True):
             parameter.data.sub_(0.1 * total)
     torch.testing.assert_close(results[0][:8], parameters(one))
+
+
+class Locked(torch.optim.SGD):
+    """An optimizer whose state cannot be saved on rank 1, or not be loaded."""
+
+    secret: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "secret": self.secret}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("secret", "says"), [(threading.Lock, "pickle"), (object, "Weights only load failed")]
+)
+def test_a_state_that_cannot_travel_is_told_to_all(secret: Any, says: str) -> None:
+    def program(group: pycomm.Group, models: list[nn.Module]) -> str:
+        model = pycomm.DataParallel(models[group.rank])
+        optimizer = Locked(model.parameters(), lr=0.1)
+        optimizer.secret = secret() if group.rank == 1 else None
+        kind = Exception if group.rank == 1 else pycomm.errors.Error
+        with pytest.raises(kind) as caught, model.join(optimizer):
+            step_on(model, batch(group.rank, 0), optimizer)
+        assert pycomm.all_reduce(torch.ones(1)).item() == 2  # the group goes on
+        return str(caught.value)
+
+    other, own = run_ranks(2, program, replicas(2))
+    assert says in own
+    assert other.startswith("rank 1 could not send its value: ")
+    assert says in other
 
 
 def test_buffers_follow_rank_0() -> None:

@@ -49,7 +49,7 @@ def share(array: Any, *, group: Group | None = None) -> Any:
         os.truncate(descriptor, max(1, whole.nbytes))
         with mmap.mmap(descriptor, max(1, whole.nbytes)) as target:
             target[: whole.nbytes] = whole.tobytes()
-        file = os.getpid(), descriptor, os.fstat(descriptor).st_ino
+        file = os.getpid(), descriptor, *_identity(os.fstat(descriptor))
         note = (file, whole.dtype.str, list(whole.shape), is_torch)
     try:
         notes = values.all_gather_object(note, group=group)
@@ -70,15 +70,25 @@ def share(array: Any, *, group: Group | None = None) -> Any:
             os.close(descriptor)
 
 
-def _mapped(where: tuple[int, int, int], dtype: str, shape: list[int], is_torch: bool) -> Any:
-    """The array in the file that another process has open; `where`: its pid, descriptor, inode."""
+def _mapped(where: tuple[int, int, int, int], dtype: str, shape: list[int], is_torch: bool) -> Any:
+    """The array in the file that another process has open; `where`: its pid, descriptor, identity.
+
+    Looks before it opens: what has that name may be another's, and a pipe of whoever that is would
+    hold us until somebody writes to it.
+    """
     kind = np.dtype(dtype)
     count = int(np.prod(shape, dtype=np.int64))
     access = mmap.ACCESS_COPY if is_torch else mmap.ACCESS_READ
-    pid, descriptor, inode = where
-    with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
-        if os.fstat(file.fileno()).st_ino != inode:  # another process: its ids are not ours
-            raise OSError(f"process {pid} is another one here")
+    pid, descriptor, *identity = where
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if [*_identity(os.stat(path))] != identity:  # another process: its ids are not ours
+        raise OSError(f"process {pid} is another one here")
+    with open(path, "rb") as file:
         memory = mmap.mmap(file.fileno(), max(1, count * kind.itemsize), access=access)
     array = np.frombuffer(memory, kind, count).reshape(shape)
     return sys.modules["torch"].from_numpy(array) if is_torch else array
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    """What two names of one file have in common, and no other file."""
+    return status.st_dev, status.st_ino
