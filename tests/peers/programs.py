@@ -206,8 +206,8 @@ def launch(program: str, backend: str) -> dict[str, Any]:
         ended = done.returncode == 0 and done.stdout.count(_done(program, backend)) == processes
         said = (done.stdout + done.stderr)[-4000:]
     except subprocess.TimeoutExpired as late:
-        so_far = (late.stdout or b"") + (late.stderr or b"")
-        ended, said = False, f"not ready after {LIMIT_S:g} s: {so_far.decode(errors="replace")[-4000:]}"
+        so_far = ((late.stdout or b"") + (late.stderr or b"")).decode(errors="replace")
+        ended, said = False, f"not ready after {LIMIT_S:g} s: {so_far[-4000:]}"
     return {
         "package": package,
         "version": importlib.metadata.version(package),
