@@ -1,8 +1,8 @@
 """`python -m benchmarks links`: collectives between hosts, over lines of a given speed.
 
-Hosts are network namespaces of this machine (netns.py), joined by veth and held to a rate by
-`tc tbf`; "none" leaves them as fast as the kernel is. At each rate fresh ranks (link_rank.py) hold
-a group of every contestant, check every case and take turns. Needs root.
+Hosts are network namespaces of this machine (pycomm/demo/netns.py), joined by veth and held to a
+rate by `tc tbf`; "none" leaves them as fast as the kernel is. At each rate fresh ranks
+(link_rank.py) hold a group of every contestant, check every case and take turns. Needs root.
 
     bytes       what a host must send in a case: S times nccl-tests' bus factor for hosts
     % of line   bytes / time, of the rate
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -31,15 +30,15 @@ from matplotlib.ticker import FuncFormatter
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import netns, sockets, table, worker
+from benchmarks import sockets, table, worker
 from benchmarks.link_rank import Orders, Said
 from benchmarks.plot import COLORS
 from benchmarks.sizes import format_size, parse_sizes
 from benchmarks.verbs import VERBS
 from pycomm.demo import machine
+from pycomm.demo.netns import RATE, Network, missing
 
 UNSHAPED = "none"
-RATE = re.compile(r"(\d+)(mbit|gbit)")
 MBIT = {"mbit": 1, "gbit": 1000}
 CONTESTANTS = ["pycomm", "pycomm-direct", "gloo", sockets.NAME]
 
@@ -76,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("at least 2 hosts, 1 rank on each and 1 round are needed")
     if options.ranks_per_host > 1 and sockets.NAME in options.peers:
         parser.error(f"--peers {sockets.NAME} is for one rank on each host")
-    if why := netns.missing():
+    if why := missing():
         print(f"pycomm bench links {why}", file=sys.stderr)
         return 2
     console = Console(soft_wrap=True, highlight=False)
@@ -129,7 +128,7 @@ def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
         for verb in options.ops
         for size_bytes in options.sizes
     ]
-    with netns.Network(options.hosts, ipv6=False) as net, tempfile.NamedTemporaryFile() as flags:
+    with Network(options.hosts, ipv6=False) as net, tempfile.NamedTemporaryFile() as flags:
         if rate != UNSHAPED:
             net.shape(0, rate)
         flags.write(bytes(8 * size * worker.SLOT))

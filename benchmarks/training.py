@@ -4,8 +4,8 @@ Every rank holds each model once for every backend, in torch's DistributedDataPa
 pycomm.DataParallel (`wrapper`), and there with DGC at 99.9 % (`dgc`) and with fused=True (`fused`);
 all take their turns in one run, step by step the same work. `fake` communicates nothing: no backend
 can be faster. `alone` is one rank without DistributedDataParallel while the others rest. With
---rates every rank is on a host of its own (netns.py), behind a line of each of those rates in turn;
-needs root. At the end stands a table of seconds per step, rate by rate.
+--rates every rank is on a host of its own (pycomm/demo/netns.py), behind a line of each of those
+rates in turn; needs root. At the end stands a table of seconds per step, rate by rate.
 
     efficiency = samples per second of N ranks / (N * samples per second of one alone)
 
@@ -34,11 +34,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from benchmarks import links, netns, table, training_rank
+from benchmarks import table
 from benchmarks.models import TASKS, Task
 from benchmarks.peers import OURS, PEERS, Groups
 from benchmarks.plot import COLORS
-from pycomm.demo import machine, processes
+from pycomm.demo import machine, netns, processes
 
 BACKENDS = ("gloo", "pycomm", "fake")
 ALONE = "alone"
@@ -101,14 +101,14 @@ def main(argv: Sequence[str]) -> int:
     rates: Sequence[str] = [""]
     if options.rates is not None:
         rates = [rate.strip() for rate in options.rates.split(",")]
-        if not all(map(links.RATE.fullmatch, rates)):
+        if not all(map(netns.RATE.fullmatch, rates)):
             parser.error("--rates takes some like 1gbit, with commas between")
         if why := netns.missing():
             parser.error(f"--rates {why}")
     console = Console(soft_wrap=True, highlight=False)
     try:
         found = [row for rate in rates for row in _measure(console, names, rate, options)]
-    except (ProcessException, RuntimeError) as error:
+    except ProcessException as error:
         console.print(f"a rank failed\n{error}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
@@ -215,10 +215,8 @@ def _measure(
                     console.print(text(row))
 
         args = (names, options.rounds, options.steps)
-        if rate:
-            training_rank.run(rate, options.ranks, args, hear)
-        else:
-            processes.run(work, args, options.ranks, hear)
+        with netns.behind(rate, options.ranks) as hosts:
+            processes.run(work, args, options.ranks, hear, hosts)
     return found
 
 

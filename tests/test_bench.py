@@ -19,7 +19,6 @@ from benchmarks import (
     link_rank,
     links,
     mpi,
-    netns,
     peers,
     table,
     training,
@@ -29,6 +28,7 @@ from benchmarks import (
 from benchmarks.models import TASKS
 from benchmarks.sizes import format_size, parse_size, parse_sizes
 from benchmarks.worker import Times
+from pycomm.demo import netns
 
 
 @pytest.mark.parametrize(

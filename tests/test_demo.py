@@ -19,10 +19,12 @@ from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessException
 
 from pycomm import demo
-from pycomm.demo import model, processes, report, rows, text, traffic, training
+from pycomm.demo import model, netns, processes, report, rows, text, traffic, training
 
 STEPS = 3
 MB = 2**20
+WHY_NOT = netns.missing()
+NEEDS_HOSTS = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 @pytest.fixture(scope="module", params=list(rows.ROWS))
@@ -59,16 +61,22 @@ def test_what_a_row_sends(stored: Any) -> None:
     assert gradients_mb <= row["mb_per_rank_and_step"] <= 1.05 * gradients_mb
 
 
-def test_pycomm_learns_what_gloo_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rate_mbit", [0, pytest.param(40, marks=NEEDS_HOSTS)])
+def test_pycomm_learns_what_gloo_learns(rate_mbit: int, tmp_path: Path) -> None:
     args = ["--steps", str(STEPS), "--rows", "gloo,pycomm", "--out", str(tmp_path)]
-    assert demo.main(args) == 0
+    assert demo.main([*args, *(["--rate", f"{rate_mbit}mbit"] if rate_mbit else [])]) == 0
     gloo, ours = json.loads((tmp_path / "demo.json").read_text())["rows"]
+    if rate_mbit:  # with two ranks each sends as many bytes as the gradients have
+        on_the_line_s = gloo["parameters"] * 4 / (rate_mbit * 1e6 / 8)
+        assert min(gloo["seconds_per_step"], ours["seconds_per_step"]) > 0.9 * on_the_line_s
     assert ours["losses"] == pytest.approx(gloo["losses"], rel=1e-5)
     assert ours["final_loss"] == pytest.approx(gloo["final_loss"], rel=1e-5)
     assert ours["digest"] == gloo["digest"]  # two ranks: one sum, one order
 
 
-@pytest.mark.parametrize("args", [["--rows", "carrier pigeon"], ["--steps", "0"]])
+@pytest.mark.parametrize(
+    "args", [["--rows", "carrier pigeon"], ["--steps", "0"], ["--rate", "2 bytes"]]
+)
 def test_nonsense_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         demo.main(args)

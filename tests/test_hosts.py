@@ -1,4 +1,4 @@
-"""Ranks on different hosts, for real: network namespaces joined by bridges (benchmarks/netns.py).
+"""Ranks on different hosts, for real: network namespaces joined by bridges (pycomm/demo/netns.py).
 
 A namespace has its own interfaces and its own abstract sockets, so each is a host to pycomm. Needs
 root and iproute2. What the ranks do is in host_ranks.py.
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.netns import Counters, Host, Network, missing
+from pycomm.demo.netns import Counters, Host, Network, missing
 
 WHY_NOT = missing()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)

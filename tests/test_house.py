@@ -83,7 +83,12 @@ MAY_IMPORT_TORCH = [
     *("fused", "compress", "data", "metrics", "rank0", "parallel", "optim", "functional", "launch"),
 ]
 # Who reads the environment; the others are given what they need. Launchers pass it on to children.
-MAY_SEE_ENVIRONMENT = ["pycomm/config.py", "pycomm/launch/", "pycomm/demo/processes.py"]
+MAY_SEE_ENVIRONMENT = [
+    "pycomm/config.py",
+    "pycomm/launch/",
+    "pycomm/demo/processes.py",
+    "pycomm/demo/netns.py",
+]
 
 LONGEST_FILE = 500
 MOST_VARIABLES = 8

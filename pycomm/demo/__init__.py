@@ -13,7 +13,7 @@ from pathlib import Path
 
 def main(argv: Sequence[str]) -> int:
     """Runs the demo; 0 when every row ran and left equal replicas on all ranks."""
-    from pycomm.demo import rows
+    from pycomm.demo import netns, rows
 
     parser = argparse.ArgumentParser(prog="pycomm demo", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=500, help="training steps per row")
@@ -21,6 +21,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path(), help="folder of demo.json and demo.png")
     parser.add_argument(
         "--rows", default=",".join(rows.ROWS), help="which ways, by comma (%(default)s)"
+    )
+    parser.add_argument(
+        "--rate", default="", help='"100mbit": a host for each rank, behind such a line; as root'
     )
     options = parser.parse_args(argv)
     chosen = [key.strip() for key in options.rows.split(",")]
@@ -30,6 +33,13 @@ def main(argv: Sequence[str]) -> int:
     if options.steps < 1 or options.processes < 1:
         parser.error("--steps and --processes must be at least 1")
 
-    from pycomm.demo.show import show
+    if options.rate and not netns.RATE.fullmatch(options.rate):
+        parser.error(f"--rate {options.rate}: one like 100mbit or 1gbit")
+    if options.rate and (why := netns.missing()):
+        parser.error(f"--rate {why}")
 
-    return show([rows.ROWS[key] for key in chosen], options.steps, options.processes, options.out)
+    from pycomm.demo.show import show
+    from pycomm.demo.training import Settings
+
+    settings = Settings(options.steps, line=options.rate)
+    return show([rows.ROWS[key] for key in chosen], settings, options.processes, options.out)

@@ -31,7 +31,7 @@ class Result:
     name: str
     parameters: int
     final_loss: float
-    seconds_per_step: float  # median
+    seconds_per_step: float  # mean: LocalSGD's differ
     mb_per_rank_and_step: float
     counted_by: str
     replicas_equal: bool
@@ -51,7 +51,7 @@ def result(row: Row, outcomes: Sequence[Outcome]) -> Result:
         name=row.name,
         parameters=first.parameters,
         final_loss=first.final_loss,
-        seconds_per_step=statistics.median(seconds),
+        seconds_per_step=statistics.mean(seconds),
         mb_per_rank_and_step=mb[-1] / len(seconds),
         counted_by=first.counted_by,
         replicas_equal=len({o.digest for o in outcomes}) == 1,
@@ -62,9 +62,9 @@ def result(row: Row, outcomes: Sequence[Outcome]) -> Result:
     )
 
 
-def table(results: Sequence[Result]) -> Table:
+def table(results: Sequence[Result], settings: Settings) -> Table:
     """The rows as a person reads them."""
-    shown = Table(title="the same training, each way", title_justify="left")
+    shown = Table(title=_title(settings), title_justify="left")
     shown.add_column("way", style="bold")
     shown.add_column("final loss", justify="right")
     shown.add_column("s / step", justify="right")
@@ -91,9 +91,15 @@ def save_json(path: Path, settings: Settings, processes: int, results: Sequence[
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def save_plot(path: Path, results: Sequence[Result]) -> None:
+def _title(settings: Settings) -> str:
+    line = f"; hosts behind lines of {settings.line}" if settings.line else ""
+    return f"the same training, each way{line}"
+
+
+def save_plot(path: Path, settings: Settings, results: Sequence[Result]) -> None:
     """Loss over seconds, loss over MB sent, and the two costs of a step as bars."""
     figure = Figure(figsize=(13, 4), layout="constrained")
+    figure.suptitle(_title(settings), fontsize=10)
     over_seconds, over_bytes, costs = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
     for i, r in enumerate(results):
         # Dense rows learn the same: a later row is drawn thinner, so that one sees it on the other.

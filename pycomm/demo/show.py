@@ -14,14 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from torch.multiprocessing.spawn import ProcessException
 
-from pycomm.demo import processes, report, training
+from pycomm.demo import netns, processes, report, training
 from pycomm.demo.rows import Row
 
 
-def show(rows: Sequence[Row], steps: int, size: int, out: Path) -> int:
+def show(rows: Sequence[Row], settings: training.Settings, size: int, out: Path) -> int:
     """Trains `rows` on `size` processes each, prints and stores what came of it; main's result."""
     console = Console()
-    settings = training.Settings(steps=steps)
     out.mkdir(parents=True, exist_ok=True)
     results: list[report.Result] = []
     sample = ""
@@ -36,16 +35,17 @@ def show(rows: Sequence[Row], steps: int, size: int, out: Path) -> int:
             return 130
         results.append(report.result(row, outcomes))
         sample = outcomes[0].sample
-    console.print(report.table(results))
+    console.print(report.table(results, settings))
+    first = results[0]
     for r in results[1:]:
         console.print(
-            f"{r.name}: final loss differs from {results[0].name} by "
-            f"{abs(r.final_loss - results[0].final_loss):.1e}",
+            f"{r.name}: {first.seconds_per_step / r.seconds_per_step:.2f} times as fast as "
+            f"{first.name}; final loss differs by {abs(r.final_loss - first.final_loss):.1e}",
             highlight=False,
         )
     console.print(Panel(Text(sample), title="Python as the model writes it", title_align="left"))
     report.save_json(out / "demo.json", settings, size, results)
-    report.save_plot(out / "demo.png", results)
+    report.save_plot(out / "demo.png", settings, results)
     console.print(f"{out / 'demo.json'}  {out / 'demo.png'}", highlight=False)
     return 0 if all(r.replicas_equal for r in results) else 1
 
@@ -78,6 +78,6 @@ def _train(
                 highlight=False,
             )
 
-    with bar:
-        processes.run(training.train, (row.key, settings), size, hear)
+    with bar, netns.behind(settings.line, size) as hosts:
+        processes.run(training.train, (row.key, settings), size, hear, hosts)
     return [outcomes[rank] for rank in range(size)]

@@ -32,6 +32,7 @@ class Settings:
     rate: float = 0.5
     momentum: float = 0.9
     warmup: int = 20  # steps
+    line: str = ""  # behind which each rank is on a host of its own; "": all on this one
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,28 @@ A namespace has interfaces, routes and abstract sockets of its own, so to pycomm
 Host `i` has the interface `eth0` on link 0, `eth1` on link 1 and so on, with the addresses that
 `Host.ipv4` and `Host.ipv6` give, and is called `host<i>` on all of them (by link 0). Nothing of it
 is seen outside, and nothing is left of it after the `with`. Needs root, iproute2 and a kernel with
-veth and bridges: `missing()` says what is not there. Called by links.py and by the tests of hosts.
+veth and bridges: `missing()` says what is not there. Called by the demo, the benchmarks
+and the tests of hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Counters", "Host", "Network", "missing"]
+__all__ = ["RATE", "Counters", "Host", "Network", "behind", "enter", "missing"]
+
+RATE = re.compile(r"(\d+)(mbit|gbit)")  # of a line, as tc takes it
+CLONE_NEWNET = 0x40000000
 
 _numbers = itertools.count()
 
@@ -40,6 +46,26 @@ def missing() -> str:
             return ""
     except OSError as error:
         return f"needs a kernel that lets it make namespaces, bridges and veths: {error}"
+
+
+@contextlib.contextmanager
+def behind(rate: str, size: int) -> Iterator[list[str]]:
+    """The names of `size` hosts, each behind a line of `rate` ("1gbit"); none where it is ""."""
+    if not rate:
+        yield []
+        return
+    with Network(size, ipv6=False) as net:
+        net.shape(0, rate)
+        yield [host.name for host in net.hosts]
+
+
+def enter(name: str) -> None:
+    """This thread, and those that it starts, are on the host of that name from now on; sockets that
+    are open stay where they are."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}", "rb") as namespace:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"could not enter the network namespace {name}")
 
 
 @dataclass(frozen=True)
