@@ -25,11 +25,11 @@ auto sample_floor(size_t count, size_t k, Read&& read) {
   const double expected = share * static_cast<double>(runs * kRun);
   const auto rank = static_cast<size_t>(expected + 4 * std::sqrt(expected) + 2);
   if (rank >= runs * kRun) return Key{0};
-  std::vector<Key> keys;
-  keys.reserve(runs * kRun);
+  std::vector<Key> keys(runs * kRun);
+  auto at = keys.begin();
   for (size_t run = 0; run < runs; ++run) {
     const size_t begin = run * (count / runs);
-    for (size_t i = begin; i < begin + kRun; ++i) keys.push_back(key_of(read(i)));
+    for (size_t i = begin; i < begin + kRun; ++i) *at++ = key_of(read(i));
   }
   std::nth_element(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(rank), keys.end(),
                    std::greater<>());

@@ -25,6 +25,10 @@
 #include <utility>
 #include <vector>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #include "core/errors.h"
 #include "kernels/cpu/floats.h"
 #include "kernels/cpu/isa.h"
@@ -100,6 +104,23 @@ template <typename Key>
     ++histogram[key >> shift & (histogram.size() - 1)];
 }
 
+#ifdef __x86_64__
+// A bit for each element whose key is at least the floor. Keys are below 2^31, so signed
+// comparisons hold, of a floor of 0 too.
+[[gnu::target("avx2")]] inline uint64_t hit_bits_of_group(const float* elements, uint32_t floor) {
+  const __m256i below = _mm256_set1_epi32(static_cast<int>(floor - 1));
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  uint64_t bits = 0;
+  for (size_t i = 0; i < kGroup; i += 8) {
+    const auto* const at = reinterpret_cast<const __m256i_u*>(elements + i);
+    const __m256i keys = _mm256_and_si256(_mm256_loadu_si256(at), magnitude);
+    const __m256i hits = _mm256_cmpgt_epi32(keys, below);
+    bits |= uint64_t{static_cast<uint8_t>(_mm256_movemask_ps(_mm256_castsi256_ps(hits)))} << i;
+  }
+  return bits;
+}
+#endif
+
 // hits[i]: 1 where the key of element i is at least the floor, else 0.
 template <typename Element>
 struct Hits {
@@ -114,7 +135,15 @@ struct Hits {
 };
 
 // The same, a bit each: one loop over what was hit has one end to guess for the processor.
-inline uint64_t bits_of(const std::array<uint8_t, kGroup>& hits) {
+template <typename Element>
+uint64_t hit_bits(Isa isa, const Element* elements, size_t count,
+                  decltype(key_of(Element{})) floor) {
+#ifdef __x86_64__
+  if constexpr (sizeof(Element) == 4)
+    if (isa != Isa::baseline && count == kGroup) return hit_bits_of_group(elements, floor);
+#endif
+  alignas(8) std::array<uint8_t, kGroup> hits{};
+  run_on<Hits<Element>>(isa, elements, count, floor, hits.data());
   uint64_t bits = 0;
   for (size_t begin = 0; begin < kGroup; begin += 8) {
     uint64_t eight;
@@ -149,17 +178,30 @@ class Pool {
   // Looks at up to kGroup elements, the first of which is number `place` of the choice.
   void look_at(Isa isa, const Element* group, size_t count, size_t place) {
     if (taken_ + count > capacity_) keep_the_best();
-    alignas(8) std::array<uint8_t, kGroup> hits{};
-    run_on<Hits<Element>>(isa, group, count, floor_, hits.data());
-    for (uint64_t bits = bits_of(hits); bits != 0; bits &= bits - 1) {
+    for (uint64_t bits = hit_bits(isa, group, count, floor_); bits != 0; bits &= bits - 1) {
       const auto i = static_cast<size_t>(std::countr_zero(bits));
       places_[taken_] = static_cast<uint32_t>(place + i);
       elements_[taken_++] = group[i];
     }
   }
 
+  // Drops all below `kth` and what is equal to it beyond the first `ties`. Without a branch, which
+  // nobody could guess.
+  void keep(Key kth, size_t ties) {
+    size_t kept = 0;
+    for (size_t i = 0; i < taken_; ++i) {
+      const Key key = key_of(elements_[i]);
+      const bool on = key == kth, stays = (key > kth) | (on & (ties > 0));
+      ties -= on & (ties > 0);
+      places_[kept] = places_[i];
+      elements_[kept] = elements_[i];
+      kept += stays;
+    }
+    taken_ = kept;
+  }
+
  private:
-  // The pool holds more than keep_: those beyond, and of its ties the later ones, are dropped.
+  // The pool holds more than keep_: those beyond are dropped.
   [[gnu::noinline]] void keep_the_best() {
     size_t ties = 0;
     const Key kth = kth_largest<Key>(keep_, ties, [this](Key prefix, int shift) {
@@ -167,15 +209,7 @@ class Pool {
       for (const Element element : elements()) tally(histogram, key_of(element), prefix, shift);
       return histogram;
     });
-    size_t kept = 0;
-    for (size_t i = 0; i < taken_; ++i) {
-      const Key key = key_of(elements_[i]);
-      if (key < kth || (key == kth && ties == 0)) continue;
-      ties -= key == kth;
-      places_[kept] = places_[i];
-      elements_[kept++] = elements_[i];
-    }
-    taken_ = kept;
+    keep(kth, ties);
     floor_ = std::max(floor_, static_cast<Key>(kth + 1));  // a later tie would lose
   }
 
@@ -278,9 +312,13 @@ class Selection {
   // Candidates of a tile that begins at `begin` of a slice, whose groups' largest keys are known.
   static void collect(Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
                       size_t count, const Key* largest) {
-    for (size_t group = 0; group < groups_of(count); ++group) {
-      if (largest[group] < pool.floor()) continue;
-      const size_t at = begin + group * kGroup;
+    const size_t groups = groups_of(count);
+    const Key floor = pool.floor();
+    unsigned hit = 0;  // a bit for each group; what rarely is hit has one branch for all
+    for (size_t group = 0; group < groups; ++group)
+      hit |= static_cast<unsigned>(largest[group] >= floor) << group;
+    for (; hit != 0; hit &= hit - 1) {
+      const size_t at = begin + static_cast<size_t>(std::countr_zero(hit)) * kGroup;
       pool.look_at(isa, slice.elements + at, std::min(kGroup, begin + count - at),
                    slice.place + at);
     }
@@ -325,7 +363,7 @@ class Selection {
     });
     for (auto& choice : choices)
       if (choice.dense && choice.k > 0) cut_all(choice);
-    parallel(parts.size(), [this](size_t p) { count_winners(parts[p]); });
+    each_part([this](Part<Element>& part) { count_winners(part); });
     for (auto& choice : choices) {
       size_t above = 0, on = 0;
       for (auto& part : parts_of(choice)) {
@@ -336,22 +374,32 @@ class Selection {
   }
 
   // winner(at, element, slice, i): number `at` of the result is element i of the slice's tensor.
+  // Once for each part: its pool holds nothing else afterwards.
   template <typename Winner>
-  void emit(const Part<Element>& part, Winner&& winner) const {
+  void emit(Part<Element>& part, Winner&& winner) {
     const Choice<Element>& choice = choices[part.choice];
-    size_t above = part.above, on = part.on;
+    const size_t ties = choice.ties - std::min(part.on, choice.ties);  // that win in this part
+    size_t at = part.above + (choice.ties - ties), on = 0;
+    if (!choice.dense) part.pool.keep(choice.kth, ties);
     const Slice<Element>* slice = slices.data() + part.first_slice;
     each(part, [&](size_t place, Element element) {
       const Key key = key_of(element);
-      if (key < choice.kth) return;
-      const size_t at = above + std::min(on, choice.ties);
-      const bool wins = key > choice.kth || on < choice.ties;
-      above += key > choice.kth;
-      on += key == choice.kth;
-      if (!wins) return;
+      if (choice.dense && (key < choice.kth || (key == choice.kth && on++ >= ties))) return;
       while (place >= slice->place + slice->begin + slice->count) ++slice;
-      winner(at, element, *slice, place - slice->place);
+      winner(at++, element, *slice, place - slice->place);
     });
+  }
+
+  // f(part) for each, by several threads where they have more to do than to wake.
+  template <typename F>
+  void each_part(F&& f) {
+    size_t elements = 0;
+    for (const auto& part : parts)
+      elements += choices[part.choice].dense ? part_count_ : part.pool.size();
+    if (elements < kSmallestPart)
+      for (auto& part : parts) f(part);
+    else
+      parallel(parts.size(), [&](size_t p) { f(parts[p]); });
   }
 
  private:

@@ -201,7 +201,7 @@ class Step {
     memory = {static_cast<double>(std::bit_cast<Real>(low)) * std::clamp(trend, 0.5, 1.0), kth};
   }
 
-  void send(const Part<Real>& part) {
+  void send(Part<Real>& part) {
     const DgcSelection& selection = step_.tables.selections[part.choice];
     auto* const values = static_cast<Real*>(selection.values);
     auto* const u_values = static_cast<Real*>(selection.u_values);

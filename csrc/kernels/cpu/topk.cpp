@@ -26,12 +26,11 @@ void select(const TypedArray& x, const DeviceKernels::TopK& what) {
   if (what.threshold != nullptr)
     *static_cast<Element*>(what.threshold) = std::bit_cast<Element>(choice.kth);
   if (what.indices == nullptr) return;
-  parallel(selection.parts.size(), [&](size_t p) {
-    selection.emit(selection.parts[p],
-                   [&](size_t at, Element element, const Slice<Element>&, size_t i) {
-                     what.indices[at] = static_cast<int32_t>(i);
-                     static_cast<Element*>(what.values)[at] = element;
-                   });
+  selection.each_part([&](Part<Element>& part) {
+    selection.emit(part, [&](size_t at, Element element, const Slice<Element>&, size_t i) {
+      what.indices[at] = static_cast<int32_t>(i);
+      static_cast<Element*>(what.values)[at] = element;
+    });
   });
 }
 
