@@ -7,7 +7,7 @@ import pytest
 import torch
 from little_models import batch, equal, parameters, perceptron, step_on
 from test_dgc_steps import compressed, memory_of, same_memory
-from torch import Tensor
+from torch import Tensor, nn
 
 import pycomm
 from pycomm.errors import InvalidArgument
@@ -100,6 +100,51 @@ def test_nothing_of_a_broken_pass_comes_into_a_loaded_state() -> None:
         dgc.load_state_dict(own)
         model(batch(group.rank, 1)[0])  # whose beginning ends the pass before
         assert same_memory(before, memory_of(dgc))
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("asked", ["state_dict", "gather_state", "detach"])
+def test_a_broken_pass_counts_as_owed_before_the_next(asked: str) -> None:
+    """P3: what it was about to send is owed again, as behind the next forward. Asked inside of the
+    pass it is refused."""
+
+    def program(group: pycomm.Group) -> None:
+        def broken() -> tuple[nn.Module, nn.Module, torch.optim.SGD, pycomm.DGC]:
+            module = perceptron()
+            model, optimizer, dgc = compressed(module, {"bucket_layers": 1})
+            step_on(model, batch(group.rank, 0), optimizer)
+            refused = []
+
+            def stop(_: Tensor) -> None:
+                with pytest.raises(InvalidArgument, match=f"{asked}.* inside backward"):
+                    getattr(dgc, asked)()
+                refused.append(True)
+                raise ArithmeticError
+
+            handle = module[0].weight.register_hook(stop)
+            with pytest.raises(ArithmeticError):
+                step_on(model, batch(group.rank, 1), optimizer)
+            handle.remove()
+            assert refused
+            return module, model, optimizer, dgc
+
+        _, model, _, dgc = broken()
+        half = memory_of(dgc)
+        model(batch(group.rank, 1)[0])  # whose beginning ends the pass before
+        wanted = memory_of(dgc)
+        assert not same_memory(half, wanted)
+        module, _, optimizer, dgc = broken()
+        state = getattr(dgc, asked)()
+        if asked == "detach":
+            for name, p in module.named_parameters():
+                velocity = pycomm.all_reduce(wanted[name][0].clone(), "avg")
+                assert equal([optimizer.state[p]["momentum_buffer"].flatten()], [velocity])
+            return
+        assert same_memory(wanted, memory_of(dgc))
+        own = state if asked == "state_dict" else state and state["ranks"][0]
+        for name, (_, v) in wanted.items() if own else ():
+            assert equal([own["v"][name]], [v])
 
     run_ranks(2, program)
 

@@ -38,9 +38,9 @@ def compressed(
 
 
 def memory_of(dgc: pycomm.DGC) -> dict[str, list[Tensor]]:
-    found = dgc.memories.values()
-    owed = {f"owed {name}": [x] for name, x in dgc.state_dict()["owed"].items()}
-    return {m.name: [m.u.clone(), *([] if m.v is None else [m.v.clone()])] for m in found} | owed
+    found, owed = dgc.memories.values(), dgc.owners.owed if dgc.owners else {}
+    owes = {f"owed {m.name}": [owed[m].clone()] for m in found if m in owed}
+    return {m.name: [m.u.clone(), *([] if m.v is None else [m.v.clone()])] for m in found} | owes
 
 
 def same_memory(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> bool:

@@ -252,6 +252,15 @@ class DGC:
                 memory.u.mul_(memory.hyper.momentum)
         self.switched = True
 
+    def _give_up_broken_pass(self, asked: str) -> None:
+        """What a backward pass that has raised was about to send counts as owed again (P3)."""
+        if self.buckets.running and torch._C._current_graph_task_id() != -1:
+            raise InvalidArgument(
+                f"DGC.{asked}() inside backward(): half a step is on its way there; call it before "
+                "or behind"
+            )
+        self.buckets.cancel()
+
     def detach(self) -> None:
         """Collective. Gives momentum and decay back to the optimizer; DGC is of no use after it.
 
@@ -259,11 +268,12 @@ class DGC:
         or at a low sparsity, for a while before, where that matters.
 
         Raises:
-            InvalidArgument: on every rank, with nothing changed: what backward() has brought waits
-                for the optimizer's step().
+            InvalidArgument: with nothing changed: on every rank where what backward() has brought
+                waits for the optimizer's step(), or on one inside backward().
         """
         if self._detached:
             return
+        self._give_up_broken_pass("detach")
         # A rank that only took part in the last steps of others, in join(), has one left over.
         if _everywhere(self._owned.waiting, self.lanes()):
             raise InvalidArgument(
@@ -306,11 +316,22 @@ class DGC:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's: u and v differ by rank, so every rank saves its own. Plain values and
-        tensors; loads at the same number of ranks, bit for bit."""
+        tensors; loads at the same number of ranks, bit for bit. A backward pass that has raised
+        counts for nothing.
+
+        Raises:
+            InvalidArgument: inside backward().
+        """
+        self._give_up_broken_pass("state_dict")
         return state.own(self, self.lanes().group)
 
     def gather_state(self, dst: int = 0) -> dict[str, Any] | None:
-        """Collective. The states of all ranks on rank `dst`, None elsewhere; loads anywhere."""
+        """Collective. The states of all ranks on rank `dst`, None elsewhere; loads anywhere.
+
+        Raises:
+            InvalidArgument: inside backward().
+        """
+        self._give_up_broken_pass("gather_state")
         return state.gathered(self, self.lanes().group, dst)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -322,9 +343,10 @@ class DGC:
         over ranks, divided by their number, is then what it was; u is the mean too.
 
         Raises:
-            InvalidArgument: it is of another model, or one rank's where there were others.
+            InvalidArgument: it is of another model, or one rank's where there were others; or
+                inside backward().
         """
-        self.buckets.cancel()  # rolled back later it would change what is loaded
+        self._give_up_broken_pass("load_state_dict")
         state.load(self, saved, self.lanes().group)
         self._plans.clear()
         self._owned.forget()
@@ -337,6 +359,11 @@ class Compressed:
         self.idle = False
         self._dgc = dgc
         self._step: Step | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass has begun and not ended."""
+        return self._step is not None
 
     def compresses(self, parameter: Tensor) -> bool:
         """Whether it is large enough."""
