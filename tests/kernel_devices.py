@@ -29,7 +29,7 @@ class Cpu:
     """Host memory. bfloat16, which NumPy lacks, lies in torch tensors, as do all with `torch`."""
 
     name = "cpu"
-    replays = 1000  # where a test repeats a step to see the same bits
+    replays = ((20_000, 1000), (1_200_000, 50))  # elements, how often they give the same bits
     indices_are_checked = True  # InvalidArgument where they do not ascend within the array
 
     def __enter__(self) -> "Cpu":
@@ -62,7 +62,7 @@ class Emulated(Cpu):
     """CUDA's kernels on the processor, one fiber for each CUDA thread (tests/emulator)."""
 
     name = "emulated"
-    replays = 30
+    replays = ((4_500, 200), (20_000, 30))
     indices_are_checked = False
 
     def __enter__(self) -> "Emulated":

@@ -157,9 +157,11 @@ def body(text, name):
 
 def test_hot_kernels_move_sixteen_bytes_at_a_time():
     """In PTX, as no disassembler comes with nvcc alone: a vector access there is one access."""
-    step, topk, dense = (
+    step, topk, dense, packets = (
         path.read_text()
-        for path in programs.build(["ptx/step.80.ptx", "ptx/topk.80.ptx", "ptx/dense.80.ptx"])
+        for path in programs.build(
+            [f"ptx/{unit}.80.ptx" for unit in ("step", "topk", "dense", "packets")]
+        )
     )
     (update,) = body(step, r"entry \w*6updateILb0Efff\w*")
     loads = len(re.findall(r"ld\.global\.cs\.v4\.(?:u|b)32", update))
@@ -170,6 +172,12 @@ def test_hot_kernels_move_sixteen_bytes_at_a_time():
     (reduce,) = body(dense, r"entry \w*10reduce_allIf\w*")
     assert re.search(r"ld\.global\.cs\.v4\.(?:u|b)32", reduce)
     assert re.search(r"st\.global\.cs\.v4\.(?:u|b)32", reduce)
+    (decode,) = body(packets, r"entry \w*6decodeILb0Eff\w*")
+    assert re.search(r"st\.global\.cs\.v4\.(?:u|b)32", decode)
+    for types, loaded, stored in (("f13__nv_bfloat16", 4, 2), ("13__nv_bfloat16f", 2, 4)):
+        (cast,) = body(dense, rf"entry \w*8cast_allI{types}E\w*")  # four elements of either
+        assert re.search(rf"ld\.global\.cs\.v{loaded}\.(?:u|b)32", cast)
+        assert re.search(rf"st\.global\.cs\.v{stored}\.(?:u|b)32", cast)
     for kernel in (update, collect):
         assert "fma.rn.ftz" not in kernel
         assert ".local" not in kernel

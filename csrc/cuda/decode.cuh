@@ -87,6 +87,29 @@ __device__ __forceinline__ void add_packet(const Entries& packet, unsigned& curs
   __syncwarp();
 }
 
+// Writes as much of a tile as lies in the array of its begin, four elements at a time where that is
+// aligned to them. Returns how many. Called by a warp.
+template <class T, class Real>
+__device__ __forceinline__ unsigned store_quads(const Decoding& d, unsigned array,
+                                                const Sums<Real>& sums, int64_t low, int64_t high,
+                                                Real scale) {
+  T* const to = static_cast<T*>(d.arrays[array].data) + (low - d.arrays[array].first);
+  if (reinterpret_cast<uintptr_t>(to) % (sizeof(T) < 4 ? 4 * sizeof(T) : 16) != 0) return 0;
+  const int64_t end =
+      array + 1 < d.array_count ? min(high, static_cast<int64_t>(d.arrays[array + 1].first)) : high;
+  const unsigned whole = static_cast<unsigned>(end - low) / 4 * 4;
+  for (unsigned i = 4 * gpu::lane_id(); i < whole; i += 128) {
+    Quad<T> quad;
+#pragma unroll
+    for (unsigned e = 0; e < 4; ++e) {
+      const bool there = sums.there[i / 32] >> (i % 32 + e) & 1;
+      quad.at[e] = narrow<T>(there ? multiply(scale, sums.sum[i + e]) : Real{0});
+    }
+    store_quad(to + i, quad);
+  }
+  return whole;
+}
+
 // kUpdate: param = fma(-lr, scale * sum, param) where a packet has something; else out = scale *
 // sum, and 0 elsewhere.
 template <bool kUpdate, class T, class V>
@@ -111,7 +134,9 @@ __global__ void __launch_bounds__(kDecodeThreads)
     __syncwarp();
     for (unsigned p = 0; p < d.packet_count; ++p)
       add_packet<V>(d.packets[p], sums.cursor[p], sums, low, high);
-    for (unsigned i = lane; low + i < high; i += 32) {
+    while (array + 1 < d.array_count && d.arrays[array + 1].first <= low) ++array;
+    const unsigned whole = kUpdate ? 0 : store_quads<T>(d, array, sums, low, high, scale);
+    for (unsigned i = whole + lane; low + i < high; i += 32) {
       const unsigned position = static_cast<unsigned>(low) + i;
       const bool there = sums.there[i / 32] >> (i % 32) & 1;
       if (kUpdate && !there) continue;
