@@ -366,7 +366,8 @@ def _figure(rows: Sequence[Row], title: str) -> Figure:
         if name is None:
             axes.set_visible(False)
             continue
-        for peer in dict.fromkeys(r.peer for r in rows if r.kernel == name):
+        peers = {r.peer for r in rows if r.kernel == name}
+        for peer in sorted(peers, key=lambda p: (p != OURS, p)):  # pycomm in one colour
             own = [r for r in rows if (r.kernel, r.peer) == (name, peer)]
             axes.plot(
                 [r.count for r in own], [r.limit_percent for r in own], "o-", ms=3, label=peer
