@@ -356,10 +356,16 @@ class Selection {
     });
   }
 
-  // After collect(): the cut of every choice, and where each part's winners go.
-  void cut() {
-    parallel(choices.size(), [this](size_t c) {
-      if (!choices[c].dense) choices[c].kth = candidate(choices[c], choices[c].k, choices[c].ties);
+  // After collect(): the cut of every choice, and where each part's winners go. `beside(i)` for
+  // each i below `others` runs at the same time and may look at candidates.
+  template <typename F>
+  void cut(size_t others, F&& beside) {
+    const size_t own = choices.size();
+    parallel(own + others, [&](size_t i) {
+      if (i >= own)
+        beside(i - own);
+      else if (!choices[i].dense)
+        choices[i].kth = candidate(choices[i], choices[i].k, choices[i].ties);
     });
     for (auto& choice : choices)
       if (choice.dense && choice.k > 0) cut_all(choice);

@@ -99,8 +99,9 @@ class Step {
       update_and_collect(selection_.parts[p]);
     });
     for (size_t c = 0; c < selection_.choices.size(); ++c) repair(c);
-    selection_.cut();
-    parallel(selection_.choices.size(), [this](size_t c) { remember(c); });
+    std::vector<Key> lows(selection_.choices.size());
+    selection_.cut(lows.size(), [&](size_t c) { lows[c] = low(selection_.choices[c]); });
+    for (size_t c = 0; c < lows.size(); ++c) remember(c, lows[c]);
     parallel(selection_.parts.size(), [this](size_t p) { send(selection_.parts[p]); });
   }
 
@@ -189,13 +190,18 @@ class Step {
     if (selection_.candidates(choice) < choice.k) selection_.collect(isa_, choice, 0);
   }
 
-  void remember(size_t c) {
+  // The magnitude at floor_rank, or that of the last candidate.
+  Key low(const Choice<Real>& choice) const {
+    if (choice.dense) return 0;
+    size_t ties = 0;
+    const size_t rank = std::min(floor_rank(choice.k), selection_.candidates(choice));
+    return selection_.candidate(choice, rank, ties);
+  }
+
+  void remember(size_t c, Key low) {
     const auto& choice = selection_.choices[c];
     Memory& memory = memory_[c];
     if (choice.dense) return;
-    size_t ties = 0;
-    const size_t rank = std::min(floor_rank(choice.k), selection_.candidates(choice));
-    const Key low = selection_.candidate(choice, rank, ties);
     const auto kth = static_cast<double>(std::bit_cast<Real>(choice.kth));
     const double trend = memory.kth > 0 && std::isfinite(kth) ? kth / memory.kth : 1;
     memory = {static_cast<double>(std::bit_cast<Real>(low)) * std::clamp(trend, 0.5, 1.0), kth};

@@ -22,7 +22,7 @@ void select(const TypedArray& x, const DeviceKernels::TopK& what) {
     selection.collect(isa_here(), choice, floor);
     if (selection.candidates(choice) < what.k) selection.collect(isa_here(), choice, 0);
   }
-  selection.cut();
+  selection.cut(0, [](size_t) {});
   if (what.threshold != nullptr)
     *static_cast<Element*>(what.threshold) = std::bit_cast<Element>(choice.kth);
   if (what.indices == nullptr) return;
