@@ -253,21 +253,42 @@ def test_both_hosts_name_the_rank_that_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-def test_a_host_that_has_ended_does_not_wait_for_one_that_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_host_that_has_ended_does_not_wait_for_one_that_fails(tmp_path: Path, dies: bool) -> None:
     """Torch's agent would, for 300 s."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with Network(2, ipv6=False) as net:
         ended, failing = start_hosts(net, tmp_path, [0, 1], PROGRAM, "part", str(pipe))
-        limit = threading.Timer(LIMIT_S / 2, ended.kill)  # ends the lines below
+        limit = threading.Timer(LIMIT_S, ended.kill)  # ends the lines below
         limit.start()
         assert any("waits for those of the others" in line for line in ended.stdout)
         limit.cancel()
-        pipe.write_text("now")
-        _, err = failing.communicate(timeout=LIMIT_S / 2)
-        assert failing.returncode == 1, err
-        _, err = ended.communicate(timeout=LIMIT_S / 2)
+        if dies:
+            failing.kill()  # and its ranks go with it
+        else:
+            pipe.write_text("now")
+            _, err = failing.communicate(timeout=LIMIT_S / 2)
+            assert failing.returncode == 1, err
+        out, err = ended.communicate(timeout=LIMIT_S / 2)
         assert ended.returncode == 0, err
+        assert ("launcher of host 1 of 2 (from 0) has not been heard of" in out) == dies
+        assert "Traceback" not in err
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_a_launcher_says_that_the_one_where_all_met_has_died(tmp_path: Path) -> None:
+    with Network(2, ipv6=False) as net:
+        dying, left = start_hosts(net, tmp_path, [0, 1], PROGRAM, "wait")
+        limit = threading.Timer(LIMIT_S, dying.kill)  # ends the lines below
+        limit.start()
+        assert any(line.startswith("pids") for line in dying.stdout)
+        limit.cancel()
+        dying.kill()
+        _, err = left.communicate(timeout=LIMIT_S / 2)
+        assert left.returncode == 1, err
+        assert "or the launcher there has gone: " in err
+        assert "Traceback" not in err
 
 
 def other_launchers(rank: int, port: int) -> dict[str, dict[str, str]]:

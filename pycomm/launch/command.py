@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     """Launches and waits; gives the exit status: 0, or that of the rank that failed first."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from pycomm.launch import agent
 
@@ -66,6 +67,13 @@ def main(argv: Sequence[str]) -> int:
             agent.launch(config, sys.executable, *command)
         except ChildFailedError as error:
             return _report(error, said.log_dir)
+        except RendezvousError as error:
+            print(
+                f"pycomm launch: the hosts could not meet at {said.rdzv_endpoint}, or the launcher "
+                f"there has gone: {error.__cause__ or error}",
+                file=sys.stderr,
+            )
+            return 1
         except SignalException as error:
             print(f"pycomm launch: stopped by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
