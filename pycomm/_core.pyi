@@ -58,6 +58,7 @@ class PythonStore(Protocol):
     def get(self, key: str, timeout_s: float, /) -> bytes: ...
     def add(self, key: str, amount: int, /) -> int: ...
     def remove(self, key: str, /) -> bytes | None: ...
+    def claim(self, key: str, value: bytes, /) -> bytes: ...
     def settle(self) -> None: ...
 
 class Store:
@@ -67,6 +68,7 @@ class Store:
     def get(self, key: str, timeout_s: float, /) -> bytes: ...
     def add(self, key: str, amount: int, /) -> int: ...
     def remove(self, key: str, /) -> bytes | None: ...
+    def claim(self, key: str, value: bytes, /) -> bytes: ...
     def settle(self) -> None: ...
 
 class LocalStore(Store):
@@ -92,11 +94,13 @@ class Stats:
     seconds: float
 
 class Member:
-    """Who a rank is; `transport` is what this rank reaches it by."""
+    """Who a rank is; `transport` is what this rank reaches it by, and `visible` says whether `pid`
+    names its process here."""
 
     host: str
     pid: int
     transport: str
+    visible: bool
 
 class Work:
     def done(self) -> bool: ...
@@ -166,6 +170,8 @@ class Group:
     ) -> Work:
         """The same, on the group's own thread; `arrays` are kept alive until the call is over."""
     def split(self, color: int, key: int, /) -> Group | None: ...
+    def lost(self) -> list[int]:
+        """Ranks that will not come back, as far as this rank knew when the group broke."""
     def stats(self) -> Stats: ...
     def status(self) -> dict[str, Any]: ...
     def set_timeout(self, timeout_s: float, /) -> None: ...
@@ -174,6 +180,17 @@ class Group:
     def _capsule(self) -> object: ...
 
 def check_address(address: str, /) -> None: ...
+def regroup(
+    group: Group,
+    store: Store | PythonStore,
+    name: str,
+    members: Sequence[int],
+    timeout_s: float,
+    /,
+) -> Group:
+    """Collective over `members` of `group`, in this order: the group of them, which meets in
+    `store`. `group` may be broken."""
+
 def connect(
     store: Store | PythonStore,
     *,

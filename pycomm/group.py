@@ -14,10 +14,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-from pycomm import _core, config, rendezvous, tuned
-from pycomm.errors import GroupBroken, InvalidArgument, Unsupported
+from pycomm import _core, config, rendezvous, survivors, tuned
+from pycomm.errors import GroupBroken, InvalidArgument
+from pycomm.survivors import Store
 
 __all__ = [
     "Group",
@@ -37,8 +38,6 @@ __all__ = [
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_HEARTBEAT_S = 10.0
-
-Store: TypeAlias = "_core.Store | _core.PythonStore"
 
 
 class Group:
@@ -88,9 +87,32 @@ class Group:
         core = self._core.split(-1 if color is None else color, self._rank if key is None else key)
         return None if core is None else Group(core, self._store, self._timeout_s)
 
-    def shrink(self) -> Group:
-        """The group of the ranks that still live."""
-        raise Unsupported("shrink() is not built yet: end the run and start it with those left")
+    def shrink(self, timeout_s: float | None = None) -> Group:
+        """Collective over the survivors: the group of the ranks that still live, in their order.
+
+        For after PeerLost, Timeout or GroupBroken; a group that is whole is broken by it. Ranks
+        that have died are known to be dead where this host runs them, or where they were heard to
+        hang up; others are waited for. If this was the default group, the new one is from then on.
+        Needs the store in which the ranks met. Groups that split() made of this one are shrunk by
+        themselves.
+
+        Args:
+            timeout_s: for how long ranks that may still live are waited for, and for all of it;
+                None: the group's limit.
+
+        Raises:
+            GroupBroken: those who came are not more than half of the ranks that may live (or half
+                of them with the lowest); or the others went on without this rank.
+            PeerLost: the store is gone, as with the rank that served it.
+            Timeout: the survivors could not meet.
+        """
+        store, _, limit_s = self._board()
+        limit_s = limit_s if timeout_s is None else timeout_s
+        if not limit_s > 0:
+            raise InvalidArgument(f"shrink: timeout_s is {limit_s}; it must be more than 0 seconds")
+        group = Group(survivors.regroup(self._core, store, limit_s), store, self._timeout_s)
+        _inherit(self, group)
+        return group
 
     def stats(self) -> _core.Stats:
         """What this rank has done so far: bytes (written to peers), calls, seconds."""
@@ -248,6 +270,17 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Whether there is a default group."""
     return _find() is not None
+
+
+def _inherit(old: Group, new: Group) -> None:
+    """Makes `new` the default wherever `old` was it."""
+    with _state.lock:
+        if _state.group is old:
+            _state.group, _state.adopted = new, False
+        if _thread.forced is old:
+            _thread.forced = new
+        elif _thread.own and _thread.own[0] is old:
+            _thread.own = [new]
 
 
 def _find() -> Group | None:

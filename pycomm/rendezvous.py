@@ -64,6 +64,10 @@ class TorchStore:
         mark = GONE + secrets.token_bytes(8)
         return value if bytes(self._store.compare_set(key, value, mark)) == mark else None
 
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Leaves `value` under `key` unless something is there; gives what is."""
+        return bytes(self._store.compare_set(key, b"", value))
+
     def settle(self) -> None:
         """Nothing of ours listens."""
 

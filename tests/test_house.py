@@ -63,7 +63,7 @@ FLOORS = [
     ["_core", "_cuda", "_c10d"],
     ["errors"],
     ["arrays", "config", "nccl", "plain"],
-    ["rendezvous", "tuned"],
+    ["rendezvous", "survivors", "tuned"],
     ["group", "kernels"],
     ["calls", "memory"],
     ["collectives", "reference"],

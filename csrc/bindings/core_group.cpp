@@ -199,6 +199,7 @@ void bind_records(py::module_& module) {
       .def_readonly("host", &Member::host)
       .def_readonly("pid", &Member::pid)
       .def_readonly("transport", &Member::transport)
+      .def_readonly("visible", &Member::visible)
       .def("__repr__", [](const Member& m) {
         return py::str("Member(host={!r}, pid={}, transport={!r})")
             .format(m.host, m.pid, m.transport);
@@ -258,6 +259,7 @@ void bind_group(py::module_& module) {
       .def("run", &run)
       .def("start", &start)
       .def("split", &split)
+      .def("lost", [](const Handle& h) { return h.group().lost(); })
       .def("stats", [](const Handle& h) { return h.group().stats(); })
       .def("status", &status)
       .def("set_timeout", [](const Handle& h, double s) { h.group().set_timeout(nanoseconds(s)); })

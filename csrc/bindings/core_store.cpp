@@ -42,6 +42,11 @@ class PythonStore : public Store {
     return value.cast<py::bytes>();
   }
 
+  std::string claim(const std::string& key, const std::string& value) override {
+    const py::gil_scoped_acquire gil;
+    return object_.attr("claim")(key, py::bytes(value)).cast<py::bytes>();
+  }
+
  private:
   py::object object_;
 };
@@ -136,6 +141,23 @@ std::unique_ptr<Handle> connect_from(const py::object& object, const py::kwargs&
   return handle;
 }
 
+std::unique_ptr<Handle> regroup(const Handle& broken, const py::object& object,
+                                const std::string& name, const std::vector<int>& members,
+                                double timeout_s) {
+  PythonStore adapter(object);
+  Store& store = py::isinstance<Store>(object) ? object.cast<Store&>() : adapter;
+  std::shared_ptr<Group> part;
+  {
+    Group& group = broken.group();
+    const auto limit = nanoseconds(timeout_s);
+    const Blocking blocking;
+    part = group.regroup(store, name, members, limit);
+  }
+  auto handle = std::make_unique<Handle>(std::move(part));
+  throw_pending();
+  return handle;
+}
+
 void set(Store& store, const std::string& key, const py::bytes& value) {
   const std::string copy = value;
   const Blocking blocking;
@@ -173,6 +195,16 @@ py::object remove(Store& store, const std::string& key) {
   return value ? py::object(py::bytes(*value)) : py::none();
 }
 
+py::bytes claim(Store& store, const std::string& key, const py::bytes& value) {
+  const std::string copy = value;
+  std::string standing;
+  {
+    const Blocking blocking;
+    standing = store.claim(key, copy);
+  }
+  return standing;
+}
+
 void settle(Store& store) {
   const Blocking blocking;
   store.settle();
@@ -186,6 +218,7 @@ void bind_stores(py::module_& module) {
       .def("get", &get)
       .def("add", &add)
       .def("remove", &remove)
+      .def("claim", &claim)
       .def("settle", &settle);
   py::class_<LocalStore, Store>(module, "LocalStore").def(py::init<>());
   py::class_<TcpStore, Store>(module, "TcpStore")
@@ -193,6 +226,7 @@ void bind_stores(py::module_& module) {
       .def_static("connect", &reach)
       .def_property_readonly("port", &TcpStore::port);
   module.def("connect", &connect_from);
+  module.def("regroup", &regroup);
   module.def("check_address", &check_address);
 }
 

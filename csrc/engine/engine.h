@@ -119,6 +119,8 @@ class Engine {
   // rank.
   std::string doing() const;
   std::vector<Sighting> sightings() const;
+  // From any thread: who is known not to come back, once the engine is broken.
+  std::vector<int> lost() const;
   // Throws GroupBroken if the engine is broken or has left.
   void check_usable();
 
@@ -156,6 +158,7 @@ class Engine {
     std::unique_ptr<Link> link;           // null: oneself, or not met yet
     bool wanted = false;                  // the dialer was asked for it
     std::optional<std::string> departed;  // what became of it: "has left the group: ..."
+    bool in_peace = false;                // it has left, and that is all
     std::deque<Message> messages;         // arrived, or (the last) arriving
     Front front = Front::nothing;         // what stood there when last looked at
     uint64_t seen = 0;                    // bytes received when last looked at
@@ -202,6 +205,7 @@ class Engine {
   PeerLost gone(int peer) const;
   std::vector<int> call_roll(const Error& error);
   bool answers(Peer& who);
+  std::vector<int> find_lost(const Error& error);
   bool flush_all(std::chrono::nanoseconds limit);
   Peer& at(int peer) { return peers_[static_cast<size_t>(peer)]; }
   uint64_t sum(uint64_t (Link::*figure)() const) const;
@@ -240,7 +244,8 @@ class Engine {
   mutable std::mutex mutex_;           // guards those below
   std::string stop_reason_;
   std::string broken_;  // the first cause
-  std::string doing_;   // for doing() and sightings(), as of published_
+  std::vector<int> lost_;
+  std::string doing_;  // for doing() and sightings(), as of published_
   std::vector<Sighting> sightings_;
   Clock::time_point published_{};
 };

@@ -146,6 +146,7 @@ void Engine::heed_goodbye(int peer, const std::string& payload) {
   std::memcpy(&blamed, payload.data() + 1, sizeof blamed);
   const std::string text = payload.substr(1 + sizeof blamed);
   at(peer).departed = "has left the group: " + text;
+  at(peer).in_peace = kind == kDeparted;
   if (kind == kDeparted) return;
   const std::string told = text + " (as " + name(peer) + " reports)";
   if (kind == static_cast<uint8_t>(ErrorKind::timeout)) throw Timeout(told, {.peer = blamed});
@@ -266,8 +267,34 @@ void Engine::give_up(const Error& error) noexcept {
     const std::lock_guard lock(mutex_);
     if (!broken_.empty()) return;
     broken_ = error.what();
+    try {
+      lost_ = find_lost(error);
+    } catch (...) {  // out of memory, or noise on a link: then nobody is known to be lost
+    }
   }
   say_goodbye(static_cast<uint8_t>(error.kind()), error.fields().peer, error.what());
+}
+
+// Who is blamed, unless it has said itself why it gave up; who hung up without a word; and who has
+// left in peace.
+std::vector<int> Engine::find_lost(const Error& error) {
+  const int blamed = error.kind() == ErrorKind::peer_lost ? error.fields().peer : kNobody;
+  std::vector<int> found;
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    Peer& who = peers_[i];
+    bool gone = static_cast<int>(i) == blamed && (!who.departed || !who.link);
+    if (who.link && !who.departed && who.link->channel().hung_up() && answers(who)) {
+      const ConstBytes word = who.link->has_front() ? who.link->peek() : ConstBytes{};
+      gone |= word.empty() || static_cast<uint8_t>(word[0]) == kDeparted;
+    }
+    if (gone || who.in_peace) found.push_back(static_cast<int>(i));
+  }
+  return found;
+}
+
+std::vector<int> Engine::lost() const {
+  const std::lock_guard lock(mutex_);
+  return lost_;
 }
 
 void Engine::stop(const std::string& reason) noexcept {

@@ -186,7 +186,8 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
 
 namespace {
 
-std::shared_ptr<Group> meet(Store& store, ConnectOptions options, bool made_key) {
+std::shared_ptr<Group> meet(Store& store, ConnectOptions options, std::vector<int> ranks,
+                            bool made_key) {
   const Deadline deadline(options.timeout);
   if (made_key) {
     const auto bytes = random_bytes();
@@ -194,8 +195,10 @@ std::shared_ptr<Group> meet(Store& store, ConnectOptions options, bool made_key)
   }
   if (options.secret.empty() && options.size > 1)
     options.secret = store.get(key_of_key(options), deadline);
-  std::vector<int> ranks(static_cast<size_t>(options.size));
-  std::iota(ranks.begin(), ranks.end(), 0);
+  if (ranks.empty()) {
+    ranks.resize(static_cast<size_t>(options.size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+  }
   return make_group(
       options,
       [&](const std::string& mine) { return exchange_notes(store, options, mine, deadline); },
@@ -226,7 +229,7 @@ bool all_have_read(Store& store, const ConnectOptions& options) {
 // Each rank counts in the store how often it has formed a group of the name, and the count is part
 // of the keys: nobody reads what an earlier group left there. A forming that fails does not count,
 // but where all ranks fail alike: the first to try again would read notes of the last to fail.
-std::shared_ptr<Group> connect(Store& store, ConnectOptions options) {
+std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector<int> ranks) {
   check_options(options);
   const std::string counter = options.name + "/formed/" + std::to_string(options.rank);
   const int64_t formed = store.add(counter, 1);
@@ -241,7 +244,7 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options) {
   };
   std::shared_ptr<Group> group;
   try {
-    group = meet(store, options, made_key);
+    group = meet(store, options, std::move(ranks), made_key);
   } catch (const std::exception& error) {
     try {
       const auto* ours = dynamic_cast<const Error*>(&error);

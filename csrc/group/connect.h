@@ -39,8 +39,9 @@ struct ConnectOptions {
 
 // Collective. Every rank calls it with the same store, size and name. Where all ranks use a name
 // again in one store the group's name gets a number: "world", "world#2", so that a group's name is
-// its own. Throws Timeout naming the ranks that did not come, PeerLost, Mismatch (options differ).
-std::shared_ptr<Group> connect(Store& store, ConnectOptions options);
+// its own. `ranks`: the group's ranks() where it is not the first; empty: it is. Throws Timeout
+// naming the ranks that did not come, PeerLost, Mismatch (options differ).
+std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector<int> ranks = {});
 
 // Throws InvalidArgument where `address`, as ConnectOptions has it, names none of this host's.
 // Before the store is met, so that every rank hears of its own mistake.

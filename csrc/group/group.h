@@ -26,6 +26,8 @@
 
 namespace pycomm {
 
+class Store;  // rendezvous/store.h
+
 // recv: whoever has sent something with the tag.
 inline constexpr int kAnySource = -1;
 
@@ -95,6 +97,7 @@ struct Member {
   std::string host;
   int64_t pid = 0;
   std::string transport;  // what this rank reaches it by: "self", "local", "shm", "tcp"
+  bool visible = false;   // its process id means the same process here
 };
 
 class Group {
@@ -122,6 +125,15 @@ class Group {
   // Collective. Ranks that give the same color form a group, ordered by (key, rank); a negative
   // color takes part and gets null.
   virtual std::shared_ptr<Group> split(int color, int key) = 0;
+
+  // Of a group that is broken: ranks that will not come back, as far as this one knew when it
+  // broke. They died, were silent for too long, or have left in peace.
+  virtual std::vector<int> lost() const = 0;
+  // Collective over `members`, ranks of this group in the order that they will have: the group of
+  // them, called `name`, who meet in `store`. This one may be broken. Throws as connect() does.
+  virtual std::shared_ptr<Group> regroup(Store& store, const std::string& name,
+                                         const std::vector<int>& members,
+                                         std::chrono::nanoseconds timeout) = 0;
 
   // `bytes` for arrays of calls of this group, in which they are then summed where they lie, with
   // arbitrary contents. Null where its ranks do not see each other's memory. Throws InvalidArgument

@@ -381,6 +381,23 @@ std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
   return texts;
 }
 
+ConnectOptions HostGroup::part_of(const std::vector<int>& members, const std::string& name) const {
+  ConnectOptions part = options_;
+  part.faults.clear();  // they count the bytes of one group
+  part.name = name;
+  part.size = static_cast<int>(members.size());
+  part.rank = static_cast<int>(std::ranges::find(members, options_.rank) - members.begin());
+  const Digest digest = hmac_sha256(options_.secret, name);
+  part.secret.assign(digest.begin(), digest.end());
+  return part;
+}
+
+std::vector<int> HostGroup::first_ranks(const std::vector<int>& members) const {
+  std::vector<int> ranks;
+  for (const int member : members) ranks.push_back(ranks_.at(static_cast<size_t>(member)));
+  return ranks;
+}
+
 std::shared_ptr<Group> HostGroup::split(int color, int key) {
   struct Wish {
     int32_t color, key;
@@ -402,22 +419,25 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     (void)gather_texts({});
     return nullptr;
   }
-  ConnectOptions child = options_;
-  child.faults.clear();  // they count the bytes of one group
-  child.name = name + "." + std::to_string(color);
-  child.size = static_cast<int>(members.size());
-  child.rank = static_cast<int>(std::ranges::find(members, options_.rank) - members.begin());
-  const Digest digest = hmac_sha256(options_.secret, child.name);
-  child.secret.assign(digest.begin(), digest.end());
-  std::vector<int> ranks;
-  for (const int member : members) ranks.push_back(ranks_[static_cast<size_t>(member)]);
+  const ConnectOptions child = part_of(members, name + "." + std::to_string(color));
   const Exchange exchange = [&](const std::string& mine) {
     const auto texts = gather_texts(mine);
     std::vector<std::string> ours;
     for (const int member : members) ours.push_back(texts[static_cast<size_t>(member)]);
     return ours;
   };
-  return make_group(child, exchange, std::move(ranks));
+  return make_group(child, exchange, first_ranks(members));
+}
+
+std::shared_ptr<Group> HostGroup::regroup(Store& store, const std::string& name,
+                                          const std::vector<int>& members,
+                                          std::chrono::nanoseconds timeout) {
+  ConnectOptions child = part_of(members, name);
+  child.secret = options_.secret;  // whoever has the key by another way of groups has the same
+  const auto calls = std::exchange(child.timeout, timeout);
+  auto group = connect(store, std::move(child), first_ranks(members));
+  group->set_timeout(calls);
+  return group;
 }
 
 }  // namespace pycomm

@@ -39,6 +39,10 @@ class HostGroup final : public Group {
   std::shared_ptr<Work> start(const Call& call,
                               std::function<void(std::exception_ptr)> then) override;
   std::shared_ptr<Group> split(int color, int key) override;
+  std::vector<int> lost() const override { return engine_.lost(); }
+  std::shared_ptr<Group> regroup(Store& store, const std::string& name,
+                                 const std::vector<int>& members,
+                                 std::chrono::nanoseconds timeout) override;
   std::shared_ptr<std::byte> allocate(size_t bytes) override {
     return heap_ ? heap_->allocate(bytes) : nullptr;
   }
@@ -72,6 +76,8 @@ class HostGroup final : public Group {
   Schedule schedule_of(const Call& call, Algorithm algorithm, size_t count) const;
   size_t block_of(const Call& call, Algorithm algorithm) const;
   std::vector<std::string> gather_texts(const std::string& mine);
+  ConnectOptions part_of(const std::vector<int>& members, const std::string& name) const;
+  std::vector<int> first_ranks(const std::vector<int>& members) const;
 
   ConnectOptions options_;
   std::vector<Member> members_;

@@ -88,7 +88,8 @@ class Forming {
     mesh.channels.resize(notes_.size());
     mesh.tuned = notes_[0].tuned;
     for (const Note& note : notes_) {
-      mesh.members.push_back({note.host, note.pid, "self"});
+      const bool visible = note.host_id == note_.host_id && note.pid_space == note_.pid_space;
+      mesh.members.push_back({note.host, note.pid, "self", visible});
       mesh.hosts.push_back(note.host_id);
     }
     return mesh;
@@ -96,7 +97,7 @@ class Forming {
 
   std::string name(int peer) const {
     const Note& note = notes_[static_cast<size_t>(peer)];
-    return name_of(peer, {note.host, note.pid, {}});
+    return name_of(peer, {.host = note.host, .pid = note.pid, .transport = {}});
   }
 
   void pick_transports(Mesh& mesh, const std::string& why, bool full) {

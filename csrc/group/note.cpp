@@ -67,21 +67,24 @@ Note my_note() {
   note.process = word + "-" + std::to_string(note.pid);
   note.host_id = host_identity();
   note.host = host_name();
+  struct stat pids{};
+  note.pid_space =
+      ::stat("/proc/self/ns/pid", &pids) == 0 ? std::to_string(pids.st_ino) : note.process;
   return note;
 }
 
 std::string encode(const Note& note) {
-  std::string text = "pycomm-4\n";
+  std::string text = "pycomm-5\n";
   for (const std::string& field :
-       {note.process, note.host_id, note.host, std::to_string(note.pid), note.options, note.token,
-        note.shm, note.tcp, note.memory, note.heap, encode(note.tuned)})
+       {note.process, note.host_id, note.host, std::to_string(note.pid), note.pid_space,
+        note.options, note.token, note.shm, note.tcp, note.memory, note.heap, encode(note.tuned)})
     text += field + "\n";
   return text;
 }
 
 Note decode_note(const std::string& text) {
   check(text.size() <= kMaxNoteBytes, "a rank's note is too long");
-  std::array<std::string, 12> fields;
+  std::array<std::string, 13> fields;
   size_t begin = 0;
   for (std::string& field : fields) {
     const size_t end = text.find('\n', begin);
@@ -89,19 +92,10 @@ Note decode_note(const std::string& text) {
     field = text.substr(begin, end - begin);
     begin = end + 1;
   }
-  check(begin == text.size() && fields[0] == "pycomm-4",
+  check(begin == text.size() && fields[0] == "pycomm-5",
         "a rank's note is not of this version of pycomm");
-  Note note{fields[1],
-            fields[2],
-            fields[3],
-            0,
-            fields[5],
-            fields[6],
-            fields[7],
-            fields[8],
-            fields[9],
-            fields[10],
-            decode_tuned(fields[11])};
+  Note note{fields[1], fields[2], fields[3], 0,          fields[5],  fields[6],
+            fields[7], fields[8], fields[9], fields[10], fields[11], decode_tuned(fields[12])};
   const std::string& pid = fields[4];
   const auto parsed = std::from_chars(pid.data(), pid.data() + pid.size(), note.pid);
   check(parsed.ec == std::errc{} && parsed.ptr == pid.data() + pid.size(),

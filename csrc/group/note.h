@@ -20,6 +20,7 @@ struct Note {
   std::string host_id;  // equal for ranks of one host and network namespace
   std::string host;     // its name, for people
   int64_t pid = 0;
+  std::string pid_space;  // equal where one's process ids mean the same to the other
   std::string options;
   std::string token;           // rank 0's: unique to the group
   std::string shm, tcp;        // addresses; empty: not to be had

@@ -50,6 +50,18 @@ std::optional<int64_t> LocalStore::add_within(const std::string& key, int64_t am
   return sum;
 }
 
+std::string LocalStore::claim(const std::string& key, const std::string& value) {
+  return claim_within(key, value, std::numeric_limits<size_t>::max()).value();
+}
+
+std::optional<std::string> LocalStore::claim_within(const std::string& key,
+                                                    const std::string& value, size_t max_bytes) {
+  const std::lock_guard lock(mutex_);
+  if (const auto found = values_.find(key); found != values_.end()) return found->second;
+  if (!put(key, value, max_bytes)) return std::nullopt;
+  return value;
+}
+
 std::optional<std::string> LocalStore::remove(const std::string& key) {
   const std::lock_guard lock(mutex_);
   auto taken = values_.extract(key);

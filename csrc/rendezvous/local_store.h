@@ -20,6 +20,7 @@ class LocalStore final : public Store {
   std::string get(const std::string& key, const Deadline& deadline) override;
   int64_t add(const std::string& key, int64_t amount) override;
   std::optional<std::string> remove(const std::string& key) override;
+  std::string claim(const std::string& key, const std::string& value) override;
 
   // The value if somebody has set it; never waits.
   std::optional<std::string> find(const std::string& key) const;
@@ -27,6 +28,9 @@ class LocalStore final : public Store {
   bool set_within(const std::string& key, const std::string& value, size_t max_bytes);
   // As add(), with the same limit: nothing if the sum has no room.
   std::optional<int64_t> add_within(const std::string& key, int64_t amount, size_t max_bytes);
+  // As claim(): nothing if the value would be the first and has no room.
+  std::optional<std::string> claim_within(const std::string& key, const std::string& value,
+                                          size_t max_bytes);
 
  private:
   bool put(const std::string& key, const std::string& value, size_t max_bytes);

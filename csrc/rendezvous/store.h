@@ -23,6 +23,8 @@ class Store {
   // Takes the key away and gives its value, or nothing where it is not there. Of several who do so
   // at once one gets the value.
   virtual std::optional<std::string> remove(const std::string& key) = 0;
+  // Sets the key if nobody has, and gives the value that stands: the same to all who claim it.
+  virtual std::string claim(const std::string& key, const std::string& value) = 0;
   // Everybody who will use the store is connected: nothing of ours listens for more from now on.
   virtual void settle() {}
 };

@@ -22,7 +22,7 @@ inline constexpr size_t kRequestHeadBytes = 13, kReplyHeadBytes = 5;
 inline constexpr std::string_view kContext = "pycomm store";  // of the handshake's claim
 inline constexpr int kServerRank = 0, kClientRank = 1;        // and its ranks
 
-enum class Verb : uint8_t { set = 1, get = 2, add = 3, remove = 4 };
+enum class Verb : uint8_t { set = 1, get = 2, add = 3, remove = 4, claim = 5 };
 // refused: the value is a sentence that says why.
 enum class Status : uint8_t { ok = 1, absent = 2, full = 3, refused = 4 };
 
@@ -77,7 +77,7 @@ inline Parsed<Request> parse_request(std::string_view bytes) {
   if (bytes.size() < kRequestHeadBytes) return parsed;
   const auto verb = static_cast<Verb>(bytes[0]);
   const size_t key_bytes = u32_at(bytes, 1), value_bytes = u32_at(bytes, 5);
-  const bool brings_value = verb == Verb::set || verb == Verb::add;
+  const bool brings_value = verb == Verb::set || verb == Verb::add || verb == Verb::claim;
   const bool asks = verb == Verb::get || verb == Verb::remove;
   const bool known = brings_value || (asks && value_bytes == 0);
   if (!known || key_bytes > kMaxKeyBytes || value_bytes > kMaxValueBytes) {

@@ -223,7 +223,7 @@ bool StoreServer::answer(Client& client) {
   return send(client);
 }
 
-// Does what a set, add or remove asks for.
+// Does what a set, add, remove or claim asks for.
 Reply StoreServer::change(const Request& request) {
   if (request.verb == Verb::set) {
     const bool fits = keys_.set_within(request.key, request.value, kMaxStoreBytes);
@@ -233,6 +233,11 @@ Reply StoreServer::change(const Request& request) {
     auto value = keys_.remove(request.key);
     if (!value) return {Status::absent, ""};
     return {Status::ok, std::move(*value)};
+  }
+  if (request.verb == Verb::claim) {
+    auto standing = keys_.claim_within(request.key, request.value, kMaxStoreBytes);
+    if (!standing) return {Status::full, ""};
+    return {Status::ok, std::move(*standing)};
   }
   int64_t amount = 0;
   const char* end = request.value.data() + request.value.size();

@@ -309,6 +309,14 @@ std::optional<std::string> TcpStore::remove(const std::string& key) {
   return std::move(reply.value);
 }
 
+std::string TcpStore::claim(const std::string& key, const std::string& value) {
+  check_sizes(key, value);
+  if (!server_) return change({Verb::claim, 0, key, value}).value;
+  std::string standing = server_->keys().claim(key, value);
+  server_->wake();
+  return standing;
+}
+
 void TcpStore::settle() {
   if (server_) return server_->close_door();
   const std::lock_guard lock(mutex_);

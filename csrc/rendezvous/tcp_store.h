@@ -50,6 +50,7 @@ class TcpStore final : public Store {
   std::string get(const std::string& key, const Deadline& deadline) override;
   int64_t add(const std::string& key, int64_t amount) override;
   std::optional<std::string> remove(const std::string& key) override;
+  std::string claim(const std::string& key, const std::string& value) override;
   // Each end calls it: the server closes its door, the clients open no more connections.
   void settle() override;
 

@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <future>
@@ -80,6 +81,28 @@ const Test kRemove{"store: a key that is removed is given to one and gone", [] {
                        expect_equal(taken.load(), 20, "takers of 20 prizes");
                      });
                    }};
+
+const Test kClaim{"store: of several who claim a key all are given the first one's value", [] {
+                    with_each_store([](Store& here, Store& there) {
+                      here.set("taken", "before");
+                      expect(there.claim("taken", "mine") == "before", "what was set stands");
+                      for (int round = 0; round < 20; ++round) {
+                        const std::string key = "round " + std::to_string(round);
+                        std::array<std::string, 4> given;
+                        std::vector<std::thread> claimers;
+                        for (size_t i = 0; i < given.size(); ++i)
+                          claimers.emplace_back([&, i] {
+                            given[i] = (i % 2 == 0 ? here : there).claim(key, std::to_string(i));
+                          });
+                        for (auto& claimer : claimers) claimer.join();
+                        for (const std::string& one : given)
+                          expect(one == given[0], "all are given the same");
+                        expect(here.get(key, within(1s)) == given[0], "and it stands");
+                      }
+                    });
+                    LocalStore full;
+                    expect(!full.claim_within("n", "123456", 6).has_value(), "there is no room");
+                  }};
 
 const Test kRoom{"local store: what is removed makes room, what is added takes it", [] {
                    LocalStore store;
@@ -231,6 +254,9 @@ class Watched final : public Store {
     auto value = inner_.remove(key);
     if (after_change) after_change(last_got_);
     return value;
+  }
+  std::string claim(const std::string& key, const std::string& value) override {
+    return inner_.claim(key, value);
   }
   std::function<void(const std::string& key)> before_get;
   std::function<void(const std::string& last_got)> after_change;

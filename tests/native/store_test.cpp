@@ -226,7 +226,7 @@ const Test kFrames{
       for (size_t cut = 0; cut < reply.size(); ++cut)
         expect(store_frame::parse_reply(reply.substr(0, cut)).parse == Parse::more, "a cut reply");
       expect(store_frame::parse_request(set + "x").parse == Parse::broken, "a byte too many");
-      for (const char verb : {0, 5}) {
+      for (const char verb : {0, 6}) {
         std::string other = set;
         other[0] = verb;
         expect(store_frame::parse_request(other).parse == Parse::broken, "no verb of ours");

@@ -1,0 +1,182 @@
+"""Who is left of a group that broke, agreed on in the store in which its ranks met.
+
+    come     each survivor says in the store that it is there
+    watch    until every rank has come or is known to be gone
+    claim    whoever sees that first says who goes on; what stands in the store holds for all
+    form     those meet as a new group; if one is lost on the way, all of it again among them
+
+Ranks are numbered as in the group that broke; after a forming that failed as in the one that did
+not come to be, under whose name they go on. So a rank for which it did stand, and which then hears
+that another was lost, meets the others there. Called by Group.shrink() alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from pycomm import _core
+from pycomm.errors import Error, GroupBroken, PeerLost, Timeout
+
+__all__ = ["Store", "regroup"]
+
+Store: TypeAlias = "_core.Store | _core.PythonStore"
+
+PAUSE_S = 0.01  # between two looks at the store
+# For a rank that another takes for lost, and whose process cannot be asked, to say that it lives.
+GRACE_S = 0.5
+# For those who have come to meet as a group; twice as long each time that it was not enough.
+FORM_S = 2.0
+WORD = 32  # ranks that share a number in the store: a bit for each that has come
+
+
+def regroup(core: _core.Group, store: Store, timeout_s: float) -> _core.Group:
+    """Collective over the survivors: the group of them.
+
+    Raises:
+        GroupBroken: those who came are no majority, or the others went on without this rank.
+        PeerLost: the store is gone.
+        Timeout: they could not meet in `timeout_s`.
+    """
+    end = time.monotonic() + timeout_s
+    core.abort(f"rank {core.rank} calls shrink()")
+    name, members, form_s = core.name, list(range(core.size)), FORM_S
+    lost: Sequence[int] = core.lost()
+    with _processes(core) as processes, _store_is_there(core):
+        while True:
+            board = _Board(store, name, members.index(core.rank), len(members))
+            chosen = board.agree([processes[m] for m in members], lost, end)
+            name, members, lost = _after(name), [members[i] for i in chosen], ()
+            try:
+                limit_s = max(0.1, min(form_s, end - time.monotonic()))
+                return _core.regroup(core, store, name, members, limit_s)
+            except (PeerLost, Timeout):
+                if time.monotonic() > end:
+                    raise
+                form_s *= 2
+
+
+def _after(name: str) -> str:
+    """The name of the next group: "world~2" of "world~1"."""
+    first, mark, number = name.rpartition("~")
+    return f"{first}~{int(number) + 1}" if mark and number.isdigit() else f"{name}~1"
+
+
+@contextlib.contextmanager
+def _processes(core: _core.Group) -> Iterator[list[int | None]]:
+    """By rank: a descriptor that is readable once its process has ended; -1: it has ended; None:
+    it cannot be seen from here."""
+    descriptors: list[int | None] = []
+    try:
+        for member in core.members:
+            try:
+                descriptors.append(os.pidfd_open(member.pid) if member.visible else None)
+            except ProcessLookupError:
+                descriptors.append(-1)
+            except OSError:  # a kernel or a sandbox without it
+                descriptors.append(None)
+        yield descriptors
+    finally:
+        for descriptor in descriptors:
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+
+
+def _has_ended(descriptor: int | None) -> bool:
+    if descriptor is None or descriptor < 0:
+        return descriptor is not None
+    return bool(select.select([descriptor], [], [], 0)[0])
+
+
+@contextlib.contextmanager
+def _store_is_there(core: _core.Group) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's stores raise their own
+        if isinstance(error, Error) and (error.op or not isinstance(error, PeerLost)):
+            raise
+        raise PeerLost(
+            "shrink: the store in which the ranks met is gone, as with the rank or the host that "
+            f"served it: start the run again ({error})",
+            op="shrink",
+            rank=core.rank,
+        ) from error
+
+
+class _Board:
+    """What the `size` ranks of one group leave in the store to agree on who goes on."""
+
+    def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._prefix, self._name = f"{name}/shrink/", name
+        self._dead: set[int] = set()  # for certain
+        self._lost: set[int] = set()  # as a survivor says
+
+    def agree(self, processes: Sequence[int | None], lost: Sequence[int], end: float) -> list[int]:
+        """Collective. Those who go on, the same on all of them; this rank among them."""
+        for rank in lost:
+            self._add("lost", rank, 1)
+        self._add("came", self._rank // WORD, 1 << self._rank % WORD)
+        begin = time.monotonic()
+        while (decided := self._decided()) is None:
+            here = self._here(processes)
+            now = time.monotonic()
+            given_up = self._dead | (self._lost if now - begin >= GRACE_S else set())
+            if now >= end or len(here | given_up) == self._size:
+                decided = self._claim(here)
+                break
+            time.sleep(PAUSE_S)
+        if not decided:
+            raise self._error(
+                f"of {self._size} ranks too few are left to go on: the others may still live, and "
+                "a part of a group goes on only as its majority"
+            )
+        if self._rank not in decided:
+            raise self._error(
+                f"the others of {self._size} ranks went on without this one, which came too late "
+                "or was taken for lost"
+            )
+        return decided
+
+    def _here(self, processes: Sequence[int | None]) -> set[int]:
+        """Who has come and lives; takes in and tells what is known of the others."""
+        words = [self._add("came", i, 0) for i in range((self._size + WORD - 1) // WORD)]
+        came = {r for r in range(self._size) if words[r // WORD] >> r % WORD & 1}
+        for rank in set(range(self._size)) - self._dead:
+            if _has_ended(processes[rank]):
+                self._add("dead", rank, 1)
+                self._dead.add(rank)
+            elif rank not in came:
+                if self._add("dead", rank, 0):
+                    self._dead.add(rank)
+                elif self._add("lost", rank, 0):
+                    self._lost.add(rank)
+        return came - self._dead
+
+    def _claim(self, here: set[int]) -> list[int]:
+        """Lets those who are here go on if they are enough, unless somebody else has decided."""
+        alive = sorted(set(range(self._size)) - self._dead)
+        half = 2 * len(here) == len(alive) and alive[0] in here
+        enough = 2 * len(here) > len(alive) or half
+        text = " ".join(map(str, sorted(here))) if enough else "none"
+        return _parsed(self._store.claim(self._prefix + "decided", text.encode()))
+
+    def _decided(self) -> list[int] | None:
+        try:
+            return _parsed(self._store.get(self._prefix + "decided", 0.0))
+        except Timeout:
+            return None
+
+    def _add(self, kind: str, number: int, amount: int) -> int:
+        return self._store.add(f"{self._prefix}{kind}/{number}", amount)
+
+    def _error(self, text: str) -> GroupBroken:
+        return GroupBroken(f'shrink: "{self._name}": {text}', op="shrink", rank=self._rank)
+
+
+def _parsed(text: bytes) -> list[int]:
+    return [] if text == b"none" else [int(word) for word in text.split()]
