@@ -344,6 +344,10 @@ def test_the_ramp() -> None:
     assert at[-1] == 4
     assert [level_at(step, 0, 1, 1) for step in range(3)] == [0, 0, 0]
     assert [level_at(step, 0, 1, 4) for step in range(3)] == [0, 3, 3]
+    epoch = 1252  # steps, in the examples of Paddle's page
+    levels = [level_at(step, 2 * epoch, 3 * epoch, 3) for step in range(6 * epoch)]
+    assert levels == [None] * 2 * epoch + [0] * epoch + [1] * epoch + [2] * 2 * epoch
+    assert [level_at(4 * epoch + step, 4 * epoch, 1, 1) for step in (-1, 0, 1)] == [None, 0, 0]
     assert check_ramp(0, 1, []) == (0.999,)
     for wrong in ((-1, 1, [0.5]), (0, 0, [0.5]), (0, 1, [1.0]), (0, 1, [0.9, 0.5]), (0, 1, [-0.1])):
         with pytest.raises(InvalidArgument):
