@@ -3,8 +3,10 @@
 The data are those of residuals.py. Each case is checked against pycomm.reference, bit by bit; then
 all take their turns, round by round, with the compiled loops of csrc/kernels/stream.h among them,
 which only move memory and give the limit. Ends with 1 when a bit was wrong or somebody beat it.
-The limit is the best of copying and of 3 reads and 2 writes, also of reading where twice as much
-is read as written, and of filling where it is the other way about.
+The limit of a kernel is the longest of three times: for the bytes that it reads, at the fastest
+that any loop read; for those that it writes, at the fastest that any wrote; and for all of them, at
+the rate of the best of copying and of 3 reads and 2 writes, also of reading where twice as much is
+read as written, and of filling where it is the other way about.
 
     dgc_step       20 bytes an element
     topk           4 bytes, read
@@ -47,7 +49,14 @@ SIZES = (2**18, 2**20, 2**22, 2**24)
 REST_S = 0.005
 """Between two calls: the threads of torch's operations look for work for a while after each, on the
 processors that the next contestant needs."""
-STREAMS = {"step": 20, "copy": 8, "copy around": 8, "torch's copy": 8, "read": 4, "fill": 4}
+STREAMS = {
+    "step": Traffic(12, 8),
+    "copy": Traffic(4, 4),
+    "copy around": Traffic(4, 4),
+    "torch's copy": Traffic(4, 4),
+    "read": Traffic(4, 0),
+    "fill": Traffic(0, 4),
+}
 """Bytes that each loop moves for an element."""
 Array = Any  # of NumPy
 
@@ -186,15 +195,16 @@ def measured(
                 if step:
                     seconds[name].append(time.perf_counter() - begin)
     medians = {name: statistics.median(s) for name, s in seconds.items()}
-    rates = {
-        name: per_element * case.count / medians[name] for name, per_element in STREAMS.items()
+    speeds = {
+        name: Traffic(*(each * case.count / medians[name] for each in moved))
+        for name, moved in STREAMS.items()
     }
     rows = []
     for name in calls.keys() - STREAMS.keys():
         kernel, peer = name.split("/")
         ours = medians[f"{kernel}/{OURS}"]
         moved = traffic.get(name, traffic[kernel])
-        limit = sum(moved) / _rate(rates, moved)
+        limit = _limit(speeds, moved)
         rows.append(
             Row(
                 kernel=kernel,
@@ -212,10 +222,14 @@ def measured(
     return sorted(rows, key=lambda r: (r.kernel, r.ratio))
 
 
-def _rate(rates: dict[str, float], moved: Traffic) -> float:
-    """Bytes per second at which nobody can move more of that mixture."""
+def _limit(speeds: dict[str, Traffic], moved: Traffic) -> float:
+    """Seconds below which nobody moves that; of each loop, the bytes that it read and wrote in a
+    second."""
     others = {"read": moved.read >= 2 * moved.written, "fill": moved.written >= 2 * moved.read}
-    return max(rate for name, rate in rates.items() if others.get(name, True))
+    mixed = max(sum(speed) for name, speed in speeds.items() if others.get(name, True))
+    read = max(speed.read for speed in speeds.values())
+    written = max(speed.written for speed in speeds.values())
+    return max(sum(moved) / mixed, moved.read / read, moved.written / written)
 
 
 def _between(calls: dict[str, Call], contests: Sequence[Contest]) -> dict[str, Call]:

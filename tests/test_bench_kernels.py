@@ -85,6 +85,14 @@ def test_a_tiny_run_is_stored_and_drawn(
     assert drawn.stat().st_size > 10_000
 
 
+def test_the_limit_is_what_takes_longest() -> None:
+    """Loops that read at 30, write at 20 and do both at 40: nobody reads at 40."""
+    speeds = {"step": alone.Traffic(24, 16), "read": alone.Traffic(30, 0)}
+    speeds["fill"] = alone.Traffic(0, 20)
+    for moved, seconds in (((30, 0), 1), ((0, 40), 2), ((24, 16), 1), ((60, 2), 2)):
+        assert bench._limit(speeds, alone.Traffic(*moved)) == seconds
+
+
 def test_a_contestant_beyond_the_limit_fails_the_run(
     residuals: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
