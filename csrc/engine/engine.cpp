@@ -362,7 +362,7 @@ Engine::Front Engine::judge_data(int peer, const Header& header) {
   if (when < 0) {
     if (header.epoch != epoch_) {  // of a call that failed
       link.discard();
-      (void)link.front();
+      (void)front(peer);
       return Front::nothing;
     }
     // It sent more than our call took. A message on its way to us or from us is not cut by that.

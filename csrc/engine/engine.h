@@ -108,6 +108,9 @@ class Engine {
   void leave() noexcept;
   // Tells the peers why and hangs up; later calls throw GroupBroken with this cause.
   void fail(const Error& error) noexcept;
+  // `peer` has hung up: throws what it said at its end, which may stand behind frames that nobody
+  // will take any more.
+  [[noreturn]] void hear_out(int peer);
   // From any thread: ends the wait that is under way, with GroupBroken.
   void stop(const std::string& reason) noexcept;
   // From any thread, at least every pulse_interval(): says to silent links that this rank lives,
@@ -201,10 +204,9 @@ class Engine {
   void new_epoch(const Header& notice, const std::string& text);
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
-  [[noreturn]] void hear_out(int peer);
   PeerLost gone(int peer) const;
   std::vector<int> call_roll(const Error& error);
-  bool answers(Peer& who);
+  bool answers(int peer);
   std::vector<int> find_lost(const Error& error);
   bool flush_all(std::chrono::nanoseconds limit);
   Peer& at(int peer) { return peers_[static_cast<size_t>(peer)]; }

@@ -156,12 +156,10 @@ void Engine::heed_goodbye(int peer, const std::string& payload) {
   throw GroupBroken(told, {.peer = blamed == kNobody ? peer : blamed});
 }
 
-// The peer has hung up while something is still to be sent to it: ends the call with what it said
-// at its end, which may stand behind frames that nobody will take any more.
 void Engine::hear_out(int peer) {
   Peer& who = at(peer);
   (void)tend(peer);
-  while (const Header* header = who.link->front()) {
+  while (const Header* header = front(peer)) {
     if (header->kind != FrameKind::goodbye)
       who.link->discard();
     else if (read_notice(peer, *header); !who.departed)
@@ -185,10 +183,11 @@ std::vector<int> Engine::call_roll(const Error& error) {
     std::vector<int> silent;
     std::vector<pollfd> waiting;
     for (size_t i = 0; i < peers_.size(); ++i) {
-      if (!peers_[i].link || answers(peers_[i])) continue;
+      if (!peers_[i].link || answers(static_cast<int>(i))) continue;
       silent.push_back(static_cast<int>(i));
       waiting.push_back(peers_[i].link->channel().arm({true, false}));
-      if (answers(peers_[i])) waiting.back().fd = -1;  // it came between: do not sleep for it
+      if (answers(static_cast<int>(i)))
+        waiting.back().fd = -1;  // it came between: do not sleep for it
     }
     if (silent.empty() || deadline.expired()) return silent;
     const bool idle = std::ranges::all_of(waiting, [](const pollfd& p) { return p.fd >= 0; });
@@ -198,10 +197,15 @@ std::vector<int> Engine::call_roll(const Error& error) {
   }
 }
 
-bool Engine::answers(Peer& who) {
-  while (const Header* header = who.link->front()) {
-    if (header->kind == FrameKind::goodbye) return true;
-    who.link->discard();
+bool Engine::answers(int peer) {
+  Peer& who = at(peer);
+  try {
+    while (const Header* header = front(peer)) {
+      if (header->kind == FrameKind::goodbye) return true;
+      who.link->discard();
+    }
+  } catch (const PeerLost&) {  // it sends what nobody can read: that is no silence
+    return true;
   }
   return who.departed || who.link->channel().hung_up();
 }
@@ -269,7 +273,7 @@ void Engine::give_up(const Error& error) noexcept {
     broken_ = error.what();
     try {
       lost_ = find_lost(error);
-    } catch (...) {  // out of memory, or noise on a link: then nobody is known to be lost
+    } catch (...) {  // out of memory: then nobody is known to be lost
     }
   }
   say_goodbye(static_cast<uint8_t>(error.kind()), error.fields().peer, error.what());
@@ -283,7 +287,8 @@ std::vector<int> Engine::find_lost(const Error& error) {
   for (size_t i = 0; i < peers_.size(); ++i) {
     Peer& who = peers_[i];
     bool gone = static_cast<int>(i) == blamed && (!who.departed || !who.link);
-    if (who.link && !who.departed && who.link->channel().hung_up() && answers(who)) {
+    if (who.link && !who.departed && who.link->channel().hung_up() &&
+        answers(static_cast<int>(i))) {
       const ConstBytes word = who.link->has_front() ? who.link->peek() : ConstBytes{};
       gone |= word.empty() || static_cast<uint8_t>(word[0]) == kDeparted;
     }

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <bit>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
+#include "engine/engine.h"
 #include "group/doorman.h"
 #include "group/lobby.h"
 #include "group/note.h"
@@ -185,8 +187,36 @@ class Forming {
     return a.host_id == b.host_id && !a.shm.empty() && !b.shm.empty() ? "shm" : "tcp";
   }
 
-  // Each calls those before it and is called by those behind it, until nobody is missing.
+  // Who cannot form the group tells those that it has met: one of them may stand already.
   void meet(Mesh& mesh, Lobby::Request request) {
+    int lost = kNobody;
+    std::optional<Error> failure;
+    try {
+      lost = meet_all(mesh, std::move(request));
+      if (lost == kNobody) return;
+    } catch (const Error& error) {
+      failure = error;
+    }
+    EngineOptions options{.rank = request_.rank, .names = {}, .interrupted = {}};
+    for (int peer = 0; peer < request_.size; ++peer) options.names.push_back(name(peer));
+    Engine engine(std::move(mesh.channels), std::move(options));
+    try {
+      if (failure) throw Error(*failure);
+      engine.hear_out(lost);
+    } catch (const Error& error) {
+      ErrorFields fields = error.fields();
+      fields.op = "init";
+      fields.rank = request_.rank;
+      const auto before = "the group \"" + request_.name + "\" did not form: ";
+      const Error told(error.kind(), (failure ? "" : before) + error.what(), fields);
+      engine.fail(told);
+      throw told;
+    }
+  }
+
+  // Each calls those before it and is called by those behind it, until nobody is missing. Gives one
+  // who has hung up again, or kNobody.
+  int meet_all(Mesh& mesh, Lobby::Request request) {
     std::vector<int> missing;
     for (int peer = 0; peer < request_.size; ++peer)
       if (request.contacts[static_cast<size_t>(peer)].transport) missing.push_back(peer);
@@ -210,10 +240,10 @@ class Forming {
         std::erase(missing, arrival.peer);
       }
       for (size_t i = 0; i < mesh.channels.size(); ++i)
-        if (mesh.channels[i] && mesh.channels[i]->hung_up())
-          throw_lost(static_cast<int>(i), " was lost while the group formed");
+        if (mesh.channels[i] && mesh.channels[i]->hung_up()) return static_cast<int>(i);
       if (!missing.empty() && deadline_.expired()) throw_missing(missing, lobby);
     }
+    return kNobody;
   }
 
   [[noreturn]] void throw_lost(int peer, const std::string& what) const {

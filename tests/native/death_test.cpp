@@ -38,7 +38,8 @@ struct Scene {
 };
 
 // One call of an engine over float32; all_reduce or broadcast from rank 0.
-void run_call(Engine& engine, const Scene& scene, Array& array) {
+void run_call(Engine& engine, const Scene& scene, Array& array,
+              const Deadline& deadline = Deadline(20s)) {
   const Schedule schedule =
       make_schedule(make_plan(scene.algorithm, scene.operation,
                               {.rank = engine.rank(), .size = scene.size, .count = scene.count}),
@@ -52,7 +53,7 @@ void run_call(Engine& engine, const Scene& scene, Array& array) {
   job.element_bytes = 4;
   job.reducer = &reducer(Dtype::float32, ReduceOp::sum);
   job.size = scene.size;
-  engine.run(job, Deadline(20s));
+  engine.run(job, deadline);
 }
 
 void expect_known(const Error& error, const Scene& scene) {
@@ -156,6 +157,56 @@ const ByTransport kSenders{
       send_on(
           by, [](Engine& gone, Life&) { gone.fail(PeerLost("no more", {.peer = 1})); },
           "no more (as rank 1 reports)");
+    }};
+
+// What is no frame, behind one that nobody takes now, and then perhaps a hang-up.
+void send_garbage(Channel& channel, Header before, bool hangs_up) {
+  const std::vector<std::byte> noise(64, std::byte{'G'});
+  const auto head = std::as_bytes(std::span(&before, 1));
+  expect_equal(channel.send(head, noise), head.size() + noise.size(), "bytes that fit");
+  channel.ring();
+  if (hangs_up) channel.hang_up();
+}
+
+void wait_for_end(Channel& channel) {
+  const Deadline deadline(20s);
+  while (!channel.hung_up() && !deadline.expired()) {
+    pollfd polled = channel.arm({true, false});
+    ::poll(&polled, 1, 10);
+    channel.disarm(polled.revents);
+  }
+}
+
+const ByTransport kGarbage{
+    "who sends what nobody can read is to blame for it, wherever it is found",
+    [](const std::string& by) {
+      for (const bool hangs_up : {true, false}) {
+        ranks::Ends ends = ranks::channel_pair(by, size_t{64} << 10);
+        // Of a call to come, or of a disagreement to come, which ends no wait.
+        Header header{.kind = hangs_up ? FrameKind::data : FrameKind::mismatch};
+        header.epoch = hangs_up ? 0 : 7;
+        header.sequence = 7;
+        send_garbage(*ends.b, header, hangs_up);
+        if (hangs_up) wait_for_end(*ends.a);
+        std::vector<std::unique_ptr<Channel>> channels(2);
+        channels[1] = std::move(ends.a);
+        EngineOptions options;
+        options.names = {"rank 0", "rank 1"};
+        Engine engine(std::move(channels), options);
+        const auto ending = ranks::ending_of([&] {
+          if (hangs_up) {
+            const std::vector<std::byte> message(1000);
+            Header signature;
+            signature.count = message.size();
+            return engine.send(1, signature, message, Deadline(20s));
+          }
+          const Scene scene{Operation::all_reduce, Algorithm::direct, 2, 1, 1, 0};
+          Array array(Dtype::float32, 1);
+          run_call(engine, scene, array, Deadline(200ms));
+        });
+        expect(ending.is(hangs_up ? ErrorKind::peer_lost : ErrorKind::timeout), ending.text());
+        if (hangs_up) expect(ending.says("rank 1 sent what nobody can read"), ending.text());
+      }
     }};
 
 }  // namespace

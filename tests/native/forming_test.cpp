@@ -1,0 +1,103 @@
+// A group that does not form: whoever learns why tells those that it has met, be they still forming
+// or standing already. What is left in the store is in store_keys_test.cpp.
+#include <latch>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+#include "group/mesh.h"
+#include "harness.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+
+constexpr int kSize = 3;
+
+// The notes of ranks that are there, and for rank 2 one that is as good as rank 1's. It will not
+// call.
+struct Notes {
+  std::latch left{kSize - 1};
+  std::vector<std::string> texts = std::vector<std::string>(kSize);
+  std::vector<std::string> exchange(int rank, const std::string& mine) {
+    texts[static_cast<size_t>(rank)] = mine;
+    if (rank == 1) texts[2] = mine;
+    left.arrive_and_wait();
+    return texts;
+  }
+};
+
+MeshRequest request_of(int rank, const std::string& by) {
+  return {.rank = rank,
+          .size = kSize,
+          .name = "half",
+          .key = std::string(32, 'k'),
+          .transport = by,
+          .address = {},
+          .towards = {},
+          .memory_bytes = 4096,
+          .shares = false,
+          .options = {},
+          .tuned = {},
+          .log = {}};
+}
+
+const Test kLate{"who gives up forming says why", [] {
+                   for (const std::string by : {"shm", "tcp"}) {
+                     Notes notes;
+                     ranks::run(kSize - 1, [&](int rank) {
+                       const auto ending = ranks::ending_of([&] {
+                         (void)form_mesh(
+                             request_of(rank, by),
+                             [&](const std::string& mine) { return notes.exchange(rank, mine); },
+                             Deadline(rank == 1 ? 300ms : 60s));
+                       });
+                       expect(ending.is(ErrorKind::timeout) && ending.says("rank 2"),
+                              ending.text());
+                       if (rank == 0) expect(ending.says("as rank 1"), ending.text());
+                       expect(ending.seconds < 30, "it waited for its own limit");
+                     });
+                   }
+                 }};
+
+// Rank 1 has met rank 0 alone when rank 0 hangs up.
+const Test kGone{
+    "who has hung up while a group forms is named, with what it said", [] {
+      for (const bool speaks : {true, false}) {
+        Notes notes;
+        ranks::run(kSize - 1, [&](int rank) {
+          const auto request = request_of(rank, "tcp");
+          if (rank == 0) {
+            // Of two ranks, for which it stands when it has met rank 1.
+            MeshRequest smaller = request;
+            smaller.size = 2;
+            Mesh mesh = form_mesh(
+                smaller,
+                [&](const std::string& mine) {
+                  auto all = notes.exchange(rank, mine);
+                  all.pop_back();
+                  return all;
+                },
+                Deadline(60s));
+            EngineOptions options;
+            options.names = {"rank 0", "rank 1"};
+            Engine engine(std::move(mesh.channels), options);
+            if (speaks) engine.fail(PeerLost("rank 2 is ill", {.peer = 2}));
+            return;
+          }
+          const auto ending = ranks::ending_of([&] {
+            (void)form_mesh(
+                request, [&](const std::string& mine) { return notes.exchange(rank, mine); },
+                Deadline(60s));
+          });
+          expect(ending.is(ErrorKind::peer_lost) && ending.error->fields().op == "init",
+                 ending.text());
+          expect(ending.error->fields().peer == (speaks ? 2 : 0), ending.text());
+          expect(ending.says(speaks ? "rank 2 is ill" : "closed the group"), ending.text());
+        });
+      }
+    }};
+
+}  // namespace
