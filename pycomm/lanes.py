@@ -32,7 +32,12 @@ class Lanes:
     def __init__(
         self, group: Group | None = None, count: int | None = None, hierarchical: bool = False
     ) -> None:
-        self.group = group or default()
+        self._asked = count, hierarchical
+        self._stand(group or default())
+
+    def _stand(self, group: Group) -> None:
+        count, hierarchical = self._asked
+        self.group = group
         hosts = self.group._core.host_count
         if count is None:
             count = 1 if hosts == 1 else BETWEEN_HOSTS
@@ -42,6 +47,11 @@ class Lanes:
         self._lanes = [self.group, *(part for part in parts if part is not None)]
         self._algorithm = "hierarchical" if hierarchical and hosts > 1 else None
         self._turn = 0
+
+    def shrink(self, timeout_s: float | None = None) -> None:
+        """Collective. From now on the survivors' of the group, as Group.shrink has it."""
+        self.group = self.group.shrink(timeout_s)
+        self._stand(self.group)
 
     @property
     def size(self) -> int:

@@ -67,7 +67,7 @@ FLOORS = [
     ["group", "kernels"],
     ["calls", "memory"],
     ["collectives", "reference"],
-    ["values", "lanes", "fused", "reference_lean"],
+    ["values", "lanes", "fused", "regroup", "reference_lean"],
     ["compress", "data", "metrics", "rank0"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],
@@ -80,7 +80,8 @@ SAME_ROOM = {"_torch_autoload": "torch_backend"}  # the light door that torch op
 MAY_IMPORT_TORCH = [
     *("torch_backend", "demo"),
     "rendezvous",  # inside a function, where torch's own store is to be joined
-    *("fused", "compress", "data", "metrics", "rank0", "parallel", "optim", "functional", "launch"),
+    *("fused", "regroup", "compress", "data", "metrics", "rank0", "parallel", "optim"),
+    *("functional", "launch"),
 ]
 # Who reads the environment; the others are given what they need. Launchers pass it on to children.
 MAY_SEE_ENVIRONMENT = [

@@ -16,6 +16,7 @@ from torch import Tensor
 from pycomm import kernels
 from pycomm.compress.unit import Arrived, Pair, Unit
 from pycomm.errors import InvalidArgument
+from pycomm.group import Group
 from pycomm.lanes import Lanes
 
 __all__ = ["ToAll", "all_gather", "decode", "encode", "lost_in"]
@@ -44,6 +45,14 @@ class ToAll:
 
     def commit(self) -> None:
         """Holds nothing from step to step."""
+
+    def lost(self, units: Sequence[Unit], group: Group) -> list[Tensor]:
+        """What rounding takes, which is the same each time."""
+        packets = [encode((u.indices, u.values), u.count, self.value_dtype) for u in units]
+        return [
+            lost_in(unit.values, decode(packet, unit.count)[1])
+            for unit, packet in zip(units, packets, strict=True)
+        ]
 
 
 def encode(pair: Pair, count: int, value_dtype: str) -> Tensor:

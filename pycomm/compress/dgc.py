@@ -5,6 +5,7 @@ The transaction of a step is transaction.py; how states are saved is state.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -209,6 +210,29 @@ class DGC:
             self._ages.sent(step.sent(), self.step_count, step.is_dense)
         return True
 
+    def go_on(self, before: Group, src: int) -> float:
+        """Collective, when the lanes have shrunk from the ranks of `before` to those of today.
+
+        u and v of the survivors stay; of what has to be the same all take rank `src`'s. Gives the
+        norm of what the lost ranks owed, if they owed as much as the others in the mean.
+        """
+        lanes = self.lanes()
+        state.take_in_owed(self, before)
+        self._plans.clear()
+        self.chosen = {}  # another number of ranks counts other bytes
+        self._owned.forget()
+        word = torch.tensor([self.step_count, self.switched])
+        collectives.broadcast(word, src, group=lanes.group)
+        self.step_count, self.switched = int(word[0]), bool(word[1])
+        self.buckets.follow(src)
+        squares = sum(
+            float(m.v.double().square().sum()) for m in self._compressed() if m.v is not None
+        )
+        mean = collectives.all_reduce(
+            torch.tensor([squares], dtype=torch.float64), "avg", group=lanes.group
+        )
+        return math.sqrt(float(mean) * (before.size - lanes.size))
+
     def _compressed(self) -> list[Memory]:
         return [memory for memory in self.memories.values() if memory.v is not None]
 
@@ -359,6 +383,7 @@ class Compressed:
         self.idle = False
         self._dgc = dgc
         self._step: Step | None = None
+        self._failed: Step | None = None  # the last one, if it failed at its end
 
     @property
     def running(self) -> bool:
@@ -379,14 +404,26 @@ class Compressed:
     def finish(self) -> None:
         """Ends the step."""
         step, self._step = self._step, None
+        self._failed = step
         if step is not None:
             self._dgc.end(step)
+        self._failed = None
 
     def cancel(self) -> None:
         """Rolls back."""
         step, self._step = self._step, None
         if step is not None:
             step.cancel()
+
+    def go_on(self, before: Group, counted: bool, src: int) -> float:
+        """See DGC.go_on."""
+        step = self._step or self._failed
+        self._step = self._failed = None
+        if step is not None:
+            step.cancel()
+            if counted:
+                step.count_as_sent(before)
+        return self._dgc.go_on(before, src)
 
     def follow(self, src: int) -> None:
         """The velocity of what travels dense, to which a rank without data has added the decay of

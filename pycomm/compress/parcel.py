@@ -154,6 +154,15 @@ class Parcel:
             )
         self._prepared = []
 
+    def take_out(self, masking: bool) -> None:
+        """After a rollback: what was prepared counts as sent after all."""
+        for part in self._parts:
+            for memory, places in part.sent():
+                assert memory.v is not None
+                memory.v[places] = 0
+                if masking:
+                    memory.u[places] = 0
+
     def arrived(self, gathered: Tensor) -> Iterator[Arrived]:
         """What raw packets of all ranks [size, bytes] have, in rank order."""
         rows = [self._open(row) for row in gathered]

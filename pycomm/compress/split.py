@@ -21,10 +21,12 @@ from pycomm import kernels
 from pycomm.compress.coded import all_gather, decode, encode, lost_in
 from pycomm.compress.memory import Memory
 from pycomm.compress.unit import Arrived, Pair, Unit
+from pycomm.group import Group
 from pycomm.lanes import Lanes
 
 __all__ = ["Owners", "Shares"]
 
+Cut = tuple[Pair, Tensor]  # places and values for an owner, and the packet of them
 BLOCK = 32  # elements that lie together in one share: a kept set clusters, and a share must not
 
 
@@ -87,13 +89,7 @@ class Owners:
         """Collective. What has arrived for each unit, and the bytes that this rank has given."""
         self._next = {}
         shares = [Shares(unit.count, lanes.size) for unit in units]
-        cuts = [
-            [
-                (pair, encode(pair, share.places, self.value_dtype))
-                for pair in share.cut(unit.indices, unit.values)
-            ]
-            for unit, share in zip(units, shares, strict=True)
-        ]
+        cuts = self._cut(units, shares)
         came, given = _to_owners([[packet for _, packet in cut] for cut in cuts], lanes)
         chosen = [
             self._choose(unit, share, packets)
@@ -114,6 +110,22 @@ class Owners:
         self.owed.update(self._next)
         self._next = {}
 
+    def lost(self, units: Sequence[Unit], group: Group) -> list[Tensor]:
+        """On the way to owners."""
+        shares = [Shares(unit.count, group.size) for unit in units]
+        cuts = self._cut(units, shares)
+        return [_lost(*one) for one in zip(units, shares, cuts, strict=True)]
+
+    def _cut(self, units: Sequence[Unit], shares: Sequence[Shares]) -> list[list[Cut]]:
+        """By unit and owner."""
+        return [
+            [
+                (pair, encode(pair, share.places, self.value_dtype))
+                for pair in share.cut(unit.indices, unit.values)
+            ]
+            for unit, share in zip(units, shares, strict=True)
+        ]
+
     def _choose(self, unit: Unit, share: Shares, packets: Sequence[Tensor]) -> Tensor:
         """The largest of what there is for this owner, of all ranks together as many as one rank
         sends; it owes the rest. A packet."""
@@ -132,7 +144,7 @@ class Owners:
         return packet
 
 
-def _lost(unit: Unit, share: Shares, cut: Sequence[tuple[Pair, Tensor]]) -> Tensor:
+def _lost(unit: Unit, share: Shares, cut: Sequence[Cut]) -> Tensor:
     """What this rank's values have lost on the way to their owners, in their order."""
     places, lost = [], []
     for owner, ((where, values), packet) in enumerate(cut):

@@ -27,7 +27,7 @@ from pycomm.group import Group
 if TYPE_CHECKING:
     from pycomm.compress.dgc import DGC
 
-__all__ = ["gathered", "load", "own"]
+__all__ = ["gathered", "load", "own", "take_in_owed"]
 
 VERSION = 1
 
@@ -91,6 +91,17 @@ def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
     dgc.step_count, dgc.switched = int(first["step"]), bool(first["switched"])
     # Another number of ranks counts other bytes.
     dgc.chosen = dict(first["exchange"]) if first["size"] == group.size else {}
+
+
+def take_in_owed(dgc: DGC, group: Group) -> None:
+    """What this rank owes as an owner among `group` it owes as itself from now on."""
+    if dgc.owners is None or not dgc.owners.owed:
+        return
+    v = _with_owed(own(dgc, group))["v"]
+    for memory in dgc.memories.values():
+        if memory.v is not None:
+            memory.v.copy_(v[memory.name])
+    dgc.owners.owed = {}
 
 
 def _owed(dgc: DGC) -> dict[Memory, Tensor]:

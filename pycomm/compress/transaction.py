@@ -22,6 +22,7 @@ from pycomm.compress.memory import Memory, line
 from pycomm.compress.parcel import Parcel, Update
 from pycomm.compress.unit import Arrived, Unit
 from pycomm.errors import Mismatch
+from pycomm.group import Group
 from pycomm.lanes import Lanes
 
 __all__ = ["Carrier", "Plan", "Step"]
@@ -36,6 +37,10 @@ class Carrier(Protocol):
 
     def commit(self) -> None:
         """What exchange() has found holds from now on."""
+
+    def lost(self, units: Sequence[Unit], group: Group) -> list[Tensor]:
+        """For each unit [k]: what its values have lost on the way, where exchange() over `group`
+        failed when all of it was on its way already."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Step:
         self._loads: list[_Load] = []
         self._waiting: list[_Load] = []
         self._parcels: list[tuple[Parcel, Tensor | None]] = []  # with the packets of all ranks
+        self._undone: list[Parcel] = []  # that were rolled back
         self._coded: list[Arrived] = []
         self._works: list[Work] = []
         self._norm: Tensor | None = None  # of all gradients, if known
@@ -155,6 +161,17 @@ class Step:
         with contextlib.suppress(Exception):
             self._wait()
         self._roll_back()
+
+    def count_as_sent(self, group: Group) -> None:
+        """After a step over `group` that was rolled back, but that another rank has completed."""
+        for parcel in self._undone:
+            parcel.take_out(self._plan.masking)
+        if self._plan.carrier is not None:
+            units = [unit for parcel in self._undone for unit in parcel.units()]
+            for unit, lost in zip(units, self._plan.carrier.lost(units, group), strict=True):
+                unit.give_back(lost)
+            self._plan.carrier.commit()
+        self._undone = []
 
     def deferred(self) -> tuple[Callable[[], None] | None, list[Memory]]:
         """After finish() of a fused step: its update of parameters, and of whose."""
@@ -286,6 +303,7 @@ class Step:
         parcels, self._parcels = self._parcels, []
         for parcel, _ in parcels:
             parcel.rollback()
+            self._undone.append(parcel)
 
     @contextlib.contextmanager
     def _rolled_back(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycomm import collectives
+from pycomm import collectives, fused
 from pycomm.errors import InvalidArgument
 from pycomm.optim.local_sgd import LocalSGD
 
@@ -119,6 +119,10 @@ class AdaptiveLocalSGD(LocalSGD):
             steps[0] = interval(change, self._init_k, self._max_k, self._interval_rule)
         collectives.broadcast(steps, 0, group=self._group)
         self.k_steps = int(steps.item())
+
+    def _follow(self, src: int, last: int) -> None:
+        super()._follow(src, last)
+        self._reference = fused.bcast_value(self._reference, src, self._group)
 
     def state_dict(self) -> dict[str, Any]:
         """As of LocalSGD, with the reference."""

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycomm import fused
+from pycomm import collectives, fused
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
+from pycomm.regroup import Left, furthest, left
 
 __all__ = ["LocalSGD"]
 
@@ -152,6 +153,43 @@ class LocalSGD:
             for p, s, mean in zip(self._parameters, self._snapshot, means, strict=False):
                 p.data.copy_(s - mean)
         self._keep(self._parameters)
+
+    def shrink(self, timeout_s: float | None = None) -> Left:
+        """Collective over the survivors, after a rank was lost: goes on with those that are left.
+
+        All stand on the last average that one of them has completed: who has not got it, as it
+        failed there, takes it over, and its steps since then are gone; the others keep theirs. The
+        average that failed comes with the next step that is due. A further death meanwhile raises
+        PeerLost: call again.
+
+        Args:
+            timeout_s: as of Group.shrink.
+
+        Returns:
+            Who is left, and the count of steps, the same on all.
+        """
+        before, self._group = self._group, self._group.shrink(timeout_s)
+        last, source = furthest(self.last_sync, self._group)
+        self._follow(source, last)
+        self.step_count, _ = furthest(self.step_count, self._group)
+        self.last_sync = last
+        return left(before, self._group, self.step_count)
+
+    def _follow(self, src: int, last: int) -> None:
+        """Takes over from rank `src` what is the same on all after the average of step `last`; the
+        parameters too if this rank has not got it."""
+        fused.bcast_list_(self._snapshot, src, self._group)
+        together = self._gradients_first and last <= self._begin  # gradients are averaged so far
+        for optimizer in (self.optimizer if together else None, self.outer):
+            if optimizer is not None:
+                state = fused.bcast_value(optimizer.state_dict(), src, self._group)
+                optimizer.load_state_dict(state)
+        interval = torch.tensor([self.k_steps])
+        collectives.broadcast(interval, src, group=self._group)
+        self.k_steps = int(interval)
+        if self.last_sync < last:
+            for p, s in zip(self._parameters, self._snapshot, strict=True):
+                p.data.copy_(s)
 
     def _keep(self, parameters: list[nn.Parameter]) -> None:
         """These are now the same on all ranks."""

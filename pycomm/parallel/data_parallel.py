@@ -21,6 +21,7 @@ from pycomm.parallel.buckets import Limits, slots_of
 from pycomm.parallel.exchange import Exchange, Mean
 from pycomm.parallel.reducer import Reducer
 from pycomm.parallel.replicas import check_equal, check_layout
+from pycomm.regroup import Left, furthest, left
 
 __all__ = ["DataParallel"]
 
@@ -79,8 +80,7 @@ class DataParallel(nn.Module):
         self._joining = False
         self._source = 0  # whose buffers count
         self._check_places()
-        made = Lanes(group, lanes, hierarchical)
-        self._group = made.group
+        made = self._lanes = Lanes(group, lanes, hierarchical)
         check_layout(self._named_tensors(), self._group)
         if init == "check":
             check_equal(self._named_tensors(), self._group)
@@ -95,6 +95,10 @@ class DataParallel(nn.Module):
             slot.kind = not slot.sparse and exchange.compresses(slot.parameter)
         self._exchange = exchange
         self._reducer = Reducer(slots, exchange, limits, self._group, find_unused_parameters)
+
+    @property
+    def _group(self) -> Group:
+        return self._lanes.group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's; before it buffers are made equal, if gradients will be exchanged."""
@@ -147,6 +151,31 @@ class DataParallel(nn.Module):
                 other.load_state_dict(bcast_value(other.state_dict(), self._source, self._group))
         finally:
             self._joining, self._source = False, 0
+
+    def shrink(self, *others: Any, timeout_s: float | None = None) -> Left:
+        """Collective over the survivors, after a rank was lost: goes on with those that are left.
+
+        The survivors have, or all have not, taken the last step: where one of them has completed
+        it, the others get its parameters, buffers and the states of `others` (the optimizer, a
+        scheduler; see join), and what DGC has sent in it counts as sent. Gradients are dropped;
+        DGC still owes what it had taken in. A further death meanwhile raises PeerLost: call again.
+
+        Args:
+            others: whatever has state_dict() and load_state_dict() and is the same on all ranks.
+            timeout_s: as of Group.shrink.
+
+        Returns:
+            Who is left, and how many steps all have now completed.
+        """
+        before = self._group
+        self._lanes.shrink(timeout_s)
+        step, source = furthest(self._reducer.passes, self._group)
+        self._broadcast_all(source)
+        for other in others:
+            other.load_state_dict(bcast_value(other.state_dict(), source, self._group))
+        lost = self._exchange.go_on(before, self._reducer.passes < step, source)
+        self._reducer.go_on(self._group, step, source)
+        return left(before, self._group, step, lost)
 
     def _who_is_active(self, active: bool) -> int:
         """Collective. The highest rank that has data; -1 when nobody has."""

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pycomm.calls import Work
+from pycomm.group import Group
 from pycomm.lanes import Lanes
 
 __all__ = ["Exchange", "Mean"]
@@ -47,6 +48,14 @@ class Exchange(Protocol):
         """Collective. What has to be the same on all ranks becomes that of rank `src`."""
         ...
 
+    def go_on(self, before: Group, counted: bool, src: int) -> float:
+        """Collective, when the lanes have shrunk from the ranks of `before` to those of today.
+
+        A pass that failed here counts after all if `counted`: another rank has had all of it. What
+        has to be the same on all becomes that of rank `src`. Gives Left.owed_lost.
+        """
+        ...
+
 
 class Mean:
     """Sum over all ranks, divided by their number once, after the last addition."""
@@ -76,3 +85,8 @@ class Mean:
 
     def follow(self, src: int) -> None:
         """There is nothing but gradients."""
+
+    def go_on(self, before: Group, counted: bool, src: int) -> float:
+        """Forgets what was under way; nobody owes anything."""
+        self._works = []
+        return 0.0

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pycomm import collectives
 from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.group import Group
 from pycomm.parallel.buckets import Bucket, Limits, Slot, fuse
 from pycomm.parallel.exchange import Exchange
 from pycomm.parallel.rows import average_rows
@@ -32,6 +33,7 @@ class Reducer:
 
     Attributes:
         sync: False lets gradients add up on this rank alone.
+        passes: backward passes whose gradients were exchanged.
     """
 
     def __init__(
@@ -39,10 +41,11 @@ class Reducer:
         slots: Sequence[Slot],
         exchange: Exchange,
         limits: Limits,
-        group: Any,
+        group: Group,
         find_unused: bool,
     ) -> None:
         self.sync = True
+        self.passes = 0
         self._slots = list(slots)
         self._dense = [slot for slot in slots if not slot.sparse]
         self._exchange, self._limits, self._group = exchange, limits, group
@@ -51,6 +54,7 @@ class Reducer:
         self._order: list[Slot] | None = None if find_unused else []
         self._passed = False  # there was a first pass
         self._buckets: list[Bucket] = []
+        self._given_up: list[list[Bucket]] = []  # which a rank that was lost may yet write to
         self._next = 0  # bucket to go out
         self._running = False  # a backward pass has begun
         self._lay_out(self._dense[::-1])
@@ -73,6 +77,19 @@ class Reducer:
             self._order = None if self._find_unused else []
         if self._passed and self._order is not None:
             self._agree_on_order()
+
+    def go_on(self, group: Group, passes: int, src: int) -> None:
+        """Collective over `group`, which is what is left: new buckets, as they stand on rank `src`;
+        gradients that are there, or half there, are gone."""
+        order = torch.tensor([s.place for bucket in self._buckets for s in bucket.slots])
+        collectives.broadcast(order, src, group=group)
+        self._group, self._order = group, None
+        for slot in self._slots:
+            slot.parameter.grad = slot.view = None
+        self._given_up.append(self._buckets)
+        self._lay_out([self._slots[place] for place in order.tolist()])
+        self._reset()
+        self._passed, self.passes = True, passes
 
     def idle_pass(self) -> None:
         """Takes part in a backward pass of the other ranks, with gradients of zero."""
@@ -143,6 +160,7 @@ class Reducer:
             used = self._used_anywhere() if self._find_unused else None
             self._exchange.finish()
             self._average_sparse()
+            self.passes += 1
         finally:
             idle = self._exchange.idle
             self._reset()

@@ -1,0 +1,69 @@
+"""Training that loses a rank and goes on with those that are left, what they owe included.
+
+python examples/survivors.py
+
+It starts its three ranks itself, as torchrun ends all when one fails. Rank 1 is killed on the way.
+"""
+
+import multiprocessing
+import os
+import signal
+
+import torch
+from torch import nn
+
+import pycomm
+from pycomm.errors import GroupBroken, PeerLost
+
+RANKS, STEPS = 3, 200
+
+
+def train(rank: int, port: int) -> None:
+    os.environ.update(PYCOMM_RANK=str(rank), PYCOMM_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    pycomm.init()
+    torch.manual_seed(0)
+    target = nn.Linear(64, 8)  # what is to be learned, the same on every rank
+    module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    dgc = pycomm.DGC(optimizer, sparsity=[0.9])
+    model = pycomm.DataParallel(module, compression=dgc)
+    own = torch.Generator().manual_seed(rank)
+
+    step = 0
+    while step < STEPS:
+        if rank == 1 and step == 100:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.randn(32, 64, generator=own)
+        try:
+            loss = nn.functional.mse_loss(model(x), target(x).detach())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+        except (PeerLost, GroupBroken):
+            left = model.shrink(optimizer)
+            step = left.step
+            pycomm.print0(
+                f"rank {left.lost[0]} was lost in step {step}: {left.group.size} ranks go on, and "
+                f"with it went gradients of norm {left.owed_lost:.3f} or so"
+            )
+    everybody = pycomm.all_gather(nn.utils.parameters_to_vector(module.parameters()).detach())
+    assert all(torch.equal(one, everybody[0]) for one in everybody)
+    pycomm.print0(f"step {step}: loss {loss.item():.4f}, and the same parameters everywhere")
+    pycomm.shutdown()
+
+
+def main() -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    start = multiprocessing.get_context("spawn").Process
+    processes = [start(target=train, args=(rank, store.port)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL, 0]
+
+
+if __name__ == "__main__":
+    main()

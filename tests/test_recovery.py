@@ -1,0 +1,240 @@
+"""Training that loses a rank and goes on: replicas equal, and nothing that survivors owe is lost.
+
+Most ranks are threads, and who is lost leaves: test_shrink.py and examples/survivors.py kill. The
+model is a plane whose gradient is this rank's own data and nothing else, so that what was sent can
+be told from the parameters, and what is owed from DGC's memory.
+"""
+
+import hashlib
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pycomm
+from pycomm import Group, errors, fused, testing
+from pycomm.compress import state
+from pycomm.compress.coded import ToAll
+from pycomm.compress.split import Owners
+from pycomm.compress.transaction import Step
+from pycomm.testing import FaultPlan, run_ranks
+
+COUNT = 512  # elements of each rank's own part of the plane
+LR = 0.5
+LAST = 8  # step
+LOST = 2  # rank
+
+
+class Plane(torch.nn.Module):
+    """The gradient of each rank is its slope in its own part of `w`, and 0 elsewhere."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(ranks, COUNT))
+
+    def forward(self, slope: torch.Tensor) -> torch.Tensor:
+        return (self.w * slope).sum()
+
+
+def slope_of(rank: int, ranks: int) -> torch.Tensor:
+    slope = torch.zeros(ranks, COUNT)
+    slope[rank] = torch.linspace(1, 2, COUNT) * (rank + 1)
+    return slope
+
+
+def digest(model: torch.nn.Module) -> str:
+    whole = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return hashlib.sha256(whole.numpy().tobytes()).hexdigest()
+
+
+class Late:
+    """What rank 1 calls in the step for which it is armed does all that it should, and then raises:
+    as if it heard too late that another rank was lost, which by then has left."""
+
+    def __init__(self, whole: Any) -> None:
+        self.armed, self.gone, self._whole = False, threading.Event(), whole
+
+    def method(self) -> Any:
+        def call(*given: Any) -> Any:
+            return self(*given)
+
+        return call
+
+    def __call__(self, *given: Any) -> Any:
+        result = self._whole(*given)
+        if self.armed and threading.current_thread().name == "rank 1":
+            self.armed = False
+            self.gone.wait()
+            raise errors.PeerLost("heard too late")
+        return result
+
+    def leave(self, group: Group) -> None:
+        group.close()
+        self.gone.set()
+
+
+def late_in(exchange: str, monkeypatch: pytest.MonkeyPatch) -> Late:
+    """In what a step of this exchange does last before it is committed."""
+    where: Any = {"lean": ToAll, "split": Owners}.get(exchange, Step)
+    name = "_wait" if where is Step else "exchange"
+    late = Late(getattr(where, name))
+    monkeypatch.setattr(where, name, late.method())
+    return late
+
+
+def train_plane(group: Group, exchange: str, late: Late | None) -> Any:
+    """DGC without momentum, so that v is what is owed. Rank 2 leaves before step 4; or behind it
+    while rank 1 takes that step for failed. Gives what the test wants to know."""
+    me, ranks = group.rank, group.size
+    model = Plane(ranks)
+    opt = torch.optim.SGD(model.parameters(), lr=LR)
+    codec = {"lean": {"codec": "lean", "value_dtype": "bfloat16"}, "split": {"exchange": "split"}}
+    settings: dict[str, Any] = codec.get(exchange, {"exchange": exchange})
+    dgc = pycomm.DGC(opt, sparsity=[0.9], min_count=1, masking=False, **settings)
+    parallel = pycomm.DataParallel(model, compression=dgc)
+    slope = slope_of(me, ranks)
+    taken_in = step = 0
+    before: dict[str, Any] = {}
+    while step < LAST:
+        dies = me == LOST and step == 4
+        if dies and late is None:
+            return None
+        if late is not None and me == 1 and step == 4 and not before:
+            late.armed = True
+        try:
+            opt.zero_grad()
+            taken_in += 1
+            parallel(slope).backward()
+            if dies:
+                return late.leave(group)
+            opt.step()
+            step += 1
+        except (errors.PeerLost, errors.GroupBroken):
+            left = parallel.shrink(opt)
+            step = left.step
+            before = {
+                "step": step, "lost": left.lost, "owed_lost": left.owed_lost, "taken_in": taken_in,
+                "w": model.w.detach().clone(), "owed": owed_by(dgc), "digest": digest(model),
+            }  # fmt: skip
+    assert pycomm.size() == 2
+    return {
+        "before": before, "digest": digest(model), "taken_in": taken_in, "w": model.w.detach(),
+        "owed": owed_by(dgc), "steps": dgc.step_count,
+    }  # fmt: skip
+
+
+def owed_by(dgc: pycomm.DGC) -> torch.Tensor:
+    """What this rank owes, as itself and as an owner."""
+    (v,) = state._with_owed(dgc.state_dict())["v"].values()
+    return v.view(3, COUNT)
+
+
+@pytest.mark.parametrize("in_doubt", [False, True], ids=["leaves before a step", "in doubt"])
+@pytest.mark.parametrize("exchange", ["gather", "masked", "lean", "split"])
+def test_dgc_goes_on_and_what_survivors_owe_is_kept(
+    exchange: str, in_doubt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = late_in(exchange, monkeypatch) if in_doubt else None
+    results = run_ranks(3, train_plane, exchange, late)
+    first, second = results[:2]
+    done = 5 if in_doubt else 4
+    assert first["digest"] == second["digest"]
+    assert first["before"]["digest"] == second["before"]["digest"]
+    for result in (first, second):
+        assert result["steps"] == LAST
+        assert result["before"]["step"] == done
+        assert result["before"]["lost"] == [LOST]
+    # Of each survivor: what it has sent, as the parameters show it, and what is owed is all that it
+    # has taken in; three ranks divided until the death, and two since.
+    was, now = first["before"]["w"], first["w"]
+    for rank, result in enumerate((first, second)):
+        owed = [r["before"]["owed"][rank] for r in (first, second)]
+        sent = -was[rank] * 3 / LR
+        if exchange != "split":  # else the lost rank owed as an owner what others had sent it
+            want = result["before"]["taken_in"] * slope_of(rank, 3)[rank]
+            torch.testing.assert_close(sent + sum(owed), want, rtol=1e-5, atol=1e-4)
+        since = -(now - was)[rank] * 2 / LR
+        owed_since = sum(r["owed"][rank] for r in (first, second)) - sum(owed)
+        passes = result["taken_in"] - result["before"]["taken_in"]
+        want = passes * slope_of(rank, 3)[rank]
+        torch.testing.assert_close(since + owed_since, want, rtol=1e-5, atol=1e-4)
+    mean = np.mean([float(r["before"]["owed"].square().sum()) for r in (first, second)])
+    assert first["before"]["owed_lost"] == pytest.approx(mean**0.5, rel=1e-4)
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 2)
+    )
+
+
+def train_dense(group: Group) -> Any:
+    """Rank 1 is killed in the midst of a step's sum; momentum and a scheduler go on."""
+    torch.set_num_threads(1)
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 3)
+    parallel = pycomm.DataParallel(model, bucket_mb=0.005, lanes=2)
+    torch.manual_seed(1 + group.rank)
+    step, lost = 0, []
+    while step < LAST:
+        try:
+            opt.zero_grad()
+            parallel(torch.randn(8, 20)).square().mean().backward()
+            opt.step()
+            scheduler.step()
+            step += 1
+        except (errors.PeerLost, errors.GroupBroken):
+            left = parallel.shrink(opt, scheduler)
+            step, lost = left.step, left.lost
+    velocity = torch.cat([opt.state[p]["momentum_buffer"].reshape(-1) for p in model.parameters()])
+    return digest(model), lost, scheduler.last_epoch, velocity.tolist(), pycomm.size()
+
+
+def test_dense_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(testing, "GRACE_S", 90.0)  # survivors have all the time that the test has
+    fault = FaultPlan(1, "kill", at="all_reduce", after_bytes=30_000)
+    results = run_ranks(
+        3, train_dense, transport="tcp", processes=True, faults=[fault], return_exceptions=True
+    )
+    assert isinstance(results[1], errors.PeerLost)
+    assert results[0] == results[2], results
+    assert results[0][1:3] == ([1], LAST)
+
+
+def train_local(group: Group, rule: str, late: Late) -> Any:
+    """Rank 0 leaves at step 5; rank 1 takes the average of step 4 for failed, rank 2 has it."""
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = pycomm.LocalSGD(model, opt, k_steps=2, begin_step=2, rule=rule, buffers=False)
+    data = torch.Generator().manual_seed(1 + group.rank)
+    told: Any = None
+    while local.step_count < 14:
+        if group.rank == 0 and local.step_count == 5:
+            return late.leave(group)
+        if group.rank == 1 and local.step_count == 3:
+            late.armed = True
+        try:
+            local.zero_grad()
+            model(torch.randn(8, 20, generator=data)).square().mean().backward()
+            local.step()
+        except (errors.PeerLost, errors.GroupBroken):
+            left = local.shrink()
+            whole = torch.cat([s.reshape(-1) for s in local._snapshot])
+            sha = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
+            told = left.lost, left.step, local.last_sync, sha
+    local.average()
+    return digest(model), told, local.step_count
+
+
+@pytest.mark.parametrize("rule", ["paddle", "torch"])
+def test_local_sgd_goes_on(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(fused.average)
+    monkeypatch.setattr(fused, "average", late)
+    _, first, second = run_ranks(3, train_local, rule, late)
+    assert first == second
+    assert first[1][0] == [0]
+    assert first[1][2] == (4 if rule == "paddle" else 5)  # the average that rank 1 had missed
