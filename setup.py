@@ -172,7 +172,7 @@ def ninja_binary() -> str:
         for file in importlib.metadata.distribution("ninja").files or []:
             if file.name == "ninja" and file.parent.name == "bin":
                 return str(file.locate())
-    except importlib.metadata.PackageNotFoundError:
+    except importlib.metadata.PackageNotFoundError:  # then the one on PATH
         pass
     path = shutil.which("ninja")
     if path is None:

@@ -130,7 +130,7 @@ def _heard(way_in: Connection, backend: str, ranks: int) -> Death:
                 return Death(backend, ranks, -1.0, False, "it still waits")
             told: Death = way_in.recv()
             return told
-    except EOFError:
+    except EOFError:  # a rank ended before it had told
         pass
     raise RuntimeError(f"{ranks} processes did not form a group of {backend}")
 

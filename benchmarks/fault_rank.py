@@ -160,7 +160,7 @@ def rank_sees(group: Group, job: Job) -> Seen:
             wrong += differing(held, result(mine, group))
             mine = job.call
         pycomm.barrier(group=group)  # whoever heard nothing so far hears now
-    except errors.Error as error:
+    except errors.Error as error:  # is what the cell looks for
         noticed_ms = 1e3 * (time.monotonic() - _struck(job, start))
         seen = Seen(type(error).__name__, str(error), error.peer, noticed_ms, wrong)
         if isinstance(error, errors.Mismatch):

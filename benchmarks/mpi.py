@@ -73,7 +73,7 @@ def run(
                 ranks = _meet(listener, process, size, (store.port, body, args))
                 _listen(ranks, hear)
                 failed = process.wait() != 0
-            except EOFError:
+            except EOFError:  # a rank ended before the last answer
                 process.wait()
                 failed = True
             finally:
@@ -103,7 +103,7 @@ def call(arrays: Arrays) -> Call:
 def _is_installed(package: str) -> bool:
     try:
         importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
+    except importlib.metadata.PackageNotFoundError:  # the caller leaves this MPI out, and says so
         return False
     return True
 
@@ -129,7 +129,7 @@ def _meet(
     while len(ranks) < size:
         try:
             connection = listener.accept()
-        except TimeoutError:
+        except TimeoutError:  # looks whether the ranks still live
             if process.poll() is not None:
                 raise EOFError from None
             continue

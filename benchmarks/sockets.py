@@ -71,12 +71,12 @@ class Ring:
 def _send(to: socket.socket, piece: memoryview) -> int:
     try:
         return to.send(piece)
-    except BlockingIOError:
+    except BlockingIOError:  # the socket is full
         return 0
 
 
 def _receive(source: socket.socket, piece: memoryview) -> int:
     try:
         return source.recv_into(piece)
-    except BlockingIOError:
+    except BlockingIOError:  # nothing is there yet
         return 0

@@ -118,7 +118,7 @@ def _measure(
             call = groups.call(peer, arrays)
             wrong = arrays.wrong(call)
             times.wrong[peer.name] = wrong if peer.communicates else 0
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # the table shows why
             times.refused[peer.name] = str(error).splitlines()[0]
         else:
             contestants[peer.name] = call, arrays

@@ -41,7 +41,7 @@ def train(rank: int, port: int) -> None:
             loss.backward()
             optimizer.step()
             step += 1
-        except (PeerLost, GroupBroken):
+        except (PeerLost, GroupBroken):  # rank 1 is gone
             left = model.shrink(optimizer)
             step = left.step
             pycomm.print0(

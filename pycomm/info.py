@@ -51,7 +51,7 @@ def _built() -> list[tuple[str, str]]:
 def _version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+    except importlib.metadata.PackageNotFoundError:  # is what the table says
         return "not installed"
 
 
@@ -67,7 +67,7 @@ def _probe(transport: str) -> str:
     """Whether two ranks can talk by this transport here, found out by letting them."""
     try:
         testing.run_ranks(2, _hello, transport=transport, timeout_s=PROBE_S)
-    except errors.Error as error:
+    except errors.Error as error:  # is what the table says
         return f"no: {error}"
     return "yes"
 

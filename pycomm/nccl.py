@@ -36,7 +36,7 @@ def _in_package() -> str:
     """The package's library; empty where it is not installed."""
     try:
         package = importlib.metadata.distribution(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
+    except importlib.metadata.PackageNotFoundError:  # the loader looks elsewhere
         return ""
     return str(Path(str(package.locate_file(f"nvidia/nccl/lib/{LIBRARY}"))))
 

@@ -41,7 +41,7 @@ def save(obj: Any, path: str | os.PathLike[str], *, group: Group | None = None) 
         try:
             _refuse_own_state(obj)
             _write(obj, Path(path))
-        except Exception as error:
+        except Exception as error:  # whatever it is, all ranks are told
             failure = error
     _agree(failure, f"could not save {path}", own)
 
@@ -71,7 +71,7 @@ def load(
     if own.rank == 0:
         try:
             content = np.fromfile(path, np.uint8)
-        except OSError as error:
+        except OSError as error:  # all ranks are told
             failure = error
     _agree(failure, f"could not read {path}", own)
     length = collectives.broadcast(np.array([len(content)]), group=own)[0]

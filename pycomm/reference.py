@@ -330,7 +330,7 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
         if truth != 0:  # else the product is -c, so it was not rounded, and the zero has its sign
             try:
                 result[i] = float(truth)
-            except OverflowError:
+            except OverflowError:  # beyond the largest float64
                 result[i] = np.inf if truth > 0 else -np.inf
     return result
 

@@ -54,7 +54,7 @@ def regroup(core: _core.Group, store: Store, timeout_s: float) -> _core.Group:
             try:
                 limit_s = max(0.1, min(form_s, end - time.monotonic()))
                 return _core.regroup(core, store, name, members, limit_s)
-            except (PeerLost, Timeout):
+            except (PeerLost, Timeout):  # one was lost on the way: among those left
                 if time.monotonic() > end:
                     raise
                 form_s *= 2
@@ -75,7 +75,7 @@ def _processes(core: _core.Group) -> Iterator[list[int | None]]:
         for member in core.members:
             try:
                 descriptors.append(os.pidfd_open(member.pid) if member.visible else None)
-            except ProcessLookupError:
+            except ProcessLookupError:  # it has ended
                 descriptors.append(-1)
             except OSError:  # a kernel or a sandbox without it
                 descriptors.append(None)
@@ -129,7 +129,7 @@ class _Board:
             if now >= end or len(here | given_up) == self._size:
                 decided = self._claim(here)
                 break
-            time.sleep(PAUSE_S)
+            time.sleep(PAUSE_S)  # a store tells nobody of what comes
         if not decided:
             raise self._error(
                 f"of {self._size} ranks too few are left to go on: the others may still live, and "
@@ -168,7 +168,7 @@ class _Board:
     def _decided(self) -> list[int] | None:
         try:
             return _parsed(self._store.get(self._prefix + "decided", 0.0))
-        except Timeout:
+        except Timeout:  # nobody has decided yet
             return None
 
     def _add(self, kind: str, number: int, amount: int) -> int:

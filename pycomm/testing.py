@@ -209,7 +209,7 @@ class _Threads:
             with as_thread_default(group):
                 self.results[rank] = self._fn(group, *self._args)
             group.close()
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, the caller is told
             with self._lock:
                 self.failures.append(rank)
             self.results[rank] = error
@@ -273,7 +273,7 @@ class _Processes:
     def _receive(self, rank: int, process: Any, pipe: Connection) -> None:
         try:
             failed, value = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except EOFError:  # the process ended without an answer
             process.join()
             how = f"rank {rank} (pid {process.pid}) ended with exit code {process.exitcode}"
             failed, value = True, PeerLost(how, peer=rank)
@@ -299,7 +299,7 @@ def _rank_process(
         with as_thread_default(group):
             answer = pickle.dumps((False, fn(group, *args)))
         group.close()
-    except BaseException as error:
+    except BaseException as error:  # whatever it is, the caller is told
         if group is not None:
             group.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
         answer = _pickled(error)

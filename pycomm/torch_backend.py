@@ -59,7 +59,7 @@ def is_available() -> bool:
     """Whether the compiled part is there and fits this torch."""
     try:
         _module()
-    except Unsupported:
+    except Unsupported:  # its text is for those who ask for more
         return False
     return True
 

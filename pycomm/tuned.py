@@ -43,7 +43,7 @@ def thresholds() -> Thresholds:
     """What was measured here, or []: nothing, or nothing that holds, which a warning then says."""
     try:
         text = path().read_text()
-    except FileNotFoundError:
+    except FileNotFoundError:  # nobody has tuned here
         return []
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         return _refuse(f"cannot be read: {error}")

@@ -329,7 +329,7 @@ for call in (pycomm.rank, lambda: group.split(0)):
     try:
         call()
         raise SystemExit("no error after shutdown")
-    except errors.GroupBroken:
+    except errors.GroupBroken:  # as it must
         pass
 again = pycomm.init()
 assert again is not group

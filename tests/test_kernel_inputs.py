@@ -243,7 +243,7 @@ def test_every_instruction_set_gives_the_same_bits():
         for isa in ("baseline", "avx2", "avx512"):
             try:
                 _core.set_kernel_isa(isa)
-            except Unsupported:
+            except Unsupported:  # this processor has not got it
                 continue
             u, v = start.copy()
             room = kernels.dgc_workspace(u, v, 100)

@@ -224,7 +224,7 @@ def test_bits_behind_the_last_one_are_zeros():
             changed[i // 8] ^= 1 << i % 8
             try:
                 kernels.unpack(changed)
-            except InvalidArgument:
+            except InvalidArgument:  # no packet; counted
                 spare.append(i)
         start = 8 * (4 + 1 + 1 + 2)  # of the values' signs
         assert {start + 3, start + 7} <= set(spare)
@@ -250,5 +250,5 @@ def test_no_bytes_break_decoding(seed, shape, flips):
     out = np.zeros(900, np.float32)
     try:
         kernels.decode_sum(out, [packet])
-    except InvalidArgument:
+    except InvalidArgument:  # refused: nothing may have changed
         same(out, np.zeros(900, np.float32))

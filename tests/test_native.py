@@ -30,7 +30,7 @@ def fixed_addresses() -> list[str]:
     prefix = ["setarch", "-R"]
     try:
         allowed = subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode
-    except FileNotFoundError:
+    except FileNotFoundError:  # no setarch: runs without
         return []
     return prefix if allowed == 0 else []
 

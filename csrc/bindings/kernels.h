@@ -26,7 +26,7 @@ namespace py = pybind11;
 // An address as Python has it: a number, which has to become a pointer somewhere.
 template <typename T = void>
 T* at(uintptr_t address) {
-  return reinterpret_cast<T*>(address);  // NOLINT(performance-no-int-to-ptr)
+  return reinterpret_cast<T*>(address);  // NOLINT(performance-no-int-to-ptr): Python's view
 }
 
 inline Dtype dtype_named(std::string_view name) {

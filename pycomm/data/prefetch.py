@@ -81,7 +81,7 @@ class Prefetcher:
             for batch in self._loader:
                 if not _put(ready, ("batch", *self._moved(batch, stream)), stop):
                     return
-        except BaseException as error:
+        except BaseException as error:  # goes to whoever reads
             last = ("error", error, None)
         _put(ready, last, stop)
 
@@ -111,6 +111,6 @@ def _put(ready: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
         try:
             ready.put(item, timeout=LOOK_S)
             return True
-        except queue.Full:
+        except queue.Full:  # looks at `stop` again
             pass
     return False

@@ -71,10 +71,10 @@ class ScatterLoader:
                 tensors, outline = flattened(next(batches))
                 sizes = _rows(tensors, self._group.size)
                 kinds = [(list(x.shape[1:]), str(x.dtype).removeprefix("torch.")) for x in tensors]
-            except StopIteration:
+            except StopIteration:  # the others are told of the end
                 self._told((END, None))
                 return
-            except Exception as error:
+            except Exception as error:  # whatever it is, the others are told
                 self._told((FAILED, f"{type(error).__name__}: {error}"))
                 raise
             self._told((BATCH, (sizes, kinds, outline)))

@@ -30,6 +30,6 @@ def _cpu() -> str:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
+    except OSError:  # not Linux, or hidden
         pass
     return platform.machine()

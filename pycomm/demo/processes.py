@@ -79,7 +79,7 @@ def _listen(
                 continue
             try:
                 value = ready.recv()
-            except EOFError:
+            except EOFError:  # its process ended; torch says why
                 del ways_in[ready]
             else:
                 hear(ways_in[ready], value)

@@ -85,7 +85,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 self._store, self._hosts.count, server._TERMINAL_STATE_SYNC_ID
             )
             while time.monotonic() < end and not self._store.check([all_came]):
-                time.sleep(LOOK_S)
+                time.sleep(LOOK_S)  # a store tells nobody of what comes
                 if (host := self._hosts.silent()) is not None:
                     print(
                         f"pycomm launch: the launcher of host {host} of {self._hosts.count} (from "

@@ -164,7 +164,7 @@ def _look_at(endpoint: str) -> tuple[str | None, bool]:
             probe.connect(address)
             own = str(probe.getsockname()[0])
             return own, own == address[0]
-    except OSError:
+    except OSError:  # no such host: torch's to tell
         return None, False
 
 
@@ -172,7 +172,7 @@ def _knows_itself() -> bool:
     """Whether this host's name has an address, which torch looks up otherwise."""
     try:
         socket.getaddrinfo(socket.gethostname(), None)
-    except OSError:
+    except OSError:  # the host's own name has no address
         return False
     return True
 

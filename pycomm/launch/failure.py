@@ -76,7 +76,7 @@ def of_exit(rank: int, pid: int, exitcode: int) -> Failure:
         return Failure(rank, host, pid, "", f"ended with exit status {exitcode}", status=exitcode)
     try:
         name = signal.Signals(-exitcode).name
-    except ValueError:
+    except ValueError:  # a signal without a name
         name = f"signal {-exitcode}"
     return Failure(rank, host, pid, "", f"was ended by {name}", status=128 - exitcode)
 
@@ -118,7 +118,7 @@ def post(mine: Failure, host: str, port: int) -> Failure | None:
         store = TCPStore(host, port, None, False, timedelta(seconds=STORE_LIMIT_S))
         told = store.compare_set(KEY, "", json.dumps(asdict(mine)))
         cause = Failure(**json.loads(told))
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError):  # the store has gone, or holds nothing of ours
         return None
     return None if cause == mine else cause
 

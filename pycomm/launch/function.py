@@ -228,7 +228,7 @@ class _Ranks:
     def _hear(self, local: int, process: Any, pipe: Connection) -> None:
         try:
             fine, value, error = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except EOFError:  # the process ended without an answer
             process.join()
             rank = self._options.rank_start + local
             fine, error = False, None
@@ -274,7 +274,7 @@ def _enter(pipe: Connection, parent: int, local: int, device: bool, job: bytes) 
         answer = True, function(*args, **kwargs), None
         data = pickle.dumps(answer)
         group.shutdown()
-    except BaseException as error:
+    except BaseException as error:  # told below, whatever it is
         mine = failure.of_error(int(os.environ["RANK"]), error)
         with contextlib.suppress(Exception):  # there is no group, or it is broken already
             group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")

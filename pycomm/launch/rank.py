@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if error.code not in (None, 0):
             _failed(error)
         raise
-    except BaseException as error:
+    except BaseException as error:  # told, whatever it is
         sys.stderr.write(_failed(error))
         sys.exit(1)
 

@@ -10,7 +10,7 @@ namespace cases {
 namespace {
 
 // What is under test, all of it.
-using namespace pycomm;  // NOLINT(google-build-using-namespace)
+using namespace pycomm;  // NOLINT(google-build-using-namespace): a program
 
 cuda::CudaKernels& kernels() {
   static cuda::CudaKernels all;

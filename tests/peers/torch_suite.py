@@ -267,7 +267,7 @@ def show(runner: Runner, names: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
             bar.refresh()
             try:
                 outcome = runner.run(name)
-            except OSError:
+            except OSError:  # counted as failed, with its text
                 outcome = Outcome(FAILED, traceback.format_exc(limit=-1).splitlines()[-1])
             bar.advance(task)
             if outcome.status not in (PASSED, SKIPPED):
