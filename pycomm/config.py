@@ -27,9 +27,8 @@ VARIABLES = {
     "PYCOMM_LOCAL_RANK": "its rank among the processes of its host",
     "PYCOMM_LOCAL_SIZE": "how many processes its host has",
     "PYCOMM_SECRET": f"the run's key, the same for all: {MIN_SECRET} characters or more",
-    "PYCOMM_ADDRESS": "interface, address or prefix that tcp uses on this host; found by itself",
-    "PYCOMM_TRANSPORT": "shm or tcp: this transport only; the best for each pair if unset",
     "PYCOMM_LOG": "info: what the group is made of; debug: more; warning if unset",
+    "GLOO_SOCKET_IFNAME": "interface, address or prefix that tcp uses here; found by itself",
 }
 
 
@@ -76,7 +75,6 @@ class Config:
         secret: the run's key.
         address: which of this host's addresses tcp uses: an interface, an address or a prefix, or
             several with commas, of which the first that the host has counts; "" for the best.
-        transport: one of TRANSPORTS, or "" for the best.
         log: one of LOG_LEVELS.
     """
 
@@ -90,7 +88,6 @@ class Config:
     agent_store: bool = False
     secret: str = ""
     address: str = ""
-    transport: str = ""
     log: str = "warning"
 
 
@@ -117,8 +114,7 @@ def environment(values: Mapping[str, str] | None = None, secret: str | None = No
         master_port=port,
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         secret=secret or "",
-        address=env.get("PYCOMM_ADDRESS", ""),
-        transport=_choice(env, "PYCOMM_TRANSPORT", TRANSPORTS, ""),
+        address=env.get("GLOO_SOCKET_IFNAME", ""),
         log=_choice(env, "PYCOMM_LOG", LOG_LEVELS, "warning"),
     )
 
@@ -130,7 +126,7 @@ def cache_folder() -> Path:
 
 
 def described() -> list[tuple[str, str, str]]:
-    """Name, value ("" if unset; the secret is not shown) and meaning of each PYCOMM_* variable."""
+    """Name, value ("" if unset; the secret is not shown) and meaning of each of VARIABLES."""
     rows = []
     for name, meaning in VARIABLES.items():
         value = os.environ.get(name, "")

@@ -182,7 +182,7 @@ def init(
 
     Args:
         timeout_s: the limit of the forming and of every later call that names none, in seconds.
-        transport: "shm" or "tcp": this one only; None: PYCOMM_TRANSPORT, or the best for each pair.
+        transport: "shm" or "tcp": this one only; None: the best for each pair.
         secret: the run's key; None: PYCOMM_SECRET.
         reproducible: sums in rank order whatever the size, so that bits depend on the inputs alone.
         heartbeat_s: a rank that others wait for and that they have not heard of for so many seconds
@@ -232,7 +232,7 @@ def _form(
         name="world",
         timeout_s=timeout_s,
         secret=here.secret,
-        transport=here.transport if transport is None else transport,
+        transport=transport or "",
         address=here.address,
         towards=here.master_host,
         reproducible=reproducible,

@@ -133,7 +133,7 @@ def _connect(
         name=options.group_id or "default",
         timeout_s=timeout.total_seconds(),
         secret=place.secret,
-        transport=place.transport,
+        transport="",  # the best for each pair
         address=place.address,
         towards=rendezvous.host_of(options.store) or place.master_host,
         reproducible=False,

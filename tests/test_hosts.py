@@ -129,7 +129,7 @@ def bytes_over(host: Host, link: int, before: Counters) -> int:
 def test_the_chosen_interface_carries_everything(two_links: Network, choice: str) -> None:
     before = [[host.counters(link) for link in (0, 1)] for host in two_links.hosts]
     master = two_links.hosts[0].ipv4(1)
-    env = {"MASTER_ADDR": master, "PYCOMM_ADDRESS": choice, "FORM_S": "90"}
+    env = {"MASTER_ADDR": master, "GLOO_SOCKET_IFNAME": choice, "FORM_S": "90"}
     run = Run(two_links, [0, 1], "form", env)
     run.start(0)
     heard: list[str] = []
@@ -188,14 +188,14 @@ def test_an_address_that_is_none_is_refused_with_those_that_are() -> None:
         net.hosts[1].ip("link", "set", "eth1", "down")
         shown = "lo (127.0.0.1, ::1), eth0 (10.99.0.2, fd00:99::2, fe80::"
         for choice in ("eth9", "eth1", "10.99.0.1", "10.98.0.0/16"):
-            told = refusal(net, {"PYCOMM_ADDRESS": choice})
+            told = refusal(net, {"GLOO_SOCKET_IFNAME": choice})
             assert told["error"] == "InvalidArgument"
-            assert f"PYCOMM_ADDRESS is '{choice}'" in told["text"]
+            assert f"GLOO_SOCKET_IFNAME is '{choice}'" in told["text"]
             assert shown in told["text"]
             assert "eth1 (down)" in told["text"]
         listed = net.hosts[1].ip("-6", "-br", "addr", "show", "dev", "eth0").split()
         link_local = next(word for word in listed if word.startswith("fe80")).split("/")[0]
-        told = refusal(net, {"PYCOMM_ADDRESS": link_local})
+        told = refusal(net, {"GLOO_SOCKET_IFNAME": link_local})
         assert told["error"] == "InvalidArgument"
         assert "link-local" in told["text"]
         told = refusal(net, {"MASTER_ADDR": link_local, "FORM_S": "1"})
@@ -207,7 +207,7 @@ def test_an_address_that_is_none_is_refused_with_those_that_are() -> None:
 def test_the_loopback_is_no_way_to_another_host(by: int) -> None:
     with Network(2, ipv6=False) as net:
         run = Run(net, [0, 1], "form", {"FORM_S": "90"})
-        run.start(by, {"PYCOMM_ADDRESS": "lo"})
+        run.start(by, {"GLOO_SOCKET_IFNAME": "lo"})
         for rank, told in enumerate(run.start_all().told()):
             assert told["error"] == "Unsupported", told
             assert told["peer"] == 1 - rank
@@ -224,7 +224,7 @@ def test_an_address_that_does_not_answer_is_named(two_links: Network, how: str) 
         two_links.hosts[1].ip("neigh", "replace", target, "dev", "eth1", *nobody)
     else:
         two_links.hosts[1].ip("route", "add", "unreachable", f"{target}/32")
-    run = Run(two_links, [0, 1], "form", {"PYCOMM_ADDRESS": "eth1", "FORM_S": "3"})
+    run = Run(two_links, [0, 1], "form", {"GLOO_SOCKET_IFNAME": "eth1", "FORM_S": "3"})
     zero, one = run.start_all().told()
     assert one["error"] == "Timeout"
     assert "rank 0 (host " in one["text"]

@@ -125,11 +125,11 @@ class Forming {
       transport = by->name();
       auto theirs = ways(*by, peer, request_.rank);
       if (theirs.empty() || ways(*by, request_.rank, peer).empty())
-        throw Unsupported(name(peer) +
-                              " and this rank are on different hosts, and the address of " +
-                              (theirs.empty() ? "the former, " + note.tcp : "this, " + note_.tcp) +
-                              ", cannot be reached from there; give it another with PYCOMM_ADDRESS",
-                          {.op = "init", .rank = request_.rank, .peer = peer});
+        throw Unsupported(
+            name(peer) + " and this rank are on different hosts, and the address of " +
+                (theirs.empty() ? "the former, " + note.tcp : "this, " + note_.tcp) +
+                ", cannot be reached from there; choose another by GLOO_SOCKET_IFNAME",
+            {.op = "init", .rank = request_.rank, .peer = peer});
       contacts_[static_cast<size_t>(peer)] = {by, std::move(theirs), name(peer)};
     }
   }

@@ -104,7 +104,7 @@ std::vector<Address> chosen_addresses(const std::string& choice) {
       return is_named(entry, word) && entry.address.is_link_local();
     });
   }
-  throw InvalidArgument("PYCOMM_ADDRESS is '" + choice + "', and " +
+  throw InvalidArgument("GLOO_SOCKET_IFNAME is '" + choice + "', and " +
                         (only_link_local
                              ? "that is a link-local address, which other hosts cannot use"
                              : "no interface that is up, and no address of one, is so named") +

@@ -377,7 +377,7 @@ const Test kInterfaces{
       for (const auto* choice :
            {"eth99", "127.0.0.0/33", "127.0.0.0/", "127.0.0.0/8x", ",", "::2"}) {
         const auto text = expect_throws<InvalidArgument>([&] { chosen_addresses(choice); });
-        expect_says(text, "PYCOMM_ADDRESS is '" + std::string(choice) + "'");
+        expect_says(text, "GLOO_SOCKET_IFNAME is '" + std::string(choice) + "'");
         expect_says(text, "lo (127.0.0.1");
       }
       expect(!offered_addresses("").empty(), "a machine has at least its loopback");
