@@ -287,10 +287,11 @@ std::vector<int> Engine::find_lost(const Error& error) {
   for (size_t i = 0; i < peers_.size(); ++i) {
     Peer& who = peers_[i];
     bool gone = static_cast<int>(i) == blamed && (!who.departed || !who.link);
-    if (who.link && !who.departed && who.link->channel().hung_up() &&
-        answers(static_cast<int>(i))) {
+    // It may have left so lately that nothing of that was looked at.
+    if (who.link && !who.departed && answers(static_cast<int>(i))) {
       const ConstBytes word = who.link->has_front() ? who.link->peek() : ConstBytes{};
-      gone |= word.empty() || static_cast<uint8_t>(word[0]) == kDeparted;
+      gone |=
+          word.empty() ? who.link->channel().hung_up() : static_cast<uint8_t>(word[0]) == kDeparted;
     }
     if (gone || who.in_peace) found.push_back(static_cast<int>(i));
   }

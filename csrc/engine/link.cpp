@@ -80,11 +80,13 @@ const Header* Link::front() {
 }
 
 bool Link::read_header() {
-  const size_t n =
-      channel_->receive(std::as_writable_bytes(std::span(&in_, 1)).subspan(head_have_));
-  head_have_ += n;
-  bytes_received_ += n;
-  if (head_have_ < sizeof(Header)) return false;
+  const Bytes header = std::as_writable_bytes(std::span(&in_, 1));
+  while (head_have_ < sizeof(Header)) {  // a channel may give a part of what is there
+    const size_t n = channel_->receive(header.subspan(head_have_));
+    if (n == 0) return false;
+    head_have_ += n;
+    bytes_received_ += n;
+  }
   check(in_.magic == Header::kMagic && in_.version == Header::kVersion,
         "bytes arrived that are no frame of this version");
   whole_ = true;

@@ -209,4 +209,21 @@ const ByTransport kGarbage{
       }
     }};
 
+const ByTransport kPartings{"who has left in peace is known to be lost, though nobody had looked",
+                            [](const std::string& by) {
+                              Channels all(3, by, 1, SIZE_MAX);
+                              Channel& unread = *all.channels[0][2];
+                              const auto left = all.engine(0), gone = all.engine(2);
+                              gone->leave();
+                              const Deadline deadline(20s);
+                              while (unread.peek(1).empty() && !deadline.expired()) {
+                                pollfd polled = unread.arm({true, false});
+                                ::poll(&polled, 1, 10);
+                                unread.disarm(0);  // of the end nothing is told
+                              }
+                              left->fail(PeerLost("no more", {.peer = 1}));
+                              expect(left->lost() == std::vector<int>{1, 2},
+                                     "who has left is waited for");
+                            }};
+
 }  // namespace
