@@ -1,6 +1,7 @@
 """DGC with lean packets: what it must have for every kind of values, and the bytes that it sends.
 
-Ranks are threads. Scales, faults, torch's DDP: test_dgc_steps.py. The packets: test_lean.py.
+Ranks are threads. Scales, faults, torch's DDP: test_dgc_steps.py. Who chooses: test_dgc_choice.py.
+The packets: test_lean.py.
 """
 
 import itertools
@@ -263,30 +264,6 @@ def test_the_guess_of_an_index() -> None:
         entropy = (-chosen * math.log2(chosen) - rest * math.log2(rest)) / density
         assert entropy < index_bits(density) < 1.03 * entropy
     assert index_bits(1.0) == 1.0
-
-
-def test_auto_counts_coded_bytes() -> None:
-    """From four ranks on three quarters are too little for raw packets; not so for coded ones."""
-
-    def program(group: pycomm.Group, options: dict[str, Any]) -> str:
-        module = nn.Linear(100, 100)
-        model, optimizer, dgc = compressed(
-            module, sparsity=[0.75], exchange="auto", min_count=1000, **options
-        )
-        optimizer.zero_grad()
-        model(torch.randn(4, 100)).square().mean().backward()
-        return str(dgc.stats()["exchange"])
-
-    found = {
-        (ranks, value_dtype): run_ranks(ranks, program, {"value_dtype": value_dtype})
-        for ranks, value_dtype in itertools.product((4, 6), ("float32", "2bit"))
-    }
-    assert {key: set(said) for key, said in found.items()} == {
-        (4, "float32"): {"masked"},
-        (4, "2bit"): {"gather"},
-        (6, "float32"): {"masked"},
-        (6, "2bit"): {"gather"},
-    }
 
 
 def test_parameters_elsewhere_are_refused() -> None:

@@ -90,8 +90,9 @@ def train_plane(group: Group, exchange: str, late: Late | None) -> Any:
     me, ranks = group.rank, group.size
     model = Plane(ranks)
     opt = torch.optim.SGD(model.parameters(), lr=LR)
-    codec = {"lean": {"codec": "lean", "value_dtype": "bfloat16"}, "split": {"exchange": "split"}}
-    settings: dict[str, Any] = codec.get(exchange, {"exchange": exchange})
+    settings: dict[str, Any] = {"exchange": exchange}
+    if exchange == "lean":
+        settings = {"exchange": "gather", "codec": "lean", "value_dtype": "bfloat16"}
     dgc = pycomm.DGC(opt, sparsity=[0.9], min_count=1, masking=False, **settings)
     parallel = pycomm.DataParallel(model, compression=dgc)
     slope = slope_of(me, ranks)

@@ -15,26 +15,17 @@ from torch import Tensor
 from pycomm import collectives, fused
 from pycomm.compress import state
 from pycomm.compress.age import Ages
+from pycomm.compress.choose import DENSE, EXCHANGES, Chooser, Level
 from pycomm.compress.coded import ToAll
 from pycomm.compress.memory import Memory, TakenOver
-from pycomm.compress.schedule import (
-    K_RULES,
-    VALUE_DTYPES,
-    check_ramp,
-    gather_is_smaller,
-    level_at,
-    packet_bytes,
-    to_send,
-)
+from pycomm.compress.schedule import K_RULES, VALUE_DTYPES, check_ramp, level_at
 from pycomm.compress.split import Owners
-from pycomm.compress.transaction import Plan, Step
+from pycomm.compress.transaction import Carrier, Plan, Step
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 from pycomm.lanes import Lanes
 
 __all__ = ["DGC", "Compressed"]
-
-EXCHANGES = ("gather", "masked", "split")
 
 
 class DGC:
@@ -67,10 +58,13 @@ class DGC:
         codec: "raw" packets have 4 bytes for an index, and values of the parameter's own dtype,
             float32 or float64. "lean" ones code both, in host memory, and all of a step travels
             behind its last gradient. "auto": raw for float32, else lean.
-        exchange: "gather" packets, sum them "masked" as dense arrays, or "auto": which of the two
-            has fewer bytes, counted by rank 0 for each level. "split": lean packets go to owners of
-            shares, who send on the largest sums and owe the rest; the bytes that a rank receives do
-            not grow with the number of ranks.
+        exchange: "gather" packets, or sum them "masked" as dense arrays. "split": lean packets go
+            to owners of shares, who send on the largest sums and owe the rest; the bytes that a
+            rank receives do not grow with the number of ranks. "auto": which has the fewest bytes,
+            counted by rank 0 for each level; "tuned": which takes the fewest seconds, of rank 0's
+            link and processor, or "dense" as long as nothing was compressed. Both take "split"
+            only where packets are lean, and code values as "1bit" above a density of 0.17 if
+            they are rounded at all.
         scaler: the GradScaler or StaticLossScaler of the training, if there is one.
         fused: optimizer.step() takes what was gathered off the parameters there and then, without
             a pass over all gradients; p.grad of what is compressed is this rank's own until then,
@@ -79,7 +73,7 @@ class DGC:
         track_age: keeps, for each element that is compressed, when it was last sent (4 bytes).
 
     Raises:
-        Unsupported: another optimizer, shards, exchange="tuned", lean packets of a GPU.
+        Unsupported: another optimizer, shards, lean packets of a GPU.
         InvalidArgument: anything else that makes no sense.
     """
 
@@ -110,11 +104,9 @@ class DGC:
         _one_of("clip", clip, ("parameter", "global"))
         _one_of("select", select, ("parameter", "model"))
         _one_of("k_rule", k_rule, K_RULES)
-        _one_of("exchange", exchange, ("auto", "gather", "masked", "split", "tuned"))
+        _one_of("exchange", exchange, EXCHANGES)
         _one_of("codec", codec, ("auto", "raw", "lean"))
         _one_of("value_dtype", value_dtype, VALUE_DTYPES)
-        if exchange == "tuned":
-            raise Unsupported('exchange="tuned" is not built yet: "auto" counts bytes')
         lean = codec == "lean" or value_dtype != "float32" or exchange == "split"
         if codec == "raw" and lean:
             raise InvalidArgument(
@@ -130,19 +122,21 @@ class DGC:
             )
         self._fused = fused
         self._clip_norm, self._together, self._masking = clip_norm, clip == "global", masking
-        self._whole, self._k_rule, self._exchange = select == "model", k_rule, exchange
+        self._whole = select == "model"
         self.scaler = scaler
         owned: tuple[str, ...] = ("momentum", "nesterov") if momentum_correction else ()
         owned += ("weight_decay",) if decay_correction else ()
         self._owned = TakenOver(optimizer, min_count, owned)
-        self.owners = Owners(value_dtype) if exchange == "split" else None
-        self._carrier = self.owners or (ToAll(value_dtype) if lean else None)
+        splits = lean and exchange in ("auto", "split", "tuned")
+        self.owed: dict[Memory, Tensor] | None = {} if splits else None  # as an owner, split.py
         if lean:
             _on_the_host(self._compressed())
+        code = value_dtype if lean else None
+        self._held = DENSE  # what the last step had
+        self._chooser = Chooser(exchange, self._levels, k_rule, self._whole, code)
         self._ages = Ages(self._compressed()) if track_age else None
         self._rooms: dict[tuple[str, ...], Tensor] = {}
-        self._plans: dict[int, tuple[str, Mapping[Memory, int] | int]] = {}  # by level
-        self.chosen: dict[int, str] = {}  # exchange by level, as rank 0 has counted
+        self._overlap_s: float | None = None  # of the last pass, beside which buckets could travel
         self._lanes: Lanes | None = None
         self._sent_bytes = 0
         self._detached = False
@@ -165,6 +159,15 @@ class DGC:
         if self._lanes is None:
             self._lanes = Lanes(group, 1)
         return self._lanes
+
+    @property
+    def chosen(self) -> dict[int, str]:
+        """The exchange by level, as rank 0 has said."""
+        return self._chooser.chosen
+
+    def choose_again(self, chosen: Mapping[int, str]) -> None:
+        """Levels are planned anew, where nothing was `chosen` for them."""
+        self._chooser.forget(chosen)
 
     def exchange(self, named: Mapping[str, Tensor], lanes: Lanes) -> Compressed:
         """For DataParallel: what takes its buckets."""
@@ -190,19 +193,25 @@ class DGC:
         level = self.level
         scaler = self.scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
-        exchange, k = ("dense", {}) if level is None else self._plan(level, lanes)
-        if exchange != "dense" and not self.switched:
+        held = DENSE
+        if level is not None:
+            seen = self._overlap_s, self.switched
+            held = self._chooser.plan(level, self._compressed(), lanes, *seen)
+        if held.exchange != "dense" and not self.switched:
             self._switch()
-        packets = exchange not in ("dense", "masked")
-        fused, carrier = self._fused and packets, self._carrier if packets else None
+        if held is not self._held:
+            self._hold(held, lanes)
+        fused = self._fused and held.exchange in ("gather", "split")
         clip = self._clip_norm, self._together
-        plan = Plan(exchange, k, self._masking, *clip, scale, fused, carrier)
+        carrier = self._carrier(held)
+        plan = Plan(held.exchange, held.k, self._masking, *clip, scale, fused, carrier)
         return Step(plan, self.memories, self._rooms, lanes, idle)
 
     def end(self, step: Step) -> bool:
         """Finishes the step and counts it; False where a loss scale lets all ranks skip it."""
         if not step.finish():
             return False
+        self._overlap_s = step.overlap_s
         self.step_count += 1
         self._sent_bytes = step.sent_bytes
         self._owned.arrived(*(step.deferred() if self._fused else ()))
@@ -218,8 +227,8 @@ class DGC:
         """
         lanes = self.lanes()
         state.take_in_owed(self, before)
-        self._plans.clear()
-        self.chosen = {}  # another number of ranks counts other bytes
+        self._chooser.forget()  # another number of ranks counts other bytes
+        self._held = DENSE
         self._owned.forget()
         word = torch.tensor([self.step_count, self.switched])
         collectives.broadcast(word, src, group=lanes.group)
@@ -236,38 +245,19 @@ class DGC:
     def _compressed(self) -> list[Memory]:
         return [memory for memory in self.memories.values() if memory.v is not None]
 
-    def _plan(self, level: int, lanes: Lanes) -> tuple[str, Mapping[Memory, int] | int]:
-        """The exchange of a level and its k, worked out once."""
-        if level in self._plans:
-            return self._plans[level]
-        memories = self._compressed()
-        if not memories:
-            return "dense", {}
-        counts = [memory.count for memory in memories]
-        k: Mapping[Memory, int] | int
-        sparsity = self._levels[level]
-        if self._whole:
-            if len({memory.hyper for memory in memories}) > 1:
-                raise InvalidArgument(
-                    'select="model" needs one momentum, weight decay and Nesterov in all groups'
-                )
-            k = to_send(sum(counts), sparsity, self._k_rule)
-            ks = [k]
-        else:
-            ks = [to_send(count, sparsity, self._k_rule) for count in counts]
-            k = dict(zip(memories, ks, strict=True))
-        if self._exchange != "auto":
-            self.chosen[level] = _told(self._exchange, lanes)
-        elif level not in self.chosen:
-            coded = self._carrier.value_dtype if self._carrier else None
-            whole = [sum(counts)] if self._whole else counts
-            packets = packet_bytes(ks, whole, memories[0].u.itemsize, coded)
-            dense = sum(memory.u.nbytes for memory in memories)
-            smaller = gather_is_smaller(packets, dense, lanes.size)
-            self.chosen[level] = _told("gather" if smaller else "masked", lanes)
+    def _hold(self, held: Level, lanes: Lanes) -> None:
+        """From now on another level's plan."""
+        self._held = held
         self._rooms.clear()
-        self._plans[level] = self.chosen[level], k
-        return self._plans[level]
+        if held.exchange != "split":  # nobody asks owners any more
+            state.take_in_owed(self, lanes.group)
+
+    def _carrier(self, held: Level) -> Carrier | None:
+        if held.value_dtype is None:
+            return None
+        if held.exchange == "split" and self.owed is not None:
+            return Owners(held.value_dtype, self.owed)
+        return ToAll(held.value_dtype)
 
     def _switch(self) -> None:
         """From the velocity of the dense phase, torch's, to the u of the formulas."""
@@ -321,20 +311,24 @@ class DGC:
         Returns:
             step: steps so far; level: sparsity, None where dense; k: elements that each rank sends;
             sent_bytes: what this rank gave to exchanges in the step; dense_bytes: what it would
-            give without compression; exchange: "dense", "gather", "masked" or "split"; age:
+            give without compression; exchange: "dense", "gather", "masked" or "split"; value_dtype:
+            of lean packets, None where there are none; weighed: the bytes that "auto" has counted,
+            or the seconds that "tuned" expects beyond the backward pass, by exchange; age:
             {"mean", "max"} of the steps since this rank has sent an element that is compressed,
             None without track_age.
         """
         level = level_at(max(self.step_count - 1, 0), self._begin, self._length, len(self._levels))
-        exchange, k = ("dense", {}) if level is None else self._plans.get(level, ("dense", {}))
+        held = DENSE if level is None else self._chooser.planned(level)
         counted = [memory.parameter for memory in self.memories.values()]
         return {
             "step": self.step_count,
             "level": None if level is None else self._levels[level],
-            "k": k if isinstance(k, int) else sum(k.values()),
+            "k": held.k if isinstance(held.k, int) else sum(held.k.values()),
             "sent_bytes": self._sent_bytes,
             "dense_bytes": sum(p.numel() * p.element_size() for p in counted),
-            "exchange": exchange,
+            "exchange": held.exchange,
+            "value_dtype": held.value_dtype,
+            "weighed": dict(held.weighed),
             "age": None if self._ages is None else self._ages.summary(self.step_count),
         }
 
@@ -372,7 +366,7 @@ class DGC:
         """
         self._give_up_broken_pass("load_state_dict")
         state.load(self, saved, self.lanes().group)
-        self._plans.clear()
+        self._held = DENSE
         self._owned.forget()
 
 
@@ -433,13 +427,6 @@ class Compressed:
         fused.bcast_list_(dense, src, group)
         if dgc.scaler is not None:
             dgc.scaler.load_state_dict(fused.bcast_value(dgc.scaler.state_dict(), src, group))
-
-
-def _told(exchange: str, lanes: Lanes) -> str:
-    """What rank 0 has chosen."""
-    word = torch.tensor([EXCHANGES.index(exchange)])
-    collectives.broadcast(word, 0, group=lanes.group)
-    return EXCHANGES[int(word)]
 
 
 def _everywhere(here: bool, lanes: Lanes) -> bool:

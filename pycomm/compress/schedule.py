@@ -1,12 +1,13 @@
-"""How much is sent at which step, and by which exchange: pure functions of counts.
+"""How much is sent at which step, and how many bytes that is: pure functions of counts.
 
-Called by dgc.py.
+Called by dgc.py, choose.py and seconds.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,11 +16,13 @@ from pycomm.errors import InvalidArgument
 __all__ = [
     "K_RULES",
     "VALUE_DTYPES",
+    "Load",
     "check_ramp",
-    "gather_is_smaller",
+    "code_at",
     "index_bits",
     "level_at",
     "packet_bytes",
+    "received_bytes",
     "to_send",
 ]
 
@@ -35,6 +38,35 @@ VALUE_BITS = {
 }
 VALUE_DTYPES = tuple(VALUE_BITS)
 HEAD_BYTES = 16  # of a lean packet, with its length
+SIGNS_ABOVE = 0.17  # density where packets of 2-bit values take a bit for each element of all
+
+
+@dataclass(frozen=True)
+class Load:
+    """What each rank takes out at one level.
+
+    Attributes:
+        ks, counts: how many of how many elements, for each that has a k of its own.
+        itemsize: bytes of a value as it is.
+        value_dtype: of lean packets; None: packets are raw.
+        waits: nothing of it travels before the last gradient is there.
+    """
+
+    ks: Sequence[int]
+    counts: Sequence[int]
+    itemsize: int
+    value_dtype: str | None
+    waits: bool = False
+
+    @property
+    def k(self) -> int:
+        """Of all together."""
+        return sum(self.ks)
+
+    @property
+    def count(self) -> int:
+        """Of all together."""
+        return sum(self.counts)
 
 
 def check_ramp(begin: int, length: int, sparsity: Sequence[float]) -> tuple[float, ...]:
@@ -94,10 +126,26 @@ def index_bits(density: float) -> float:
     return min(b + 1 + r / (1 - r) for b, r in enumerate(reaches))
 
 
-def gather_is_smaller(packets: int, dense: int, size: int) -> bool:
-    """Whether a rank receives fewer bytes in an all-gather of packets than in a ring of all.
+def code_at(value_dtype: str, density: float) -> str:
+    """How "auto" and "tuned" code values: where so many are sent, and may be rounded, as signs,
+    which with the zeros between them make a ternary gradient."""
+    return "1bit" if density > SIGNS_ABOVE and value_dtype != "float32" else value_dtype
 
-    (size - 1) packets against 2 (size - 1) / size of the whole: of raw float32 packets sparse wins
-    where size * (1 - sparsity) < 1.
+
+def received_bytes(load: Load, size: int) -> dict[str, float]:
+    """What a rank of `size` receives in a step, by exchange.
+
+        gather    size - 1 packets
+        masked    2 (size - 1) / size of all gradients, as a ring does
+        split     2 (size - 1) / size of a packet, and 2 (size - 1) heads; lean packets only
+
+    Of raw packets of float32 gather wins where size * (1 - sparsity) < 1.
     """
-    return packets * size < 2 * dense or size == 1
+    others, code = size - 1, load.value_dtype
+    packets = packet_bytes(load.ks, load.counts, load.itemsize, code)
+    dense = load.count * load.itemsize
+    found = {"gather": float(others * packets), "masked": 2 * others * dense / size}
+    if code is not None:
+        heads = HEAD_BYTES * len(load.ks)
+        found["split"] = 2 * others * ((packets - heads) / size + heads)
+    return found

@@ -6,7 +6,8 @@
     gather   its choice, coded, goes to all; the rest, and what rounding lost, it owes
 
 A rank receives 2 k elements or so, whatever the number of ranks. What owners owe is part of P3:
-sent + v + owed = gradients. Called by transaction.py through dgc.py, which keeps one Owners.
+sent + v + owed = gradients. Called by transaction.py; dgc.py makes an Owners for each step, and
+keeps what is owed.
 """
 
 from __future__ import annotations
@@ -73,16 +74,16 @@ class Shares:
 
 
 class Owners:
-    """What this rank owes as an owner, and the exchange that keeps it.
+    """The exchange of one step.
 
     Attributes:
         value_dtype: of values on both ways, as pycomm.kernels.encode has it.
-        owed: by the first memory of a unit: [places of the share], of u's dtype.
+        owed: what this rank owes as an owner, by the first memory of a unit: [places of the
+            share], of u's dtype. The caller's: commit() writes into it.
     """
 
-    def __init__(self, value_dtype: str) -> None:
-        self.value_dtype = value_dtype
-        self.owed: dict[Memory, Tensor] = {}
+    def __init__(self, value_dtype: str, owed: dict[Memory, Tensor]) -> None:
+        self.value_dtype, self.owed = value_dtype, owed
         self._next: dict[Memory, Tensor] = {}
 
     def exchange(self, units: Sequence[Unit], lanes: Lanes) -> tuple[list[Arrived], int]:

@@ -85,28 +85,29 @@ def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
                 new.append((tensor, _mean([one[key] for one in sources], memory.name, tensor)))
     for tensor, content in new:
         tensor.copy_(content)
-    if dgc.owners is not None:
-        dgc.owners.owed = owed or {}
+    if dgc.owed is not None:
+        dgc.owed.clear()
+        dgc.owed.update(owed or {})
     first = sources[0]
     dgc.step_count, dgc.switched = int(first["step"]), bool(first["switched"])
     # Another number of ranks counts other bytes.
-    dgc.chosen = dict(first["exchange"]) if first["size"] == group.size else {}
+    dgc.choose_again(first["exchange"] if first["size"] == group.size else {})
 
 
 def take_in_owed(dgc: DGC, group: Group) -> None:
     """What this rank owes as an owner among `group` it owes as itself from now on."""
-    if dgc.owners is None or not dgc.owners.owed:
+    if not dgc.owed:
         return
     v = _with_owed(own(dgc, group))["v"]
     for memory in dgc.memories.values():
         if memory.v is not None:
             memory.v.copy_(v[memory.name])
-    dgc.owners.owed = {}
+    dgc.owed.clear()
 
 
 def _owed(dgc: DGC) -> dict[Memory, Tensor]:
     """In the order of the memories: buckets have no say in it."""
-    owed = {} if dgc.owners is None else dgc.owners.owed
+    owed = dgc.owed or {}
     return {memory: owed[memory] for memory in dgc.memories.values() if memory in owed}
 
 
@@ -119,7 +120,7 @@ def _fitting(
 ) -> dict[Memory, Tensor] | None:
     """What this rank owes as an owner; None where it is of other shares than there are now."""
     saved = sources[0].get("owed", {})
-    if dgc.owners is None or len(sources) > 1:
+    if dgc.owed is None or len(sources) > 1:
         return None
     compressed = [memory for memory in dgc.memories.values() if memory.v is not None]
     units = [compressed] if dgc.selects_whole else [[memory] for memory in compressed]

@@ -1,0 +1,149 @@
+"""What a level takes: k, the exchange, and how values are coded.
+
+"auto" takes the exchange of the fewest bytes that a rank receives (schedule.py), "tuned" that of
+the fewest seconds (seconds.py). Rank 0 weighs, once for each level, and its numbers go to all, so
+that ranks cannot choose differently. Called by dgc.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pycomm import collectives
+from pycomm.compress import seconds
+from pycomm.compress.memory import Memory
+from pycomm.compress.schedule import Load, code_at, received_bytes, to_send
+from pycomm.errors import InvalidArgument
+from pycomm.lanes import Lanes
+
+__all__ = ["DENSE", "EXCHANGES", "Chooser", "Level"]
+
+EXCHANGES = ("auto", "gather", "masked", "split", "tuned")
+
+
+@dataclass(frozen=True)
+class Level:
+    """What holds while a level lasts.
+
+    Attributes:
+        exchange: "dense", "gather", "masked" or "split".
+        k: elements of each, or of all together.
+        value_dtype: of lean packets; None: packets are raw, or there are none.
+        weighed: bytes ("auto") or seconds ("tuned") by exchange; {}: nobody has weighed.
+    """
+
+    exchange: str
+    k: Mapping[Memory, int] | int
+    value_dtype: str | None
+    weighed: Mapping[str, float]
+
+
+DENSE = Level("dense", {}, None, {})
+
+
+class Chooser:
+    """Plans levels, each once.
+
+    Args:
+        exchange: one of EXCHANGES.
+        sparsity: by level.
+        k_rule: as schedule.to_send has it.
+        whole: k is of all together.
+        value_dtype: of lean packets; None: packets are raw.
+
+    Attributes:
+        chosen: the exchange by level, as rank 0 has said.
+    """
+
+    def __init__(
+        self,
+        exchange: str,
+        sparsity: Sequence[float],
+        k_rule: str,
+        whole: bool,
+        value_dtype: str | None,
+    ) -> None:
+        self._asked, self._sparsity, self._k_rule = exchange, sparsity, k_rule
+        self._whole, self._value_dtype = whole, value_dtype
+        self._planned: dict[int, Level] = {}
+        self._weighed: dict[int, Mapping[str, float]] = {}
+        self.chosen: dict[int, str] = {}
+
+    def forget(self, chosen: Mapping[int, str] | None = None) -> None:
+        """Plans levels anew, with what was `chosen`: at another number of ranks nothing."""
+        self._planned.clear()
+        self._weighed.clear()
+        self.chosen = dict(chosen or {})
+
+    def planned(self, level: int) -> Level:
+        """What plan() has given; dense before it was asked."""
+        return self._planned.get(level, DENSE)
+
+    def plan(
+        self,
+        level: int,
+        memories: Sequence[Memory],
+        lanes: Lanes,
+        overlap_s: float | None,
+        switched: bool,
+    ) -> Level:
+        """Collective at the first step of a level.
+
+        Args:
+            level: which one.
+            memories: of all that is compressed.
+            lanes: whose ranks.
+            overlap_s: how long the last backward pass went on beside what travels; None: there was
+                none, and "tuned" takes a dense step first to see.
+            switched: something was compressed already, so that nothing goes dense again.
+        """
+        if not memories:
+            return DENSE
+        if level in self._planned:
+            return self._planned[level]
+        first = overlap_s is None and not switched and level not in self.chosen
+        if self._asked == "tuned" and first:
+            return DENSE
+        counts = [memory.count for memory in memories]
+        sparsity = self._sparsity[level]
+        k: Mapping[Memory, int] | int
+        if self._whole:
+            if len({memory.hyper for memory in memories}) > 1:
+                raise InvalidArgument(
+                    'select="model" needs one momentum, weight decay and Nesterov in all groups'
+                )
+            counts = [sum(counts)]
+            ks = [to_send(counts[0], sparsity, self._k_rule)]
+            k = ks[0]
+        else:
+            ks = [to_send(count, sparsity, self._k_rule) for count in counts]
+            k = dict(zip(memories, ks, strict=True))
+        code = self._value_dtype
+        if code is not None and self._asked in ("auto", "tuned"):
+            code = code_at(code, 1 - sparsity)
+        load = Load(ks, counts, memories[0].u.itemsize, code, waits=self._whole)
+        exchange = self._choose(level, load, lanes, None if switched else overlap_s or 0.0)
+        lean = exchange in ("gather", "split")
+        plan = Level(exchange, k, code if lean else None, self._weighed.get(level, {}))
+        self._planned[level] = plan
+        return plan
+
+    def _choose(self, level: int, load: Load, lanes: Lanes, overlap_s: float | None) -> str:
+        """Rank 0's choice, the first of the least weight. `overlap_s` None: not dense again."""
+        if level not in self.chosen:
+            if self._asked not in ("auto", "tuned"):
+                weights = dict.fromkeys([self._asked], 0.0)
+            elif self._asked == "auto":
+                weights = received_bytes(load, lanes.size)
+            else:
+                weights = seconds.of_exchanges(load, lanes, overlap_s)
+            said = torch.tensor(list(weights.values()), dtype=torch.float64)
+            collectives.broadcast(said, 0, group=lanes.group)
+            weights = dict(zip(weights, said.tolist(), strict=True))
+            if self._asked in ("auto", "tuned"):
+                self._weighed[level] = weights
+            self.chosen[level] = min(weights, key=lambda name: weights[name])
+        return self.chosen[level]

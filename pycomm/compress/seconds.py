@@ -1,0 +1,152 @@
+"""How long each exchange takes: counted bytes, and the measured speed of the link and of coding.
+
+    link     all_reduces of a small and of a large array: seconds of a call, and of a byte
+    coding   the kernels on drawn elements, as dense as those of the level: seconds of an element
+
+A model, not a trial: nothing is trained meanwhile. Called by choose.py for exchange="tuned", and by
+the planner with links that are not here.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pycomm import collectives, kernels
+from pycomm.compress.schedule import Load, received_bytes
+from pycomm.group import Group
+from pycomm.lanes import Lanes
+
+__all__ = ["Coding", "Link", "measure_coding", "measure_link", "of_exchanges", "predicted"]
+
+SMALL, LARGE = (
+    1 << 12,
+    1 << 22,
+)  # bytes: a call's own time, and what a line takes (0.3 s at 100 Mbit)
+SAMPLE = 1 << 20  # elements of a gradient that coding is measured on
+CALLS = 5
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank's line takes: seconds of a call, and of a byte that it receives."""
+
+    call_s: float
+    byte_s: float
+
+
+@dataclass(frozen=True)
+class Coding:
+    """Seconds of one element; of a gradient's: `select`, `scan`; of a kept one: the others.
+
+    Attributes:
+        select: u, v take it in and the largest are taken out.
+        scan: reading it to find the largest, or writing zeros.
+        encode, decode: in and out of a packet; 0 where packets are raw.
+        add: to where it belongs.
+    """
+
+    select: float
+    scan: float
+    encode: float
+    decode: float
+    add: float
+
+
+def of_exchanges(load: Load, lanes: Lanes, overlap_s: float | None) -> dict[str, float]:
+    """Collective: seconds of a step for what this level may take, each rank's own.
+
+    Args:
+        load: what each rank takes out.
+        lanes: whose ranks.
+        overlap_s: see predicted(); None: dense is no choice any more.
+    """
+    link = measure_link(lanes.group)
+    found = predicted(load, lanes.size, link, measure_coding(load), overlap_s or 0.0)
+    if overlap_s is None:
+        del found["dense"]
+    return found
+
+
+def predicted(
+    load: Load, size: int, link: Link, coding: Coding, overlap_s: float
+) -> dict[str, float]:
+    """Seconds that a step takes beyond its backward pass, by exchange; "dense" compresses nothing.
+
+    Args:
+        load: what each rank takes out.
+        size: how many ranks.
+        link, coding: as measured.
+        overlap_s: how long a backward pass goes on beside what travels bucket by bucket.
+    """
+    received = received_bytes(load, size)
+    travel = {name: bytes_ * link.byte_s + link.call_s for name, bytes_ in received.items()}
+    hidden = 0.0 if load.waits else overlap_s
+    k, scan = load.k, coding.scan * load.count
+    kept = k * (coding.encode + coding.decode + coding.add)
+    # Into u, v and out of them; what has arrived is written over zeros.
+    every = coding.select * load.count + scan
+    lean = load.value_dtype is not None
+    gathered = travel["gather"] + link.call_s if lean else max(0.0, travel["gather"] - hidden)
+    found = {
+        "dense": max(0.0, travel["masked"] - overlap_s),
+        "gather": every + gathered + kept + (size - 1) * k * (coding.decode + coding.add),
+        "masked": every + max(0.0, travel["masked"] - hidden),
+    }
+    if lean:
+        # Coded on both ways; an owner writes its share and looks for the largest.
+        found["split"] = every + travel["split"] + 3 * link.call_s + 2 * kept + 2 * scan / size
+    return found
+
+
+def measure_link(group: Group) -> Link:
+    """Collective: medians of a few calls."""
+
+    def all_reduce_s(nbytes: int) -> float:
+        x = torch.zeros(nbytes // 4)
+        return _typical(lambda: collectives.all_reduce(x, group=group))
+
+    small, large = all_reduce_s(SMALL), all_reduce_s(LARGE)
+    received = 2 * (group.size - 1) / group.size * (LARGE - SMALL)
+    return Link(small, max(0.0, large - small) / received if received else 0.0)
+
+
+def measure_coding(load: Load) -> Coding:
+    """On drawn elements, as many of a sample as the load has of its own."""
+    count = min(load.count, SAMPLE)
+    k = max(1, min(count, round(count * load.k / load.count)))
+    drawn = torch.Generator().manual_seed(0)
+    u, v, g = (torch.randn(count, generator=drawn) for _ in range(3))
+    indices, values = kernels.topk(v, k)
+    out = torch.empty(count)
+
+    def select() -> None:
+        kernels.dgc_step(g, u, v, k, momentum=0.9)
+
+    step_s = _typical(select)
+    scan_s = _typical(lambda: kernels.topk(g, k))
+    fill_s = _typical(out.zero_)
+    sum_s = _typical(lambda: kernels.decode_sum(out, [(indices, values)]))
+    encode_s = decode_s = 0.0
+    if load.value_dtype is not None:
+        code = load.value_dtype
+        packet = kernels.encode(indices, values, count, code, codec="auto")
+        encode_s = _typical(lambda: kernels.encode(indices, values, count, code, codec="auto"))
+        decode_s = _typical(lambda: kernels.unpack(packet))
+    added_s = max(0.0, sum_s - fill_s)
+    return Coding(step_s / count, scan_s / count, encode_s / k, decode_s / k, added_s / k)
+
+
+def _typical(call: Callable[[], object]) -> float:
+    """The median of a few calls after one that warms up."""
+    call()
+    found = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
