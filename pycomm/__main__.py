@@ -15,7 +15,10 @@ def parser() -> argparse.ArgumentParser:
     """The commands and their arguments; a command's own options are parsed by it."""
     main = argparse.ArgumentParser(prog="pycomm", description="Collective communication.")
     commands = main.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="what is built and what works on this machine")
+    info = commands.add_parser("info", help="what is built and what works on this machine")
+    info.add_argument(
+        "--flight", nargs="+", metavar="FILE", help="flight records: the ranks' last calls instead"
+    )
     launch = commands.add_parser("launch", help="starts a program's ranks", add_help=False)
     tune = commands.add_parser("tune", help="measures where algorithms turn", add_help=False)
     demo = commands.add_parser("demo", help="trains a model on two processes", add_help=False)
@@ -37,10 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.command == "info":
         if rest:
             parser().error(f"info takes no arguments: {' '.join(rest)}")
-        from pycomm.info import report
-
-        print(report())
-        return 0
+        return _info(chosen.flight)
     if chosen.command == "tune":
         from pycomm import tune
 
@@ -59,6 +59,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     return int(module.main(rest) or 0)
+
+
+def _info(flight: Sequence[str] | None) -> int:
+    from pycomm import flight as records
+    from pycomm import info
+    from pycomm.errors import InvalidArgument
+
+    try:
+        print(records.report(flight) if flight else info.report())
+    except InvalidArgument as error:  # a file that is no record
+        print(f"pycomm: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

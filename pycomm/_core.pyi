@@ -207,4 +207,6 @@ def connect(
     heartbeat_s: float = 10.0,
     faults: list[tuple[str, str, int, int, float]] = ...,
     tuned: list[tuple[str, int, int]] = ...,
+    flight: str = "",
+    trace: str = "",
 ) -> Group: ...

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pycomm.errors import InvalidArgument
 
@@ -28,6 +29,8 @@ VARIABLES = {
     "PYCOMM_LOCAL_SIZE": "how many processes its host has",
     "PYCOMM_SECRET": f"the run's key, the same for all: {MIN_SECRET} characters or more",
     "PYCOMM_LOG": "info: what the group is made of; debug: more; warning if unset",
+    "PYCOMM_FLIGHT_RECORD": "a path: what a rank called last goes there when the group breaks",
+    "PYCOMM_TRACE": "a folder: all calls of a rank go there, for `pycomm trace`",
     "GLOO_SOCKET_IFNAME": "interface, address or prefix that tcp uses here; found by itself",
 }
 
@@ -117,6 +120,12 @@ def environment(values: Mapping[str, str] | None = None, secret: str | None = No
         address=env.get("GLOO_SOCKET_IFNAME", ""),
         log=_choice(env, "PYCOMM_LOG", LOG_LEVELS, "warning"),
     )
+
+
+def journal_files() -> dict[str, Any]:
+    """Where the core leaves a flight record and a trace, as connect() takes it; "": nowhere."""
+    env = os.environ
+    return {"flight": env.get("PYCOMM_FLIGHT_RECORD", ""), "trace": env.get("PYCOMM_TRACE", "")}
 
 
 def cache_folder() -> Path:

@@ -239,6 +239,7 @@ def _form(
         heartbeat_s=heartbeat_s,
         log=here.log != "warning",
         tuned=tuned.thresholds(),
+        **config.journal_files(),
     )
     store.settle()
     return Group(core, store, timeout_s)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from pycomm import _core
+from pycomm import _core, config
 from pycomm.errors import Error, InvalidArgument, PeerLost, Timeout
 from pycomm.group import Group, as_thread_default
 
@@ -169,7 +169,8 @@ def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
     key = options.get("secret", "")
     named = {"name": "world", "address": "", "towards": "", "reproducible": False, "log": False}
     faults = [fault._for_core() for fault in options.get("faults", ()) if fault.rank == rank]
-    core = _core.connect(store, rank=rank, **{**named, "secret": key, **options, "faults": faults})
+    given = {**named, **config.journal_files(), "secret": key, **options, "faults": faults}
+    core = _core.connect(store, rank=rank, **given)
     return Group(core, store, options["timeout_s"])
 
 

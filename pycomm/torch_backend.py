@@ -139,6 +139,7 @@ def _connect(
         reproducible=False,
         log=place.log != "warning",
         tuned=tuned.thresholds(),
+        **config.journal_files(),
     )
 
 

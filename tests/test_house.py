@@ -62,7 +62,7 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 FLOORS = [
     ["_core", "_cuda", "_c10d"],
     ["errors"],
-    ["arrays", "config", "nccl", "plain"],
+    ["arrays", "config", "journal", "nccl", "plain"],
     ["rendezvous", "survivors", "tuned"],
     ["group", "kernels"],
     ["calls", "memory"],
@@ -71,7 +71,7 @@ FLOORS = [
     ["compress", "data", "metrics", "rank0"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],
-    ["info", "tune"],
+    ["flight", "info", "tune"],
     ["__init__"],
     ["demo"],
     ["__main__"],

@@ -113,6 +113,8 @@ ConnectOptions options_from(const py::kwargs& named) {
   options.address = named["address"].cast<std::string>();
   options.towards = named["towards"].cast<std::string>();
   options.reproducible = named["reproducible"].cast<bool>();
+  if (named.contains("flight")) options.journal.flight = named["flight"].cast<std::string>();
+  if (named.contains("trace")) options.journal.trace = named["trace"].cast<std::string>();
   if (named.contains("faults"))
     for (const auto& fault : named["faults"])
       options.faults.push_back(fault_from(fault.cast<py::tuple>()));

@@ -11,6 +11,7 @@ using Clock = std::chrono::steady_clock;
 class Deadline {
  public:
   explicit Deadline(std::chrono::nanoseconds limit) : start_(Clock::now()), end_(start_ + limit) {}
+  Clock::time_point start() const { return start_; }
   bool expired() const { return Clock::now() >= end_; }
   std::chrono::nanoseconds left() const {
     return std::max(std::chrono::nanoseconds{0},

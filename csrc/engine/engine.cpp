@@ -30,6 +30,16 @@ struct Rest {
   std::mutex& mutex;
 };
 
+// Adds the time since `since` to a sum, however the wait ends.
+struct Waiting {
+  std::chrono::nanoseconds& sum;
+  Clock::time_point since;
+  Waiting(std::chrono::nanoseconds& to, Clock::time_point from) : sum(to), since(from) {}
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+  ~Waiting() { sum += Clock::now() - since; }
+};
+
 }  // namespace
 
 int order(const Header& frame, uint16_t epoch, uint32_t sequence) {
@@ -137,10 +147,11 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
 
 void Engine::drive(Task& task, const Deadline& deadline) {
   int looks = 0;
-  Clock::time_point idle_since{};
+  Clock::time_point idle_since{}, idle_until{};
   while (!task.done()) {
     if (task.advance()) {
-      idle_since = {};
+      waited_ += idle_until - idle_since;
+      idle_since = idle_until = {};
       if (++looks % 1024 == 0) check_world(task, deadline);
       continue;
     }
@@ -148,16 +159,19 @@ void Engine::drive(Task& task, const Deadline& deadline) {
     if (options_.spin.count() > 0 && worth_looking(task)) {
       __builtin_ia32_pause();
       if (++looks % kLooksPerClock != 0) continue;
-      const auto now = Clock::now();
+      idle_until = Clock::now();
       if (idle_since == Clock::time_point{}) {
-        idle_since = now;
+        idle_since = idle_until;
         patience_ = std::max(options_.spin, patience_ - patience_ / 8);
       }
-      if (now - idle_since < patience_) continue;
+      if (idle_until - idle_since < patience_) continue;
     }
-    sleep(task, deadline);
+    {
+      const Waiting waiting{waited_, idle_since == Clock::time_point{} ? Clock::now() : idle_since};
+      sleep(task, deadline);
+    }
     learn(idle_since);
-    idle_since = {};
+    idle_since = idle_until = {};
   }
 }
 

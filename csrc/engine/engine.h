@@ -131,6 +131,9 @@ class Engine {
   uint64_t bytes_written() const { return sum(&Link::bytes_written); }
   uint64_t bytes_received() const { return sum(&Link::bytes_received); }
   uint64_t payload_sent() const { return payload_sent_; }
+  // In which the calls so far could do nothing; waits of a few microseconds, in which no clock is
+  // read, do not count. For whose turn it is.
+  std::chrono::nanoseconds waited() const { return waited_; }
 
   // For tasks. The link to `peer` if the frame at its front belongs to the run under way, else
   // null; frames that belong to nothing here are dealt with on the way.
@@ -237,6 +240,7 @@ class Engine {
   };
   std::optional<Awaited> awaited_;  // the message that a receive waits for
   uint64_t payload_sent_ = 0;
+  std::chrono::nanoseconds waited_{0};
   Header noticed_{};  // the disagreement that ended the last epoch, for whoever is met after
   std::string noticed_text_;  // it; empty: there was none
 

@@ -90,6 +90,14 @@ void check_counts(const Call& call, int rank, int size) {
                std::to_string(call.counts[ranks + me]));
 }
 
+// What ranks that hold different lists differ in; never 0, which stands for no list. FNV-1a.
+uint32_t hash_of(std::span<const size_t> counts) {
+  uint32_t hash = 2166136261u;
+  for (const std::byte byte : std::as_bytes(counts))
+    hash = (hash ^ static_cast<uint32_t>(byte)) * 16777619u;
+  return std::max(hash, 1u);
+}
+
 }  // namespace
 
 bool is_plan(Operation operation) {
@@ -133,6 +141,40 @@ void check_call(const Call& call, int rank, int size) {
     throw Unsupported(std::string(name_of(call.operation)) + (has_counts ? " with counts" : "") +
                           " has no algorithm \"" + std::string(name_of(call.algorithm)) + "\"",
                       {.op = std::string(name_of(call.operation)), .rank = rank});
+}
+
+Header signature_of(const Call& call, Algorithm algorithm) {
+  Header header;
+  const bool message = !is_plan(call.operation);
+  header.operation = static_cast<uint8_t>(message ? Operation::send : call.operation);
+  header.dtype = static_cast<uint8_t>(call.dtype);
+  header.op = reduces(call.operation) ? static_cast<uint8_t>(call.op) : 0;
+  header.algorithm = static_cast<uint8_t>(algorithm);
+  header.count = call.count;
+  if (message) header.peer = call.tag;
+  if (is_rooted(call.operation)) header.peer = static_cast<uint32_t>(call.peer);
+  if (call.operation == Operation::all_gather && !call.counts.empty()) {
+    header.count = total(call.counts);
+    header.peer = hash_of(call.counts);
+  }
+  return header;
+}
+
+CallRecord record_of(const Call& call, const Header& header, const Deadline& deadline) {
+  CallRecord record;
+  record.begun = nanoseconds_of(deadline.start());
+  record.count = header.count;
+  if (call.operation == Operation::all_to_all && !call.counts.empty())
+    record.count = total(std::span(call.counts).first(call.counts.size() / 2));
+  record.sequence = header.sequence;
+  record.epoch = header.epoch;
+  record.tag = call.tag;
+  record.peer = call.peer;
+  record.operation = static_cast<uint8_t>(call.operation);
+  record.dtype = header.dtype;
+  record.op = header.op;
+  record.algorithm = header.algorithm;
+  return record;
 }
 
 }  // namespace pycomm

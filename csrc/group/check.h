@@ -5,7 +5,10 @@
 #include <cstddef>
 #include <span>
 
+#include "core/deadline.h"
 #include "group/group.h"
+#include "group/journal.h"
+#include "transport/frame.h"
 
 namespace pycomm {
 
@@ -15,6 +18,12 @@ void check_call(const Call& call, int rank, int size);
 bool is_plan(Operation operation);  // else a message
 bool is_rooted(Operation operation);
 bool reduces(Operation operation);
+
+// What every frame of the call says of it; epoch and sequence are the engine's.
+Header signature_of(const Call& call, Algorithm algorithm);
+
+// The call as it begins. `header` is its signature with epoch and sequence.
+CallRecord record_of(const Call& call, const Header& header, const Deadline& deadline);
 
 size_t total(std::span<const size_t> counts);
 

@@ -119,6 +119,7 @@ void check_options(const ConnectOptions& options) {
   if (!by.empty() && by != "local" && by != "shm" && by != "tcp")
     refuse("there is no transport \"" + by + "\"; there are local, shm and tcp");
   check_address(options.address);
+  check_files(options.journal);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "group/group.h"
+#include "group/journal.h"
 #include "group/note.h"
 #include "rendezvous/store.h"
 #include "transport/faulty.h"
@@ -29,6 +30,7 @@ struct ConnectOptions {
   bool reproducible =
       false;  // sums in rank order whatever the size: bits depend on the inputs alone
   std::vector<Tuned> tuned;   // where choices turn by transport, if measured; rank 0's count
+  JournalFiles journal;       // where a flight record and a trace go
   std::vector<Fault> faults;  // for tests: what goes wrong on this rank
   // Up to so many ranks each is connected to each from the start and nothing listens once the group
   // stands; in a larger group two ranks connect when one first sends to the other. The same on all.

@@ -22,14 +22,6 @@ constexpr size_t kMaxPlans = 256;
 // alone, but 110, 180 and 400 us beside a busy process (benchmarks/results/spin.json).
 constexpr std::chrono::microseconds kSpin{20};
 
-// What ranks that hold different lists differ in; never 0, which stands for no list. FNV-1a.
-uint32_t hash_of(std::span<const size_t> counts) {
-  uint32_t hash = 2166136261u;
-  for (const std::byte byte : std::as_bytes(counts))
-    hash = (hash ^ static_cast<uint32_t>(byte)) * 16777619u;
-  return std::max(hash, 1u);
-}
-
 EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh, Dialer* dialer) {
   EngineOptions engine{
       .rank = options.rank, .names = {}, .interrupted = options.interrupted, .dialer = dialer};
@@ -56,21 +48,25 @@ Thresholds thresholds_of(const Mesh& mesh) {
   return found == mesh.tuned.end() ? Thresholds{} : found->thresholds;
 }
 
-Header signature_of(const Call& call, Algorithm algorithm) {
-  Header header;
-  const bool message = !is_plan(call.operation);
-  header.operation = static_cast<uint8_t>(message ? Operation::send : call.operation);
-  header.dtype = static_cast<uint8_t>(call.dtype);
-  header.op = reduces(call.operation) ? static_cast<uint8_t>(call.op) : 0;
-  header.algorithm = static_cast<uint8_t>(algorithm);
-  header.count = call.count;
-  if (message) header.peer = call.tag;
-  if (is_rooted(call.operation)) header.peer = static_cast<uint32_t>(call.peer);
-  if (call.operation == Operation::all_gather && !call.counts.empty()) {
-    header.count = total(call.counts);
-    header.peer = hash_of(call.counts);
-  }
-  return header;
+template <size_t kSize>
+void put(std::array<char, kSize>& into, const std::string& text) {
+  std::copy_n(text.begin(), std::min(text.size(), kSize - 1), into.begin());
+}
+
+JournalHead head_of(const ConnectOptions& options, const Mesh& mesh) {
+  const auto me = static_cast<size_t>(options.rank);
+  JournalHead head;
+  head.steady_ns = nanoseconds_of(Clock::now());
+  head.wall_ns =
+      std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
+  head.id = mesh.id;
+  head.pid = mesh.members[me].pid;
+  head.rank = options.rank;
+  head.size = options.size;
+  put(head.name, options.name);
+  put(head.host, mesh.members[me].host);
+  put(head.host_id, mesh.hosts[me]);
+  return head;
 }
 
 }  // namespace
@@ -81,6 +77,7 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
       ranks_(std::move(ranks)),
       dialer_(std::move(mesh.dialer)),
       engine_(std::move(mesh.channels), engine_options(options_, mesh, dialer_.get())),
+      journal_(head_of(options_, mesh), options_.journal),
       worker_(options_.interrupted) {
   thresholds_ = thresholds_of(mesh);
   options_.tuned = std::move(mesh.tuned);  // for split()
@@ -140,21 +137,40 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
 
 void HostGroup::execute(const Call& call) {
   engine_.check_usable();  // before anybody sees in the segments what this rank calls
-  std::chrono::nanoseconds timeout;
-  {
-    const std::lock_guard lock(mutex_);
-    timeout = call.timeout.count() > 0 ? call.timeout : options_.timeout;
+  const Algorithm algorithm = is_plan(call.operation) ? algorithm_for(call) : Algorithm::direct;
+  std::unique_lock lock(mutex_);
+  const Deadline deadline(call.timeout.count() > 0 ? call.timeout : options_.timeout);
+  journal_.begin(record_of(call, engine_.next_header(signature_of(call, algorithm)), deadline));
+  lock.unlock();
+  try {
+    carry_out(call, algorithm, deadline);
+  } catch (const Error& error) {
+    lock.lock();
+    end_call(true);
+    const std::string where = kept(error);
+    if (where.empty()) throw;
+    throw Error(error.kind(), error.what() + where, error.fields());
+  } catch (...) {  // of memory that there is not, or of Python
+    lock.lock();
+    end_call(true);
+    throw;
   }
-  const Deadline deadline(timeout);
+  lock.lock();
+  const auto now = end_call(false);
+  ++stats_.calls;
+  stats_.seconds += std::chrono::duration<double>(now - deadline.start()).count();
+}
+
+void HostGroup::carry_out(const Call& call, Algorithm algorithm, const Deadline& deadline) {
   const size_t bytes = call.count * bytes_of(call.dtype);
   switch (call.operation) {
     case Operation::send:
-      engine_.send(call.peer, signature_of(call, Algorithm::direct),
+      engine_.send(call.peer, signature_of(call, algorithm),
                    {static_cast<const std::byte*>(call.input), bytes}, deadline);
       break;
     case Operation::recv: {
       const int source = engine_.receive(call.peer == kAnySource ? kAnybody : call.peer,
-                                         signature_of(call, Algorithm::direct),
+                                         signature_of(call, algorithm),
                                          {static_cast<std::byte*>(call.output), bytes}, deadline);
       if (call.source != nullptr) *call.source = source;
       break;
@@ -167,26 +183,55 @@ void HostGroup::execute(const Call& call) {
     case Operation::reduce:
     case Operation::gather:
     case Operation::scatter:
-    case Operation::all_to_all: {
-      const Algorithm algorithm = algorithm_for(call);
+    case Operation::all_to_all:
       if (algorithm == Algorithm::shared_memory)
         execute_shared(call, deadline);
       else
         execute_plan(call, algorithm, deadline);
       break;
-    }
   }
-  const std::lock_guard lock(mutex_);
-  ++stats_.calls;
-  stats_.seconds += deadline.elapsed_s();
+}
+
+// Counts what the call moved, in stats_ and in the journal, and gives its end. With mutex_.
+Clock::time_point HostGroup::end_call(bool failed) {
   stats_.frames_sent = engine_.frames_sent();
   stats_.bytes_sent = engine_.payload_sent();
   stats_.bytes_written = engine_.bytes_written();
   stats_.bytes_received = engine_.bytes_received();
-  if (!arena_) return;
-  stats_.bytes_sent += arena_->bytes_sent;
-  stats_.bytes_written += arena_->bytes_sent;
-  stats_.bytes_received += arena_->bytes_received;
+  if (arena_) {
+    stats_.bytes_sent += arena_->bytes_sent;
+    stats_.bytes_written += arena_->bytes_sent;
+    stats_.bytes_received += arena_->bytes_received;
+  }
+  const auto now = Clock::now();
+  journal_.end({.now = now,
+                .bytes_written = stats_.bytes_written,
+                .bytes_received = stats_.bytes_received,
+                .waited = engine_.waited()},
+               failed);
+  return now;
+}
+
+// What an error says of the flight record that it leaves. A disagreement leaves one that the error
+// which breaks the group writes over. With mutex_.
+std::string HostGroup::kept(const Error& error) {
+  const auto keep = [&](bool breaking) {
+    const std::string said = journal_.keep(error.what(), breaking);
+    return said.empty() ? said : "; " + said;
+  };
+  switch (error.kind()) {
+    case ErrorKind::mismatch:
+      return keep(false);
+    case ErrorKind::timeout:
+    case ErrorKind::peer_lost:
+    case ErrorKind::group_broken:
+    case ErrorKind::internal:
+      return keep(true);
+    case ErrorKind::invalid_argument:
+    case ErrorKind::unsupported:
+      break;  // nothing has moved, and nobody else knows
+  }
+  return {};
 }
 
 Algorithm HostGroup::algorithm_for(const Call& call) const {
@@ -350,11 +395,18 @@ void HostGroup::close() noexcept {
   worker_.join();
   pulse_.join();
   engine_.leave();
+  const std::lock_guard lock(mutex_);
+  journal_.flush();
 }
 
 void HostGroup::abort(const std::string& reason) noexcept {
   engine_.stop(reason);  // ends the call that runs, and those that wait behind it
-  worker_.run_between([&] { engine_.fail(GroupBroken("the group was aborted: " + reason)); });
+  worker_.run_between([&] {
+    const GroupBroken error("the group was aborted: " + reason);
+    engine_.fail(error);
+    const std::lock_guard lock(mutex_);
+    (void)kept(error);
+  });
   pulse_.join();
 }
 

@@ -11,6 +11,7 @@
 #include "engine/engine.h"
 #include "group/connect.h"
 #include "group/group.h"
+#include "group/journal.h"
 #include "group/mesh.h"
 #include "group/pulse.h"
 #include "group/two_levels.h"
@@ -64,6 +65,9 @@ class HostGroup final : public Group {
   };
 
   void execute(const Call& call);
+  void carry_out(const Call& call, Algorithm algorithm, const Deadline& deadline);
+  Clock::time_point end_call(bool failed);
+  std::string kept(const Error& error);
   Algorithm algorithm_for(const Call& call) const;
   void make_arena(const std::vector<std::shared_ptr<std::byte>>& memories);
   void execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline);
@@ -91,8 +95,9 @@ class HostGroup final : public Group {
   std::shared_ptr<SharedHeap> heap_;  // of this process, where the arena has heaps
   std::unique_ptr<Arena> arena_;      // of this host's ranks, if several, where hosts share memory
   std::optional<TwoLevels> two_levels_;  // the same, where there are several hosts
+  Journal journal_;
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;
-  mutable std::mutex mutex_;  // guards stats_ and the timeout
+  mutable std::mutex mutex_;  // guards stats_, journal_ and the timeout
   Stats stats_;
   Worker worker_;  // the last members: their threads end before what they use
   Pulse pulse_;

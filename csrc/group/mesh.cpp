@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <map>
 #include <optional>
 #include <set>
 #include <utility>
 
+#include "core/sha256.h"
 #include "engine/engine.h"
 #include "group/doorman.h"
 #include "group/lobby.h"
@@ -89,6 +91,8 @@ class Forming {
     Mesh mesh;
     mesh.channels.resize(notes_.size());
     mesh.tuned = notes_[0].tuned;
+    const Digest digest = sha256(notes_[0].token + request_.name);
+    std::memcpy(&mesh.id, digest.data(), sizeof mesh.id);
     for (const Note& note : notes_) {
       const bool visible = note.host_id == note_.host_id && note.pid_space == note_.pid_space;
       mesh.members.push_back({note.host, note.pid, "self", visible});

@@ -47,6 +47,7 @@ struct Mesh {
   std::shared_ptr<SharedHeap> heap;  // this rank's, if it has one
   std::vector<Tuned> tuned;          // rank 0's, for all
   std::vector<std::string> hosts;    // by rank: equal where ranks share a host
+  uint64_t id = 0;                   // of the group: the same on its ranks, and on no others
 };
 
 // Gives everybody's note, by rank, for one's own.

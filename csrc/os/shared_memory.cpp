@@ -13,8 +13,8 @@ size_t page_bytes() {
   return bytes;
 }
 
-Fd make_shared_memory(size_t bytes) {
-  Fd fd(::memfd_create("pycomm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+Fd make_shared_memory(size_t bytes, const char* name) {
+  Fd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw_errno("making shared memory");
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw_errno("sizing shared memory");
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)

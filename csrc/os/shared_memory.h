@@ -8,8 +8,9 @@
 
 namespace pycomm {
 
-// A memfd of `bytes`, sealed against shrinking, so that a peer cannot make us fault.
-Fd make_shared_memory(size_t bytes);
+// A memfd of `bytes`, sealed against shrinking, so that a peer cannot make us fault. `name` is what
+// /proc shows of it.
+Fd make_shared_memory(size_t bytes, const char* name = "pycomm");
 
 // True if `fd` is such a memory of exactly `bytes`.
 bool is_shared_memory(int fd, size_t bytes);
