@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +23,11 @@ def parser() -> argparse.ArgumentParser:
     launch = commands.add_parser("launch", help="starts a program's ranks", add_help=False)
     tune = commands.add_parser("tune", help="measures where algorithms turn", add_help=False)
     demo = commands.add_parser("demo", help="trains a model on two processes", add_help=False)
+    trace = commands.add_parser("trace", help="one timeline of all ranks", add_help=False)
+    top = commands.add_parser("top", help="what ranks of this host do now", add_help=False)
     bench = commands.add_parser("bench", help="measures, beside peers", add_help=False)
     bench.add_argument("what", choices=BENCHMARKS)
-    for command in (launch, tune, demo, bench):
+    for command in (launch, tune, demo, trace, top, bench):
         command.set_defaults(rest=[])
     return main
 
@@ -41,10 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest:
             parser().error(f"info takes no arguments: {' '.join(rest)}")
         return _info(chosen.flight)
-    if chosen.command == "tune":
-        from pycomm import tune
-
-        return tune.main(rest)
+    if chosen.command in ("tune", "trace", "top"):
+        if chosen.command == "top" and importlib.util.find_spec("rich") is None:
+            print('pycomm: top needs rich: pip install "rich>=13"', file=sys.stderr)
+            return 2
+        module = importlib.import_module(f"pycomm.{chosen.command}")
+        return int(module.main(rest))
     # `pycomm` as a command looks beside itself; the repository's benchmarks lie beside the package.
     sys.path.append(str(Path(__file__).resolve().parent.parent))
     name = "pycomm.demo" if chosen.command == "demo" else f"benchmarks.{chosen.what}"

@@ -71,7 +71,7 @@ FLOORS = [
     ["compress", "data", "metrics", "rank0"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],
-    ["flight", "info", "tune"],
+    ["flight", "info", "top", "trace", "tune"],
     ["__init__"],
     ["demo"],
     ["__main__"],

@@ -1,0 +1,99 @@
+"""`pycomm top`: ranks that run, wait or are stopped, seen from outside."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import pycomm
+from pycomm import journal, top
+from pycomm.testing import run_ranks
+
+LIMIT_S = 60.0  # against hanging
+
+
+def seen(group: pycomm.Group, now: top.Sample, before: top.Sample | None = None) -> list[str]:
+    """The lines of the view that tell of this process's group."""
+    for sample in filter(None, (now, before)):
+        mine = [one for one in sample.journals if one.pid == os.getpid()]
+        sample.journals = [one for one in mine if one.name == group.name]
+    console = Console(width=200, no_color=True)
+    with console.capture() as capture:
+        console.print(top.view(now, before))
+    return capture.get().splitlines()
+
+
+def wait_until_inside(rank: int, size: int) -> top.Sample:
+    """A look at which the rank of this process's group is inside a call."""
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        sample = top.Sample()
+        here = (one for one in sample.journals if one.pid == os.getpid() and one.size == size)
+        if any(one.rank == rank and one.is_inside() for one in here):
+            return sample
+    raise AssertionError(f"rank {rank} is inside no call")
+
+
+def watched(group: pycomm.Group) -> Any:
+    lines: list[str] = []
+    x = np.ones(1000, np.float32)
+    for _ in range(100):
+        pycomm.all_reduce(x, "max", group=group)
+    if group.rank == 1:
+        now = wait_until_inside(0, group.size)
+        now.at_ns += 2_000_000_000  # as seen two seconds later
+        lines = seen(group, now)
+    pycomm.broadcast(x, 1, group=group)
+    return lines
+
+
+def test_who_is_inside_a_call_and_who_is_late() -> None:
+    lines = run_ranks(2, watched)[1]
+    assert 'group "world", 2 ranks' in lines[0]
+    rows = [[cell.strip() for cell in line.split("│")] for line in lines[4:6]]
+    assert [row[1] for row in rows] == ["0", "1"]
+    assert rows[0][2] == rows[1][2] == str(os.getpid())
+    assert rows[0][6:8] == ["", "broadcast(float32, 1,000, root 1) for 2.0 s"]
+    assert rows[1][6] == "late"
+    assert rows[1][7].startswith("outside of calls for 2.0 s, after all_reduce(float32, 1,000")
+
+
+def rates(group: pycomm.Group) -> list[str]:
+    before = top.Sample()
+    for _ in range(500):
+        pycomm.barrier(group=group)
+    now = top.Sample()
+    now.at_ns = before.at_ns + 1_000_000_000
+    return seen(group, now, before)
+
+
+def test_rates_are_those_between_two_looks() -> None:
+    row = next(line for line in run_ranks(1, rates)[0] if str(os.getpid()) in line)
+    assert row.split("│")[3].strip() == "500"
+
+
+STOPS = "import os, signal, pycomm; pycomm.init(); os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+def test_a_stopped_process_is_seen_and_a_dead_one_leaves_nothing() -> None:
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOMM_", "RANK", "WORLD"))}
+    process = subprocess.Popen([sys.executable, "-c", STOPS], env=alone)
+    try:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        done = subprocess.run(
+            [sys.executable, "-m", "pycomm", "top", "--once"],
+            *(), env={**alone, "COLUMNS": "200"}, capture_output=True, text=True, check=True,
+            timeout=LIMIT_S,
+        )  # fmt: skip
+        row = next(line for line in done.stdout.splitlines() if f" {process.pid} " in line)
+        assert "stopped" in row
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(LIMIT_S)
+    assert all(one.pid != process.pid for one in journal.running())
