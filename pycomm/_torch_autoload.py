@@ -21,7 +21,11 @@ def register(_module: object = None) -> None:
     """Gives torch.distributed the name "pycomm" for CPU tensors. A second call does nothing."""
     try:
         import torch.distributed as dist
+        from torch.autograd import profiler
 
+        from pycomm import calls
+
+        calls.profiler = profiler
         if not dist.is_available() or NAME in dist.Backend.backend_list:
             return
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

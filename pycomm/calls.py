@@ -6,6 +6,7 @@ The verbs themselves, with their arguments, are in collectives.py, which calls t
 from __future__ import annotations
 
 import math
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -21,6 +22,17 @@ __all__ = ["Work", "apart", "exchange_lengths", "go", "into_list", "limit", "out
 
 # What the core's run() and start() take, up to the time limit.
 Call: TypeAlias = tuple[str, str, str, int, int, int, int, int, str]
+
+
+class _Off:
+    """Stands for torch's profiler as long as torch is not there."""
+
+    _is_profiler_enabled = False
+
+
+# In which calls are named while it records. torch's import sets it (_torch_autoload.py), if that
+# comes after ours.
+profiler: Any = sys.modules.get("torch.autograd.profiler", _Off)
 
 
 class Work:
@@ -70,6 +82,22 @@ def go(
 
     `counts` are the elements of each rank, where they differ.
     """
+    if profiler._is_profiler_enabled:
+        with profiler.record_function(f"pycomm:{call[0]}"):
+            return _go(group, call, timeout_s, async_op, source, output, result, counts)
+    return _go(group, call, timeout_s, async_op, source, output, result, counts)
+
+
+def _go(
+    group: Group | None,
+    call: Call,
+    timeout_s: float | None,
+    async_op: bool,
+    source: View | None,
+    output: View | None,
+    result: Any,
+    counts: Sequence[int] | None,
+) -> Any:
     core = (group or default())._core
     limit_s = 0.0 if timeout_s is None else limit(timeout_s)
     if async_op:

@@ -56,7 +56,8 @@ def all_reduce(
         algorithm: one of algorithms(), to force it.
     """
     limit = 0.0 if timeout_s is None else calls.limit(timeout_s)
-    if not async_op and _core.all_reduce((group or default())._core, x, op, algorithm, limit):
+    plain = not async_op and not calls.profiler._is_profiler_enabled
+    if plain and _core.all_reduce((group or default())._core, x, op, algorithm, limit):
         return x
     v = arrays.view(x, write=True)
     call = ("all_reduce", v.dtype, op, v.pointer, v.pointer, v.count, 0, 0, algorithm or "auto")
@@ -99,7 +100,8 @@ def broadcast(
 ) -> Any:
     """Makes `x` on every rank what it is on rank `src`, in place. Returns `x`."""
     limit = 0.0 if timeout_s is None else calls.limit(timeout_s)
-    if not async_op and _core.broadcast((group or default())._core, x, src, algorithm, limit):
+    plain = not async_op and not calls.profiler._is_profiler_enabled
+    if plain and _core.broadcast((group or default())._core, x, src, algorithm, limit):
         return x
     v = arrays.view(x, write=True)
     call = ("broadcast", v.dtype, "sum", 0, v.pointer, v.count, src, 0, algorithm or "auto")

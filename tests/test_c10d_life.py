@@ -167,6 +167,38 @@ def test_profiler_sees_one_event_for_each_call(run: Run) -> None:
         ]
 
 
+def _profile_direct() -> list[str]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        pycomm.all_reduce(torch.ones(3))
+        pycomm.broadcast(np.ones(3))
+        pycomm.all_gather(torch.ones(3), async_op=True).wait()
+    pycomm.all_reduce(torch.ones(3))
+    return [event.name for event in profiler.events() if "pycomm:" in event.name]
+
+
+def test_profiler_sees_calls_made_without_torch_distributed(run: Run) -> None:
+    for names in run(2, _profile_direct):
+        assert names == ["pycomm:all_reduce", "pycomm:broadcast", "pycomm:all_gather"]
+
+
+IMPORTS = """
+import sys
+import {first}
+import {second}
+from pycomm import calls
+assert calls.profiler is sys.modules["torch.autograd.profiler"], calls.profiler
+"""
+
+
+@pytest.mark.parametrize("order", [("torch", "pycomm"), ("pycomm", "torch")])
+def test_the_profiler_is_found_whichever_is_imported_first(order: tuple[str, str]) -> None:
+    code = IMPORTS.format(first=order[0], second=order[1])
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=LIMIT_S)
+    assert done.returncode == 0
+
+
 def _backend_face() -> None:
     group = dist.group.WORLD
     backend = group._get_backend(torch.device("cpu"))
