@@ -81,7 +81,9 @@ def test_who_is_behind_is_named(record: Path) -> None:
     assert behind[0].startswith("  rank 1 is behind: its last call is call 3")
     row = next(line.split("  ") for line in lines if line.endswith("not called"))
     assert [word.strip() for word in row if word][1] == "all_reduce(float32, 1,000, sum)"
-    assert len(journal.read(written(record)[0]).records) == 256
+    kept = journal.read(written(record)[0]).records
+    assert len(kept) == 256
+    assert np.all(np.diff(kept["begun"]) > 0)
     assert "its rank gave up" in lines[2]
 
 
@@ -90,10 +92,13 @@ def test_a_disagreement_is_shown_with_both_sides(record: Path) -> None:
         sums(group, 2)
         with pytest.raises(errors.Mismatch):
             pycomm.all_reduce(X[: 10 + group.rank].copy(), group=group)
+        assert "ranks disagree" in journal.read(f"{record}.world.{group.rank}").reason
         sums(group, 1)
+        group.abort("enough")
 
-    run_ranks(2, differ)
+    run_ranks(2, differ, return_exceptions=True)  # whoever is aborted by the other
     text = flight.report(written(record))
+    assert text.count("enough") == 2  # what breaks the group is written over it
     both = "all_reduce(float32, 10, sum), all_reduce(float32, 11, sum)"
     assert f"ranks disagree about call 3: {both}" in text
     assert "DISAGREE" in text
@@ -143,6 +148,20 @@ def test_any_bytes_are_a_record_or_refused(noise: bytes, at: int, calls: int) ->
             continue
         assert all(journal.title(call) for call in read.records)
         assert len(read.records) <= len(data) // journal.CALL.itemsize
+
+
+@pytest.mark.parametrize("field", journal.TABLES)
+def test_a_call_of_no_kind_is_refused(field: str) -> None:
+    sound = bytearray(a_record(2))
+    sound[journal.HEAD_BYTES + journal.CALL.fields[field][1]] = 255
+    with pytest.raises(errors.InvalidArgument, match=f"x is damaged: a call has no such {field}"):
+        journal.parse(bytes(sound), "x")
+
+
+def test_a_record_that_was_cut_is_refused() -> None:
+    assert len(journal.parse(a_record(2), "x").records) == 2
+    with pytest.raises(errors.InvalidArgument, match="x is damaged: it speaks of 2 calls"):
+        journal.parse(a_record(2)[:-1], "x")
 
 
 def test_the_command_tells_of_a_file_that_is_no_record(tmp_path: Path) -> None:
