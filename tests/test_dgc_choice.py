@@ -117,18 +117,16 @@ CODING = Coding(select=1e-9, scan=1e-10, encode=4e-9, decode=4e-9, add=2e-9)
 
 
 def test_tuned_weighs_seconds() -> None:
-    """A fast line takes all of it, a slow one what is smallest; with dense steps that hide behind a
-    backward pass nothing is left to gain."""
+    """A fast line takes all of it, a slow one what is smallest, however long that is coded."""
     load = Load([10**4], [10**7], 4, "2bit")
 
-    def best(link: Link, size: int, overlap_s: float) -> str:
-        found = predicted(load, size, link, CODING, overlap_s)
+    def best(link: Link, size: int) -> str:
+        found = predicted(load, size, link, CODING)
         return min(found, key=lambda name: found[name])
 
-    assert best(FAST, 8, 0.0) == "dense"
-    assert best(SLOW, 8, 0.0) == best(SLOW, 64, 0.0) == "split"
-    assert best(Link(1e-3, 1e-9), 2, 0.0) == "gather"
-    assert best(SLOW, 8, 100.0) == "dense"
+    assert best(FAST, 8) == "dense"
+    assert best(SLOW, 8) == best(SLOW, 64) == "split"
+    assert best(Link(1e-3, 1e-9), 2) == "gather"
 
 
 def test_tuned_is_decided_by_rank_0_and_kept() -> None:
@@ -146,17 +144,16 @@ def test_tuned_is_decided_by_rank_0_and_kept() -> None:
         again.load_state_dict(dgc.state_dict())
         return said, dgc.chosen, again.chosen == dgc.chosen
 
-    def by_rank(load: Load, lanes: Lanes, overlap_s: float | None) -> Any:
+    def by_rank(load: Load, lanes: Lanes, may_be_dense: bool) -> Any:
         low = ("split", "gather", "masked")[lanes.group.rank]  # as each would have it
-        names = ["dense"] * (overlap_s is not None) + ["gather", "masked", "split"]
+        names = ["dense"] * may_be_dense + ["gather", "masked", "split"]
         return {name: 1.0 + (name != low) for name in names}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seconds, "of_exchanges", by_rank)
         results = run_ranks(3, program)
     for said, chosen, kept in results:
-        # The first step is dense, to see how long a backward pass is.
-        assert [one["exchange"] for one in said] == ["dense"] + ["split"] * 5
+        assert [one["exchange"] for one in said] == ["split"] * 6
         assert "dense" in said[1]["weighed"]
         assert "dense" not in said[2]["weighed"]
         assert chosen == {0: "split", 1: "split"}

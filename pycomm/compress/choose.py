@@ -83,12 +83,7 @@ class Chooser:
         return self._planned.get(level, DENSE)
 
     def plan(
-        self,
-        level: int,
-        memories: Sequence[Memory],
-        lanes: Lanes,
-        overlap_s: float | None,
-        switched: bool,
+        self, level: int, memories: Sequence[Memory], lanes: Lanes, may_be_dense: bool
     ) -> Level:
         """Collective at the first step of a level.
 
@@ -96,17 +91,12 @@ class Chooser:
             level: which one.
             memories: of all that is compressed.
             lanes: whose ranks.
-            overlap_s: how long the last backward pass went on beside what travels; None: there was
-                none, and "tuned" takes a dense step first to see.
-            switched: something was compressed already, so that nothing goes dense again.
+            may_be_dense: nothing was compressed yet, so that nothing is owed.
         """
         if not memories:
             return DENSE
         if level in self._planned:
             return self._planned[level]
-        first = overlap_s is None and not switched and level not in self.chosen
-        if self._asked == "tuned" and first:
-            return DENSE
         counts = [memory.count for memory in memories]
         sparsity = self._sparsity[level]
         k: Mapping[Memory, int] | int
@@ -124,22 +114,22 @@ class Chooser:
         code = self._value_dtype
         if code is not None and self._asked in ("auto", "tuned"):
             code = code_at(code, 1 - sparsity)
-        load = Load(ks, counts, memories[0].u.itemsize, code, waits=self._whole)
-        exchange = self._choose(level, load, lanes, None if switched else overlap_s or 0.0)
+        load = Load(ks, counts, memories[0].u.itemsize, code)
+        exchange = self._choose(level, load, lanes, may_be_dense)
         lean = exchange in ("gather", "split")
         plan = Level(exchange, k, code if lean else None, self._weighed.get(level, {}))
         self._planned[level] = plan
         return plan
 
-    def _choose(self, level: int, load: Load, lanes: Lanes, overlap_s: float | None) -> str:
-        """Rank 0's choice, the first of the least weight. `overlap_s` None: not dense again."""
+    def _choose(self, level: int, load: Load, lanes: Lanes, may_be_dense: bool) -> str:
+        """Rank 0's choice, the first of the least weight."""
         if level not in self.chosen:
             if self._asked not in ("auto", "tuned"):
                 weights = dict.fromkeys([self._asked], 0.0)
             elif self._asked == "auto":
                 weights = received_bytes(load, lanes.size)
             else:
-                weights = seconds.of_exchanges(load, lanes, overlap_s)
+                weights = seconds.of_exchanges(load, lanes, may_be_dense)
             said = torch.tensor(list(weights.values()), dtype=torch.float64)
             collectives.broadcast(said, 0, group=lanes.group)
             weights = dict(zip(weights, said.tolist(), strict=True))

@@ -136,7 +136,6 @@ class DGC:
         self._chooser = Chooser(exchange, self._levels, k_rule, self._whole, code)
         self._ages = Ages(self._compressed()) if track_age else None
         self._rooms: dict[tuple[str, ...], Tensor] = {}
-        self._overlap_s: float | None = None  # of the last pass, beside which buckets could travel
         self._lanes: Lanes | None = None
         self._sent_bytes = 0
         self._detached = False
@@ -195,8 +194,7 @@ class DGC:
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
         held = DENSE
         if level is not None:
-            seen = self._overlap_s, self.switched
-            held = self._chooser.plan(level, self._compressed(), lanes, *seen)
+            held = self._chooser.plan(level, self._compressed(), lanes, not self.switched)
         if held.exchange != "dense" and not self.switched:
             self._switch()
         if held is not self._held:
@@ -211,7 +209,6 @@ class DGC:
         """Finishes the step and counts it; False where a loss scale lets all ranks skip it."""
         if not step.finish():
             return False
-        self._overlap_s = step.overlap_s
         self.step_count += 1
         self._sent_bytes = step.sent_bytes
         self._owned.arrived(*(step.deferred() if self._fused else ()))
@@ -313,7 +310,7 @@ class DGC:
             sent_bytes: what this rank gave to exchanges in the step; dense_bytes: what it would
             give without compression; exchange: "dense", "gather", "masked" or "split"; value_dtype:
             of lean packets, None where there are none; weighed: the bytes that "auto" has counted,
-            or the seconds that "tuned" expects beyond the backward pass, by exchange; age:
+            or the seconds that "tuned" expects beyond the gradients, by exchange; age:
             {"mean", "max"} of the steps since this rank has sent an element that is compressed,
             None without track_age.
         """

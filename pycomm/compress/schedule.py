@@ -49,14 +49,12 @@ class Load:
         ks, counts: how many of how many elements, for each that has a k of its own.
         itemsize: bytes of a value as it is.
         value_dtype: of lean packets; None: packets are raw.
-        waits: nothing of it travels before the last gradient is there.
     """
 
     ks: Sequence[int]
     counts: Sequence[int]
     itemsize: int
     value_dtype: str | None
-    waits: bool = False
 
     @property
     def k(self) -> int:

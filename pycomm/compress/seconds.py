@@ -57,45 +57,43 @@ class Coding:
     add: float
 
 
-def of_exchanges(load: Load, lanes: Lanes, overlap_s: float | None) -> dict[str, float]:
-    """Collective: seconds of a step for what this level may take, each rank's own.
-
-    Args:
-        load: what each rank takes out.
-        lanes: whose ranks.
-        overlap_s: see predicted(); None: dense is no choice any more.
-    """
+def of_exchanges(load: Load, lanes: Lanes, may_be_dense: bool) -> dict[str, float]:
+    """Collective: seconds of a step by exchange, each rank's own; "dense" where it is a choice."""
     link = measure_link(lanes.group)
-    found = predicted(load, lanes.size, link, measure_coding(load), overlap_s or 0.0)
-    if overlap_s is None:
+    found = predicted(load, lanes.size, link, measure_coding(load))
+    found["dense"] += load.count * _momentum_s()  # which dgc_step has in it
+    if not may_be_dense:
         del found["dense"]
     return found
 
 
-def predicted(
-    load: Load, size: int, link: Link, coding: Coding, overlap_s: float
-) -> dict[str, float]:
-    """Seconds that a step takes beyond its backward pass, by exchange; "dense" compresses nothing.
+def predicted(load: Load, size: int, link: Link, coding: Coding) -> dict[str, float]:
+    """Seconds that a step takes beyond its gradients, by exchange; "dense" compresses nothing.
+
+    What could hide behind the backward pass is not taken off: what travels takes the time of the
+    same processors. Measured over 10 Gbit/s (`bench links --training`, AMD EPYC, 2 processors) sums
+    beside the backward pass took longer than behind it.
 
     Args:
         load: what each rank takes out.
         size: how many ranks.
         link, coding: as measured.
-        overlap_s: how long a backward pass goes on beside what travels bucket by bucket.
     """
     received = received_bytes(load, size)
     travel = {name: bytes_ * link.byte_s + link.call_s for name, bytes_ in received.items()}
-    hidden = 0.0 if load.waits else overlap_s
     k, scan = load.k, coding.scan * load.count
     kept = k * (coding.encode + coding.decode + coding.add)
     # Into u, v and out of them; what has arrived is written over zeros.
     every = coding.select * load.count + scan
     lean = load.value_dtype is not None
-    gathered = travel["gather"] + link.call_s if lean else max(0.0, travel["gather"] - hidden)
     found = {
-        "dense": max(0.0, travel["masked"] - overlap_s),
-        "gather": every + gathered + kept + (size - 1) * k * (coding.decode + coding.add),
-        "masked": every + max(0.0, travel["masked"] - hidden),
+        "dense": travel["masked"],
+        "gather": every
+        + travel["gather"]
+        + lean * link.call_s  # lengths go ahead
+        + kept
+        + (size - 1) * k * (coding.decode + coding.add),
+        "masked": every + travel["masked"],
     }
     if lean:
         # Coded on both ways; an owner writes its share and looks for the largest.
@@ -139,6 +137,12 @@ def measure_coding(load: Load) -> Coding:
         decode_s = _typical(lambda: kernels.unpack(packet))
     added_s = max(0.0, sum_s - fill_s)
     return Coding(step_s / count, scan_s / count, encode_s / k, decode_s / k, added_s / k)
+
+
+def _momentum_s() -> float:
+    """Seconds of an element: what dense.py does behind an average."""
+    u, x = torch.zeros(SAMPLE), torch.zeros(SAMPLE)
+    return _typical(lambda: x.copy_(u.mul_(0.9).add_(x))) / SAMPLE
 
 
 def _typical(call: Callable[[], object]) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -103,7 +102,6 @@ class Step:
 
     Attributes:
         sent_bytes: what this rank has given to exchanges.
-        overlap_s: from the first bucket to the last gradient: what travels may take so long.
     """
 
     def __init__(
@@ -124,8 +122,6 @@ class Step:
         self._norm: Tensor | None = None  # of all gradients, if known
         self._idle = idle
         self.sent_bytes = 0
-        self.overlap_s = 0.0
-        self._began = time.perf_counter()
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """The gradients of a bucket are there, as views into `flat`; the result will be too."""
@@ -145,7 +141,6 @@ class Step:
 
     def finish(self) -> bool:
         """Ends the step. False: a rank has Inf or NaN, and nothing has changed on any."""
-        self.overlap_s = time.perf_counter() - self._began
         with self._rolled_back():
             if self._plan.loss_scale is not None:
                 self._wait()
