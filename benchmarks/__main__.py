@@ -15,6 +15,7 @@ from benchmarks import (
     links,
     residuals,
     training,
+    wire,
 )
 
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
@@ -27,6 +28,7 @@ SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "links": links.main,
     "residuals": residuals.main,
     "training": training.main,
+    "wire": wire.main,
 }
 
 

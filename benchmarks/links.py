@@ -9,6 +9,7 @@ rate by `tc tbf`; "none" leaves them as fast as the kernel is. At each rate fres
     CPU s/GB    processor seconds of all ranks of a host, the kernel's among them, / bytes (10^9)
 
 `--peers sockets` is no contestant but a bound: the same bytes through plain sockets (sockets.py).
+With --training it is steps of a training that are measured, with options of its own (steps.py).
 
 main() is called by benchmarks.__main__ and pycomm.__main__.
 """
@@ -30,7 +31,7 @@ from matplotlib.ticker import FuncFormatter
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import sockets, table, worker
+from benchmarks import sockets, steps, table, worker
 from benchmarks.link_rank import Orders, Said
 from benchmarks.plot import COLORS
 from benchmarks.sizes import format_size, parse_sizes
@@ -62,6 +63,8 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; the exit status: 2 where there can be no hosts."""
+    if "--training" in argv:
+        return steps.main([word for word in argv if word != "--training"])
     parser = _parser()
     options = parser.parse_args(argv)
     lists = {"rates": None, "ops": VERBS, "peers": CONTESTANTS}

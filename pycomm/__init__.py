@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from pycomm.launch import launcher
     from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
     from pycomm.parallel import DataParallel, make_allreduce_cb
+    from pycomm.planner import plan
     from pycomm.rank0 import load, print0, save
 
 __all__ = [
@@ -88,6 +89,7 @@ __all__ = [
     "local_size",
     "make_allreduce_cb",
     "metrics",
+    "plan",
     "print0",
     "rank",
     "recv",
@@ -120,6 +122,7 @@ _TRAINING = {
     "launcher": "pycomm.launch",
     "load": "pycomm.rank0",
     "make_allreduce_cb": "pycomm.parallel",
+    "plan": "pycomm.planner",
     "print0": "pycomm.rank0",
     "remote_recv": "pycomm.functional",
     "remote_send": "pycomm.functional",

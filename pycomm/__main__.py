@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BENCHMARKS = ("collectives", "codec", "deaths", "faults", "kernels", "training", "links")
+MODULES = {"plan": "planner", "tune": "tune", "trace": "trace", "top": "top"}  # by command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,12 +23,13 @@ def parser() -> argparse.ArgumentParser:
     )
     launch = commands.add_parser("launch", help="starts a program's ranks", add_help=False)
     tune = commands.add_parser("tune", help="measures where algorithms turn", add_help=False)
+    plan = commands.add_parser("plan", help="what a step would take elsewhere", add_help=False)
     demo = commands.add_parser("demo", help="trains a model on two processes", add_help=False)
     trace = commands.add_parser("trace", help="one timeline of all ranks", add_help=False)
     top = commands.add_parser("top", help="what ranks of this host do now", add_help=False)
     bench = commands.add_parser("bench", help="measures, beside peers", add_help=False)
     bench.add_argument("what", choices=BENCHMARKS)
-    for command in (launch, tune, demo, trace, top, bench):
+    for command in (launch, tune, plan, demo, trace, top, bench):
         command.set_defaults(rest=[])
     return main
 
@@ -44,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest:
             parser().error(f"info takes no arguments: {' '.join(rest)}")
         return _info(chosen.flight)
-    if chosen.command in ("tune", "trace", "top"):
+    if chosen.command in MODULES:
         if chosen.command == "top" and importlib.util.find_spec("rich") is None:
             print('pycomm: top needs rich: pip install "rich>=13"', file=sys.stderr)
             return 2
-        module = importlib.import_module(f"pycomm.{chosen.command}")
+        module = importlib.import_module(f"pycomm.{MODULES[chosen.command]}")
         return int(module.main(rest))
     # `pycomm` as a command looks beside itself; the repository's benchmarks lie beside the package.
     sys.path.append(str(Path(__file__).resolve().parent.parent))

@@ -71,7 +71,7 @@ FLOORS = [
     ["compress", "data", "metrics", "rank0"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],
-    ["flight", "info", "top", "trace", "tune"],
+    ["flight", "info", "planner", "top", "trace", "tune"],
     ["__init__"],
     ["demo"],
     ["__main__"],
@@ -81,7 +81,7 @@ MAY_IMPORT_TORCH = [
     *("torch_backend", "demo"),
     "rendezvous",  # inside a function, where torch's own store is to be joined
     *("fused", "regroup", "compress", "data", "metrics", "rank0", "parallel", "optim"),
-    *("functional", "launch"),
+    *("functional", "launch", "planner"),
 ]
 # Who reads the environment; the others are given what they need. Launchers pass it on to children.
 MAY_SEE_ENVIRONMENT = [

@@ -1,0 +1,269 @@
+"""`pycomm bench links --training`: seconds of a training step between hosts, over lines of a speed.
+
+The gradient has the size of FasterRCNN's, 41 M elements or 165 MB of float32, in 20 equal layers;
+forward and backward are real products of matrices, of as many rows as take `--compute-s` where no
+rank waits for another. Hosts are network namespaces behind `tc tbf` (pycomm/demo/netns.py), "none"
+as fast as the kernel is; needs root. Every way trains by itself, one after another:
+
+    compute   no communication: what every rank does by itself, all at the same time
+    dense     one sum of all gradients behind the backward pass
+    overlap   pycomm.DataParallel: sums while backward goes on
+    dgc       DGC at 99.9 %, raw packets, fused
+    lean      the same with 2-bit values, exchange="auto"
+    tuned     the same, exchange="tuned"
+    local     LocalSGD, models averaged every 8 steps
+
+A figure is the slowest rank's median step, of LocalSGD the mean; Paddle's ratio is what its page of
+DGC gives. With --json it goes on where it was interrupted. Called by links.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+from torch.multiprocessing.spawn import ProcessException
+
+import pycomm
+from benchmarks.peers import OURS, Groups
+from benchmarks.plot import COLORS
+from pycomm import collectives
+from pycomm.demo import machine, processes
+from pycomm.demo.netns import RATE, Network, missing
+
+LAYERS = 20
+UNSHAPED = "none"
+PADDLE = {"1gbit": 6.533, "10gbit": 1.467, "100gbit": 0.993}
+EVERY = 8  # steps between the sums of LocalSGD
+ONE_BUCKET_MB = 1 << 20
+FIRST = 2  # steps that are not counted
+
+
+class Steps(Protocol):
+    """What ends a step: an optimizer, or LocalSGD."""
+
+    def step(self) -> object:
+        """Ends it."""
+
+
+Wrapped = tuple[nn.Module, Steps]
+
+
+def _dgc(model: nn.Module, options: dict[str, object]) -> Wrapped:
+    optimizer = _sgd(model)
+    dgc = pycomm.DGC(optimizer, sparsity=[0.999], fused=True, **options)  # type: ignore[arg-type]  # of several types
+    return pycomm.DataParallel(model, compression=dgc), optimizer
+
+
+def _local(model: nn.Module) -> Wrapped:
+    return model, pycomm.LocalSGD(model, _sgd(model), EVERY)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+
+
+WAYS: dict[str, Callable[[nn.Module], Wrapped]] = {
+    "compute": lambda model: (model, _sgd(model)),
+    "dense": lambda model: (pycomm.DataParallel(model, bucket_mb=ONE_BUCKET_MB), _sgd(model)),
+    "overlap": lambda model: (pycomm.DataParallel(model), _sgd(model)),
+    "dgc": lambda model: _dgc(model, {}),
+    "lean": lambda model: _dgc(model, {"value_dtype": "2bit"}),
+    "tuned": lambda model: _dgc(model, {"value_dtype": "2bit", "exchange": "tuned"}),
+    "local": _local,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way over one line."""
+
+    rate: str
+    way: str
+    step_s: float  # of the slowest rank
+    over_compute_percent: float
+    ratio: float  # times faster than overlap
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, stores; the exit status: 2 where there can be no hosts."""
+    parser = argparse.ArgumentParser(prog="pycomm bench links --training", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rates", default="100mbit,1gbit,10gbit,none", help="(%(default)s)")
+    parser.add_argument("--ways", default=",".join(WAYS), help="(%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="of each way; 1 where it takes seconds"
+    )
+    parser.add_argument("--width", type=int, default=1432, help="of a layer (%(default)s)")
+    parser.add_argument("--compute-s", type=float, default=0.3725, help="a step's (%(default)s)")
+    parser.add_argument("--json", type=Path, help="where to store all figures")
+    parser.add_argument("--plot", type=Path, help="where to draw seconds per step")
+    options = parser.parse_args(argv)
+    rates, ways = options.rates.split(","), options.ways.split(",")
+    if not all(rate == UNSHAPED or RATE.fullmatch(rate) for rate in rates):
+        parser.error(f"--rates takes some like 10gbit, or {UNSHAPED}")
+    if unknown := [way for way in ways if way not in WAYS] or not {"compute", "overlap"} <= {*ways}:
+        parser.error(f"--ways {unknown}: compute, overlap and some of {', '.join(WAYS)}")
+    if why := missing():
+        parser.exit(2, f"pycomm bench links --training {why}\n")
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 140  # a file has no width, and columns would be cut
+    settings = {name: getattr(options, name) for name in ("hosts", "steps", "compute_s")}
+    settings |= {"elements": LAYERS * options.width**2, "ways": ways}
+    found = stored(options.json, settings)
+    rates = [rate for rate in rates if all(row.rate != rate for row in found)]
+    try:
+        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+            task = bar.add_task("", total=len(rates) * len(ways))
+            for rate in rates:
+                bar.update(task, description=rate)
+                found += measure(rate, ways, options, lambda: bar.advance(task))
+                store(options.json, settings, found)
+    except ProcessException as error:
+        console.print(f"a rank failed\n{error}", style="red", markup=False)
+        return 1
+    console.print(table(found))
+    if options.plot:
+        where = machine.describe()
+        draw(options.plot, found, f"{options.hosts} hosts, {where['cpu']}, {where['cores']} cores")
+    return 0
+
+
+def stored(path: Path | None, settings: dict[str, object]) -> list[Row]:
+    """The rows of a run with the same settings, which goes on where it ended."""
+    if path is None or not path.exists():
+        return []
+    content = json.loads(path.read_text())
+    return [Row(**row) for row in content["rows"]] if content["settings"] == settings else []
+
+
+def store(path: Path | None, settings: dict[str, object], found: Sequence[Row]) -> None:
+    """Writes all rows."""
+    if path is not None:
+        rows = [asdict(row) for row in found]
+        content = {"machine": machine.describe(), "settings": settings, "rows": rows}
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def measure(
+    rate: str, ways: list[str], options: argparse.Namespace, advance: Callable[[], object]
+) -> list[Row]:
+    """The rows of one line."""
+    took: dict[str, list[float]] = {}
+
+    def hear(rank: int, said: tuple[str, float]) -> None:
+        way, seconds = said
+        took.setdefault(way, []).append(seconds)
+        if rank == 0:
+            advance()
+
+    with Network(options.hosts, ipv6=False) as net:
+        if rate != UNSHAPED:
+            net.shape(0, rate)
+        args = (ways, options.steps, options.width, options.compute_s)
+        processes.run(work, args, options.hosts, hear, [host.name for host in net.hosts])
+    slowest = {way: max(took[way]) for way in ways}
+    return [
+        Row(
+            rate=rate,
+            way=way,
+            step_s=seconds,
+            over_compute_percent=100 * (seconds / slowest["compute"] - 1),
+            ratio=slowest["overlap"] / seconds,
+        )
+        for way, seconds in slowest.items()
+    ]
+
+
+def work(rank: processes.Rank, ways: list[str], steps: int, width: int, compute_s: float) -> None:
+    """What each rank does: says (way, seconds of a step) of each."""
+    Groups([OURS["pycomm"]], rank.store, rank.rank, rank.size)
+    rows = rows_of(compute_s, width)
+    for way in ways:
+        rank.say((way, seconds_of(way, (rows, width), steps)))
+
+
+def rows_of(compute_s: float, width: int) -> int:
+    """Collective: how many rows make a step without communication take so long, all at once."""
+    rows = 32
+    for _ in range(2):  # the second time near the end
+        rows = max(1, round(rows * compute_s / seconds_of("compute", (rows, width), 3)))
+        said = torch.tensor([rows])
+        rows = int(collectives.broadcast(said, 0)[0])
+    return rows
+
+
+def seconds_of(way: str, shape: tuple[int, int], steps: int) -> float:
+    """The median of `steps` steps of a new model, of one where they are long; of LocalSGD, whose
+    steps differ, the mean."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(shape[1], shape[1], bias=False) for _ in range(LAYERS)]
+    model, steps_of = WAYS[way](nn.Sequential(*layers))
+    x = torch.randn(shape)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        steps_of.step()
+
+    for _ in range(FIRST):
+        collectives.barrier()
+        start = time.perf_counter()
+        step()
+    last = torch.tensor([time.perf_counter() - start])
+    long = float(collectives.all_reduce(last, "max")) > 2  # seconds
+    count = 1 if long else steps
+    if way == "local":  # whole turns, with one sum in each
+        count = EVERY * -(-steps // EVERY)
+    seconds = []
+    for _ in range(count):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return statistics.mean(seconds) if way == "local" else statistics.median(seconds)
+
+
+def table(found: Sequence[Row]) -> Table:
+    """Seconds per step, a line for each rate; the ratio of overlap to DGC beside Paddle's."""
+    ways = list(dict.fromkeys(row.way for row in found))
+    shown = Table(title="seconds per step", box=None, title_justify="left")
+    for name in ("line", *ways, "overlap/dgc", "Paddle's"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for rate in dict.fromkeys(row.rate for row in found):
+        own = {row.way: row for row in found if row.rate == rate}
+        ratio = f"{own['dgc'].ratio:.2f}x" if "dgc" in own else "-"
+        paddle = f"{PADDLE[rate]}x" if rate in PADDLE else "-"
+        shown.add_row(rate, *(f"{own[way].step_s:.3f}" for way in ways), ratio, paddle)
+    return shown
+
+
+def draw(path: Path, found: Sequence[Row], caption: str) -> None:
+    """Bars of seconds per step, a panel for each line."""
+    rates = list(dict.fromkeys(row.rate for row in found))
+    figure = Figure(figsize=(3.8 * len(rates), 3.8), layout="constrained")
+    for axes, rate in zip(figure.subplots(1, len(rates), squeeze=False).flat, rates, strict=True):
+        own = [row for row in found if row.rate == rate]
+        colors = [COLORS.get(row.way, "#1a73e8") for row in own]
+        bars = axes.bar([row.way for row in own], [row.step_s for row in own], color=colors)
+        axes.bar_label(bars, [f"{row.step_s:.2f}" for row in own], fontsize=8)
+        axes.set(title=rate, ylabel="seconds per step")
+        axes.tick_params(axis="x", labelrotation=45)
+        axes.margins(y=0.12)
+    figure.suptitle(f"41 M parameters, {caption}", fontsize=9)
+    figure.savefig(path, dpi=150)

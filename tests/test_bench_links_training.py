@@ -1,0 +1,80 @@
+"""The benchmark of steps between hosts and the count of bytes: a tiny run of each."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import links, residuals, steps, wire
+from pycomm.demo import netns
+from pycomm.demo.model import CharGPT, Shape
+
+
+@pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
+def test_steps_between_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored, drawn = tmp_path / "out.json", tmp_path / "out.png"
+    words = ["--training", "--ways", "compute,overlap,dgc", "--steps", "1", "--compute-s", "0.05"]
+    words += ["--width", "128", "--json", str(stored), "--plot", str(drawn)]
+    assert links.main([*words, "--rates", "10gbit"]) == 0
+    assert drawn.stat().st_size > 0
+    before = json.loads(stored.read_text())["rows"]
+    assert [row["way"] for row in before] == ["compute", "overlap", "dgc"]
+    assert all(row["step_s"] > 0 for row in before)
+
+    def nothing(*_: object) -> None:
+        pytest.fail("what is stored is measured again")
+
+    monkeypatch.setattr(steps, "measure", nothing)
+    assert links.main([*words, "--rates", "10gbit"]) == 0
+    assert json.loads(stored.read_text())["rows"] == before
+    assert "1.467x" in capsys.readouterr().out
+
+
+def made_up(windows: int = 16) -> residuals.Residuals:
+    """Residuals of no training."""
+    count = sum(p.numel() for p in CharGPT(Shape(width=64, layers=2)).parameters())
+    drawn = np.random.default_rng(0)
+    u, v, g = drawn.standard_normal((3, windows, count), np.float32)
+    packets = np.zeros((1, windows, 1), np.int32)
+    return residuals.Residuals(u, v, g[None], packets)
+
+
+def test_a_wider_model_has_its_parameters_in_order() -> None:
+    """Each window's indices stay within their parameter; the first window is the model itself."""
+    found = made_up()
+    one, three = wire.Sets(found, 0.99, 1), wire.Sets(found, 0.99, 3 * found.v.shape[1])
+    assert three.count == 3 * one.count
+    narrow, values = one.of(5)
+    wide, more = three.of(5)
+    assert bool((wide.diff() > 0).all())
+    assert len(wide) == 3 * len(narrow)
+    sizes = [p.numel() for p in CharGPT(Shape(width=64, layers=2)).parameters()]
+    ends = torch.tensor(sizes).cumsum(0)
+    part = torch.searchsorted(ends, narrow.long(), right=True)
+    begins = ends - torch.tensor(sizes)
+    there = (narrow + 2 * begins[part]).int()
+    assert bool(torch.isin(there, wide).all())
+    assert torch.equal(more[torch.searchsorted(wide, there)], values)
+
+
+def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks beyond the windows are copies, and everything is counted for all of them."""
+    real, stored, drawn = (tmp_path / name for name in ("r.npz", "out.json", "out.png"))
+    residuals.store(made_up(), real)
+    words = [str(real), "--elements", "400000", "--ranks", "4,32", "--json", str(stored)]
+    assert wire.main([*words, "--plot", str(drawn)]) == 0
+    assert drawn.stat().st_size > 0
+    content = json.loads(stored.read_text())
+    few, many = content["ranks"]
+    assert [few["size"], many["size"]] == [4, 32]
+    assert many["gather"] > 7 * few["gather"]
+    assert many["split"] < many["split4"] < many["gather"]
+    assert 1 <= many["busiest"] < 1.5  # drawn evenly
+    k = next(one["k"] for one in content["packets"] if one["sparsity"] == 0.999)
+    assert many["fewer"] == pytest.approx(31 * 8 * k / many["split"])
+    assert all(level["of_ring"] <= 1 / 8 for level in content["ramp"])
+    assert "busiest" in capsys.readouterr().out

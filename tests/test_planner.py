@@ -1,0 +1,84 @@
+"""What a step is expected to take elsewhere, beside what was measured between hosts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pycomm
+from pycomm import planner
+from pycomm.__main__ import main
+from pycomm.compress.schedule import Load
+from pycomm.compress.seconds import Coding
+from pycomm.errors import InvalidArgument
+from pycomm.planner import Expected, best, expected
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+GBIT = {"1gbit": 1.0, "10gbit": 10.0}
+MEASURED = {"dense": "dense", "dgc gather": "dgc", "dgc 2bit gather": "lean", "local 8": "local"}
+
+
+def coding() -> Coding:
+    """Of raw packets, by the stored figures of the kernels on the same kind of machine."""
+    rows = json.loads((RESULTS / "kernels.json").read_text())["rows"]
+    largest = max(row["count"] for row in rows)
+    took = {
+        row["kernel"]: row["time_ms"] / 1e3 / row["count"]
+        for row in rows
+        if row["count"] == largest and row["peer"] == "pycomm"
+    }
+    return Coding(took["dgc_step"], took["topk"], encode=0.0, decode=0.0, add=0.0)
+
+
+def test_within_a_fifth_of_what_was_measured() -> None:
+    """`bench links --training`: 41 M elements, 2 hosts, 1 and 10 Gbit/s."""
+    stored = json.loads((RESULTS / "links_training.json").read_text())
+    count = stored["settings"]["elements"]
+    load = Load([count // 1000], [count], 4, None)
+    lean = Load([count // 1000], [count], 4, "2bit")
+    for rate, gbit in GBIT.items():
+        rows = {row["way"]: row["step_s"] for row in stored["rows"] if row["rate"] == rate}
+        found = expected(rows["compute"], (load, lean), (coding(), coding()), (2, gbit))
+        for name, way in MEASURED.items():
+            assert found[name] == pytest.approx(rows[way], rel=0.2), (rate, name)
+
+
+def test_more_ranks_and_slower_lines() -> None:
+    """A gather grows with the ranks, split does not; what is sent less is worth more on a slow
+    line, and nothing on one that costs nothing."""
+    load, lean = (Load([41_000], [41_000_000], 4, code) for code in (None, "2bit"))
+    one = Coding(1e-9, 1e-10, 1e-8, 1e-8, 1e-9)
+
+    def at(ranks: int, gbit: float) -> Expected:
+        return Expected(ranks, gbit, expected(0.1, (load, lean), (one, one), (ranks, gbit)))
+
+    few, many = at(8, 1.0).seconds, at(4096, 1.0).seconds
+    assert many["dgc gather"] > 10 * few["dgc gather"]
+    assert many["dgc 2bit split"] < 2 * few["dgc 2bit split"]
+    assert best(at(4096, 1.0)) == "dgc 2bit split"
+    assert best(at(2, 1e6)) in ("dense", "local 8")
+    assert few["bf16"] < few["dense"]
+
+
+def test_the_call_measures_a_step() -> None:
+    layer = nn.Linear(64, 64)
+    calls = []
+
+    def step() -> None:
+        calls.append(layer(torch.ones(1, 64)).sum().backward())
+
+    found = pycomm.plan(layer, step, ranks=[2, 4], gbit=[1.0])
+    assert len(calls) == planner.WARM + planner.STEPS
+    assert [(one.ranks, one.gbit) for one in found] == [(2, 1.0), (4, 1.0)]
+    with pytest.raises(InvalidArgument, match="at least 2 ranks"):
+        pycomm.plan(layer, step, ranks=[1])
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--width", "32", "--layers", "2", "--rows", "4", "--ranks", "2,1024"]
+    assert main([*words, "--gbit", "1,100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert all(line.endswith("x") for line in lines[1:])
