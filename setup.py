@@ -98,8 +98,8 @@ def c10d_sources() -> list[Path]:
 
 
 def cuda_sources() -> list[Path]:
-    """What g++ compiles for _cuda alone."""
-    return [*sorted((CSRC / "bindings").glob("cuda*.cpp")), *sorted(CSRC.glob("nccl/*.cpp"))]
+    """The bindings of _cuda, which g++ compiles."""
+    return sorted((CSRC / "bindings").glob("cuda*.cpp"))
 
 
 def nvcc() -> str | None:
@@ -125,7 +125,8 @@ def cuda_module(python: list[str]) -> Module:
     flags = ["-std=c++20", "-O3", f"-I{CSRC}", *compiler, *gpu_flags()]
     lib = Path(os.path.realpath(str(nvcc()))).parent.parent
     folders = [f"-L{lib / name}" for name in ("lib64", "lib")]
-    sources = [*cuda_sources(), *sorted(CSRC.glob("cuda/*.cu"))]
+    nccl = CSRC / "nccl" / "library.cpp"  # _core has it too, with those who call it
+    sources = [*cuda_sources(), nccl, *sorted(CSRC.glob("cuda/*.cu"))]
     libs = [*folders, "-L/usr/local/cuda/lib64", "-L/usr/local/cuda/lib"]
     return Module("_cuda", sources, python, [*libs, "-lcudart_static", "-ldl", "-lrt"], flags)
 

@@ -33,6 +33,8 @@ MAY_INCLUDE = {
         *("core/", "engine/", "collectives/plan.h", "kernels/kernels.h"),
         *("transport/transport.h", "transport/frame.h"),
     ],
+    # Plans on a GPU's streams; which GPU and which NCCL it is told.
+    "device/": ["core/", "device/", "collectives/plan.h", "nccl/"],
     "shared/": [
         *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
         *("os/shared_heap.h", "transport/frame.h"),
@@ -52,7 +54,10 @@ MAY_INCLUDE = {
         *("bindings/cuda", "bindings/kernels.h", "core/", "cuda/cuda_kernels.h", "nccl/nccl.h"),
     ],
     "nccl/": ["core/", "nccl/"],
-    "cuda/": ["core/", "cuda/", "gpu.hpp", "kernels/device_kernels.h", "kernels/packet.h"],
+    "cuda/": [
+        *("core/", "cuda/", "device/device.h", "gpu.hpp"),
+        *("kernels/device_kernels.h", "kernels/packet.h"),
+    ],
     "gpu.hpp": [],
 }
 STANDARD_LIBRARY_ONLY = ["core/", "collectives/"]

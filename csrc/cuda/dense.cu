@@ -3,6 +3,7 @@
 #include "cuda/block.cuh"
 #include "cuda/cuda_kernels.h"
 #include "cuda/host.hpp"
+#include "cuda/reduce.hpp"
 #include "kernels/packet.h"
 
 namespace pycomm::cuda {
@@ -90,9 +91,9 @@ __device__ __forceinline__ auto to_sum(T x) {
 }
 
 template <class T, class Sum>
-__device__ __forceinline__ T from_sum(ReduceOp op, Sum sum, unsigned inputs) {
+__device__ __forceinline__ T from_sum(ReduceOp op, Sum sum, unsigned size) {
   if constexpr (kIsFloat<T>)
-    return narrow<T>(op == ReduceOp::avg ? divide(sum, static_cast<Sum>(inputs)) : sum);
+    return narrow<T>(op == ReduceOp::avg ? divide(sum, static_cast<Sum>(size)) : sum);
   else if constexpr (std::is_same_v<T, Bool>)
     return {static_cast<uint8_t>(sum)};
   else
@@ -135,8 +136,9 @@ __device__ __forceinline__ T join(ReduceOp op, T a, T b) {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    reduce_all(T* out, const __grid_constant__ Inputs inputs, ReduceOp op, size_t count,
+    reduce_all(T* out, const __grid_constant__ Inputs inputs, Reducing what, size_t count,
                bool quads) {
+  const ReduceOp op = what.op;
   using Sum = decltype(to_sum(T{}));
   each_quad(
       count, quads,
@@ -150,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
         }
         Quad<T> result;
 #pragma unroll
-        for (unsigned e = 0; e < 4; ++e) result.at[e] = from_sum<T>(op, sum[e], inputs.count);
+        for (unsigned e = 0; e < 4; ++e) result.at[e] = from_sum<T>(op, sum[e], what.size);
         store_quad(out + i, result);
       },
       [&](size_t i) {
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(kThreads)
           const auto x = to_sum(gpu::load(static_cast<const T*>(inputs.at[j]) + i));
           sum = j == 0 ? x : join(op, sum, x);
         }
-        gpu::store(out + i, from_sum<T>(op, sum, inputs.count));
+        gpu::store(out + i, from_sum<T>(op, sum, what.size));
       });
 }
 
@@ -347,11 +349,11 @@ void CudaKernels::cast(TypedArray x, TypedArray out, Queue queue) {
   });
 }
 
-void CudaKernels::reduce(TypedArray out, std::span<const void* const> xs, ReduceOp op,
-                         Queue queue) {
-  const bool bits = op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
-  if (is_float(out.dtype) ? bits : op == ReduceOp::avg)
-    throw Unsupported(std::string(name_of(op)) + " is not defined for " +
+void reduce_into(TypedArray out, std::span<const void* const> xs, Reducing what, Queue queue) {
+  const bool bits =
+      what.op == ReduceOp::band || what.op == ReduceOp::bor || what.op == ReduceOp::bxor;
+  if (is_float(out.dtype) ? bits : what.op == ReduceOp::avg)
+    throw Unsupported(std::string(name_of(what.op)) + " is not defined for " +
                       std::string(name_of(out.dtype)));
   if (xs.size() > kMostInputs)
     throw Unsupported("reducing " + std::to_string(xs.size()) + " arrays at once; at most " +
@@ -367,8 +369,13 @@ void CudaKernels::reduce(TypedArray out, std::span<const void* const> xs, Reduce
     for (const void* x : xs) quads = quads && has_quads(x, sizeof(T));
     launch("reduce_all", reduce_all<T>,
            {blocks_for(out.count / 4 + 1, kThreads), kThreads, stream_of(queue)},
-           static_cast<T*>(out.data), inputs, op, out.count, quads);
+           static_cast<T*>(out.data), inputs, what, out.count, quads);
   });
+}
+
+void CudaKernels::reduce(TypedArray out, std::span<const void* const> xs, ReduceOp op,
+                         Queue queue) {
+  reduce_into(out, xs, {op, static_cast<unsigned>(xs.size())}, queue);
 }
 
 std::string why_not() {

@@ -39,6 +39,33 @@ emulator_switch_stack:
 namespace emulator {
 namespace {
 
+void ignore(bool on) {
+  if (AnnotateIgnoreReadsBegin == nullptr) return;  // not built with the sanitizer
+  (on ? AnnotateIgnoreReadsBegin : AnnotateIgnoreReadsEnd)(__FILE__, __LINE__);
+  (on ? AnnotateIgnoreWritesBegin : AnnotateIgnoreWritesEnd)(__FILE__, __LINE__);
+}
+
+}  // namespace
+
+Unseen::Unseen() { ignore(true); }
+Unseen::~Unseen() { ignore(false); }
+
+void device_reads(const void* at, size_t bytes) {
+  if (__tsan_read_range == nullptr || bytes == 0) return;
+  ignore(false);
+  __tsan_read_range(const_cast<void*>(at), bytes);
+  ignore(true);
+}
+
+void device_writes(void* at, size_t bytes) {
+  if (__tsan_write_range == nullptr || bytes == 0) return;
+  ignore(false);
+  __tsan_write_range(at, bytes);
+  ignore(true);
+}
+
+namespace {
+
 constexpr size_t kGuard = 4096;
 
 // Instrumented frames are large.

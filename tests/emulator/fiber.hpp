@@ -13,6 +13,12 @@ extern "C" {
 [[gnu::weak]] void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 [[gnu::weak]] void __tsan_acquire(void* address);
 [[gnu::weak]] void __tsan_release(void* address);
+[[gnu::weak]] void __tsan_read_range(void* at, unsigned long bytes);
+[[gnu::weak]] void __tsan_write_range(void* at, unsigned long bytes);
+[[gnu::weak]] void AnnotateIgnoreReadsBegin(const char* file, int line);
+[[gnu::weak]] void AnnotateIgnoreReadsEnd(const char* file, int line);
+[[gnu::weak]] void AnnotateIgnoreWritesBegin(const char* file, int line);
+[[gnu::weak]] void AnnotateIgnoreWritesEnd(const char* file, int line);
 [[gnu::weak]] void __asan_poison_memory_region(const volatile void* p, size_t bytes);
 [[gnu::weak]] void __asan_unpoison_memory_region(const volatile void* p, size_t bytes);
 [[gnu::weak]] void __sanitizer_start_switch_fiber(void** save, const void* low, size_t bytes);
@@ -32,6 +38,20 @@ class Token {
  private:
   char place_ = 0;
 };
+
+// An operation runs in its stream's place of the happens-before order, but on the stack and with
+// the heap of whichever thread is at hand, in no such order. While this lives ThreadSanitizer sees
+// nothing of the calling fiber but what device_reads() and device_writes() tell: the memory of the
+// device. Kernels run on fibers of their own and are seen.
+class Unseen {
+ public:
+  Unseen();
+  ~Unseen();
+  Unseen(const Unseen&) = delete;
+  Unseen& operator=(const Unseen&) = delete;
+};
+void device_reads(const void* at, size_t bytes);
+void device_writes(void* at, size_t bytes);
 
 inline constexpr unsigned kNoSync = 1;  // a switch between fibers orders nothing
 

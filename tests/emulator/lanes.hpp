@@ -71,6 +71,8 @@ class Random {
 };
 
 struct Grid {
+  ~Grid() { finished.acquire(); }  // whose thread ends has waited for its lanes
+
   Fiber main;
   Shape shape{};
   std::vector<std::unique_ptr<Block>> blocks;

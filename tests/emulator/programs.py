@@ -4,6 +4,7 @@
 
 Targets, in build/emulator/:
     micro.<kind>, cases.<kind>     programs over the emulator; kind: plain, coverage, tsan, asan
+    streams.<kind>                 the stream engine over the emulator and the fake NCCL
     _emulated.so                   the same kernels for Python, through _cuda's bindings
     mutants/<name>/cases           cases.<kind> with one change in the text of a kernel
     ptx/<unit>.<front>.ptx         what nvcc makes of it, for 7.5 or for 8.0 and newer
@@ -48,6 +49,11 @@ FLAGS = [
     *("-Werror", "-Wno-restrict", "-Wno-unknown-pragmas"),  # nvcc knows `unroll`
 ]
 EMULATOR = ("fiber", "grid", "lanes", "runtime")
+FAKE_NCCL = ("fake_nccl", "fake_wires")  # of the emulator, for those who talk to other ranks
+ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
+    *("collectives/*.cpp", "device/*.cpp", "nccl/*.cpp", "kernels/reducers.cpp"),
+    *("kernels/cpu/reduce.cpp", "kernels/cpu/isa.cpp"),
+)
 CASES = ("cases", "cases_step", "cases_packets", "cases_dense")
 
 RULES = """\
@@ -123,6 +129,11 @@ def units() -> list[str]:
     return sorted(p.stem for p in (CSRC / "cuda").glob("*.cu"))
 
 
+def engine_sources() -> list[Path]:
+    """The files that ENGINE stands for."""
+    return sorted(path for pattern in ENGINE for path in CSRC.glob(pattern))
+
+
 def ninja_binary() -> str:
     """The ninja of the PyPI package, wherever that lies, else the one on PATH."""
     for file in importlib.metadata.distribution("ninja").files or []:
@@ -141,10 +152,10 @@ def _rules(mutants: Iterable[Mutant]) -> str:
     flags = [*FLAGS, f"-isystem {cuda_include()}", *folders]
     lines = [f"cxx = {os.environ.get('CXX', 'g++')}", f"nvcc = {nvcc()}"]
     lines += [f"ptxas = {Path(str(nvcc())).resolve().with_name('ptxas')}", RULES]
-    emulator = []
-    for name in EMULATOR:
-        emulator.append(f"emulator/{name}.o")
-        lines += _compile(emulator[-1], HERE / f"{name}.cpp", ["-O2", "-g1", *flags])
+    emulator = [f"emulator/{name}.o" for name in EMULATOR]
+    fake = [f"emulator/{name}.o" for name in FAKE_NCCL]
+    for name in (*EMULATOR, *FAKE_NCCL):
+        lines += _compile(f"emulator/{name}.o", HERE / f"{name}.cpp", ["-O2", "-g1", *flags])
     objects: dict[str, list[str]] = {}
     for kind, special in KINDS.items():
         lines += _compile(f"{kind}/micro.o", HERE / "micro.cu", [*flags, *special])
@@ -155,7 +166,14 @@ def _rules(mutants: Iterable[Mutant]) -> str:
             objects[kind].append(f"{kind}/{unit}.o")
             source = CSRC / "cuda" / f"{unit}.cu"
             lines += _compile(objects[kind][-1], source, [*flags, *special])
-        for name, needed in (("micro", [f"{kind}/micro.o"]), ("cases", objects[kind])):
+        compiled = [f"{kind}/{unit}.o" for unit in units()]
+        streams = [f"{kind}/streams_test.o", *compiled, *fake]
+        lines += _compile(streams[0], HERE / "streams_test.cpp", [*flags, *special])
+        for source in [*engine_sources(), ROOT / "tests" / "native" / "harness.cpp"]:
+            streams.append(f"{kind}/engine/{source.parent.name}_{source.stem}.o")
+            lines += _compile(streams[-1], source, [*flags, *special])
+        programs = {"micro": [f"{kind}/micro.o"], "cases": objects[kind], "streams": streams}
+        for name, needed in programs.items():
             lines.append(f"build {name}.{kind}: link {' '.join([*needed, *emulator])}")
             lines.append(f"  flags = {' '.join(special)} -pthread")
     built = [f"plain/{unit}.o" for unit in units()]

@@ -8,6 +8,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -22,6 +23,10 @@ using emulator::Token;
 namespace {
 
 using Run = std::function<bool()>;
+
+// They share all memory, and each has streams of its own; a thread has one of them at a time.
+constexpr int kDevices = 8;
+thread_local int current_device = 0;
 
 // "Everything that was submitted to this stream so far."
 struct Point {
@@ -38,24 +43,32 @@ struct Operation {
 }  // namespace
 
 struct CUgraph_st {
-  std::vector<Run> nodes;
+  std::vector<Run> nodes;  // in the order of their submission, which every dependency agrees with
+  bool broken = false;
 };
 struct CUgraphExec_st {
   std::vector<Run> nodes;
 };
 
 struct CUstream_st {
+  int device = current_device;
   bool blocking = true;  // waits for the default stream, and the default stream for it
   std::deque<std::unique_ptr<Operation>> queue;
   uint64_t submitted = 0, completed = 0;
   Token done;
   void* fiber = emulator::__tsan_create_fiber ? emulator::__tsan_create_fiber(0) : nullptr;
-  std::unique_ptr<CUgraph_st> captured;
-  bool capture_broken = false;
+  // The capture that the stream is part of: begun here, or joined by waiting for an event of it.
+  std::shared_ptr<CUgraph_st> captured;
+  bool began = false;
+  uint64_t nodes = 0;  // so far, in this capture
+  bool loose = false;  // has nodes that no other stream of the capture has waited for
 };
 
 struct CUevent_st {
   Point point;
+  std::shared_ptr<CUgraph_st> captured;  // recorded in this capture, when `from` had `nodes`
+  CUstream_st* from = nullptr;
+  uint64_t nodes = 0;
 };
 
 namespace {
@@ -63,24 +76,33 @@ namespace {
 // Never destroyed: a test may end with work in a stream.
 struct State {
   std::recursive_mutex mutex;
-  std::vector<CUstream_st*> streams{new CUstream_st};  // the first is the default stream
+  std::vector<CUstream_st*> streams = [] {  // the first ones are the devices' default streams
+    std::vector<CUstream_st*> all;
+    for (int device = 0; device < kDevices; ++device) {
+      all.push_back(new CUstream_st);
+      all.back()->device = device;
+    }
+    return all;
+  }();
   emulator::Random random{1};
   cudaError_t error = cudaSuccess;  // stays, as after a fault on a GPU
   std::string text;
-  int device = 0;
 };
+
 State& state() {
   static State* all = new State;
   return *all;
 }
 
-CUstream_st* resolve(cudaStream_t s) { return s == nullptr ? state().streams[0] : s; }
+CUstream_st* default_of(int device) { return state().streams[static_cast<size_t>(device)]; }
+CUstream_st* resolve(cudaStream_t s) { return s == nullptr ? default_of(current_device) : s; }
 
 bool reached(const Point& p) { return p.stream == nullptr || p.stream->completed >= p.sequence; }
 
+// Whether a stream of the thread's device is captured.
 bool capturing() {
   for (const CUstream_st* s : state().streams)
-    if (s->captured) return true;
+    if (s->captured && s->device == current_device) return true;
   return false;
 }
 
@@ -88,9 +110,10 @@ void submit(CUstream_st* s, Run run, std::vector<Point> after = {}) {
   auto op = std::make_unique<Operation>();
   op->run = std::move(run);
   op->after = std::move(after);
-  CUstream_st* base = state().streams[0];
+  CUstream_st* base = default_of(s->device);
   for (CUstream_st* other : state().streams)
-    if (other != s && other->blocking && s->blocking && (s == base || other == base))
+    if (other != s && other->device == s->device && other->blocking && s->blocking &&
+        (s == base || other == base))
       op->after.push_back({other, other->submitted});
   op->submitted.release();
   s->queue.push_back(std::move(op));
@@ -108,6 +131,7 @@ void step(CUstream_st* s) {
   op.submitted.acquire();
   for (const Point& p : op.after)
     if (p.stream != nullptr) p.stream->done.acquire();
+  std::optional<emulator::Unseen> unseen(std::in_place);
   bool finished = true;
   try {
     if (op.run && state().error == cudaSuccess) finished = op.run();
@@ -119,6 +143,7 @@ void step(CUstream_st* s) {
     s->queue.pop_front();  // here, as the stream owns what the operation holds
     ++s->completed;
   }
+  unseen.reset();
   s->done.release();
   if (host != nullptr) emulator::__tsan_switch_to_fiber(host, emulator::kNoSync);
 }
@@ -138,10 +163,14 @@ bool progress() {
 }
 
 cudaError_t wait(const Point& p) {
-  while (!reached(p)) {
+  for (;;) {
     {
       const std::lock_guard lock(state().mutex);
-      if (!progress() && !reached(p)) {
+      if (reached(p)) {
+        if (p.stream != nullptr) p.stream->done.acquire();
+        return state().error;
+      }
+      if (!progress()) {
         state().error = cudaErrorLaunchFailure;
         state().text = "streams wait for each other";
         return state().error;
@@ -149,17 +178,44 @@ cudaError_t wait(const Point& p) {
     }
     sched_yield();  // an operation that polls may need another thread
   }
-  if (p.stream != nullptr) p.stream->done.acquire();
-  return state().error;
+}
+
+// Everything that was submitted to a stream so far.
+Point last_of(CUstream_st* s) {
+  const std::lock_guard lock(state().mutex);
+  return {s, s->submitted};
 }
 
 // What must not happen while a stream is captured.
 cudaError_t refuse_capture() {
-  for (CUstream_st* s : state().streams) s->capture_broken |= s->captured != nullptr;
+  for (CUstream_st* s : state().streams)
+    if (s->captured && s->device == current_device) s->captured->broken = true;
   return cudaErrorStreamCaptureUnsupported;
 }
 
+void add_node(CUstream_st* s, Run run) {
+  s->captured->nodes.push_back(std::move(run));
+  ++s->nodes;
+  s->loose = true;
+}
+
+// A stream that is captured waits for an event, or joins the capture that the event is of.
+cudaError_t wait_captured(CUstream_st* s, const CUevent_st& event) {
+  if (!s->captured) {
+    s->captured = event.captured;
+    s->nodes = 0;
+    s->loose = true;
+  }
+  if (s->captured != event.captured) {
+    s->captured->broken = true;
+    return cudaErrorStreamCaptureIsolation;
+  }
+  if (event.from != s && event.from->nodes == event.nodes) event.from->loose = false;
+  return cudaSuccess;
+}
+
 cudaError_t allocate(void** p, size_t bytes) {
+  const std::lock_guard lock(state().mutex);
   if (capturing()) return refuse_capture();
   if (posix_memalign(p, 256, bytes == 0 ? 1 : bytes) != 0) return cudaErrorMemoryAllocation;
   std::memset(*p, emulator::options().poison, bytes);
@@ -172,7 +228,7 @@ cudaError_t emulator::enqueue_polled(cudaStream_t stream, Run operation) {
   const std::lock_guard lock(state().mutex);
   CUstream_st* s = resolve(stream);
   if (s->captured) {
-    s->captured->nodes.push_back(std::move(operation));
+    add_node(s, std::move(operation));
     return state().error;
   }
   submit(s, std::move(operation));
@@ -193,9 +249,12 @@ void emulator::forget_failure() {
 
 extern "C" {
 
-cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
-cudaError_t cudaGetDevice(int* device) { return *device = state().device, cudaSuccess; }
-cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
+cudaError_t cudaGetDeviceCount(int* count) { return *count = kDevices, cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) { return *device = current_device, cudaSuccess; }
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= kDevices) return cudaErrorInvalidDevice;
+  return current_device = device, cudaSuccess;
+}
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
   if (what != cudaDevAttrMultiProcessorCount) return cudaErrorInvalidValue;
   return *value = 2, cudaSuccess;
@@ -211,11 +270,20 @@ const char* cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaMalloc(void** p, size_t bytes) { return allocate(p, bytes); }
 cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t) { return allocate(p, bytes); }
 cudaError_t cudaDeviceSynchronize() {
-  for (CUstream_st* s : state().streams) wait({s, s->submitted});
+  std::vector<Point> all;
+  {
+    const std::lock_guard lock(state().mutex);
+    for (CUstream_st* s : state().streams)
+      if (s->device == current_device) all.push_back({s, s->submitted});
+  }
+  for (const Point& p : all) wait(p);
   return state().error;
 }
 cudaError_t cudaFree(void* p) {
-  if (capturing()) return refuse_capture();
+  {
+    const std::lock_guard lock(state().mutex);
+    if (capturing()) return refuse_capture();
+  }
   cudaDeviceSynchronize();
   std::free(p);
   return state().error;
@@ -225,14 +293,21 @@ cudaError_t cudaFreeAsync(void* p, cudaStream_t s) {
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t s) {
-  return emulator::enqueue(s, [=] { std::memmove(to, from, bytes); });
+  return emulator::enqueue(s, [=] {
+    emulator::device_reads(from, bytes);
+    emulator::device_writes(to, bytes);
+    std::memmove(to, from, bytes);
+  });
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   cudaMemcpyAsync(to, from, bytes, kind, nullptr);
   return cudaStreamSynchronize(nullptr);
 }
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t s) {
-  return emulator::enqueue(s, [=] { std::memset(p, value, bytes); });
+  return emulator::enqueue(s, [=] {
+    emulator::device_writes(p, bytes);
+    std::memset(p, value, bytes);
+  });
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t function, void* data) {
   return emulator::enqueue(s, [=] { function(data); });
@@ -247,7 +322,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned flags) {
 }
 cudaError_t cudaStreamCreate(cudaStream_t* s) { return cudaStreamCreateWithFlags(s, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t s) {
-  const cudaError_t error = wait({s, s->submitted});
+  const cudaError_t error = wait(last_of(s));
   const std::lock_guard lock(state().mutex);
   std::erase(state().streams, s);  // not deleted: an event may still point at it
   return error;
@@ -255,7 +330,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   CUstream_st* s = resolve(stream);
   if (s->captured) return refuse_capture();
-  return wait({s, s->submitted});
+  return wait(last_of(s));
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   const std::lock_guard lock(state().mutex);
@@ -268,7 +343,13 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t event, unsigned) {
   const std::lock_guard lock(state().mutex);
-  submit(resolve(s), nullptr, {event->point});
+  CUstream_st* waits = resolve(s);
+  if (event->captured) return wait_captured(waits, *event);
+  if (waits->captured) {
+    waits->captured->broken = true;  // what is not part of it cannot be waited for in it
+    return cudaErrorStreamCaptureIsolation;
+  }
+  submit(waits, nullptr, {event->point});
   return state().error;
 }
 
@@ -280,31 +361,53 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSucce
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   const std::lock_guard lock(state().mutex);
   CUstream_st* s = resolve(stream);
+  event->captured = s->captured;
+  event->from = s;
+  event->nodes = s->nodes;
+  if (s->captured) return state().error;
   submit(s, nullptr);
   event->point = {s, s->submitted};
   return state().error;
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait(event->point); }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  return event->captured ? cudaErrorCapturedEvent : wait(event->point);
+}
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const std::lock_guard lock(state().mutex);
+  if (event->captured) return cudaErrorCapturedEvent;
   progress();
-  return reached(event->point) ? state().error : cudaErrorNotReady;
+  if (!reached(event->point)) return cudaErrorNotReady;
+  if (event->point.stream != nullptr) event->point.stream->done.acquire();
+  return state().error;
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+  const std::lock_guard lock(state().mutex);
   if (s == nullptr || s->captured) return cudaErrorStreamCaptureUnsupported;
-  s->captured = std::make_unique<CUgraph_st>();
-  s->capture_broken = false;
+  s->captured = std::make_shared<CUgraph_st>();
+  s->began = true;
+  s->nodes = 0;
   return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* graph) {
-  if (!s->captured) return cudaErrorIllegalState;
-  *graph = s->captured.release();
-  if (!s->capture_broken) return cudaSuccess;
-  delete std::exchange(*graph, nullptr);
-  return cudaErrorStreamCaptureInvalidated;
+  const std::lock_guard lock(state().mutex);
+  if (!s->captured || !s->began) return cudaErrorIllegalState;
+  const std::shared_ptr<CUgraph_st> all = std::exchange(s->captured, nullptr);
+  s->began = false;
+  bool joined = true;
+  for (CUstream_st* other : state().streams) {
+    if (other->captured != all) continue;
+    joined &= !other->loose;
+    other->captured = nullptr;
+  }
+  *graph = nullptr;
+  if (all->broken) return cudaErrorStreamCaptureInvalidated;
+  if (!joined) return cudaErrorStreamCaptureUnjoined;
+  *graph = new CUgraph_st{all->nodes};
+  return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* status) {
+  const std::lock_guard lock(state().mutex);
   *status =
       s != nullptr && s->captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;

@@ -1,0 +1,95 @@
+// A GPU as the stream engine sees it: a pure interface, so that the engine is built and tested
+// where there is none.
+//
+// Not the kernels that users call (kernels/device_kernels.h). cuda/cuda_device.cu implements it
+// over CUDA's runtime, and the emulator of tests/emulator runs that same file. Streams and events
+// are CUDA's own (cudaStream_t, cudaEvent_t) without its types.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <span>
+#include <utility>
+
+#include "core/dtype.h"
+#include "core/reduce_op.h"
+
+namespace pycomm {
+
+// out[i] = inputs[0][i] (+) inputs[1][i] (+) ..., left to right, as kernels/kernels.h defines it
+// for the processor, with the same bits. `size` is what avg divides by; 16-bit floats are rounded
+// once. `out` may be one of the inputs.
+struct Reduction {
+  void* out = nullptr;
+  std::span<const void* const> inputs{};
+  size_t count = 0;
+  Dtype dtype = Dtype::uint8;
+  ReduceOp op = ReduceOp::sum;
+  int size = 1;
+};
+
+// Any thread may call. What takes a stream enqueues there and returns; nothing waits for the
+// device. Throws Unsupported where there is no driver or GPU, InternalError with CUDA's words for
+// the rest. While a stream is captured into a graph nothing may be made or allocated.
+class Device {
+ public:
+  Device() = default;
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+  virtual ~Device() = default;
+
+  virtual int index() const = 0;
+  // Runs `body` while the device is the calling thread's current one, as NCCL wants it.
+  virtual void while_current(const std::function<void()>& body) = 0;
+
+  virtual void* make_stream() = 0;  // ordered with no other
+  virtual void drop_stream(void* stream) noexcept = 0;
+  virtual bool capturing(void* stream) = 0;
+
+  virtual void* make_event() = 0;
+  virtual void drop_event(void* event) noexcept = 0;
+  virtual void record(void* event, void* stream) = 0;
+  virtual void wait(void* stream, void* event) = 0;
+  virtual bool passed(void* event) = 0;
+
+  virtual void* allocate(size_t bytes) = 0;         // aligned to 256 bytes
+  virtual void release(void* memory) noexcept = 0;  // waits until no stream uses it
+
+  virtual void copy(void* to, const void* from, size_t bytes, void* stream) = 0;
+  virtual void clear(void* to, size_t bytes, void* stream) = 0;
+  virtual void reduce(const Reduction& reduction, void* stream) = 0;
+};
+
+// A stream and an event that end with whoever holds them.
+class Stream {
+ public:
+  explicit Stream(std::shared_ptr<Device> device)
+      : device_(std::move(device)), raw_(device_->make_stream()) {}
+  ~Stream() { device_->drop_stream(raw_); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  void* raw() const { return raw_; }
+
+ private:
+  std::shared_ptr<Device> device_;
+  void* raw_;
+};
+
+class Event {
+ public:
+  explicit Event(std::shared_ptr<Device> device)
+      : device_(std::move(device)), raw_(device_->make_event()) {}
+  ~Event() { device_->drop_event(raw_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  void record(void* stream) { device_->record(raw_, stream); }
+  void hold(void* stream) { device_->wait(stream, raw_); }  // what follows there waits for it
+  bool passed() { return device_->passed(raw_); }
+
+ private:
+  std::shared_ptr<Device> device_;
+  void* raw_;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,97 @@
+#include "device/stages.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+// What arrives to be combined begins at a multiple of so many elements of scratch, so that kernels
+// find it aligned to 16 bytes whatever the dtype.
+constexpr size_t kAligned = 16;
+
+size_t aligned(size_t count) { return (count + kAligned - 1) / kAligned * kAligned; }
+
+// `input` and `output` may be the same array; what is written there is seen in both.
+bool overlap(const Range& a, const Range& b) {
+  return (a.space == Space::scratch) == (b.space == Space::scratch) &&
+         a.begin < b.begin + b.count && b.begin < a.begin + a.count;
+}
+
+// A stage in the making, and the ranges that it touches.
+class Maker {
+ public:
+  explicit Maker(size_t plan_scratch) : first_(aligned(plan_scratch)), free_(first_) {
+    made_.scratch = plan_scratch;
+  }
+
+  // What a move sends and receives travels in one stage: its counterparts may need both at once.
+  void exchange(const Move& move, int rank) {
+    const bool sends = move.to != kNobody && move.to != rank && move.out.count > 0;
+    const bool receives = move.from != kNobody && move.from != rank && move.in.count > 0;
+    const bool lands = receives && move.combine == Combine::copy;
+    begin_if((sends && any(writes_, move.out)) ||
+             (lands && (any(writes_, move.in) || any(reads_, move.in))));
+    if (sends) {
+      stage_.sends.push_back({move.to, move.out});
+      reads_.push_back(move.out);
+    }
+    if (lands) {
+      stage_.receives.push_back({move.from, move.in});
+      writes_.push_back(move.in);
+    } else if (receives) {  // behind the plan's scratch, to be combined
+      const Range staged{Space::scratch, free_, move.in.count};
+      free_ += aligned(move.in.count);
+      made_.scratch = std::max(made_.scratch, staged.begin + staged.count);
+      stage_.receives.push_back({move.from, staged});
+      step({move.combine, move.in, move.with, staged});
+    }
+  }
+
+  // Steps come after the messages of their stage, and in order.
+  void step(const Stage::Step& step) {
+    if (step.in.count == 0) return;
+    stage_.steps.push_back(step);
+    writes_.push_back(step.in);
+    reads_.push_back(step.arrived);
+    if (step.combine == Combine::reduce || step.combine == Combine::finish)
+      reads_.push_back(step.with);
+  }
+
+  Stages finish() {
+    begin_if(true);
+    return std::move(made_);
+  }
+
+ private:
+  static bool any(const std::vector<Range>& all, const Range& range) {
+    return std::ranges::any_of(all, [&](const Range& one) { return overlap(one, range); });
+  }
+
+  void begin_if(bool conflict) {
+    if (!conflict) return;
+    if (!stage_.sends.empty() || !stage_.receives.empty() || !stage_.steps.empty())
+      made_.stages.push_back(std::exchange(stage_, {}));
+    reads_.clear();
+    writes_.clear();
+    free_ = first_;
+  }
+
+  size_t first_, free_;  // of scratch: behind the plan's
+  Stages made_;
+  Stage stage_;
+  std::vector<Range> reads_, writes_;
+};
+
+}  // namespace
+
+Stages make_stages(const Plan& plan, int rank) {
+  Maker maker(plan.scratch);
+  for (const Move& move : plan.moves) {
+    maker.exchange(move, rank);
+    if (move.from == rank) maker.step({move.combine, move.in, move.with, move.out});
+  }
+  return maker.finish();
+}
+
+}  // namespace pycomm

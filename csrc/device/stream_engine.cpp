@@ -1,0 +1,217 @@
+#include "device/stream_engine.h"
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core/errors.h"
+
+namespace pycomm {
+namespace {
+
+// How NCCL spells a dtype: elements of a type that it has. `exact` is false where that type only
+// has the same bytes, which is enough to move them and not to add them.
+struct NcclSpelling {
+  NcclDtype dtype;
+  size_t each;  // of it for one of ours
+  bool exact;
+};
+
+NcclSpelling spelling_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::float16:
+      return {NcclDtype::float16, 1, true};
+    case Dtype::bfloat16:
+      return {NcclDtype::bfloat16, 1, true};
+    case Dtype::float32:
+      return {NcclDtype::float32, 1, true};
+    case Dtype::float64:
+      return {NcclDtype::float64, 1, true};
+    case Dtype::int8:
+      return {NcclDtype::int8, 1, true};
+    case Dtype::int16:
+      return {NcclDtype::uint8, 2, false};
+    case Dtype::int32:
+      return {NcclDtype::int32, 1, true};
+    case Dtype::int64:
+      return {NcclDtype::int64, 1, true};
+    case Dtype::uint8:
+      return {NcclDtype::uint8, 1, true};
+    case Dtype::boolean:
+      break;
+  }
+  return {NcclDtype::uint8, 1, false};
+}
+
+std::optional<NcclOp> nccl_op(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+      return NcclOp::sum;
+    case ReduceOp::avg:
+      return NcclOp::avg;
+    case ReduceOp::product:
+      return NcclOp::product;
+    case ReduceOp::min:
+      return NcclOp::min;
+    case ReduceOp::max:
+      return NcclOp::max;
+    case ReduceOp::band:
+    case ReduceOp::bor:
+    case ReduceOp::bxor:
+      break;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+bool has_nccl(Operation operation, Dtype dtype, ReduceOp op) {
+  if (operation == Operation::broadcast || operation == Operation::all_gather) return true;
+  if (operation != Operation::all_reduce && operation != Operation::reduce_scatter) return false;
+  return spelling_of(dtype).exact && nccl_op(op).has_value();
+}
+
+StreamEngine::StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device> device, int rank,
+                           int size)
+    : nccl_(std::move(nccl)),
+      device_(std::move(device)),
+      rank_(rank),
+      size_(size),
+      stream_(device_),
+      before_(device_) {}
+
+// First of all, as the end of the stream waits for what is on it.
+StreamEngine::~StreamEngine() {
+  if (communicator_) communicator_->abort();
+}
+
+void StreamEngine::meet(const NcclId& id, const Deadline& deadline) {
+  if (size_ == 1) return;
+  device_->while_current(
+      [&] { communicator_ = std::make_unique<Communicator>(*nccl_, id, rank_, size_); });
+  communicator_->meet(deadline);
+}
+
+std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, void* caller,
+                                             const Deadline& deadline) {
+  if (job.stages != nullptr) reserve(job.stages->scratch * bytes_of(job.dtype), caller);
+  auto over = std::make_shared<Event>(device_);
+  before_.record(caller);
+  before_.hold(stream_.raw());
+  if (job.stages == nullptr)
+    run_nccl(job, deadline);
+  else
+    run(job, deadline);
+  over->record(stream_.raw());
+  return over;
+}
+
+void StreamEngine::run(const StreamJob& job, const Deadline& deadline) {
+  for (const Stage& stage : job.stages->stages) run_stage(job, stage, deadline);
+}
+
+void StreamEngine::run_stage(const StreamJob& job, const Stage& stage, const Deadline& deadline) {
+  if (!stage.sends.empty() || !stage.receives.empty()) {
+    const auto [dtype, each, exact] = spelling_of(job.dtype);
+    const auto calls = [&, dtype = dtype, each = each](NcclApi& nccl, NcclComm* comm) {
+      const NcclQueue queue{comm, stream_.raw()};
+      NcclResult result = NcclResult::success;
+      const auto keep = [&](NcclResult one) {
+        if (result == NcclResult::success || result == NcclResult::in_progress) result = one;
+      };
+      for (const auto& [peer, range] : stage.sends)
+        keep(nccl.send({place(job, range), nullptr, range.count * each, dtype}, peer, queue));
+      for (const auto& [peer, range] : stage.receives)
+        keep(nccl.recv({nullptr, place(job, range), range.count * each, dtype}, peer, queue));
+      return result;
+    };
+    communicator_->launch(calls, deadline);
+    ++traffic_.groups;
+    for (const Stage::Message& sent : stage.sends)
+      traffic_.bytes_sent += sent.range.count * bytes_of(job.dtype);
+  }
+  for (const Stage::Step& step : stage.steps) run_step(job, step);
+}
+
+void StreamEngine::run_step(const StreamJob& job, const Stage::Step& step) {
+  const size_t bytes = step.in.count * bytes_of(job.dtype);
+  std::byte* into = place(job, step.in);
+  switch (step.combine) {
+    case Combine::copy:
+      if (step.arrived.count == 0)
+        device_->clear(into, bytes, stream_.raw());
+      else if (const std::byte* from = place(job, step.arrived); from != into)
+        device_->copy(into, from, bytes, stream_.raw());
+      return;
+    case Combine::reduce:
+    case Combine::finish:
+    case Combine::fold:
+      return reduce(job, step);
+  }
+}
+
+// avg adds, and divides in the last addition of an element.
+void StreamEngine::reduce(const StreamJob& job, const Stage::Step& step) {
+  const size_t bytes = step.in.count * bytes_of(job.dtype);
+  const bool partial = step.combine == Combine::reduce && job.op == ReduceOp::avg;
+  const std::byte* arrived = place(job, step.arrived);
+  std::vector<const void*> inputs;
+  if (step.combine == Combine::fold) {
+    const size_t slots = step.arrived.count / step.in.count;
+    for (size_t slot = 0; slot < slots; ++slot) inputs.push_back(arrived + slot * bytes);
+  } else {
+    inputs = {place(job, step.with), arrived};
+  }
+  device_->reduce({.out = place(job, step.in),
+                   .inputs = inputs,
+                   .count = step.in.count,
+                   .dtype = job.dtype,
+                   .op = partial ? ReduceOp::sum : job.op,
+                   .size = size_},
+                  stream_.raw());
+  ++traffic_.kernels;
+}
+
+void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
+  const auto [dtype, each, exact] = spelling_of(job.dtype);
+  const NcclData data{job.input, job.output, job.count * each, dtype};
+  const auto calls = [&](NcclApi& nccl, NcclComm* comm) {
+    const NcclQueue queue{comm, stream_.raw()};
+    if (job.operation == Operation::broadcast)
+      return nccl.broadcast({job.output, data.out, data.count, data.dtype}, job.root, queue);
+    if (job.operation == Operation::all_gather) return nccl.all_gather(data, queue);
+    if (job.operation == Operation::all_reduce)
+      return nccl.all_reduce(data, nccl_op(job.op).value(), queue);
+    return nccl.reduce_scatter(data, nccl_op(job.op).value(), queue);
+  };
+  communicator_->launch(calls, deadline);
+  ++traffic_.groups;
+}
+
+std::byte* StreamEngine::place(const StreamJob& job, const Range& range) const {
+  const size_t begin = range.begin * bytes_of(job.dtype);
+  switch (range.space) {
+    case Space::input:
+      return const_cast<std::byte*>(job.input) + begin;
+    case Space::output:
+      return job.output + begin;
+    case Space::scratch:
+      break;
+  }
+  return static_cast<std::byte*>(scratch_.back().get()) + begin;
+}
+
+void StreamEngine::reserve(size_t bytes, void* caller) {
+  if (bytes <= scratch_bytes_) return;
+  if (device_->capturing(caller))
+    throw Unsupported("a call that is captured into a graph needs " + std::to_string(bytes) +
+                      " bytes of scratch and there are " + std::to_string(scratch_bytes_) +
+                      ": make the same call once before the capture");
+  const size_t larger = std::max(bytes, 2 * scratch_bytes_);
+  scratch_.emplace_back(device_->allocate(larger), Release{device_});
+  scratch_bytes_ = larger;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,97 @@
+#include "nccl/communicator.h"
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+// NCCL tells nobody when it is through, so whoever waits for it asks: often at first, as enqueueing
+// takes microseconds, then less often, as ranks that have to come take seconds.
+constexpr int kEager = 1000;
+constexpr std::chrono::microseconds kPatient{200};
+
+bool is_fine(NcclResult result) {
+  return result == NcclResult::success || result == NcclResult::in_progress;
+}
+
+}  // namespace
+
+Communicator::Communicator(NcclApi& nccl, const NcclId& id, int rank, int size)
+    : nccl_(nccl), rank_(rank) {
+  const NcclResult result = nccl_.comm_init_rank(comm_, size, id, rank, false);
+  if (!is_fine(result)) throw error_of("ncclCommInitRankConfig", result);
+}
+
+void Communicator::meet(const Deadline& deadline) {
+  const NcclResult result = settle(deadline);
+  if (result == NcclResult::in_progress)
+    throw Timeout("not all ranks came to make an NCCL communicator within " +
+                      std::to_string(deadline.limit_s()) + " s",
+                  {.op = "nccl", .rank = rank_, .elapsed_s = deadline.elapsed_s()});
+  if (result != NcclResult::success) throw error_of("ncclCommInitRankConfig", result);
+}
+
+void Communicator::launch(const Calls& calls, const Deadline& deadline) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (comm_ == nullptr) throw GroupBroken("the NCCL communicator was aborted", {.rank = rank_});
+    NcclResult result = nccl_.group_start();
+    if (result == NcclResult::success) result = calls(nccl_, comm_);
+    const NcclResult ended = nccl_.group_end();  // also after a failure: the thread is in a group
+    if (is_fine(result)) result = ended;
+    if (!is_fine(result)) throw error_of("ncclGroupEnd", result);
+  }
+  const NcclResult result = settle(deadline);
+  if (result == NcclResult::in_progress)
+    throw Timeout("NCCL could not enqueue a call within " + std::to_string(deadline.limit_s()) +
+                      " s: a rank may be missing",
+                  {.op = "nccl", .rank = rank_, .elapsed_s = deadline.elapsed_s()});
+  if (result != NcclResult::success) throw error_of("ncclGroupEnd", result);
+}
+
+NcclResult Communicator::state() {
+  const std::lock_guard lock(mutex_);
+  if (comm_ == nullptr) return NcclResult::success;
+  NcclResult error{};
+  const NcclResult asked = nccl_.comm_async_error(comm_, error);
+  return asked == NcclResult::success ? error : asked;
+}
+
+NcclResult Communicator::settle(const Deadline& deadline) {
+  for (int looks = 0;; ++looks) {
+    const NcclResult now = state();
+    if (now != NcclResult::in_progress || deadline.expired()) return now;
+    if (looks < kEager)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(kPatient);  // see kPatient
+  }
+}
+
+Error Communicator::error_of(const std::string& function, NcclResult result) {
+  const std::string text = nccl_error_text(nccl_, function, result, comm_);
+  const ErrorFields fields{.op = "nccl", .rank = rank_};
+  if (result == NcclResult::remote_error) return PeerLost(text, fields);
+  if (result == NcclResult::timeout) return Timeout(text, fields);
+  return GroupBroken(text, fields);
+}
+
+void Communicator::close(const Deadline& deadline) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (comm_ == nullptr || !is_fine(nccl_.comm_finalize(comm_))) return;
+  }
+  const bool through = settle(deadline) == NcclResult::success;
+  const std::lock_guard lock(mutex_);
+  if (through && comm_ != nullptr && is_fine(nccl_.comm_destroy(comm_))) comm_ = nullptr;
+}
+
+void Communicator::abort() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (comm_ != nullptr) (void)nccl_.comm_abort(comm_);
+  comm_ = nullptr;
+}
+
+}  // namespace pycomm

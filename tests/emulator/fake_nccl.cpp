@@ -1,0 +1,465 @@
+#include "fake_nccl.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <random>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "fake_wires.hpp"
+#include "fiber.hpp"
+#include "kernels/kernels.h"
+#include "runtime.hpp"
+
+namespace fake_nccl {
+namespace {
+
+using pycomm::Dtype;
+using pycomm::NcclComm;
+using pycomm::NcclData;
+using pycomm::NcclDtype;
+using pycomm::NcclId;
+using pycomm::NcclOp;
+using pycomm::NcclQueue;
+using pycomm::NcclResult;
+using pycomm::ReduceOp;
+
+constexpr int kAsks = 2;  // how often who does not block hears "in progress" after each call
+
+// By NcclDtype. Reductions of those without a counterpart here are refused.
+struct Type {
+  size_t bytes;
+  int dtype;
+};
+constexpr std::array<Type, 10> kTypes{{{1, static_cast<int>(Dtype::int8)},
+                                       {1, static_cast<int>(Dtype::uint8)},
+                                       {4, static_cast<int>(Dtype::int32)},
+                                       {4, -1},
+                                       {8, static_cast<int>(Dtype::int64)},
+                                       {8, -1},
+                                       {2, static_cast<int>(Dtype::float16)},
+                                       {4, static_cast<int>(Dtype::float32)},
+                                       {8, static_cast<int>(Dtype::float64)},
+                                       {2, static_cast<int>(Dtype::bfloat16)}}};
+constexpr std::array kOps{ReduceOp::sum, ReduceOp::product, ReduceOp::max, ReduceOp::min,
+                          ReduceOp::avg};
+
+// ThreadSanitizer does not see this lock, as this folder is not instrumented. One that it saw would
+// order streams and threads that nothing orders on a GPU, and hide a missing event.
+class Lock {
+ public:
+  void lock() {
+    while (taken_.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+  }
+  void unlock() { taken_.clear(std::memory_order_release); }
+
+ private:
+  std::atomic_flag taken_;
+};
+
+struct Comm {
+  Comm(int size, int rank, bool blocks) : wires(size, rank), blocking(blocks) {}
+  Lock mutex;  // guards all below but `aborted` and `connector`
+  Wires wires;
+  const bool blocking;
+  bool connecting = true, busy = false, finalizing = false;
+  int asks_left = 0;  // before it is through with the last call
+  uint64_t issued = 0, finished = 0;
+  NcclResult error = NcclResult::success;
+  std::string message;
+  std::atomic<bool> aborted{false};
+  std::thread connector;
+
+  void fail(const Failed& failed) {
+    error = failed.result;
+    message = failed.what();
+    wires.hang_up();
+  }
+};
+
+struct Call {
+  NcclData data;
+  Header header;
+  int peer;  // of a message
+  bool sends;
+};
+
+size_t bytes_of(const Call& call) {
+  return call.header.count * kTypes.at(static_cast<size_t>(call.header.dtype)).bytes;
+}
+
+// A collective: everybody's part in its slot, then what becomes of them.
+class Collective {
+ public:
+  Collective(const Call& call, const Wires& wires)
+      : call_(call), size_(wires.size()), rank_(wires.rank()), bytes_(bytes_of(call)) {
+    slots_.resize(bytes_ * static_cast<size_t>(size_));
+    const bool one_way = call.header.kind == Kind::broadcast;
+    const bool gives = !one_way || rank_ == call.header.root;
+    if (gives) {
+      emulator::device_reads(given_to(rank_), bytes_);
+      std::memcpy(slot(rank_), given_to(rank_), bytes_);
+    }
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == rank_) continue;
+      if (gives) transfers.emplace_back(call.header, peer, given_to(peer), bytes_, true);
+      if (!one_way || peer == call.header.root)
+        transfers.emplace_back(call.header, peer, slot(peer), bytes_, false);
+    }
+  }
+
+  void finish() {
+    const bool all = call_.header.kind == Kind::all_gather;
+    emulator::device_writes(call_.data.out, bytes_ * static_cast<size_t>(all ? size_ : 1));
+    switch (call_.header.kind) {
+      case Kind::message:
+        return;
+      case Kind::all_gather:
+        std::memcpy(call_.data.out, slots_.data(), slots_.size());
+        return;
+      case Kind::broadcast:
+        std::memcpy(call_.data.out, slot(call_.header.root), bytes_);
+        return;
+      case Kind::all_reduce:
+      case Kind::reduce_scatter: {
+        const int dtype = kTypes.at(static_cast<size_t>(call_.header.dtype)).dtype;
+        const auto op = kOps.at(static_cast<size_t>(call_.header.op));
+        if (dtype < 0) throw Failed(NcclResult::invalid_argument, "no arithmetic of this dtype");
+        pycomm::reducer(static_cast<Dtype>(dtype), op)
+            .fold(call_.data.out, slots_.data(), call_.header.count, size_);
+      }
+    }
+  }
+
+  std::vector<Transfer> transfers;
+
+ private:
+  std::byte* slot(int rank) { return slots_.data() + static_cast<size_t>(rank) * bytes_; }
+  std::byte* given_to(int peer) const {
+    const bool own_part = call_.header.kind == Kind::reduce_scatter;
+    auto* in = static_cast<std::byte*>(const_cast<void*>(call_.data.in));
+    return in + (own_part ? static_cast<size_t>(peer) * bytes_ : 0);
+  }
+
+  Call call_;
+  int size_, rank_;
+  size_t bytes_;
+  std::vector<std::byte> slots_;
+};
+
+// Steps what can move; messages with one peer in one direction keep their order. True when all
+// have.
+bool step_all(std::vector<Transfer>& transfers, Wires& wires) {
+  std::set<std::pair<int, bool>> waiting;
+  std::erase_if(transfers, [&](Transfer& one) {
+    if (waiting.contains({one.peer(), one.sends()})) return false;
+    if (one.step(wires)) return true;
+    waiting.insert({one.peer(), one.sends()});
+    return false;
+  });
+  return transfers.empty();
+}
+
+// A group on its way: first its messages, all at once, then its collectives, one by one.
+struct Running {
+  std::vector<Transfer> messages;
+  std::vector<Collective> collectives;
+
+  Running(const std::vector<Call>& calls, const Wires& wires) {
+    for (const Call& call : calls) {
+      void* at = call.sends ? const_cast<void*>(call.data.in) : call.data.out;
+      if (call.header.kind == Kind::message)
+        messages.emplace_back(call.header, call.peer, static_cast<std::byte*>(at), bytes_of(call),
+                              call.sends);
+      else
+        collectives.emplace_back(call, wires);
+    }
+  }
+  bool step(Wires& wires) {
+    if (!step_all(messages, wires)) return false;
+    while (!collectives.empty()) {
+      if (!step_all(collectives.front().transfers, wires)) return false;
+      collectives.front().finish();
+      collectives.erase(collectives.begin());
+    }
+    return true;
+  }
+};
+
+}  // namespace
+
+struct FakeNccl::State : std::enable_shared_from_this<State> {
+  Lock mutex;
+  std::map<NcclComm*, std::shared_ptr<Comm>> live;
+  Counts counts;
+  std::string last_error;
+
+  NcclResult refuse(NcclResult result, const std::string& why) {
+    const std::lock_guard lock(mutex);
+    last_error = why;
+    return result;
+  }
+  std::shared_ptr<Comm> find(NcclComm* handle) {
+    const std::lock_guard lock(mutex);
+    const auto found = live.find(handle);
+    return found == live.end() ? nullptr : found->second;
+  }
+  std::shared_ptr<Comm> take(NcclComm* handle) {
+    const std::lock_guard lock(mutex);
+    const auto node = live.extract(handle);
+    return node.empty() ? nullptr : node.mapped();
+  }
+  NcclResult gone() {
+    return refuse(NcclResult::invalid_argument, "the communicator was destroyed or aborted");
+  }
+  NcclResult add(Call call, NcclQueue queue);
+  NcclResult flush();
+  NcclResult issue(const std::shared_ptr<Comm>& comm, std::vector<Call> calls, void* stream);
+  void count(const std::vector<Call>& calls);
+};
+
+namespace {
+
+// A group under construction, of this thread.
+struct Noted {
+  Call call;
+  NcclQueue queue;
+};
+thread_local int depth = 0;
+thread_local std::vector<Noted> noted;
+
+}  // namespace
+
+void FakeNccl::State::count(const std::vector<Call>& calls) {
+  const std::lock_guard lock(mutex);
+  ++counts.groups;
+  for (const Call& call : calls) {
+    if (call.header.kind != Kind::message) {
+      ++counts.collectives;
+      continue;
+    }
+    ++(call.sends ? counts.sends : counts.receives);
+    if (call.sends) counts.bytes_sent += bytes_of(call);
+  }
+}
+
+NcclResult FakeNccl::State::add(Call call, NcclQueue queue) {
+  const auto comm = find(queue.comm);
+  if (!comm) return gone();
+  const int peer = call.header.kind == Kind::message ? call.peer : call.header.root;
+  if (peer < 0 || peer >= comm->wires.size())
+    return refuse(NcclResult::invalid_argument, "there is no rank " + std::to_string(peer));
+  if (call.header.kind == Kind::message && peer == comm->wires.rank())
+    return refuse(NcclResult::invalid_usage, "a rank does not send to itself here");
+  noted.push_back({call, queue});
+  return depth > 0 ? NcclResult::success : flush();
+}
+
+NcclResult FakeNccl::State::flush() {
+  const std::vector<Noted> all = std::exchange(noted, {});
+  std::map<NcclComm*, std::pair<void*, std::vector<Call>>> by_comm;
+  for (const Noted& one : all) {
+    auto& [stream, calls] = by_comm[one.queue.comm];
+    if (!calls.empty() && stream != one.queue.stream)
+      return refuse(NcclResult::invalid_usage, "one stream for each communicator of a group");
+    stream = one.queue.stream;
+    calls.push_back(one.call);
+  }
+  NcclResult result = NcclResult::success;
+  for (auto& [handle, batch] : by_comm) {
+    const auto comm = find(handle);
+    const NcclResult one = comm ? issue(comm, std::move(batch.second), batch.first) : gone();
+    if (one != NcclResult::success && one != NcclResult::in_progress) return one;
+    if (one == NcclResult::in_progress) result = one;
+  }
+  return result;
+}
+
+NcclResult FakeNccl::State::issue(const std::shared_ptr<Comm>& comm, std::vector<Call> calls,
+                                  void* stream) {
+  auto* const queue = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus capture{};
+  cudaStreamIsCapturing(queue, &capture);
+  const bool counted = capture == cudaStreamCaptureStatusNone;
+  {
+    const std::lock_guard lock(comm->mutex);
+    if (comm->error != NcclResult::success) return refuse(comm->error, comm->message);
+    if (comm->connecting || comm->asks_left > 0)
+      return refuse(NcclResult::invalid_usage, "the communicator is still in progress");
+    if (counted) ++comm->issued;
+    if (!comm->blocking) comm->asks_left = kAsks;
+  }
+  // A graph runs copies of this, each of which begins anew.
+  const auto run = [self = shared_from_this(), comm, counted, calls = std::move(calls),
+                    running = std::shared_ptr<Running>()]() mutable {
+    const std::lock_guard lock(comm->mutex);
+    bool over = comm->aborted || comm->error != NcclResult::success;
+    if (!over && !running && comm->busy) return false;  // one at a time, as the device runs them
+    try {
+      if (!over && !running) {
+        running = std::make_shared<Running>(calls, comm->wires);
+        comm->busy = true;
+        self->count(calls);
+      }
+      over = over || running->step(comm->wires);
+    } catch (const Failed& failed) {
+      if (!comm->aborted) comm->fail(failed);
+      over = true;
+    }
+    if (!over) return false;
+    if (running) comm->busy = false;
+    running = nullptr;
+    if (counted) ++comm->finished;
+    return true;
+  };
+  if (emulator::enqueue_polled(queue, run) != cudaSuccess) return NcclResult::cuda_error;
+  return comm->blocking ? NcclResult::success : NcclResult::in_progress;
+}
+
+FakeNccl::FakeNccl() : state_(std::make_shared<State>()) {}
+
+FakeNccl::~FakeNccl() {
+  std::vector<NcclComm*> left;
+  for (const auto& [handle, comm] : state_->live) left.push_back(handle);
+  for (NcclComm* handle : left) (void)FakeNccl::comm_abort(handle);
+}
+
+Counts FakeNccl::take_counts() {
+  const std::lock_guard lock(state_->mutex);
+  return std::exchange(state_->counts, {});
+}
+
+std::string FakeNccl::error_string(NcclResult result) {
+  constexpr std::array kTexts{"no error",
+                              "unhandled cuda error",
+                              "unhandled system error",
+                              "internal error",
+                              "invalid argument",
+                              "invalid usage",
+                              "remote process exited or there was a network error",
+                              "NCCL operation in progress",
+                              "timeout"};
+  return kTexts.at(static_cast<size_t>(result));
+}
+
+std::string FakeNccl::last_error(NcclComm* handle) {
+  if (const auto comm = state_->find(handle)) {
+    const std::lock_guard lock(comm->mutex);
+    if (comm->error != NcclResult::success) return comm->message;
+  }
+  const std::lock_guard lock(state_->mutex);
+  return state_->last_error;
+}
+
+NcclResult FakeNccl::get_unique_id(NcclId& id) {
+  std::random_device random;
+  id = {};
+  for (size_t i = 0; i < 32; i += 8)
+    std::snprintf(id.bytes.data() + i, 9, "%08x", static_cast<unsigned>(random()));
+  return NcclResult::success;
+}
+
+NcclResult FakeNccl::comm_init_rank(NcclComm*& handle, int size, const NcclId& id, int rank,
+                                    bool blocking) {
+  if (size < 1 || rank < 0 || rank >= size)
+    return state_->refuse(NcclResult::invalid_argument, "rank or size cannot be");
+  const auto comm = std::make_shared<Comm>(size, rank, blocking);
+  int device = 0;
+  cudaGetDevice(&device);
+  handle = reinterpret_cast<NcclComm*>(comm.get());
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->live[handle] = comm;
+  }
+  comm->connector = std::thread([comm = comm.get(), id, device] {
+    try {
+      comm->wires.connect(id, device, [&] { return comm->aborted.load(); });
+      const std::lock_guard lock(comm->mutex);
+      comm->connecting = false;
+    } catch (const Failed& failed) {
+      const std::lock_guard lock(comm->mutex);
+      comm->connecting = false;
+      comm->fail(failed);
+    }
+  });
+  if (!blocking) return NcclResult::in_progress;
+  comm->connector.join();
+  return comm->error == NcclResult::success ? comm->error
+                                            : state_->refuse(comm->error, comm->message);
+}
+
+NcclResult FakeNccl::comm_finalize(NcclComm* handle) {
+  const auto comm = state_->find(handle);
+  if (!comm) return state_->gone();
+  const std::lock_guard lock(comm->mutex);
+  if (comm->connecting || comm->asks_left > 0)
+    return state_->refuse(NcclResult::invalid_usage, "the communicator is still in progress");
+  comm->finalizing = true;
+  return comm->blocking ? NcclResult::success : NcclResult::in_progress;
+}
+
+NcclResult FakeNccl::comm_destroy(NcclComm* handle) {
+  const auto comm = state_->find(handle);
+  if (!comm) return state_->gone();
+  {
+    const std::lock_guard lock(comm->mutex);
+    if (comm->connecting || comm->asks_left > 0 || comm->issued != comm->finished)
+      return state_->refuse(NcclResult::invalid_usage, "the communicator is not through");
+  }
+  return comm_abort(handle);
+}
+
+NcclResult FakeNccl::comm_abort(NcclComm* handle) {
+  const auto comm = state_->take(handle);
+  if (!comm) return state_->gone();
+  comm->aborted = true;
+  if (comm->connector.joinable()) comm->connector.join();
+  const std::lock_guard lock(comm->mutex);
+  comm->wires.hang_up();
+  return NcclResult::success;
+}
+
+NcclResult FakeNccl::comm_async_error(NcclComm* handle, NcclResult& error) {
+  const auto comm = state_->find(handle);
+  if (!comm) return state_->gone();
+  const std::lock_guard lock(comm->mutex);
+  error = comm->error;
+  const bool ending = comm->finalizing && comm->issued != comm->finished;
+  if (error == NcclResult::success && (comm->connecting || comm->asks_left > 0 || ending)) {
+    error = NcclResult::in_progress;
+    if (comm->asks_left > 0) --comm->asks_left;
+  }
+  return NcclResult::success;
+}
+
+NcclResult FakeNccl::group_start() { return ++depth, NcclResult::success; }
+NcclResult FakeNccl::group_end() {
+  if (depth == 0) return state_->refuse(NcclResult::invalid_usage, "no group was started");
+  return --depth > 0 ? NcclResult::success : state_->flush();
+}
+
+NcclResult FakeNccl::send(NcclData d, int peer, NcclQueue q) {
+  return state_->add({d, {Kind::message, d.dtype, {}, 0, d.count}, peer, true}, q);
+}
+NcclResult FakeNccl::recv(NcclData d, int peer, NcclQueue q) {
+  return state_->add({d, {Kind::message, d.dtype, {}, 0, d.count}, peer, false}, q);
+}
+NcclResult FakeNccl::all_reduce(NcclData d, NcclOp op, NcclQueue q) {
+  return state_->add({d, {Kind::all_reduce, d.dtype, op, 0, d.count}, 0, false}, q);
+}
+NcclResult FakeNccl::all_gather(NcclData d, NcclQueue q) {
+  return state_->add({d, {Kind::all_gather, d.dtype, {}, 0, d.count}, 0, false}, q);
+}
+NcclResult FakeNccl::reduce_scatter(NcclData d, NcclOp op, NcclQueue q) {
+  return state_->add({d, {Kind::reduce_scatter, d.dtype, op, 0, d.count}, 0, false}, q);
+}
+NcclResult FakeNccl::broadcast(NcclData d, int root, NcclQueue q) {
+  return state_->add({d, {Kind::broadcast, d.dtype, {}, root, d.count}, 0, false}, q);
+}
+
+}  // namespace fake_nccl

@@ -1,0 +1,160 @@
+#include "fake_wires.hpp"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <set>
+
+#include "fiber.hpp"
+
+namespace fake_nccl {
+namespace {
+
+using pycomm::NcclResult;
+
+constexpr int kLook = 5;  // ms: how often who waits to meet others looks whether he still should
+constexpr char kYes = 1, kNo = 2;
+
+struct Hello {
+  int32_t rank, size, device;
+};
+
+socklen_t address(sockaddr_un& at, const pycomm::NcclId& id, int rank) {
+  at = {};
+  at.sun_family = AF_UNIX;  // a name that begins with 0 is no file and goes with its socket
+  const int n = std::snprintf(at.sun_path + 1, sizeof at.sun_path - 1, "fake-nccl-%.32s-%d",
+                              id.bytes.data(), rank);
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<size_t>(n));
+}
+
+void whole(int fd, Hello& hello, bool out) {
+  const ssize_t n = out ? send(fd, &hello, sizeof hello, MSG_NOSIGNAL)
+                        : recv(fd, &hello, sizeof hello, MSG_WAITALL);
+  if (n != static_cast<ssize_t>(sizeof hello))
+    throw Failed(NcclResult::remote_error, "a peer went away while the communicator was made");
+}
+
+void heed(const std::function<bool()>& given_up) {
+  if (given_up()) throw Failed(NcclResult::internal_error, "given up while ranks were missing");
+}
+
+int call(const sockaddr_un& at, socklen_t length, const std::function<bool()>& given_up) {
+  for (;;) {
+    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (::connect(fd, reinterpret_cast<const sockaddr*>(&at), length) == 0) return fd;
+    close(fd);
+    heed(given_up);
+    poll(nullptr, 0, kLook);  // nobody tells when the peer begins to listen
+  }
+}
+
+}  // namespace
+
+std::string text(const Header& header) {
+  constexpr std::array kNames{"ncclSend/ncclRecv", "ncclAllReduce", "ncclAllGather",
+                              "ncclReduceScatter", "ncclBroadcast"};
+  return std::string(kNames[static_cast<size_t>(header.kind)]) + "(count " +
+         std::to_string(header.count) + ", dtype " +
+         std::to_string(static_cast<int>(header.dtype)) + ", op " +
+         std::to_string(static_cast<int>(header.op)) + ", root " + std::to_string(header.root) +
+         ")";
+}
+
+Wires::~Wires() { hang_up(); }
+
+void Wires::hang_up() {
+  for (auto* side : {&out_, &in_}) {
+    for (const int fd : *side)
+      if (fd >= 0) close(fd);
+    side->clear();
+  }
+}
+
+void Wires::connect(const pycomm::NcclId& id, int device, const std::function<bool()>& given_up) {
+  out_.assign(static_cast<size_t>(size_), -1);
+  in_ = out_;
+  sockaddr_un at;
+  const struct Listener {
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    ~Listener() { close(fd); }
+  } listener;
+  socklen_t length = address(at, id, rank_);
+  if (bind(listener.fd, reinterpret_cast<sockaddr*>(&at), length) != 0 ||
+      listen(listener.fd, size_) != 0)
+    throw Failed(NcclResult::invalid_usage, "rank " + std::to_string(rank_) + " is there twice");
+  Hello mine{rank_, size_, device};
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    length = address(at, id, peer);
+    whole(out_[static_cast<size_t>(peer)] = call(at, length, given_up), mine, true);
+  }
+  std::set<int> devices{device};
+  for (int met = 1; met < size_; ++met) {
+    pollfd door{listener.fd, POLLIN, 0};
+    while (poll(&door, 1, kLook) == 0) heed(given_up);
+    const int fd = accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC);
+    Hello theirs{};
+    whole(fd, theirs, false);
+    in_[static_cast<size_t>(theirs.rank)] = fd;
+    if (theirs.size != size_)
+      throw Failed(NcclResult::invalid_argument, "ranks disagree about the communicator's size");
+    if (!devices.insert(theirs.device).second)
+      throw Failed(NcclResult::invalid_usage,
+                   "Duplicate GPU detected: device " + std::to_string(theirs.device));
+  }
+}
+
+// Moves some of what this stage has to move; true when all of it has.
+bool Transfer::move(int fd, void* at, size_t bytes, bool out) {
+  while (done_ < bytes) {
+    auto* p = static_cast<std::byte*>(at) + done_;
+    const ssize_t n = out ? send(fd, p, bytes - done_, MSG_DONTWAIT | MSG_NOSIGNAL)
+                          : recv(fd, p, bytes - done_, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+    if (n <= 0)
+      throw Failed(NcclResult::remote_error, "rank " + std::to_string(peer_) + " has gone");
+    done_ += static_cast<size_t>(n);
+  }
+  done_ = 0;
+  return true;
+}
+
+void Transfer::judge(const Wires& wires) {
+  answer_ = seen_ == header_ ? kYes : kNo;
+  if (answer_ == kYes) return;
+  const int fd = wires.in_[static_cast<size_t>(peer_)];
+  (void)send(fd, &answer_, 1, MSG_DONTWAIT | MSG_NOSIGNAL);  // a byte always fits here
+  throw Failed(NcclResult::invalid_usage,
+               "mismatch: rank " + std::to_string(peer_) + " has " + text(seen_) + ", rank " +
+                   std::to_string(wires.rank()) + " has " + text(header_));
+}
+
+bool Transfer::step(Wires& wires) {
+  const int fd = (sends_ ? wires.out_ : wires.in_).at(static_cast<size_t>(peer_));
+  if (stage_ == Stage::header) {
+    if (!move(fd, sends_ ? &header_ : &seen_, sizeof header_, sends_)) return false;
+    if (!sends_) judge(wires);
+    stage_ = Stage::answer;
+  }
+  if (stage_ == Stage::answer) {
+    if (!move(fd, &answer_, 1, !sends_)) return false;
+    if (answer_ != kYes)
+      throw Failed(NcclResult::invalid_usage,
+                   "mismatch: rank " + std::to_string(peer_) + " has another call than rank " +
+                       std::to_string(wires.rank()) + ", which has " + text(header_));
+    stage_ = Stage::payload;
+    if (sends_) emulator::device_reads(data_, bytes_);
+  }
+  if (stage_ == Stage::payload && move(fd, data_, bytes_, sends_)) {
+    stage_ = Stage::over;
+    if (!sends_) emulator::device_writes(data_, bytes_);
+  }
+  return stage_ == Stage::over;
+}
+
+}  // namespace fake_nccl

@@ -1,0 +1,28 @@
+"""The stream engine without a GPU: plans over the fake NCCL on emulated streams, under sanitizers.
+
+tests/emulator/streams_test.cpp holds the cases; every one runs plain, and under the thread and the
+address and undefined sanitizers.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "emulator"))
+import programs
+from test_emulator import run
+
+pytestmark = [
+    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.mark.parametrize("kind", ["plain", "tsan", "asan"])
+def test_plans_run_on_streams(kind):
+    (program,) = programs.build([f"streams.{kind}"])
+    done = run(program, limit_s=200)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert re.search(r"^1\d passed, 0 failed$", done.stdout, re.MULTILINE), done.stdout
