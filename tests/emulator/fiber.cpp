@@ -95,6 +95,8 @@ Fiber::Fiber(void (*entry)()) {
 
 Fiber::~Fiber() {
   if (mapping_ == nullptr) return;
+  // What is unmapped may become another thread's stack, where nothing may stay poisoned.
+  if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(mapping_ + kGuard, bytes_);
   munmap(mapping_, kGuard + bytes_);
   if (__tsan_destroy_fiber) __tsan_destroy_fiber(tsan_);
 }

@@ -190,8 +190,11 @@ void run() {
 
 }  // namespace
 
+// What is unmapped may become another thread's stack, where nothing may stay poisoned.
 Block::~Block() {
-  if (arena != nullptr) munmap(arena, kArena);
+  if (arena == nullptr) return;
+  if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(arena, kArena);
+  munmap(arena, kArena);
 }
 
 Options& options() {
