@@ -1,12 +1,11 @@
 // What a rank called in a group: the last calls in memory that this user's other programs can read
 // while the rank runs, is stopped or hangs, and, where the user asked for it, in files.
 //
-//   memory   a memfd, which has no name and is gone with the process; `pycomm top` finds it in
-//   /proc flight   a copy of that, written when something goes wrong; `pycomm info --flight` shows
-//   it trace    every call, in batches; `pycomm trace` merges the ranks'
-//
-// All three are a JournalHead and CallRecords behind it, as pycomm/journal.py reads them. Not
-// statistics: those are in Stats. Called by HostGroup, one thread at a time.
+// The memory is a memfd, which has no name and is gone with the process; `pycomm top` finds it in
+// /proc. The flight record is a copy of it, written when something goes wrong. The trace has every
+// call, and is written in batches. All three are a JournalHead and CallRecords behind it, as
+// pycomm/journal.py reads them. Not statistics: those are in Stats. Called by HostGroup, one thread
+// at a time.
 #pragma once
 
 #include <array>
