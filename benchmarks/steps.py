@@ -116,8 +116,8 @@ def main(argv: Sequence[str]) -> int:
     rates, ways = options.rates.split(","), options.ways.split(",")
     if not all(rate == UNSHAPED or RATE.fullmatch(rate) for rate in rates):
         parser.error(f"--rates takes some like 10gbit, or {UNSHAPED}")
-    if unknown := [way for way in ways if way not in WAYS] or not {"compute", "overlap"} <= {*ways}:
-        parser.error(f"--ways {unknown}: compute, overlap and some of {', '.join(WAYS)}")
+    if not {"compute", "overlap"} <= {*ways} <= {*WAYS}:
+        parser.error(f"--ways takes compute, overlap and some of {', '.join(WAYS)}")
     if why := missing():
         parser.exit(2, f"pycomm bench links --training {why}\n")
     console = Console(soft_wrap=True, highlight=False)

@@ -60,6 +60,9 @@ def test_more_ranks_and_slower_lines() -> None:
     assert best(at(4096, 1.0)) == "dgc 2bit split"
     assert best(at(2, 1e6)) in ("dense", "local 8")
     assert few["bf16"] < few["dense"]
+    read = 4088 * 41_000 * (one.decode + one.add)  # of the packets of all the others
+    longer = at(4096, 1e6).seconds["dgc gather"] - at(8, 1e6).seconds["dgc gather"]
+    assert longer == pytest.approx(read, rel=0.01)
 
 
 def test_the_call_measures_a_step() -> None:
