@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include <functional>
+#include <latch>
 #include <memory>
 #include <string>
 #include <thread>
@@ -76,7 +77,7 @@ struct Rank {
 };
 
 // Ranks as threads; the first error of the lowest rank is thrown when all are done.
-void each_rank(int size, const std::function<void(Rank&)>& body, bool meet = true) {
+void each_rank(int size, const std::function<void(Rank&)>& body) {
   FakeNccl names;
   NcclId id{};
   (void)names.get_unique_id(id);
@@ -87,7 +88,7 @@ void each_rank(int size, const std::function<void(Rank&)>& body, bool meet = tru
       try {
         cuda(cudaSetDevice(rank));
         Rank mine{.rank = rank, .size = size};
-        if (meet) mine.engine.meet(id, soon());
+        mine.engine.meet(id, soon());
         body(mine);
       } catch (const std::exception& error) {
         errors[static_cast<size_t>(rank)] = error.what();
@@ -400,10 +401,15 @@ const Test kMismatch{
     }};
 
 const Test kAbort{"an abort ends what waits for a rank that does not call", [] {
-                    each_rank(2, [](Rank& r) {
+                    std::latch over(1);
+                    each_rank(2, [&](Rank& r) {
+                      if (r.rank == 1) return over.wait();
+                      const struct Tell {
+                        std::latch& over;
+                        ~Tell() { over.count_down(); }  // also where a check fails
+                      } tell{over};
                       Floats x(64, 0);
                       const Stages stages = stages_of(r, Algorithm::ring, 64);
-                      if (r.rank == 1) return;  // and hangs up
                       r.run(all_reduce(x, 64, &stages));
                       (void)cudaStreamQuery(r.stream);
                       r.engine.communicator()->abort();
