@@ -389,7 +389,7 @@ Engine::Front Engine::judge_data(int peer, const Header& header) {
 }
 
 void Engine::take_pulse(int peer, const Header& header) {
-  check(header.bytes == 0, "a pulse has a payload");
+  believe(peer, header.bytes == 0, "a pulse has a payload");
   at(peer).last = header;
   at(peer).link->finish();
 }

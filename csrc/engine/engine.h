@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/deadline.h"
@@ -66,7 +67,7 @@ struct Message {
   Header header{};       // peer is the tag, count the elements
   uint64_t arrival = 0;  // in which order they came, whoever sent them
   std::vector<std::byte> kept{};
-  std::byte* into = nullptr;  // `kept`, or the receiver's array if it waits already
+  std::byte* into = nullptr;  // the receiver's array if it waits already; null: `kept`
   size_t bytes = 0, have = 0;
 };
 
@@ -152,6 +153,8 @@ class Engine {
   [[noreturn]] void disagree_on_end(int peer, const Header& theirs);
   // The same for a call of this epoch that is over on some ranks, with `text` as its sentence.
   [[noreturn]] void give_up_call(int peer, uint32_t sequence, const std::string& text);
+  // What `peer` sent makes sense: else throws PeerLost, as the fault is its own.
+  void believe(int peer, bool sound, std::string_view what) const;
   // Wakes `peer`, which shares memory with us, if it sleeps.
   void ring(int peer) { at(peer).link->channel().ring(); }
   Bytes scratch(size_t bytes);
@@ -208,6 +211,7 @@ class Engine {
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
   PeerLost gone(int peer) const;
+  PeerLost unreadable(int peer, std::string_view what) const;
   std::vector<int> call_roll(const Error& error);
   bool answers(int peer);
   std::vector<int> find_lost(const Error& error);

@@ -123,7 +123,7 @@ void Engine::new_epoch(const Header& notice, const std::string& text) {
 
 void Engine::read_notice(int peer, const Header& header) {
   Peer& who = at(peer);
-  check(header.bytes <= kNoticeBytes, "a notice is too long");
+  believe(peer, header.bytes <= kNoticeBytes, "a notice is too long");
   const ConstBytes here = who.link->peek();
   if (here.size() < header.bytes) return;  // not whole yet
   const std::string payload(reinterpret_cast<const char*>(here.data()), here.size());
@@ -139,8 +139,16 @@ void Engine::read_notice(int peer, const Header& header) {
       payload, {.op = std::string(op), .sequence = sequence, .rank = options_.rank, .peer = peer});
 }
 
+void Engine::believe(int peer, bool sound, std::string_view what) const {
+  if (!sound) throw unreadable(peer, what);
+}
+
+PeerLost Engine::unreadable(int peer, std::string_view what) const {
+  return PeerLost(name(peer) + " sent what nobody can read: " + std::string(what), {.peer = peer});
+}
+
 void Engine::heed_goodbye(int peer, const std::string& payload) {
-  check(payload.size() >= 1 + sizeof(int32_t), "a goodbye is too short");
+  believe(peer, payload.size() >= 1 + sizeof(int32_t), "a goodbye is too short");
   const auto kind = static_cast<uint8_t>(payload[0]);
   int32_t blamed = kNobody;
   std::memcpy(&blamed, payload.data() + 1, sizeof blamed);

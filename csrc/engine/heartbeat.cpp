@@ -119,7 +119,7 @@ const Header* Engine::front(int peer) {
   try {
     return at(peer).link->front();
   } catch (const InternalError& error) {
-    throw PeerLost(name(peer) + " sent what nobody can read: " + error.what(), {.peer = peer});
+    throw unreadable(peer, error.what());
   }
 }
 

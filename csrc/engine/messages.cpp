@@ -8,6 +8,12 @@
 #include "engine/tasks.h"
 
 namespace pycomm {
+namespace {
+
+// More than any machine holds, and nothing overflows.
+constexpr size_t kMostMessageBytes = size_t{1} << 48;
+
+}  // namespace
 
 void Engine::send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline) {
   SendMessage task(*this, to, signature, bytes);
@@ -35,19 +41,16 @@ void Engine::absorb(int peer, const Header& header) {
   Peer& who = at(peer);
   Link& link = *who.link;
   if (who.messages.empty() || who.messages.back().have == who.messages.back().bytes) {
-    check(header.dtype < kDtypes.size(), "a message has no sound header");
-    const size_t bytes = header.count * bytes_of(static_cast<Dtype>(header.dtype));
-    check(bytes >= header.bytes, "a message has no sound header");
-    Message message{.header = header, .arrival = ++arrivals_, .bytes = bytes};
+    const auto sound = [&](bool holds) { believe(peer, holds, "a message has no sound header"); };
+    sound(header.dtype < kDtypes.size());
+    const size_t each = bytes_of(static_cast<Dtype>(header.dtype));
+    sound(header.count <= kMostMessageBytes / each && header.count * each >= header.bytes);
+    Message message{.header = header, .arrival = ++arrivals_, .bytes = header.count * each};
     const bool queued = std::ranges::any_of(
         who.messages, [&](const Message& m) { return m.header.peer == header.peer; });
-    if (awaited_ && awaited_->from == peer && !queued && same_call(header, awaited_->signature)) {
+    if (awaited_ && awaited_->from == peer && !queued && same_call(header, awaited_->signature))
       message.into = awaited_->into.data();
-    } else {
-      message.kept.resize(bytes);
-      message.into = message.kept.data();
-    }
-    if (bytes == 0) {  // whole already: mark it so that an empty message counts
+    if (message.bytes == 0) {  // whole already: mark it so that an empty message counts
       link.finish();
       who.messages.push_back(std::move(message));
       return;
@@ -56,8 +59,12 @@ void Engine::absorb(int peer, const Header& header) {
   }
   Message& message = who.messages.back();
   while (link.payload_left() > 0) {
-    check(message.have + link.payload_left() <= message.bytes, "a message is longer than it says");
-    const size_t n = link.receive({message.into + message.have, link.payload_left()});
+    const size_t end = message.have + link.payload_left();
+    believe(peer, end <= message.bytes, "a message is longer than it says");
+    // Memory for what arrives, not for what is announced.
+    if (message.into == nullptr && message.kept.size() < end) message.kept.resize(end);
+    std::byte* const into = message.into != nullptr ? message.into : message.kept.data();
+    const size_t n = link.receive({into + message.have, link.payload_left()});
     if (n == 0) return;
     message.have += n;
   }
@@ -70,10 +77,9 @@ void Engine::keep_half_arrived() {
   auto& messages = at(awaited_->from).messages;
   if (messages.empty() || messages.back().have == messages.back().bytes) return;
   Message& message = messages.back();
-  if (message.into != awaited_->into.data()) return;
-  message.kept.resize(message.bytes);
-  std::memcpy(message.kept.data(), message.into, message.have);
-  message.into = message.kept.data();
+  if (message.into == nullptr || message.into != awaited_->into.data()) return;
+  message.kept.assign(message.into, message.into + message.have);
+  message.into = nullptr;
 }
 
 std::optional<Message> Engine::take_message(int& from, uint32_t tag) {

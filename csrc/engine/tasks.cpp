@@ -110,13 +110,16 @@ bool Run::receive_step() {
 
 // Takes some payload of the frame at the front. False if too little of it is there.
 bool Run::land(Link& link, const Move& now) {
-  check(landed_ + link.payload_left() <= bytes(now.in), "a peer sent more than its plan says");
+  engine_.believe(now.from, landed_ + link.payload_left() <= bytes(now.in),
+                  "a frame is longer than the plan says");
   std::byte* into = place_out(now.in) + landed_;
   if (now.combine == Combine::copy) {
     const size_t n = link.receive({into, std::min(link.payload_left(), kStepBytes)});
     landed_ += n;
     return n > 0;
   }
+  engine_.believe(now.from, link.payload_left() % job_.element_bytes == 0,
+                  "a frame ends inside an element");
   const ConstBytes here = link.peek();
   const size_t count = std::min(here.size(), kStepBytes) / job_.element_bytes;
   if (count == 0) return false;

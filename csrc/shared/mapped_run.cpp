@@ -138,8 +138,9 @@ void MappedRun::heed(int peer) {
   }
   const HeapView& heap = arena_.heap(peer);
   const auto at = [&](uint64_t offset, size_t bytes) -> std::byte* {
-    check(heap.holds(offset, bytes) && offset % job_.element_bytes == 0,
-          "rank " + std::to_string(arena_.member(peer)) + " offers memory outside its heap");
+    engine_.believe(arena_.member(peer),
+                    heap.holds(offset, bytes) && offset % job_.element_bytes == 0,
+                    "an offer of memory outside its heap");
     return bytes == 0 ? nullptr : heap.base.get() + offset;
   };
   const Mapped needed = mapped_of(job_, size_);

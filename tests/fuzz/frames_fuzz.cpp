@@ -1,0 +1,119 @@
+// What a rank of the group says on a connection that stands: an engine that calls while its peer
+// sends anything, cut anywhere, and then hangs up.
+//
+// The first byte of the input says what this rank calls, the second how much arrives at a time; the
+// rest arrives.
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "core/operation.h"
+#include "engine/engine.h"
+#include "fuzz.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+
+constexpr size_t kCount = 40;
+constexpr int kCalls = 3;  // a group goes on after a disagreement
+
+// Gives what is on the tape, `grain` bytes at a time.
+class Tape final : public Channel {
+ public:
+  Tape(fuzz::Input tape, size_t grain) : tape_(tape), grain_(grain), awake_(::eventfd(1, 0)) {}
+
+  std::string_view transport() const override { return "tape"; }
+  size_t send(ConstBytes head, ConstBytes body) override { return head.size() + body.size(); }
+  ConstBytes peek(size_t want) override { return tape_.first(std::min({want, tape_.size()})); }
+  void take(size_t bytes) override { tape_ = tape_.subspan(bytes); }
+  size_t receive(Bytes into) override {
+    const size_t n = std::min({into.size(), tape_.size(), grain_});
+    if (n > 0) std::memcpy(into.data(), tape_.data(), n);
+    take(n);
+    return n;
+  }
+  bool hung_up() const override { return hung_up_; }
+  pollfd arm(Want) override { return {awake_.get(), POLLIN, 0}; }
+  void disarm(short revents) override { hung_up_ |= revents != 0; }
+  void hang_up() override { hung_up_ = true; }
+
+ private:
+  fuzz::Input tape_;
+  size_t grain_;
+  Fd awake_;
+  bool hung_up_ = false;
+};
+
+// What arrives lies anywhere, so that no float may be looked at in place.
+void add(void* out, const void* a, const void* b, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    float one, other;
+    std::memcpy(&one, static_cast<const std::byte*>(a) + i * sizeof one, sizeof one);
+    std::memcpy(&other, static_cast<const std::byte*>(b) + i * sizeof other, sizeof other);
+    one += other;
+    std::memcpy(static_cast<std::byte*>(out) + i * sizeof one, &one, sizeof one);
+  }
+}
+constexpr Reducer kAdd{add, nullptr, nullptr, nullptr};
+
+// One exchange with the other rank, of which the half is added and the half copied.
+Schedule exchange() {
+  const Range first{Space::output, 0, kCount / 2}, second{Space::output, kCount / 2, kCount / 2};
+  Plan plan;
+  plan.scratch = kCount / 2;
+  plan.moves = {{1, first, 1, {Space::scratch, 0, kCount / 2}, Combine::reduce, first},
+                {1, second, 1, second, Combine::copy, {}}};
+  return make_schedule(std::move(plan), 0);
+}
+
+void call(Engine& engine, int what) {
+  const Deadline deadline(2ms);  // of what the other may keep this rank waiting with
+  std::vector<float> array(kCount, 1);
+  Header signature;
+  signature.dtype = static_cast<uint8_t>(Dtype::float32);
+  signature.count = kCount;
+  const Bytes bytes = std::as_writable_bytes(std::span(array));
+  if (what == 0) {
+    signature.operation = static_cast<uint8_t>(Operation::all_reduce);
+    const Schedule schedule = exchange();
+    Job job{.schedule = &schedule, .signature = signature};
+    job.input = job.output = bytes.data();
+    job.element_bytes = sizeof(float);
+    job.reducer = &kAdd;
+    job.size = 2;
+    return engine.run(job, deadline);
+  }
+  signature.operation = static_cast<uint8_t>(Operation::send);
+  signature.peer = 7;
+  if (what == 1) return engine.send(1, signature, bytes, deadline);
+  (void)engine.receive(what == 2 ? 1 : kAnybody, signature, bytes, deadline);
+}
+
+}  // namespace
+
+void fuzz::one(Input input) {
+  if (input.size() < 2) return;
+  const int what = std::to_integer<int>(input[0]) % 4;
+  const size_t grain = 1 + std::to_integer<size_t>(input[1]);
+  std::vector<std::unique_ptr<Channel>> channels(2);
+  channels[1] = std::make_unique<Tape>(input.subspan(2), grain);
+  EngineOptions options;
+  options.names = {"rank 0", "rank 1"};
+  Engine engine(std::move(channels), options);
+  for (int i = 0; i < kCalls; ++i) {
+    try {
+      call(engine, what);
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::internal) std::fprintf(stderr, "%s\n", error.what());
+      demand(error.kind() != ErrorKind::internal, "another rank's bytes are called our own bug");
+      if (error.kind() != ErrorKind::mismatch) break;
+    }
+  }
+  (void)engine.pulse();
+  (void)engine.lost();
+}

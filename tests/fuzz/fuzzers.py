@@ -1,0 +1,118 @@
+"""Builds the fuzz targets, tests/fuzz/*_fuzz.cpp, with clang's libFuzzer and sanitizers.
+
+    python tests/fuzz/fuzzers.py [target ...]     builds, prints the binaries
+
+A target is its own file with main.cpp and those files of csrc that NEEDS names for it; objects and
+binaries lie in build/fuzz/. Raises BuildFailed with a sentence where no clang is fit for it: one
+that has libFuzzer and knows C++20 and the processor's features by name, which 14 to 16 do not.
+Called by tests/fuzz/hunt.py and tests/test_fuzz.py.
+"""
+
+import fcntl
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))
+from build import BuildFailed, ninja_binary
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+CSRC = ROOT / "csrc"
+
+CLANGS = ["clang++", *(f"clang++-{version}" for version in range(25, 16, -1))]
+PACKAGES = "apt-get install clang-19 libclang-rt-19-dev"
+FLAGS = [
+    *("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"),
+    "-Wno-deprecated-declarations",  # of libstdc++, in itself
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{CSRC}", f"-I{HERE}"),
+]
+ENGINE = ["engine"]
+NEEDS = {
+    "frames": ENGINE,
+    "handshake": ["core", "os/random.cpp", "os/socket.cpp", "transport/handshake.cpp"],
+    "note": ["group/note.cpp", "os/random.cpp", "os/socket.cpp"],
+    "offers": [*ENGINE, "shared"],
+    "packets": [
+        f"kernels/cpu/{name}.cpp" for name in ("lean", "index_codes", "value_codes", "isa")
+    ],
+    "store": [],
+}
+# csrc's files tell libFuzzer where they have been; main() is its own.
+RULES = """\
+rule compile
+  command = $cxx -MMD -MF $out.d $flags -fsanitize=fuzzer-no-link -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule link
+  command = $cxx $flags -fsanitize=fuzzer $in -o $out
+"""
+PROBE = """\
+#include <source_location>
+int main() {
+  return __builtin_cpu_supports("f16c") + std::source_location::current().line() < 0;
+}
+"""
+
+
+def targets() -> list[str]:
+    """Names of the targets: "store" for store_fuzz.cpp."""
+    return sorted(p.stem.removesuffix("_fuzz") for p in HERE.glob("*_fuzz.cpp"))
+
+
+@cache
+def clang() -> str:
+    """The first clang that is fit. Raises BuildFailed."""
+    for name in CLANGS:
+        command = [name, "-std=c++20", "-fsanitize=address", "-x", "c++", "-", "-o", "/dev/null"]
+        try:
+            done = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
+        except FileNotFoundError:  # the next one, then
+            continue
+        if done.returncode == 0:
+            return name
+    raise BuildFailed(f"fuzzing needs clang 17 or newer with libFuzzer. On Debian: {PACKAGES}")
+
+
+def sources(target: str) -> list[Path]:
+    """The files of csrc that a target links."""
+    named = [CSRC / name for name in NEEDS[target]]
+    return [p for at in named for p in ([at] if at.is_file() else sorted(at.glob("*.cpp")))]
+
+
+def write_ninja(folder: Path) -> None:
+    """Writes build.ninja into `folder`."""
+    lines = [f"cxx = {clang()}", f"flags = {' '.join(FLAGS)}", RULES]
+    own = [HERE / "main.cpp", *(HERE / f"{target}_fuzz.cpp" for target in targets())]
+    for source in sorted({*own, *(p for target in targets() for p in sources(target))}):
+        lines.append(f"build {source.relative_to(ROOT).with_suffix('.o')}: compile {source}")
+    for target in targets():
+        parts = [own[0], HERE / f"{target}_fuzz.cpp", *sources(target)]
+        objects = [str(p.relative_to(ROOT).with_suffix(".o")) for p in parts]
+        lines.append(f"build {target}: link {' '.join(objects)}")
+    text = "\n".join(lines) + "\n"
+    path = folder / "build.ninja"
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def build(names: list[str]) -> list[Path]:
+    """Builds these targets; the paths of their binaries. Raises BuildFailed."""
+    folder = ROOT / "build" / "fuzz"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:  # one build at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write_ninja(folder)
+        command = [ninja_binary(), "-C", str(folder), *names]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildFailed(done.stdout + done.stderr)
+    return [folder / name for name in names]
+
+
+if __name__ == "__main__":
+    try:
+        print(*build(sys.argv[1:] or targets()), sep="\n")
+    except BuildFailed as error:
+        sys.exit(str(error))

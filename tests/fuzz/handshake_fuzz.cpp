@@ -1,0 +1,96 @@
+// What a connection hears before it believes anybody: both ends of a handshake, with a stranger
+// between them or alone with one of them.
+//
+// The first byte of the input says who is there. 0: both ends hold the key, and the rest of the
+// input is what the bytes that travel are changed by (exclusive or), in the order in which they
+// travel. 1, 2: the rest is what a stranger says to a listener, to a connector.
+#include <sys/socket.h>
+
+#include <cstring>
+
+#include "fuzz.h"
+#include "transport/handshake.h"
+
+namespace {
+
+using namespace pycomm;
+using Role = Handshake::Role;
+using Step = Handshake::Step;
+
+constexpr size_t kProven = 36 + 68 + 32;  // bytes that proofs cover, or are
+constexpr int kMostRounds = 200;
+
+// One end, and the descriptor at which it is spoken to.
+struct End {
+  explicit End(Role role) {
+    int fds[2];
+    fuzz::demand(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) == 0,
+                 "no pair of sockets");
+    outside = Fd(fds[1]);
+    handshake.emplace(Fd(fds[0]), role, "a key", Claim{"world", role == Role::listener ? 0 : 1});
+  }
+  std::string hear() const {
+    char bytes[256];
+    const ssize_t n = ::recv(outside.get(), bytes, sizeof bytes, 0);
+    return {bytes, n > 0 ? static_cast<size_t>(n) : 0};
+  }
+  void say(const std::string& bytes) const {
+    (void)!::send(outside.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  }
+  bool over() const { return step == Step::done || step == Step::refused; }
+
+  Fd outside;
+  std::optional<Handshake> handshake;
+  Step step = Step::want_write;
+};
+
+void stand_between(fuzz::Input changes) {
+  End connector(Role::connector), listener(Role::listener);
+  size_t passed = 0;
+  bool changed = false;
+  const auto pass = [&](const End& from, const End& to) {
+    std::string bytes = from.hear();
+    for (char& byte : bytes) {
+      const auto change = passed < changes.size() ? changes[passed] : std::byte{0};
+      changed |= change != std::byte{0} && passed < kProven;
+      byte = static_cast<char>(static_cast<std::byte>(byte) ^ change);
+      ++passed;
+    }
+    to.say(bytes);
+  };
+  for (int round = 0; round < 6; ++round)
+    for (End* end : {&connector, &listener}) {
+      if (!end->over()) end->step = end->handshake->advance();
+      if (end->step == Step::refused) end->outside.reset();
+      pass(*end, end == &connector ? listener : connector);
+    }
+  const bool both = connector.step == Step::done && listener.step == Step::done;
+  fuzz::demand(!(changed && (both || listener.step == Step::done)),
+               "a conversation that was changed on its way was believed");
+  fuzz::demand(both || passed > 0, "nobody spoke");
+  if (changes.empty()) fuzz::demand(both, "two that hold the key did not come together");
+}
+
+void talk_to(Role role, fuzz::Input said) {
+  End end(role);
+  int round = 0;
+  for (size_t at = 0; !end.over() && round < kMostRounds; ++round) {
+    const size_t n = std::min<size_t>(said.size() - at, 1 + at % 61);
+    end.say(std::string(reinterpret_cast<const char*>(said.data()) + at, n));
+    at += n;
+    if (at == said.size()) end.outside.reset();
+    end.step = end.handshake->advance();
+  }
+  fuzz::demand(end.over(), "a handshake goes on without anybody");
+  fuzz::demand(end.step == Step::refused, "a stranger was believed");
+  fuzz::demand(!end.handshake->why().empty(), "a stranger was refused without a word");
+}
+
+}  // namespace
+
+void fuzz::one(Input input) {
+  const auto who = input.empty() ? 0 : std::to_integer<int>(input[0]) % 3;
+  const Input rest = input.empty() ? input : input.subspan(1);
+  if (who == 0) return stand_between(rest);
+  talk_to(who == 1 ? Role::listener : Role::connector, rest);
+}

@@ -1,0 +1,45 @@
+// What ranks leave for each other while a group forms: notes, and the addresses in them.
+#include <sys/socket.h>
+
+#include "core/errors.h"
+#include "fuzz.h"
+#include "group/note.h"
+#include "os/socket.h"
+
+namespace {
+
+using namespace pycomm;
+
+void read_note(const std::string& text) {
+  Note note;
+  try {
+    note = decode_note(text);
+  } catch (const InternalError&) {
+    return;
+  }
+  const std::string again = encode(note);
+  fuzz::demand(encode(decode_note(again)) == again, "a note comes back as another");
+}
+
+void read_address(const std::string& text) {
+  try {
+    const Address address = parse_tcp_address(text);
+    fuzz::demand(parse_tcp_address(address.text()).text() == address.text(),
+                 "an address comes back as another");
+  } catch (const InvalidArgument&) {
+  }
+  try {
+    const Address address = abstract_unix_address(text);
+    fuzz::demand(address.length <= sizeof address.storage, "an address is longer than its place");
+  } catch (const InvalidArgument&) {
+  }
+}
+
+}  // namespace
+
+void fuzz::one(Input input) {
+  const std::string text = text_of(input);
+  read_note(text);
+  read_note("pycomm-5\n" + text);
+  read_address(text);
+}

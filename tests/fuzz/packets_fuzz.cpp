@@ -1,0 +1,81 @@
+// Encoded packets, raw and lean, as they arrive from other ranks.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "core/errors.h"
+#include "fuzz.h"
+#include "kernels/cpu/indices.h"
+#include "kernels/lean.h"
+#include "kernels/packet.h"
+
+namespace {
+
+using namespace pycomm;
+
+constexpr size_t kMostCount = 1 << 16;  // of what is encoded again: a bitmap has as many bits
+
+void demand_sound(std::span<const int32_t> indices, size_t count) {
+  int64_t before = -1;
+  for (const int32_t index : indices) {
+    fuzz::demand(index > before && static_cast<size_t>(index) < count, "indices that are none");
+    before = index;
+  }
+}
+
+// What the kernels read of a packet whose header and indices are sound, every byte of it.
+void read_raw(std::span<const std::byte> bytes) {
+  const PacketHeader header = read_packet_header(bytes);
+  fuzz::demand(header.k <= bytes.size(), "a packet of more elements than bytes");
+  std::vector<int32_t> indices(header.k);
+  std::vector<std::byte> values(header.k * bytes_of(header.value_dtype));
+  if (header.k == 0) return;
+  std::memcpy(values.data(), bytes.data() + kPacketHeaderBytes, values.size());
+  std::memcpy(indices.data(), bytes.data() + raw_indices_offset(header.k, header.value_dtype),
+              indices.size() * sizeof(int32_t));
+  cpu::check_indices(indices, header.count);
+  demand_sound(indices, header.count);
+}
+
+struct Decoded {
+  explicit Decoded(std::span<const std::byte> bytes)
+      : header(read_lean_header(bytes)), indices(header.k), values(header.k) {
+    decode_lean(bytes, indices.data(), values.data());
+  }
+  LeanHeader header;
+  std::vector<int32_t> indices;
+  std::vector<float> values;
+};
+
+void read_lean(std::span<const std::byte> bytes) {
+  const LeanHeader header = read_lean_header(bytes);
+  fuzz::demand(header.k <= 8 * bytes.size(), "a packet of more elements than bits");
+  const Decoded first(bytes);
+  demand_sound(first.indices, header.count);
+  if (header.count > kMostCount) return;
+  const LeanEncoding encoding{header.count,      Dtype::float32,     false,
+                              header.index_code, ValueCode::float32, nullptr};
+  const Packet packet{first.indices.data(), first.values.data(), header.k};
+  std::vector<std::byte> again(most_lean_bytes(header.k, encoding));
+  again.resize(encode_lean(packet, encoding, again.data()));
+  const Decoded second(again);
+  fuzz::demand(second.indices == first.indices, "indices come back as others");
+  const auto same = [](float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); };
+  fuzz::demand(std::ranges::equal(second.values, first.values, same), "values come back as others");
+}
+
+}  // namespace
+
+void fuzz::one(Input input) {
+  // Where an array of a packet may begin, with the address sanitizer right behind its end.
+  const auto own = std::make_unique<std::byte[]>(input.size());
+  std::copy(input.begin(), input.end(), own.get());
+  const std::span<const std::byte> bytes(own.get(), input.size());
+  try {
+    if (is_lean(bytes)) return read_lean(bytes);
+    read_raw(bytes);
+  } catch (const InvalidArgument&) {
+  }
+}

@@ -1,0 +1,40 @@
+"""Every parser of bytes from outside, fuzzed for a moment (`make fuzz` does it for minutes).
+
+The corpus is replayed first: what once reached new code, or broke something, is tried again. The
+address and undefined-behaviour sanitizers watch. Parsers in Python: test_values.py.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "fuzz"))
+from fuzzers import NEEDS, BuildFailed, build, clang, targets
+from hunt import CORPUS, fuzz
+
+SECONDS = 2
+LARGEST_CORPUS = 200 << 10  # bytes of all of it
+
+
+# The first test compiles what the targets need of csrc.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", targets())
+def test_any_bytes_are_a_value_or_an_error(target: str, tmp_path: Path) -> None:
+    try:
+        clang()
+    except BuildFailed as error:
+        pytest.skip(str(error))  # .ci/run installs it
+    try:
+        (binary,) = build([target])
+    except BuildFailed as error:
+        pytest.fail(str(error), pytrace=False)
+    report = fuzz(target, binary, SECONDS, tmp_path)
+    assert report.find == ""
+    assert report.inputs > report.kept  # the corpus, and then more
+
+
+def test_each_target_has_a_small_corpus() -> None:
+    assert set(NEEDS) == set(targets()) == {p.name for p in CORPUS.iterdir()}
+    files = [p for p in CORPUS.rglob("*") if p.is_file()]
+    assert sum(p.stat().st_size for p in files) < LARGEST_CORPUS
