@@ -4,7 +4,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: help venv build demo test lint format sanitize bench peers faults fuzz clean
+.PHONY: help venv build demo test lint format sanitize bench peers faults fuzz simulate clean
 
 help:
 	@echo "make demo      train a small model on 2 processes: gloo beside pycomm (draws demo.png)"
@@ -16,6 +16,7 @@ help:
 	@echo "make peers     torch's own suite and other people's programs, on gloo and here (15 minutes)"
 	@echo "make faults    ranks that die, stop or go astray, in every call and moment (20 minutes)"
 	@echo "make fuzz      any bytes into every parser of bytes from outside (6 minutes, needs clang)"
+	@echo "make simulate  deaths in every order of events, and a million by chance (10 minutes)"
 	@echo "make clean     what was built (.venv stays)"
 
 venv:
@@ -64,6 +65,9 @@ faults: build
 
 fuzz: venv
 	$(PY) tests/fuzz/hunt.py
+
+simulate: venv
+	bin=$$($(PY) tests/native/build.py plain simulation) && $$bin && $$bin long
 
 clean:
 	rm -rf build dist *.egg-info pycomm/*.so

@@ -62,10 +62,11 @@ def ninja_binary() -> str:
 def write_ninja(folder: Path, sanitizer: str) -> None:
     """Writes build.ninja into `folder`. What is no suite goes into one archive: a suite links what
     it uses, main() of harness.cpp with the rest."""
-    flags = [*FLAGS, *SANITIZERS[sanitizer], f"-I{CSRC}", f"-I{HERE}"]
+    flags = [*FLAGS, *SANITIZERS[sanitizer], f"-I{CSRC}", f"-I{HERE}", f"-I{HERE.parent}"]
     apart = (CSRC / "bindings", CSRC / "cuda")
     library = [p for p in sorted(CSRC.rglob("*.cpp")) if not any(a in p.parents for a in apart)]
     library += [p for p in sorted(HERE.glob("*.cpp")) if not p.stem.endswith("_test")]
+    library.append(HERE.parent / "emulator" / "fiber.cpp")
     lines = [f"cxx = {os.environ.get('CXX', 'g++')}", f"flags = {' '.join(flags)}", RULES]
     objects = []
     for source in library:

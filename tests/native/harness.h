@@ -3,7 +3,8 @@
 //   const Test kAdds{"adds", [] { expect_equal(1 + 1, 2, "sum"); }};
 //
 // harness.cpp holds main(): `suite [part of a name]` runs the tests whose name contains it and ends
-// with "N passed, M failed".
+// with "N passed, M failed". A test whose name begins with "long: " runs only where it is asked
+// for.
 #pragma once
 
 #include <functional>

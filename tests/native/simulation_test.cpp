@@ -1,0 +1,252 @@
+// Calls of a group in which a rank dies, or calls another thing, in every order of events: real
+// engines over channels whose deliveries are decided one by one (simulation.h).
+//
+//   simulation           every order of a call of 3 ranks, some by chance of two calls of 5
+//   simulation long      every order of two calls of 3 ranks (of one where a call has many orders),
+//                        a million by chance of 5
+//
+// Whatever the order: all ranks end; who succeeds has the right numbers; who fails names the rank
+// that died, or, where nobody died, hears of the disagreement and goes on; and nobody is held for
+// lost who is there.
+#include "simulation.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <iostream>
+#include <random>
+
+#include "collectives/choose.h"
+#include "core/operation.h"
+#include "harness.h"
+#include "kernels/kernels.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace simulation;
+
+constexpr size_t kMostOrders = 200'000;
+
+struct Call {
+  Operation operation = Operation::all_reduce;
+  Algorithm algorithm = Algorithm::ring;
+};
+
+struct Scene {
+  int size = 3;
+  Call call{};
+  Fate fate{};
+  int stray = -1;  // calls something else first
+  int calls = 1;
+
+  std::string text() const {
+    return std::string(name_of(call.operation)) + " " + std::string(name_of(call.algorithm)) +
+           ", " + std::to_string(size) + " ranks" +
+           (fate.victim < 0 ? ""
+                            : ", rank " + std::to_string(fate.victim) + " dies at send " +
+                                  std::to_string(fate.sends)) +
+           (stray < 0 ? "" : ", rank " + std::to_string(stray) + " goes astray");
+  }
+};
+
+// What became of one rank.
+struct Outcome {
+  std::vector<Error> errors;
+  int right = 0, wrong = 0;  // calls that succeeded
+  std::vector<int> lost;
+};
+
+float element(int rank, size_t i, int call) {
+  return static_cast<float>(rank * 10 + call) + static_cast<float>(i);
+}
+
+// True if the numbers are right.
+bool run_call(Engine& engine, const Scene& scene, int call, bool astray) {
+  const size_t count = static_cast<size_t>(scene.size) + (astray ? 1 : 0);
+  const Schedule schedule =
+      make_schedule(make_plan(scene.call.algorithm, scene.call.operation,
+                              {.rank = engine.rank(), .size = scene.size, .count = count}),
+                    engine.rank());
+  std::vector<float> array(count), want(count);
+  for (size_t i = 0; i < count; ++i) {
+    array[i] = element(engine.rank(), i, call);
+    want[i] = element(0, i, call);
+    if (scene.call.operation == Operation::all_reduce)
+      for (int rank = 1; rank < scene.size; ++rank) want[i] += element(rank, i, call);
+  }
+  Job job{.schedule = &schedule};
+  job.signature.operation = static_cast<uint8_t>(scene.call.operation);
+  job.signature.algorithm = static_cast<uint8_t>(scene.call.algorithm);
+  job.signature.dtype = static_cast<uint8_t>(Dtype::float32);
+  job.signature.count = count;
+  job.output = reinterpret_cast<std::byte*>(array.data());
+  job.input = job.output;
+  job.element_bytes = sizeof(float);
+  job.reducer = &reducer(Dtype::float32, ReduceOp::sum);
+  job.size = scene.size;
+  engine.run(job, Deadline(std::chrono::hours(1)));
+  return scene.call.operation == Operation::barrier || array == want;
+}
+
+// A rank's part: its calls, until one breaks the group.
+void play(Engine& engine, const Scene& scene, Outcome& outcome) {
+  const bool stray = engine.rank() == scene.stray;
+  for (int call = 0; call < scene.calls; ++call) {
+    try {
+      ++(run_call(engine, scene, call, stray && call == 0) ? outcome.right : outcome.wrong);
+    } catch (const Error& error) {
+      outcome.errors.push_back(error);
+      if (error.kind() != ErrorKind::mismatch) break;
+    }
+  }
+  outcome.lost = engine.lost();
+}
+
+struct Play {
+  Play(const Scene& of, Looks looks)
+      : scene(of),
+        outcomes(static_cast<size_t>(of.size)),
+        world(of.size, of.fate, looks, [this](int rank, Engine& engine) {
+          play(engine, scene, outcomes[static_cast<size_t>(rank)]);
+        }) {}
+  Scene scene;
+  std::vector<Outcome> outcomes;
+  World world;
+};
+
+void check_survivor(const Scene& scene, const Outcome& outcome) {
+  const int victim = scene.fate.victim;
+  expect_equal(outcome.wrong, 0, "calls with wrong numbers");
+  if (outcome.errors.empty()) return expect_equal(outcome.right, scene.calls, "calls");
+  const Error& error = outcome.errors.back();
+  expect(victim >= 0, std::string("it failed, though nobody died: ") + error.what());
+  expect(error.kind() == ErrorKind::peer_lost && error.fields().peer == victim,
+         std::string("it does not name the dead: ") + error.what());
+  expect(std::ranges::count(outcome.lost, victim) == 1, "the dead is not known to be lost");
+}
+
+// Of a call that ranks disagree about: all hear of it, and the next one works.
+void check_disagreement(const Outcome& outcome) {
+  expect(outcome.errors.size() == 1 && outcome.errors[0].kind() == ErrorKind::mismatch,
+         outcome.errors.empty() ? "it has not heard of the disagreement"
+                                : outcome.errors.back().what());
+  expect(outcome.right == 1 && outcome.wrong == 0, "the group does not go on");
+}
+
+void check_play(const Play& play) {
+  for (int rank = 0; rank < play.scene.size; ++rank) {
+    const Outcome& outcome = play.outcomes[static_cast<size_t>(rank)];
+    const auto blame = [&](const Failure& failure) {
+      return Failure(play.scene.text() + ", rank " + std::to_string(rank) + ": " + failure.what());
+    };
+    try {
+      if (rank == play.scene.fate.victim) continue;
+      if (play.scene.stray >= 0)
+        check_disagreement(outcome);
+      else
+        check_survivor(play.scene, outcome);
+    } catch (const Failure& failure) {
+      throw blame(failure);
+    }
+  }
+}
+
+size_t try_every_order(const Scene& scene) {
+  std::unique_ptr<Play> now;
+  return every_order(
+      [&]() -> World& {
+        now.reset();
+        now = std::make_unique<Play>(scene, Looks::at_once);
+        return now->world;
+      },
+      [&](World&) { check_play(*now); }, kMostOrders);
+}
+
+// How often each rank sends where nobody dies.
+std::vector<size_t> sends_of(const Scene& scene) {
+  Play play(scene, Looks::at_once);
+  one_order(play.world, 1, [&](World&) { check_play(play); });
+  std::vector<size_t> sends;
+  for (int rank = 0; rank < scene.size; ++rank) sends.push_back(play.world.sends(rank));
+  return sends;
+}
+
+std::vector<Call> calls() {
+  std::vector<Call> all;
+  for (const Operation operation :
+       {Operation::all_reduce, Operation::broadcast, Operation::barrier})
+    for (const Algorithm algorithm : algorithms_for(operation))
+      if (algorithm != Algorithm::hierarchical) all.push_back({operation, algorithm});
+  return all;
+}
+
+// Where nobody dies, and where one does, at each of its sends and behind the last one.
+size_t try_every_death(Scene scene) {
+  size_t orders = try_every_order(scene);
+  const auto sends = sends_of(scene);
+  for (int victim = 0; victim < scene.size; ++victim)
+    for (size_t at = 0; at <= sends[static_cast<size_t>(victim)]; ++at) {
+      scene.fate = {victim, at};
+      orders += try_every_order(scene);
+    }
+  return orders;
+}
+
+// Of these a call of three ranks has some 10,000 orders for each death.
+bool has_many_orders(const Call& call) {
+  return call.operation == Operation::all_reduce &&
+         (call.algorithm == Algorithm::owner || call.algorithm == Algorithm::halving);
+}
+
+const Test kDeaths{"every death of one of three, in every order", [] {
+                     for (const Call& call : calls())
+                       if (!has_many_orders(call))
+                         expect(try_every_death({.call = call}) > 1, "there is but one order");
+                   }};
+
+const Test kStrays{
+    "every disagreement of three, in every order", [] {
+      for (const Algorithm algorithm : algorithms_for(Operation::all_reduce))
+        for (int stray = 0; stray < 3; ++stray)
+          if (algorithm == Algorithm::ring || algorithm == Algorithm::tree)
+            try_every_order(
+                {.call = {Operation::all_reduce, algorithm}, .stray = stray, .calls = 2});
+    }};
+
+const Test kMore{"long: every death of one of three in two calls, in every order", [] {
+                   for (const Call& call : calls()) {
+                     const Scene scene{.call = call, .calls = has_many_orders(call) ? 1 : 2};
+                     const size_t orders = try_every_death(scene);
+                     std::cout << scene.text() << ", calls: " << scene.calls << ": " << orders
+                               << " orders" << std::endl;
+                   }
+                 }};
+
+// One of five dies at a moment and in an order that the seed decides.
+void try_one(uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const auto all = calls();
+  Scene scene{.size = 5, .call = all[random() % all.size()], .calls = 2};
+  scene.fate = {static_cast<int>(random() % 5), random() % 20};
+  Play play(scene, Looks::later);
+  try {
+    one_order(play.world, seed, [&](World&) { check_play(play); });
+  } catch (const Failure& failure) {
+    throw Failure("seed " + std::to_string(seed) + ": " + failure.what());
+  }
+}
+
+const Test kSome{"deaths of one of five, by chance", [] {
+                   for (uint64_t seed = 0; seed < 500; ++seed) try_one(seed);
+                 }};
+
+const Test kMillion{"long: a million deaths of one of five, by chance", [] {
+                      for (uint64_t seed = 0; seed < 1'000'000; ++seed) {
+                        try_one(seed);
+                        if (seed % 10'000 == 0)
+                          std::cout << '\r' << seed / 10'000 << " % of a million" << std::flush;
+                      }
+                      std::cout << '\n';
+                    }};
+
+}  // namespace
