@@ -37,7 +37,7 @@ MAY_INCLUDE = {
     "device/": ["core/", "device/", "collectives/plan.h", "nccl/"],
     "shared/": [
         *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
-        *("os/shared_heap.h", "transport/frame.h"),
+        *("os/process_memory.h", "os/random.h", "os/shared_heap.h", "transport/frame.h"),
     ],
     "group/": [
         *("core/", "os/", "collectives/", "kernels/", "rendezvous/"),

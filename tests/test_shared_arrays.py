@@ -143,3 +143,23 @@ def test_buckets_of_gradients_are_summed_where_they_lie() -> None:
     gradients = (300 * 300 + 300) * 4
     for sent in run_ranks(2, _buckets, transport="shm", processes=True):
         assert gradients // 2 <= sent < gradients
+
+
+def _wherever(group: pycomm.Group) -> None:
+    rank, size = group.rank, group.size
+    for count in (6_000, 300_000):
+        ranks = np.arange(size, dtype="float32")[:, None] + np.arange(count, dtype="float32") % 89
+        for _ in range(9):  # the first tells who may read whom, the others try reading and slots
+            x, root = ranks[rank].copy(), ranks[rank].copy()
+            pycomm.all_reduce(x, group=group)
+            np.testing.assert_array_equal(x, ranks.sum(0))
+            pycomm.broadcast(root, 1, group=group)
+            np.testing.assert_array_equal(root, ranks[1])
+            np.testing.assert_array_equal(pycomm.all_gather(ranks[rank], group=group), ranks)
+            row = pycomm.reduce_scatter(ranks, group=group)
+            np.testing.assert_array_equal(row, size * ranks[rank])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_private_arrays_of_processes(size: int) -> None:
+    run_ranks(size, _wherever, transport="shm", processes=True)

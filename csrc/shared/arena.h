@@ -3,27 +3,20 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "core/operation.h"
+#include "os/random.h"
 #include "os/shared_heap.h"
 #include "shared/segment.h"
+#include "shared/trials.h"
 
 namespace pycomm {
-
-// How a rank writes what others are to read. Between processors that share a cache plain stores
-// win: what was written is read from there. Between distant ones they lose by four times
-// (1 MiB on an EPYC, 160 ns apart), as each store first takes its line away from the reader's
-// cache; there stores that go round the caches win. Which it is, is the machine's, and of a virtual
-// machine it changes from minute to minute: so a few chunks now and then try both ways, and the
-// faster one is taken until the next trial.
-struct Stores {
-  uint64_t chunks = 0;  // so far; all ranks count alike, and so try at the same time
-  bool streams = false;
-  std::array<double, 2> least{};  // ns a byte, of the trial under way; plain, streaming
-};
 
 class Arena {
  public:
@@ -68,10 +61,23 @@ class Arena {
   // The call before this one in the epoch, and the signature of it and all before it.
   Header last{};
   uint32_t signature = 0;
-  // By size of the call.
-  Stores& stores(size_t bytes) {
+  // How a rank writes what others are to read, by size of the call: with plain stores, or with
+  // stores that go round the caches. Between processors that share a cache plain stores win: what
+  // was written is read from there. Between distant ones they lose by four times (1 MiB on an EPYC,
+  // 160 ns apart), as each store first takes its line away from the reader's cache. Chunks are
+  // counted, the same number on all ranks, so all try at the same time.
+  Trials& stores(size_t bytes) {
     return stores_[bytes < (size_t{256} << 10) ? 0 : bytes < (size_t{4} << 20) ? 1 : 2];
   }
+  // Whether private arrays go through slots or are read out of the others' processes; what the
+  // lowest rank finds counts, by verb and size of the call. Calls are counted.
+  Trials& pulls(Operation operation, size_t bytes) {
+    return pulls_.try_emplace({operation, std::bit_width(bytes)}, 256, 8).first->second;
+  }
+  // Whether this rank may read the processes of all others, as its first meeting has shown.
+  enum class Reach { unknown, not_all, all } reaches = Reach::unknown;
+  // What who reads this process finds at its address.
+  uint64_t token = std::bit_cast<std::array<uint64_t, 4>>(random_bytes())[0];
   // Since the group stands: bytes that this rank laid out for others, and took from theirs.
   uint64_t bytes_sent = 0, bytes_received = 0;
 
@@ -81,7 +87,9 @@ class Arena {
   std::vector<HeapView> heaps_;  // by number, or empty
   int rank_;
   std::vector<uint64_t> known_done_;
-  std::array<Stores, 3> stores_{};
+  // Of 2,048 chunks 16 are tries, half of them in the slower way; of 256 calls 8.
+  std::array<Trials, 3> stores_{Trials{2048, 16}, Trials{2048, 16}, Trials{2048, 16}};
+  std::map<std::pair<Operation, int>, Trials> pulls_;
   uint16_t epoch_ = 0;
   uint64_t base_ = 0, next_ = 0;
 };

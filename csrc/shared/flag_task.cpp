@@ -81,6 +81,17 @@ bool FlagTask::have_reduced(uint64_t ticket) {
   return true;
 }
 
+// Who has given up may use its array for something else by now; the engine hears why it did.
+bool FlagTask::are_all_here() {
+  for (int peer = 0; peer < size_; ++peer)
+    if (!arena_.is_in(peer, header_)) {
+      awaited_ = peer;
+      awaited_flag_ = nullptr;
+      return false;
+    }
+  return true;
+}
+
 // Sleeping and waking cross as in a ring: the sleeper stores `sleeps` and then looks at the flags,
 // we store a flag and then look at `sleeps`; all four are sequentially consistent.
 void FlagTask::publish(std::atomic<uint64_t>& flag, uint64_t value) {
@@ -99,7 +110,8 @@ void FlagTask::arm() {
     if (peer != rank_ && arena_.differs(peer, header_, theirs))
       engine_.disagree(arena_.member(peer), theirs);
   // Whoever is in a later call has done what it does in this one: what is not there will not come.
-  if (awaited_ != kNobody && arena_.is_past(awaited_, header_, theirs) &&
+  if (awaited_ != kNobody && awaited_flag_ != nullptr &&
+      arena_.is_past(awaited_, header_, theirs) &&
       awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
     engine_.disagree_on_end(arena_.member(awaited_), theirs);
 }

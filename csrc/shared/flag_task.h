@@ -46,6 +46,8 @@ class FlagTask : public Task {
   // Whether `peer` has laid out its slot; ends the call if it has done so for another one.
   bool has_filled(int peer, uint64_t ticket);
   bool have_reduced(uint64_t ticket);
+  // Whether nobody has given this call up.
+  bool are_all_here();
   void show_filled(uint64_t ticket);
   void publish(std::atomic<uint64_t>& flag, uint64_t value);
 

@@ -1,12 +1,15 @@
-// A call inside one host: where the arrays lie if the ranks map them, else through slots.
+// A call inside one host: larger ones begin with a meeting, which finds the way for them; small
+// ones go through slots.
 //
 // Not the engine: that drives this task, and does its waiting, deadlines and failures. Called by
 // the group.
 #pragma once
 
 #include <optional>
+#include <variant>
 
 #include "shared/mapped_run.h"
+#include "shared/pulled_run.h"
 #include "shared/shared_run.h"
 
 namespace pycomm {
@@ -14,36 +17,35 @@ namespace pycomm {
 class SharedCall final : public Task {
  public:
   // `header` with its epoch and sequence.
-  SharedCall(Engine& engine, Arena& arena, const SharedJob& job, const Header& header)
-      : engine_(engine), arena_(arena), job_(job), header_(header) {
-    if (MappedRun::may_carry_out(job, arena))
-      mapped_.emplace(engine, arena, job, header);
-    else
-      staged_.emplace(engine, arena, job, header);
-  }
+  SharedCall(Engine& engine, Arena& arena, const SharedJob& job, const Header& header);
+  ~SharedCall() override;
+  SharedCall(const SharedCall&) = delete;
+  SharedCall& operator=(const SharedCall&) = delete;
 
-  bool advance() override {
-    if (staged_) return staged_->advance();
-    if (!mapped_->refused()) return mapped_->advance();
-    staged_.emplace(engine_, arena_, job_, header_);
-    return true;
-  }
-  bool done() const override { return now().done(); }
+  bool advance() override;
+  bool done() const override { return !std::holds_alternative<Meeting>(tasks_) && now_->done(); }
   int sending_to() const override { return kNobody; }
-  int receiving_from() const override { return now().receiving_from(); }
-  void arm() override { now().arm(); }
-  void disarm() override { now().disarm(); }
+  int receiving_from() const override { return now_->receiving_from(); }
+  void arm() override { now_->arm(); }
+  void disarm() override { now_->disarm(); }
+
+  // How it is carried out; none before the ranks have met.
+  std::optional<Way> way() const { return way_; }
 
  private:
-  const Task& now() const { return staged_ ? static_cast<const Task&>(*staged_) : *mapped_; }
-  Task& now() { return staged_ ? static_cast<Task&>(*staged_) : *mapped_; }
+  Task* begin(const Meeting& meeting);
+  void end_try();
 
   Engine& engine_;
   Arena& arena_;
   const SharedJob& job_;
   const Header& header_;
-  std::optional<MappedRun> mapped_;
-  std::optional<SharedRun> staged_;
+  std::variant<std::monostate, Meeting, MappedRun, PulledRun, SharedRun> tasks_;
+  Task* now_;  // the one of them
+  std::optional<Way> way_;
+  bool tries_ = false;  // this rank finds out how long it takes
+  uint64_t turn_ = 0;
+  Clock::time_point begun_{};
 };
 
 }  // namespace pycomm

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstring>
-#include <limits>
 #include <string>
 #include <utility>
 
@@ -22,8 +20,6 @@ constexpr size_t kOneShotBytes = size_t{16} << 10;
 constexpr uint64_t kAhead = 8;
 // Shorter runs are in the other's way to it before they are out of ours.
 constexpr size_t kLeastStream = size_t{2} << 10;
-// Of so many chunks as many are a trial, half of them in the slower way.
-constexpr uint64_t kTrialPeriod = 2048, kTrialChunks = 16;
 
 // Rows of `count` elements that a slot holds side by side, one for each reader.
 bool has_row_per_rank(Operation operation) {
@@ -141,7 +137,7 @@ bool SharedRun::advance() {
     const Chunk at = chunk(collected_);
     if (!collects() || (two_shots_ ? have_reduced(at.ticket) : have_filled(at.ticket))) {
       if (collects()) work(collected_, &SharedRun::collect);
-      if (stores_ != nullptr) end_trial(collected_);
+      end_try(collected_);
       ++collected_;
       publish(arena_.own().done, at.ticket + 1);
       return true;
@@ -180,7 +176,7 @@ bool SharedRun::have_filled(uint64_t ticket) {
 // verbs take what those have found.
 void SharedRun::begin_stores(size_t call_bytes) {
   if (call_bytes <= kOneShotBytes) return;
-  learned_ = arena_.stores(call_bytes).streams;
+  stores_ = &arena_.stores(call_bytes);
   switch (job_.operation) {
     case Operation::all_reduce:
     case Operation::all_gather:
@@ -196,34 +192,27 @@ void SharedRun::begin_stores(size_t call_bytes) {
     case Operation::recv:
       return;
   }
-  stores_ = &arena_.stores(call_bytes);
-  counted_ = std::exchange(stores_->chunks, stores_->chunks + chunks_);
+  tries_ = true;
+  counted_ = std::exchange(stores_->turns, stores_->turns + chunks_);
 }
 
-// Does a step of chunk `i`. In a trial the ways change in an order without a period, as calls may
-// have one.
+// Does a step of chunk `i`.
 void SharedRun::work(uint64_t i, void (SharedRun::*step)(const Chunk&)) {
-  streaming_ = learned_;
-  if (stores_ == nullptr) return (this->*step)(chunk(i));
-  const uint64_t turn = (counted_ + i) % kTrialPeriod;
-  if (turn >= kTrialChunks) return (this->*step)(chunk(i));
-  streaming_ = std::popcount(turn) % 2 == 1;
+  const uint64_t turn = counted_ + i;
+  if (stores_ != nullptr) streaming_ = tries_ ? stores_->way(turn) : stores_->second();
+  if (!tries_ || !stores_->tries(turn)) return (this->*step)(chunk(i));
   const auto start = Clock::now();
   (this->*step)(chunk(i));
   spent_[i % kSlots] += Clock::now() - start;
 }
 
-// Chunk `i` is over. The least time of each way counts: nothing makes a chunk take too little.
-void SharedRun::end_trial(uint64_t i) {
-  const uint64_t turn = (counted_ + i) % kTrialPeriod;
-  if (turn >= kTrialChunks) return;
-  auto& least = stores_->least;
-  if (turn == 0) least.fill(std::numeric_limits<double>::infinity());
+// Chunk `i` is over.
+void SharedRun::end_try(uint64_t i) {
+  const uint64_t turn = counted_ + i;
+  if (!tries_ || !stores_->tries(turn)) return;
   const auto spent = std::exchange(spent_[i % kSlots], {});
-  double& way = least[static_cast<size_t>(std::popcount(turn) % 2)];
-  way = std::min(way, std::chrono::duration<double, std::nano>(spent).count() /
+  stores_->took(turn, std::chrono::duration<double, std::nano>(spent).count() /
                           static_cast<double>(bytes(chunk(i).count)));
-  if (turn == kTrialChunks - 1) learned_ = stores_->streams = least[1] < least[0];
 }
 
 // What was laid out is behind the flags that come now.

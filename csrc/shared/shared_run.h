@@ -43,7 +43,7 @@ class SharedRun final : public FlagTask {
   bool have_filled(uint64_t ticket);
   void begin_stores(size_t call_bytes);
   void work(uint64_t i, void (SharedRun::*step)(const Chunk&));
-  void end_trial(uint64_t i);
+  void end_try(uint64_t i);
   void lay_out(std::byte* into, const std::byte* from, size_t bytes);
   void take(std::byte* into, const std::byte* from, size_t bytes);
   void fill(const Chunk& chunk);
@@ -61,11 +61,11 @@ class SharedRun final : public FlagTask {
   int parts_;          // ranks that have one
   bool tiny_ = false;  // slots are the flags' own lines
   bool two_shots_ = false;
-  bool learned_ = false;      // which way was faster when last tried; true: streaming
-  Stores* stores_ = nullptr;  // where this call's trials count, or null
-  uint64_t counted_ = 0;      // chunks before this call, as stores_ counts
-  bool streaming_ = false;    // what is laid out now
-  std::array<Clock::duration, kSlots> spent_{};  // in a trial, on each chunk under way
+  Trials* stores_ = nullptr;                     // null: plain ones
+  bool tries_ = false;                           // whether this call's chunks count there
+  uint64_t counted_ = 0;                         // chunks before this call
+  bool streaming_ = false;                       // what is laid out now
+  std::array<Clock::duration, kSlots> spent_{};  // in a try, on each chunk under way
   size_t chunk_count_ = 0;                       // elements of a row in a chunk
   uint64_t chunks_ = 1;
   uint64_t filled_ = 0, reduced_ = 0, collected_ = 0;

@@ -33,7 +33,11 @@ NEEDS = {
     "frames": ENGINE,
     "handshake": ["core", "os/random.cpp", "os/socket.cpp", "transport/handshake.cpp"],
     "note": ["group/note.cpp", "os/random.cpp", "os/socket.cpp"],
-    "offers": [*ENGINE, "shared"],
+    "offers": [
+        *ENGINE,
+        "shared",
+        *(f"os/{name}.cpp" for name in ("process_memory", "random", "socket")),
+    ],
     "packets": [
         f"kernels/cpu/{name}.cpp" for name in ("lean", "index_codes", "value_codes", "isa")
     ],

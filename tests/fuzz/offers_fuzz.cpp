@@ -1,5 +1,5 @@
-// Offers of the shared heap: where a rank of this host says that its arrays lie. This rank works on
-// them in place, so they must lie where it says they do.
+// Offers of a meeting: where a rank of this host says that its arrays lie. If they are mapped, this
+// rank works on them in place, so they must lie where it says they do.
 //
 // The first byte of the input says which call; the rest lies where the other rank's offer should.
 #include <cstring>
@@ -10,7 +10,7 @@
 #include "engine/engine.h"
 #include "fuzz.h"
 #include "shared/arena.h"
-#include "shared/mapped_run.h"
+#include "shared/shared_call.h"
 
 namespace {
 
@@ -55,6 +55,8 @@ struct Rank {
     header.operation = static_cast<uint8_t>(operation);
     header.count = job.count;
     arena.begin(header);
+    arena.reaches = Arena::Reach::all;
+    arena.pulls(operation, job.count * sizeof(float)).turns = 1;  // would rather read
     task.emplace(engine, arena, job, header);
   }
   Engine engine;
@@ -62,7 +64,7 @@ struct Rank {
   SharedJob job;
   Header header;
   std::vector<std::byte> gathered = std::vector<std::byte>(2 * kCount * sizeof(float));
-  std::optional<MappedRun> task;
+  std::optional<SharedCall> task;
 };
 
 }  // namespace
@@ -85,7 +87,7 @@ void fuzz::one(Input input) {
   auto& line = segments[1]->filled[0].tiny;
   std::memcpy(line.data(), input.data() + 1, std::min(line.size(), input.size() - 1));
   try {
-    while (!mine.task->done() && !mine.task->refused() && mine.task->advance()) {
+    while (!mine.task->done() && mine.task->way() != Way::staged && mine.task->advance()) {
     }
   } catch (const PeerLost&) {
   }

@@ -16,7 +16,7 @@
 #include "harness.h"
 #include "os/shared_heap.h"
 #include "ranks.h"
-#include "shared/mapped_run.h"
+#include "shared/shared_call.h"
 
 using namespace pycomm;
 using namespace std::chrono_literals;
@@ -269,7 +269,7 @@ void left_test(int steps_before, Gone gone_has) {
                   .element_bytes = sizeof(float),
                   .reducer = &reducer(Dtype::float32, ReduceOp::sum)};
     Header header;
-    std::optional<MappedRun> run;
+    std::optional<SharedCall> run;
   } gone(0, segments), late(1, segments);
   expect(gone.run->advance() && late.run->advance(), "no offer");
   if (gone_has != Gone::offered) expect(gone.run->advance(), "has not met the other");

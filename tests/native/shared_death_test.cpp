@@ -12,7 +12,7 @@
 #include "mortal.h"
 #include "os/shared_heap.h"
 #include "ranks.h"
-#include "shared/mapped_run.h"
+#include "shared/shared_call.h"
 
 namespace {
 
@@ -84,8 +84,8 @@ std::unique_ptr<Arena> arena_of(const Scene& scene, int rank,
   return arena;
 }
 
-void run_mapped(Engine& engine, Arena* arena, Operation operation, const float* input,
-                float* output, size_t count) {
+void run_shared(Engine& engine, Arena* arena, Operation operation, const float* input,
+                float* output, size_t count, Way way = Way::mapped) {
   const SharedJob job{.operation = operation,
                       .input = reinterpret_cast<const std::byte*>(input),
                       .output = reinterpret_cast<std::byte*>(output),
@@ -94,28 +94,35 @@ void run_mapped(Engine& engine, Arena* arena, Operation operation, const float* 
                       .reducer = &kFatal};
   const Header header = engine.next_header(header_of(operation, count));
   arena->begin(header);
-  expect(MappedRun::may_carry_out(job, *arena), "the arrays are not offered");
-  MappedRun run(engine, *arena, job, header);
+  SharedCall run(engine, *arena, job, header);
   engine.run(run, header, Deadline(20s));
-  expect(!run.refused(), "an array is not mapped");
+  expect(run.way() == way, "the call takes another way");
 }
 
 void all_reduce_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
-  run_mapped(engine, arena, Operation::all_reduce, x, x, scene.count);
+  run_shared(engine, arena, Operation::all_reduce, x, x, scene.count);
+}
+
+void all_reduce_pulled(Engine& engine, Arena* arena, const Scene& scene, float* x) {
+  std::vector<float> own(x, x + scene.count);
+  arena->reaches = Arena::Reach::all;
+  arena->pulls(Operation::all_reduce, scene.count * sizeof(float)).turns = 1;  // tried by reading
+  run_shared(engine, arena, Operation::all_reduce, own.data(), own.data(), scene.count,
+             Way::pulled);
 }
 
 void broadcast_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
-  run_mapped(engine, arena, Operation::broadcast, x, x, scene.count);
+  run_shared(engine, arena, Operation::broadcast, x, x, scene.count);
 }
 
 void all_gather_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
   std::vector<float> all(scene.count * scene.hosts.size());
-  run_mapped(engine, arena, Operation::all_gather, x, all.data(), scene.count);
+  run_shared(engine, arena, Operation::all_gather, x, all.data(), scene.count);
 }
 
 void reduce_scatter_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
   std::vector<float> row(scene.count / scene.hosts.size());
-  run_mapped(engine, arena, Operation::reduce_scatter, x, row.data(), row.size());
+  run_shared(engine, arena, Operation::reduce_scatter, x, row.data(), row.size());
 }
 
 void all_reduce_two_levels(Engine& engine, Arena* arena, const Scene& scene, float* x) {
@@ -174,6 +181,14 @@ void mapped_test() {
     play({{0, 0, 0}, 200'003, mortal++ % 3, -1}, body);
 }
 const Test kMapped{"a death in a call on arrays in heaps is noticed by all", mapped_test};
+
+void pulled_test() {
+  int mortal = 0;
+  for (const int additions : {-1, 0, 1, 30, 65})
+    play({{0, 0, 0}, 200'003, mortal++ % 3, additions}, all_reduce_pulled);
+}
+const Test kPulled{"a death among ranks that read each other's arrays is noticed by all",
+                   pulled_test};
 
 // Blocks of 1 MiB: the first sum inside, one while the first block crosses, the last.
 void two_levels_test() {

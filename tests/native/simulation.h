@@ -4,9 +4,9 @@
 //
 // What is real: engines, links, plans, schedules, failure. What is made up: channels, which hold
 // what was sent until the scheduler delivers it, and time, which does not pass: no call waits for
-// its limit and nobody pulses. A rank is a fiber, which runs from one sleep of its engine to
-// the next. What is sent at once arrives at once; frames that
-// are cut are link_test.cpp's and death_test.cpp's.
+// its limit and nobody pulses. A rank is a fiber, which runs from one sleep of its engine to the
+// next. What is sent at once arrives at once; frames that are cut are link_test.cpp's and
+// death_test.cpp's.
 #pragma once
 
 #include <deque>
