@@ -396,7 +396,7 @@ void HostGroup::close() noexcept {
   pulse_.join();
   engine_.leave();
   const std::lock_guard lock(mutex_);
-  journal_.flush();
+  journal_.close();
 }
 
 void HostGroup::abort(const std::string& reason) noexcept {

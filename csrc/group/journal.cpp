@@ -132,7 +132,14 @@ std::string Journal::keep(const std::string& reason, bool breaking) {
   return "the last calls are in " + files_.flight;
 }
 
-// A disk that is full ends the trace, not the run: its head says how many calls it has.
+void Journal::close() noexcept {
+  flush();
+  trace_.reset();
+  memory_.reset();
+}
+
+// Writes what the trace still lacks. A disk that is full ends the trace, not the run: its head says
+// how many calls it has.
 void Journal::flush() noexcept {
   if (!trace_) return;
   try {

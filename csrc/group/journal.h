@@ -76,14 +76,15 @@ class Journal {
   // Keeps the flight record, unless there is one of a `breaking` error, and what the trace lacks.
   // Gives the record's path, or why it could not be written; empty where nobody asked for one.
   std::string keep(const std::string& reason, bool breaking);
-  // Writes what the trace still lacks.
-  void flush() noexcept;
+  // The group is closed: writes what the trace still lacks, and others find this one no more.
+  void close() noexcept;
 
  private:
   CallRecord& slot(uint64_t call);
+  void flush() noexcept;
 
   JournalFiles files_;  // paths of the files by now
-  Fd memory_;           // stays open, so that others find it
+  Fd memory_;           // open until close(), so that others find it
   std::shared_ptr<std::byte> mapped_;
   JournalHead& head_;
   Fd trace_;

@@ -49,7 +49,10 @@ def fuzz(target: str, binary: Path, seconds: int, more: Path) -> Report:
     FOUND.mkdir(parents=True, exist_ok=True)
     limits = [f"-timeout={SLOWEST_S}", f"-rss_limit_mb={MOST_MB}", "-print_final_stats=1"]
     limits += [f"-max_total_time={seconds}"] if seconds else ["-runs=0"]
-    command = [str(binary), *limits, f"-artifact_prefix={FOUND}/{target}-", str(more), str(corpus)]
+    # By way of a shell: libFuzzer limits the peak of its memory, which is at first that of the
+    # process that it was forked from.
+    command = ["sh", "-c", '"$0" "$@"; exit $?', str(binary), *limits]
+    command += [f"-artifact_prefix={FOUND}/{target}-", str(more), str(corpus)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     said = done.stderr
     reached = [int(n) for n in re.findall(r"\bcov: (\d+)", said)]
