@@ -71,7 +71,7 @@ def predicted(load: Load, size: int, link: Link, coding: Coding) -> dict[str, fl
     """Seconds that a step takes beyond its gradients, by exchange; "dense" compresses nothing.
 
     What could hide behind the backward pass is not taken off: what travels takes the time of the
-    same processors. Measured over 10 Gbit/s (`bench links --training`, AMD EPYC, 2 processors) sums
+    same processors. Measured over 10 Gbit/s (`bench links --training`, Intel Xeon, 2 processors) sums
     beside the backward pass took longer than behind it.
 
     Args:
