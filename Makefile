@@ -16,7 +16,7 @@ help:
 	@echo "make peers     torch's own suite and other people's programs, on gloo and here (15 minutes)"
 	@echo "make faults    ranks that die, stop or go astray, in every call and moment (20 minutes)"
 	@echo "make fuzz      any bytes into every parser of bytes from outside (6 minutes, needs clang)"
-	@echo "make simulate  deaths in every order of events, and a million by chance (10 minutes)"
+	@echo "make simulate  deaths in every order of events, and a million by chance (long)"
 	@echo "make clean     what was built (.venv stays)"
 
 venv:

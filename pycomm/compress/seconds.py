@@ -23,10 +23,8 @@ from pycomm.lanes import Lanes
 
 __all__ = ["Coding", "Link", "measure_coding", "measure_link", "of_exchanges", "predicted"]
 
-SMALL, LARGE = (
-    1 << 12,
-    1 << 22,
-)  # bytes: a call's own time, and what a line takes (0.3 s at 100 Mbit)
+# Bytes: a call's own time, and what a line takes (0.3 s at 100 Mbit).
+SMALL, LARGE = 1 << 12, 1 << 22
 SAMPLE = 1 << 20  # elements of a gradient that coding is measured on
 CALLS = 5
 
@@ -71,8 +69,8 @@ def predicted(load: Load, size: int, link: Link, coding: Coding) -> dict[str, fl
     """Seconds that a step takes beyond its gradients, by exchange; "dense" compresses nothing.
 
     What could hide behind the backward pass is not taken off: what travels takes the time of the
-    same processors. Measured over 10 Gbit/s (`bench links --training`, Intel Xeon, 2 processors) sums
-    beside the backward pass took longer than behind it.
+    same processors. Over 10 Gbit/s (`bench links --training`, Intel Xeon, 2 processors) sums beside
+    the backward pass took longer than behind it.
 
     Args:
         load: what each rank takes out.
