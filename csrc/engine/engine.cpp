@@ -21,6 +21,20 @@ bool is_message(const Header& header) {
   return header.operation == static_cast<uint8_t>(Operation::send);
 }
 
+// The hash of the calls so far, and of `call`. How much an all_to_all moves is another number on
+// each rank.
+uint64_t followed_by(uint64_t past, const Header& call) {
+  const bool to_all = call.operation == static_cast<uint8_t>(Operation::all_to_all);
+  const uint64_t what = uint64_t{call.operation} | uint64_t{call.dtype} << 8 |
+                        uint64_t{call.op} << 16 | uint64_t{call.algorithm} << 24 |
+                        uint64_t{call.peer} << 32;
+  for (const uint64_t word : {what, to_all ? 0 : call.count}) {
+    past = (past ^ 0xcbf29ce484222325 ^ word) * 0x9e3779b97f4a7c15;
+    past ^= past >> 32;
+  }
+  return past;
+}
+
 // For as long as it lives pulse() may work with the links.
 struct Rest {
   explicit Rest(std::mutex& turn) : mutex(turn) { mutex.unlock(); }
@@ -85,6 +99,7 @@ void Engine::run(const Job& job, const Deadline& deadline) {
 Header Engine::next_header(Header signature) const {
   signature.epoch = epoch_;
   signature.sequence = sequence_;
+  signature.context = static_cast<uint16_t>(past_);
   return signature;
 }
 
@@ -92,6 +107,8 @@ void Engine::run(Task& task, const Header& header, const Deadline& deadline) {
   running_ = &header;
   guard(task, header, deadline);
   ++sequence_;
+  past_ = followed_by(past_, header);
+  before_ = header;
 }
 
 // Runs the task; whatever breaks it, other than a disagreement, breaks the engine.
@@ -99,11 +116,12 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
   const std::lock_guard turn(turn_);
   last_ = signature;
   last_.sequence = sequence_;
-  last_.whereabouts = Whereabouts::inside;
+  last_.kind = FrameKind::pulse;
+  last_.context = static_cast<uint16_t>(Whereabouts::inside);
   struct Clear {
     Engine& engine;
     ~Clear() {
-      engine.last_.whereabouts = Whereabouts::between;
+      engine.last_.context = static_cast<uint16_t>(Whereabouts::between);
       engine.running_ = nullptr;
       engine.claims_ = {};
       engine.keep_half_arrived();
@@ -385,6 +403,7 @@ Engine::Front Engine::judge_data(int peer, const Header& header) {
   }
   if (when > 0 || running_ == nullptr) return Front::later;
   if (!same_call(header, expected_from(peer))) disagree(peer, header);
+  if (header.context != running_->context) disagree_on_past(peer);
   return Front::ours;
 }
 
@@ -397,8 +416,8 @@ void Engine::take_pulse(int peer, const Header& header) {
 // Whether its sender waits in another call than ours, perhaps for us while we wait for it. Of an
 // all_to_all a pulse does not tell the counts between the two.
 bool Engine::contradicts(const Header& pulse) const {
-  if (running_ == nullptr || pulse.whereabouts != Whereabouts::inside || is_message(pulse) ||
-      order(pulse, epoch_, sequence_) != 0)
+  if (running_ == nullptr || pulse.context != static_cast<uint16_t>(Whereabouts::inside) ||
+      is_message(pulse) || order(pulse, epoch_, sequence_) != 0)
     return false;
   const auto to_all = static_cast<uint8_t>(Operation::all_to_all);
   if (pulse.operation == to_all && running_->operation == to_all) return false;

@@ -151,6 +151,8 @@ class Engine {
   [[noreturn]] void disagree(int peer, const Header& theirs);
   // The same where the peer has gone on to the call `theirs`, or this rank has ended it already.
   [[noreturn]] void disagree_on_end(int peer, const Header& theirs);
+  // The same where both make the same call, and have made others before it.
+  [[noreturn]] void disagree_on_past(int peer);
   // The same for a call of this epoch that is over on some ranks, with `text` as its sentence.
   [[noreturn]] void give_up_call(int peer, uint32_t sequence, const std::string& text);
   // What `peer` sent makes sense: else throws PeerLost, as the fault is its own.
@@ -232,11 +234,13 @@ class Engine {
   std::chrono::nanoseconds patience_{0};  // for how long the next wait looks
   uint16_t epoch_ = 0;
   uint32_t sequence_ = 0;
-  uint64_t arrivals_ = 0;            // messages that began to arrive
-  const Header* running_ = nullptr;  // the run under way, if any
-  std::span<const size_t> claims_;   // its job's
-  Header last_{};                    // what was called last, as pulses tell it
-  Clock::time_point listened_{};     // when listen() was called last
+  uint64_t past_ = 0;                      // a hash of the calls of this epoch, for their frames
+  Header before_{};                        // the last of them
+  uint64_t arrivals_ = 0;                  // messages that began to arrive
+  const Header* running_ = nullptr;        // the run under way, if any
+  std::span<const size_t> claims_;         // its job's
+  Header last_{.kind = FrameKind::pulse};  // what was called last, as pulses tell it
+  Clock::time_point listened_{};           // when listen() was called last
   struct Awaited {
     int from;
     Header signature;

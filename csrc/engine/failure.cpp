@@ -96,6 +96,16 @@ void Engine::disagree_on_end(int peer, const Header& theirs) {
                    "; what the call writes is undefined");
 }
 
+// So whoever has heard nothing of a call in which data flows one way hears of it in the next one in
+// which it receives anything from somebody who took it for another.
+void Engine::disagree_on_past(int peer) {
+  give_up_call(peer, before_.sequence,
+               "ranks disagree about a call before " + describe(*running_) + ": " +
+                   name(options_.rank) + " and " + name(peer) +
+                   " have not made the same ones, here the last was " + describe(before_) +
+                   "; what the call writes is undefined");
+}
+
 void Engine::give_up_call(int peer, uint32_t sequence, const std::string& text) {
   const Header notice{.kind = FrameKind::mismatch, .epoch = epoch_, .sequence = sequence};
   const auto op = running_ ? name_of(static_cast<Operation>(running_->operation)) : "recv";
@@ -110,6 +120,7 @@ void Engine::give_up_call(int peer, uint32_t sequence, const std::string& text) 
 void Engine::new_epoch(const Header& notice, const std::string& text) {
   ++epoch_;
   sequence_ = 0;
+  past_ = 0;
   running_ = nullptr;
   noticed_ = notice;
   noticed_text_ = text;

@@ -24,9 +24,10 @@ std::string seconds(std::chrono::nanoseconds time) {
 // Where the sender of a header is, as far as it tells.
 std::string doing_of(const Header& header) {
   const std::string call = "call " + std::to_string(header.sequence) + ", " + describe(header);
-  switch (header.whereabouts) {
+  if (header.kind == FrameKind::data) return "with a frame of " + call;
+  switch (static_cast<Whereabouts>(header.context)) {
     case Whereabouts::nowhere:
-      return header.kind == FrameKind::data ? "with a frame of " + call : "before its first call";
+      return "before its first call";
     case Whereabouts::inside:
       return "inside " + call;
     case Whereabouts::between:
@@ -78,7 +79,6 @@ void Engine::say_alive(Clock::time_point now) {
     Link& link = *who.link;
     if (link.bytes_written() == who.told && now - who.told_at >= pulse_interval() && link.idle()) {
       Header header = last_;
-      header.kind = FrameKind::pulse;
       header.epoch = epoch_;
       header.bytes = 0;
       link.post(header, {});
@@ -140,7 +140,7 @@ void Engine::publish(Clock::time_point now) {
   }
   const std::lock_guard lock(mutex_);
   published_ = now;
-  doing_ = last_.whereabouts == Whereabouts::nowhere ? "" : doing_of(last_);
+  doing_ = last_.context == static_cast<uint16_t>(Whereabouts::nowhere) ? "" : doing_of(last_);
   sightings_ = std::move(all);
 }
 

@@ -18,7 +18,7 @@ enum class FrameKind : uint8_t {
   pulse = 4,     // a sign of life: a header alone, which says what its sender called last
 };
 
-// Of a pulse: where its sender is.
+// Where the sender of a pulse is.
 enum class Whereabouts : uint16_t { nowhere, inside, between };
 
 // The numbers of enums travel as they are; what they mean is the engine's business.
@@ -30,8 +30,8 @@ struct Header {
   uint8_t dtype = 0;
   uint8_t op = 0;
   uint8_t algorithm = 0;
-  uint16_t epoch = 0;  // counts the mismatches that the group has survived
-  Whereabouts whereabouts = Whereabouts::nowhere;
+  uint16_t epoch = 0;    // counts the mismatches that the group has survived
+  uint16_t context = 0;  // of a pulse: Whereabouts; of a plan's data: a hash of the calls before it
   uint32_t sequence = 0;  // which call of the epoch
   uint32_t peer = 0;      // root, tag of a message, hash of an all_gather's counts
   uint32_t bytes = 0;     // of payload behind this header

@@ -79,19 +79,18 @@ const ByTransport kLong{
       }
     }};
 
-// One rank makes another call than the rest. Whoever notices does so at the next barrier at the
-// latest, when others may be through it: they hear of it in the one behind.
+// One rank makes another call than the rest. All notice at the next barrier at the latest.
 void disagree(Group& group, const Call& mine, const std::string& what) {
   const Ending ending = ending_of([&] {
     group.run(mine);
-    for (int i = 0; i < 2; ++i) group.run({.operation = Operation::barrier});
+    group.run({.operation = Operation::barrier});
   });
   expect(ending.is(ErrorKind::mismatch) && ending.says("disagree"), what + ending.text());
   expect_sound(group);
 }
 
 const ByTransport kDifferent{
-    "other roots, ops and counts: all hear of it by the second barrier", [](const std::string& by) {
+    "other roots, ops and counts: all hear of it by the next barrier", [](const std::string& by) {
       for (int size = 2; size <= 4; ++size) {
         // Two that wait for each other learn it from pulses, of which there are five in this time.
         ranks::World world{.size = size, .transport = by, .heartbeat = std::chrono::seconds(5)};
@@ -122,6 +121,39 @@ const ByTransport kDifferent{
               }
         });
       }
+    }};
+
+// Calls in which nobody waits for anybody, so that all are through them, and some rank neither gets
+// too much nor too little: what it hears is that the others have made other calls than it.
+const ByTransport kThrough{
+    "who sees nothing of a wrong root hears of it by the next barrier", [](const std::string& by) {
+      struct Story {
+        Operation operation;
+        Algorithm algorithm;
+        int odd, root;
+      };
+      for (const int size : {3, 5, 9})
+        ranks::run_groups(size, by, [&](Group& group) {
+          const auto n = static_cast<size_t>(group.size());
+          const int last = group.size() - 1;
+          for (const Story& story : {Story{Operation::gather, Algorithm::direct, 0, 1},
+                                     Story{Operation::gather, Algorithm::tree, 0, last},
+                                     Story{Operation::reduce, Algorithm::direct, 0, 1},
+                                     Story{Operation::scatter, Algorithm::direct, last, last},
+                                     Story{Operation::broadcast, Algorithm::direct, last, last},
+                                     Story{Operation::broadcast, Algorithm::tree, last, last}}) {
+            Array in(Dtype::float32, 10 * n), out(Dtype::float32, 10 * n);
+            disagree(group,
+                     {.operation = story.operation,
+                      .dtype = Dtype::float32,
+                      .input = in.data(),
+                      .output = out.data(),
+                      .count = 10,
+                      .peer = group.rank() == story.odd ? story.root : 0,
+                      .algorithm = story.algorithm},
+                     std::string(name_of(story.operation)) + " of " + std::to_string(size) + ": ");
+          }
+        });
     }};
 
 const ByTransport kLists{
