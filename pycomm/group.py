@@ -43,7 +43,16 @@ DEFAULT_HEARTBEAT_S = 10.0
 class Group:
     """Ranks that call collectives together, each from one thread, all in the same order."""
 
-    __slots__ = ("__weakref__", "_core", "_rank", "_size", "_store", "_timeout_s")
+    __slots__ = (
+        "__weakref__",
+        "_aborted",
+        "_core",
+        "_parts",
+        "_rank",
+        "_size",
+        "_store",
+        "_timeout_s",
+    )
 
     def __init__(
         self, core: _core.Group, store: Store | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -52,6 +61,8 @@ class Group:
         self._core = core
         self._rank, self._size = core.rank, core.size
         self._store, self._timeout_s = store, timeout_s
+        self._aborted: str | None = None  # why, if it was
+        self._parts: weakref.WeakSet[Group] = weakref.WeakSet()  # of split()
         _groups.add(self)
 
     @property
@@ -85,7 +96,15 @@ class Group:
         A color of None (or a negative one) takes part and gets None; a key of None is the rank.
         """
         core = self._core.split(-1 if color is None else color, self._rank if key is None else key)
-        return None if core is None else Group(core, self._store, self._timeout_s)
+        if core is None:
+            return None
+        part = Group(core, self._store, self._timeout_s)
+        with _state.lock:
+            self._parts.add(part)
+            reason = self._aborted
+        if reason is not None:  # by another thread, meanwhile
+            part.abort(reason)
+        return part
 
     def shrink(self, timeout_s: float | None = None) -> Group:
         """Collective over the survivors: the group of the ranks that still live, in their order.
@@ -125,8 +144,15 @@ class Group:
             self._store = None  # with rank 0's goes what the ranks have left there
 
     def abort(self, reason: str) -> None:
-        """From any thread: ends the group on every rank with an error that carries `reason`."""
+        """From any thread: ends the group on every rank with an error that carries `reason`.
+
+        So end the groups that split() made of it, on every rank that is in one with this rank.
+        """
+        with _state.lock:
+            self._aborted, parts = reason, list(self._parts)
         self._core.abort(reason)
+        for part in parts:
+            part.abort(reason)
 
     def _board(self) -> tuple[Store, str, float]:
         """For values.py: where this group's keys are kept, what they begin with, the time limit.
