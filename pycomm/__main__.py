@@ -9,7 +9,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-BENCHMARKS = ("collectives", "codec", "deaths", "faults", "kernels", "training", "links")
+BENCHMARKS = (
+    "collectives",
+    "codec",
+    "deaths",
+    "faults",
+    "interrupts",
+    "kernels",
+    "training",
+    "links",
+)
 MODULES = {"plan": "planner", "tune": "tune", "trace": "trace", "top": "top"}  # by command
 
 

@@ -115,6 +115,32 @@ def test_a_busy_rank_is_not_taken_for_dead(transport: str, fn: Callable[..., Any
     assert results == [[3.0] * 4] * 3
 
 
+def receive_in_drops(group: Group, x: Any) -> float:
+    """Rank 1 receives from rank 2, in a call that is long because it sees one byte at a time, what
+    rank 0 waits for; gives for how long it did."""
+    start = time.monotonic()
+    if group.rank < 2:
+        pycomm.recv(x, group.rank + 1, group=group)
+    if group.rank > 0:
+        pycomm.send(x, group.rank - 1, group=group)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_whom_a_trickle_keeps_busy_is_not_taken_for_dead(transport: str) -> None:
+    drops = FaultPlan(1, "trickle", peer=2)
+    seconds: list[float] = [0.0]
+    count = 1 << 12
+    while min(seconds) < 2 * HEARTBEAT_S:  # how long so many bytes take is the machine's to say
+        count *= 2
+        x = [np.full(count, rank, np.float32) for rank in range(3)]
+        seconds = run_ranks(
+            3, lambda group, x: receive_in_drops(group, x[group.rank]), x,
+            transport=transport, heartbeat_s=HEARTBEAT_S, faults=[drops],
+        )[:2]  # fmt: skip
+        assert all((held == 2).all() for held in x)
+
+
 def stop_for_a_while(group: Group, seconds: float) -> Any:
     """Rank 1 stops for a while, and is woken by a child."""
     pycomm.barrier(group=group)

@@ -15,39 +15,49 @@
 namespace pycomm::bindings {
 namespace {
 
-constexpr std::chrono::milliseconds kSlice{100};  // the longest wait that hears no signal
-
 // A store written in Python: an object with the methods of _core.pyi's PythonStore.
 class PythonStore : public Store {
  public:
   explicit PythonStore(py::object object) : object_(std::move(object)) {}
 
   void set(const std::string& key, const std::string& value) override {
-    const py::gil_scoped_acquire gil;
+    const Asking asking;
     object_.attr("set")(key, py::bytes(value));
   }
   std::string get(const std::string& key, const Deadline& deadline) override {
-    const py::gil_scoped_acquire gil;
+    const Asking asking;
     const double left_s = std::chrono::duration<double>(deadline.left()).count();
-    return object_.attr("get")(key, left_s).cast<py::bytes>();
+    try {
+      return object_.attr("get")(key, left_s).cast<py::bytes>();
+    } catch (py::error_already_set& error) {
+      if (!error.matches(py::module_::import("pycomm.errors").attr("Timeout"))) throw;
+      throw Timeout(py::str(error.value()));
+    }
   }
   int64_t add(const std::string& key, int64_t amount) override {
-    const py::gil_scoped_acquire gil;
+    const Asking asking;
     return object_.attr("add")(key, amount).cast<int64_t>();
   }
   std::optional<std::string> remove(const std::string& key) override {
-    const py::gil_scoped_acquire gil;
+    const Asking asking;
     const py::object value = object_.attr("remove")(key);
     if (value.is_none()) return std::nullopt;
     return value.cast<py::bytes>();
   }
 
   std::string claim(const std::string& key, const std::string& value) override {
-    const py::gil_scoped_acquire gil;
+    const Asking asking;
     return object_.attr("claim")(key, py::bytes(value)).cast<py::bytes>();
   }
 
  private:
+  // What a signal handler has raised waits meanwhile: Python cannot run with an exception pending,
+  // and who is interrupted still tidies up in the store.
+  struct Asking {
+    py::gil_scoped_acquire gil{};
+    py::error_scope pending{};
+  };
+
   py::object object_;
 };
 
@@ -63,14 +73,6 @@ void log(const std::string& line) {
   }
 }
 
-// Tells of an attempt that failed, and gives up when a signal handler has raised.
-void log_attempt(const std::string& line) {
-  log(line);
-  if (!interrupted()) return;
-  const py::gil_scoped_acquire gil;
-  throw_pending();
-}
-
 std::unique_ptr<TcpStore> serve(const std::string& host, uint16_t port, const std::string& key) {
   const Blocking blocking;
   return TcpStore::serve(host, port, key);
@@ -79,7 +81,8 @@ std::unique_ptr<TcpStore> serve(const std::string& host, uint16_t port, const st
 std::unique_ptr<TcpStore> reach(const std::string& host, uint16_t port, const std::string& key,
                                 double timeout_s) {
   const Blocking blocking;
-  return TcpStore::connect(host, port, key, Deadline(nanoseconds(timeout_s)), &log_attempt);
+  return TcpStore::connect(host, port, key, Deadline(nanoseconds(timeout_s)),
+                           {.log = &log, .interrupted = &interrupted});
 }
 
 template <size_t kSize>
@@ -166,21 +169,14 @@ void set(Store& store, const std::string& key, const py::bytes& value) {
   store.set(key, copy);
 }
 
-// In slices, so that Ctrl-C ends the wait.
 py::bytes get(Store& store, const std::string& key, double timeout_s) {
   const Deadline deadline(nanoseconds(timeout_s));
-  std::optional<std::string> value;
-  while (!value) {
-    const bool last = deadline.left() <= kSlice;
-    try {
-      const Blocking blocking;
-      value = store.get(key, last ? deadline : Deadline(kSlice));
-    } catch (const Timeout&) {
-      if (last) throw;
-    }
-    if (interrupted()) throw_pending();
+  std::string value;
+  {
+    const Blocking blocking;
+    value = get_in_slices(store, key, deadline, &interrupted);
   }
-  return *value;
+  return value;
 }
 
 int64_t add(Store& store, const std::string& key, int64_t amount) {

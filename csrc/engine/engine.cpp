@@ -13,7 +13,12 @@ namespace {
 
 // No sleep is longer, so that signals and deadlines are looked at.
 constexpr std::chrono::milliseconds kSlice{100};
-constexpr int kLooksPerClock = 32;
+// How often `interrupted` is asked where much happens: it may take a lock that others hold for
+// long.
+constexpr std::chrono::milliseconds kAsk{50};
+constexpr int kLooksPerClock = 32, kStepsPerClock = 1024;
+// Of one peer, before others have their turn: who sends without end holds nobody up.
+constexpr int kFramesPerLook = 4;
 // A wait that sleeps for less would have been over sooner, had it gone on looking.
 constexpr std::chrono::microseconds kShortSleep{200};
 
@@ -164,13 +169,13 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
 }
 
 void Engine::drive(Task& task, const Deadline& deadline) {
-  int looks = 0;
+  int looks = 0, steps = 0;
   Clock::time_point idle_since{}, idle_until{};
   while (!task.done()) {
     if (task.advance()) {
       waited_ += idle_until - idle_since;
       idle_since = idle_until = {};
-      if (++looks % 1024 == 0) check_world(task, deadline);
+      if (++steps % kStepsPerClock == 0) check_world(task, deadline);
       continue;
     }
     // Look again for a while: a peer that is about to answer does so sooner than a sleeper wakes.
@@ -184,13 +189,23 @@ void Engine::drive(Task& task, const Deadline& deadline) {
       }
       if (idle_until - idle_since < patience_) continue;
     }
+    bool moved = false;
     {
       const Waiting waiting{waited_, idle_since == Clock::time_point{} ? Clock::now() : idle_since};
-      sleep(task, deadline);
+      moved = sleep(task, deadline);
     }
     learn(idle_since);
     idle_since = idle_until = {};
+    if (!task.done()) look_round(task, deadline, moved);
   }
+}
+
+// Between a sleep and the next: also where something came, or a peer whose bytes come a few at a
+// time would hold up a signal, a limit, an abort, and this rank's signs of life.
+void Engine::look_round(const Task& task, const Deadline& deadline, bool moved) {
+  if (!moved) check_needed(task);
+  check_world(task, deadline);
+  if (!moved) check_silence(task);
 }
 
 // How long to look next time. Two ranks that both sleep after `spin` can go on so for ever, each
@@ -212,8 +227,8 @@ bool Engine::worth_looking(const Task& task) const {
   return !link || !link->channel().looks_are_dear();
 }
 
-// Arms, looks once more, and only then sleeps: so no wake-up is lost.
-void Engine::sleep(Task& task, const Deadline& deadline) {
+// Arms, looks once more, and only then sleeps: so no wake-up is lost. True if the task moved.
+bool Engine::sleep(Task& task, const Deadline& deadline) {
   polled_.assign(1, {wake_.get(), POLLIN, 0});
   if (options_.dialer) polled_.push_back({options_.dialer->descriptor(), POLLIN, 0});
   armed_.clear();
@@ -240,21 +255,20 @@ void Engine::sleep(Task& task, const Deadline& deadline) {
   {
     const Disarm disarm{*this, task};
     task.arm();
-    if (task.advance() || tend_all()) return;
-    auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
-    if (options_.heartbeat.count() > 0) limit = std::min(limit, pulse_interval());
-    woken = ::poll(polled_.data(), polled_.size(),
-                   static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
+    if (task.advance()) return true;
+    if (!tend_all()) {
+      auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
+      if (options_.heartbeat.count() > 0) limit = std::min(limit, pulse_interval());
+      woken = ::poll(polled_.data(), polled_.size(),
+                     static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
+    }
   }
   if (woken <= 0) asked_ = {};  // a signal, or nothing happened for long
   if (woken == 0 && task.receiving_from() >= 0) want(task.receiving_from());
   // What is there already comes before what a peer says at its end.
-  if (task.advance()) return;
+  if (task.advance()) return true;
   (void)tend_all();
-  if (task.done() || task.advance()) return;
-  check_needed(task);
-  check_world(task, deadline);
-  check_silence(task);
+  return task.done() || task.advance();
 }
 
 void Engine::check_world(const Task& task, const Deadline& deadline) {
@@ -264,8 +278,8 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
   }
   const auto now = Clock::now();
   say_alive(now);
-  if (options_.interrupted && now - asked_ >= kSlice) {
-    asked_ = now;  // it may take a lock that others hold for long: not at every wake-up
+  if (options_.interrupted && now - asked_ >= kAsk) {
+    asked_ = now;
     const Rest rest{turn_};
     if (options_.interrupted()) throw GroupBroken(name(options_.rank) + " was interrupted");
   }
@@ -345,7 +359,7 @@ Engine::Front Engine::tend(int peer) {
   Peer& who = at(peer);
   if (!who.link) return Front::nothing;
   Link& link = *who.link;
-  for (;;) {
+  for (int frames = 0; frames < kFramesPerLook; ++frames) {
     const bool last =
         link.channel().hung_up();  // looked at first: what it sent before is there now
     const Header* header = this->front(peer);
@@ -358,6 +372,7 @@ Engine::Front Engine::tend(int peer) {
       throw gone(peer);
     return front;
   }
+  return Front::nothing;
 }
 
 // What the frame at the front means here. Front::nothing: it was dealt with, as far as it has

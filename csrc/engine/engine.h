@@ -184,7 +184,8 @@ class Engine {
   void drive(Task& task, const Deadline& deadline);
   void learn(Clock::time_point idle_since);
   bool worth_looking(const Task& task) const;
-  void sleep(Task& task, const Deadline& deadline);
+  bool sleep(Task& task, const Deadline& deadline);
+  void look_round(const Task& task, const Deadline& deadline, bool moved);
   void check_world(const Task& task, const Deadline& deadline);
   void check_needed(const Task& task);
   void check_silence(const Task& task);
@@ -215,7 +216,7 @@ class Engine {
   PeerLost gone(int peer) const;
   PeerLost unreadable(int peer, std::string_view what) const;
   std::vector<int> call_roll(const Error& error);
-  bool answers(int peer);
+  bool answers(int peer, const Deadline& deadline);
   std::vector<int> find_lost(const Error& error);
   bool flush_all(std::chrono::nanoseconds limit);
   Peer& at(int peer) { return peers_[static_cast<size_t>(peer)]; }

@@ -8,7 +8,11 @@
 namespace pycomm {
 namespace {
 
-constexpr std::chrono::milliseconds kLastWords{200};
+// A goodbye that a peer does not take in this time goes unsaid: with the 100 ms after which a wait
+// hears a signal it is what Ctrl-C may take.
+constexpr std::chrono::milliseconds kLastWords{100};
+// For what has arrived and was not looked at when the engine breaks.
+constexpr std::chrono::milliseconds kLastLook{10};
 // Much longer than a rank that waits in a call needs to answer, on a busy machine too; with
 // kLastWords within the second that a call may exceed its limit by.
 constexpr std::chrono::milliseconds kRollCall{400};
@@ -202,10 +206,10 @@ std::vector<int> Engine::call_roll(const Error& error) {
     std::vector<int> silent;
     std::vector<pollfd> waiting;
     for (size_t i = 0; i < peers_.size(); ++i) {
-      if (!peers_[i].link || answers(static_cast<int>(i))) continue;
+      if (!peers_[i].link || answers(static_cast<int>(i), deadline)) continue;
       silent.push_back(static_cast<int>(i));
       waiting.push_back(peers_[i].link->channel().arm({true, false}));
-      if (answers(static_cast<int>(i)))
+      if (answers(static_cast<int>(i), deadline))
         waiting.back().fd = -1;  // it came between: do not sleep for it
     }
     if (silent.empty() || deadline.expired()) return silent;
@@ -216,11 +220,13 @@ std::vector<int> Engine::call_roll(const Error& error) {
   }
 }
 
-bool Engine::answers(int peer) {
+// What it sends before its goodbye is thrown away, for as long as there is time.
+bool Engine::answers(int peer, const Deadline& deadline) {
   Peer& who = at(peer);
   try {
     while (const Header* header = front(peer)) {
       if (header->kind == FrameKind::goodbye) return true;
+      if (deadline.expired()) break;
       who.link->discard();
     }
   } catch (const PeerLost&) {  // it sends what nobody can read: that is no silence
@@ -302,12 +308,13 @@ void Engine::give_up(const Error& error) noexcept {
 // left in peace.
 std::vector<int> Engine::find_lost(const Error& error) {
   const int blamed = error.kind() == ErrorKind::peer_lost ? error.fields().peer : kNobody;
+  const Deadline deadline(kLastLook);
   std::vector<int> found;
   for (size_t i = 0; i < peers_.size(); ++i) {
     Peer& who = peers_[i];
     bool gone = static_cast<int>(i) == blamed && (!who.departed || !who.link);
     // It may have left so lately that nothing of that was looked at.
-    if (who.link && !who.departed && answers(static_cast<int>(i))) {
+    if (who.link && !who.departed && answers(static_cast<int>(i), deadline)) {
       const ConstBytes word = who.link->has_front() ? who.link->peek() : ConstBytes{};
       gone |=
           word.empty() ? who.link->channel().hung_up() : static_cast<uint8_t>(word[0]) == kDeparted;

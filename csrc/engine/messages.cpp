@@ -12,6 +12,8 @@ namespace {
 
 // More than any machine holds, and nothing overflows.
 constexpr size_t kMostMessageBytes = size_t{1} << 48;
+// Of a payload that comes in pieces, before others have their turn.
+constexpr int kPartsPerLook = 16;
 
 }  // namespace
 
@@ -58,7 +60,8 @@ void Engine::absorb(int peer, const Header& header) {
     who.messages.push_back(std::move(message));
   }
   Message& message = who.messages.back();
-  while (link.payload_left() > 0) {
+  for (int part = 0; link.payload_left() > 0; ++part) {
+    if (part == kPartsPerLook) return;
     const size_t end = message.have + link.payload_left();
     believe(peer, end <= message.bytes, "a message is longer than it says");
     // Memory for what arrives, not for what is announced.

@@ -49,7 +49,8 @@ std::vector<std::string> read_notes(Store& store, const ConnectOptions& options,
   std::vector<int> missing;
   for (int rank = 0; rank < options.size; ++rank) {
     try {
-      notes.push_back(store.get(key_of_note(options, rank), deadline));
+      notes.push_back(
+          get_in_slices(store, key_of_note(options, rank), deadline, options.interrupted));
     } catch (const Timeout&) {
       missing.push_back(rank);
     }
@@ -72,7 +73,8 @@ std::vector<std::string> read_blocks(Store& store, const ConnectOptions& options
                                      const Deadline& deadline) {
   std::vector<std::string> notes;
   for (int block = 0; notes.size() < static_cast<size_t>(options.size); ++block) {
-    const std::string text = store.get(key_of_block(options, block), deadline);
+    const std::string text =
+        get_in_slices(store, key_of_block(options, block), deadline, options.interrupted);
     for (size_t begin = 0; begin < text.size();) {
       size_t bytes = 0;
       const char* end = text.data() + text.size();
@@ -167,6 +169,7 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
                  ", full_mesh=" + std::to_string(options.full_mesh),
       .tuned = options.tuned,
       .full_mesh = options.full_mesh,
+      .interrupted = options.interrupted,
       .log = options.log};
   Mesh mesh = form_mesh(request, exchange, deadline);
   if (!options.faults.empty()) {
@@ -188,14 +191,13 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
 namespace {
 
 std::shared_ptr<Group> meet(Store& store, ConnectOptions options, std::vector<int> ranks,
-                            bool made_key) {
-  const Deadline deadline(options.timeout);
+                            bool made_key, const Deadline& deadline) {
   if (made_key) {
     const auto bytes = random_bytes();
     store.set(key_of_key(options), std::string(bytes.begin(), bytes.end()));
   }
   if (options.secret.empty() && options.size > 1)
-    options.secret = store.get(key_of_key(options), deadline);
+    options.secret = get_in_slices(store, key_of_key(options), deadline, options.interrupted);
   if (ranks.empty()) {
     ranks.resize(static_cast<size_t>(options.size));
     std::iota(ranks.begin(), ranks.end(), 0);
@@ -209,12 +211,13 @@ std::shared_ptr<Group> meet(Store& store, ConnectOptions options, std::vector<in
 // Ranks that cannot form a group, for what the notes say, all learn it from the same notes: nobody
 // takes its own, or the store, away before the others have read them. False where not all ranks
 // were in that position.
-bool all_have_read(Store& store, const ConnectOptions& options) {
+bool all_have_read(Store& store, const ConnectOptions& options, const Deadline& deadline) {
   const std::string count = options.name + "/refused", all = count + "/all";
   if (store.add(count, 1) == options.size) store.set(all, "1");
   bool read = true;
   try {
-    (void)store.get(all, Deadline(kAllReadTime));
+    const auto limit = std::min<std::chrono::nanoseconds>(kAllReadTime, deadline.left());
+    (void)get_in_slices(store, all, Deadline(limit), options.interrupted);
   } catch (const Timeout&) {
     read = false;
   }
@@ -232,6 +235,7 @@ bool all_have_read(Store& store, const ConnectOptions& options) {
 // but where all ranks fail alike: the first to try again would read notes of the last to fail.
 std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector<int> ranks) {
   check_options(options);
+  const Deadline deadline(options.timeout);
   const std::string counter = options.name + "/formed/" + std::to_string(options.rank);
   const int64_t formed = store.add(counter, 1);
   if (formed > 1) options.name += "#" + std::to_string(formed);
@@ -245,13 +249,13 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
   };
   std::shared_ptr<Group> group;
   try {
-    group = meet(store, options, std::move(ranks), made_key);
+    group = meet(store, options, std::move(ranks), made_key, deadline);
   } catch (const std::exception& error) {
     try {
       const auto* ours = dynamic_cast<const Error*>(&error);
       const bool refused = ours != nullptr && (ours->kind() == ErrorKind::mismatch ||
                                                ours->kind() == ErrorKind::unsupported);
-      const bool alike = refused && all_have_read(store, options);
+      const bool alike = refused && all_have_read(store, options, deadline);
       clean_up();
       if (!alike) store.add(counter, -1);
     } catch (const std::exception&) {  // the store may be why the forming failed: that is told

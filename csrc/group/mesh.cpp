@@ -21,6 +21,8 @@
 namespace pycomm {
 namespace {
 
+// No wait is longer, and `interrupted` is asked no more often: it may take a lock that others hold
+// for long, and strangers can bring about many rounds.
 constexpr std::chrono::milliseconds kSlice{100};
 
 // Up to so many ranks the rings that one reads stay under 8 MiB together; beyond, where a rank has
@@ -245,9 +247,20 @@ class Forming {
       }
       for (size_t i = 0; i < mesh.channels.size(); ++i)
         if (mesh.channels[i] && mesh.channels[i]->hung_up()) return static_cast<int>(i);
-      if (!missing.empty() && deadline_.expired()) throw_missing(missing, lobby);
+      if (!missing.empty()) check_world(missing, lobby);
     }
     return kNobody;
+  }
+
+  void check_world(const std::vector<int>& missing, const Lobby& lobby) {
+    if (request_.interrupted && Clock::now() - asked_ >= kSlice) {
+      asked_ = Clock::now();
+      if (request_.interrupted())
+        throw GroupBroken("the group \"" + request_.name +
+                              "\" did not form: " + name(request_.rank) + " was interrupted",
+                          {.op = "init", .rank = request_.rank});
+    }
+    if (deadline_.expired()) throw_missing(missing, lobby);
   }
 
   [[noreturn]] void throw_lost(int peer, const std::string& what) const {
@@ -281,6 +294,7 @@ class Forming {
   std::shared_ptr<SharedHeap> heap_;
   std::unique_ptr<SocketTransport> shm_, tcp_;
   std::vector<Lobby::Contact> contacts_;  // by rank
+  Clock::time_point asked_{};             // when request_.interrupted was asked last
 };
 
 }  // namespace

@@ -32,6 +32,7 @@ struct MeshRequest {
   std::string options;       // must be the same on every rank; shown when it is not
   std::vector<Tuned> tuned;  // what this rank knows of where choices turn
   int full_mesh = 64;        // up to so many ranks each holds a channel to each from the start
+  std::function<bool()> interrupted{};          // asked every 100 ms while it waits; may be empty
   std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -28,5 +29,10 @@ class Store {
   // Everybody who will use the store is connected: nothing of ours listens for more from now on.
   virtual void settle() {}
 };
+
+// store.get() in slices of at most 100 ms, between which `interrupted` is asked, where it is not
+// empty: throws GroupBroken once it says yes.
+std::string get_in_slices(Store& store, const std::string& key, const Deadline& deadline,
+                          const std::function<bool()>& interrupted);
 
 }  // namespace pycomm

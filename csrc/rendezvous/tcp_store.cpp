@@ -36,6 +36,8 @@ constexpr std::chrono::seconds kSetLimit{30};
 constexpr std::chrono::milliseconds kAnswerSlack{500};
 // A get asks anew so often: a connection is not held longer, for others may need it.
 constexpr std::chrono::milliseconds kLongestWait{100};
+// No wait is longer without asking whether it was interrupted.
+constexpr std::chrono::milliseconds kSlice{100};
 
 void check_sizes(const std::string& key, const std::string& value) {
   if (key.empty() || key.size() > store_frame::kMaxKeyBytes)
@@ -47,18 +49,56 @@ void check_sizes(const std::string& key, const std::string& value) {
                           "' has " + std::to_string(value.size()));
 }
 
-struct Failure {
-  std::string why{};
-  bool nobody_listens = false;
-};
+}  // namespace
+
+TcpStore::TcpStore(std::string host, uint16_t port, std::string key, StoreHooks hooks)
+    : host_(std::move(host)), port_(port), key_(std::move(key)), hooks_(std::move(hooks)) {}
+
+TcpStore::~TcpStore() = default;
+
+std::unique_ptr<TcpStore> TcpStore::serve(const std::string& host, uint16_t port,
+                                          const std::string& key) {
+  std::unique_ptr<TcpStore> store(new TcpStore(host, port, key, {}));
+  store->server_ = std::make_unique<StoreServer>(tcp_address(host, port), key);
+  store->port_ = store->server_->port();
+  return store;
+}
+
+std::unique_ptr<TcpStore> TcpStore::connect(const std::string& host, uint16_t port,
+                                            const std::string& key, const Deadline& deadline,
+                                            StoreHooks hooks) {
+  if (key.empty()) throw InvalidArgument("the key of a store is empty");
+  std::unique_ptr<TcpStore> store(new TcpStore(host, port, key, std::move(hooks)));
+  store->idle_.push_back({store->open(deadline), {}, 0});
+  store->was_there_ = true;
+  return store;
+}
+
+std::string TcpStore::name() const {
+  const bool ipv6 = host_.find(':') != std::string::npos;
+  return (ipv6 ? "[" + host_ + "]" : host_) + ":" + std::to_string(port_);
+}
+
+// Until one of the events; false at the deadline, or once the user interrupts. What the server
+// answers at once is heard in any case: a call that gives up tidies up behind itself.
+bool TcpStore::wait(int fd, short events, const Deadline& deadline) const {
+  do {
+    const auto slice = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
+    if (poll_one(fd, events, slice) != 0) return true;
+  } while (!interrupted() && !deadline.expired());
+  return false;
+}
+
+void TcpStore::heed_interruption() const {
+  if (interrupted()) throw GroupBroken("waiting for the store at " + name() + " was interrupted");
+}
 
 // Connects and shakes hands once. An empty Fd and the reason if that fails.
-Fd attempt(const Address& address, const std::string& key, const Deadline& deadline,
-           Failure& failure) {
+Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& failure) const {
   const auto limit =
       std::clamp<std::chrono::nanoseconds>(deadline.left(), kShortestAttempt, kHandshakeLimit);
   Handshake handshake(
-      start_connect(address), Handshake::Role::connector, key,
+      start_connect(address), Handshake::Role::connector, key_,
       {std::string(store_frame::kContext), store_frame::kClientRank, store_frame::kServerRank},
       limit);
   while (true) {
@@ -75,52 +115,8 @@ Fd attempt(const Address& address, const std::string& key, const Deadline& deadl
       case Handshake::Step::want_read:
         break;
     }
-    poll_one(handshake.fd(), events, handshake.deadline().left());
+    if (!wait(handshake.fd(), events, handshake.deadline())) heed_interruption();
   }
-}
-
-// Both return false at the deadline and throw PeerLost when the other end has gone.
-bool send_all(int fd, const std::string& bytes, const Deadline& deadline) {
-  for (size_t sent = 0; sent < bytes.size();) {
-    const ssize_t got = ::send(fd, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
-    if (got >= 0)
-      sent += static_cast<size_t>(got);
-    else if (errno == EAGAIN && poll_one(fd, POLLOUT, deadline.left()) == 0)
-      return false;
-    else if (errno != EAGAIN && errno != EINTR)
-      throw PeerLost(std::generic_category().message(errno));
-  }
-  return true;
-}
-
-}  // namespace
-
-TcpStore::TcpStore(std::string host, uint16_t port, std::string key, Log log)
-    : host_(std::move(host)), port_(port), key_(std::move(key)), log_(std::move(log)) {}
-
-TcpStore::~TcpStore() = default;
-
-std::unique_ptr<TcpStore> TcpStore::serve(const std::string& host, uint16_t port,
-                                          const std::string& key) {
-  std::unique_ptr<TcpStore> store(new TcpStore(host, port, key, {}));
-  store->server_ = std::make_unique<StoreServer>(tcp_address(host, port), key);
-  store->port_ = store->server_->port();
-  return store;
-}
-
-std::unique_ptr<TcpStore> TcpStore::connect(const std::string& host, uint16_t port,
-                                            const std::string& key, const Deadline& deadline,
-                                            Log log) {
-  if (key.empty()) throw InvalidArgument("the key of a store is empty");
-  std::unique_ptr<TcpStore> store(new TcpStore(host, port, key, std::move(log)));
-  store->idle_.push_back({store->open(deadline), {}, 0});
-  store->was_there_ = true;
-  return store;
-}
-
-std::string TcpStore::name() const {
-  const bool ipv6 = host_.find(':') != std::string::npos;
-  return (ipv6 ? "[" + host_ + "]" : host_) + ":" + std::to_string(port_);
 }
 
 Fd TcpStore::open(const Deadline& deadline) const {
@@ -131,7 +127,7 @@ Fd TcpStore::open(const Deadline& deadline) const {
       const auto addresses = tcp_addresses(host_, port_);
       for (const Address& address : addresses) {
         try {
-          if (Fd fd = attempt(address, key_, deadline, last)) return fd;
+          if (Fd fd = attempt(address, deadline, last)) return fd;
         } catch (const PeerLost& error) {  // no route yet
           last = {error.what()};
         }
@@ -155,13 +151,30 @@ Fd TcpStore::open(const Deadline& deadline) const {
     }
     text << "connect addr=" << name() << " failed " << attempts
          << " times with reason: " << last.why << " retry after " << pause_s << " seconds";
-    if (log_) log_(text.str());
-    std::this_thread::sleep_for(pause);
+    if (hooks_.log) hooks_.log(text.str());
+    for (const Deadline next(pause); !next.expired(); heed_interruption())
+      std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(kSlice, next.left()));
     pause = std::min<std::chrono::nanoseconds>(pause * 2, kLongestPause);
   }
 }
 
-bool TcpStore::receive(Line& line, const Deadline& deadline, Reply& reply) {
+// This and receive() return false where wait() does, and throw PeerLost when the other end has
+// gone.
+bool TcpStore::send_all(int fd, const std::string& bytes, const Deadline& deadline) const {
+  for (size_t sent = 0; sent < bytes.size();) {
+    const ssize_t got = ::send(fd, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
+    const int error = errno;
+    if (got >= 0)
+      sent += static_cast<size_t>(got);
+    else if (error == EAGAIN && !wait(fd, POLLOUT, deadline))
+      return false;
+    else if (error != EAGAIN && error != EINTR)
+      throw PeerLost(std::generic_category().message(error));
+  }
+  return true;
+}
+
+bool TcpStore::receive(Line& line, const Deadline& deadline, Reply& reply) const {
   std::string& bytes = line.in;
   while (true) {
     auto parsed = store_frame::parse_reply(bytes);
@@ -180,7 +193,7 @@ bool TcpStore::receive(Line& line, const Deadline& deadline, Reply& reply) {
     if (got == 0) throw PeerLost("it closed the connection");
     if (got > 0 || error == EINTR) continue;
     if (error != EAGAIN) throw PeerLost(std::generic_category().message(error));
-    if (poll_one(line.fd.get(), POLLIN, deadline.left()) == 0) return false;
+    if (!wait(line.fd.get(), POLLIN, deadline)) return false;
   }
 }
 
@@ -192,7 +205,10 @@ std::optional<TcpStore::Line> TcpStore::take(const Deadline& deadline) {
     while (idle_.empty() && settled_) {
       if (in_use_ == 0) throw PeerLost("the store at " + name() + " has gone");
       if (deadline.expired()) return std::nullopt;
-      given_back_.wait_until(lock, Clock::now() + deadline.left());
+      given_back_.wait_for(lock, std::min<std::chrono::nanoseconds>(kSlice, deadline.left()));
+      lock.unlock();
+      heed_interruption();
+      lock.lock();
     }
     ++in_use_;
     if (!idle_.empty()) {
@@ -219,7 +235,7 @@ void TcpStore::give_back(std::optional<Line> line) {
   given_back_.notify_all();
 }
 
-// Nothing where the server does not answer in time.
+// Nothing where the server does not answer in time, or not before the user interrupts.
 std::optional<Reply> TcpStore::ask(const Request& request, const Deadline& deadline) {
   std::optional<Line> line = take(deadline);
   if (!line) return std::nullopt;
@@ -250,6 +266,7 @@ Reply TcpStore::change(const Request& request) {
   const Deadline deadline(kSetLimit);
   auto reply = ask(request, deadline);
   if (!reply) {
+    heed_interruption();
     ErrorFields fields;
     fields.elapsed_s = deadline.elapsed_s();
     throw Timeout(
@@ -281,6 +298,7 @@ std::string TcpStore::get(const std::string& key, const Deadline& deadline) {
     const auto wait_ms = std::chrono::ceil<std::chrono::milliseconds>(wait).count();
     auto reply = ask({Verb::get, static_cast<uint32_t>(wait_ms), key, ""}, deadline);
     if (reply && reply->status == Status::ok) return std::move(reply->value);
+    if (!reply) heed_interruption();
   } while (!deadline.expired());
   throw_key_timeout(key, deadline, "the store at " + name());
 }

@@ -14,6 +14,7 @@
 
 #include "core/deadline.h"
 #include "os/fd.h"
+#include "os/socket.h"
 #include "rendezvous/store.h"
 #include "rendezvous/store_frame.h"
 
@@ -21,13 +22,18 @@ namespace pycomm {
 
 class StoreServer;
 
+struct StoreHooks {
+  std::function<void(const std::string&)> log{};  // a line for each attempt that failed
+  // Asked at least every 100 ms while a call waits; once true it stays so, and the call throws
+  // GroupBroken.
+  std::function<bool()> interrupted{};
+};
+
 // From any thread; calls of several threads do not wait for each other, but after settle() they
 // share the connections that are there, so that one may wait 100 ms for another. A key has 1 to
 // 1024 bytes, a value at most 1 MiB (InvalidArgument).
 class TcpStore final : public Store {
  public:
-  using Log = std::function<void(const std::string&)>;
-
   // This process serves, and the object is a store of its own server. An empty host: every
   // interface; port 0: any that is free. Nothing listens any more after settle() or the destructor,
   // and clients that wait at the destructor get PeerLost. Throws InvalidArgument: address taken or
@@ -36,11 +42,11 @@ class TcpStore final : public Store {
                                          const std::string& key);
 
   // Waits until a server is there that holds the same key, trying again and again with longer and
-  // longer pauses, up to a second; `log` gets a line for each attempt that failed, on this thread,
-  // and may throw to give up. Throws Timeout with the last reason.
+  // longer pauses, up to a second. The hooks are called on the threads that call. Throws Timeout
+  // with the last reason.
   static std::unique_ptr<TcpStore> connect(const std::string& host, uint16_t port,
                                            const std::string& key, const Deadline& deadline,
-                                           Log log = {});
+                                           StoreHooks hooks = {});
 
   ~TcpStore() override;
 
@@ -64,20 +70,30 @@ class TcpStore final : public Store {
     size_t owed = 0;
   };
 
-  TcpStore(std::string host, uint16_t port, std::string key, Log log);
+  struct Failure {
+    std::string why{};
+    bool nobody_listens = false;
+  };
+
+  TcpStore(std::string host, uint16_t port, std::string key, StoreHooks hooks);
+  bool wait(int fd, short events, const Deadline& deadline) const;
+  bool interrupted() const { return hooks_.interrupted && hooks_.interrupted(); }
+  void heed_interruption() const;
+  Fd attempt(const Address& address, const Deadline& deadline, Failure& failure) const;
   Fd open(const Deadline& deadline) const;
   std::optional<Line> take(const Deadline& deadline);
   void give_back(std::optional<Line> line);
   std::optional<store_frame::Reply> ask(const store_frame::Request& request,
                                         const Deadline& deadline);
   store_frame::Reply change(const store_frame::Request& request);
-  static bool receive(Line& line, const Deadline& deadline, store_frame::Reply& reply);
+  bool send_all(int fd, const std::string& bytes, const Deadline& deadline) const;
+  bool receive(Line& line, const Deadline& deadline, store_frame::Reply& reply) const;
   std::string name() const;
 
   std::string host_;
   uint16_t port_;
   std::string key_;
-  Log log_;
+  StoreHooks hooks_;
   std::unique_ptr<StoreServer> server_;  // where this process serves
   std::mutex mutex_;
   std::condition_variable given_back_;

@@ -273,7 +273,8 @@ class Faulty final : public Channel {
       unripe_.pop_front();
     }
     const Fault* fault = in_force(FaultAction::trickle);
-    shown_ = fault == nullptr || armed_ ? ripe_ : std::min(ripe_, shown_ + fault->grain);
+    const bool unwatched = armed_ && !timed_;  // for bytes that come later nobody would wake
+    shown_ = fault == nullptr || unwatched ? ripe_ : std::min(ripe_, shown_ + fault->grain);
   }
 
   static constexpr std::string_view kNoise = "this is no frame of any version!";

@@ -5,7 +5,9 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "group/connect.h"
 #include "group/mesh.h"
+#include "group/note.h"
 #include "harness.h"
 #include "ranks.h"
 
@@ -98,6 +100,53 @@ const Test kGone{
           expect(ending.says(speaks ? "rank 2 is ill" : "closed the group"), ending.text());
         });
       }
+    }};
+
+ConnectOptions options_of_two(std::chrono::nanoseconds timeout) {
+  ConnectOptions options;
+  options.size = 2;
+  options.timeout = timeout;
+  options.secret = "the key";
+  options.transport = "tcp";
+  return options;
+}
+
+// As by Ctrl-C: while rank 2's call is awaited, and while its note is.
+const Test kInterrupted{
+    "who is interrupted while a group forms ends at once, and says so", [] {
+      for (const std::string by : {"shm", "tcp"}) {
+        Notes notes;
+        ranks::run(kSize - 1, [&](int rank) {
+          MeshRequest request = request_of(rank, by);
+          if (rank == 1) request.interrupted = [] { return true; };
+          const auto ending = ranks::ending_of([&] {
+            (void)form_mesh(
+                request, [&](const std::string& mine) { return notes.exchange(rank, mine); },
+                Deadline(rank == 0 ? 1s : 60s));
+          });
+          if (rank == 0) return;  // it may have been called before, or not
+          expect(ending.is(ErrorKind::group_broken) && ending.says("rank 1") &&
+                     ending.says("was interrupted"),
+                 ending.text());
+          expect(ending.seconds < 30, "it waited for its limit");
+        });
+      }
+      LocalStore store;
+      ConnectOptions options = options_of_two(60s);
+      options.interrupted = [] { return true; };
+      const auto ending = ranks::ending_of([&] { (void)connect(store, options); });
+      expect(ending.is(ErrorKind::group_broken) && ending.says("was interrupted"), ending.text());
+      expect(ending.seconds < 30, "it waited for its limit");
+      expect(!store.find("world/note/0"), "its note is left");
+    }};
+
+const Test kRefused{
+    "who has other options than a rank that is gone does not wait for it beyond its limit", [] {
+      LocalStore store;
+      store.set("world/note/1", encode(my_note()));
+      const auto ending = ranks::ending_of([&] { (void)connect(store, options_of_two(300ms)); });
+      expect(ending.is(ErrorKind::mismatch), ending.text());
+      expect(ending.seconds < 5, "it took " + std::to_string(ending.seconds) + " s");
     }};
 
 }  // namespace

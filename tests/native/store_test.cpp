@@ -148,10 +148,10 @@ const Test kOrder{
       std::unique_ptr<TcpStore> server;
       std::vector<std::string> lines;
       const auto client =
-          TcpStore::connect(kHost, port, kKey, within(10s), [&](const std::string& line) {
-            lines.push_back(line);
-            if (lines.size() == 2) server = TcpStore::serve(kHost, port, kKey);
-          });
+          TcpStore::connect(kHost, port, kKey, within(10s), {.log = [&](const std::string& line) {
+                              lines.push_back(line);
+                              if (lines.size() == 2) server = TcpStore::serve(kHost, port, kKey);
+                            }});
       const std::string start = "connect addr=127.0.0.1:" + std::to_string(port);
       expect_equal(lines.size(), size_t{2}, "attempts that failed");
       expect_equal(

@@ -1,0 +1,27 @@
+// See store.h.
+#include "rendezvous/store.h"
+
+#include "core/errors.h"
+
+namespace pycomm {
+namespace {
+
+constexpr std::chrono::milliseconds kSlice{100};
+
+}  // namespace
+
+std::string get_in_slices(Store& store, const std::string& key, const Deadline& deadline,
+                          const std::function<bool()>& interrupted) {
+  for (;;) {
+    const bool last = deadline.left() <= kSlice;
+    try {
+      return store.get(key, last ? deadline : Deadline(kSlice));
+    } catch (const Timeout&) {  // of a slice
+      if (last) throw;
+    }
+    if (interrupted && interrupted())
+      throw GroupBroken("waiting for the key '" + key + "' was interrupted");
+  }
+}
+
+}  // namespace pycomm
