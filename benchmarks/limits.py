@@ -3,12 +3,17 @@
 A copy of B bytes reads B and writes B. Each rank copies its own arrays with one thread, in the same
 rounds as the contestants, and the fastest of three ways counts: plain stores (torch), the memcpy of
 the C library (NumPy), which takes non-temporal stores where arrays exceed its share of the cache,
-and a change in place, which writes the lines that it has read and so fetches no others.
+and a change in place, which writes the lines that it has read and so fetches no others. What is
+read was written just before, as a contestant's array is: what of it the caches still hold is near
+for both.
 
 Called by worker.py and table.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,17 +27,27 @@ TOLERANCE = 1.03
 """A contestant this much faster than the limit shows that the limit is wrong."""
 
 
-def copies(count_bytes: int) -> dict[str, Call]:
+@dataclass(frozen=True)
+class Copies:
     """Ways to read and write max(count_bytes, SMALLEST_COPY) bytes once, by name."""
+
+    ways: dict[str, Call]
+    rewrite: Callable[[], object]
+    """Writes what they read, as Arrays.rewrite does."""
+
+
+def copies(count_bytes: int) -> Copies:
+    """The ways to copy `count_bytes`, each of which reads the array that `rewrite` writes."""
     length = max(count_bytes, SMALLEST_COPY)
-    source = torch.ones(length, dtype=torch.uint8)
-    target = torch.zeros(length, dtype=torch.uint8)
+    original = torch.ones(length, dtype=torch.uint8)
+    source, target = original.clone(), torch.zeros_like(original)
     source_array, target_array = source.numpy(), target.numpy()
-    return {
+    ways: dict[str, Call] = {
         "copy plain": lambda: target.copy_(source),
         "copy libc": lambda: np.copyto(target_array, source_array),
-        "copy in place": lambda: np.invert(target_array, out=target_array),
+        "copy in place": lambda: np.invert(source_array, out=source_array),
     }
+    return Copies(ways, lambda: source.copy_(original))
 
 
 def limit_s(case: Case, copy_s: float) -> float:

@@ -109,7 +109,7 @@ def _measure(
     rank: int,
 ) -> Times:
     private = Arrays(case, rank)
-    contestants: dict[str, tuple[Call, Arrays]] = {}
+    contestants: dict[str, tuple[Call, Callable[[], object]]] = {}
     times = Times(case, {}, {}, {})
     for peer in peers:
         barrier()
@@ -121,21 +121,22 @@ def _measure(
         except (RuntimeError, ValueError, NotImplementedError) as error:  # the table shows why
             times.refused[peer.name] = str(error).splitlines()[0]
         else:
-            contestants[peer.name] = call, arrays
-    contestants |= {name: (copy, private) for name, copy in copies(case.bytes).items()}
+            contestants[peer.name] = call, arrays.rewrite
+    limit = copies(case.bytes)
+    contestants |= {name: (copy, limit.rewrite) for name, copy in limit.ways.items()}
     names = list(contestants)
     times.seconds.update({name: [] for name in names})
     rounds, calls = rounds_and_calls
     for turn in range(rounds):
         first = turn % len(names)  # nobody always comes after the same one
         for name in names[first:] + names[:first]:
-            call, arrays = contestants[name]
-            series = _series(call, arrays.rewrite, barrier, calls)
+            call, rewrite = contestants[name]
+            series = _series(call, rewrite, barrier, calls)
             times.seconds[name].append(series)
     return times
 
 
-def _series(call: Call, rewrite: Callable[[], None], barrier: Barrier, calls: int) -> list[float]:
+def _series(call: Call, rewrite: Callable[[], object], barrier: Barrier, calls: int) -> list[float]:
     """Seconds of each of `calls` calls after one that warms up; all ranks start each together."""
     seconds = []
     gc.disable()

@@ -1,5 +1,6 @@
 """The benchmark of collectives: its arithmetic on made-up times, and tiny real runs."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -160,8 +161,16 @@ def test_the_limit_of_small_sizes_is_a_bandwidth() -> None:
     assert limits.limit_s(small, 1.0) == 4 / limits.SMALLEST_COPY
     large = verbs.Case("reduce_scatter", "float32", 2**20, 2)
     assert limits.limit_s(large, 1.0) == 0.75
-    for copy in limits.copies(100).values():
-        copy()
+
+
+def test_the_limit_reads_what_was_just_written() -> None:
+    copies = limits.copies(100)
+    read = inspect.getclosurevars(copies.rewrite).nonlocals["source"]
+    for way in copies.ways.values():
+        read.fill_(7)
+        way()
+        copies.rewrite()
+        assert bool((read == 1).all())
 
 
 @pytest.mark.parametrize("ours", ["", "pycomm", "pycomm-direct", "pycomm-shared"])
