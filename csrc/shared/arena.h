@@ -51,6 +51,8 @@ class Arena {
   uint64_t take(uint64_t count) { return std::exchange(next_, next_ + count); }
   // The first ticket of this epoch. Slots of earlier ones are free once `done` has come so far.
   uint64_t base() const { return base_; }
+  // Whether every slot was in use before: the first time costs its pages, so nothing is tried then.
+  bool is_warm() const { return next_ >= kSlots; }
   // What the flag `done` of a peer was when last looked at.
   uint64_t& known_done(int peer) { return known_done_[static_cast<size_t>(peer)]; }
   // The header of the call that `peer` is in if it is another than `mine` at the same turn.

@@ -13,16 +13,23 @@ namespace {
 
 // Below it slots cost nothing that could be saved.
 constexpr size_t kLeastBytes = size_t{16} << 10;
+// Below it the kernel's calls take longer than slots: to ask whether memory can be read takes 1 us.
+constexpr size_t kLeastPulledBytes = size_t{256} << 10;
 
 uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
 
-// Bytes of every rank's arrays that others work on; 0: none.
-struct Needed {
+}  // namespace
+
+// Bytes of every rank's arrays that others work on; none at all: the operation always goes through
+// slots.
+struct Meeting::Needed {
   size_t input = 0, output = 0;
+
+  static Needed of(const SharedJob& job, int size);
+  size_t most() const { return std::max(input, output); }
 };
 
-// None at all: the operation always goes through slots.
-Needed needed_of(const SharedJob& job, int size) {
+Meeting::Needed Meeting::Needed::of(const SharedJob& job, int size) {
   const size_t bytes = job.count * job.element_bytes;
   switch (job.operation) {
     case Operation::all_reduce:
@@ -45,8 +52,6 @@ Needed needed_of(const SharedJob& job, int size) {
   return {};
 }
 
-}  // namespace
-
 // What the line of the flag holds. Addresses are those of the rank's own process, and the last
 // three are 1 or 0: no bool, as another rank wrote them.
 struct Meeting::Offer {
@@ -60,8 +65,7 @@ struct Meeting::Offer {
 };
 
 bool Meeting::is_held(const SharedJob& job, const Arena& arena) {
-  const Needed needed = needed_of(job, arena.size());
-  return arena.has_heaps() && job.parts == 0 && std::max(needed.input, needed.output) > kLeastBytes;
+  return arena.has_heaps() && job.parts == 0 && Needed::of(job, arena.size()).most() > kLeastBytes;
 }
 
 Meeting::Meeting(Engine& engine, Arena& arena, const SharedJob& job, const Header& header,
@@ -82,10 +86,16 @@ bool Meeting::advance() {
   return true;
 }
 
+bool Meeting::are_readable(const Needed& needed) const {
+  if (!is_readable(job_.input, needed.input)) return false;
+  const bool in_place = job_.input == job_.output && needed.input == needed.output;
+  return in_place || is_readable(job_.output, needed.output);
+}
+
 // An array that lies askew is not to be mapped: others would have to work on it.
 void Meeting::offer() {
   static_assert(sizeof(Offer) <= kTinyBytes);
-  const Needed needed = needed_of(job_, size_);
+  const Needed needed = Needed::of(job_, size_);
   const auto is_mapped = [&](const std::byte* array, size_t bytes) {
     const auto offset = arena_.heap(rank_).offset_of(array, bytes);
     return bytes == 0 || (offset && *offset % job_.element_bytes == 0);
@@ -99,9 +109,8 @@ void Meeting::offer() {
       .token = arena_.token,
       .process = getpid(),
       .mapped = mapped,
-      .pullable = arena_.reaches == Arena::Reach::all &&
-                  (mapped || (is_readable(job_.input, needed.input) &&
-                              is_readable(job_.output, needed.output))),
+      .pullable = arena_.reaches == Arena::Reach::all && needed.most() >= kLeastPulledBytes &&
+                  (mapped || are_readable(needed)),
       .pulls = prefers_pulled_,
   };
   std::memcpy(arena_.own().filled[first_ % kSlots].tiny.data(), &mine, sizeof mine);
@@ -127,7 +136,7 @@ Offered Meeting::place_of(int peer, const Offer& offer) const {
                     "an offer of memory outside its heap");
     return heap.base.get() + offset;
   };
-  const Needed needed = needed_of(job_, size_);
+  const Needed needed = Needed::of(job_, size_);
   place.input = at(offer.input, needed.input);
   place.output = at(offer.output, needed.output);
   return place;

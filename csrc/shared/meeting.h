@@ -44,7 +44,9 @@ class Meeting final : public FlagTask {
   const std::vector<Offered>& places() const { return places_; }
 
  private:
+  struct Needed;
   struct Offer;
+  bool are_readable(const Needed& needed) const;
   void offer();
   Offer offer_of(int peer) const;
   Offered place_of(int peer, const Offer& offer) const;

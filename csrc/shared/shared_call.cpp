@@ -39,7 +39,7 @@ bool SharedCall::advance() {
 // Only the lowest rank's times count, as it chooses.
 Task* SharedCall::begin(const Meeting& meeting) {
   way_ = meeting.way();
-  if (meeting.could_be_pulled()) {
+  if (meeting.could_be_pulled() && arena_.is_warm()) {
     Trials& pulls = arena_.pulls(job_.operation, bytes_of(job_));
     turn_ = pulls.turns++;
     tries_ = arena_.rank() == 0 && pulls.tries(turn_);
