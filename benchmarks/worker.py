@@ -26,6 +26,10 @@ from pycomm.demo.processes import Rank
 BUSY_CALLS = 5
 """Of a round beside a busy thread, where each costs milliseconds of waiting for the interpreter."""
 
+WARM_UP = 20
+"""Calls of each contestant before any is timed, as other benchmarks of collectives have: it may find
+out what is faster here."""
+
 SLOT = 8  # int64 of a cache line: each rank's flag has its own
 
 
@@ -124,6 +128,8 @@ def _measure(
             contestants[peer.name] = call, arrays.rewrite
     limit = copies(case.bytes)
     contestants |= {name: (copy, limit.rewrite) for name, copy in limit.ways.items()}
+    for call, rewrite in contestants.values():
+        _series(call, rewrite, barrier, WARM_UP)
     names = list(contestants)
     times.seconds.update({name: [] for name in names})
     rounds, calls = rounds_and_calls
