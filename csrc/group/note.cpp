@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <fstream>
@@ -46,12 +47,23 @@ std::string encode(const std::vector<Tuned>& tuned) {
   return text;
 }
 
+// A number as std::to_string() writes it.
+uint64_t number_in(const std::string& text) {
+  uint64_t number = 0;
+  const auto parsed = std::from_chars(text.data(), text.data() + text.size(), number);
+  check(parsed.ec == std::errc{} && std::to_string(number) == text,
+        "a rank's note has a number that is none");
+  return number;
+}
+
 std::vector<Tuned> decode_tuned(const std::string& text) {
   std::vector<Tuned> tuned;
   std::istringstream words(text);
   for (Tuned one; words >> one.transport;) {
     check(static_cast<bool>(words >> one.thresholds.small_bytes >> one.thresholds.middle_bytes),
           "a rank's note has no sound thresholds");
+    check(std::ranges::find(tuned, one.transport, &Tuned::transport) == tuned.end(),
+          "a rank's note has two thresholds for one transport");
     tuned.push_back(one);
   }
   return tuned;
@@ -96,10 +108,11 @@ Note decode_note(const std::string& text) {
         "a rank's note is not of this version of pycomm");
   Note note{fields[1], fields[2], fields[3], 0,          fields[5],  fields[6],
             fields[7], fields[8], fields[9], fields[10], fields[11], decode_tuned(fields[12])};
-  const std::string& pid = fields[4];
-  const auto parsed = std::from_chars(pid.data(), pid.data() + pid.size(), note.pid);
-  check(parsed.ec == std::errc{} && parsed.ptr == pid.data() + pid.size(),
-        "a rank's note has no process number");
+  note.pid = static_cast<int64_t>(number_in(fields[4]));
+  check(note.pid > 0, "a rank's note has no process number");
+  for (const std::string& bytes : {note.memory, note.heap}) (void)number_in(bytes);
+  // Whatever else can be written in more than one way, as the thresholds can.
+  check(encode(note) == text, "a rank's note is not written as notes are");
   return note;
 }
 

@@ -31,7 +31,8 @@ struct Note {
 
 Note my_note();
 std::string encode(const Note& note);
-// Throws InternalError on anything that encode() did not make.
+// Throws InternalError on anything that encode() did not make of a note with numbers where numbers
+// belong: of every note there is one text.
 Note decode_note(const std::string& text);
 
 }  // namespace pycomm

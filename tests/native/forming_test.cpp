@@ -140,13 +140,54 @@ const Test kInterrupted{
       expect(!store.find("world/note/0"), "its note is left");
     }};
 
+Note sound_note() {
+  Note note = my_note();
+  note.options = "reproducible=False";
+  note.token = "abc";
+  note.shm = "pycomm-1";
+  note.tcp = "127.0.0.1:1 [::1]:2";
+  note.memory = "4096";
+  note.heap = "0";
+  note.tuned = {{"tcp", {16384, 1048576}}, {"shm", {8192, 1048576}}};
+  return note;
+}
+
 const Test kRefused{
     "who has other options than a rank that is gone does not wait for it beyond its limit", [] {
       LocalStore store;
-      store.set("world/note/1", encode(my_note()));
+      store.set("world/note/1", encode(sound_note()));
       const auto ending = ranks::ending_of([&] { (void)connect(store, options_of_two(300ms)); });
       expect(ending.is(ErrorKind::mismatch), ending.text());
       expect(ending.seconds < 5, "it took " + std::to_string(ending.seconds) + " s");
     }};
+
+const Test kNote{"of a note there is one text, and no other is taken for it", [] {
+                   const std::string text = encode(sound_note());
+                   expect_equal(encode(decode_note(text)), text, "a sound note");
+                   const auto refused = [&](const std::string& from, const std::string& to) {
+                     std::string other = text;
+                     other.replace(other.rfind(from), from.size(), to);
+                     expect(other != text, "nothing was changed: " + from);
+                     expect_throws<InternalError>([&] { (void)decode_note(other); });
+                   };
+                   const std::string pid = "\n" + std::to_string(sound_note().pid) + "\n";
+                   for (const std::string wrong :
+                        {"0", "-5", "+5", "007", " 5", "5 ", "5x", "", "99999999999999999999999"})
+                     refused(pid, "\n" + wrong + "\n");
+                   for (const std::string wrong : {"04096", "+4096", "-1", "x", ""})
+                     refused("\n4096\n", "\n" + wrong + "\n");
+                   refused("\n0\n", "\n00\n");
+                   refused("tcp 16384", "tcp  16384");
+                   refused("tcp 16384", " tcp 16384");
+                   refused("tcp 16384", "tcp +16384");
+                   refused("tcp 16384", "tcp 016384");
+                   refused("tcp 16384", "tcp -1");
+                   refused("shm 8192", "tcp 8192");  // twice
+                   refused("1048576\n", "1048576 \n");
+                   refused("1048576\n", "1048576\n\n");
+                   refused("1048576\n", "1048576\nx");
+                   refused("1048576\n", "1048576");
+                   refused("pycomm-5", "pycomm-4");
+                 }};
 
 }  // namespace
