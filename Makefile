@@ -4,7 +4,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: help venv build demo test lint format sanitize bench peers faults fuzz simulate clean
+.PHONY: help venv build demo test lint format sanitize bench peers faults soak fuzz simulate clean
 
 help:
 	@echo "make demo      train a small model on 2 processes: gloo beside pycomm (draws demo.png)"
@@ -15,6 +15,7 @@ help:
 	@echo "make bench     collectives beside gloo      make venv      the environment, .venv"
 	@echo "make peers     torch's own suite and other people's programs, on gloo and here (15 minutes)"
 	@echo "make faults    ranks that die, stop or go astray, in every call and moment (20 minutes)"
+	@echo "make soak      anything happens to groups at work, for MINUTES=60"
 	@echo "make fuzz      any bytes into every parser of bytes from outside (6 minutes, needs clang)"
 	@echo "make simulate  deaths in every order of events, and a million by chance (long)"
 	@echo "make clean     what was built (.venv stays)"
@@ -62,6 +63,10 @@ peers: build .venv/programs
 faults: build
 	$(PY) -m benchmarks faults
 	$(PY) -m benchmarks deaths
+
+MINUTES ?= 60
+soak: build
+	$(PY) -m benchmarks soak --minutes $(MINUTES) --json benchmarks/results/soak.json
 
 fuzz: venv
 	$(PY) tests/fuzz/hunt.py

@@ -15,6 +15,7 @@ from benchmarks import (
     kernels,
     links,
     residuals,
+    soak,
     training,
     wire,
 )
@@ -29,6 +30,7 @@ SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "kernels": kernels.main,
     "links": links.main,
     "residuals": residuals.main,
+    "soak": soak.main,
     "training": training.main,
     "wire": wire.main,
 }

@@ -128,7 +128,7 @@ def outcome(cell: Cell, seed: int = 0) -> Outcome:
         if rank == victim and cell.action in PROCESSES
         else result
         if isinstance(result, Seen)
-        else _raised(result)
+        else raised(result)
         for rank, result in enumerate(results)
     ]
     return Outcome(cell, _broken(cell, seen), time.monotonic() - start, seen)
@@ -148,7 +148,7 @@ def _plans(cell: Cell, call: Call) -> list[FaultPlan]:
     return []
 
 
-def _raised(error: BaseException) -> Seen:
+def raised(error: BaseException) -> Seen:
     """Of a rank that did not get as far as telling."""
     return Seen(type(error).__name__, str(error), getattr(error, "peer", None))
 
@@ -159,12 +159,13 @@ def _broken(cell: Cell, seen: Sequence[Seen | None]) -> str:
     for rank, one in enumerate(seen):
         if one is None or (rank == victim and cell.action in ENDS):
             continue
-        if complaint := _complaint(cell, victim, one):
-            return f"rank {rank}: {complaint}"
+        if found := complaint(cell, victim, one):
+            return f"rank {rank}: {found}"
     return ""
 
 
-def _complaint(cell: Cell, victim: int, one: Seen) -> str:
+def complaint(cell: Cell, victim: int, one: Seen, at_once_ms: float = AT_ONCE_MS) -> str:
+    """What is wrong with what a rank has seen, "" if nothing."""
     told = f"{one.error}: {one.text}" if one.error else "nothing"
     wanted = _wanted(cell)
     found = {
@@ -174,11 +175,11 @@ def _complaint(cell: Cell, victim: int, one: Seen) -> str:
         "the group was not usable any more": not one.usable,
     }
     if wanted in ("PeerLost", "GroupBroken"):
-        limit_ms = AT_ONCE_MS + (1e3 * HEARTBEAT_S if cell.action == "stop" else 0.0)
+        limit_ms = at_once_ms + (1e3 * HEARTBEAT_S if cell.action == "stop" else 0.0)
         named = one.peer == victim and f"rank {victim} " in one.text
         found[f"rank {victim} is not named: {told}"] = not named
         found[f"told after {one.noticed_ms:.0f} ms: {told}"] = one.noticed_ms > limit_ms
-    return next((complaint for complaint, true in found.items() if true), "")
+    return next((what for what, true in found.items() if true), "")
 
 
 def _wanted(cell: Cell) -> str:

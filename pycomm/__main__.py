@@ -15,6 +15,7 @@ BENCHMARKS = (
     "deaths",
     "faults",
     "interrupts",
+    "soak",
     "kernels",
     "training",
     "links",

@@ -41,6 +41,7 @@ def run_ranks(
     heartbeat_s: float = 10.0,
     reproducible: bool = False,
     faults: Sequence[FaultPlan] = (),
+    grace_s: float | None = None,
     return_exceptions: bool = False,
 ) -> list[Any]:
     """Runs `fn(group, *args)` as each of `n` ranks of a new group; gives the results by rank.
@@ -53,6 +54,8 @@ def run_ranks(
         timeout_s: the group's limit in seconds, for its forming and each call.
         heartbeat_s, reproducible: as of `pycomm.init`.
         faults: what goes wrong, on which rank; "kill" and "stop" want `processes`.
+        grace_s: for how long after the first failure other processes may go on, in seconds;
+            None: 5.
         return_exceptions: failures stand in the list as exceptions; PeerLost for a process that
             died.
 
@@ -73,7 +76,12 @@ def run_ranks(
             raise InvalidArgument(f"a fault on rank {fault.rank} of {n}")
         if fault.action in ("kill", "stop") and not processes:
             raise InvalidArgument(f"the fault {fault.action!r} would end the test: use processes")
-    ranks = (_Processes if processes else _Threads)(n, fn, args, options)
+    ranks: _Processes | _Threads
+    if processes:
+        limit_s = GRACE_S if grace_s is None else grace_s
+        ranks = _Processes(n, fn, args, options, limit_s)
+    else:
+        ranks = _Threads(n, fn, args, options)
     ranks.run()
     if not return_exceptions and ranks.failures:
         first = _first_cause(ranks.failures, ranks.results)
@@ -227,12 +235,18 @@ class _Processes:
     """Ranks as processes that meet in a store served by this one; results come through pipes."""
 
     def __init__(
-        self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+        self,
+        n: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        grace_s: float,
     ) -> None:
         self.results: list[Any] = [None] * n
         self.failures: list[int] = []
         self._job = pickle.dumps((fn, args))
         self._options = {**options, "secret": secrets.token_hex(32)}
+        self._grace_s = grace_s
 
     def run(self) -> None:
         """Returns when every rank has ended; those that do not after a failure are killed."""
@@ -269,7 +283,7 @@ class _Processes:
                 rank, process = running.pop(pipe)
                 self._receive(rank, process, pipe)
             if self.failures and end is None:
-                end = time.monotonic() + GRACE_S
+                end = time.monotonic() + self._grace_s
 
     def _receive(self, rank: int, process: Any, pipe: Connection) -> None:
         try:

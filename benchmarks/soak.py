@@ -1,0 +1,306 @@
+"""`python -m benchmarks soak`: an hour of calls in groups to which anything happens.
+
+Epoch after epoch a group forms, makes calls drawn by chance (verb, dtype, op, size, root; in parts
+that split() makes, on arrays that ranks share) and meets one thing that goes wrong, or none. Every
+result is compared with the right one, every fault's outcome with what is promised
+(docs/errors.md), and after each epoch this process must hold no more than before: descriptors,
+threads, children, mappings, files. All of it follows from the seed, which is printed: --seed with
+--first plays an epoch again. Ends with 1 where something was wrong.
+
+main() is called by benchmarks.__main__, pycomm.__main__ and `make soak`, soak() by the tests too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import random
+import re
+import secrets
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks import faults
+from benchmarks.fault_rank import DISAGREEMENTS, Seen
+from benchmarks.faults import Cell
+from benchmarks.soak_rank import REASON, Epoch, Story, live
+from pycomm.demo import machine
+from pycomm.testing import FaultPlan, run_ranks
+
+OF_PROCESSES = ("kill", "stop", "exception")
+OF_TRANSPORTS = ("cut", "garbage", "delay", "trickle")
+OF_CALLS = tuple(name for name in DISAGREEMENTS if name != "wrong root")
+FAULTS = ("", *OF_PROCESSES, *OF_TRANSPORTS, "abort", "skip", *OF_CALLS)
+MOST_BYTES = 400_000  # of what passes before a transport's fault strikes, if it does
+CALLS = 30  # of an epoch
+GROWTH_MB = 64  # of this process's memory, after what the first epochs take for good
+WARM = 20  # epochs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where an epoch is played."""
+
+    epoch: Epoch
+    transport: str
+    processes: bool
+    reproducible: bool
+    plans: tuple[FaultPlan, ...]
+
+
+@dataclass
+class Tally:
+    """What was done, and what of it was wrong."""
+
+    epochs: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    transports: Counter[str] = field(default_factory=Counter)
+    worst_ms: dict[str, float] = field(default_factory=dict)  # until a survivor knew, by fault
+    complaints: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds."""
+
+    descriptors: int
+    threads: int
+    children: int
+    mappings: int  # of ours: of memory that ranks share
+    files: frozenset[str]  # of ours in /dev/shm and /tmp
+
+
+def held() -> Held:
+    """At the moment."""
+    ours = re.compile("pycomm(?!_)")  # pycomm_... are a launcher's, who is somebody else
+    folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    names = {f"{p}/{name}" for p in folders if p.exists() for name in os.listdir(p)}
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return Held(
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+        len(children),
+        sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines()),
+        frozenset(name for name in names if ours.match(Path(name).name)),
+    )
+
+
+def left(before: Held) -> str:
+    """What is held now and was not before, "" if nothing. Waits for what takes a moment to go."""
+    end = time.monotonic() + LEAVE_S
+    while True:
+        now = held()
+        more = [
+            f"{getattr(now, name) - getattr(before, name)} more {name}"
+            for name in ("descriptors", "threads", "children", "mappings")
+            if getattr(now, name) > getattr(before, name)
+        ]
+        more += sorted(now.files - before.files)
+        if not more or time.monotonic() > end:
+            return ", ".join(more)
+        time.sleep(0.01)  # the thread that sees last bytes off ends by itself: transport/linger.h
+
+
+LEAVE_S = 5.0
+
+
+def setting(seed: int, number: int, folder: str) -> Setting:
+    """The epoch of this number."""
+    drawn = random.Random(f"{seed}/{number}")
+    fault = drawn.choice(FAULTS)
+    # Half of the ranks go on only with the lowest among them.
+    ranks = drawn.choice((3, 4) if fault in (*OF_PROCESSES, "cut") else (2, 3, 4))
+    processes = fault in OF_PROCESSES or drawn.randrange(6) == 0
+    transport = drawn.choice(("shm", "tcp") if processes else ("local", "shm", "tcp"))
+    victim = drawn.randrange(ranks)
+    moment = -1 if fault in OF_TRANSPORTS else drawn.randrange(CALLS)
+    after = 0 if fault in ("delay", "trickle") else drawn.randrange(MOST_BYTES)
+    plan = FaultPlan(victim, fault, after_bytes=after, seconds=0.002) if moment < 0 else None
+    epoch = Epoch(f"{seed}/{number} calls", ranks, CALLS, fault, victim, moment, folder)
+    plans = () if plan is None else (plan,)
+    return Setting(epoch, transport, processes, drawn.randrange(4) == 0, plans)
+
+
+def play(where: Setting) -> list[Any]:
+    """What the ranks tell, by rank: a Story, or what one ended with."""
+    return run_ranks(
+        where.epoch.ranks,
+        live,
+        where.epoch,
+        transport=where.transport,
+        processes=where.processes,
+        timeout_s=faults.LIMIT_S,
+        heartbeat_s=faults.HEARTBEAT_S,
+        reproducible=where.reproducible,
+        faults=where.plans,
+        grace_s=2 * faults.LIMIT_S,  # survivors go on
+        return_exceptions=True,
+    )
+
+
+def judged(where: Setting, told: Sequence[Any], late_ms: float) -> list[str]:
+    """What was wrong in an epoch."""
+    epoch = where.epoch
+    wrong: list[str] = []
+    survivors = tuple(r for r in range(epoch.ranks) if r != epoch.victim)
+    for rank, answer in enumerate(told):
+        if rank == epoch.victim and epoch.fault in faults.ENDS:
+            continue  # it has gone, or was told that others take it for lost
+        one = answer if isinstance(answer, Story) else Story(seen=faults.raised(answer))
+        found = [*one.complaints, _broken(epoch, one.seen, late_ms)]
+        if epoch.fault in ("kill", "stop") and one.survivors != survivors:
+            found.append(f"it went on with {one.survivors}, not with {survivors}")
+        wrong += [f"rank {rank}: {complaint}" for complaint in found if complaint]
+    return wrong
+
+
+def _broken(epoch: Epoch, seen: Seen, late_ms: float) -> str:
+    """The promise that was not kept, "" if all were."""
+    told = f"{seen.error}: {seen.text}" if seen.error else "nothing"
+    match epoch.fault:
+        case "" | "delay" | "trickle":
+            return "" if not seen.error else f"nothing was promised, not {told}"
+        case "abort":
+            kept = seen.error == "GroupBroken" and REASON in seen.text
+            return "" if kept else f"GroupBroken with its reason was promised, not {told}"
+        case "cut" | "garbage" if not seen.error:
+            return ""  # less passed than it was to strike after
+    cell = Cell(epoch.fault, "idle", "all_reduce", "tiny", "", epoch.ranks)
+    return faults.complaint(cell, epoch.victim, seen, late_ms)
+
+
+def soak(
+    tally: Tally,
+    seed: int,
+    numbers: Sequence[int],
+    late_ms: float = faults.AT_ONCE_MS,
+    go_on: Callable[[], bool] = lambda: True,
+) -> None:
+    """Plays the epochs of these numbers for as long as it may."""
+    memory_mb = 0.0
+    resource_tracker.ensure_running()  # of multiprocessing, which keeps it for good
+    for number in numbers:
+        if not go_on():
+            return
+        before = held()
+        with tempfile.TemporaryDirectory() as folder:
+            where = setting(seed, number, folder)
+            told = play(where)
+        wrong = judged(where, told, late_ms)
+        _count(tally, where, told)
+        del told
+        if more := left(before):
+            wrong.append(f"left behind: {more}")
+        if tally.epochs == WARM:
+            memory_mb = _memory_mb()
+        elif tally.epochs > WARM and _memory_mb() > memory_mb + GROWTH_MB:
+            wrong.append(f"memory has grown from {memory_mb:.0f} to {_memory_mb():.0f} MB")
+        tally.complaints += [f"epoch {number} ({_named(where)}): {what}" for what in wrong]
+
+
+def _count(tally: Tally, where: Setting, told: Sequence[Any]) -> None:
+    fault = where.epoch.fault or "nothing"
+    tally.epochs += 1
+    tally.faults[fault] += 1
+    tally.transports[f"{where.transport}, {'processes' if where.processes else 'threads'}"] += 1
+    for rank, one in enumerate(told):
+        if not isinstance(one, Story):
+            continue
+        tally.calls += one.calls
+        tally.bytes += one.bytes
+        if one.seen.noticed_ms and rank != where.epoch.victim:
+            tally.worst_ms[fault] = max(tally.worst_ms.get(fault, 0.0), one.seen.noticed_ms)
+
+
+def _named(where: Setting) -> str:
+    epoch = where.epoch
+    kind = "processes" if where.processes else "threads"
+    what = f"{epoch.fault or 'nothing'} on rank {epoch.victim} in call {epoch.moment}"
+    return f"{epoch.ranks} {kind}, {where.transport}, {what}"
+
+
+def _memory_mb() -> float:
+    """What this process holds for itself, without what malloc keeps at hand for its threads."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    _, resident, shared, *_ = (int(n) for n in Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def main(argv: Sequence[str]) -> int:
+    """Plays, prints, stores; the exit status."""
+    parser = argparse.ArgumentParser(prog="pycomm bench soak", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--minutes", type=float, default=60.0, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, help="of a run that was (a new one)")
+    parser.add_argument("--first", type=int, default=0, help="the first epoch (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=10**9, help="at most so many")
+    parser.add_argument(
+        "--late-ms", type=float, default=faults.AT_ONCE_MS,
+        help="how late a loss may be known, beside the heartbeat's limit (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, help="where to store what was counted")
+    options = parser.parse_args(argv)
+    seed = secrets.randbelow(10**9) if options.seed is None else options.seed
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"seed {seed}")
+    start = time.monotonic()
+    limit_s: float = 60.0 * options.minutes
+    tally, said = Tally(), 0
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=limit_s)
+
+        def go_on() -> bool:
+            nonlocal said
+            for complaint in tally.complaints[said:]:
+                console.print(complaint, markup=False)
+            said = len(tally.complaints)
+            passed_s = time.monotonic() - start
+            bar.update(task, completed=passed_s, description=f"{tally.epochs} epochs")
+            return passed_s < limit_s
+
+        try:
+            numbers = range(options.first, options.first + options.epochs)
+            soak(tally, seed, numbers, options.late_ms, go_on)
+        except KeyboardInterrupt:
+            console.print("interrupted")
+        go_on()
+    minutes = (time.monotonic() - start) / 60
+    content = {
+        "machine": machine.describe(),
+        "seed": seed,
+        "first": options.first,
+        "minutes": round(minutes, 1),
+        "late_ms": options.late_ms,
+        **vars(tally),
+        "calls_in_all": tally.calls.total(),
+    }
+    console.print(_summary(tally, minutes))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 1 if tally.complaints else 0
+
+
+def _summary(tally: Tally, minutes: float) -> str:
+    worst = ", ".join(f"{name} {ms:.0f} ms" for name, ms in sorted(tally.worst_ms.items()))
+    happened = ", ".join(f"{name} {n}" for name, n in sorted(tally.faults.items()))
+    return (
+        f"{tally.epochs} epochs in {minutes:.1f} minutes: {tally.calls.total():,} calls, "
+        f"{tally.bytes / 2**20:,.0f} MB given; {happened}\n"
+        f"known after at most: {worst}\n{len(tally.complaints)} complaints"
+    )

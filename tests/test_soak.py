@@ -1,0 +1,127 @@
+"""The soak (benchmarks/soak.py; `make soak` goes on for an hour), for some seconds; and that it
+sees what it is there to see.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pycomm
+from benchmarks import soak, soak_rank
+from benchmarks.soak import FAULTS, Tally, setting
+from pycomm import Group, errors
+
+SEED = 20
+LATE_MS = 20_000.0  # of what is promised 1,000, on a machine as loaded as that of tests
+OF_ONE_EACH = [
+    next(n for n in range(1000) if setting(SEED, n, "").epoch.fault == fault) for fault in FAULTS
+]
+
+
+@pytest.mark.timeout(600)
+def test_an_epoch_with_each_fault_keeps_the_promises() -> None:
+    tally = Tally()
+    soak.soak(tally, SEED, OF_ONE_EACH, LATE_MS)
+    assert tally.complaints == []
+    assert tally.epochs == len(FAULTS) == len(tally.faults)
+    assert set(soak_rank.VERBS) <= set(tally.calls)
+    assert {"kill", "stop", "exception", "abort"} <= set(tally.worst_ms)
+
+
+def first(fault: str, transport: str) -> int:
+    """The first epoch of threads with these."""
+
+    def fits(number: int) -> bool:
+        where = setting(SEED, number, "")
+        found = where.epoch.fault, where.transport, where.processes
+        return found == (fault, transport, False)
+
+    return next(number for number in range(10_000) if fits(number))
+
+
+def complaints(number: int) -> str:
+    tally = Tally()
+    soak.soak(tally, SEED, [number], LATE_MS)
+    return "\n".join(tally.complaints)
+
+
+def test_a_sum_that_is_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = pycomm.all_reduce
+
+    def wrong(x: Any, op: str = "sum", *, group: Group) -> Any:
+        right(x, op, group=group)
+        if group.rank == 1:
+            x[..., -1] += np.ones((), x.dtype)
+        return x
+
+    monkeypatch.setattr(pycomm, "all_reduce", wrong)
+    assert "1 elements are wrong after Call(verb='all_reduce'" in complaints(first("", "local"))
+
+
+def test_a_descriptor_that_is_left_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    right = soak.play
+
+    def leaky(where: soak.Setting) -> Any:
+        opened.append(os.dup(0))
+        return right(where)
+
+    monkeypatch.setattr(soak, "play", leaky)
+    monkeypatch.setattr(soak, "LEAVE_S", 0.1)
+    try:
+        assert "left behind: 1 more descriptors" in complaints(first("", "local"))
+    finally:
+        os.close(opened[0])
+
+
+def test_a_notice_that_does_not_come_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "abort", lambda self, reason: None)
+    seen = complaints(first("abort", "tcp"))
+    assert "GroupBroken with its reason was promised, not " in seen
+
+
+def test_a_disagreement_that_nobody_hears_of_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak_rank, "DISAGREEMENTS", {"wrong count": lambda call, size: call})
+    seen = complaints(first("wrong count", "shm"))
+    assert "nobody told this rank of 'wrong count'" in seen
+    assert "Mismatch was promised, not nothing" in seen
+
+
+def test_a_loss_that_is_known_late_or_by_another_name_is_seen() -> None:
+    where = setting(SEED, next(n for n in OF_ONE_EACH if _fault(n) == "kill"), "")
+    victim = where.epoch.victim
+    others = tuple(r for r in range(where.epoch.ranks) if r != victim)
+    text = f"rank {victim} (host a, pid 1) died"
+
+    def judged(seen: soak.Seen, survivors: tuple[int, ...] = others) -> list[str]:
+        told: list[Any] = [soak.Story(seen=seen, survivors=survivors) for _ in range(4)]
+        told[victim] = errors.PeerLost("gone")
+        return soak.judged(where, told[: where.epoch.ranks], 1000.0)
+
+    assert judged(soak.Seen("PeerLost", text, victim, 20.0)) == []
+    assert "told after 1500 ms" in judged(soak.Seen("PeerLost", text, victim, 1500.0))[0]
+    assert "is not named" in judged(soak.Seen("PeerLost", text, others[0], 20.0))[0]
+    assert "promised, not nothing" in judged(soak.Seen())[0]
+    assert "it went on with ()" in judged(soak.Seen("PeerLost", text, victim, 20.0), ())[0]
+
+
+def _fault(number: int) -> str:
+    return setting(SEED, number, "").epoch.fault
+
+
+def test_the_command_stores_and_plays_the_same_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for name in ("one", "two"):
+        path = tmp_path / name
+        chosen = ["--seed", str(SEED), "--first", str(first("skip", "tcp")), "--epochs", "1"]
+        assert soak.main([*chosen, "--late-ms", str(LATE_MS), "--json", str(path)]) == 0
+        found.append(json.loads(path.read_text()))
+    assert found[0]["calls"] == found[1]["calls"]
+    assert found[0]["faults"] == {"skip": 1}
+    assert f"seed {SEED}" in capsys.readouterr().out
