@@ -14,7 +14,9 @@ as fast as the kernel is; needs root. Every way trains by itself, one after anot
     local     LocalSGD, models averaged every 8 steps
 
 A figure is the slowest rank's median step, of LocalSGD the mean; Paddle's ratio is what its page of
-DGC gives. With --json it goes on where it was interrupted. Called by links.py.
+DGC gives. Beside the figures stands what `pycomm plan` expects of that line (pycomm/planner.py), by
+the step without communication and the kernels as measured here. With --json it goes on where it was
+interrupted. Called by links.py.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ from torch.multiprocessing.spawn import ProcessException
 import pycomm
 from benchmarks.peers import OURS, Groups
 from benchmarks.plot import COLORS
-from pycomm import collectives
+from pycomm import collectives, planner
+from pycomm.compress.schedule import Load, code_at, to_send
+from pycomm.compress.seconds import Coding, measure_coding
 from pycomm.demo import machine, processes
 from pycomm.demo.netns import RATE, Network, missing
 
@@ -48,6 +52,11 @@ LAYERS = 20
 UNSHAPED = "none"
 PADDLE = {"1gbit": 6.533, "10gbit": 1.467, "100gbit": 0.993}
 EVERY = 8  # steps between the sums of LocalSGD
+SPARSITY = 0.999
+# What the planner calls a way.
+PLANNED = {"dense": "dense", "dgc": "dgc gather", "lean": "dgc 2bit gather"}
+PLANNED |= {"local": f"local {EVERY}"}
+GBIT = {"mbit": 1e-3, "gbit": 1.0}
 ONE_BUCKET_MB = 1 << 20
 FIRST = 2  # steps that are not counted
 
@@ -64,7 +73,7 @@ Wrapped = tuple[nn.Module, Steps]
 
 def _dgc(model: nn.Module, options: dict[str, object]) -> Wrapped:
     optimizer = _sgd(model)
-    dgc = pycomm.DGC(optimizer, sparsity=[0.999], fused=True, **options)  # type: ignore[arg-type]  # of several types
+    dgc = pycomm.DGC(optimizer, sparsity=[SPARSITY], fused=True, **options)  # type: ignore[arg-type]  # of several types
     return pycomm.DataParallel(model, compression=dgc), optimizer
 
 
@@ -96,6 +105,7 @@ class Row:
     step_s: float  # of the slowest rank
     over_compute_percent: float
     ratio: float  # times faster than overlap
+    expected_s: float | None = None  # by the planner; None: it speaks of no such line or way
 
 
 def main(argv: Sequence[str]) -> int:
@@ -165,8 +175,12 @@ def measure(
 ) -> list[Row]:
     """The rows of one line."""
     took: dict[str, list[float]] = {}
+    codings: list[tuple[Coding, Coding]] = []
 
-    def hear(rank: int, said: tuple[str, float]) -> None:
+    def hear(rank: int, said: tuple[str, float] | tuple[Coding, Coding]) -> None:
+        if isinstance(said[0], Coding):
+            codings.append(said)
+            return
         way, seconds = said
         took.setdefault(way, []).append(seconds)
         if rank == 0:
@@ -178,6 +192,11 @@ def measure(
         args = (ways, options.steps, options.width, options.compute_s)
         processes.run(work, args, options.hosts, hear, [host.name for host in net.hosts])
     slowest = {way: max(took[way]) for way in ways}
+    expected: dict[str, float] = {}
+    if rate != UNSHAPED:
+        where = options.hosts, gbit_of(rate)
+        loads = loads_of(LAYERS * options.width**2)
+        expected = planner.expected(slowest["compute"], loads, codings[0], where, EVERY)
     return [
         Row(
             rate=rate,
@@ -185,14 +204,29 @@ def measure(
             step_s=seconds,
             over_compute_percent=100 * (seconds / slowest["compute"] - 1),
             ratio=slowest["overlap"] / seconds,
+            expected_s=expected.get(PLANNED.get(way, "")),
         )
         for way, seconds in slowest.items()
     ]
 
 
+def gbit_of(rate: str) -> float:
+    """Of a rate as tc spells it: 0.1 of "100mbit"."""
+    return float(rate[:-4]) * GBIT[rate[-4:]]
+
+
+def loads_of(count: int) -> tuple[Load, Load]:
+    """What DGC sends of `count` elements: raw, and with 2-bit values."""
+    k = to_send(count, SPARSITY)
+    return Load([k], [count], 4, None), Load([k], [count], 4, code_at("2bit", 1 - SPARSITY))
+
+
 def work(rank: processes.Rank, ways: list[str], steps: int, width: int, compute_s: float) -> None:
-    """What each rank does: says (way, seconds of a step) of each."""
+    """What each rank does: says how fast it codes, all at once, and (way, seconds of a step)."""
     Groups([OURS["pycomm"]], rank.store, rank.rank, rank.size)
+    raw, lean = loads_of(LAYERS * width**2)
+    collectives.barrier()
+    rank.say((measure_coding(raw), measure_coding(lean)))
     rows = rows_of(compute_s, width)
     for way in ways:
         rank.say((way, seconds_of(way, (rows, width), steps)))
@@ -250,6 +284,9 @@ def table(found: Sequence[Row]) -> Table:
         ratio = f"{own['dgc'].ratio:.2f}x" if "dgc" in own else "-"
         paddle = f"{PADDLE[rate]}x" if rate in PADDLE else "-"
         shown.add_row(rate, *(f"{own[way].step_s:.3f}" for way in ways), ratio, paddle)
+        planned = [own[way].expected_s for way in ways]
+        if any(planned):
+            shown.add_row("planned", *("" if s is None else f"{s:.3f}" for s in planned), "", "")
     return shown
 
 

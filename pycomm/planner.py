@@ -10,10 +10,13 @@ benchmarks/steps.py.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,7 +25,7 @@ from pycomm.compress.schedule import Load, code_at, to_send
 from pycomm.compress.seconds import Coding, Link, measure_coding, predicted
 from pycomm.errors import InvalidArgument
 
-__all__ = ["Expected", "best", "expected", "main", "plan", "table"]
+__all__ = ["Expected", "best", "draw", "expected", "main", "plan", "table"]
 
 RATES_GBIT = (1.0, 10.0, 100.0)
 RANKS = (2, 8, 64, 512, 4096)
@@ -132,6 +135,33 @@ def table(found: Sequence[Expected]) -> str:
     return "\n".join(lines)
 
 
+COLORS = {"dense": "#9aa0a6", "bf16": "#dadce0", "dgc gather": "#f9ab00"}
+COLORS |= {"dgc 2bit gather": "#e8710a", "dgc 2bit split": "#1a73e8"}
+
+
+def draw(path: Path, found: Sequence[Expected], caption: str = "") -> None:
+    """Seconds of a step over the number of ranks, a panel for each line; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    rates = list(dict.fromkeys(one.gbit for one in found))
+    figure = Figure(figsize=(4.2 * len(rates), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(rates), squeeze=False, sharey=True).flat
+    for axes, gbit in zip(panels, rates, strict=True):
+        own = [one for one in found if one.gbit == gbit]
+        ranks = [one.ranks for one in own]
+        for name in own[0].seconds:
+            took, color = [one.seconds[name] for one in own], COLORS.get(name, "#188038")
+            axes.plot(ranks, took, marker="o", ms=3.5, lw=1.8, color=color, label=name)
+        axes.set(xscale="log", yscale="log", title=f"{gbit:g} Gbit/s", xlabel="ranks")
+        axes.set_xticks(ranks, [str(n) for n in ranks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.25)
+    panels[0].set_ylabel("seconds of a step, expected")
+    panels[0].legend(frameon=False)
+    figure.suptitle(caption, fontsize=9, color="#5f6368")
+    figure.savefig(path, dpi=150)
+
+
 def main(argv: Sequence[str]) -> int:
     """Plans for a perceptron of the size that is asked for; the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm plan", description=__doc__)
@@ -141,7 +171,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, default=64, help="of a batch (%(default)s)")
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="(%(default)s)")
     parser.add_argument("--gbit", default="1,10,100", help="of a rank's line (%(default)s)")
+    parser.add_argument("--json", type=Path, help="where to store all figures")
+    parser.add_argument("--plot", type=Path, help="where to draw seconds over ranks")
     options = parser.parse_args(argv)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--plot needs matplotlib: pip install "matplotlib>=3.8"')
     width = options.width
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(options.layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
@@ -154,5 +188,10 @@ def main(argv: Sequence[str]) -> int:
 
     ranks = [int(word) for word in options.ranks.split(",")]
     gbit = [float(word) for word in options.gbit.split(",")]
-    print(table(plan(model, step, ranks=ranks, gbit=gbit)))
+    found = plan(model, step, ranks=ranks, gbit=gbit)
+    print(table(found))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+    if options.plot:
+        draw(options.plot, found, f"{width**2 * options.layers / 1e6:.0f} M parameters")
     return 0

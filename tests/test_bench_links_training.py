@@ -24,6 +24,9 @@ def test_steps_between_hosts(
     before = json.loads(stored.read_text())["rows"]
     assert [row["way"] for row in before] == ["compute", "overlap", "dgc"]
     assert all(row["step_s"] > 0 for row in before)
+    compute, overlap, dgc = before
+    assert compute["expected_s"] is None and overlap["expected_s"] is None
+    assert dgc["expected_s"] > compute["step_s"]
 
     def nothing(*_: object) -> None:
         pytest.fail("what is stored is measured again")
@@ -31,7 +34,12 @@ def test_steps_between_hosts(
     monkeypatch.setattr(steps, "measure", nothing)
     assert links.main([*words, "--rates", "10gbit"]) == 0
     assert json.loads(stored.read_text())["rows"] == before
-    assert "1.467x" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "1.467x" in out and f"{dgc['expected_s']:.3f}" in out
+
+
+def test_rates_in_gbit() -> None:
+    assert [steps.gbit_of(rate) for rate in ("100mbit", "1gbit", "25gbit")] == [0.1, 1.0, 25.0]
 
 
 def made_up(windows: int = 16) -> residuals.Residuals:

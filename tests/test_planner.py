@@ -79,9 +79,16 @@ def test_the_call_measures_a_step() -> None:
         pycomm.plan(layer, step, ranks=[1])
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--width", "32", "--layers", "2", "--rows", "4", "--ranks", "2,1024"]
-    assert main([*words, "--gbit", "1,100"]) == 0
+    stored, drawn = tmp_path / "plan.json", tmp_path / "plan.png"
+    assert main([*words, "--gbit", "1,100", "--json", str(stored), "--plot", str(drawn)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
     assert all(line.endswith("x") for line in lines[1:])
+    content = json.loads(stored.read_text())
+    assert [(one["ranks"], one["gbit"]) for one in content] == [
+        (n, r) for r in (1, 100) for n in (2, 1024)
+    ]
+    assert f"{content[0]['seconds']['dense']:.4f}" in lines[1]
+    assert drawn.read_bytes().startswith(b"\x89PNG")

@@ -141,7 +141,8 @@ class Host {
   uint32_t calls_ = 0;
 };
 
-// Until every slot was in use: before that nothing is tried. The first call finds who may read whom.
+// Until every slot was in use: before that nothing is tried. The first call finds who may read
+// whom.
 void warm(Host& host) {
   while (!host.of(0).arena.is_warm())
     expect(host.run(Operation::all_reduce, 65'539) == Way::staged, "tried while slots are new");
