@@ -1,15 +1,18 @@
 """`python -m benchmarks wire RESIDUALS`: bytes that DGC receives, counted with the real codec.
 
-A simulation for any number of ranks: no process, no socket. Each rank has a wider copy of the model
-that was recorded (`python -m benchmarks residuals`): every parameter as many times as long as
-`--elements` asks for, and a piece of it is a window of one worker. So what a rank takes out are
-elements that real training takes out, and hot parameters stay together. There are 144 windows and
-as many different ranks; with more of them each stands for several.
+A simulation for any number of ranks; processes and sockets there are for the last part only. Each
+rank has a wider copy of the model that was recorded (`python -m benchmarks residuals`): every
+parameter as many times as long as `--elements` asks for, and a piece of it is a window of one
+worker. So what a rank takes out are elements that real training takes out, and hot parameters stay
+together. There are 144 windows and as many different ranks; with more of them each stands for
+several.
 
     packets   lean packets of one rank, beside the entropy of a uniform choice
     ramp      the levels of a ramp as exchange="auto" codes them, beside a ring of bfloat16
     ranks     bytes that a rank receives with gather and split, and the busiest owner of all, by
               the shares of split and by plain ranges
+
+    counted   the counters of real ranks, processes of this machine, beside what "auto" reckons with
 
 Owners 0 to 3 sum and choose for real; k->4k is an owner that sends on four times as many, which DGC
 does not offer. Four frames of each other rank and their lengths are counted. Called by
@@ -32,7 +35,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import residuals, wire_plot
+from benchmarks import residuals, wire_plot, wire_ranks
 from benchmarks.codec import entropy_bits
 from pycomm import kernels
 from pycomm.compress.coded import decode, encode
@@ -136,6 +139,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("residuals", type=Path, help="of `python -m benchmarks residuals`")
     parser.add_argument("--elements", type=int, default=3 * 10**8, help="(%(default)s)")
     parser.add_argument("--ranks", default="8,16,64,128,256,1024", help="(%(default)s)")
+    parser.add_argument("--processes", default="2,4,8,16", help="that count (%(default)s)")
+    parser.add_argument("--counted", type=int, default=1 << 23, help="elements (%(default)s)")
     parser.add_argument("--sparsities", default="0.999", help="for --ranks (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to store all figures")
     parser.add_argument("--plot", type=Path, help="where to draw bytes over ranks")
@@ -148,7 +153,8 @@ def main(argv: Sequence[str]) -> int:
         console.width = 140  # a file has no width, and columns would be cut
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         cases = sum(min(size, found.v.shape[0]) for size in sizes) * len(sparsities)
-        task = bar.add_task("packets", total=cases + len(RAMP))
+        real = [int(word) for word in options.processes.split(",")]
+        task = bar.add_task("packets", total=cases + len(RAMP) + 2 * len(real))
         packets, ramp = [], []
         for sparsity in RAMP:
             sets = Sets(found, sparsity, min(options.elements, 10**7))
@@ -169,16 +175,27 @@ def main(argv: Sequence[str]) -> int:
             for size in sizes:
                 bar.update(task, description=f"{size} ranks")
                 ranks.append(received(sparsity, sets, size, lambda: bar.advance(task)))
-    for table in tables(packets, ramp, ranks):
+        counted = []
+        for size in real:
+            bar.update(task, description=f"{size} processes")
+            for exchange in ("gather", "split"):
+                counted.append(wire_ranks.counted(exchange, size, options.counted))
+                bar.advance(task)
+    for table in [*tables(packets, ramp, ranks), counted_table(counted)]:
         console.print(table)
     where = machine.describe()
     if options.json:
         content = {
             "machine": where,
-            "settings": {"elements": options.elements, "residuals": found.digest},
+            "settings": {
+                "elements": options.elements,
+                "counted": options.counted,
+                "residuals": found.digest,
+            },
             "packets": [asdict(one) for one in packets],
             "ramp": ramp,
             "ranks": [asdict(one) for one in ranks],
+            "counted": [asdict(one) for one in counted],
         }
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     if options.plot:
@@ -278,6 +295,16 @@ def tables(
             *(f"{row.busiest:.2f}", f"{row.busiest_range:.1f}"),
         )
     return [first, second, third]
+
+
+def counted_table(counted: Sequence[wire_ranks.Counted]) -> Table:
+    """For eyes."""
+    names = ["exchange", "ranks", "received kB", "most kB", "reckoned kB", "B/element"]
+    table = _table("received, by the transports' counters", names)
+    for one in counted:
+        kilo = (f"{x / 1e3:.1f}" for x in (one.received, one.most, one.expected))
+        table.add_row(one.exchange, f"{one.size}", *kilo, f"{one.per_element:.5f}")
+    return table
 
 
 def _table(title: str, names: Sequence[str]) -> Table:

@@ -27,8 +27,8 @@ BUSY_CALLS = 5
 """Of a round beside a busy thread, where each costs milliseconds of waiting for the interpreter."""
 
 WARM_UP = 20
-"""Calls of each contestant before any is timed, as other benchmarks of collectives have: it may find
-out what is faster here."""
+"""Calls of each contestant before any is timed, as other benchmarks of collectives have: it may
+find out what is faster here."""
 
 SLOT = 8  # int64 of a cache line: each rank's flag has its own
 

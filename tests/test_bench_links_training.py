@@ -25,7 +25,8 @@ def test_steps_between_hosts(
     assert [row["way"] for row in before] == ["compute", "overlap", "dgc"]
     assert all(row["step_s"] > 0 for row in before)
     compute, overlap, dgc = before
-    assert compute["expected_s"] is None and overlap["expected_s"] is None
+    assert compute["expected_s"] is None
+    assert overlap["expected_s"] is None
     assert dgc["expected_s"] > compute["step_s"]
 
     def nothing(*_: object) -> None:
@@ -35,7 +36,8 @@ def test_steps_between_hosts(
     assert links.main([*words, "--rates", "10gbit"]) == 0
     assert json.loads(stored.read_text())["rows"] == before
     out = capsys.readouterr().out
-    assert "1.467x" in out and f"{dgc['expected_s']:.3f}" in out
+    assert "1.467x" in out
+    assert f"{dgc['expected_s']:.3f}" in out
 
 
 def test_rates_in_gbit() -> None:
@@ -74,6 +76,7 @@ def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[
     real, stored, drawn = (tmp_path / name for name in ("r.npz", "out.json", "out.png"))
     residuals.store(made_up(), real)
     words = [str(real), "--elements", "400000", "--ranks", "4,32", "--json", str(stored)]
+    words += ["--processes", "2", "--counted", "1000000"]
     assert wire.main([*words, "--plot", str(drawn)]) == 0
     assert drawn.stat().st_size > 0
     content = json.loads(stored.read_text())
@@ -85,4 +88,6 @@ def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[
     k = next(one["k"] for one in content["packets"] if one["sparsity"] == 0.999)
     assert many["fewer"] == pytest.approx(31 * 8 * k / many["split"])
     assert all(level["of_ring"] <= 1 / 8 for level in content["ramp"])
+    for one in content["counted"]:
+        assert one["received"] == pytest.approx(one["expected"], rel=0.1)
     assert "busiest" in capsys.readouterr().out

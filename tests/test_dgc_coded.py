@@ -15,6 +15,7 @@ from test_dgc_steps import compressed, memory_of, sgd
 from torch import Tensor, nn
 
 import pycomm
+from benchmarks.wire_ranks import moved
 from pycomm.compress.schedule import VALUE_DTYPES, index_bits, packet_bytes
 from pycomm.compress.split import BLOCK, Shares
 from pycomm.errors import Unsupported
@@ -147,24 +148,6 @@ def test_nan_and_inf_do_not_stay(exchange: str, value_dtype: str) -> None:
         assert not bool(weight[[7, 9]].isfinite().any())
 
 
-def moved(group: pycomm.Group, count: int, options: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Of one step: bytes that the transport has written and received, what stats() says was sent,
-    and k. Gradients are drawn evenly: no index set is harder to code."""
-    layer = nn.Linear(count, 1, bias=False)
-    optimizer = sgd(layer)
-    dgc = pycomm.DGC(optimizer, **options)
-    model = pycomm.DataParallel(layer, compression=dgc)
-    own = torch.Generator().manual_seed(group.rank)
-    model(torch.randn(1, count, generator=own)).sum().backward()  # this and no other plans
-    before = group.stats()
-    model(torch.randn(1, count, generator=own)).sum().backward()
-    after = group.stats()
-    written = after.bytes_written - before.bytes_written
-    received = after.bytes_received - before.bytes_received
-    said = dgc.stats()
-    return written, received, said["sent_bytes"], said["k"]
-
-
 WANTED = {"float32": 5.47, "bfloat16": 3.47, "int8": 2.49, "2bit": 1.72, "1bit": 1.60}
 
 
@@ -173,12 +156,12 @@ def test_bytes_of_an_element(value_dtype: str) -> None:
     """A thousandth of 4 M; headers and lengths are counted."""
     count = 1 << 22
     options = {"value_dtype": value_dtype, "exchange": "gather", "codec": "lean"}
-    for written, _, said, k in run_ranks(2, moved, count, options):
-        assert k == round(count / 1000)
-        assert said <= written <= said + 200  # frames
-        assert written <= WANTED[value_dtype] * k
-        guess = packet_bytes([k], [count], 4, value_dtype)
-        assert abs(said - guess) <= 0.01 * guess
+    for one in run_ranks(2, moved, count, options):
+        assert one.k == round(count / 1000)
+        assert one.sent <= one.written <= one.sent + 200  # frames
+        assert one.written <= WANTED[value_dtype] * one.k
+        guess = packet_bytes([one.k], [count], 4, value_dtype)
+        assert abs(one.sent - guess) <= 0.01 * guess
 
 
 def test_split_receives_the_same_of_any_number() -> None:
@@ -187,9 +170,9 @@ def test_split_receives_the_same_of_any_number() -> None:
     options = {"value_dtype": "2bit", "exchange": "split"}
     for ranks in (2, 3, 8):
         found = run_ranks(ranks, moved, count, options)
-        assert max(received for _, received, _, _ in found) <= 0.0042 * count
-        for written, _, said, _ in found if ranks == 2 else ():  # else a ring passes packets on
-            assert said <= written <= said + 300
+        assert max(one.received for one in found) <= 0.0042 * count
+        for one in found if ranks == 2 else ():  # else a ring passes packets on
+            assert one.sent <= one.written <= one.sent + 300
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (31, 2), (5000, 3), (4096, 8), (100, 64)])

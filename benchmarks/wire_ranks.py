@@ -1,0 +1,74 @@
+"""What real ranks send and receive in a step of DGC, by the counters of their transports.
+
+Each rank is a process, joined to the others by tcp. Called by wire.py and the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import pycomm
+from pycomm.compress.schedule import Load, received_bytes
+from pycomm.testing import run_ranks
+
+SPARSITY, VALUES = 0.999, "2bit"
+LIMIT_S = 600  # against hanging: 16 processes start on the processors that there are
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of one step of one rank, frames and lengths among them."""
+
+    written: int
+    received: int
+    sent: int  # as stats() says: without frames
+    k: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of one number of ranks; the mean of all of them and the most of any."""
+
+    exchange: str
+    size: int
+    received: float
+    most: int
+    expected: float  # schedule.received_bytes, by which "auto" chooses
+    per_element: float  # received, of the gradient's
+
+
+def moved(group: pycomm.Group, count: int, options: dict[str, Any]) -> Moved:
+    """Collective: the second step of DGC on `count` elements. Gradients are drawn evenly: no index
+    set is harder to code."""
+    layer = nn.Linear(count, 1, bias=False)
+    dgc = pycomm.DGC(torch.optim.SGD(layer.parameters(), lr=0.05, momentum=0.9), **options)
+    model = pycomm.DataParallel(layer, compression=dgc)
+    own = torch.Generator().manual_seed(group.rank)
+    model(torch.randn(1, count, generator=own)).sum().backward()  # this and no other plans
+    before = group.stats()
+    model(torch.randn(1, count, generator=own)).sum().backward()
+    after = group.stats()
+    said = dgc.stats()
+    return Moved(
+        after.bytes_written - before.bytes_written,
+        after.bytes_received - before.bytes_received,
+        said["sent_bytes"],
+        said["k"],
+    )
+
+
+def counted(exchange: str, size: int, count: int) -> Counted:
+    """One step of `size` processes."""
+    options = {"sparsity": [SPARSITY], "value_dtype": VALUES, "exchange": exchange}
+    found: Sequence[Moved] = run_ranks(
+        size, moved, count, options, transport="tcp", processes=True, timeout_s=LIMIT_S
+    )
+    mean = sum(one.received for one in found) / size
+    expected = received_bytes(Load([found[0].k], [count], 4, VALUES), size)[exchange]
+    most = max(one.received for one in found)
+    return Counted(exchange, size, mean, most, expected, mean / count)
