@@ -222,7 +222,8 @@ def _count(tally: Tally, where: Setting, told: Sequence[Any]) -> None:
             continue
         tally.calls += one.calls
         tally.bytes += one.bytes
-        if one.seen.noticed_ms and rank != where.epoch.victim:
+        # When a transport's fault struck is not known.
+        if fault in (*OF_PROCESSES, "abort") and rank != where.epoch.victim:
             tally.worst_ms[fault] = max(tally.worst_ms.get(fault, 0.0), one.seen.noticed_ms)
 
 
