@@ -14,7 +14,7 @@ help:
 	@echo "make sanitize  the native suites under address, undefined and thread sanitizers"
 	@echo "make bench     collectives beside gloo      make venv      the environment, .venv"
 	@echo "make peers     torch's own suite and other people's programs, on gloo and here (15 minutes)"
-	@echo "make faults    ranks that die, stop or go astray, in every call and moment (20 minutes)"
+	@echo "make faults    ranks that die, stop or go astray, in every call and moment; strangers (40 minutes)"
 	@echo "make soak      anything happens to groups at work, for MINUTES=60"
 	@echo "make fuzz      any bytes into every parser of bytes from outside (6 minutes, needs clang)"
 	@echo "make simulate  deaths in every order of events, and a million by chance (long)"
@@ -61,8 +61,9 @@ peers: build .venv/programs
 	$(PY) tests/peers/table.py --run
 
 faults: build
-	$(PY) -m benchmarks faults
-	$(PY) -m benchmarks deaths
+	$(PY) -m benchmarks faults --json benchmarks/results/faults.json --plot benchmarks/results/faults.png
+	$(PY) -m benchmarks deaths --json benchmarks/results/deaths.json --plot benchmarks/results/deaths.png
+	$(PY) -m benchmarks strangers --json benchmarks/results/strangers.json
 
 MINUTES ?= 60
 soak: build

@@ -16,6 +16,7 @@ from benchmarks import (
     links,
     residuals,
     soak,
+    strangers,
     training,
     wire,
 )
@@ -31,6 +32,7 @@ SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "links": links.main,
     "residuals": residuals.main,
     "soak": soak.main,
+    "strangers": strangers.main,
     "training": training.main,
     "wire": wire.main,
 }

@@ -1,8 +1,9 @@
 """`python -m benchmarks faults`: one rank dies, stops, or goes astray; what do the others see?
 
 The matrix is data: what happens, in which call of which size, when, on which transport. Every cell
-is run and held against what is promised (docs/errors.md); the table shows how many kept it, and how
-long the others waited until they knew. Ends with 1 where a promise was broken.
+is run and held against what is promised (docs/errors.md), or left out for a reason that is stored
+too; the table shows how many kept it, and how long the others waited until they knew. Ends with 1
+where a promise was broken.
 
     idle       between two calls, while the others wait in the second
     start      in a call, when its first bytes have passed over the victim's channels
@@ -26,11 +27,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks import fault_plot
 from benchmarks.fault_rank import DISAGREEMENTS, Call, Job, Seen, rank_sees
 from pycomm.demo import machine
 from pycomm.testing import FaultPlan, run_ranks
@@ -38,7 +41,16 @@ from pycomm.testing import FaultPlan, run_ranks
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
 """Here data flows to the root or from it: who is done before the others disagree cannot know."""
-VERBS = (*REDUCTIONS, "broadcast", "all_gather", "gather", "all_gather_v", "scatter", "all_to_all")
+VERBS = (
+    *REDUCTIONS,
+    "broadcast",
+    "all_gather",
+    "gather",
+    "all_gather_v",
+    "scatter",
+    "all_to_all",
+    "barrier",
+)
 COUNTS = {"tiny": 24, "large": 600_000}
 """Elements of float32: of 2, 3, 4 and 8 ranks."""
 MOMENTS = {
@@ -46,12 +58,30 @@ MOMENTS = {
     "stop": ("idle", "start", "meanwhile", "forming"),
     "exit": ("idle", "meanwhile", "closing"),
     "exception": ("idle",),
-    "cut": ("start", "middle"),
-    "garbage": ("start", "middle"),
+    "cut": ("start", "middle", "forming"),
+    "garbage": ("start", "middle", "forming"),
     "delay": ("start",),
     "trickle": ("start",),
     "skip": ("idle",),
     **dict.fromkeys(DISAGREEMENTS, ("idle",)),
+}
+ALL_MOMENTS = MOMENTS["kill"]
+NOT_THEN = {
+    "stop": {
+        "middle": "struck there it has sent what others wait for as often as not: see meanwhile",
+        "closing": "who leaves waits for nobody",
+    },
+    "exit": dict.fromkeys(("start", "middle", "forming"), "to the others it is a kill"),
+    "exception": dict.fromkeys(ALL_MOMENTS[1:], "a program raises between calls"),
+}
+"""Why an action has no such moment, where OTHERWISE does not say it."""
+OTHERWISE = {
+    "cut": "a transport strikes when bytes pass",
+    "garbage": "a transport strikes when bytes pass",
+    "delay": "it is in force all the time",
+    "trickle": "it is in force all the time",
+    "skip": "a call is another from its start on",
+    **dict.fromkeys(DISAGREEMENTS, "a call is another from its start on"),
 }
 ENDS = ("kill", "stop", "exit", "exception", "cut", "garbage")
 """After these a rank is lost; DISAGREEMENTS and "skip" are a Mismatch; slow ones are nothing."""
@@ -59,6 +89,7 @@ PROCESSES = ("kill", "stop", "exit", "exception")
 HEARTBEAT_S = 1.0
 AT_ONCE_MS = 1000.0
 LIMIT_S = 30.0
+MOST_WORDS = 240  # characters of what a rank said are stored
 
 
 @dataclass(frozen=True)
@@ -87,22 +118,45 @@ def matrix(
     actions: Sequence[str], transports: Sequence[str], sizes: Sequence[str], ranks: Sequence[int]
 ) -> Iterator[Cell]:
     """All cells of these kinds that can be."""
-    for action in actions:
-        for moment, verb, size, transport, n in itertools.product(
-            MOMENTS[action], VERBS, sizes, transports, ranks
-        ):
-            if _can_be(action, moment, verb, n):
-                yield Cell(action, moment, verb, size, transport, n)
+    for cell in every(actions, transports, sizes, ranks):
+        if not left_out(cell):
+            yield cell
 
 
-def _can_be(action: str, moment: str, verb: str, ranks: int) -> bool:
-    if moment in ("forming", "closing"):
-        return verb == VERBS[0]  # no verb is under way
-    return (
-        (action != "wrong op" or verb in REDUCTIONS)
-        and (action != "wrong root" or (verb in ONE_WAY and ranks > 2))
-        and (action != "wrong count" or verb != "all_gather_v")  # there counts may differ
-    )
+def every(
+    actions: Sequence[str], transports: Sequence[str], sizes: Sequence[str], ranks: Sequence[int]
+) -> Iterator[Cell]:
+    """The whole product, also what makes no sense."""
+    for parts in itertools.product(actions, ALL_MOMENTS, VERBS, sizes, transports, ranks):
+        yield Cell(*parts)
+
+
+def left_out(cell: Cell) -> str:
+    """Why this cell is not run; "" where it is."""
+    if cell.moment not in MOMENTS[cell.action]:
+        return NOT_THEN.get(cell.action, {}).get(cell.moment) or OTHERWISE[cell.action]
+    if cell.moment in ("forming", "closing"):
+        return "" if cell.verb == VERBS[0] else "no verb is under way: see all_reduce"
+    if cell.verb == "barrier":
+        return _no_barrier(cell)
+    reasons = {
+        "it reduces nothing": cell.action == "wrong op" and cell.verb not in REDUCTIONS,
+        "it has no root": cell.action == "wrong root" and cell.verb not in ONE_WAY,
+        "both ranks wait for each other": cell.action == "wrong root" and cell.ranks == 2,
+        "its counts may differ": cell.action == "wrong count" and cell.verb == "all_gather_v",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _no_barrier(cell: Cell) -> str:
+    reasons = {
+        "it carries no data": cell.size != "tiny" or cell.action.startswith("wrong "),
+        "instead of a call it is one": cell.action == "skip",
+        "each cell begins with one, which would be struck": cell.moment in ("start", "middle"),
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), "")
+    # Only where it is another verb does the first reason not hold.
+    return "" if cell.action == "wrong operation" and cell.size == "tiny" else found
 
 
 def outcome(cell: Cell, seed: int = 0) -> Outcome:
@@ -200,6 +254,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sizes", default=",".join(COUNTS), help="(%(default)s)")
     parser.add_argument("--ranks", default="3", help="some of 2, 3, 4 and 8 (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to store all outcomes")
+    parser.add_argument("--plot", type=Path, help="where to draw them (.png, .svg)")
     options = parser.parse_args(argv)
     known = {"actions": MOMENTS, "transports": ("shm", "tcp"), "sizes": COUNTS}
     chosen = {name: getattr(options, name).split(",") for name in (*known, "ranks")}
@@ -223,7 +278,11 @@ def main(argv: Sequence[str]) -> int:
         console.print("interrupted")
         return 130
     console.print(_table(found))
-    _store(options.json, found)
+    missed = [(cell, why) for cell in every(**chosen, ranks=ranks) if (why := left_out(cell))]
+    console.print(f"{len(found)} cells run, {len(missed)} make no sense")
+    _store(options.json, found, missed)
+    if options.plot:
+        fault_plot.save(options.plot, found)
     return 1 if any(one.broken for one in found) else 0
 
 
@@ -254,9 +313,34 @@ def _table(found: Sequence[Outcome]) -> Table:
     return shown
 
 
-def _store(path: Path | None, found: Sequence[Outcome]) -> None:
+def _store(path: Path | None, found: Sequence[Outcome], missed: Sequence[tuple[Cell, str]]) -> None:
+    """A cell a line: who noticed what, when and in which words; and what was left out, and why."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine.describe(), "rows": [asdict(one) for one in found]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    shown = json.dumps(machine.describe())
+    rows = ",\n".join(json.dumps(_rounded(one)) for one in found)
+    gaps = ",\n".join(json.dumps(gap) for gap in _gaps(missed))
+    path.write_text(f'{{"machine": {shown},\n"rows": [\n{rows}\n],\n"left_out": [\n{gaps}\n]}}\n')
+
+
+def _rounded(one: Outcome) -> dict[str, Any]:
+    row = asdict(one)
+    row["seconds"] = round(one.seconds, 2)
+    for seen in row["seen"]:
+        if seen is not None:
+            seen["noticed_ms"] = round(seen["noticed_ms"], 2)
+            seen["text"] = seen["text"][:MOST_WORDS]
+    return row
+
+
+def _gaps(missed: Sequence[tuple[Cell, str]]) -> list[dict[str, Any]]:
+    """Alike but for verb, size, transport and ranks in one."""
+    found: dict[tuple[str, str, str], list[Cell]] = collections.defaultdict(list)
+    for cell, why in missed:
+        found[cell.action, cell.moment, why].append(cell)
+    return [
+        {"action": action, "moment": moment, "why": why, "cells": len(cells)}
+        | {"verbs": list(dict.fromkeys(cell.verb for cell in cells))}
+        for (action, moment, why), cells in found.items()
+    ]

@@ -17,8 +17,9 @@ BENCHMARKS = (
     "interrupts",
     "soak",
     "kernels",
-    "training",
     "links",
+    "strangers",
+    "training",
 )
 MODULES = {"plan": "planner", "tune": "tune", "trace": "trace", "top": "top"}  # by command
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import deaths, faults
 from benchmarks.fault_rank import Seen
-from benchmarks.faults import COUNTS, MOMENTS, PROCESSES, Cell, matrix, outcome
+from benchmarks.faults import COUNTS, MOMENTS, PROCESSES, VERBS, Cell, matrix, outcome
 
 TRANSPORTS = ["shm", "tcp"]
 
@@ -87,9 +87,14 @@ def test_a_broken_promise_is_seen(cell: Cell, seen: Seen, complaint: str) -> Non
 def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "faults.json"
     chosen = ["--actions", "wrong root", "--sizes", "tiny", "--transports", "tcp"]
-    assert faults.main([*chosen, "--json", str(path)]) == 0
+    drawn = ["--plot", str(tmp_path / "faults.png")]
+    assert faults.main([*chosen, "--json", str(path), *drawn]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [row["cell"]["verb"] for row in rows] == ["reduce", "broadcast", "gather", "scatter"]
+    left_out = json.loads(path.read_text())["left_out"]
+    assert sum(gap["cells"] for gap in left_out) + len(rows) == len(MOMENTS["kill"]) * len(VERBS)
+    assert all(gap["why"] for gap in left_out)
+    assert (tmp_path / "faults.png").stat().st_size > 0
     assert {seen["error"] for row in rows for seen in row["seen"]} == {"Mismatch"}
     shown = capsys.readouterr().out
     assert "wrong root" in shown
@@ -106,9 +111,11 @@ def test_survivors_of_a_torch_job_know_who_died(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "deaths.json"
-    chosen = ["--ranks", "3", "--peers", "pycomm", "--rounds", "1", "--json", str(path)]
+    chosen = ["--ranks", "3", "--peers", "pycomm-tcp", "--rounds", "1", "--json", str(path)]
+    chosen += ["--plot", str(tmp_path / "deaths.png")]
     assert deaths.main(chosen) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 2
-    assert all(row["named"] and row["noticed_ms"] >= 0 for row in rows)
-    assert "told who died" in capsys.readouterr().out
+    assert [row["moment"] for row in rows] == ["inside"] * 2 + ["idle"] * 2
+    assert all(row["named"] and 0 <= row["noticed_ms"] < row["works_ms"] for row in rows)
+    assert "told who" in capsys.readouterr().out
+    assert (tmp_path / "deaths.png").stat().st_size > 0

@@ -1,0 +1,220 @@
+"""What the processes of strangers.py do: ranks that form, train, start and stop; and a stranger.
+
+Of gloo and of pycomm alike; a stranger holds no key and says nothing that makes sense.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import pycomm
+
+FORM_LIMIT_S = 60.0
+CALL_LIMIT_S = 20.0
+FEW_DESCRIPTORS = 1024
+KEPT = 900  # connections that a stranger holds open
+LISTENING = "0A"  # in /proc/net/tcp
+STANDS, TRAIN = "stands", "train"
+COUNT = 1 << 16  # float32: a gradient of 256 KiB
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a job meet."""
+
+    backend: str  # "pycomm" or "gloo"
+    port: int
+    secret: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process has open."""
+
+    descriptors: int
+    threads: int
+    mappings: int
+
+    @classmethod
+    def now(cls) -> Held:
+        """Of this process."""
+        return cls(
+            len(os.listdir("/proc/self/fd")) - 1,  # without the one that reads
+            len(os.listdir("/proc/self/task")),
+            len(Path("/proc/self/maps").read_text().splitlines()),
+        )
+
+
+class Job:
+    """A rank of a group of two, by pycomm (over tcp) or by gloo."""
+
+    def __init__(self, place: Place, rank: int) -> None:
+        """Joins. Raises RuntimeError where the group does not form."""
+        self._ours, self._x = place.backend == "pycomm", np.ones(COUNT, np.float32)
+        if self._ours:
+            os.environ |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(place.port),
+            }
+            pycomm.init(transport="tcp", secret=place.secret, timeout_s=FORM_LIMIT_S)
+            return
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{place.port}",
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=FORM_LIMIT_S),
+        )
+
+    def step(self) -> None:
+        """Some work and an all_reduce. Raises RuntimeError where it fails."""
+        self._x[:] = np.sqrt(np.abs(self._x) + 1.0)
+        if self._ours:
+            pycomm.all_reduce(self._x, "max")
+        else:
+            dist.all_reduce(torch.from_numpy(self._x), dist.ReduceOp.MAX)
+
+    def end(self) -> None:
+        """Leaves."""
+        if self._ours:
+            pycomm.shutdown()
+        else:
+            dist.destroy_process_group()
+
+
+def train(pipe: Connection, place: Place, rank: int) -> None:
+    """Forms with few descriptors, then trains for as long as told, telling steps per second."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, FEW_DESCRIPTORS))
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    try:
+        job = Job(place, rank)
+        pipe.send((STANDS, time.monotonic() - start, Held.now()))
+        while True:
+            pipe.send((TRAIN, _rate(job, pipe.recv()), Held.now()))
+    except RuntimeError as error:
+        pipe.send((f"{type(error).__name__}: {error}", time.monotonic() - start, Held.now()))
+    except EOFError:  # who gives the orders has enough of it
+        return
+
+
+def _rate(job: Job, steps: int) -> float:
+    """Steps per second."""
+    start = time.monotonic()
+    for _ in range(steps):
+        job.step()
+    return steps / (time.monotonic() - start)
+
+
+def cycle(pipe: Connection, place: Place, rank: int, dies: bool) -> None:
+    """One start and stop; rank 1 may be killed in it, which rank 0 has to survive."""
+    job = Job(place, rank)
+    for _ in range(3):
+        job.step()
+    if dies and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dies:
+        with contextlib.suppress(RuntimeError):  # PeerLost, or gloo's: what is waited for
+            while True:
+                job.step()
+    with contextlib.suppress(RuntimeError if dies else _Nothing):  # gloo's end waits for the dead
+        job.end()
+    if rank == 1:
+        pipe.close()
+
+
+class _Nothing(Exception):
+    """Is never raised."""
+
+
+def cycles(pipe: Connection, place: Place) -> None:
+    """Rank 0 of one cycle after another, in one process: says how each ended and what is open."""
+    torch.set_num_threads(1)
+    while True:
+        order = pipe.recv()
+        try:
+            cycle(pipe, place, 0, order)
+            pipe.send(("", Held.now()))
+        except RuntimeError as error:
+            pipe.send((f"{type(error).__name__}: {error}", Held.now()))
+
+
+def be_strange(pipe: Connection, pids: list[int], port: int, decoy: bool) -> None:
+    """Calls `port`, and unless it is a decoy whatever else `pids` listen at, as often as
+    told; then tells how many connections stood and how many were refused."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * KEPT,) * 2)
+    kept: deque[socket.socket] = deque()
+    ports, stood, refused = {port}, 0, 0
+    goal, per_s = pipe.recv()
+    start = time.monotonic()
+    while stood + refused < goal:
+        done = stood + refused
+        if done % 50 == 0 and not decoy:
+            ports |= set(_listening(pids))
+        for one in sorted(ports):
+            if _call(one, (stood + refused) % 5, kept):
+                stood += 1
+            else:
+                refused += 1
+        while kept and len(kept) > KEPT:
+            kept.popleft().close()
+        time.sleep(max(0.0, start + (stood + refused) / per_s - time.monotonic()))  # its rate
+    for connection in kept:
+        connection.close()
+    pipe.send((stood, refused))
+
+
+def _call(port: int, manner: int, kept: deque[socket.socket]) -> bool:
+    """Garbage, silence, half a connection, a greeting and no more, or gone at once."""
+    connection = socket.socket()
+    connection.settimeout(1.0)
+    try:
+        connection.connect(("127.0.0.1", port))
+        if manner in (0, 3):
+            connection.send(b"G" * (36 if manner == 3 else 300))
+        if manner == 2:
+            connection.shutdown(socket.SHUT_WR)
+    except OSError:  # nobody listens, or has shown it out already
+        connection.close()
+        return False
+    if manner == 4:
+        connection.close()
+    else:
+        kept.append(connection)
+    return True
+
+
+def _listening(pids: list[int]) -> Iterator[int]:
+    """The ports at which these processes listen now."""
+    inodes = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):  # it was closed meanwhile
+                    found = re.match(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}"))
+                    inodes |= {found[1]} if found else set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            words: list[Any] = line.split()
+            if words[3] == LISTENING and words[9] in inodes:
+                yield int(words[1].rpartition(":")[2], 16)

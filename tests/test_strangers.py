@@ -1,0 +1,60 @@
+"""`pycomm bench strangers`: it runs and stores, and a promise that was broken is told."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import strangers
+from benchmarks.stranger_rank import Held
+from benchmarks.strangers import Cycles, Flood
+
+KEPT = Flood("pycomm", 900, 100, 0.1, 0.1, 1000.0, 990.0, 20, 20)
+CLEAN = Cycles("pycomm", 10, [], Held(20, 3, 100), Held(20, 3, 100))
+
+
+def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "strangers.json"
+    chosen = ["--peers", "pycomm", "--connections", "200", "--cycles", "24", "--json", str(path)]
+    strangers.main(chosen)  # its status tells of the speed too, on a machine that others use
+    stored = json.loads(path.read_text())
+    (flood,), (cycles,) = stored["flood"], stored["cycles"]
+    assert flood["error"] == ""
+    assert flood["stood"] >= 100, "strangers were let in while the group formed"
+    assert flood["refused"] >= 200, "and met nobody once it stood"
+    assert flood["descriptors"] <= flood["descriptors_quiet"]
+    assert min(flood["forming_s"], flood["steps_per_s"]) > 0
+    assert (cycles["cycles"], cycles["failures"], cycles["files"]) == (24, [], 0)
+    assert cycles["last"]["descriptors"] == cycles["first"]["descriptors"]
+    shown = capsys.readouterr().out
+    assert "strangers" in shown
+    assert "failures" in shown
+
+
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [
+        (KEPT, True),
+        (replace(KEPT, error="PeerLost"), False),
+        (replace(KEPT, descriptors=21), False),
+        (replace(KEPT, steps_per_s=899.0), False),
+        (replace(KEPT, backend="gloo", error="it hangs"), True),  # its promises are not ours
+    ],
+)
+def test_a_flood_that_does_harm_is_seen(found: Flood, kept: bool) -> None:
+    assert strangers._kept(found) == kept
+
+
+@pytest.mark.parametrize(
+    ("found", "clean"),
+    [
+        (CLEAN, True),
+        (replace(CLEAN, failures=["cycle 3: rank 0 hangs"]), False),
+        (replace(CLEAN, files=1), False),
+        (replace(CLEAN, last=Held(21, 3, 100)), False),
+        (replace(CLEAN, last=Held(20, 4, 100)), False),
+    ],
+)
+def test_a_cycle_that_leaves_something_is_seen(found: Cycles, clean: bool) -> None:
+    assert strangers._clean(found) == clean
