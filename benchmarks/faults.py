@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,7 @@ PROCESSES = ("kill", "stop", "exit", "exception")
 HEARTBEAT_S = 1.0
 AT_ONCE_MS = 1000.0
 LIMIT_S = 30.0
+SLOW_LIMIT_S = 110.0  # where data comes byte by byte
 MOST_WORDS = 240  # characters of what a rank said are stored
 
 
@@ -112,6 +113,7 @@ class Outcome:
     broken: str  # the promise, "" where all were kept
     seconds: float
     seen: list[Seen | None]
+    before: str = ""  # how it was broken when it ran before, with --again
 
 
 def matrix(
@@ -172,7 +174,7 @@ def outcome(cell: Cell, seed: int = 0) -> Outcome:
             job,
             transport=cell.transport,
             processes=cell.action in PROCESSES,
-            timeout_s=LIMIT_S,
+            timeout_s=SLOW_LIMIT_S if cell.action == "trickle" else LIMIT_S,
             heartbeat_s=HEARTBEAT_S,
             faults=_plans(cell, call),
             return_exceptions=True,
@@ -254,6 +256,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sizes", default=",".join(COUNTS), help="(%(default)s)")
     parser.add_argument("--ranks", default="3", help="some of 2, 3, 4 and 8 (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to store all outcomes")
+    parser.add_argument(
+        "--again", action="store_true", help="only what is broken in --json, which keeps the rest"
+    )
     parser.add_argument("--plot", type=Path, help="where to draw them (.png, .svg)")
     options = parser.parse_args(argv)
     known = {"actions": MOMENTS, "transports": ("shm", "tcp"), "sizes": COUNTS}
@@ -264,13 +269,18 @@ def main(argv: Sequence[str]) -> int:
     ranks = [int(n) for n in chosen.pop("ranks")]
     console = Console(soft_wrap=True, highlight=False)
     cells = list(matrix(**chosen, ranks=ranks))
-    found = []
+    stored = _stored(options.json) if options.again else {}
+    found: list[Outcome] = []
     try:
         with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
             task = bar.add_task("", total=len(cells))
             for number, cell in enumerate(cells):
                 bar.update(task, description=f"{cell.action}, {cell.moment}: {cell.verb}")
-                found.append(outcome(cell, number))
+                before = stored[cell].broken if options.again else ""
+                if options.again and not before:
+                    found.append(stored[cell])
+                else:
+                    found.append(replace(outcome(cell, number), before=before))
                 if found[-1].broken:
                     console.print(f"{cell}\n    {found[-1].broken}", markup=False)
                 bar.advance(task)
@@ -322,6 +332,21 @@ def _store(path: Path | None, found: Sequence[Outcome], missed: Sequence[tuple[C
     rows = ",\n".join(json.dumps(_rounded(one)) for one in found)
     gaps = ",\n".join(json.dumps(gap) for gap in _gaps(missed))
     path.write_text(f'{{"machine": {shown},\n"rows": [\n{rows}\n],\n"left_out": [\n{gaps}\n]}}\n')
+
+
+def _stored(path: Path) -> dict[Cell, Outcome]:
+    rows = json.loads(path.read_text())["rows"]
+    found = [
+        Outcome(
+            Cell(**row["cell"]),
+            row["broken"],
+            row["seconds"],
+            [None if seen is None else Seen(**seen) for seen in row["seen"]],
+            row["before"],
+        )
+        for row in rows
+    ]
+    return {one.cell: one for one in found}
 
 
 def _rounded(one: Outcome) -> dict[str, Any]:

@@ -42,6 +42,7 @@ STRETCHES = 5
 WARM_CYCLES = 10  # before what is open is counted
 MOST_FAILURES = 5  # then it is told
 LEAST_KEPT = 0.9
+SLICE_S = 0.5
 WIDTH = 120  # of the tables
 
 
@@ -68,7 +69,7 @@ class Cycles:
     backend: str
     cycles: int = 0
     failures: list[str] = field(default_factory=list)
-    first: Held | None = None
+    first: Held | None = None  # at least, in some cycles
     last: Held | None = None
     files: int = 0  # left in /dev/shm
     seconds: float = 0.0
@@ -208,7 +209,7 @@ class _Job:
 
     def _heard(self, pipe: Connection, wanted: str) -> float:
         """What a rank tells. Raises RuntimeError where it failed, or says nothing."""
-        if not pipe.poll(2 * FORM_LIMIT_S):
+        if not _comes(pipe, 2 * FORM_LIMIT_S):
             raise RuntimeError("a rank hangs")
         try:
             what, figure, held = pipe.recv()
@@ -244,7 +245,7 @@ class _Strangers:
 
     def end(self, found: Flood | None) -> None:
         """When all have called: adds them to `found`."""
-        late = not self._pipe.poll(10 * self._seconds + FORM_LIMIT_S)
+        late = not _comes(self._pipe, 10 * self._seconds + FORM_LIMIT_S)
         stood, refused = (0, 0) if late else self._pipe.recv()
         if found is not None:
             found.stood += stood
@@ -259,6 +260,7 @@ def cycles(context: Any, backend: str, count: int, advance: Any) -> Cycles:
     place = Place(backend, _free_port(), secrets.token_hex(32))
     before, begin = set(os.listdir("/dev/shm")), time.monotonic()
     pipe, rank0 = _rank0(context, place)
+    open_: list[Held] = []  # after each cycle of this rank 0
     for number in range(count):
         dies = number % 2 == 1
         ours, theirs = context.Pipe()
@@ -282,15 +284,27 @@ def cycles(context: Any, backend: str, count: int, advance: Any) -> Cycles:
             if len(found.failures) == MOST_FAILURES:
                 break
             pipe, rank0 = _rank0(context, place)
-            found.first = None  # of another process
-        elif found.first is None and number >= WARM_CYCLES:
-            found.first = held
-        found.last = held
+            open_ = []  # of another process
+        else:
+            open_.append(held)
     rank0.kill()
     rank0.join()
+    found.first = _least(open_[WARM_CYCLES : 2 * WARM_CYCLES])
+    found.last = _least(open_[-WARM_CYCLES:])
     found.seconds = time.monotonic() - begin
     found.files = len(set(os.listdir("/dev/shm")) - before)
     return found
+
+
+def _least(some: Sequence[Held]) -> Held | None:
+    """What is open after each: a socket that still sends its last bytes is one more for a while."""
+    if not some:
+        return None
+    return Held(
+        min(held.descriptors for held in some),
+        min(held.threads for held in some),
+        min(held.mappings for held in some),
+    )
 
 
 def _rank0(context: Any, place: Place) -> tuple[Connection, Any]:
@@ -304,13 +318,19 @@ def _rank0(context: Any, place: Place) -> tuple[Connection, Any]:
 def _ended(pipe: Connection) -> tuple[str, Held]:
     """How rank 0's cycle ended, "" for well."""
     nothing = Held(0, 0, 0)
-    if not pipe.poll(2 * FORM_LIMIT_S):
+    if not _comes(pipe, 2 * FORM_LIMIT_S):
         return "rank 0 hangs", nothing
     try:
         failure, held = pipe.recv()
     except EOFError:
         return "rank 0 has ended", nothing
     return str(failure), held
+
+
+def _comes(pipe: Connection, seconds: float) -> bool:
+    """Whether something comes in this time, in which the machine may stop all for a while: what
+    counts is how long this process has looked."""
+    return any(pipe.poll(SLICE_S) for _ in range(round(seconds / SLICE_S)))
 
 
 def _free_port() -> int:

@@ -48,6 +48,12 @@ def test_promises_are_kept_among_processes(cell: Cell) -> None:
     assert all(found.seen[:2])
 
 
+def test_who_has_just_been_met_hears_why_a_group_does_not_form() -> None:
+    """In one of five runs a rank stood already whose last step to another was on its way."""
+    cell = Cell("cut", "forming", "all_reduce", "tiny", "shm", 3)
+    assert [broken for seed in range(40) if (broken := outcome(cell, seed).broken)] == []
+
+
 LOST = Cell("kill", "idle", "all_reduce", "tiny", "tcp", 3)
 ODD = Cell("wrong count", "idle", "all_reduce", "tiny", "tcp", 3)
 NAMED = Seen("PeerLost", "rank 2 (host a, pid 1) died", 2, 20.0)
@@ -97,6 +103,13 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "faults.png").stat().st_size > 0
     assert {seen["error"] for row in rows for seen in row["seen"]} == {"Mismatch"}
     shown = capsys.readouterr().out
+    # Again, what is broken there alone: the rest stays as it was said to be.
+    rows[2]["broken"], rows[3]["seconds"] = "by hand", 1234.0
+    path.write_text(json.dumps({"rows": rows}))
+    assert faults.main([*chosen, "--json", str(path), "--again"]) == 0
+    again = json.loads(path.read_text())["rows"]
+    assert (again[2]["broken"], again[2]["before"]) == ("", "by hand")
+    assert again[3]["seconds"] == 1234.0
     assert "wrong root" in shown
     assert "Mismatch 12" in shown
 

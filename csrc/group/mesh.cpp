@@ -25,6 +25,10 @@ namespace {
 // for long, and strangers can bring about many rounds.
 constexpr std::chrono::milliseconds kSlice{100};
 
+// For those who are about to be met when the forming has failed: much longer than a handshake
+// takes.
+constexpr std::chrono::milliseconds kLastMeetings{200};
+
 // Up to so many ranks the rings that one reads stay under 8 MiB together; beyond, where a rank has
 // rings to those that it has met, they are no smaller.
 constexpr int kManyRanks = 64;
@@ -221,7 +225,8 @@ class Forming {
   }
 
   // Each calls those before it and is called by those behind it, until nobody is missing. Gives one
-  // who has hung up again, or kNobody.
+  // who has hung up again, or kNobody. For whom one more step is missing the group may stand
+  // already, so those who are about to be met are met first: they have to be told.
   int meet_all(Mesh& mesh, Lobby::Request request) {
     std::vector<int> missing;
     for (int peer = 0; peer < request_.size; ++peer)
@@ -229,11 +234,13 @@ class Forming {
     Lobby lobby(std::move(request));
     for (const int peer : missing)
       if (peer < request_.rank) lobby.call(peer);
+    int lost = kNobody;
+    std::optional<Deadline> last_meetings;
     while (!missing.empty()) {
       std::vector<Channel*> met;
       std::vector<pollfd> also;
       for (const auto& channel : mesh.channels)
-        if (channel) {
+        if (channel && !channel->hung_up()) {
           met.push_back(channel.get());
           also.push_back(channel->arm({}));
         }
@@ -241,15 +248,20 @@ class Forming {
       auto arrivals = lobby.round(limit, also);
       for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
       for (Arrival& arrival : arrivals) {
-        if (!arrival.channel) throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
+        if (!arrival.channel && lost == kNobody)
+          throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
         mesh.channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
         std::erase(missing, arrival.peer);
       }
       for (size_t i = 0; i < mesh.channels.size(); ++i)
-        if (mesh.channels[i] && mesh.channels[i]->hung_up()) return static_cast<int>(i);
-      if (!missing.empty()) check_world(missing, lobby);
+        if (lost == kNobody && mesh.channels[i] && mesh.channels[i]->hung_up()) {
+          lost = static_cast<int>(i);
+          last_meetings.emplace(kLastMeetings);
+        }
+      if (lost != kNobody && last_meetings->expired()) return lost;
+      if (lost == kNobody && !missing.empty()) check_world(missing, lobby);
     }
-    return kNobody;
+    return lost;
   }
 
   void check_world(const std::vector<int>& missing, const Lobby& lobby) {
