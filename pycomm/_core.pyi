@@ -105,6 +105,8 @@ class Member:
 class Work:
     def done(self) -> bool: ...
     def wait(self, timeout_s: float, /) -> None: ...
+    def precede(self, stream: int, /) -> None:
+        """On a device, after wait(): what is put on `stream` from now on comes after the call."""
     @property
     def source(self) -> int | None:
         """The sender of what a recv has received; None of another call, or before it is over."""
@@ -134,6 +136,7 @@ class Group:
     def allocate(self, nbytes: int, /) -> SharedMemory | None:
         """Memory in which calls of this group stage nothing; None where its ranks share none."""
     # The core's Call, with names for enums, addresses for pointers, 0 for the group's time limit;
+    # `stream` is the caller's, of a group on a device;
     # a recv with peer -1 takes from anybody. Counts, in elements: all_gather: what each rank gives;
     # all_to_all: what goes to each rank, and behind that what comes from each; `count` is then 0.
     def run(
@@ -149,6 +152,7 @@ class Group:
         algorithm: str,
         timeout_s: float,
         counts: Sequence[int] | None = None,
+        stream: int = 0,
         /,
     ) -> int | None:
         """Gives the sender of what a recv has received, and None for every other call."""
@@ -166,6 +170,7 @@ class Group:
         algorithm: str,
         timeout_s: float,
         counts: Sequence[int] | None = None,
+        stream: int = 0,
         /,
     ) -> Work:
         """The same, on the group's own thread; `arrays` are kept alive until the call is over."""
@@ -178,6 +183,10 @@ class Group:
     def close(self) -> None: ...
     def abort(self, reason: str, /) -> None: ...
     def _capsule(self) -> object: ...
+
+def on_device(group: Group, device: object, nccl: object, timeout_s: float, /) -> Group:
+    """Collective. The group of the same ranks for arrays on devices, one for each. `device` and
+    `nccl` are capsules of the module that has CUDA."""
 
 def check_address(address: str, /) -> None: ...
 def regroup(

@@ -1,9 +1,10 @@
 """One view of every kind of array: torch tensors, NumPy arrays, anything with host memory to show.
 
 A view is validated here, once: what the core gets is a pointer to contiguous elements of a dtype
-that it knows. For a collective, an array that is not contiguous is copied into one that is, and
-copied back afterwards; a kernel (`located`) takes contiguous arrays only, of any device. torch and
-CuPy are recognised without importing them. Called by collectives.py and the package kernels.
+that it knows. For a collective, an array in host memory that is not contiguous is copied into one
+that is, and copied back afterwards; on a device, and for a kernel (`located`), arrays are taken as
+they lie, and have to be contiguous. torch and CuPy are recognised without importing them. Called by
+collectives.py and the package kernels.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ HOST_DEVICES = (1, 3, 11)
 DEVICES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA (managed)"}
 DEVICES |= {14: "oneAPI", 15: "WebGPU", 16: "Hexagon"}
 
+# Of an element, by dtype: "float16" has 2, and "bool", without a number, 1.
+BYTES = {name: int(name.strip("abdefilnotu") or 8) // 8 for name in _core.DTYPES}
+
 # What has been seen so far: a look-up is faster than asking again.
 _numpy_names: dict[Any, str] = {}
 _torch_names: dict[Any, str] = {}
@@ -61,13 +65,21 @@ class View:
         array: what owns the memory; keep it while the core uses the pointer.
         target: the user's array, if `array` is a contiguous stand-in for it, else None. Or lists:
             arrays of the user's, and the parts of the memory that go there.
+        device: where the elements lie.
     """
 
-    __slots__ = ("array", "count", "dtype", "pointer", "target")
+    __slots__ = ("array", "count", "device", "dtype", "pointer", "target")
 
     def __init__(
-        self, pointer: int, dtype: str, count: int, array: Any, target: Any = None
+        self,
+        pointer: int,
+        dtype: str,
+        count: int,
+        array: Any,
+        target: Any = None,
+        device: Device | None = None,
     ) -> None:
+        self.device = device or HOST
         self.pointer = pointer
         self.dtype = dtype
         self.count = count
@@ -82,7 +94,7 @@ class View:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
-        return self.count * int(self.array.itemsize)
+        return self.count * BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,7 @@ class Located:
     array: Any
 
 
-NOT_CONTIGUOUS = "is not contiguous, and kernels work on arrays as they lie: pass a contiguous one"
+NOT_CONTIGUOUS = "is not contiguous, and is taken as it lies: pass a contiguous one"
 
 
 def located(x: Any, name: str, *, write: bool = False) -> Located:
@@ -194,7 +206,9 @@ def _locate_cuda(x: Any, name: str, write: bool) -> Located:
     if write and read_only:
         raise InvalidArgument("it is read-only and the call would change it: pass a copy")
     count = int(np.prod(shown["shape"], dtype=np.int64))
-    device = Device("cuda", int(x.device.id))
+    if not hasattr(x, "__dlpack_device__"):
+        raise Unsupported(f"a {type(x).__name__} does not say on which device it lies: wrap it")
+    device = Device("cuda", int(x.__dlpack_device__()[1]))
     learnt = _numpy_names.get(dtype) or _learn_numpy(dtype)
     return Located(
         pointer or 0, learnt, count, tuple(shown["shape"]), count * dtype.itemsize, device, x
@@ -216,13 +230,18 @@ def view(x: Any, *, write: bool = False) -> View:
 
 def plain(x: Any) -> Any:
     """`x` as a torch tensor or a NumPy array on the same memory, for its shape and dtype."""
-    return x if type(x) is np.ndarray or _is_torch(x) else _as_numpy(x, write=False)
+    if type(x) is np.ndarray or _is_torch(x) or hasattr(x, "__cuda_array_interface__"):
+        return x
+    return _as_numpy(x, write=False)
 
 
 def empty_like(x: Any, shape: tuple[int, ...]) -> Any:
     """A new array of the kind, dtype and device of `x`, which plain() has given."""
     if _is_torch(x):
         return sys.modules["torch"].empty(shape, dtype=x.dtype, device=x.device)
+    if hasattr(x, "__cuda_array_interface__"):
+        like = located(x, "x")
+        return new(like, shape, like.dtype)
     return np.empty(shape, x.dtype)
 
 
@@ -236,14 +255,19 @@ def copied(one: View) -> View:
     """The same elements in memory of their own, not to be copied back."""
     if _is_torch(one.array):
         array = one.array.detach().clone()
-        return View(array.data_ptr(), one.dtype, one.count, array)
+        return View(array.data_ptr(), one.dtype, one.count, array, device=one.device)
     array = one.array.copy()
+    if one.device.kind != "cpu":
+        return _device_view(array, False)
     return View(_core.address(array), one.dtype, one.count, array)
 
 
 def _learn_kind(x: Any) -> Callable[[Any, bool], View]:
     """What makes views of arrays of the type of `x`, not seen so far."""
     kind = type(x)
+    if not _is_torch(x) and hasattr(x, "__cuda_array_interface__"):
+        _viewers[kind] = _device_view
+        return _device_view
     if not _is_torch(x):
         _viewers[kind] = _numpy_view
         return _numpy_view
@@ -292,17 +316,12 @@ def _as_numpy(x: Any, write: bool) -> Any:
 
 def _refuse_devices(x: Any) -> None:
     """Raises Unsupported for an array outside host memory, as CuPy's, Numba's and JAX's may be."""
-    device = ""
-    if hasattr(x, "__cuda_array_interface__"):
-        device = DEVICES[2]
-    elif hasattr(x, "__dlpack_device__"):
-        number, _ = x.__dlpack_device__()
-        if number not in HOST_DEVICES:
-            device = DEVICES.get(number, f"kind {int(number)}")
-    if device:
+    number = x.__dlpack_device__()[0] if hasattr(x, "__dlpack_device__") else HOST_DEVICES[0]
+    if number not in HOST_DEVICES:
+        device = DEVICES.get(number, f"kind {int(number)}")
         raise Unsupported(
-            f"a {type(x).__name__} in the memory of a device ({device}) is not supported here: the "
-            "group works in host memory; pass a copy there, as x.get() of CuPy"
+            f"a {type(x).__name__} in the memory of a device ({device}) is not supported: pass a "
+            "copy in host memory, or a CUDA array with the __cuda_array_interface__, as CuPy's"
         )
 
 
@@ -336,9 +355,16 @@ def _learn_numpy(dtype: Any) -> str:
     return str(dtype.name)
 
 
+def _device_view(x: Any, write: bool) -> View:
+    found = located(x, "the array", write=write)
+    return View(found.pointer, found.dtype, found.count, x, device=found.device)
+
+
 def _torch_view(x: Any, write: bool) -> View:
     name = _torch_names.get(x.dtype) or _learn_torch(x)
     if not x.is_cpu or x.layout is not _torch["strided"]:
+        if x.is_cuda:
+            return _device_view(x, write)
         raise Unsupported(_why_not(x))
     if x.is_contiguous() and not x.is_neg():
         return View(x.data_ptr(), name, x.numel(), x)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pycomm import _core, arrays
+from pycomm import _core, arrays, device_groups
 from pycomm.arrays import View
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group, default
@@ -38,15 +38,18 @@ profiler: Any = sys.modules.get("torch.autograd.profiler", _Off)
 class Work:
     """A call under way. Its arrays must be left alone until it is over.
 
-    A result for an array that is not contiguous is copied there by wait() or result().
+    A result for an array that is not contiguous is copied there by wait() or result(). On a device
+    they return when the call is enqueued: what is put on the current stream from then on comes
+    after it.
     """
 
-    __slots__ = ("_core", "_output", "_result")
+    __slots__ = ("_array", "_core", "_output", "_result")
 
-    def __init__(self, core: _core.Work, output: View | None, result: Any) -> None:
+    def __init__(self, core: _core.Work, output: View | None, result: Any, array: View | None):
         self._core = core
         self._output = output
         self._result = result
+        self._array = array  # on a device, or None
 
     def done(self) -> bool:
         """Whether the call is over, well or badly."""
@@ -58,6 +61,8 @@ class Work:
         After such a Timeout the call goes on, and can be waited for again.
         """
         self._core.wait(limit(timeout_s))
+        if self._array is not None:
+            self._core.precede(device_groups.stream(self._array.device, self._array.array))
         output, self._output = self._output, None
         if output is not None:
             output.finish()
@@ -98,14 +103,28 @@ def _go(
     result: Any,
     counts: Sequence[int] | None,
 ) -> Any:
-    core = (group or default())._core
+    group = group or default()
     limit_s = 0.0 if timeout_s is None else limit(timeout_s)
+    array = _on_device(source, output)
+    core, stream = group._core, 0
+    if array is not None:
+        core = device_groups.core(group, array.device)
+        stream = device_groups.stream(array.device, array.array)
     if async_op:
-        return Work(core.start((source, output), *call, limit_s, counts), output, result)
-    core.run(*call, limit_s, counts)
+        work = core.start((source, output), *call, limit_s, counts, stream)
+        return Work(work, output, result, array)
+    core.run(*call, limit_s, counts, stream)
     if output is not None and output.target is not None:
         output.finish()
     return result
+
+
+def _on_device(source: View | None, output: View | None) -> View | None:
+    """The array that says on which device the call is; None: in host memory."""
+    if source is not None and output is not None and source.device != output.device:
+        raise InvalidArgument(f"x lies on {source.device} and out on {output.device}")
+    array = source or output
+    return None if array is None or array.device.kind == "cpu" else array
 
 
 def limit(timeout_s: float | None) -> float:
@@ -189,4 +208,4 @@ def into_list(whole: View, parts: list[Any], out: Any) -> View:
         output(one, part, tuple(part.shape))
         if arrays.view(one, write=True).dtype != whole.dtype:
             raise InvalidArgument(f"out has an array of another dtype than x: {whole.dtype}")
-    return View(whole.pointer, whole.dtype, whole.count, parts, list(out))
+    return View(whole.pointer, whole.dtype, whole.count, parts, list(out), whole.device)

@@ -47,6 +47,7 @@ class Group:
         "__weakref__",
         "_aborted",
         "_core",
+        "_devices",
         "_parts",
         "_rank",
         "_size",
@@ -59,6 +60,7 @@ class Group:
     ) -> None:
         """A coat over `core`, which met in `store`; `timeout_s` is the limit of its calls."""
         self._core = core
+        self._devices: dict[int, _core.Group] = {}  # by number of the device: see device_groups.py
         self._rank, self._size = core.rank, core.size
         self._store, self._timeout_s = store, timeout_s
         self._aborted: str | None = None  # why, if it was
@@ -139,6 +141,8 @@ class Group:
 
     def close(self) -> None:
         """Leaves in peace; later calls raise GroupBroken. Closing twice is fine."""
+        for core in self._devices.values():
+            core.close()
         self._core.close()
         if not self._core.forked:
             self._store = None  # with rank 0's goes what the ranks have left there
@@ -150,6 +154,8 @@ class Group:
         """
         with _state.lock:
             self._aborted, parts = reason, list(self._parts)
+        for core in list(self._devices.values()):
+            core.abort(reason)
         self._core.abort(reason)
         for part in parts:
             part.abort(reason)

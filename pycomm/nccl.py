@@ -1,7 +1,7 @@
 """NCCL, NVIDIA's collective library: where it is looked for and which one there is.
 
-It is opened at run time by `_cuda` and never linked, so that nothing here needs it. This is not a
-backend: nothing travels by it yet. Called by `pycomm info`.
+It is opened at run time by `_cuda` and never linked, so that nothing here needs it. Called by
+`pycomm info` and by device_groups.py.
 """
 
 from __future__ import annotations
@@ -41,16 +41,21 @@ def _in_package() -> str:
     return str(Path(str(package.locate_file(f"nvidia/nccl/lib/{LIBRARY}"))))
 
 
-def load() -> Any:
+def load(module: Any = None) -> Any:
     """The library, opened: `.version` ("2.32.3"), `.origin` (its file), `.unique_id()`.
+
+    Args:
+        module: what opens it; None: `_cuda`.
 
     Raises:
         Unsupported: `_cuda` is not built, or no place has a library with all that is needed; says
             what was wrong at each place.
     """
-    if importlib.util.find_spec("pycomm._cuda") is None:
-        raise Unsupported("not looked for: pycomm._cuda is not built")
-    return importlib.import_module("pycomm._cuda").nccl.load(places())
+    if module is None:
+        if importlib.util.find_spec("pycomm._cuda") is None:
+            raise Unsupported("not looked for: pycomm._cuda is not built")
+        module = importlib.import_module("pycomm._cuda")
+    return module.nccl.load(places())
 
 
 def described() -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import Group, arrays
+from pycomm import Group, arrays, device_groups, errors
 from pycomm._core import DTYPES
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.testing import run_ranks
@@ -216,6 +216,10 @@ class CudaArray(Dlpack):
     def __cuda_array_interface__(self) -> Any:
         return {"shape": (3,), "typestr": "<f8", "data": (0x1000, False), "version": 3, "stream": 1}
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (3,)
+
     def __array__(self, *_: Any) -> Any:
         raise TypeError("Implicit conversion to a NumPy array is not allowed")
 
@@ -232,18 +236,27 @@ def test_arrays_of_dlpack_in_host_memory_travel() -> None:
     assert run_ranks(2, fn) == [[[0.0, 1.0, 2.0]] * 2] * 2
 
 
+class NoGpu:
+    """In place of _cuda."""
+
+    @staticmethod
+    def open_device(_: int) -> Any:
+        raise Unsupported("no GPU here")
+
+
 def test_device_arrays_are_refused_as_inputs_and_outputs() -> None:
     def fn(group: Group) -> None:
         for call in (
-            lambda: pycomm.all_gather(CudaArray()),
-            lambda: pycomm.all_gather(np.zeros(3), CudaArray()),
+            lambda: pycomm.all_reduce(CudaArray()),
+            lambda: pycomm.gather(CudaArray(), 1 - group.rank),
             lambda: pycomm.reduce_scatter(np.zeros((2, 3)), out=CudaArray()),
             lambda: pycomm.send(CudaArray(), 1 - group.rank),
         ):
-            with pytest.raises(Unsupported, match=r"device \(CUDA\) is not supported"):
+            with pytest.raises(errors.Error, match=r"no GPU here|x lies on \w+(:0)? and out on"):
                 call()
 
-    run_ranks(2, fn)
+    with device_groups.replaced(NoGpu):
+        run_ranks(2, fn)
 
 
 def test_numpy_with_bfloat16() -> None:
@@ -282,7 +295,7 @@ REFUSED = {
         "share memory",
     ),
     "expanded": (lambda: torch.zeros(1).expand(3), InvalidArgument, "share memory"),
-    "cuda array": (CudaArray, Unsupported, r"CudaArray in the memory of a device \(CUDA\)"),
+    "no interface": (lambda: Dlpack(2), Unsupported, r"Dlpack in the memory of a device \(CUDA\)"),
     "rocm array": (lambda: Dlpack(10), Unsupported, r"device \(ROCm\)"),
     "unknown device": (lambda: Dlpack(99), Unsupported, r"device \(kind 99\)"),
     "list": (lambda: [1, 2], InvalidArgument, "expected an array"),

@@ -41,10 +41,10 @@ MAY_INCLUDE = {
     ],
     "group/": [
         *("core/", "os/", "collectives/", "kernels/", "rendezvous/"),
-        *("transport/", "engine/", "shared/", "group/"),
+        *("transport/", "engine/", "shared/", "group/", "device/", "nccl/"),
     ],
     "bindings/core": [
-        *("bindings/core", "core/", "group/group.h", "group/connect.h"),
+        *("bindings/core", "core/", "group/group.h", "group/connect.h", "group/device_group.h"),
         *("bindings/kernels.h", "kernels/kernels.h", "kernels/stream.h", "os/shared_heap.h"),
         *("kernels/lean.h", "rendezvous/"),
     ],
@@ -52,6 +52,7 @@ MAY_INCLUDE = {
     "bindings/c10d": ["bindings/c10d", "group/group.h"],
     "bindings/cuda": [
         *("bindings/cuda", "bindings/kernels.h", "core/", "cuda/cuda_kernels.h", "nccl/nccl.h"),
+        "cuda/cuda_device.h",
     ],
     "nccl/": ["core/", "nccl/"],
     "cuda/": [
@@ -70,6 +71,7 @@ FLOORS = [
     ["arrays", "config", "journal", "nccl", "plain"],
     ["rendezvous", "survivors", "tuned"],
     ["group", "kernels"],
+    ["device_groups"],
     ["calls", "memory"],
     ["collectives", "reference"],
     ["values", "lanes", "fused", "regroup", "reference_lean"],

@@ -19,6 +19,7 @@ PYBIND11_MODULE(_core, module) {
   pycomm::bindings::bind_errors();
   pycomm::bindings::bind_stores(module);
   pycomm::bindings::bind_group(module);
+  pycomm::bindings::bind_devices(module);
   pycomm::bindings::bind_calls(module);
   pycomm::bindings::bind_cpu_kernels(module);
   pycomm::bindings::bind_memory(module);

@@ -96,6 +96,7 @@ Enum find(const std::array<std::string_view, kSize>& names, std::string_view nam
 void bind_errors();                          // core_errors.cpp
 void bind_stores(py::module_& module);       // core_store.cpp
 void bind_group(py::module_& module);        // core_group.cpp
+void bind_devices(py::module_& module);      // core_devices.cpp
 void bind_calls(py::module_& module);        // core_calls.cpp
 void bind_cpu_kernels(py::module_& module);  // core_kernels.cpp
 void bind_memory(py::module_& module);       // core_memory.cpp

@@ -53,7 +53,7 @@ std::vector<size_t> counts_from(const py::handle& given) {
 
 // The arguments of run() and start(), in the order that _core.pyi gives.
 Call call_from(const py::args& args) {
-  check(args.size() == 10 || args.size() == 11, "a call takes ten arguments, or eleven");
+  check(args.size() >= 10 && args.size() <= 12, "a call takes ten to twelve arguments");
   const auto text = [&](size_t i) { return args[i].cast<std::string_view>(); };
   Call call;
   call.operation = find<Operation>(kOperations, text(0), "operation");
@@ -66,7 +66,8 @@ Call call_from(const py::args& args) {
   call.tag = args[7].cast<uint32_t>();
   call.algorithm = find<Algorithm>(kAlgorithms, text(8), "algorithm");
   call.timeout = nanoseconds(args[9].cast<double>());
-  if (args.size() == 11) call.counts = counts_from(args[10]);
+  if (args.size() > 10) call.counts = counts_from(args[10]);
+  if (args.size() > 11) call.stream = reinterpret_cast<void*>(args[11].cast<uintptr_t>());
   return call;
 }
 
@@ -96,12 +97,14 @@ Started start(Handle& handle, const py::object& arrays, const py::args& args) {
   if (call.operation == Operation::recv) {
     started.source = std::make_shared<int>(kAnySource);
     call.source = started.source.get();
-    started.work =
-        handle.group().start(call, [kept = started.source](const std::exception_ptr&) {});
-  } else {
-    started.work = handle.group().start(call);
   }
-  handle.keep(started.work, arrays);
+  Group& group = handle.group();
+  {
+    const Blocking blocking;  // while a graph is captured even a start waits for the other ranks
+    started.work = group.start(call, [kept = started.source](const std::exception_ptr&) {});
+  }
+  handle.keep(started.work, arrays);  // first: the call goes on whatever a signal handler raised
+  throw_pending();
   return started;
 }
 
@@ -238,6 +241,10 @@ void bind_group(py::module_& module) {
   py::class_<Started>(module, "Work")
       .def("done", [](const Started& started) { return started.work->done(); })
       .def("wait", &wait)
+      .def("precede",
+           [](const Started& started, uintptr_t stream) {
+             started.work->precede(reinterpret_cast<void*>(stream));
+           })
       .def_property_readonly("source", &source_of);
   py::class_<Handle>(module, "Group")
       .def_property_readonly("rank", [](const Handle& h) { return h.group().rank(); })

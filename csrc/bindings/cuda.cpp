@@ -1,7 +1,8 @@
-// _cuda: CUDA's kernels as functions of addresses, and NCCL. It loads on any machine; where there
-// is no driver or no GPU, calls raise Unsupported and `why_not` has the reason.
+// _cuda: CUDA's kernels as functions of addresses, devices and NCCL. It loads on any machine; where
+// there is no driver or no GPU, calls raise Unsupported and `why_not` has the reason.
 #include <pybind11/pybind11.h>
 
+#include "bindings/cuda_device.h"
 #include "bindings/cuda_nccl.h"
 #include "bindings/kernels.h"
 #include "cuda/cuda_kernels.h"
@@ -11,6 +12,9 @@ PYBIND11_MODULE(_cuda, module) {
   pycomm::bindings::py::module_ kernels = module.def_submodule("kernels", "CUDA's kernels.");
   pycomm::bindings::bind_kernels(kernels, cuda);
   pycomm::bindings::py::module_ nccl = module.def_submodule("nccl", "NVIDIA's collectives.");
-  pycomm::bindings::bind_nccl(nccl);
+  pycomm::bindings::bind_nccl(nccl, [](std::span<const pycomm::NcclPlace> places) {
+    return std::shared_ptr<pycomm::NcclApi>(pycomm::load_nccl(places));
+  });
+  pycomm::bindings::bind_device(module);
   module.def("why_not", &pycomm::cuda::why_not, "Why no GPU can be used; empty where one can.");
 }

@@ -1,4 +1,4 @@
-// _cuda.nccl: which NCCL there is, for `pycomm info` and for tests. Nothing travels by it.
+// _cuda.nccl: which NCCL there is, for `pycomm info`, for tests, and for groups on devices.
 #include "bindings/cuda_nccl.h"
 
 #include <pybind11/stl.h>
@@ -8,9 +8,9 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/cuda_device.h"
 #include "core/errors.h"
 #include "cuda/cuda_kernels.h"
-#include "nccl/nccl.h"
 
 namespace pycomm::bindings {
 namespace {
@@ -44,25 +44,31 @@ void try_communicator(NcclApi& nccl) {
 
 using Place = std::tuple<std::string, std::string, bool>;
 
-std::unique_ptr<NcclApi> load(const std::vector<Place>& places) {
-  std::vector<NcclPlace> all;
-  for (const auto& [what, file, loaded_only] : places) all.push_back({what, file, loaded_only});
-  return load_nccl(all);
-}
-
 }  // namespace
 
-void bind_nccl(py::module_& module) {
-  py::class_<NcclApi>(module, "Nccl", "An NCCL library that was loaded.")
+void bind_nccl(py::module_& module,
+               std::shared_ptr<NcclApi> (*load)(std::span<const NcclPlace> places)) {
+  py::class_<NcclApi, std::shared_ptr<NcclApi>>(module, "Nccl", py::module_local(),
+                                                "An NCCL library that was loaded.")
       .def_property_readonly("version",
                              [](const NcclApi& n) { return nccl_version_text(n.version()); })
       .def_property_readonly("origin", &NcclApi::origin, "The file that it was loaded from.")
       .def("unique_id", &unique_id, "128 bytes that name a communicator; needs no GPU.")
       .def("try_communicator", &try_communicator,
            "Makes a communicator of this process alone on the current device, and ends it. "
-           "Raises Unsupported with NCCL's and CUDA's words where there is no GPU.");
-  module.def("load", &load, py::arg("places"),
-             "The NCCL of the first place that has one: (in words, file, only if loaded).");
+           "Raises Unsupported with NCCL's and CUDA's words where there is no GPU.")
+      .def("_capsule",
+           [](const std::shared_ptr<NcclApi>& n) { return in_capsule(n, "pycomm.NcclApi"); });
+  module.def(
+      "load",
+      [load](const std::vector<Place>& places) {
+        std::vector<NcclPlace> all;
+        for (const auto& [what, file, loaded_only] : places)
+          all.push_back({what, file, loaded_only});
+        return load(all);
+      },
+      py::arg("places"),
+      "The NCCL of the first place that has one: (in words, file, only if loaded).");
 }
 
 }  // namespace pycomm::bindings

@@ -39,10 +39,11 @@ enum class Algorithm : uint8_t {
   halving,
   hierarchical,
   shared_memory,
+  nccl,  // its own collectives
 };
 
-inline constexpr std::array<std::string_view, 8> kAlgorithms{
-    "auto", "ring", "tree", "direct", "owner", "halving", "hierarchical", "shared_memory"};
+inline constexpr std::array<std::string_view, 9> kAlgorithms{
+    "auto", "ring", "tree", "direct", "owner", "halving", "hierarchical", "shared_memory", "nccl"};
 
 constexpr std::string_view name_of(Algorithm algorithm) {
   return kAlgorithms[static_cast<size_t>(algorithm)];

@@ -50,9 +50,11 @@ class CudaDevice final : public Device {
   }
   void drop_event(void* event) noexcept override { (void)cudaEventDestroy(raw_event(event)); }
   void record(void* event, void* stream) override {
+    const OnDevice on({.device = index_});  // whose default stream a null one is
     check_cuda(cudaEventRecord(raw_event(event), raw_stream(stream)), "cudaEventRecord");
   }
   void wait(void* stream, void* event) override {
+    const OnDevice on({.device = index_});
     check_cuda(cudaStreamWaitEvent(raw_stream(stream), raw_event(event), 0), "cudaStreamWaitEvent");
   }
   bool passed(void* event) override {

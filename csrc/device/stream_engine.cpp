@@ -79,8 +79,7 @@ StreamEngine::StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device
       device_(std::move(device)),
       rank_(rank),
       size_(size),
-      stream_(device_),
-      before_(device_) {}
+      stream_(device_) {}
 
 // First of all, as the end of the stream waits for what is on it.
 StreamEngine::~StreamEngine() {
@@ -94,12 +93,14 @@ void StreamEngine::meet(const NcclId& id, const Deadline& deadline) {
   communicator_->meet(deadline);
 }
 
-std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, void* caller,
-                                             const Deadline& deadline) {
+void StreamEngine::prepare(const StreamJob& job, void* caller) {
   if (job.stages != nullptr) reserve(job.stages->scratch * bytes_of(job.dtype), caller);
+}
+
+std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before,
+                                             const Deadline& deadline) {
   auto over = std::make_shared<Event>(device_);
-  before_.record(caller);
-  before_.hold(stream_.raw());
+  before.hold(stream_.raw());
   if (job.stages == nullptr)
     run_nccl(job, deadline);
   else

@@ -1,8 +1,7 @@
 // Runs plans and NCCL's own collectives on a communication stream, between events of the caller's
 // stream. Nothing here waits for the device.
 //
-// Not a group: it checks nothing and watches nothing. tests/emulator/streams_test.cpp calls it; a
-// group for CUDA arrays will.
+// Not a group: it checks nothing and watches nothing. Called by group/device_group.cpp.
 #pragma once
 
 #include <cstddef>
@@ -49,10 +48,12 @@ class StreamEngine {
 
   void meet(const NcclId& id, const Deadline& deadline);
 
-  // Enqueues the job behind what `caller` (a stream) holds; gives the event of its end. One thread
-  // at a time. Throws as Communicator::launch does, and Unsupported where a stream that is being
-  // captured needs more scratch than there is.
-  std::shared_ptr<Event> enqueue(const StreamJob& job, void* caller, const Deadline& deadline);
+  // Before enqueue(): sees to the job's scratch. `caller` is the stream of the call; throws
+  // Unsupported where that is being captured and there is too little.
+  void prepare(const StreamJob& job, void* caller);
+  // Enqueues the job behind `before`, an event of the caller's stream; gives the event of its end.
+  // Throws as Communicator::launch does. This and prepare(): one thread at a time.
+  std::shared_ptr<Event> enqueue(const StreamJob& job, Event& before, const Deadline& deadline);
 
   Communicator* communicator() { return communicator_.get(); }
   Device& device() { return *device_; }
@@ -72,7 +73,6 @@ class StreamEngine {
   int rank_, size_;
   std::unique_ptr<Communicator> communicator_;
   Stream stream_;
-  Event before_;
   // The last block is in use. Older ones stay, for graphs may hold their addresses; each is at
   // least twice as large as the one before, so all together take at most twice the last.
   struct Release {

@@ -30,8 +30,9 @@ std::string encode_goodbye(uint8_t kind, int32_t peer, const std::string& text) 
 
 // Whether data flows from the root only: a rank can be through with it before it heard of others.
 bool is_one_way(const Header& header) {
-  return header.operation == static_cast<uint8_t>(Operation::broadcast) ||
-         header.operation == static_cast<uint8_t>(Operation::scatter);
+  return (header.algorithm & kOnDevice) == 0 &&
+         (header.operation == static_cast<uint8_t>(Operation::broadcast) ||
+          header.operation == static_cast<uint8_t>(Operation::scatter));
 }
 
 }  // namespace
@@ -71,7 +72,9 @@ std::string describe(const Header& header) {
     case Operation::barrier:
       break;
   }
-  return text + ", " + named(kAlgorithms, header.algorithm) + ")";
+  const bool on_device = (header.algorithm & kOnDevice) != 0;
+  return text + ", " + named(kAlgorithms, header.algorithm & static_cast<uint8_t>(~kOnDevice)) +
+         (on_device ? ", on CUDA devices)" : ")");
 }
 
 // Tells everybody, then forgets the calls of this epoch. User memory is untouched by then: plans

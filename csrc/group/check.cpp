@@ -150,6 +150,7 @@ Header signature_of(const Call& call, Algorithm algorithm) {
   header.dtype = static_cast<uint8_t>(call.dtype);
   header.op = reduces(call.operation) ? static_cast<uint8_t>(call.op) : 0;
   header.algorithm = static_cast<uint8_t>(algorithm);
+  if (call.agreement) header.algorithm |= kOnDevice;
   header.count = call.count;
   if (message) header.peer = call.tag;
   if (is_rooted(call.operation)) header.peer = static_cast<uint32_t>(call.peer);
@@ -173,7 +174,7 @@ CallRecord record_of(const Call& call, const Header& header, const Deadline& dea
   record.operation = static_cast<uint8_t>(call.operation);
   record.dtype = header.dtype;
   record.op = header.op;
-  record.algorithm = header.algorithm;
+  record.algorithm = header.algorithm & static_cast<uint8_t>(~kOnDevice);
   return record;
 }
 

@@ -55,6 +55,11 @@ struct Call {
   // another in rank order, and `count` is then 0.
   std::vector<size_t> counts{};
   int* source = nullptr;  // recv: told from whom, if not null
+  // Of a group on devices: the caller's stream there, behind whose work the call begins and whose
+  // later work begins behind the call.
+  void* stream = nullptr;
+  // Nothing moves: returns when all ranks have come to this very call, whose arrays lie on devices.
+  bool agreement = false;
 };
 
 class Work {
@@ -66,6 +71,9 @@ class Work {
   virtual void wait(std::chrono::nanoseconds limit = std::chrono::nanoseconds{0}) = 0;
   // The error of a call that is over, or null.
   virtual std::exception_ptr error() const = 0;
+  // Of a group on devices, where wait() returns as soon as the call is enqueued: what is put on
+  // `stream` from now on begins behind it. After wait().
+  virtual void precede(void* /*stream*/) {}
 };
 
 // What this rank has done since the group stands. `bytes_sent` is payload handed to transports;
@@ -114,6 +122,7 @@ class Group {
   virtual int host_count() const = 0;
   // By rank: which host, numbered from 0 in order of their first ranks.
   virtual const std::vector<int>& hosts() const = 0;
+  virtual bool reproducible() const = 0;  // sums in rank order, whatever the size
 
   // InvalidArgument and Unsupported are thrown before anything moves.
   virtual void run(const Call& call) = 0;

@@ -115,6 +115,7 @@ void HostGroup::make_arena(const std::vector<std::shared_ptr<std::byte>>& memori
 HostGroup::~HostGroup() { close(); }
 
 void HostGroup::check(const Call& call) const {
+  if (call.agreement) return;  // whose group has
   check_call(call, options_.rank, options_.size);
   const bool shared = arena_ && host_count_ == 1;
   if (call.algorithm == Algorithm::shared_memory && !shared && options_.size > 1)
@@ -162,6 +163,7 @@ void HostGroup::execute(const Call& call) {
 }
 
 void HostGroup::carry_out(const Call& call, Algorithm algorithm, const Deadline& deadline) {
+  if (call.agreement) return agree(call, deadline);
   const size_t bytes = call.count * bytes_of(call.dtype);
   switch (call.operation) {
     case Operation::send:

@@ -35,6 +35,7 @@ class HostGroup final : public Group {
   int local_size() const override { return local_size_; }
   int host_count() const override { return host_count_; }
   const std::vector<int>& hosts() const override { return hosts_; }
+  bool reproducible() const override { return options_.reproducible; }
 
   void run(const Call& call) override;
   std::shared_ptr<Work> start(const Call& call,
@@ -73,6 +74,7 @@ class HostGroup final : public Group {
   void execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline);
   void run_plan(const Job& job, const Deadline& deadline);
   void check(const Call& call) const;
+  void agree(const Call& call, const Deadline& deadline);
   void execute_shared(const Call& call, const Deadline& deadline);
   void execute_blocks(const Call& call, Job& job, const Deadline& deadline);
   const Planned& planned(const Call& call, Algorithm algorithm, size_t count);

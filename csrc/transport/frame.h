@@ -18,6 +18,10 @@ enum class FrameKind : uint8_t {
   pulse = 4,     // a sign of life: a header alone, which says what its sender called last
 };
 
+// Added to the algorithm of a call whose arrays lie on devices: its frames carry the agreement
+// alone.
+inline constexpr uint8_t kOnDevice = 0x80;
+
 // Where the sender of a pulse is.
 enum class Whereabouts : uint16_t { nowhere, inside, between };
 

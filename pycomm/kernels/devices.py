@@ -62,7 +62,8 @@ def queue(device: Device, array: Any) -> tuple[int, int]:
     if torch is not None and isinstance(array, torch.Tensor):
         return device.index, int(torch.cuda.current_stream(device.index).cuda_stream)
     cupy: Any = sys.modules.get("cupy")
-    if cupy is None:
-        return device.index, 0  # the device's own default stream
-    with cupy.cuda.Device(device.index):
-        return device.index, int(cupy.cuda.get_current_stream().ptr)
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        with cupy.cuda.Device(device.index):
+            return device.index, int(cupy.cuda.get_current_stream().ptr)
+    # Others say on which stream they are used; 1 and 2 are CUDA's own names of default streams.
+    return device.index, array.__cuda_array_interface__.get("stream") or 0

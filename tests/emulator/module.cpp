@@ -1,12 +1,24 @@
-// _emulated: CUDA's kernels over the emulator, for tests in Python. The functions of `kernels` are
-// those of _cuda, on host memory; each is over when it returns.
+// _emulated: what _cuda offers, over the emulator, for tests in Python: the functions of `kernels`
+// on host memory, devices, and the fake NCCL. `runtime` is what a program has of CUDA besides:
+// memory, streams, graphs.
+//
+// For kernels alone, each of which is over when it returns, it is eager; for groups it is not, so
+// that what nobody orders shows.
 #include <pybind11/pybind11.h>
 
+#include <atomic>
+#include <cstring>
+#include <memory>
 #include <string>
 #include <tuple>
 
+#include "bindings/cuda_device.h"
+#include "bindings/cuda_nccl.h"
 #include "bindings/kernels.h"
+#include "core/errors.h"
 #include "cuda/cuda_kernels.h"
+#include "fake_nccl.hpp"
+#include "fiber.hpp"
 #include "grid.hpp"
 #include "runtime.hpp"
 
@@ -28,6 +40,114 @@ std::tuple<uint64_t, uint64_t, uint64_t> take_traffic() {
   return {all.loaded, all.stored, all.launches};
 }
 
+using pycomm::bindings::at;
+namespace py = pybind11;
+
+void expect(cudaError_t error) {
+  if (error != cudaSuccess) throw pycomm::InternalError(cudaGetErrorString(error));
+}
+
+cudaStream_t stream_at(uintptr_t stream) { return at<CUstream_st>(stream); }
+
+uintptr_t make_stream(int device) {
+  int before = 0;
+  cudaStream_t made = nullptr;
+  expect(cudaGetDevice(&before));
+  expect(cudaSetDevice(device));
+  expect(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking));
+  expect(cudaSetDevice(before));
+  return reinterpret_cast<uintptr_t>(made);
+}
+
+uintptr_t allocate(size_t bytes) {
+  void* made = nullptr;
+  expect(cudaMalloc(&made, bytes));
+  return reinterpret_cast<uintptr_t>(made);
+}
+
+// `host` lives on until the copy is made.
+void put(uintptr_t to, const py::bytes& host, uintptr_t stream) {
+  auto text = std::make_shared<std::string>(host);
+  expect(emulator::enqueue(stream_at(stream), [to, text] {
+    emulator::device_writes(at(to), text->size());
+    std::memcpy(at(to), text->data(), text->size());
+  }));
+}
+
+// Waits until the stream is through with all before it.
+py::bytes get(uintptr_t from, size_t bytes, uintptr_t stream) {
+  std::string text(bytes, '\0');
+  {
+    const py::gil_scoped_release release;
+    expect(
+        cudaMemcpyAsync(text.data(), at(from), bytes, cudaMemcpyDeviceToHost, stream_at(stream)));
+    expect(cudaStreamSynchronize(stream_at(stream)));
+  }
+  return text;
+}
+
+uintptr_t end_capture(uintptr_t stream) {
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t made = nullptr;
+  expect(cudaStreamEndCapture(stream_at(stream), &graph));
+  expect(cudaGraphInstantiate(&made, graph, 0));
+  return reinterpret_cast<uintptr_t>(made);
+}
+
+// What a stream waits for until somebody opens it.
+class Gate {
+ public:
+  explicit Gate(uintptr_t stream) {
+    expect(emulator::enqueue_polled(stream_at(stream), [open = open_] { return open->load(); }));
+  }
+  void open() { *open_ = true; }
+
+ private:
+  std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
+};
+
+void bind_runtime(py::module_&& module) {
+  py::class_<Gate>(module, "Gate").def(py::init<uintptr_t>()).def("open", &Gate::open);
+  module.def("set_eager", [](bool eager) { emulator::options().eager = eager; });
+  module.def("make_stream", &make_stream);
+  module.def("allocate", &allocate);
+  module.def("copy", [](uintptr_t to, uintptr_t from, size_t bytes, uintptr_t stream) {
+    expect(cudaMemcpyAsync(at(to), at(from), bytes, cudaMemcpyDeviceToDevice, stream_at(stream)));
+  });
+  module.def("put", &put);
+  module.def("get", &get);
+  module.def("idle",
+             [](uintptr_t stream) { return cudaStreamQuery(stream_at(stream)) == cudaSuccess; });
+  module.def("begin_capture", [](uintptr_t stream) {
+    expect(cudaStreamBeginCapture(stream_at(stream), cudaStreamCaptureModeThreadLocal));
+  });
+  module.def("end_capture", &end_capture);
+  module.def("launch", [](uintptr_t graph, uintptr_t stream) {
+    expect(cudaGraphLaunch(at<CUgraphExec_st>(graph), stream_at(stream)));
+  });
+}
+
+// The library that this thread loaded last: ranks may be threads.
+thread_local std::weak_ptr<fake_nccl::FakeNccl> loaded;
+
+std::shared_ptr<pycomm::NcclApi> load_fake(std::span<const pycomm::NcclPlace>) {
+  auto made = std::make_shared<fake_nccl::FakeNccl>();
+  loaded = made;
+  return made;
+}
+
+py::dict take_nccl_counts() {
+  const auto library = loaded.lock();
+  const fake_nccl::Counts counts = library ? library->take_counts() : fake_nccl::Counts{};
+  py::dict all;
+  all["groups"] = counts.groups;
+  all["sends"] = counts.sends;
+  all["receives"] = counts.receives;
+  all["bytes_sent"] = counts.bytes_sent;
+  all["collectives"] = counts.collectives;
+  return all;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_emulated, module) {
@@ -35,6 +155,11 @@ PYBIND11_MODULE(_emulated, module) {
   emulator::options().eager = true;
   pycomm::bindings::py::module_ kernels = module.def_submodule("kernels");
   pycomm::bindings::bind_kernels(kernels, cuda);
+  pycomm::bindings::bind_device(module);
+  py::module_ nccl = module.def_submodule("nccl");
+  pycomm::bindings::bind_nccl(nccl, &load_fake);
+  nccl.def("take_counts", &take_nccl_counts);
+  bind_runtime(module.def_submodule("runtime"));
   module.def("set_order", &set_order);
   module.def("take_traffic", &take_traffic);
   module.def("forget_failure", &emulator::forget_failure);

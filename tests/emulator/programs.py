@@ -5,7 +5,8 @@
 Targets, in build/emulator/:
     micro.<kind>, cases.<kind>     programs over the emulator; kind: plain, coverage, tsan, asan
     streams.<kind>                 the stream engine over the emulator and the fake NCCL
-    _emulated.so                   the same kernels for Python, through _cuda's bindings
+    _emulated.so                   the same for Python, through _cuda's bindings: kernels, devices
+                                   with their streams, and the fake NCCL
     mutants/<name>/cases           cases.<kind> with one change in the text of a kernel
     ptx/<unit>.<front>.ptx         what nvcc makes of it, for 7.5 or for 8.0 and newer
     cubin/<unit>.<arch>.cubin      ptxas' code, with <unit>.<arch>.log: registers, spills
@@ -54,6 +55,9 @@ ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
     *("collectives/*.cpp", "device/*.cpp", "nccl/*.cpp", "kernels/reducers.cpp"),
     *("kernels/cpu/reduce.cpp", "kernels/cpu/isa.cpp"),
 )
+# Of ENGINE, for _emulated.so: the arithmetic of the fake, and what NCCL's errors say.
+ARITHMETIC = ("kernels_reducers", "cpu_reduce", "cpu_isa", "nccl_library")
+MODULE = tuple(CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp"))
 CASES = ("cases", "cases_step", "cases_packets", "cases_dense")
 
 RULES = """\
@@ -177,8 +181,11 @@ def _rules(mutants: Iterable[Mutant]) -> str:
             lines.append(f"build {name}.{kind}: link {' '.join([*needed, *emulator])}")
             lines.append(f"  flags = {' '.join(special)} -pthread")
     built = [f"plain/{unit}.o" for unit in units()]
-    lines += _compile("module.o", HERE / "module.cpp", [*flags, "-O1", "-g1", *python_flags()])
-    lines += [f"build _emulated.so: module {' '.join(['module.o', *built, *emulator])}"]
+    for source in (HERE / "module.cpp", *MODULE):
+        built.append(f"module/{source.stem}.o")
+        lines += _compile(built[-1], source, [*flags, "-O1", "-g1", *python_flags()])
+    built += [f"plain/engine/{name}.o" for name in ARITHMETIC]
+    lines += [f"build _emulated.so: module {' '.join([*built, *fake, *emulator])}"]
     lines += ["  flags = -pthread"]
     for m in mutants:
         folder = f"mutants/{m.name}"

@@ -73,7 +73,12 @@ struct Rank {
     return made;
   }();
   void finish() { cuda(cudaStreamSynchronize(stream)); }
-  void run(const StreamJob& job) { engine.enqueue(job, stream, soon())->hold(stream); }
+  void run(const StreamJob& job) {
+    engine.prepare(job, stream);
+    Event before(device);
+    before.record(stream);
+    engine.enqueue(job, before, soon())->hold(stream);
+  }
 };
 
 // Ranks as threads; the first error of the lowest rank is thrown when all are done.

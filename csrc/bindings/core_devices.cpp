@@ -1,0 +1,38 @@
+// Groups for arrays on devices, made of a group, a device and an NCCL. The two last come in
+// capsules from the module that has CUDA: _cuda, or in tests the emulator's.
+#include <memory>
+#include <string_view>
+#include <utility>
+
+#include "bindings/core.h"
+#include "group/device_group.h"
+
+namespace pycomm::bindings {
+namespace {
+
+template <typename T>
+std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
+  if (capsule.name() != name) throw py::type_error("a capsule of " + std::string(name));
+  return *capsule.get_pointer<std::shared_ptr<T>>();
+}
+
+std::unique_ptr<Handle> on_device(const Handle& host, const py::capsule& device,
+                                  const py::capsule& nccl, double timeout_s) {
+  (void)host.group();  // not in a forked child
+  auto where = taken<Device>(device, "pycomm.Device");
+  auto library = taken<NcclApi>(nccl, "pycomm.NcclApi");
+  const auto timeout = nanoseconds(timeout_s);
+  std::shared_ptr<Group> made;
+  {
+    const Blocking blocking;
+    made = make_device_group(host.shared(), std::move(where), std::move(library), timeout);
+  }
+  throw_pending();
+  return std::make_unique<Handle>(std::move(made));
+}
+
+}  // namespace
+
+void bind_devices(py::module_& module) { module.def("on_device", &on_device); }
+
+}  // namespace pycomm::bindings

@@ -1,0 +1,26 @@
+// Declares what cuda_device.cpp adds to a module that has CUDA, for groups on devices. Called by
+// cuda.cpp, and by the emulator of tests/emulator in its module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string_view>
+
+namespace pycomm::bindings {
+
+namespace py = pybind11;
+
+// A shared object for another module's C++, which calls it through its virtual functions alone.
+template <typename T>
+py::capsule in_capsule(std::shared_ptr<T> object, const char* name) {
+  const auto drop = [](PyObject* capsule) {
+    const char* named = PyCapsule_GetName(capsule);
+    delete static_cast<std::shared_ptr<T>*>(PyCapsule_GetPointer(capsule, named));
+  };
+  return py::capsule(new std::shared_ptr<T>(std::move(object)), name, drop);
+}
+
+void bind_device(py::module_& module);
+
+}  // namespace pycomm::bindings

@@ -1,0 +1,35 @@
+// Groups of ranks whose arrays lie on CUDA devices, one device for each rank.
+//
+// Such a group stands on one in host memory: by that the ranks agree about every call before
+// anything of it is enqueued, with the same checks, limits and errors, and hear of each other's
+// deaths. Then the call runs on a stream of the group's own, between events of the caller's.
+//
+//   host     agree: all ranks have come, and to the same call
+//   caller   ... x is ready | event                      event | what uses the result ...
+//   group                        wait | NCCL or a plan |
+//
+// Nothing waits for the device, but for a thread that looks now and then whether calls that were
+// enqueued are over: one that is not within its limit, an error that NCCL reports and a rank that
+// is lost end the communicator and the group, and later calls repeat the cause. Called by
+// bindings/core_device.cpp.
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include "device/device.h"
+#include "group/group.h"
+#include "nccl/nccl.h"
+
+namespace pycomm {
+
+// Collective over `host`, whose calls and this group's make one order. `timeout` is the limit of
+// its forming, and of calls that name none: to agree, and to be over on the device. Messages,
+// splits and memory are the host group's. Throws what calls of `host` throw, Unsupported where a
+// device is no good for NCCL, Timeout where ranks do not come.
+std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host,
+                                         std::shared_ptr<Device> device,
+                                         std::shared_ptr<NcclApi> nccl,
+                                         std::chrono::nanoseconds timeout);
+
+}  // namespace pycomm

@@ -1,0 +1,49 @@
+// The calls of a group on a device that were enqueued and are not known to be over, and what can
+// have become of them.
+//
+// It decides and ends nothing: whoever asks does. Called by device_group.cpp.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "core/deadline.h"
+#include "core/errors.h"
+#include "device/device.h"
+#include "group/group.h"
+#include "nccl/communicator.h"
+
+namespace pycomm {
+
+// Any thread may call.
+class Watch {
+ public:
+  // `host` tells who is lost. `communicator` is null in a group of one.
+  Watch(const Group& host, Communicator* communicator) : host_(host), communicator_(communicator) {}
+
+  void add(std::string what, const Deadline& deadline, std::shared_ptr<Event> over);
+  bool idle();  // nothing that was added is under way, as far as look() knows
+  // Forgets what is over. The error, named after the oldest call, that ends what is not: NCCL's
+  // own, a rank that is lost, the limit.
+  std::optional<Error> look();
+
+ private:
+  struct Entry {
+    std::string what;  // "all_reduce(float32, count 10, sum, nccl, on CUDA devices)"
+    Deadline deadline;
+    std::shared_ptr<Event> over;
+  };
+  std::optional<Error> lost(const Entry& oldest);
+  ErrorFields fields(const Entry& oldest, int peer) const;
+
+  const Group& host_;
+  Communicator* communicator_;
+  std::mutex mutex_;
+  std::deque<Entry> under_way_;
+  Clock::time_point missed_{};  // when a rank was first seen to be gone; none: not yet
+};
+
+}  // namespace pycomm

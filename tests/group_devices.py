@@ -1,0 +1,232 @@
+"""Where the tests of groups on devices run: NumPy arrays go in, one device for each rank.
+
+A device is emulated (tests/emulator, with a fake NCCL), or a GPU of this machine, seen through
+torch. A test takes a Machine, whose ranks are threads or processes.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pycomm
+from pycomm import device_groups
+
+sys.path.insert(0, str(Path(__file__).parent / "emulator"))
+import programs
+
+
+class Array:
+    """Contiguous elements in the memory of an emulated device, used on the stream of their rank."""
+
+    def __init__(self, place: Emulated, shape: tuple[int, ...], dtype: Any) -> None:
+        self.place, self.shape, self.dtype = place, shape, np.dtype(dtype)
+        self.itemsize = self.dtype.itemsize
+        self.nbytes = int(np.prod(shape, dtype=np.int64)) * self.itemsize
+        self.at = place.runtime.allocate(self.nbytes)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.at, False),
+            "version": 3,
+            "stream": self.place.stream,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.place.index
+
+    def __getitem__(self, rows: int | slice) -> Array:
+        """Row or rows of the first dimension, on the same memory."""
+        first, last, _ = (slice(rows, rows + 1) if isinstance(rows, int) else rows).indices(
+            self.shape[0]
+        )
+        part = object.__new__(Array)
+        vars(part).update(vars(self))
+        row = self.nbytes // self.shape[0] if self.shape[0] else 0
+        part.shape = (last - first, *self.shape[1:]) if isinstance(rows, slice) else self.shape[1:]
+        part.at, part.nbytes = self.at + first * row, (last - first) * row
+        return part
+
+    def copy(self) -> Array:
+        """The same elements in memory of their own."""
+        made = Array(self.place, self.shape, self.dtype)
+        self.place.runtime.copy(made.at, self.at, self.nbytes, self.place.stream)
+        return made
+
+
+class Emulated:
+    """The emulated device of a rank."""
+
+    name = "emulated"
+
+    def __init__(self, rank: int) -> None:
+        self.index = rank
+        self.module = programs.emulated()
+        self.runtime = self.module.runtime
+        self.stream = self.runtime.make_stream(rank)
+        self._gates: list[Any] = []
+
+    def put(self, x: Any) -> Array:
+        """A copy of x on the device, there when its stream gets to it."""
+        x = np.asarray(x)
+        made = Array(self, x.shape, x.dtype)
+        self.write(made, x)
+        return made
+
+    def write(self, there: Array, x: Any) -> None:
+        """Elements for an array that is there."""
+        self.runtime.put(there.at, np.asarray(x, there.dtype).tobytes(), self.stream)
+
+    def empty(self, shape: Any, dtype: Any) -> Array:
+        """Garbage."""
+        return Array(self, tuple(np.atleast_1d(shape)), dtype)
+
+    def get(self, x: Array) -> np.ndarray:
+        """The elements when the stream is through with all before."""
+        data = self.runtime.get(x.at, x.nbytes, self.stream)
+        return np.frombuffer(data, x.dtype).reshape(x.shape)
+
+    def delay(self) -> Any:
+        """Lets the stream wait until what this gives is called."""
+        self._gates.append(self.runtime.Gate(self.stream).open)
+        return self._gates[-1]
+
+    def end(self) -> None:
+        """Nothing waits any more: other tests use the same devices."""
+        for open_gate in self._gates:
+            open_gate()
+
+    def capture(self) -> None:
+        """What is put on the stream from now on becomes a graph."""
+        self.runtime.begin_capture(self.stream)
+
+    def end_capture(self) -> Any:
+        """What runs the graph on the stream."""
+        graph = self.runtime.end_capture(self.stream)
+        return lambda: self.runtime.launch(graph, self.stream)
+
+    def idle(self) -> bool:
+        """Whether the stream is through; lets it work."""
+        return bool(self.runtime.idle(self.stream))
+
+    def counts(self) -> dict[str, int]:
+        """What NCCL was given since the last call, and has begun."""
+        return dict(self.module.nccl.take_counts())
+
+
+class Cuda:
+    """The GPU of a rank."""
+
+    name = "cuda"
+
+    def __init__(self, rank: int) -> None:
+        import torch
+
+        self.index, self.torch = rank, torch
+        torch.cuda.set_device(rank)
+        self.stream = torch.cuda.Stream(rank)
+        torch.cuda.set_stream(self.stream)
+
+    def put(self, x: Any) -> Any:
+        return self.torch.from_numpy(np.array(x)).to(f"cuda:{self.index}")
+
+    def write(self, there: Any, x: Any) -> None:
+        there.copy_(self.torch.from_numpy(np.array(x)))
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        made = self.torch.from_numpy(np.empty(shape, dtype))
+        return self.torch.empty_like(made, device=f"cuda:{self.index}")
+
+    def get(self, x: Any) -> np.ndarray:
+        return np.asarray(x.cpu())
+
+    def delay(self) -> Any:
+        self.torch.cuda._sleep(1 << 30)  # cycles: about half a second
+        return lambda: None
+
+    def end(self) -> None:
+        pass
+
+    def capture(self) -> None:
+        self._graph = self.torch.cuda.CUDAGraph()
+        self._graph.capture_begin(capture_error_mode="thread_local")
+
+    def end_capture(self) -> Any:
+        self._graph.capture_end()
+        return self._graph.replay
+
+    def idle(self) -> bool:
+        return bool(self.stream.query())
+
+
+DEVICES = {"emulated": Emulated, "cuda": Cuda}
+
+
+class Machine:
+    """Runs ranks that have devices of a kind."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Machine:
+        if self.kind == "cuda":
+            torch = pytest.importorskip("torch")
+            self.most = torch.cuda.device_count()
+        else:
+            if programs.nvcc() is None:
+                pytest.skip("needs nvcc, for the headers of CUDA")
+            self.most = 8
+            self._stack.enter_context(EmulatedHere())
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def run(self, n: int, fn: Any, *args: Any, **options: Any) -> list[Any]:
+        """`fn(group, device, *args)` as each of n ranks; the results by rank."""
+        if n > self.most:
+            pytest.skip("needs a GPU for each rank")
+        return pycomm.testing.run_ranks(n, _rank, self.kind, fn, args, **options)
+
+
+class EmulatedHere(ExitStack):
+    """Groups that are made in this process take emulated devices."""
+
+    def __enter__(self) -> EmulatedHere:
+        module = programs.emulated()
+        module.runtime.set_eager(False)
+        module.set_order("forward", 1, 4)
+        self.callback(module.runtime.set_eager, True)
+        self.enter_context(device_groups.replaced(module))
+        return self
+
+
+def _rank(group: pycomm.Group, kind: str, fn: Any, args: tuple[Any, ...]) -> Any:
+    alone = kind == "emulated" and device_groups._module is None  # a process of its own
+    with EmulatedHere() if alone else ExitStack():
+        device = DEVICES[kind](group.rank)
+        try:
+            return fn(group, device, *args)
+        finally:
+            device.end()
+
+
+def numbers(rank: int, shape: Any = (100,), dtype: str = "float32") -> Any:
+    """Small whole numbers that tell ranks apart: every order of adding gives the same sum."""
+    count = int(np.prod(shape))
+    return ((np.arange(count) * 7 + rank * 31) % 101).astype(dtype).reshape(shape)
+
+
+def odd(rank: int, count: int, dtype: str) -> Any:
+    """Numbers whose sums depend on their order."""
+    x = np.random.default_rng(rank).standard_normal(count) * 10
+    return x.astype(dtype)

@@ -1,0 +1,498 @@
+"""Collectives of arrays on devices, from Python: emulated devices and a fake NCCL, and GPUs.
+
+Ranks are threads or processes with a device each (tests/group_devices.py).
+"""
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from group_devices import DEVICES, Machine, numbers, odd
+
+import pycomm
+from pycomm import device_groups, errors
+from pycomm.lanes import Lanes
+from pycomm.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(params=["emulated", "cuda"], scope="module")
+def machine(request: pytest.FixtureRequest) -> Any:
+    with Machine(request.param) as found:
+        yield found
+
+
+def three_verbs(group: pycomm.Group, device: Any, algorithm: str | None) -> Any:
+    x = device.put(numbers(group.rank))
+    assert pycomm.all_reduce(x, algorithm=algorithm) is x
+    y = device.put(numbers(group.rank))
+    pycomm.broadcast(y, src=1, algorithm=algorithm)
+    z = device.empty((group.size, 100), "float32")
+    pycomm.all_gather(device.put(numbers(group.rank)), z, algorithm=algorithm)
+    return device.get(x), device.get(y), device.get(z)
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+@pytest.mark.parametrize("algorithm", [None, "nccl", "ring", "tree"])
+def test_arrays_on_devices_travel(machine, algorithm, processes):
+    options = {"processes": True, "transport": ""} if processes else {}
+    whole = [numbers(rank) for rank in range(3)]
+    for x, y, z in machine.run(3, three_verbs, algorithm, **options):
+        np.testing.assert_array_equal(x, sum(whole))
+        np.testing.assert_array_equal(y, whole[1])
+        np.testing.assert_array_equal(z, whole)
+
+
+def every_verb(group: pycomm.Group, device: Any, async_op: bool) -> None:
+    rank, size = group.rank, group.size
+    tables = [numbers(r, (size, 5), "int64") for r in range(size)]
+    mine, rows = device.put(numbers(rank, 5, "int64")), device.put(tables[rank])
+    whole = [numbers(r, 5, "int64") for r in range(size)]
+
+    def out(*shape: int) -> Any:
+        return device.empty(shape, "int64")
+
+    def is_(found: Any, wanted: Any) -> None:
+        found = found.result() if async_op else found
+        np.testing.assert_array_equal(device.get(found), wanted)
+
+    for root in range(size):
+        got = pycomm.reduce(device.put(whole[rank]), root, "max", async_op=async_op)
+        is_(got, np.max(whole, axis=0) if rank == root else whole[rank])
+        into = out(size, 5) if rank == root else None
+        got = pycomm.gather(mine, root, into, async_op=async_op)
+        if rank == root:
+            is_(got, whole)
+        elif async_op:
+            got.wait()
+        x = rows if rank == root else None
+        is_(pycomm.scatter(x, root, out(5), async_op=async_op), tables[root][rank])
+    is_(pycomm.all_to_all(rows, out(size, 5), async_op=async_op), [t[rank] for t in tables])
+    is_(pycomm.reduce_scatter(rows, "sum", out(5), async_op=async_op), sum(tables)[rank])
+    is_(pycomm.all_gather(mine, out(size, 5), async_op=async_op), whole)
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+def test_every_verb(machine, async_op):
+    machine.run(3, every_verb, async_op)
+
+
+def launches(group: pycomm.Group, device: Any, algorithm: str) -> Any:
+    x = device.put(numbers(group.rank, 4000))
+    pycomm.all_reduce(x, algorithm=algorithm)
+    device.get(x)
+    device.counts()
+    pycomm.all_reduce(x, algorithm=algorithm)
+    device.get(x)
+    return device.counts(), group._devices[device.index].stats()
+
+
+def test_a_ring_is_sends_and_receives_and_nccls_own_one_call(machine):
+    if machine.kind == "cuda":
+        pytest.skip("the real NCCL does not count; with a fake one: needs a GPU less")
+    for counts, stats in machine.run(4, launches, "ring"):
+        assert counts == {
+            "groups": 6, "sends": 6, "receives": 6, "bytes_sent": 6 * 4000, "collectives": 0
+        }  # fmt: skip
+        assert (stats.calls, stats.frames_sent, stats.bytes_sent) == (2, 12, 12 * 4000)
+    for counts, _ in machine.run(4, launches, "nccl"):
+        assert counts["collectives"] == counts["groups"] == 1
+        assert counts["sends"] == 0
+
+
+def same_bits(group: pycomm.Group, device: Any) -> None:
+    for dtype in ("float16", "float32", "float64", "int16", "int32", "uint8"):
+        for op in ("sum", "product", "avg") if "float" in dtype else ("sum", "bxor", "min"):
+            for algorithm in ("ring", "tree", "owner", "direct"):
+                x = odd(group.rank, 333, dtype)
+                there = pycomm.all_reduce(device.put(x), op, algorithm=algorithm)
+                here = pycomm.all_reduce(x.copy(), op, algorithm=algorithm)
+                assert device.get(there).tobytes() == here.tobytes(), (dtype, op, algorithm)
+
+
+def test_a_named_algorithm_gives_the_bits_of_the_host(machine):
+    machine.run(3, same_bits)
+
+
+def in_order(group: pycomm.Group, device: Any) -> None:
+    x = odd(group.rank, 4000, "float32")
+    there = device.get(pycomm.all_reduce(device.put(x)))
+    assert there.tobytes() == pycomm.all_reduce(x.copy()).tobytes()
+    if device.name == "emulated":
+        assert device.counts()["collectives"] == 0  # NCCL promises no order
+
+
+def test_reproducible_sums_are_the_hosts_too(machine):
+    machine.run(3, in_order, reproducible=True)
+
+
+def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    for turn in range(20):
+        device.write(x, numbers(group.rank + turn))
+        done = pycomm.all_reduce(x, algorithm="ring", async_op=async_op)
+        if async_op:
+            done.wait()
+        copy = x.clone() if device.name == "cuda" else x.copy()
+        device.write(x, numbers(0))  # not before the copy has the sum
+        wanted = sum(numbers(rank + turn) for rank in range(group.size))
+        np.testing.assert_array_equal(device.get(copy), wanted)
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+def test_a_call_stands_between_what_its_stream_held_and_what_follows(machine, async_op):
+    machine.run(2, stands_in_order, async_op)
+
+
+def waits_for_no_device(group: pycomm.Group, device: Any, async_op: bool) -> None:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    device.write(x, numbers(group.rank))
+    go_on = device.delay()
+    works = [pycomm.all_reduce(x, algorithm=by, async_op=async_op) for by in ("ring", "nccl")]
+    for work in works if async_op else ():
+        work.wait()
+        assert not work.done()
+    assert not device.idle()
+    pycomm.barrier()
+    go_on()
+    twice = 2 * sum(numbers(rank) for rank in range(group.size))
+    np.testing.assert_array_equal(device.get(x), twice)
+    assert all(work.done() for work in (works if async_op else ()))
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+def test_no_call_waits_for_the_device(machine, async_op):
+    machine.run(2, waits_for_no_device, async_op)
+
+
+def started_and_forgotten(group: pycomm.Group, device: Any) -> bool:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    go_on = device.delay()
+    work = pycomm.all_reduce(x, async_op=True)
+    gone = weakref.ref(x)
+    work.wait()
+    del x, work
+    pycomm.all_reduce(device.put(numbers(0)), async_op=True).wait()  # lets go of what is over
+    gc.collect()
+    alive = gone() is not None
+    go_on()
+    device.get(device.put(np.zeros(1)))
+    pycomm.all_reduce(device.put(numbers(0)), async_op=True).wait()  # lets go of what is over
+    gc.collect()
+    return alive and gone() is None
+
+
+def test_arrays_live_until_the_stream_has_passed(machine):
+    assert machine.run(2, started_and_forgotten) == [True, True]
+
+
+def replays(group: pycomm.Group, device: Any) -> None:
+    x = device.put(numbers(group.rank))
+    for by in ("ring", "nccl"):
+        pycomm.all_reduce(x, algorithm=by)
+    device.get(x)
+    device.capture()
+    pycomm.all_reduce(x, algorithm="ring")
+    pycomm.all_reduce(x, algorithm="nccl", async_op=True).wait()
+    launch = device.end_capture()
+    for turn in range(3):
+        device.write(x, numbers(group.rank + turn))
+        launch()
+        wanted = group.size * sum(numbers(rank + turn) for rank in range(group.size))
+        np.testing.assert_array_equal(device.get(x), wanted)
+
+
+def test_calls_are_captured_in_a_graph(machine):
+    machine.run(2, replays)
+
+
+MISTAKES = {
+    "count": lambda group, x, y, z: pycomm.all_reduce(x if group.rank else y[:50]),
+    "dtype": lambda group, x, y, z: pycomm.all_reduce(z if group.rank else x),
+    "op": lambda group, x, y, z: pycomm.all_reduce(x, "max" if group.rank else "sum"),
+    "root": lambda group, x, y, z: pycomm.broadcast(x, src=group.rank),
+    "verb": lambda group, x, y, z: pycomm.all_reduce(x) if group.rank else pycomm.broadcast(x),
+    "algorithm": lambda group, x, y, z: pycomm.all_reduce(
+        x, algorithm="ring" if group.rank else "nccl"
+    ),
+    "place": lambda group, x, y, z: pycomm.all_reduce(
+        x if group.rank else np.zeros(100, np.float32), algorithm="ring"
+    ),
+}
+
+
+def disagrees(group: pycomm.Group, device: Any, how: str) -> str:
+    x, y = device.put(numbers(group.rank)), device.put(numbers(group.rank))
+    z = device.put(numbers(group.rank, 100, "int32"))
+    pycomm.all_reduce(device.put(numbers(group.rank)))
+    with pytest.raises(errors.Mismatch, match="disagree") as caught:
+        MISTAKES[how](group, x, y, z)
+    np.testing.assert_array_equal(device.get(x), numbers(group.rank))
+    np.testing.assert_array_equal(device.get(y), numbers(group.rank))
+    pycomm.all_reduce(x)
+    np.testing.assert_array_equal(device.get(x), sum(numbers(r) for r in range(group.size)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
+@pytest.mark.parametrize("how", MISTAKES)
+def test_a_disagreement_changes_nothing(machine, how, transport):
+    for text in machine.run(3, disagrees, how, transport=transport):
+        assert "on CUDA devices" in text
+        assert "no array was changed" in text
+
+
+def refused(group: pycomm.Group, device: Any) -> None:
+    x = device.put(numbers(group.rank))
+    flags = device.put(np.zeros(4, bool))
+    cases = [
+        (errors.Unsupported, "messages are for", lambda: pycomm.send(x, 1 - group.rank)),
+        (errors.Unsupported, "shared_memory is for",
+         lambda: pycomm.all_reduce(x, algorithm="shared_memory")),
+        (errors.Unsupported, "NCCL has none",
+         lambda: pycomm.all_reduce(flags, "bor", algorithm="nccl")),
+        (errors.Unsupported, "no algorithm", lambda: pycomm.broadcast(x, algorithm="halving")),
+        (errors.InvalidArgument, "no rank 2", lambda: pycomm.broadcast(x, src=2)),
+        (errors.InvalidArgument, r"x lies on cuda:\d and out on cpu",
+         lambda: pycomm.all_gather(x, np.zeros((2, 100), np.float32))),
+    ]  # fmt: skip
+    for kind, text, call in cases:
+        with pytest.raises(kind, match=text):
+            call()
+    pycomm.all_reduce(flags, "bor")
+    pycomm.all_reduce(x)
+
+
+def test_what_cannot_be_is_said_before_anything_moves(machine):
+    machine.run(2, refused)
+
+
+def test_without_a_gpu_a_sentence_says_so():
+    def fn(group: pycomm.Group) -> None:
+        with pytest.raises(errors.Unsupported, match=r"NVIDIA's driver|not built"):
+            pycomm.all_reduce(Nowhere())
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, and this is for where one needs a GPU")
+    with device_groups.replaced(None):
+        run_ranks(2, fn)
+
+
+def all_on_one(group: pycomm.Group, device: Any) -> str:
+    x = DEVICES[device.name](0).put(numbers(group.rank))
+    with pytest.raises(errors.Unsupported, match="device of its own") as caught:
+        pycomm.all_reduce(x)
+    return str(caught.value)
+
+
+def test_two_ranks_on_one_device_are_refused_in_nccls_words(machine):
+    assert any("Duplicate GPU" in text for text in machine.run(2, all_on_one))
+
+
+class Nowhere:
+    """An array on a device that is not there."""
+
+    __cuda_array_interface__: ClassVar[dict[str, Any]] = {
+        "shape": (3,), "typestr": "<f4", "data": (0x1000, False), "version": 3, "stream": None
+    }  # fmt: skip
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
+def stuck(group: pycomm.Group, device: Any) -> tuple[str, str]:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    go_on = device.delay() if group.rank else None
+    pycomm.all_reduce(x, timeout_s=1)
+    began = time.monotonic()
+    if group.rank == 0:
+        device.get(x)  # until the communicator is aborted
+        went_on.set()
+    with pytest.raises(errors.GroupBroken) as caught:
+        while time.monotonic() - began < 60:
+            pycomm.barrier()
+    with pytest.raises(errors.GroupBroken) as again:
+        pycomm.all_reduce(x)
+    if go_on:
+        assert went_on.wait(60), "the other rank's stream still waits"
+        go_on()
+    return str(caught.value), str(again.value)
+
+
+went_on = threading.Event()
+
+
+def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
+    if machine.kind == "cuda":
+        pytest.skip("a kernel that waits for ever cannot be ended on one that needs a GPU")
+    went_on.clear()
+    for caught, again in machine.run(2, stuck):
+        for text in (caught, again):
+            assert "all_reduce(float32, count 100, sum, nccl, on CUDA devices)" in text
+            assert "is not over on the device after 1" in text
+
+
+def killed(group: pycomm.Group, device: Any, moment: str) -> list[str]:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 2 and moment == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 2:
+        device.delay()
+        pycomm.all_reduce(x)
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for _ in range(2):
+        with pytest.raises((errors.PeerLost, errors.GroupBroken)) as caught:
+            for _ in range(1000):
+                pycomm.all_reduce(x)
+                device.get(x)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("moment", ["before", "on the device"])
+def test_a_rank_that_dies_is_told_to_the_others(machine, moment):
+    if machine.kind == "cuda" and moment != "before":
+        pytest.skip("delays of GPUs end by themselves; emulated ones need not: needs a GPU less")
+    options = {"processes": True, "transport": "", "return_exceptions": True}
+    *living, dead = machine.run(3, killed, moment, **options)
+    assert isinstance(dead, errors.PeerLost)
+    for said in living:
+        assert isinstance(said, list), said
+        assert all("rank 2" in text or "gone" in text for text in said), said
+
+
+def late(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    if group.rank == 1:
+        over.wait(60)
+        return ""
+    try:
+        with pytest.raises(errors.Timeout, match="missing from this call: rank 1") as caught:
+            pycomm.all_reduce(x, timeout_s=0.5)
+    finally:
+        over.set()
+    return str(caught.value)
+
+
+over = threading.Event()
+
+
+def test_a_rank_that_does_not_come_is_named(machine):
+    over.clear()
+    said, _ = machine.run(2, late)
+    assert "all_reduce" in said
+
+
+def aborts(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank:
+        device.delay()
+    pycomm.all_reduce(x)
+    if group.rank:
+        group.abort("enough")
+    else:
+        device.get(x)
+    with pytest.raises(errors.GroupBroken) as caught:
+        for _ in range(1000):
+            pycomm.barrier()
+    return str(caught.value)
+
+
+def test_an_abort_ends_what_is_under_way(machine):
+    if machine.kind == "cuda":
+        pytest.skip("a delay of a GPU ends by itself: this needs a GPU less")
+    assert all("enough" in text or "hung up" in text for text in machine.run(2, aborts))
+
+
+def two_threads(group: pycomm.Group, device: Any) -> list[str]:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    said: list[str] = []
+    if group.rank:
+        refused_one.wait(60)
+        pycomm.all_reduce(x)
+        return said
+
+    def call() -> None:
+        try:
+            pycomm.all_reduce(x, group=group)
+        except errors.InvalidArgument as error:
+            said.append(str(error))
+            refused_one.set()  # the other is inside, and waits for rank 1
+
+    both = [threading.Thread(target=call) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    return said
+
+
+refused_one = threading.Event()
+
+
+def test_a_second_thread_is_refused(machine):
+    refused_one.clear()
+    said, _ = machine.run(2, two_threads)
+    assert [text for text in said if "another thread is inside" in text] == said != []
+
+
+def closes(group: pycomm.Group, device: Any) -> Any:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x, algorithm="ring")
+    group.close()
+    with pytest.raises(errors.GroupBroken, match="closed"):
+        pycomm.all_reduce(x, group=group)
+    return device.get(x)
+
+
+def test_a_group_is_closed_when_its_calls_are_over(machine):
+    for x in machine.run(3, closes):
+        np.testing.assert_array_equal(x, sum(numbers(rank) for rank in range(3)))
+
+
+def parts(group: pycomm.Group, device: Any) -> Any:
+    x = device.put(numbers(group.rank))
+    part = group.split(group.rank % 2)
+    pycomm.all_reduce(x, group=part)
+    pycomm.all_reduce(x)
+    return device.get(x)
+
+
+def test_parts_of_a_group_have_devices_too(machine):
+    wanted = 2 * sum(numbers(rank) for rank in range(4))
+    for x in machine.run(4, parts):
+        np.testing.assert_array_equal(x, wanted)
+
+
+def ragged(group: pycomm.Group, device: Any) -> Any:
+    x = device.put(numbers(group.rank, (group.rank + 1, 3)))
+    whole = device.empty((6 * 3,), "float32")
+    Lanes(group, 1).all_gather_v(x, whole, [3, 6, 9]).wait()
+    return device.get(whole)
+
+
+def test_lists_of_counts(machine):
+    wanted = np.concatenate([numbers(rank, (rank + 1, 3)).reshape(-1) for rank in range(3)])
+    for x in machine.run(3, ragged):
+        np.testing.assert_array_equal(x, wanted)
