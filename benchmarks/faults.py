@@ -53,6 +53,8 @@ VERBS = (
 )
 COUNTS = {"tiny": 24, "large": 600_000}
 """Elements of float32: of 2, 3, 4 and 8 ranks."""
+GRAINS = {"tiny": 1, "large": 997}
+"""Bytes of a trickle that are seen at once: each takes a sleep and a wake-up."""
 MOMENTS = {
     "kill": ("idle", "start", "middle", "meanwhile", "forming", "closing"),
     "stop": ("idle", "start", "meanwhile", "forming"),
@@ -89,7 +91,6 @@ PROCESSES = ("kill", "stop", "exit", "exception")
 HEARTBEAT_S = 1.0
 AT_ONCE_MS = 1000.0
 LIMIT_S = 30.0
-SLOW_LIMIT_S = 110.0  # where data comes byte by byte
 MOST_WORDS = 240  # characters of what a rank said are stored
 
 
@@ -174,7 +175,7 @@ def outcome(cell: Cell, seed: int = 0) -> Outcome:
             job,
             transport=cell.transport,
             processes=cell.action in PROCESSES,
-            timeout_s=SLOW_LIMIT_S if cell.action == "trickle" else LIMIT_S,
+            timeout_s=LIMIT_S,
             heartbeat_s=HEARTBEAT_S,
             faults=_plans(cell, call),
             return_exceptions=True,
@@ -194,7 +195,9 @@ def _plans(cell: Cell, call: Call) -> list[FaultPlan]:
     """What the transport has to do, where it is the one that strikes."""
     victim = cell.ranks - 1
     if cell.action in ("delay", "trickle"):
-        return [FaultPlan(rank, cell.action, seconds=0.002) for rank in range(cell.ranks)]
+        grain = GRAINS[cell.size]
+        ranks = range(cell.ranks)
+        return [FaultPlan(rank, cell.action, seconds=0.002, grain=grain) for rank in ranks]
     if cell.moment == "forming":
         return [FaultPlan(victim, cell.action)]
     if cell.moment in ("start", "middle"):

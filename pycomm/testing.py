@@ -139,17 +139,19 @@ class FaultPlan:
     Args:
         rank: on whom.
         action: "cut" (its connections are gone, as when it dies), "kill" (SIGKILL), "stop"
-            (SIGSTOP), "delay" (what arrives is there `seconds` later), "trickle" (it is seen one
-            byte at a time), "garbage" (32 bytes of noise go out in front of the next frame). An
-            exit is a "kill" to the others: what is said before it is said by the program.
+            (SIGSTOP), "delay" (what arrives is there `seconds` later), "trickle" (it is seen
+            `grain` bytes at a time), "garbage" (32 bytes of noise go out in front of the next
+            frame). An exit is a "kill" to the others: what is said before it is said by the
+            program.
         at: count the data frames of this operation only; None: all that passes, from the forming
             on.
         after_bytes: sent and received, headers counted, before it happens.
         peer: count and act on the channel to this rank only; None: on all.
         seconds: of a delay.
+        grain: bytes of a trickle that are seen at once.
 
     Raises:
-        InvalidArgument: there is no such action or operation.
+        InvalidArgument: there is no such action or operation, or a grain is nothing.
     """
 
     rank: int
@@ -158,6 +160,7 @@ class FaultPlan:
     after_bytes: int = 0
     peer: int | None = None
     seconds: float = 0.01
+    grain: int = 1
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -166,10 +169,14 @@ class FaultPlan:
             )
         if self.at is not None and self.at not in _core.OPERATIONS:
             raise InvalidArgument(f"a fault at {self.at!r}; one of: {', '.join(_core.OPERATIONS)}")
+        if self.grain < 1:
+            raise InvalidArgument(
+                f"a trickle of {self.grain} bytes at a time: it must be 1 or more"
+            )
 
-    def _for_core(self) -> tuple[str, str, int, int, float]:
+    def _for_core(self) -> tuple[str, str, int, int, float, int]:
         peer = -1 if self.peer is None else self.peer
-        return self.action, self.at or "", self.after_bytes, peer, self.seconds
+        return self.action, self.at or "", self.after_bytes, peer, self.seconds, self.grain
 
 
 def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:

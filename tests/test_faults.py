@@ -199,6 +199,8 @@ def test_a_fault_plan_is_checked() -> None:
         FaultPlan(rank=0, action="explode")
     with pytest.raises(errors.InvalidArgument, match="'sum'"):
         FaultPlan(rank=0, action="cut", at="sum")
+    with pytest.raises(errors.InvalidArgument, match="1 or more"):
+        FaultPlan(rank=0, action="trickle", grain=0)
     with pytest.raises(errors.InvalidArgument, match="rank 3 of 3"):
         run_ranks(3, len, faults=[FaultPlan(rank=3, action="cut")])
     with pytest.raises(errors.InvalidArgument, match="use processes"):
