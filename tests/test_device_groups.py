@@ -340,10 +340,13 @@ def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
     if machine.kind == "cuda":
         pytest.skip("a kernel that waits for ever cannot be ended on one that needs a GPU")
     went_on.clear()
-    for caught, again in machine.run(2, stuck):
-        for text in (caught, again):
+    ranks = machine.run(2, stuck)
+    for said in ranks:
+        for text in said:
             assert "all_reduce(float32, count 100, sum, nccl, on CUDA devices)" in text
-            assert "is not over on the device after 1" in text
+    # Whoever is first past the limit ends the communicator, which may be what the other sees.
+    late = "is not over on the device after 1"
+    assert any(all(late in text for text in said) for said in ranks), ranks
 
 
 def killed(group: pycomm.Group, device: Any, moment: str) -> list[str]:

@@ -177,11 +177,12 @@ except Unsupported as error:
 class OnCuda:
     """What CuPy shows of an array; nobody looks at the memory."""
 
-    device = type("Device", (), {"id": 1})()
-
     @property
     def __cuda_array_interface__(self):
         return {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3}
+
+    def __dlpack_device__(self):
+        return 2, 1
 
 
 def test_cuda_arrays_without_cuda_kernels(monkeypatch):

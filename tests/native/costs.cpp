@@ -213,6 +213,7 @@ Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what) {
       return halving_cost(rank, size, what);
     case Algorithm::automatic:
     case Algorithm::shared_memory:  // no plan
+    case Algorithm::nccl:           // nor this
       break;
   }
   return {};
