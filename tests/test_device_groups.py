@@ -341,9 +341,8 @@ def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
         pytest.skip("a kernel that waits for ever cannot be ended on one that needs a GPU")
     went_on.clear()
     ranks = machine.run(2, stuck)
-    for said in ranks:
-        for text in said:
-            assert "all_reduce(float32, count 100, sum, nccl, on CUDA devices)" in text
+    for text in (text for said in ranks for text in said):
+        assert "all_reduce(float32, count 100, sum, nccl, on CUDA devices)" in text
     # Whoever is first past the limit ends the communicator, which may be what the other sees.
     late = "is not over on the device after 1"
     assert any(all(late in text for text in said) for said in ranks), ranks
