@@ -207,7 +207,7 @@ def _rank(way_out: Connection, kind: Kind, rank: int) -> None:
     try:
         while True:
             dist.all_reduce(x)
-    except RuntimeError as error:
+    except RuntimeError as error:  # how survivors are told, by gloo and by us
         noticed_s, text = time.monotonic(), str(error)
     works_s = _go_on(group) if group is not None else -1.0
     death_s = float(died.read_text())

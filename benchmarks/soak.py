@@ -277,7 +277,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             numbers = range(options.first, options.first + options.epochs)
             soak(tally, seed, numbers, options.late_ms, go_on)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # what was found so far is stored all the same
             console.print("interrupted")
         go_on()
     minutes = (time.monotonic() - start) / 60

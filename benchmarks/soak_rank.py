@@ -217,7 +217,7 @@ def _disagree(group: Group, epoch: Epoch, call: Call, story: Story) -> None:
     try:
         _made(call, group, *held)
         story.complaints.append(f"nobody told this rank of {epoch.fault!r}")
-    except errors.Mismatch as error:
+    except errors.Mismatch as error:  # is what should come of it
         story.seen = Seen("Mismatch", str(error), error.peer)
         if differing(held, before):
             story.complaints.append(f"{epoch.fault!r} changed an array")
@@ -261,7 +261,7 @@ def _go_on(group: Group, epoch: Epoch, drawing: _Drawing, story: Story) -> None:
             _go(rest, drawn.call(rest.size), drawn, story)
         pycomm.barrier(group=rest)
         rest.close()
-    except errors.Error as error:
+    except errors.Error as error:  # told as a finding; the soak goes on
         story.complaints.append(f"after the loss: {type(error).__name__}: {error}")
     finally:
         _bury(group, epoch)

@@ -161,7 +161,7 @@ def flood(context: Any, backend: str, connections: int) -> Flood:
             found.steps_per_s = statistics.median(rates[False])
             job.rate()
             found.descriptors = job.held.descriptors
-        except RuntimeError as error:
+        except RuntimeError as error:  # stands in the table
             found.error = str(error)
     return found
 
@@ -213,7 +213,7 @@ class _Job:
             raise RuntimeError("a rank hangs")
         try:
             what, figure, held = pipe.recv()
-        except EOFError:
+        except EOFError:  # the pipe's way to say so
             raise RuntimeError("a rank has ended without a word") from None
         if what != wanted:
             raise RuntimeError(what)
@@ -322,7 +322,7 @@ def _ended(pipe: Connection) -> tuple[str, Held]:
         return "rank 0 hangs", nothing
     try:
         failure, held = pipe.recv()
-    except EOFError:
+    except EOFError:  # a failure to be counted, not the end of the run
         return "rank 0 has ended", nothing
     return str(failure), held
 

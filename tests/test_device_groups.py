@@ -438,7 +438,7 @@ def two_threads(group: pycomm.Group, device: Any) -> list[str]:
     def call() -> None:
         try:
             pycomm.all_reduce(x, group=group)
-        except errors.InvalidArgument as error:
+        except errors.InvalidArgument as error:  # one of the two threads is refused
             said.append(str(error))
             refused_one.set()  # the other is inside, and waits for rank 1
 
