@@ -28,7 +28,7 @@ Array = Any  # of NumPy
 UNTOUCHED = 99
 CALLS = 3  # of the cell's verb; it is struck in the second
 MOST_CALLS = 100_000  # while something is to strike at a random moment
-STRUCK = "struck"  # the file in which the victim leaves the time
+STRUCK = "struck"  # the file in which the victim, or its transport, leaves the time
 
 
 class Raised(Exception):
@@ -219,7 +219,7 @@ def _at_random(job: Job) -> None:
 def _struck(job: Job, otherwise: float) -> float:
     try:
         return float(Path(job.folder, STRUCK).read_text())
-    except (FileNotFoundError, ValueError):  # it was not this process that chose the moment
+    except FileNotFoundError:  # nothing struck: ranks disagree, or the group was forming
         return otherwise
 
 

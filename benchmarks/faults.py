@@ -34,7 +34,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import fault_plot
-from benchmarks.fault_rank import DISAGREEMENTS, Call, Job, Seen, rank_sees
+from benchmarks.fault_rank import DISAGREEMENTS, STRUCK, Call, Job, Seen, rank_sees
 from pycomm.demo import machine
 from pycomm.testing import FaultPlan, run_ranks
 
@@ -177,7 +177,7 @@ def outcome(cell: Cell, seed: int = 0) -> Outcome:
             processes=cell.action in PROCESSES,
             timeout_s=LIMIT_S,
             heartbeat_s=HEARTBEAT_S,
-            faults=_plans(cell, call),
+            faults=_plans(cell, call, f"{folder}/{STRUCK}"),
             return_exceptions=True,
         )
     seen = [
@@ -191,7 +191,7 @@ def outcome(cell: Cell, seed: int = 0) -> Outcome:
     return Outcome(cell, _broken(cell, seen), time.monotonic() - start, seen)
 
 
-def _plans(cell: Cell, call: Call) -> list[FaultPlan]:
+def _plans(cell: Cell, call: Call, told: str) -> list[FaultPlan]:
     """What the transport has to do, where it is the one that strikes."""
     victim = cell.ranks - 1
     if cell.action in ("delay", "trickle"):
@@ -203,7 +203,7 @@ def _plans(cell: Cell, call: Call) -> list[FaultPlan]:
     if cell.moment in ("start", "middle"):
         after = 0 if cell.moment == "start" else 4 * call.count // 2
         operation = "all_gather" if cell.verb == "all_gather_v" else cell.verb
-        return [FaultPlan(victim, cell.action, at=operation, after_bytes=after)]
+        return [FaultPlan(victim, cell.action, operation, after, moment_file=told)]
     return []
 
 

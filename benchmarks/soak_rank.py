@@ -204,11 +204,12 @@ def _meet(group: Group, epoch: Epoch, drawing: _Drawing, story: Story) -> None:
 
 
 def _fitting(fault: str) -> tuple[str, ...]:
-    return REDUCTIONS if fault == "wrong op" else TWO_WAY
+    return {"wrong op": REDUCTIONS, "wrong root": ONE_WAY}.get(fault, TWO_WAY)
 
 
 def _disagree(group: Group, epoch: Epoch, call: Call, story: Story) -> None:
-    """All hear of it, no array changes, and the group goes on."""
+    """All hear of it, where data flows one way at the barrier, and no array changes but where that
+    is said. The group goes on."""
     if group.rank == epoch.victim and epoch.fault == "skip":
         call = Call("barrier", group.size)
     elif group.rank == epoch.victim:
@@ -216,10 +217,11 @@ def _disagree(group: Group, epoch: Epoch, call: Call, story: Story) -> None:
     held, before = (_arrays(call, group, 0, shared=False) for _ in range(2))
     try:
         _made(call, group, *held)
+        pycomm.barrier(group=group)
         story.complaints.append(f"nobody told this rank of {epoch.fault!r}")
     except errors.Mismatch as error:  # is what should come of it
         story.seen = Seen("Mismatch", str(error), error.peer)
-        if differing(held, before):
+        if differing(held, before) and "undefined" not in str(error):
             story.complaints.append(f"{epoch.fault!r} changed an array")
 
 
@@ -243,8 +245,8 @@ _PART = Epoch("part", 1, 0, "", 0, 0, "")
 
 
 def _struck(epoch: Epoch) -> float:
-    """When, where it was the victim that chose the moment; else now."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
+    """When, as the victim or its transport wrote down; now where nothing struck."""
+    with contextlib.suppress(FileNotFoundError):
         return float(Path(epoch.folder, STRUCK).read_text())
     return time.monotonic()
 

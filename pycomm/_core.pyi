@@ -214,7 +214,7 @@ def connect(
     reproducible: bool,
     log: bool,
     heartbeat_s: float = 10.0,
-    faults: list[tuple[str, str, int, int, float, int]] = ...,
+    faults: list[tuple[str, str, int, int, float, int, str]] = ...,
     tuned: list[tuple[str, int, int]] = ...,
     flight: str = "",
     trace: str = "",

@@ -149,6 +149,8 @@ class FaultPlan:
         peer: count and act on the channel to this rank only; None: on all.
         seconds: of a delay.
         grain: bytes of a trickle that are seen at once.
+        moment_file: where the rank writes down time.monotonic() of the moment in which it happens
+            (noise: goes out), before the others can notice; "": nowhere.
 
     Raises:
         InvalidArgument: there is no such action or operation, or a grain is nothing.
@@ -161,6 +163,7 @@ class FaultPlan:
     peer: int | None = None
     seconds: float = 0.01
     grain: int = 1
+    moment_file: str = ""
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -174,9 +177,10 @@ class FaultPlan:
                 f"a trickle of {self.grain} bytes at a time: it must be 1 or more"
             )
 
-    def _for_core(self) -> tuple[str, str, int, int, float, int]:
+    def _for_core(self) -> tuple[str, str, int, int, float, int, str]:
         peer = -1 if self.peer is None else self.peer
-        return self.action, self.at or "", self.after_bytes, peer, self.seconds, self.grain
+        named = self.action, self.at or "", self.after_bytes, peer
+        return *named, self.seconds, self.grain, self.moment_file
 
 
 def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:

@@ -194,6 +194,25 @@ def test_a_delay_delays() -> None:
     assert run_ranks(2, fn, transport="tcp", faults=[late])[0] >= 0.05
 
 
+@pytest.mark.parametrize("action", ["cut", "garbage"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_fault_writes_down_when_it_struck(action: str, transport: str, tmp_path: Path) -> None:
+    said = str(tmp_path / "struck")
+
+    def fn(group: Group) -> tuple[float, float]:
+        begun = []
+        try:
+            while True:
+                begun.append(time.monotonic())
+                pycomm.all_reduce(np.ones(100), group=group)
+        except errors.PeerLost:
+            return begun[-2], time.monotonic()  # it may strike when the last call before is over
+
+    fault = FaultPlan(1, action, at="all_reduce", after_bytes=20_000, moment_file=said)
+    (_, told), (before, _) = run_ranks(2, fn, transport=transport, faults=[fault])
+    assert before <= float(Path(said).read_text()) <= told
+
+
 def test_a_fault_plan_is_checked() -> None:
     with pytest.raises(errors.InvalidArgument, match="'explode'"):
         FaultPlan(rank=0, action="explode")
@@ -201,6 +220,9 @@ def test_a_fault_plan_is_checked() -> None:
         FaultPlan(rank=0, action="cut", at="sum")
     with pytest.raises(errors.InvalidArgument, match="1 or more"):
         FaultPlan(rank=0, action="trickle", grain=0)
+    nowhere = FaultPlan(rank=1, action="cut", moment_file="/nowhere/at")
+    with pytest.raises(errors.InvalidArgument, match="to '/nowhere/at': No such file"):
+        run_ranks(3, len, faults=[nowhere])
     with pytest.raises(errors.InvalidArgument, match="rank 3 of 3"):
         run_ranks(3, len, faults=[FaultPlan(rank=3, action="cut")])
     with pytest.raises(errors.InvalidArgument, match="use processes"):

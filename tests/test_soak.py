@@ -29,7 +29,8 @@ def test_an_epoch_with_each_fault_keeps_the_promises() -> None:
     assert tally.complaints == []
     assert tally.epochs == len(FAULTS) == len(tally.faults)
     assert set(soak_rank.VERBS) <= set(tally.calls)
-    assert {"kill", "stop", "exception", "abort"} <= set(tally.worst_ms)
+    timed = {"kill", "stop", "exception", "abort", "cut", "garbage"}
+    assert {fault for fault, ms in tally.worst_ms.items() if ms > 0} == timed
 
 
 def first(fault: str, transport: str) -> int:
@@ -91,8 +92,9 @@ def test_a_disagreement_that_nobody_hears_of_is_seen(monkeypatch: pytest.MonkeyP
     assert "Mismatch was promised, not nothing" in seen
 
 
-def test_a_loss_that_is_known_late_or_by_another_name_is_seen() -> None:
-    where = setting(SEED, next(n for n in OF_ONE_EACH if _fault(n) == "kill"), "")
+@pytest.mark.parametrize("fault", ["kill", "cut", "garbage"])
+def test_a_loss_that_is_known_late_or_by_another_name_is_seen(fault: str) -> None:
+    where = setting(SEED, next(n for n in OF_ONE_EACH if _fault(n) == fault), "")
     victim = where.epoch.victim
     others = tuple(r for r in range(where.epoch.ranks) if r != victim)
     text = f"rank {victim} (host a, pid 1) died"
@@ -105,8 +107,9 @@ def test_a_loss_that_is_known_late_or_by_another_name_is_seen() -> None:
     assert judged(soak.Seen("PeerLost", text, victim, 20.0)) == []
     assert "told after 1500 ms" in judged(soak.Seen("PeerLost", text, victim, 1500.0))[0]
     assert "is not named" in judged(soak.Seen("PeerLost", text, others[0], 20.0))[0]
-    assert "promised, not nothing" in judged(soak.Seen())[0]
-    assert "it went on with ()" in judged(soak.Seen("PeerLost", text, victim, 20.0), ())[0]
+    if fault == "kill":  # a transport may have had too little to do to strike
+        assert "promised, not nothing" in judged(soak.Seen())[0]
+        assert "it went on with ()" in judged(soak.Seen("PeerLost", text, victim, 20.0), ())[0]
 
 
 def _fault(number: int) -> str:

@@ -92,7 +92,7 @@ int number_of(const std::array<std::string_view, kSize>& names, const std::strin
   return static_cast<int>(found - names.begin());
 }
 
-// (action, operation or "", bytes, peer or -1, seconds, grain) as pycomm.testing gives it.
+// (action, operation or "", bytes, peer or -1, seconds, grain, file) as pycomm.testing gives it.
 Fault fault_from(const py::tuple& given) {
   const auto at = given[1].cast<std::string>();
   return {
@@ -101,7 +101,8 @@ Fault fault_from(const py::tuple& given) {
       .after_bytes = given[2].cast<uint64_t>(),
       .peer = given[3].cast<int>(),
       .delay = nanoseconds(given[4].cast<double>()),
-      .grain = given[5].cast<size_t>()};
+      .grain = given[5].cast<size_t>(),
+      .moment_file = given[6].cast<std::string>()};
 }
 
 ConnectOptions options_from(const py::kwargs& named) {

@@ -1,14 +1,19 @@
 #include "transport/faulty.h"
 
+#include <fcntl.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <deque>
+#include <string>
+#include <system_error>
 #include <utility>
 
+#include "core/errors.h"
 #include "transport/frame.h"
 
 namespace pycomm {
@@ -23,7 +28,20 @@ struct Plan {
   Fault fault;
   uint64_t left = 0;    // bytes until it strikes
   bool struck = false;  // for delay, trickle and garbage: in force
+  bool told = false;    // the file knows the moment
 };
+
+// Before others can have seen anything of it, so that who does finds the moment there.
+void tell_moment(Plan& plan) {
+  const std::string& path = plan.fault.moment_file;
+  if (path.empty() || std::exchange(plan.told, true)) return;
+  const std::chrono::duration<double> now = Clock::now().time_since_epoch();
+  const std::string text = std::to_string(now.count());
+  const Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  if (!file || ::write(file.get(), text.data(), text.size()) < 0)
+    throw InvalidArgument("the moment of a fault cannot be written to '" + path +
+                          "': " + std::generic_category().message(errno));
+}
 
 // Follows a stream of frames through whatever pieces it comes in.
 class Frames {
@@ -181,9 +199,9 @@ class Faulty final : public Channel {
     Clock::time_point at;
   };
 
-  const Fault* in_force(FaultAction action) const {
+  Plan* in_force(FaultAction action) const {
     for (const Watch& watch : watches_)
-      if (watch.plan->struck && watch.plan->fault.action == action) return &watch.plan->fault;
+      if (watch.plan->struck && watch.plan->fault.action == action) return watch.plan;
     return nullptr;
   }
   bool pending() const { return shown_ < ripe_ || !unripe_.empty(); }
@@ -221,10 +239,12 @@ class Faulty final : public Channel {
 
   // False while noise that is to go out has not gone.
   bool send_noise() {
-    if (noise_left_ == 0 && !noisy_ && sent_.between() && in_force(FaultAction::garbage)) {
-      noisy_ = true;
-      noise_left_ = kNoise.size();
-    }
+    if (noise_left_ == 0 && !noisy_ && sent_.between())
+      if (Plan* plan = in_force(FaultAction::garbage)) {
+        tell_moment(*plan);
+        noisy_ = true;
+        noise_left_ = kNoise.size();
+      }
     if (noise_left_ > 0)
       noise_left_ -= inner_->send(std::as_bytes(std::span(kNoise)).last(noise_left_), {});
     return noise_left_ == 0;
@@ -255,15 +275,15 @@ class Faulty final : public Channel {
 
   // What comes between arm() and disarm() is there at once: for something later nobody would wake.
   void ripen(size_t bytes) {
-    const Fault* fault = in_force(FaultAction::delay);
-    if (armed_ || fault == nullptr) {
+    const Plan* plan = in_force(FaultAction::delay);
+    if (armed_ || plan == nullptr) {
       while (!unripe_.empty()) {  // in order
         ripe_ += unripe_.front().bytes;
         unripe_.pop_front();
       }
       ripe_ += bytes;
     } else {
-      unripe_.push_back({bytes, Clock::now() + fault->delay});
+      unripe_.push_back({bytes, Clock::now() + plan->fault.delay});
     }
   }
 
@@ -272,9 +292,9 @@ class Faulty final : public Channel {
       ripe_ += unripe_.front().bytes;
       unripe_.pop_front();
     }
-    const Fault* fault = in_force(FaultAction::trickle);
+    const Plan* plan = in_force(FaultAction::trickle);
     const bool unwatched = armed_ && !timed_;  // for bytes that come later nobody would wake
-    shown_ = fault == nullptr || unwatched ? ripe_ : std::min(ripe_, shown_ + fault->grain);
+    shown_ = plan == nullptr || unwatched ? ripe_ : std::min(ripe_, shown_ + plan->fault.grain);
   }
 
   static constexpr std::string_view kNoise = "this is no frame of any version!";
@@ -302,6 +322,7 @@ class Faulty final : public Channel {
 void Faults::strike(Plan& plan) {
   if (plan.struck) return;
   plan.struck = true;
+  if (plan.fault.action != FaultAction::garbage) tell_moment(plan);  // noise goes out later
   switch (plan.fault.action) {
     case FaultAction::cut:
       for (Faulty* channel : channels)

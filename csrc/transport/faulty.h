@@ -8,6 +8,7 @@
 #include <array>
 #include <chrono>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -34,6 +35,7 @@ struct Fault {
   int peer = -1;  // count and strike on the channel to this rank only; -1: on all
   std::chrono::nanoseconds delay{0};
   size_t grain = 1;
+  std::string moment_file{};  // told when it struck, in seconds of the steady clock; empty: none
 };
 
 // What the channels of one rank share: how far each fault is.
