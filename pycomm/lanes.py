@@ -59,6 +59,11 @@ class Lanes:
         return self.group.size
 
     @property
+    def rank(self) -> int:
+        """Which of them this one is."""
+        return self.group.rank
+
+    @property
     def count(self) -> int:
         """How many lanes there are."""
         return len(self._lanes)

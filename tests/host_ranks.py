@@ -178,7 +178,40 @@ def training() -> dict[str, Any]:
     return {"bits": bits, "sums": sums, "hosts": hosts, "lanes": lanes}
 
 
-PROGRAMS = {"verbs": verbs, "traffic": traffic, "form": form, "training": training}
+def two_level() -> dict[str, Any]:
+    """Steps of DGC, of which the last stands between two marks, as of traffic(); what became of the
+    weights, of u and of v."""
+    import torch
+
+    torch.set_num_threads(1)
+    group = pycomm.init(timeout_s=TIMEOUT_S)
+    count, own = 1_000_000, torch.Generator().manual_seed(group.rank)
+    layer = torch.nn.Linear(count, 1, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    dgc = pycomm.DGC(optimizer, sparsity=[0.99], value_dtype="2bit")
+    model = pycomm.DataParallel(layer, compression=dgc)
+    for step in range(3):
+        if step == 2:
+            pycomm.barrier()
+            say("ready")
+            sys.stdin.readline()
+        optimizer.zero_grad()
+        model(torch.randn(1, count, generator=own)).sum().backward()
+        optimizer.step()
+    pycomm.barrier()
+    say("done")
+    sys.stdin.readline()
+    state = dgc.state_dict()
+    kept = {"w": layer.weight.detach(), "u": state["u"]["weight"], "v": state["v"]["weight"]}
+    bits = {name: hashlib.sha256(x.numpy().tobytes()).hexdigest() for name, x in kept.items()}
+    said = dgc.stats()
+    return {**bits, "exchange": said["exchange"], "k": said["k"], "sent": said["sent_bytes"]}
+
+
+PROGRAMS = {
+    "verbs": verbs, "traffic": traffic, "form": form, "training": training, "two_level": two_level,
+}  # fmt: skip
 
 if __name__ == "__main__":
     say(json.dumps(PROGRAMS[sys.argv[1]]()))

@@ -302,3 +302,26 @@ def test_near_hosts_are_not_paced() -> None:
     loaded = [line for line in sockets.splitlines() if "cubic" in line or "reno" in line]
     assert len(loaded) == 1, sockets  # the store's connection stays as the system has it
     assert "bbr" not in loaded[0]
+
+
+def test_two_levels_ask_a_line_for_one_packet() -> None:
+    """DGC's ranks of a host take out the same; a step brings a host what one other host has sent,
+    not what each of its ranks has. `auto` takes it."""
+    with Network(2, ipv6=False) as net:
+        run = Run(net, [0, 0, 1, 1], "two_level").start_all()
+        marks = []
+        for word in ("ready", "done"):
+            for rank in range(4):
+                assert run.ranks[rank].stdout.readline().strip() == word
+            marks.append(net.hosts[0].counters())
+            for rank in range(4):
+                run.ranks[rank].stdin.write("\n")
+                run.ranks[rank].stdin.flush()
+        told = run.told()
+    assert {one["exchange"] for one in told} == {"two_level"}
+    assert len({one["w"] for one in told}) == 1
+    for name in ("u", "v"):
+        assert told[0][name] == told[1][name] != told[2][name] == told[3][name]
+    assert [one["sent"] > 0 for one in told] == [True, False, True, False]
+    assert told[2]["sent"] < 1.3 * told[2]["k"]  # bytes: an index and 2 bits
+    assert told[2]["sent"] < marks[1].received - marks[0].received < 1.3 * told[2]["sent"]

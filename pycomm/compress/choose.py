@@ -15,13 +15,14 @@ import torch
 from pycomm import collectives
 from pycomm.compress import seconds
 from pycomm.compress.memory import Memory
-from pycomm.compress.schedule import Load, code_at, received_bytes, to_send
+from pycomm.compress.schedule import Load, between, code_at, received_bytes, to_send
+from pycomm.compress.two_level import hosts_of
 from pycomm.errors import InvalidArgument
 from pycomm.lanes import Lanes
 
 __all__ = ["DENSE", "EXCHANGES", "Chooser", "Level"]
 
-EXCHANGES = ("auto", "gather", "masked", "split", "tuned")
+EXCHANGES = ("auto", "gather", "masked", "split", "two_level", "tuned")
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,18 @@ class Level:
     """What holds while a level lasts.
 
     Attributes:
-        exchange: "dense", "gather", "masked" or "split".
+        exchange: "dense", "gather", "masked", "split" or "two_level".
         k: elements of each, or of all together.
         value_dtype: of lean packets; None: packets are raw, or there are none.
         weighed: bytes ("auto") or seconds ("tuned") by exchange; {}: nobody has weighed.
+        between: of "two_level": "gather" or "split", of hosts.
     """
 
     exchange: str
     k: Mapping[Memory, int] | int
     value_dtype: str | None
     weighed: Mapping[str, float]
+    between: str = ""
 
 
 DENSE = Level("dense", {}, None, {})
@@ -116,8 +119,9 @@ class Chooser:
             code = code_at(code, 1 - sparsity)
         load = Load(ks, counts, memories[0].u.itemsize, code)
         exchange = self._choose(level, load, lanes, may_be_dense)
-        lean = exchange in ("gather", "split")
-        plan = Level(exchange, k, code if lean else None, self._weighed.get(level, {}))
+        lean = exchange in ("gather", "split", "two_level")
+        way = between(load, _hosts(lanes)) if exchange == "two_level" else ""
+        plan = Level(exchange, k, code if lean else None, self._weighed.get(level, {}), way)
         self._planned[level] = plan
         return plan
 
@@ -127,7 +131,7 @@ class Chooser:
             if self._asked not in ("auto", "tuned"):
                 weights = dict.fromkeys([self._asked], 0.0)
             elif self._asked == "auto":
-                weights = received_bytes(load, lanes.size)
+                weights = received_bytes(load, lanes.size, _hosts(lanes))
             else:
                 weights = seconds.of_exchanges(load, lanes, may_be_dense)
             said = torch.tensor(list(weights.values()), dtype=torch.float64)
@@ -137,3 +141,8 @@ class Chooser:
                 self._weighed[level] = weights
             self.chosen[level] = min(weights, key=lambda name: weights[name])
         return self.chosen[level]
+
+
+def _hosts(lanes: Lanes) -> int:
+    """How many there are."""
+    return max(hosts_of(lanes.group)) + 1

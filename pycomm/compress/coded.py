@@ -9,17 +9,43 @@ by split.py for its second half.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pycomm import kernels
+from pycomm.calls import Work
 from pycomm.compress.unit import Arrived, Pair, Unit
 from pycomm.errors import InvalidArgument
-from pycomm.group import Group
-from pycomm.lanes import Lanes
 
-__all__ = ["ToAll", "all_gather", "decode", "encode", "lost_in"]
+__all__ = ["ToAll", "Ways", "all_gather", "decode", "encode", "lost_in"]
+
+
+class Ways(Protocol):
+    """What packets travel by: Lanes between ranks, or Hosts, of which each counts as a rank."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def all_gather(self, x: Tensor, out: Tensor) -> Work:
+        """As of Lanes; so are the others."""
+
+    def all_gather_v(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Work:
+        """See Lanes."""
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> Work:
+        """See Lanes."""
+
+    def all_to_all_v(
+        self, x: Tensor, out: Tensor, give: Sequence[int], take: Sequence[int]
+    ) -> Work:
+        """See Lanes."""
 
 
 class ToAll:
@@ -32,21 +58,21 @@ class ToAll:
     def __init__(self, value_dtype: str) -> None:
         self.value_dtype = value_dtype
 
-    def exchange(self, units: Sequence[Unit], lanes: Lanes) -> tuple[list[Arrived], int]:
+    def exchange(self, units: Sequence[Unit], ways: Ways) -> tuple[list[Arrived], int]:
         """Collective. What has arrived for each unit, and the bytes that this rank has given."""
         mine = [encode((u.indices, u.values), u.count, self.value_dtype) for u in units]
-        everyone, sent = all_gather(mine, lanes)
+        everyone, sent = all_gather(mine, ways)
         found = []
         for unit, packets in zip(units, everyone, strict=True):
             pairs = [decode(packet, unit.count) for packet in packets]
-            lost = lost_in(unit.values, pairs[lanes.group.rank][1])
+            lost = lost_in(unit.values, pairs[ways.rank][1])
             found.append(Arrived(unit, pairs, lost))
         return found, sent
 
     def commit(self) -> None:
         """Holds nothing from step to step."""
 
-    def lost(self, units: Sequence[Unit], group: Group) -> list[Tensor]:
+    def lost(self, units: Sequence[Unit], size: int) -> list[Tensor]:
         """What rounding takes, which is the same each time."""
         packets = [encode((u.indices, u.values), u.count, self.value_dtype) for u in units]
         return [
@@ -83,15 +109,15 @@ def lost_in(values: Tensor, arrived: Tensor) -> Tensor:
     return torch.where(lost.isfinite(), lost, 0)
 
 
-def all_gather(packets: Sequence[Tensor], lanes: Lanes) -> tuple[list[list[Tensor]], int]:
+def all_gather(packets: Sequence[Tensor], ways: Ways) -> tuple[list[list[Tensor]], int]:
     """Collective. By packet: those of all ranks, in rank order; and the bytes that were given."""
     mine = torch.tensor([len(packet) for packet in packets], dtype=torch.int32)
-    lengths = mine.new_empty((lanes.size, len(packets)))
-    lanes.all_gather(mine, lengths).wait()
+    lengths = mine.new_empty((ways.size, len(packets)))
+    ways.all_gather(mine, lengths).wait()
     totals = lengths.sum(1).tolist()
     message = torch.cat(list(packets))
     whole = message.new_empty(sum(totals))
-    lanes.all_gather_v(message, whole, totals).wait()
+    ways.all_gather_v(message, whole, totals).wait()
     each = iter(torch.split(whole, lengths.flatten().tolist()))
     by_rank = [[next(each) for _ in packets] for _ in totals]
     sent = mine.nbytes + message.nbytes

@@ -21,6 +21,7 @@ from pycomm.compress.memory import Memory, TakenOver
 from pycomm.compress.schedule import K_RULES, VALUE_DTYPES, check_ramp, level_at
 from pycomm.compress.split import Owners
 from pycomm.compress.transaction import Carrier, Plan, Step
+from pycomm.compress.two_level import Hosts
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 from pycomm.lanes import Lanes
@@ -60,11 +61,12 @@ class DGC:
             behind its last gradient. "auto": raw for float32, else lean.
         exchange: "gather" packets, or sum them "masked" as dense arrays. "split": lean packets go
             to owners of shares, who send on the largest sums and owe the rest; the bytes that a
-            rank receives do not grow with the number of ranks. "auto": which has the fewest bytes,
-            counted by rank 0 for each level; "tuned": which takes the fewest seconds, of rank 0's
-            link and processor, or "dense" as long as nothing was compressed. Both take "split"
-            only where packets are lean, and code values as "1bit" above a density of 0.17 if
-            they are rounded at all.
+            rank receives do not grow with the number of ranks. "two_level": ranks of a host sum
+            their gradients, and hosts exchange lean packets as ranks do in "gather" or "split".
+            "auto": which has the fewest bytes, counted by rank 0 for each level; "tuned": which
+            takes the fewest seconds, of rank 0's link and processor, or "dense" as long as nothing
+            was compressed. Both take "split" and "two_level" only where packets are lean, and
+            code values as "1bit" above a density of 0.17 if they are rounded at all.
         scaler: the GradScaler or StaticLossScaler of the training, if there is one.
         fused: optimizer.step() takes what was gathered off the parameters there and then, without
             a pass over all gradients; p.grad of what is compressed is this rank's own until then,
@@ -107,7 +109,7 @@ class DGC:
         _one_of("exchange", exchange, EXCHANGES)
         _one_of("codec", codec, ("auto", "raw", "lean"))
         _one_of("value_dtype", value_dtype, VALUE_DTYPES)
-        lean = codec == "lean" or value_dtype != "float32" or exchange == "split"
+        lean = codec == "lean" or value_dtype != "float32" or exchange in ("split", "two_level")
         if codec == "raw" and lean:
             raise InvalidArgument(
                 f"value_dtype={value_dtype!r} with exchange={exchange!r} takes lean packets: "
@@ -127,7 +129,7 @@ class DGC:
         owned: tuple[str, ...] = ("momentum", "nesterov") if momentum_correction else ()
         owned += ("weight_decay",) if decay_correction else ()
         self._owned = TakenOver(optimizer, min_count, owned)
-        splits = lean and exchange in ("auto", "split", "tuned")
+        splits = lean and exchange not in ("gather", "masked")
         self.owed: dict[Memory, Tensor] | None = {} if splits else None  # as an owner, split.py
         if lean:
             _on_the_host(self._compressed())
@@ -137,6 +139,8 @@ class DGC:
         self._ages = Ages(self._compressed()) if track_age else None
         self._rooms: dict[tuple[str, ...], Tensor] = {}
         self._lanes: Lanes | None = None
+        self._hosts: Hosts | None = None
+        self.by_host: list[int] = []  # by rank: whose u and v it holds; none: each its own
         self._sent_bytes = 0
         self._detached = False
         self.buckets = Compressed(self)
@@ -158,6 +162,12 @@ class DGC:
         if self._lanes is None:
             self._lanes = Lanes(group, 1)
         return self._lanes
+
+    def hosts(self) -> Hosts:
+        """Those of the lanes; collective when they are first asked for."""
+        if self._hosts is None or self._hosts.broken:
+            self._hosts = Hosts(self.lanes().group)
+        return self._hosts
 
     @property
     def chosen(self) -> dict[int, str]:
@@ -199,10 +209,11 @@ class DGC:
             self._switch()
         if held is not self._held:
             self._hold(held, lanes)
-        fused = self._fused and held.exchange in ("gather", "split")
+        hosts = self.hosts() if held.exchange == "two_level" else None
+        fused = self._fused and held.exchange in ("gather", "split", "two_level")
         clip = self._clip_norm, self._together
         carrier = self._carrier(held)
-        plan = Plan(held.exchange, held.k, self._masking, *clip, scale, fused, carrier)
+        plan = Plan(held.exchange, held.k, self._masking, *clip, scale, fused, carrier, hosts)
         return Step(plan, self.memories, self._rooms, lanes, idle)
 
     def end(self, step: Step) -> bool:
@@ -224,6 +235,16 @@ class DGC:
         """
         lanes = self.lanes()
         state.take_in_owed(self, before)
+        lost = before.size - lanes.size
+        if not _everywhere(bool(self.by_host), lanes):
+            state.to_ranks(self, before)
+        if self.by_host:
+            lost = max(self.by_host)
+            self._hosts = None
+            self.by_host = self.hosts().of_rank
+            lost -= max(self.by_host)
+            for memory in self._compressed():  # half of a step may have come to some of them
+                fused.bcast_list_(memory.tensors, 0, self.hosts().inside)
         self._chooser.forget()  # another number of ranks counts other bytes
         self._held = DENSE
         self._owned.forget()
@@ -237,7 +258,7 @@ class DGC:
         mean = collectives.all_reduce(
             torch.tensor([squares], dtype=torch.float64), "avg", group=lanes.group
         )
-        return math.sqrt(float(mean) * (before.size - lanes.size))
+        return math.sqrt(float(mean) * lost)
 
     def _compressed(self) -> list[Memory]:
         return [memory for memory in self.memories.values() if memory.v is not None]
@@ -246,13 +267,18 @@ class DGC:
         """From now on another level's plan."""
         self._held = held
         self._rooms.clear()
-        if held.exchange != "split":  # nobody asks owners any more
-            state.take_in_owed(self, lanes.group)
+        by_host = held.exchange == "two_level"
+        if "split" not in (held.exchange, held.between) or by_host != bool(self.by_host):
+            state.take_in_owed(self, lanes.group)  # nobody asks these owners any more
+        if by_host and not self.by_host:
+            state.to_hosts(self, self.hosts())
+        elif self.by_host and not by_host:
+            state.to_ranks(self, self.lanes().group)
 
     def _carrier(self, held: Level) -> Carrier | None:
         if held.value_dtype is None:
             return None
-        if held.exchange == "split" and self.owed is not None:
+        if "split" in (held.exchange, held.between) and self.owed is not None:
             return Owners(held.value_dtype, self.owed)
         return ToAll(held.value_dtype)
 
@@ -293,6 +319,7 @@ class DGC:
             )
         self._detached = True
         self._owned.forget()
+        state.to_ranks(self, self.lanes().group)
         memories = list(self.memories.values())
         velocities = [memory.u for memory in memories]
         if self.switched:
@@ -308,11 +335,12 @@ class DGC:
         Returns:
             step: steps so far; level: sparsity, None where dense; k: elements that each rank sends;
             sent_bytes: what this rank gave to exchanges in the step; dense_bytes: what it would
-            give without compression; exchange: "dense", "gather", "masked" or "split"; value_dtype:
-            of lean packets, None where there are none; weighed: the bytes that "auto" has counted,
-            or the seconds that "tuned" expects beyond the gradients, by exchange; age:
-            {"mean", "max"} of the steps since this rank has sent an element that is compressed,
-            None without track_age.
+            give without compression; exchange: "dense", "gather", "masked", "split" or
+            "two_level", where the first rank of a host gives its packets; value_dtype: of lean
+            packets, None where there are none; weighed: the bytes that "auto" has counted, or the
+            seconds that "tuned" expects beyond the gradients, by exchange; age: {"mean", "max"} of
+            the steps since this rank has sent an element that is compressed, None without
+            track_age.
         """
         level = level_at(max(self.step_count - 1, 0), self._begin, self._length, len(self._levels))
         held = DENSE if level is None else self._chooser.planned(level)
@@ -413,7 +441,7 @@ class Compressed:
         if step is not None:
             step.cancel()
             if counted:
-                step.count_as_sent(before)
+                step.count_as_sent()
         return self._dgc.go_on(before, src)
 
     def follow(self, src: int) -> None:

@@ -53,6 +53,11 @@ class Memory:
         """Elements."""
         return self.u.numel()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """u, and v if there is one."""
+        return [self.u] if self.v is None else [self.u, self.v]
+
 
 def line(x: Tensor) -> Tensor:
     """The elements of a dense tensor in the order of its memory, as a view [count]."""

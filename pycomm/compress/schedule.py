@@ -17,6 +17,7 @@ __all__ = [
     "K_RULES",
     "VALUE_DTYPES",
     "Load",
+    "between",
     "check_ramp",
     "code_at",
     "index_bits",
@@ -38,6 +39,7 @@ VALUE_BITS = {
 }
 VALUE_DTYPES = tuple(VALUE_BITS)
 HEAD_BYTES = 16  # of a lean packet, with its length
+BETWEEN = ("gather", "split")  # hosts
 SIGNS_ABOVE = 0.17  # density where packets of 2-bit values take a bit for each element of all
 
 
@@ -130,20 +132,32 @@ def code_at(value_dtype: str, density: float) -> str:
     return "1bit" if density > SIGNS_ABOVE and value_dtype != "float32" else value_dtype
 
 
-def received_bytes(load: Load, size: int) -> dict[str, float]:
-    """What a rank of `size` receives in a step, by exchange.
+def received_bytes(load: Load, size: int, hosts: int = 1) -> dict[str, float]:
+    """What a line brings in a step, by exchange. Of `size` ranks each has one; where they lie on
+    several hosts, of as many ranks each, each host has. With H lines and L ranks behind each:
 
-        gather    size - 1 packets
-        masked    2 (size - 1) / size of all gradients, as a ring does
-        split     2 (size - 1) / size of a packet, and 2 (size - 1) heads; lean packets only
+        gather     size - L packets
+        masked     2 (H - 1) / H of all gradients, as a ring does
+        split      L + 1 times (H - 1) / H of a packet, and heads; lean packets only
+        two_level  the fewer of gather and split between hosts; of lean packets where L > 1
 
-    Of raw packets of float32 gather wins where size * (1 - sparsity) < 1.
+    Of raw packets of float32, a line for each rank, gather wins where size * (1 - sparsity) < 1.
     """
-    others, code = size - 1, load.value_dtype
+    lines = hosts if hosts > 1 else size
+    here, code = size / lines, load.value_dtype
+    others = size - here  # ranks behind other lines
     packets = packet_bytes(load.ks, load.counts, load.itemsize, code)
     dense = load.count * load.itemsize
-    found = {"gather": float(others * packets), "masked": 2 * others * dense / size}
+    found = {"gather": others * packets, "masked": 2 * (lines - 1) / lines * dense}
     if code is not None:
         heads = HEAD_BYTES * len(load.ks)
-        found["split"] = 2 * others * ((packets - heads) / size + heads)
+        found["split"] = (here + 1) * others * ((packets - heads) / size + heads)
+        if here > 1:
+            found["two_level"] = min(received_bytes(load, lines)[way] for way in BETWEEN)
     return found
+
+
+def between(load: Load, hosts: int) -> str:
+    """By which exchange the hosts of "two_level" send each other packets: that of fewer bytes."""
+    counted = received_bytes(load, hosts)
+    return min(BETWEEN, key=lambda way: counted[way])

@@ -17,11 +17,21 @@ from dataclasses import dataclass
 import torch
 
 from pycomm import collectives, kernels
-from pycomm.compress.schedule import Load, received_bytes
+from pycomm.compress.schedule import Load, between, received_bytes
+from pycomm.compress.two_level import hosts_of
 from pycomm.group import Group
 from pycomm.lanes import Lanes
 
-__all__ = ["Coding", "Link", "measure_coding", "measure_link", "of_exchanges", "predicted"]
+__all__ = [
+    "FLAT",
+    "Coding",
+    "Levels",
+    "Link",
+    "measure_coding",
+    "measure_link",
+    "of_exchanges",
+    "predicted",
+]
 
 # Bytes: a call's own time, and what a line takes (0.3 s at 100 Mbit).
 SMALL, LARGE = 1 << 12, 1 << 22
@@ -31,10 +41,21 @@ CALLS = 5
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank's line takes: seconds of a call, and of a byte that it receives."""
+    """What a line takes: seconds of a call, and of a byte that it brings."""
 
     call_s: float
     byte_s: float
+
+
+@dataclass(frozen=True)
+class Levels:
+    """How many hosts there are, each with a line, and what bytes take inside of one."""
+
+    hosts: int
+    inside: Link
+
+
+FLAT = Levels(1, Link(0.0, 0.0))  # a line for each rank
 
 
 @dataclass(frozen=True)
@@ -57,15 +78,23 @@ class Coding:
 
 def of_exchanges(load: Load, lanes: Lanes, may_be_dense: bool) -> dict[str, float]:
     """Collective: seconds of a step by exchange, each rank's own; "dense" where it is a choice."""
-    link = measure_link(lanes.group)
-    found = predicted(load, lanes.size, link, measure_coding(load))
+    group, of_rank, levels = lanes.group, hosts_of(lanes.group), FLAT
+    hosts = max(of_rank) + 1
+    if 1 < hosts < group.size:
+        here = group.split(of_rank[group.rank])
+        assert here is not None  # every rank is on a host
+        levels = Levels(hosts, measure_link(here))
+        here.close()
+    found = predicted(load, lanes.size, measure_link(group, hosts), measure_coding(load), levels)
     found["dense"] += load.count * _momentum_s()  # which dgc_step has in it
     if not may_be_dense:
         del found["dense"]
     return found
 
 
-def predicted(load: Load, size: int, link: Link, coding: Coding) -> dict[str, float]:
+def predicted(
+    load: Load, size: int, link: Link, coding: Coding, levels: Levels = FLAT
+) -> dict[str, float]:
     """Seconds that a step takes beyond its gradients, by exchange; "dense" compresses nothing.
 
     What could hide behind the backward pass is not taken off: what travels takes the time of the
@@ -76,8 +105,9 @@ def predicted(load: Load, size: int, link: Link, coding: Coding) -> dict[str, fl
         load: what each rank takes out.
         size: how many ranks.
         link, coding: as measured.
+        levels: where several ranks share a line.
     """
-    received = received_bytes(load, size)
+    received = received_bytes(load, size, levels.hosts)
     travel = {name: bytes_ * link.byte_s + link.call_s for name, bytes_ in received.items()}
     k, scan = load.k, coding.scan * load.count
     kept = k * (coding.encode + coding.decode + coding.add)
@@ -96,18 +126,28 @@ def predicted(load: Load, size: int, link: Link, coding: Coding) -> dict[str, fl
     if lean:
         # Coded on both ways; an owner writes its share and looks for the largest.
         found["split"] = every + travel["split"] + 3 * link.call_s + 2 * kept + 2 * scan / size
+    if "two_level" in received:
+        # Sums inside a host, then what one rank of each does, and handing on what that has got.
+        hosts, inside = levels.hosts, levels.inside
+        summed = 2 * (1 - hosts / size) * load.count * load.itemsize
+        found["two_level"] = (
+            predicted(load, hosts, link, coding)[between(load, hosts)]
+            + (summed + received["two_level"]) * inside.byte_s
+            + 3 * inside.call_s
+        )
     return found
 
 
-def measure_link(group: Group) -> Link:
+def measure_link(group: Group, hosts: int = 1) -> Link:
     """Collective: medians of a few calls."""
+    lines = hosts if hosts > 1 else group.size
 
     def all_reduce_s(nbytes: int) -> float:
         x = torch.zeros(nbytes // 4)
         return _typical(lambda: collectives.all_reduce(x, group=group))
 
     small, large = all_reduce_s(SMALL), all_reduce_s(LARGE)
-    received = 2 * (group.size - 1) / group.size * (LARGE - SMALL)
+    received = 2 * (lines - 1) / lines * (LARGE - SMALL)
     return Link(small, max(0.0, large - small) / received if received else 0.0)
 
 

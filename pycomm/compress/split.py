@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.coded import all_gather, decode, encode, lost_in
+from pycomm.compress.coded import Ways, all_gather, decode, encode, lost_in
 from pycomm.compress.memory import Memory
 from pycomm.compress.unit import Arrived, Pair, Unit
-from pycomm.group import Group
-from pycomm.lanes import Lanes
 
 __all__ = ["Owners", "Shares"]
 
@@ -86,17 +84,17 @@ class Owners:
         self.value_dtype, self.owed = value_dtype, owed
         self._next: dict[Memory, Tensor] = {}
 
-    def exchange(self, units: Sequence[Unit], lanes: Lanes) -> tuple[list[Arrived], int]:
+    def exchange(self, units: Sequence[Unit], ways: Ways) -> tuple[list[Arrived], int]:
         """Collective. What has arrived for each unit, and the bytes that this rank has given."""
         self._next = {}
-        shares = [Shares(unit.count, lanes.size) for unit in units]
+        shares = [Shares(unit.count, ways.size) for unit in units]
         cuts = self._cut(units, shares)
-        came, given = _to_owners([[packet for _, packet in cut] for cut in cuts], lanes)
+        came, given = _to_owners([[packet for _, packet in cut] for cut in cuts], ways)
         chosen = [
             self._choose(unit, share, packets)
             for unit, share, packets in zip(units, shares, came, strict=True)
         ]
-        everyone, sent = all_gather(chosen, lanes)
+        everyone, sent = all_gather(chosen, ways)
         found = []
         for unit, share, cut, packets in zip(units, shares, cuts, everyone, strict=True):
             pairs = []
@@ -111,9 +109,9 @@ class Owners:
         self.owed.update(self._next)
         self._next = {}
 
-    def lost(self, units: Sequence[Unit], group: Group) -> list[Tensor]:
+    def lost(self, units: Sequence[Unit], size: int) -> list[Tensor]:
         """On the way to owners."""
-        shares = [Shares(unit.count, group.size) for unit in units]
+        shares = [Shares(unit.count, size) for unit in units]
         cuts = self._cut(units, shares)
         return [_lost(*one) for one in zip(units, shares, cuts, strict=True)]
 
@@ -155,19 +153,19 @@ def _lost(unit: Unit, share: Shares, cut: Sequence[Cut]) -> Tensor:
     return torch.cat(lost).to(unit.values.dtype)[order]
 
 
-def _to_owners(packets: Sequence[Sequence[Tensor]], lanes: Lanes) -> tuple[list[list[Tensor]], int]:
+def _to_owners(packets: Sequence[Sequence[Tensor]], ways: Ways) -> tuple[list[list[Tensor]], int]:
     """Collective. packets[unit][owner] go there: by unit, those of all ranks for this rank, in rank
     order; and the bytes that went to others."""
     mine = torch.tensor([[len(one) for one in of_unit] for of_unit in packets], dtype=torch.int32)
     give = mine.T.contiguous()  # [size, units]
     take = torch.empty_like(give)
-    lanes.all_to_all(give, take).wait()
-    message = torch.cat([of_unit[to] for to in range(lanes.size) for of_unit in packets])
+    ways.all_to_all(give, take).wait()
+    message = torch.cat([of_unit[to] for to in range(ways.size) for of_unit in packets])
     totals = [lengths.sum(1).tolist() for lengths in (give, take)]
     came = message.new_empty(sum(totals[1]))
-    lanes.all_to_all_v(message, came, *totals).wait()
+    ways.all_to_all_v(message, came, *totals).wait()
     each = iter(torch.split(came, take.flatten().tolist()))
-    by_rank = [[next(each) for _ in packets] for _ in range(lanes.size)]
-    kept = give[lanes.group.rank]
+    by_rank = [[next(each) for _ in packets] for _ in range(ways.size)]
+    kept = give[ways.rank]
     sent = message.nbytes - int(kept.sum()) + give.nbytes - kept.nbytes
     return [list(of_all) for of_all in zip(*by_rank, strict=True)], sent

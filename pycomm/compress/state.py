@@ -1,12 +1,18 @@
 """DGC's state as plain values and tensors: of one rank, of all, and at another number of ranks.
 
     {"version", "rank", "size", "step", "switched", "exchange": {level: name},
-     "u": {name: [count]}, "v": {name: [count]}, "owed": {name: [places]}}      of one rank
+     "u": {name: [count]}, "v": {name: [count]}, "owed": {name: [places]},
+     "hosts": [...]}                                                            of one rank
     {"version", "size", "ranks": [one rank's, ...]}                             of all
 
 u and v lie in the order of the parameter's memory. "owed" is what this rank owes as an owner, with
 exchange="split": of a parameter, or under the name "" of all that is compressed, in the order of v.
-Called by dgc.py.
+"hosts" has the host of each rank where what the ranks of a host hold is the host's, the same on all
+of them (two_level.py); elsewhere it is empty. Called by dgc.py.
+
+H hosts with L ranks of N on this one: the mean over hosts of what they hold is that over ranks
+
+    u, v of a host = H / N * the sum over its ranks;  of a rank = N / (H L) * that of its host
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from torch import Tensor
 from pycomm import collectives
 from pycomm.compress.memory import Memory
 from pycomm.compress.split import Shares
+from pycomm.compress.two_level import Hosts, hosts_of
 from pycomm.compress.unit import between
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
@@ -27,7 +34,7 @@ from pycomm.group import Group
 if TYPE_CHECKING:
     from pycomm.compress.dgc import DGC
 
-__all__ = ["gathered", "load", "own", "take_in_owed"]
+__all__ = ["gathered", "load", "own", "take_in_owed", "to_hosts", "to_ranks"]
 
 VERSION = 1
 
@@ -45,6 +52,7 @@ def own(dgc: DGC, group: Group) -> dict[str, Any]:
         "u": {memory.name: memory.u.clone() for memory in memories},
         "v": {memory.name: memory.v.clone() for memory in memories if memory.v is not None},
         "owed": {_name(dgc, memory): x.clone() for memory, x in _owed(dgc).items()},
+        "hosts": list(dgc.by_host),
     }
 
 
@@ -75,7 +83,9 @@ def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
         )
     else:
         sources = [saved]
-    owed = _fitting(dgc, sources, group.size)
+    if len(sources) > 1 or _hosts(sources[0]) not in ([], hosts_of(group)):
+        sources = [_of_rank(source) for source in sources]
+    owed = _fitting(dgc, sources)
     if owed is None:
         sources = [_with_owed(source) for source in sources]
     new: list[tuple[Tensor, Tensor]] = []
@@ -90,6 +100,7 @@ def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
         dgc.owed.update(owed or {})
     first = sources[0]
     dgc.step_count, dgc.switched = int(first["step"]), bool(first["switched"])
+    dgc.by_host = list(_hosts(first))
     # Another number of ranks counts other bytes.
     dgc.choose_again(first["exchange"] if first["size"] == group.size else {})
 
@@ -105,6 +116,54 @@ def take_in_owed(dgc: DGC, group: Group) -> None:
     dgc.owed.clear()
 
 
+def to_hosts(dgc: DGC, hosts: Hosts) -> None:
+    """Collective. What the ranks of a host hold each for itself they hold for it from now on."""
+    old = [x for memory in dgc.memories.values() if memory.v is not None for x in memory.tensors]
+    new = [x.clone() for x in old]
+    for work in [hosts.average(x) for x in new]:
+        work.wait()
+    for x, content in zip(old, new, strict=True):
+        x.copy_(content.mul_(hosts.share))
+    dgc.by_host = hosts.of_rank
+
+
+def to_ranks(dgc: DGC, group: Group) -> None:
+    """The reverse, where it is so, on this rank of `group` alone."""
+    if dgc.by_host:
+        mine = _of_rank(own(dgc, group))
+        for memory in dgc.memories.values():
+            if memory.v is not None:
+                memory.u.copy_(mine["u"][memory.name])
+                memory.v.copy_(mine["v"][memory.name])
+        dgc.by_host = []
+        if dgc.owed is not None:
+            dgc.owed.clear()
+
+
+def _hosts(source: Mapping[str, Any]) -> list[int]:
+    """By rank, where its host holds the same; an older state has none."""
+    found: list[int] = source.get("hosts", [])
+    return found
+
+
+def _holder(source: Mapping[str, Any]) -> tuple[int, int]:
+    """Who holds what this rank's state has, and of how many: ranks, or hosts."""
+    hosts = _hosts(source)
+    return (hosts[source["rank"]], max(hosts) + 1) if hosts else (source["rank"], source["size"])
+
+
+def _of_rank(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A rank's state as if it had held all for itself, and owed nothing as an owner."""
+    hosts = _hosts(source)
+    if not hosts:
+        return source
+    host, count = _holder(source)
+    factor = len(hosts) / (count * hosts.count(host))
+    v = {name: x * factor for name, x in _with_owed(source)["v"].items()}
+    u = {name: x * factor if name in v else x for name, x in source["u"].items()}
+    return {**source, "u": u, "v": v, "owed": {}, "hosts": []}
+
+
 def _owed(dgc: DGC) -> dict[Memory, Tensor]:
     """In the order of the memories: buckets have no say in it."""
     owed = dgc.owed or {}
@@ -115,13 +174,12 @@ def _name(dgc: DGC, memory: Memory) -> str:
     return "" if dgc.selects_whole else memory.name
 
 
-def _fitting(
-    dgc: DGC, sources: Sequence[Mapping[str, Any]], size: int
-) -> dict[Memory, Tensor] | None:
+def _fitting(dgc: DGC, sources: Sequence[Mapping[str, Any]]) -> dict[Memory, Tensor] | None:
     """What this rank owes as an owner; None where it is of other shares than there are now."""
     saved = sources[0].get("owed", {})
     if dgc.owed is None or len(sources) > 1:
         return None
+    size = _holder(sources[0])[1]
     compressed = [memory for memory in dgc.memories.values() if memory.v is not None]
     units = [compressed] if dgc.selects_whole else [[memory] for memory in compressed]
     found = {}
@@ -136,13 +194,14 @@ def _fitting(
 def _with_owed(source: Mapping[str, Any]) -> Mapping[str, Any]:
     """A rank's state whose v has taken in what that rank owed as an owner: the same is owed."""
     v = {name: x.clone() for name, x in source["v"].items()}
+    rank, size = _holder(source)
     for key, owed in source.get("owed", {}).items():
         names = [key] if key in v else list(v)
-        share, offset = Shares(sum(v[name].numel() for name in names), source["size"]), 0
+        share, offset = Shares(sum(v[name].numel() for name in names), size), 0
         if len(owed) != share.places:
             raise InvalidArgument(f"DGC: what the state owes of {key!r} is not of its v")
         places = owed.nonzero().flatten()
-        indices = share.whole(source["rank"], places)
+        indices = share.whole(rank, places)
         for name in names:
             here, values = between(indices, owed[places], offset, offset + v[name].numel())
             v[name][here] += values

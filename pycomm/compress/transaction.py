@@ -17,12 +17,13 @@ from torch import Tensor
 
 from pycomm import collectives, kernels
 from pycomm.calls import Work
+from pycomm.compress.coded import Ways
 from pycomm.compress.dense import apply_momentum, clip_averaged
 from pycomm.compress.memory import Memory, line
 from pycomm.compress.parcel import Parcel, Update
+from pycomm.compress.two_level import Hosts
 from pycomm.compress.unit import Arrived, Unit
 from pycomm.errors import Mismatch
-from pycomm.group import Group
 from pycomm.lanes import Lanes
 
 __all__ = ["Carrier", "Plan", "Step"]
@@ -31,15 +32,15 @@ __all__ = ["Carrier", "Plan", "Step"]
 class Carrier(Protocol):
     """How lean packets travel: coded.py, split.py."""
 
-    def exchange(self, units: Sequence[Unit], lanes: Lanes) -> tuple[list[Arrived], int]:
+    def exchange(self, units: Sequence[Unit], ways: Ways) -> tuple[list[Arrived], int]:
         """Collective, behind the last gradient: what has arrived, and the bytes that were given.
         Nothing that lasts changes."""
 
     def commit(self) -> None:
         """What exchange() has found holds from now on."""
 
-    def lost(self, units: Sequence[Unit], group: Group) -> list[Tensor]:
-        """For each unit [k]: what its values have lost on the way, where exchange() over `group`
+    def lost(self, units: Sequence[Unit], size: int) -> list[Tensor]:
+        """For each unit [k]: what its values have lost on the way, where exchange() between `size`
         failed when all of it was on its way already."""
 
 
@@ -48,8 +49,8 @@ class Plan:
     """What holds for one step, the same on all ranks.
 
     Attributes:
-        exchange: "dense": nothing is compressed; "gather", "split": packets travel; "masked": a
-            packet travels as a dense gradient.
+        exchange: "dense": nothing is compressed; "gather", "split", "two_level": packets travel;
+            "masked": a packet travels as a dense gradient.
         k: how many elements of each are sent; or of all together.
         masking: momentum factor masking.
         clip: limit of the norm of a gradient, or of all `together`; None: no clipping.
@@ -57,6 +58,7 @@ class Plan:
         fused: what was gathered waits for the optimizer's step, `Step.deferred`.
         carrier: of lean packets, which wait for the last gradient; None: packets are raw, and
             leave when they are there.
+        hosts: of "two_level": packets travel between them, of gradients that are means over each.
     """
 
     exchange: str
@@ -67,12 +69,14 @@ class Plan:
     loss_scale: float | None = None
     fused: bool = False
     carrier: Carrier | None = None
+    hosts: Hosts | None = None
 
     @property
     def waits(self) -> bool:
         """Whether something must be known of all gradients before one is compressed."""
         whole = self.together and self.clip is not None
-        return self.loss_scale is not None or isinstance(self.k, int) or whole
+        one = isinstance(self.k, int) or self.hosts is not None
+        return self.loss_scale is not None or one or whole
 
 
 Pair = tuple[Memory, Tensor]  # a memory and its gradient
@@ -121,6 +125,8 @@ class Step:
         self._works: list[Work] = []
         self._norm: Tensor | None = None  # of all gradients, if known
         self._idle = idle
+        self._ways: Ways = plan.hosts or lanes
+        self._size = self._ways.size  # today's: the lanes may shrink
         self.sent_bytes = 0
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -135,6 +141,9 @@ class Step:
         self._loads.append(load)
         if load.compressed and self._plan.waits:
             self._waiting.append(load)
+            if self._plan.hosts is not None:
+                with self._rolled_back():
+                    self._works.append(self._plan.hosts.average(flat))
         else:
             with self._rolled_back():
                 self._start([load])
@@ -147,6 +156,9 @@ class Step:
                 if not self._vote(self._plan.loss_scale):
                     self._spoil()
                     return False
+            if self._plan.hosts is not None:
+                self._wait()
+                self._idle = self._plan.hosts.agree(self._idle)
             self._measure()
             whole = isinstance(self._plan.k, int)
             for loads in [self._waiting] if whole else [[load] for load in self._waiting]:
@@ -162,20 +174,20 @@ class Step:
             self._wait()
         self._roll_back()
 
-    def count_as_sent(self, group: Group) -> None:
-        """After a step over `group` that was rolled back, but that another rank has completed."""
+    def count_as_sent(self) -> None:
+        """After a step that was rolled back, but that another rank has completed."""
         for parcel in self._undone:
             parcel.take_out(self._plan.masking)
         if self._plan.carrier is not None:
             units = [unit for parcel in self._undone for unit in parcel.units()]
-            for unit, lost in zip(units, self._plan.carrier.lost(units, group), strict=True):
+            for unit, lost in zip(units, self._plan.carrier.lost(units, self._size), strict=True):
                 unit.give_back(lost)
             self._plan.carrier.commit()
         self._undone = []
 
     def deferred(self) -> tuple[Callable[[], None] | None, list[Memory]]:
         """After finish() of a fused step: its update of parameters, and of whose."""
-        arrived, factor = self._arrived(), 1.0 / self._lanes.size
+        arrived, factor = self._arrived(), 1.0 / self._size
 
         def update() -> None:
             for one in arrived:
@@ -220,8 +232,8 @@ class Step:
         parcel = Parcel(memories, [gradient for _, gradient in pairs], k, self._rooms)
         self._parcels.append((parcel, None))
         # The paper's threshold is for gradients divided by the number of ranks; these are not.
-        limit = None if plan.clip is None else plan.clip * math.sqrt(self._lanes.size)
-        unscale = 1.0 / (plan.loss_scale or 1.0)
+        limit = None if plan.clip is None else plan.clip * math.sqrt(self._size)
+        unscale = (1.0 if plan.hosts is None else plan.hosts.share) / (plan.loss_scale or 1.0)
         parcel.prepare(Update(plan.masking, unscale, limit, self._norm, self._idle))
         if plan.exchange == "masked":
             parcel.mask()
@@ -237,8 +249,9 @@ class Step:
         """Lets lean packets travel."""
         units = [unit for parcel, _ in self._parcels for unit in parcel.units()]
         if self._plan.carrier is not None and units:
-            self._coded, sent = self._plan.carrier.exchange(units, self._lanes)
-            self.sent_bytes += sent
+            self._coded, sent = self._plan.carrier.exchange(units, self._ways)
+            led = self._plan.hosts is not None and not self._plan.hosts.leads
+            self.sent_bytes += 0 if led else sent
 
     def _send_dense(self, load: _Load) -> None:
         flat = load.flat
@@ -278,7 +291,7 @@ class Step:
     def _commit(self) -> None:
         scale = self._plan.loss_scale
         for one in () if self._plan.fused else self._arrived():
-            one.unit.decode(one.pairs, 1.0 / self._lanes.size)
+            one.unit.decode(one.pairs, 1.0 / self._size)
         for one in self._coded:
             if one.lost is not None:
                 one.unit.give_back(one.lost)
@@ -309,7 +322,9 @@ class Step:
     def _rolled_back(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # Ctrl-C too: u and v must be put back
+        except BaseException as error:  # Ctrl-C too: u and v must be put back
+            if self._plan.hosts is not None:
+                self._plan.hosts.give_up(f"{type(error).__name__}: {error}")
             self._roll_back()
             raise
 
