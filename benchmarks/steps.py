@@ -3,7 +3,9 @@
 The gradient has the size of FasterRCNN's, 41 M elements or 165 MB of float32, in 20 equal layers;
 forward and backward are real products of matrices, of as many rows as take `--compute-s` where no
 rank waits for another. Hosts are network namespaces behind `tc tbf` (pycomm/demo/netns.py), "none"
-as fast as the kernel is; needs root. Every way trains by itself, one after another:
+as fast as the kernel is. Where root is not to be had, or with --throttle, ranks of one host stand
+behind token buckets in pycomm's transport instead (csrc/transport/throttled.h), and the table says
+so. Every way trains by itself, one after another:
 
     compute   no communication: what every rank does by itself, all at the same time
     dense     one sum of all gradients behind the backward pass
@@ -23,15 +25,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
@@ -47,6 +49,8 @@ from pycomm.compress.schedule import Load, code_at, to_send
 from pycomm.compress.seconds import Coding, measure_coding
 from pycomm.demo import machine, processes
 from pycomm.demo.netns import RATE, Network, missing
+from pycomm.errors import Error
+from pycomm.testing import run_ranks
 
 LAYERS = 20
 UNSHAPED = "none"
@@ -58,7 +62,10 @@ PLANNED = {"dense": "dense", "dgc": "dgc gather", "lean": "dgc 2bit gather"}
 PLANNED |= {"local": f"local {EVERY}"}
 GBIT = {"mbit": 1e-3, "gbit": 1.0}
 ONE_BUCKET_MB = 1 << 20
+BUCKET = "token bucket in the transport"
 FIRST = 2  # steps that are not counted
+LINE_WITHIN = 0.1  # of its rate
+LIMIT_S = 600  # of a call: against hanging
 
 
 class Steps(Protocol):
@@ -106,6 +113,7 @@ class Row:
     over_compute_percent: float
     ratio: float  # times faster than overlap
     expected_s: float | None = None  # by the planner; None: it speaks of no such line or way
+    line_of_rate: float | None = None  # of a token bucket: counted bytes a second over its rate
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,6 +128,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--width", type=int, default=1432, help="of a layer (%(default)s)")
     parser.add_argument("--compute-s", type=float, default=0.3725, help="a step's (%(default)s)")
+    parser.add_argument("--throttle", action="store_true", help="token buckets, not tc")
     parser.add_argument("--json", type=Path, help="where to store all figures")
     parser.add_argument("--plot", type=Path, help="where to draw seconds per step")
     options = parser.parse_args(argv)
@@ -128,13 +137,16 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--rates takes some like 10gbit, or {UNSHAPED}")
     if not {"compute", "overlap"} <= {*ways} <= {*WAYS}:
         parser.error(f"--ways takes compute, overlap and some of {', '.join(WAYS)}")
-    if why := missing():
-        parser.exit(2, f"pycomm bench links --training {why}\n")
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:
         console.width = 140  # a file has no width, and columns would be cut
+    if not options.throttle and (why := missing()):
+        console.print(f"tc {why}: each line is a {BUCKET}", markup=False)
+        options.throttle = True
     settings = {name: getattr(options, name) for name in ("hosts", "steps", "compute_s")}
     settings |= {"elements": LAYERS * options.width**2, "ways": ways}
+    if options.throttle:
+        settings["lines"] = BUCKET
     found = stored(options.json, settings)
     rates = [rate for rate in rates if all(row.rate != rate for row in found)]
     try:
@@ -144,13 +156,14 @@ def main(argv: Sequence[str]) -> int:
                 bar.update(task, description=rate)
                 found += measure(rate, ways, options, lambda: bar.advance(task))
                 store(options.json, settings, found)
-    except ProcessException as error:
+    except (ProcessException, Error) as error:
         console.print(f"a rank failed\n{error}", style="red", markup=False)
         return 1
-    console.print(table(found))
+    console.print(table(found, BUCKET if options.throttle else ""))
     if options.plot:
         where = machine.describe()
-        draw(options.plot, found, f"{options.hosts} hosts, {where['cpu']}, {where['cores']} cores")
+        hosts = f"{options.hosts} ranks, {BUCKET}" if options.throttle else f"{options.hosts} hosts"
+        draw(options.plot, found, f"{hosts}, {where['cpu']}, {where['cores']} cores")
     return 0
 
 
@@ -176,6 +189,7 @@ def measure(
     """The rows of one line."""
     took: dict[str, list[float]] = {}
     codings: list[tuple[Coding, Coding]] = []
+    speed = None if rate == UNSHAPED else gbit_of(rate) * 1e9 / 8
 
     def hear(rank: int, said: tuple[str, float] | tuple[Coding, Coding]) -> None:
         if isinstance(said[0], Coding):
@@ -186,12 +200,23 @@ def measure(
         if rank == 0:
             advance()
 
-    with Network(options.hosts, ipv6=False) as net:
-        if rate != UNSHAPED:
-            net.shape(0, rate)
-        args = (ways, options.steps, options.width, options.compute_s)
-        processes.run(work, args, options.hosts, hear, [host.name for host in net.hosts])
+    args = (ways, options.steps, options.width, options.compute_s)
+    if options.throttle:
+        limits: dict[str, Any] = {"timeout_s": LIMIT_S, "line_bytes_s": speed}
+        told = run_ranks(
+            options.hosts, throttled, speed, *args, transport="tcp", processes=True, **limits
+        )
+        for rank, sayings in enumerate(told):
+            for said in sayings:
+                hear(rank, said)
+    else:
+        with Network(options.hosts, ipv6=False) as net:
+            if rate != UNSHAPED:
+                net.shape(0, rate)
+            hosts = [host.name for host in net.hosts]
+            processes.run(work, args, options.hosts, hear, hosts)
     slowest = {way: max(took[way]) for way in ways}
+    found = max(took["line"]) if "line" in took and speed else None
     expected: dict[str, float] = {}
     if rate != UNSHAPED:
         where = options.hosts, gbit_of(rate)
@@ -205,6 +230,7 @@ def measure(
             over_compute_percent=100 * (seconds / slowest["compute"] - 1),
             ratio=slowest["overlap"] / seconds,
             expected_s=expected.get(PLANNED.get(way, "")),
+            line_of_rate=None if found is None or speed is None else found / speed,
         )
         for way, seconds in slowest.items()
     ]
@@ -221,15 +247,42 @@ def loads_of(count: int) -> tuple[Load, Load]:
     return Load([k], [count], 4, None), Load([k], [count], 4, code_at("2bit", 1 - SPARSITY))
 
 
-def work(rank: processes.Rank, ways: list[str], steps: int, width: int, compute_s: float) -> None:
-    """What each rank does: says how fast it codes, all at once, and (way, seconds of a step)."""
+def work(rank: processes.Rank, *args: Any) -> None:
+    """What each rank does on a host of its own."""
     Groups([OURS["pycomm"]], rank.store, rank.rank, rank.size)
+    measured(rank.say, *args)
+
+
+def throttled(group: pycomm.Group, speed: float | None, *args: Any) -> list[Any]:
+    """What each rank does behind a token bucket: all that it has to say, and how fast it was."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
+    said: list[Any] = [("line", line_speed(group, speed))] if speed else []
+    measured(said.append, *args)
+    return said
+
+
+def line_speed(group: pycomm.Group, speed: float) -> float:
+    """Bytes a second that this rank writes in sums of about a second altogether, headers counted;
+    the first has emptied the bucket."""
+    x = torch.zeros(int(speed / 4 / 8))
+    collectives.all_reduce(x, group=group)
+    before, start = group.stats(), time.perf_counter()
+    for _ in range(8):
+        collectives.all_reduce(x, group=group)
+    seconds = time.perf_counter() - start
+    return (group.stats().bytes_written - before.bytes_written) / seconds
+
+
+def measured(
+    say: Callable[[object], None], ways: list[str], steps: int, width: int, compute_s: float
+) -> None:
+    """Says how fast this rank codes, all at once, and (way, seconds of a step)."""
     raw, lean = loads_of(LAYERS * width**2)
     collectives.barrier()
-    rank.say((measure_coding(raw), measure_coding(lean)))
+    say((measure_coding(raw), measure_coding(lean)))
     rows = rows_of(compute_s, width)
     for way in ways:
-        rank.say((way, seconds_of(way, (rows, width), steps)))
+        say((way, seconds_of(way, (rows, width), steps)))
 
 
 def rows_of(compute_s: float, width: int) -> int:
@@ -266,25 +319,31 @@ def seconds_of(way: str, shape: tuple[int, int], steps: int) -> float:
         count = EVERY * -(-steps // EVERY)
     seconds = []
     for _ in range(count):
-        dist.barrier()
+        collectives.barrier()
         start = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - start)
     return statistics.mean(seconds) if way == "local" else statistics.median(seconds)
 
 
-def table(found: Sequence[Row]) -> Table:
-    """Seconds per step, a line for each rate; the ratio of overlap to DGC beside Paddle's."""
+def table(found: Sequence[Row], lines: str = "") -> Table:
+    """Seconds per step, a line for each rate; the ratio of overlap to DGC beside Paddle's. `lines`
+    says what they are, where not tc's."""
     ways = list(dict.fromkeys(row.way for row in found))
-    shown = Table(title="seconds per step", box=None, title_justify="left")
+    title = "seconds per step" + (f", each line a {lines}" if lines else "")
+    shown = Table(title=title, box=None, title_justify="left")
     for name in ("line", *ways, "overlap/dgc", "Paddle's"):
         shown.add_column(name, justify="right", no_wrap=True)
     for rate in dict.fromkeys(row.rate for row in found):
         own = {row.way: row for row in found if row.rate == rate}
+        share = next(iter(own.values())).line_of_rate
         ratio = f"{own['dgc'].ratio:.2f}x" if "dgc" in own else "-"
         paddle = f"{PADDLE[rate]}x" if rate in PADDLE else "-"
         shown.add_row(rate, *(f"{own[way].step_s:.3f}" for way in ways), ratio, paddle)
         planned = [own[way].expected_s for way in ways]
+        if share is not None:
+            holds = "" if abs(share - 1) <= LINE_WITHIN else ": not what it should be"
+            shown.add_row(f"{100 * share:.0f} % of it{holds}")
         if any(planned):
             shown.add_row("planned", *("" if s is None else f"{s:.3f}" for s in planned), "", "")
     return shown

@@ -218,4 +218,5 @@ def connect(
     tuned: list[tuple[str, int, int]] = ...,
     flight: str = "",
     trace: str = "",
+    line_bytes_s: float = 0.0,
 ) -> Group: ...

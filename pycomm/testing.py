@@ -31,7 +31,7 @@ __all__ = ["FaultPlan", "run_ranks", "status"]
 GRACE_S = 5.0  # for the others to end by themselves after the first failure
 
 
-def run_ranks(
+def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
     n: int,
     fn: Callable[..., Any],
     *args: Any,
@@ -41,6 +41,7 @@ def run_ranks(
     heartbeat_s: float = 10.0,
     reproducible: bool = False,
     faults: Sequence[FaultPlan] = (),
+    line_bytes_s: float | None = None,
     grace_s: float | None = None,
     return_exceptions: bool = False,
 ) -> list[Any]:
@@ -54,6 +55,9 @@ def run_ranks(
         timeout_s: the group's limit in seconds, for its forming and each call.
         heartbeat_s, reproducible: as of `pycomm.init`.
         faults: what goes wrong, on which rank; "kill" and "stop" want `processes`.
+        line_bytes_s: what each rank sends passes a line of so many bytes a second, and what it
+            receives another; None: none. For benchmarks: a token bucket in front of the transport,
+            which counts frames.
         grace_s: for how long after the first failure other processes may go on, in seconds;
             None: 5.
         return_exceptions: failures stand in the list as exceptions; PeerLost for a process that
@@ -70,7 +74,10 @@ def run_ranks(
         "reproducible": reproducible,
         "transport": transport,
         "faults": list(faults),
+        "line_bytes_s": line_bytes_s or 0.0,
     }
+    if line_bytes_s is not None and not line_bytes_s > 0:
+        raise InvalidArgument(f"line_bytes_s={line_bytes_s}: above 0, or None")
     for fault in faults:
         if not 0 <= fault.rank < n:
             raise InvalidArgument(f"a fault on rank {fault.rank} of {n}")

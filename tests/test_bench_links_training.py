@@ -1,15 +1,19 @@
 """The benchmark of steps between hosts and the count of bytes: a tiny run of each."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import pycomm
 from benchmarks import links, residuals, steps, wire
 from pycomm.demo import netns
 from pycomm.demo.model import CharGPT, Shape
+from pycomm.errors import InvalidArgument
+from pycomm.testing import run_ranks
 
 
 @pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
@@ -38,6 +42,51 @@ def test_steps_between_hosts(
     out = capsys.readouterr().out
     assert "1.467x" in out
     assert f"{dgc['expected_s']:.3f}" in out
+
+
+def test_a_line_holds_back_what_passes() -> None:
+    """Each way, in the group and in one that is split off it. That it is as fast as its rate is for
+    the benchmark to show: it takes a processor at the right time."""
+    speed, count = 10e6, 600_000
+
+    def program(group: pycomm.Group) -> list[float]:
+        part = group.split(0)
+        found = []
+        for one in (group, part):
+            x = torch.zeros(count)
+            pycomm.barrier(group=one)
+            start = time.perf_counter()
+            if group.rank == 0:
+                pycomm.send(x, 1, group=one)
+            else:
+                pycomm.recv(x, 0, group=one)
+            found.append(time.perf_counter() - start)
+        return found
+
+    burst = 0.02 * speed
+    for seconds in run_ranks(2, program, transport="tcp", line_bytes_s=speed)[1]:
+        assert seconds > (4 * count - 2 * burst) / speed
+    with pytest.raises(InvalidArgument, match="line_bytes_s=0"):
+        run_ranks(2, program, line_bytes_s=0)
+
+
+def test_steps_behind_token_buckets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without root, and it says so; a dense step has to wait for its bytes."""
+    stored = tmp_path / "out.json"
+    monkeypatch.setattr(steps, "missing", lambda: "needs root")
+    words = ["--training", "--ways", "compute,overlap,lean", "--steps", "1", "--compute-s", "0.05"]
+    words += ["--width", "256", "--json", str(stored), "--rates", "100mbit"]
+    assert links.main(words) == 0
+    assert steps.BUCKET in " ".join(capsys.readouterr().out.split())
+    content = json.loads(stored.read_text())
+    assert content["settings"]["lines"] == steps.BUCKET
+    compute, overlap, lean = content["rows"]
+    bytes_ = 20 * 256**2 * 4  # which each of two ranks sends once
+    assert overlap["step_s"] > 0.8 * (bytes_ - 2 * 0.02 * 12.5e6) / 12.5e6
+    assert all(row["step_s"] > 0 for row in (compute, lean))
+    assert 0 < overlap["line_of_rate"] < 1.1
 
 
 def test_rates_in_gbit() -> None:

@@ -162,7 +162,8 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
       .address = options.address,
       .towards = options.towards,
       .memory_bytes = sizeof(Segment),
-      .shares = options.faults.empty(),  // a fault is of a channel: all has to go through them
+      // A fault and a line are of channels: all has to go through them.
+      .shares = options.faults.empty() && options.line == nullptr,
       .options = std::string(options.reproducible ? "reproducible=True" : "reproducible=False") +
                  ", heartbeat_s=" +
                  std::to_string(std::chrono::duration<double>(options.heartbeat).count()) +
@@ -172,6 +173,9 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
       .interrupted = options.interrupted,
       .log = options.log};
   Mesh mesh = form_mesh(request, exchange, deadline);
+  if (options.line != nullptr)
+    for (auto& channel : mesh.channels)
+      if (channel) channel = make_throttled(std::move(channel), options.line);
   if (!options.faults.empty()) {
     const auto faults = make_faults(options.faults);
     for (size_t i = 0; i < mesh.channels.size(); ++i)

@@ -20,6 +20,7 @@
 #include "transport/local.h"
 #include "transport/shm.h"
 #include "transport/tcp.h"
+#include "transport/throttled.h"
 
 namespace {
 
@@ -40,12 +41,21 @@ Pair faulty_pair(const std::string& transport, const Fault& fault) {
   return pair;
 }
 
-// One test for each transport, as it is and under faults that lose nothing.
+// Each end behind a line of its own, slow enough that much of a test waits for it.
+Pair throttled_pair(const std::string& transport) {
+  Pair pair = ranks::channel_pair(transport, kRing);
+  pair.a = make_throttled(std::move(pair.a), std::make_shared<Line>(100e6));
+  pair.b = make_throttled(std::move(pair.b), std::make_shared<Line>(100e6));
+  return pair;
+}
+
+// One test for each transport, as it is, behind lines, and under faults that lose nothing.
 struct Conformance {
   Conformance(const std::string& name, void (*body)(Pair)) {
     for (const std::string& transport : ranks::kTransports)
       Test(transport + ": " + name, [=] { body(ranks::channel_pair(transport, kRing)); });
     for (const std::string transport : {"shm", "tcp"}) {
+      Test("throttled " + transport + ": " + name, [=] { body(throttled_pair(transport)); });
       Test("late " + transport + ": " + name,
            [=] { body(faulty_pair(transport, {.action = FaultAction::delay, .delay = 20us})); });
       Test("trickling " + transport + ": " + name,
