@@ -118,7 +118,7 @@ void Engine::check_silence(const Task& task) {
 const Header* Engine::front(int peer) {
   try {
     return at(peer).link->front();
-  } catch (const InternalError& error) {
+  } catch (const PeerLost& error) {
     throw unreadable(peer, error.what());
   }
 }

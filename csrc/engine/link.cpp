@@ -87,9 +87,8 @@ bool Link::read_header() {
     head_have_ += n;
     bytes_received_ += n;
   }
-  check(
-      in_.magic == Header::kMagic && in_.version == Header::kVersion && in_.bytes <= kSegmentBytes,
-      "bytes arrived that are no frame of this version");
+  if (in_.magic != Header::kMagic || in_.version != Header::kVersion || in_.bytes > kSegmentBytes)
+    throw PeerLost("bytes arrived that are no frame of this version");
   whole_ = true;
   payload_left_ = in_.bytes;
   return true;

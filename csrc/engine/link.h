@@ -35,7 +35,7 @@ class Link {
 
   // Receiving. front() is the header of the frame at the front, or null until it has arrived whole;
   // its payload is then taken bit by bit, and finish() makes way for the next frame. Throws
-  // InternalError on bytes that are no header.
+  // PeerLost on bytes that are no header.
   const Header* front();
   bool has_front() const { return whole_ && !discarding_; }
   size_t payload_left() const { return payload_left_; }

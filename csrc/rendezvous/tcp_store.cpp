@@ -152,6 +152,7 @@ Fd TcpStore::open(const Deadline& deadline) const {
     text << "connect addr=" << name() << " failed " << attempts
          << " times with reason: " << last.why << " retry after " << pause_s << " seconds";
     if (hooks_.log) hooks_.log(text.str());
+    // Nothing tells when somebody begins to listen: to ask again after a pause is all there is.
     for (const Deadline next(pause); !next.expired(); heed_interruption())
       std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(kSlice, next.left()));
     pause = std::min<std::chrono::nanoseconds>(pause * 2, kLongestPause);

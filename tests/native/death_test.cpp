@@ -206,6 +206,7 @@ const ByTransport kGarbage{
         });
         expect(ending.is(hangs_up ? ErrorKind::peer_lost : ErrorKind::timeout), ending.text());
         if (hangs_up) expect(ending.says("rank 1 sent what nobody can read"), ending.text());
+        expect(!ending.says("bug in pycomm"), ending.text());
       }
     }};
 

@@ -202,12 +202,13 @@ const Test kDiscard{"what is discarded goes as it arrives; what follows stays", 
                       }
                     }};
 
-const Test kGarbage{"bytes that are no header are an error of ours", [] {
-                      for (const int kind : {0, 1, 2}) {
+const Test kGarbage{"bytes that are no header are their sender's doing", [] {
+                      for (const int kind : {0, 1, 2, 3}) {
                         Line line(100'000);
                         Header header;
                         if (kind == 0) header.magic = 0x1234;
                         if (kind == 1) header.version = 99;
+                        if (kind == 3) header.bytes = kSegmentBytes + 1;
                         const auto* bytes = reinterpret_cast<const std::byte*>(&header);
                         line.there.assign(bytes, bytes + sizeof header);
                         for (int i = 0; i < 31; ++i) line.there.pop_back();
@@ -218,7 +219,7 @@ const Test kGarbage{"bytes that are no header are an error of ours", [] {
                             continue;
                           continue;
                         }
-                        expect_throws<InternalError>([&] {
+                        expect_throws<PeerLost>([&] {
                           for (int i = 0; i < kTries; ++i) (void)line.receiver.front();
                         });
                       }
