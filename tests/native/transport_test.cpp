@@ -305,22 +305,23 @@ const Conformance kWakesAtTheEnd{"hanging up wakes whoever sleeps for nothing el
                                    peer.join();
                                  }};
 
-// Sends one byte and perhaps a descriptor, as an offer does.
-void pass(int socket, int fd) {
+// Sends one byte and perhaps descriptors, as an offer does.
+void pass(int socket, const std::vector<int>& fds) {
   char byte = 0;
   iovec data{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof fd)] = {};
+  const size_t bytes = fds.size() * sizeof(int);
+  alignas(cmsghdr) char control[CMSG_SPACE(3 * sizeof(int))] = {};
   msghdr message{};
   message.msg_iov = &data;
   message.msg_iovlen = 1;
-  if (fd >= 0) {
+  if (!fds.empty()) {
     message.msg_control = control;
-    message.msg_controllen = sizeof control;
+    message.msg_controllen = CMSG_SPACE(bytes);
     cmsghdr* head = CMSG_FIRSTHDR(&message);
     head->cmsg_level = SOL_SOCKET;
     head->cmsg_type = SCM_RIGHTS;
-    head->cmsg_len = CMSG_LEN(sizeof fd);
-    std::memcpy(CMSG_DATA(head), &fd, sizeof fd);
+    head->cmsg_len = CMSG_LEN(bytes);
+    std::memcpy(CMSG_DATA(head), fds.data(), bytes);
   }
   expect_equal(::sendmsg(socket, &message, MSG_NOSIGNAL), ssize_t{1}, "bytes passed");
 }
@@ -347,14 +348,21 @@ void expect_offer_refused(const std::function<void(Fd&)>& offer) {
 
 const Test kRefuses{
     "shm refuses memory that is not what was agreed", [] {
-      const size_t right = RingMemory::file_bytes(kRing);
-      for (const size_t wrong : {right - page_bytes(), right + page_bytes(), size_t{0}})
+      const size_t page = page_bytes(), ring = RingMemory::file_bytes(kRing);
+      const Fd right_ring = make_shared_memory(ring), right_page = make_shared_memory(page);
+      const auto refused = [](int offered_ring, int offered_page) {
         expect_offer_refused<PeerLost>(
-            [&](Fd& peer) { pass(peer.get(), make_shared_memory(wrong).get()); });
-      expect_offer_refused<PeerLost>(
-          [&](Fd& peer) { pass(peer.get(), unsealed_memory(right).get()); });
-      expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), peer.get()); });
-      expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), -1); });
+            [&](Fd& peer) { pass(peer.get(), {offered_ring, offered_page}); });
+      };
+      for (const size_t wrong : {ring - page, ring + page, size_t{0}})
+        refused(make_shared_memory(wrong).get(), right_page.get());
+      for (const size_t wrong : {2 * page, size_t{0}})
+        refused(right_ring.get(), make_shared_memory(wrong).get());
+      refused(unsealed_memory(ring).get(), right_page.get());
+      refused(right_ring.get(), unsealed_memory(page).get());
+      expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {peer.get(), peer.get()}); });
+      expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {right_ring.get()}); });
+      expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {}); });
       expect_offer_refused<PeerLost>([&](Fd& peer) { peer.reset(); });
       expect_offer_refused<Timeout>([&](Fd&) {});
     }};
