@@ -101,12 +101,16 @@ class Group:
         if core is None:
             return None
         part = Group(core, self._store, self._timeout_s)
+        self._take(part)
+        return part
+
+    def _take(self, part: Group) -> None:
+        """`part` ends where this group does."""
         with _state.lock:
             self._parts.add(part)
             reason = self._aborted
         if reason is not None:  # by another thread, meanwhile
             part.abort(reason)
-        return part
 
     def shrink(self, timeout_s: float | None = None) -> Group:
         """Collective over the survivors: the group of the ranks that still live, in their order.
@@ -150,7 +154,8 @@ class Group:
     def abort(self, reason: str) -> None:
         """From any thread: ends the group on every rank with an error that carries `reason`.
 
-        So end the groups that split() made of it, on every rank that is in one with this rank.
+        So end the groups that split() made of it, on every rank that is in one with this rank; with
+        the default group also those that torch's new_group() made.
         """
         with _state.lock:
             self._aborted, parts = reason, list(self._parts)
@@ -389,6 +394,15 @@ def adopt(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], Non
                 _state.ended = "torch's process group was destroyed"
 
     return forget
+
+
+def attach(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], None]:
+    """Lets the engine of torch's new_group() end where the default group does, as parts of split()
+    do; gives what forgets it. Called by torch_backend."""
+    held = [Group(core, store, timeout_s)]
+    if (group := _find()) is not None:
+        group._take(held[0])
+    return held.clear
 
 
 def default_core() -> _core.Group | None:

@@ -91,8 +91,9 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
     store = rendezvous.TorchStore(options.store)
     core = _connect(store, options, timeout) if shared is None else shared
     ended = None
-    if shared is None and not options.global_ranks_in_group:
-        ended = groups.adopt(core, store, timeout.total_seconds())
+    if shared is None:
+        enter = groups.attach if options.global_ranks_in_group else groups.adopt
+        ended = enter(core, store, timeout.total_seconds())
     backend: _c10d.Backend = module.Backend(core._capsule(), ours, shared is None, ended)
     return backend
 

@@ -1,4 +1,5 @@
-"""Groups that split() made: who hears of a loss in them, in their parent, and who goes on.
+"""Groups that split(), or torch's new_group(), made: who hears of a loss in them, in their parent,
+and who goes on.
 
 Four processes in two parts, ranks 0 and 2 and ranks 1 and 3; the victim is rank 3.
 """
@@ -12,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 import pycomm
 from pycomm import Group, errors
@@ -117,3 +120,47 @@ def test_an_exception_ends_the_calls_in_parts_with_its_text(processes: bool) -> 
     assert not isinstance(seen[1], BaseException), seen[1]
     if processes:  # as threads all are ended, whether they are in a group with it or not
         assert seen[0] == seen[2] == [2.0] * 20
+
+
+def end_in_a_group_of_torch(group: Group, action: str, folder: str) -> Any:
+    """The same in groups that torch's new_group() made; gives what was raised and how late."""
+    store = dist.FileStore(f"{folder}/store", group.size)
+    dist.init_process_group("pycomm", store=store, rank=group.rank, world_size=group.size)
+    made = [dist.new_group([0, 2]), dist.new_group([1, VICTIM])]
+    gone = dist.new_group([1, VICTIM])
+    dist.destroy_process_group(gone)  # ends once, and is not ended again
+    mine = made[group.rank % 2]
+    struck, x = Path(folder, "struck"), torch.ones(100)
+    dist.barrier()
+    if group.rank == VICTIM:
+        struck.write_text(str(time.monotonic()))
+        if action == "exception":
+            raise ValueError("of its own")
+        os.kill(os.getpid(), ENDS[action])
+    if group.rank != 1:
+        for _ in range(20):
+            dist.all_reduce(x, group=mine)
+        return x[7].item()
+    with pytest.raises(errors.Error) as caught:
+        while True:
+            dist.all_reduce(x, group=mine)
+    late_s = time.monotonic() - float(struck.read_text())
+    return type(caught.value).__name__, str(caught.value), late_s
+
+
+@pytest.mark.parametrize("action", ["exception", "kill"])
+def test_calls_in_groups_of_torch_end_with_the_reason(action: str, tmp_path: Path) -> None:
+    seen = run_ranks(
+        4, end_in_a_group_of_torch, action, str(tmp_path), transport="shm", processes=True,
+        return_exceptions=True,
+    )  # fmt: skip
+    assert isinstance(seen[1], tuple), seen[1]
+    kind, text, late_s = seen[1]
+    assert late_s < 1.0
+    if action == "exception":
+        assert (kind, "rank 3 failed: ValueError: of its own" in text) == ("GroupBroken", True), (
+            text
+        )
+    else:
+        assert (kind, "rank 1 (" in text) == ("PeerLost", True), text  # as the group counts
+    assert seen[0] == seen[2] == 2.0**20

@@ -1,5 +1,6 @@
 #include "group/doorman.h"
 
+#include <pthread.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
@@ -44,7 +45,10 @@ Doorman::Doorman(Lobby::Request request, size_t ring_bytes) : wake_(event()), ar
   if (!by_socket) return;
   request.refusals = kRefusals;
   lobby_.emplace(std::move(request));
-  thread_ = std::thread([this] { loop(); });
+  thread_ = std::thread([this] {
+    ::pthread_setname_np(::pthread_self(), "pycomm-door");
+    loop();
+  });
 }
 
 void Doorman::want(int peer) {

@@ -30,6 +30,7 @@ void Pulse::start(std::chrono::nanoseconds interval, std::function<bool()> beat)
   const SignalsHeld held;  // the new thread has the mask of the one that makes it
   const std::lock_guard lock(mutex_);
   thread_ = std::thread([this, interval, beat = std::move(beat)] {
+    ::pthread_setname_np(::pthread_self(), "pycomm-pulse");
     std::unique_lock waiting(mutex_);
     while (!changed_.wait_for(waiting, interval, [&] { return ending_; })) {
       waiting.unlock();

@@ -1,5 +1,7 @@
 #include "group/worker.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <utility>
 
@@ -142,7 +144,10 @@ std::shared_ptr<Work> Worker::start(Body body, Then then) {
   if (state.ending) throw GroupBroken(kClosed);
   state.queue.push_back(started);
   if (!thread_.joinable()) {
-    thread_ = std::thread([held = state_] { loop(*held); });
+    thread_ = std::thread([held = state_] {
+      ::pthread_setname_np(::pthread_self(), "pycomm-worker");
+      loop(*held);
+    });
     state.thread = thread_.get_id();
   }
   state.changed.notify_all();

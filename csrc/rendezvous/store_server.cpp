@@ -2,6 +2,7 @@
 #include "rendezvous/store_server.h"
 
 #include <poll.h>
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -62,7 +63,10 @@ StoreServer::StoreServer(const Address& address, std::string key,
       born_(::getpid()) {
   if (key_.empty()) throw InvalidArgument("the key of a store is empty");
   if (!wake_) throw_errno("making an eventfd");
-  thread_ = std::thread([this] { run(); });
+  thread_ = std::thread([this] {
+    ::pthread_setname_np(::pthread_self(), "pycomm-store");
+    run();
+  });
 }
 
 StoreServer::~StoreServer() {

@@ -3,6 +3,7 @@
 
 #include <linux/sockios.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -53,7 +54,10 @@ class Linger {
     const std::lock_guard lock(mutex_);
     leaving_.push_back(std::move(one));
     if (running_) return;
-    std::thread([this] { run(); }).detach();
+    std::thread([this] {
+      ::pthread_setname_np(::pthread_self(), "pycomm-linger");
+      run();
+    }).detach();
     running_ = true;
   }
 

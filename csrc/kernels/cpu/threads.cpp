@@ -2,6 +2,7 @@
 // signal; a thread that wakes late finds the counter at its end and takes nothing.
 #include "kernels/cpu/threads.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -68,6 +69,7 @@ class Crew {
  private:
   void enlist() {
     std::thread([this, seen = job_.load()]() mutable {
+      ::pthread_setname_np(::pthread_self(), "pycomm-kernel");
       for (;;) member(seen);
     }).detach();
     ++members_;
