@@ -18,7 +18,6 @@ import gc
 import json
 import os
 import random
-import re
 import secrets
 import tempfile
 import time
@@ -35,6 +34,7 @@ from rich.progress import Progress
 from benchmarks import faults
 from benchmarks.fault_rank import DISAGREEMENTS, STRUCK, Seen
 from benchmarks.faults import Cell
+from benchmarks.held import held, left
 from benchmarks.soak_rank import REASON, Epoch, Story, live
 from pycomm.demo import machine
 from pycomm.testing import FaultPlan, run_ranks
@@ -72,49 +72,6 @@ class Tally:
     complaints: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Held:
-    """What this process holds."""
-
-    descriptors: int
-    threads: int
-    children: int
-    mappings: int  # of ours: of memory that ranks share
-    files: frozenset[str]  # of ours in /dev/shm and /tmp
-
-
-def held() -> Held:
-    """At the moment."""
-    ours = re.compile("pycomm(?!_)")  # pycomm_... are a launcher's, who is somebody else
-    folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    names = {f"{p}/{name}" for p in folders if p.exists() for name in os.listdir(p)}
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return Held(
-        len(os.listdir("/proc/self/fd")),
-        len(os.listdir("/proc/self/task")),
-        len(children),
-        sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines()),
-        frozenset(name for name in names if ours.match(Path(name).name)),
-    )
-
-
-def left(before: Held) -> str:
-    """What is held now and was not before, "" if nothing. Waits for what takes a moment to go."""
-    end = time.monotonic() + LEAVE_S
-    while True:
-        now = held()
-        more = [
-            f"{getattr(now, name) - getattr(before, name)} more {name}"
-            for name in ("descriptors", "threads", "children", "mappings")
-            if getattr(now, name) > getattr(before, name)
-        ]
-        more += sorted(now.files - before.files)
-        if not more or time.monotonic() > end:
-            return ", ".join(more)
-        time.sleep(0.01)  # the thread that sees last bytes off ends by itself: transport/linger.h
-
-
-LEAVE_S = 5.0
 M_ARENA_MAX = -8  # of malloc.h
 
 

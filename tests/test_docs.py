@@ -61,3 +61,21 @@ def test_every_test_that_the_documents_table_names_is_there():
     files = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     assert len(named) > 40
     assert named - set(re.findall(r"def (test_\w+)", files)) == set()
+
+
+def test_every_promise_names_tests_that_are_there():
+    _, _, rest = (ROOT / "docs" / "errors.md").read_text().partition("## Which test holds what")
+    table = rest.partition("## ")[0]
+    rows = [line for line in table.splitlines() if re.match(r"\| (?!promise )", line)]
+    assert len(rows) > 20
+    assert [line for line in rows if not re.search(r"`test_\w+`", line)] == []
+    sources = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    assert set(re.findall(r"`(test_\w+)`", table)) - set(re.findall(r"def (\w+)", sources)) == set()
+    suites = {
+        name
+        for row in re.findall(r"suites? (`[^|;]*`)", table)
+        for name in re.findall(r"`(\w+)`", row)
+    }
+    there = {path.stem.removesuffix("_test") for path in (ROOT / "tests" / "native").glob("*.cpp")}
+    assert suites
+    assert suites - there == set()
