@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks import (
+    checks,
     codec,
     collectives,
     convergence,
@@ -22,6 +23,7 @@ from benchmarks import (
 )
 
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
+    "checks": checks.main,
     "codec": codec.main,
     "collectives": collectives.main,
     "convergence": convergence.main,

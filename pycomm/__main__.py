@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BENCHMARKS = (
+    "checks",
     "collectives",
     "codec",
     "deaths",

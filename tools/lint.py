@@ -24,6 +24,7 @@ CSRC = ROOT / "csrc"
 CLEAN = ROOT / "build" / "lint"
 PYTHON = ["pycomm", "benchmarks", "examples", "tests", "tools", "setup.py"]
 TYPED = ["pycomm", "benchmarks"]
+NATIVE = [".cpp", ".hpp", ".h", ".cu", ".cuh"]
 # torch's headers cost a minute and are not ours; g++ -Wall -Werror looks at these.
 NOT_TIDIED = set((CSRC / "bindings").glob("c10d*.cpp"))
 
@@ -94,9 +95,8 @@ def main() -> None:
     fix = "--fix" in sys.argv[1:]
     python = [name for name in PYTHON if (ROOT / name).exists()]
     typed = [name for name in TYPED if any((ROOT / name).rglob("*.py"))]
-    ours = [str(p) for folder in (CSRC, ROOT / "tests") for p in sorted(folder.rglob("*.[ch]pp"))]
-    ours += [str(p) for folder in (CSRC, ROOT / "tests") for p in sorted(folder.rglob("*.h"))]
-    ours += [str(p) for folder in (CSRC, ROOT / "tests") for p in sorted(folder.rglob("*.cu*"))]
+    folders = (CSRC, ROOT / "tests", ROOT / "benchmarks")
+    ours = [str(p) for f in folders for end in NATIVE for p in sorted(f.rglob(f"*{end}"))]
     content = [
         run(tool("ruff"), "check", *(["--fix"] if fix else []), *python),
         run(tool("ruff"), "format", *([] if fix else ["--check"]), *python),
