@@ -36,6 +36,10 @@ from pycomm.testing import run_ranks
 
 RAMP = (0.75, 0.9375, 0.984375, 0.996)
 RAMP_TO_HUNDREDTH = [*RAMP[:3], 0.99]
+# All that is given, heads of packets and lengths among it, is at least 500 times fewer bytes behind
+# the ramp, with both models: to all, and by owners, who owe what they do not send on.
+LEAN = {"sparsity": [*RAMP[:3], 0.9945], "value_dtype": "2bit", "exchange": "gather"}
+OWNED = {"sparsity": [*RAMP[:3], 0.9965], "value_dtype": "2bit", "exchange": "split"}
 RECORDED = 100  # points of a curve
 MB = 2**20
 
@@ -69,6 +73,10 @@ METHODS = {
         ),
         Method("dgc 0.99", {"sparsity": RAMP_TO_HUNDREDTH}),
         Method("dgc 0.99 without masking", {"sparsity": RAMP_TO_HUNDREDTH, "masking": False}),
+        Method("dgc lean", LEAN),
+        Method("dgc lean without masking", {**LEAN, "masking": False}),
+        Method("dgc split", OWNED),
+        Method("dgc split without masking", {**OWNED, "masking": False}),
         *(Method(f"local {k}", local={"k_steps": k}) for k in (2, 4, 8, 16)),
         Method("local adaptive", local={"init_k_steps": 4}),
     )
