@@ -117,13 +117,14 @@ def measured(named: tuple[str, float, int], indices: Array, code: str, rounds: i
         raise AssertionError(f"{name} at {sparsity}, {code}: other indices came back")
     pairs = indices.copy(), values.copy()
     targets = np.empty_like(indices), np.empty_like(values)
+    refused = np.empty(1, np.int32)
 
     def copy() -> None:
         for target, source in zip(targets, pairs, strict=True):
             np.copyto(target, source)
 
     def decode() -> None:
-        _core.decode_lean(packet.ctypes.data, packet.nbytes, *(t.ctypes.data for t in targets))
+        kernels.unpack(packet, count=count, into=(*targets, refused))
 
     def encode() -> None:
         kernels.encode(indices, values, count, code, codec="auto", out=room)

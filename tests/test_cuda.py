@@ -28,12 +28,16 @@ pytestmark = [
 ]
 
 CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense"]
+CASES += ["lean", "lean_bits", "lean_brief", "lean_graph"]
+TOO_SLOW = ("tsan", "lean_bits")  # a thousand packets: minutes, and the others show what it would
 MOST_REGISTERS = 128  # of a hot kernel in float32: 2 blocks of 256 threads on every architecture
 HOT = ("update", "collect", "select", "pack", "decode")
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["plain", "asan", "tsan"])
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [(k, c) for k in ("plain", "asan", "tsan") for c in CASES if (k, c) != TOO_SLOW],
+)
 def test_kernels_are_right_and_sound(kind, case):
     (program,) = programs.build([f"cases.{kind}"])
     orders = [["random", "5", "3"]]
@@ -208,4 +212,5 @@ def test_coverage_of_the_kernels():
     for name, (share, lines) in sorted(best.items()):
         print(f"{name:14} {share:6.2f} % of {lines} lines")
     hot = ("begin.cuh", "block.cuh", "decode.cuh", "pack.cuh", "select.cuh", "update.cuh")
+    hot += tuple(f"lean_{name}.cuh" for name in ("bits", "read", "values", "write"))
     assert {name: best[name] for name in hot if best[name][0] < 90} == {}

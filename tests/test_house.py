@@ -48,7 +48,9 @@ MAY_INCLUDE = {
         *("bindings/kernels.h", "kernels/kernels.h", "kernels/stream.h", "os/shared_heap.h"),
         *("kernels/lean.h", "rendezvous/"),
     ],
-    "bindings/kernels.h": ["core/", "kernels/device_kernels.h", "kernels/packet.h"],
+    "bindings/kernels.h": [
+        *("core/", "kernels/device_kernels.h", "kernels/lean.h", "kernels/packet.h"),
+    ],
     "bindings/c10d": ["bindings/c10d", "group/group.h"],
     "bindings/cuda": [
         *("bindings/cuda", "bindings/kernels.h", "core/", "cuda/cuda_kernels.h", "nccl/nccl.h"),
@@ -57,7 +59,7 @@ MAY_INCLUDE = {
     "nccl/": ["core/", "nccl/"],
     "cuda/": [
         *("core/", "cuda/", "device/device.h", "gpu.hpp"),
-        *("kernels/device_kernels.h", "kernels/packet.h"),
+        *("kernels/device_kernels.h", "kernels/lean_layout.h", "kernels/packet.h"),
     ],
     "gpu.hpp": [],
 }

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from kernel_devices import KINDS, SETTINGS, made, same
 
 from pycomm import _core, kernels, reference, reference_lean
-from pycomm.arrays import Device, located
-from pycomm.errors import InvalidArgument, Unsupported
-from pycomm.kernels import lean
+from pycomm.errors import InvalidArgument
 
 CODECS = ("auto", *reference_lean.INDEX_CODES)
 VALUES = reference_lean.VALUE_CODES
@@ -229,14 +227,6 @@ def test_bits_behind_the_last_one_are_zeros():
         start = 8 * (4 + 1 + 1 + 2)  # of the values' signs
         assert {start + 3, start + 7} <= set(spare)
         assert 8 * len(packet) - 1 in spare
-
-
-def test_arrays_of_a_gpu_are_refused():
-    """With what to do instead."""
-    found = located(np.zeros(3, np.float32), "values")
-    found.device = Device("cuda", 0)
-    with pytest.raises(Unsupported, match=r"codec='raw'"):
-        lean.on_the_host(found)
 
 
 @SETTINGS

@@ -1,6 +1,4 @@
 // _core.kernels: the processor's kernels, as functions of addresses, and the heads of packets.
-#include <algorithm>
-#include <array>
 #include <span>
 #include <string>
 #include <string_view>
@@ -25,50 +23,6 @@ std::tuple<size_t, size_t, std::string_view, std::string_view> packet_header(uin
   }
   const PacketHeader header = read_packet_header(found);
   return {header.k, header.count, name_of(header.value_dtype), "raw"};
-}
-
-template <typename Code, size_t kCount>
-Code code_named(const std::array<std::string_view, kCount>& names, std::string_view name) {
-  const auto* const found = std::find(names.begin(), names.end(), name);
-  if (found == names.end()) throw InvalidArgument("unknown code '" + std::string(name) + "'");
-  return static_cast<Code>(found - names.begin());
-}
-
-LeanEncoding lean_encoding(size_t count, std::string_view index_code, std::string_view value_code) {
-  const bool automatic = index_code == "auto";
-  return {
-      .count = count,
-      .dtype = Dtype::float32,
-      .automatic = automatic,
-      .index_code = automatic ? IndexCode::list : code_named<IndexCode>(kIndexCodes, index_code),
-      .value_code = code_named<ValueCode>(kValueCodes, value_code),
-      .residual = nullptr};
-}
-
-void bind_lean(py::module_& module) {
-  using Free = py::call_guard<py::gil_scoped_release>;
-  module.def("most_lean_bytes",
-             [](size_t k, size_t count, std::string_view index_code, std::string_view value_code) {
-               return most_lean_bytes(k, lean_encoding(count, index_code, value_code));
-             });
-  module.def(
-      "encode_lean",
-      [](uintptr_t indices, uintptr_t values, size_t k, size_t count, std::string_view dtype,
-         std::string_view index_code, std::string_view value_code, uintptr_t residual,
-         uintptr_t out) {
-        LeanEncoding encoding = lean_encoding(count, index_code, value_code);
-        encoding.dtype = dtype_named(dtype);
-        encoding.residual = at(residual);
-        return encode_lean({at<const int32_t>(indices), at(values), k}, encoding,
-                           at<std::byte>(out));
-      },
-      Free());
-  module.def(
-      "decode_lean",
-      [](uintptr_t packet, size_t bytes, uintptr_t indices, uintptr_t values) {
-        decode_lean({at<const std::byte>(packet), bytes}, at<int32_t>(indices), at<float>(values));
-      },
-      Free());
 }
 
 // The loops of stream.h, for benchmarks.
@@ -101,7 +55,14 @@ void bind_cpu_kernels(py::module_& module) {
   module.def("kernel_threads", &kernel_threads);
   module.def("set_kernel_isa", &set_kernel_isa);
   module.def("kernel_isa", &kernel_isa);
-  bind_lean(module);
+  module.def("most_lean_bytes",
+             [](size_t k, size_t count, std::string_view index_code, std::string_view value_code) {
+               return most_lean_bytes(k, lean_encoding(count, index_code, value_code));
+             });
+  module.def("read_lean_head", [](uintptr_t head, size_t bytes, size_t size) {
+    const LeanHeader header = read_lean_header({at<const std::byte>(head), bytes}, size);
+    return std::pair(header.k, header.count);
+  });
   bind_streams(module);
 }
 

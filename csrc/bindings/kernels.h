@@ -8,6 +8,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -17,6 +19,7 @@
 #include "core/errors.h"
 #include "core/reduce_op.h"
 #include "kernels/device_kernels.h"
+#include "kernels/lean.h"
 #include "kernels/packet.h"
 
 namespace pycomm::bindings {
@@ -168,6 +171,62 @@ inline void bind_packets(py::module_& module, DeviceKernels& kernels) {
       Free());
 }
 
+template <typename Code, size_t kCount>
+Code code_named(const std::array<std::string_view, kCount>& names, std::string_view name) {
+  const auto* const found = std::find(names.begin(), names.end(), name);
+  if (found == names.end()) throw InvalidArgument("unknown code '" + std::string(name) + "'");
+  return static_cast<Code>(found - names.begin());
+}
+
+inline LeanEncoding lean_encoding(size_t count, std::string_view index_code,
+                                  std::string_view value_code) {
+  const bool automatic = index_code == "auto";
+  return {
+      .count = count,
+      .dtype = Dtype::float32,
+      .automatic = automatic,
+      .index_code = automatic ? IndexCode::list : code_named<IndexCode>(kIndexCodes, index_code),
+      .value_code = code_named<ValueCode>(kValueCodes, value_code),
+      .residual = nullptr};
+}
+
+inline void bind_lean(py::module_& module, DeviceKernels& kernels) {
+  using Free = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "encode_lean",
+      [&kernels](uintptr_t indices, uintptr_t values, size_t k, size_t count,
+                 std::string_view dtype, std::string_view index_code, std::string_view value_code,
+                 uintptr_t residual, uintptr_t out, uintptr_t bytes, Rows workspace, int device,
+                 uintptr_t stream) {
+        LeanEncoding encoding = lean_encoding(count, index_code, value_code);
+        encoding.dtype = dtype_named(dtype);
+        encoding.residual = at(residual);
+        kernels.encode_lean({at<const int32_t>(indices), at(values), k}, encoding,
+                            {.out = at<std::byte>(out),
+                             .bytes = at<uint64_t>(bytes),
+                             .workspace = {at(workspace.first), workspace.second}},
+                            queue(device, stream));
+      },
+      Free());
+  module.def(
+      "decode_lean",
+      [&kernels](uintptr_t packet, size_t bytes, size_t k, size_t count, uintptr_t indices,
+                 uintptr_t values, uintptr_t refused, Rows workspace, int device,
+                 uintptr_t stream) {
+        kernels.decode_lean({{at<const std::byte>(packet), bytes}, k, count},
+                            {.indices = at<int32_t>(indices),
+                             .values = at<float>(values),
+                             .refused = at<uint32_t>(refused),
+                             .workspace = {at(workspace.first), workspace.second}},
+                            queue(device, stream));
+      },
+      Free());
+  module.def(
+      "lean_workspace_bytes",
+      [&kernels](size_t k, size_t bytes) { return kernels.lean_workspace_bytes(k, bytes); },
+      Free());
+}
+
 inline void bind_dense(py::module_& module, DeviceKernels& kernels) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
@@ -221,6 +280,7 @@ inline void bind_kernels(py::module_& module, DeviceKernels& kernels) {
   bind_dgc(module, kernels);
   bind_selection(module, kernels);
   bind_packets(module, kernels);
+  bind_lean(module, kernels);
   bind_dense(module, kernels);
 }
 

@@ -7,21 +7,35 @@
 
 namespace pycomm::cuda {
 
+// The sum of x over the lanes of the warp, for all of them.
+template <class T>
+__device__ __forceinline__ T sum_lanes(T x) {
+  for (int by = 16; by > 0; by /= 2) x += __shfl_xor_sync(gpu::kFullWarp, x, by);
+  return x;
+}
+// Over this lane and those below it.
+template <class T>
+__device__ __forceinline__ T scan_lanes(T x) {
+  for (unsigned by = 1; by < 32; by *= 2) {
+    const T below = __shfl_up_sync(gpu::kFullWarp, x, by);
+    if (gpu::lane_id() >= by) x += below;
+  }
+  return x;
+}
+
+template <class T>
 struct ScanSpace {
-  unsigned sums[32];
+  T sums[32];
 };
 
 // The sum of x over this thread and those below it in the block. A __syncthreads comes before the
 // next call.
-template <unsigned kThreads>
-__device__ __forceinline__ unsigned scan_block(unsigned x) {
-  auto& sums = gpu::shared<ScanSpace>().sums;
-  const unsigned lane = gpu::lane_id(), warp = threadIdx.x / 32;
-  for (unsigned by = 1; by < 32; by *= 2) {
-    const unsigned below = __shfl_up_sync(gpu::kFullWarp, x, by);
-    if (lane >= by) x += below;
-  }
-  if (lane == 31) sums[warp] = x;
+template <unsigned kThreads, class T>
+__device__ __forceinline__ T scan_block(T x) {
+  auto& sums = gpu::shared<ScanSpace<T>>().sums;
+  const unsigned warp = threadIdx.x / 32;
+  x = scan_lanes(x);
+  if (gpu::lane_id() == 31) sums[warp] = x;
   __syncthreads();
   for (unsigned w = 0; w < kThreads / 32; ++w) x += w < warp ? sums[w] : 0;
   return x;

@@ -111,6 +111,8 @@ struct TypedArray {
   Dtype dtype;
 };
 
+struct LeanEncoding;  // lean.h
+
 class DeviceKernels {
  public:
   virtual ~DeviceKernels() = default;
@@ -192,6 +194,37 @@ class DeviceKernels {
     std::byte* out;  // raw_packet_bytes(k, value_dtype)
   };
   virtual void encode(const Packet& packet, const Encoding& encoding, Queue queue) = 0;
+
+  // ---- lean packets, lean.h ---------------------------------------------------------------------
+
+  // Writes one to room.out, of most_lean_bytes(), and how many bytes it took to *room.bytes, a
+  // number on the device. Where indices do not ascend within 0..count-1, the processor throws, and
+  // a GPU says 0 bytes; the residual stays as it was. The workspace holds nothing between calls.
+  struct LeanRoom {
+    std::byte* out;
+    uint64_t* bytes;
+    Workspace workspace;
+  };
+  virtual void encode_lean(const Packet& packet, const LeanEncoding& encoding, const LeanRoom& room,
+                           Queue queue) = 0;
+
+  // Reads one of k elements of an array of `count`, from any bytes. *refused, a number on the
+  // device, becomes 0, and the indices ascend within 0..count-1; or, where the bytes are no such
+  // packet, the processor throws, and a GPU says 1: then all indices are -1 and all values 0.
+  struct LeanPacket {
+    std::span<const std::byte> bytes;
+    size_t k;
+    size_t count;
+  };
+  struct LeanArrays {
+    int32_t* indices;  // [k]
+    float* values;     // [k]
+    uint32_t* refused;
+    Workspace workspace;
+  };
+  virtual void decode_lean(const LeanPacket& packet, const LeanArrays& to, Queue queue) = 0;
+  // For either, of k elements; `bytes` are those of the packet to be read, or 0.
+  virtual size_t lean_workspace_bytes(size_t k, size_t bytes) = 0;
 
   // ---- dense
   // --------------------------------------------------------------------------------------

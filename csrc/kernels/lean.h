@@ -59,8 +59,12 @@ struct LeanHeader {
 // Whether the bytes begin as a lean packet of any version does.
 bool is_lean(std::span<const std::byte> bytes);
 
-// The header of bytes from anywhere; throws InvalidArgument unless every field can be believed.
-LeanHeader read_lean_header(std::span<const std::byte> bytes);
+// The header of bytes from anywhere; throws InvalidArgument unless every field can be believed. Of
+// a packet of `size` bytes it needs the first ones alone, as many as a header has at most.
+LeanHeader read_lean_header(std::span<const std::byte> bytes, size_t size);
+inline LeanHeader read_lean_header(std::span<const std::byte> bytes) {
+  return read_lean_header(bytes, bytes.size());
+}
 
 // What the encoder is asked for: `automatic` takes the index code of fewest bytes, of equals the
 // first of the enum.

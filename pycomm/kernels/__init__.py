@@ -6,6 +6,7 @@ before anything changes. Arrays are contiguous. `pycomm.reference` has the NumPy
 """
 
 from pycomm.kernels.dense import cast, clip_, clip_scale, norm, norm_workspace, reduce_
+from pycomm.kernels.lean import lean_workspace
 from pycomm.kernels.packets import (
     decode_sum,
     decode_update,
@@ -27,6 +28,7 @@ __all__ = [
     "dgc_step",
     "dgc_workspace",
     "encode",
+    "lean_workspace",
     "momentum_mask",
     "norm",
     "norm_workspace",

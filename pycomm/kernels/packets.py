@@ -119,6 +119,8 @@ def encode(
     *,
     codec: str = "raw",
     out: Any = None,
+    length: Any = None,
+    workspace: Any = None,
 ) -> Any:
     """A packet as bytes that can travel.
 
@@ -133,11 +135,15 @@ def encode(
         residual: [count] of the dtype of the values: what rounding lost is added there, in place.
         codec: "raw" has a length that k and value_dtype tell, and is read where it lies, on any
             device. Lean packets are as long as their indices need: "list", "bitmap", "rice", or
-            "auto", that of fewest bytes. They are for host memory.
+            "auto", that of fewest bytes.
         out: a buffer for the result: uint8 [packet_bytes(...)].
+        length: int64 [1], becomes how many bytes a lean packet took; on a GPU 0 where the indices
+            do not ascend in the range. With it nothing waits for the GPU.
+        workspace: uint8, of `lean_workspace`.
 
     Returns:
-        uint8 [packet_bytes(k, value_dtype)]; of a lean packet, the part of the buffer that it took.
+        uint8 [packet_bytes(k, value_dtype)]; of a lean packet, the part of the buffer that it took,
+        or with `length` all of the buffer.
 
     Raises:
         InvalidArgument, Unsupported: before anything changes.
@@ -147,8 +153,6 @@ def encode(
     if pair[1].dtype not in ("float32", "float64"):
         raise InvalidArgument(f"values are {pair[1].dtype}; encode takes float32 or float64")
     nbytes = packet_bytes(k, value_dtype, codec=codec, count=count)
-    if codec != "raw":
-        lean.on_the_host(pair[1])
     out, packet = inputs.output(out, "out", pair[1], nbytes, "uint8")
     written, rest = [packet], None
     if residual is not None:
@@ -159,7 +163,10 @@ def encode(
     inputs.same_device([*pair, *written], "encode")
     inputs.apart(written, pair, "encode")
     if codec != "raw":
-        return out[: lean.encode(pair, int(count), value_dtype, codec, rest, packet)]
+        taken, size = inputs.output(length, "length", pair[1], 1, "int64")
+        inputs.same_device([packet, size], "encode")
+        lean.encode(pair, int(count), (codec, value_dtype), rest, packet, size, workspace)
+        return out if length is not None else out[: _length(taken, int(count))]
     _aligned(packet, value_dtype)
     devices.module(packet.device).encode(
         pair[0].pointer,
@@ -175,24 +182,46 @@ def encode(
     return out
 
 
-def unpack(packet: Any, *, value_dtype: str = "float32") -> tuple[Any, Any]:
+def unpack(
+    packet: Any,
+    *,
+    value_dtype: str = "float32",
+    codec: str = "raw",
+    count: int | None = None,
+    into: tuple[Any, Any, Any] | None = None,
+    workspace: Any = None,
+) -> tuple[Any, Any]:
     """(indices int32 [k], values [k]) of an encoded packet.
 
     Of a raw packet these are views of its memory, nothing is copied; of a lean one new arrays, with
-    float32 values. On the host the header says all, and is checked. On a GPU, where nobody waits to
-    read it, packets are raw, and the length and `value_dtype` say k.
+    float32 values. On the host the header says all, and is checked. On a GPU the caller says
+    whether the packet is raw: then nobody waits, and the length and `value_dtype` say k. A lean one
+    is waited for twice, for its header and for whether it is sound, but not with `into`.
 
     Args:
         packet: uint8 array, or bytes.
+        codec: on a GPU, "raw", or any other for a lean packet.
+        count, into: of the array that a lean packet is of, and buffers (indices int32 [k], values
+            float32 [k], refused int32 [1]). On a GPU `refused` becomes 0; or 1 where the bytes are
+            no packet of k of `count`: then all indices are -1 and all values 0.
+        workspace: uint8, of `lean_workspace`; with `into`.
 
     Raises:
         InvalidArgument: the bytes are no packet.
     """
     found = inputs.array(packet, "packet", ("uint8",))
+    if into is not None:
+        if count is None:
+            raise InvalidArgument("unpack: into goes with count, that of the packet's array")
+        lean.decode(found, inputs.how_many(count, inputs.MOST_ELEMENTS), into, workspace)
+        return into[0], into[1]
     if found.device.kind == "cpu":
-        k, _, value_dtype, codec = _core.read_packet_header(found.pointer, found.nbytes)
+        k, of, value_dtype, codec = _core.read_packet_header(found.pointer, found.nbytes)
         if codec != "raw":
-            return lean.decode(found, k, found)
+            return lean.decoded(found, k, of, found)
+    elif codec != "raw":
+        lean.known_codec(codec)
+        return lean.decoded(found, *lean.header(found), found)
     else:
         k = _k_of(found.nbytes, value_dtype)
     array = arrays.plain(packet) if found.device.kind == "cpu" else packet
@@ -212,6 +241,14 @@ def packet_bytes(
     if codec != "raw":
         return lean.most_bytes(k, int(count), value_dtype, codec)
     return _indices_offset(k, value_dtype) + 4 * k
+
+
+def _length(length: Any, count: int) -> int:
+    """What an encoder has said on the device, which is waited for."""
+    found = int(length[0])
+    if found == 0:
+        raise InvalidArgument(f"encode: indices ascend and lie in 0..{count - 1}; these do not")
+    return found
 
 
 def _indices_offset(k: int, value_dtype: str) -> int:
@@ -287,7 +324,7 @@ def _table(
         found = inputs.array(packet, f"packets[{i}]", ("uint8",))
         k, dtype, codec = _of_encoded(found, out.count, value_dtype)
         if codec != "raw":
-            pair = _pair(*lean.decode(found, k))
+            pair = _pair(*lean.decoded(found, k, out.count, out.first))
             read += pair
             dtypes.append(dtype)
             rows.append((pair[0].pointer, pair[1].pointer, k))

@@ -1,7 +1,8 @@
 // Runs CUDA's kernels on the emulator against a plain reference, in one order of blocks and
 // threads.
 //
-//     cases topk|step|brief|graph|infinity|packets|dense [forward|reverse|random [seed [blocks]]]
+//     cases topk|step|brief|graph|infinity|packets|lean|lean_bits|lean_brief|lean_graph
+//           |dense [forward|reverse|random [seed [blocks]]]
 //
 // where `blocks` are those that make progress together.
 //
@@ -18,9 +19,17 @@
 namespace {
 
 constexpr std::pair<std::string_view, void (*)(std::mt19937&)> kCases[] = {
-    {"topk", cases::run_topk},   {"step", cases::run_step},         {"brief", cases::run_brief},
-    {"graph", cases::run_graph}, {"infinity", cases::run_infinity}, {"packets", cases::run_packets},
+    {"topk", cases::run_topk},
+    {"step", cases::run_step},
+    {"brief", cases::run_brief},
+    {"graph", cases::run_graph},
+    {"infinity", cases::run_infinity},
+    {"packets", cases::run_packets},
     {"dense", cases::run_dense},
+    {"lean", cases::run_lean},
+    {"lean_bits", cases::run_lean_bits},
+    {"lean_brief", cases::run_lean_brief},
+    {"lean_graph", cases::run_lean_graph},
 };
 
 }  // namespace

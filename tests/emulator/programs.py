@@ -58,7 +58,8 @@ ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
 # Of ENGINE, for _emulated.so: the arithmetic of the fake, and what NCCL's errors say.
 ARITHMETIC = ("kernels_reducers", "cpu_reduce", "cpu_isa", "nccl_library")
 MODULE = tuple(CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp"))
-CASES = ("cases", "cases_step", "cases_packets", "cases_dense")
+CASES = ("cases", "cases_step", "cases_packets", "cases_lean", "cases_dense")
+CODEC = ("lean", "index_codes", "value_codes", "isa")  # of kernels/cpu, to compare with
 
 RULES = """\
 ninja_required_version = 1.5
@@ -160,10 +161,14 @@ def _rules(mutants: Iterable[Mutant]) -> str:
     fake = [f"emulator/{name}.o" for name in FAKE_NCCL]
     for name in (*EMULATOR, *FAKE_NCCL):
         lines += _compile(f"emulator/{name}.o", HERE / f"{name}.cpp", ["-O2", "-g1", *flags])
+    codec = [f"emulator/cpu_{name}.o" for name in CODEC]
+    for name in CODEC:
+        source = CSRC / "kernels" / "cpu" / f"{name}.cpp"
+        lines += _compile(f"emulator/cpu_{name}.o", source, ["-O2", "-g1", *flags])
     objects: dict[str, list[str]] = {}
     for kind, special in KINDS.items():
         lines += _compile(f"{kind}/micro.o", HERE / "micro.cu", [*flags, *special])
-        objects[kind] = [f"{kind}/{name}.o" for name in CASES]
+        objects[kind] = [*codec, *(f"{kind}/{name}.o" for name in CASES)]
         for name in CASES:
             lines += _compile(f"{kind}/{name}.o", HERE / f"{name}.cpp", [*flags, *special])
         for unit in units():

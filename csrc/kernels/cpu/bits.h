@@ -11,9 +11,9 @@
 #include <span>
 #include <utility>
 
-namespace pycomm::cpu {
+#include "kernels/lean_layout.h"
 
-constexpr size_t bytes_of_bits(uint64_t bits) { return (bits + 7) / 8; }
+namespace pycomm::cpu {
 
 // Writes 64 bits at a time; finish() writes the bytes of the rest.
 class UnaryWriter {
@@ -83,8 +83,8 @@ class OnesReader {
   uint64_t word_ = 0, base_ = 0;
 };
 
-inline constexpr size_t kPacked = 64;  // numbers of b bits, which are b words
-inline constexpr unsigned kMostWidth = 30;
+inline constexpr size_t kPacked = kRiceBlock;  // numbers of b bits, which are b words
+inline constexpr unsigned kMostWidth = kMostParameter;
 
 template <unsigned kWidth>
 void pack(const uint32_t* numbers, std::byte* out) {

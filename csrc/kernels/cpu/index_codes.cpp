@@ -17,7 +17,6 @@ namespace pycomm::cpu {
 namespace {
 
 constexpr size_t kBlock = kPacked;
-constexpr int kMostParameter = kMostWidth;  // of a gap below 2^31 - 1 the quotient is then 0 or 1
 
 [[noreturn]] void refuse(const char* why) {
   throw InvalidArgument(std::string("not a packet: ") + why);

@@ -20,8 +20,6 @@ struct RicePlan {
 };
 RicePlan plan_rice(std::span<const int32_t> indices, size_t count);
 
-constexpr size_t bitmap_bytes(size_t count) { return (count + 7) / 8; }
-
 // These write indices that ascend, to as many bytes as were counted; where the next byte goes.
 std::byte* write_list(std::span<const int32_t> indices, std::byte* out);
 std::byte* write_bitmap(std::span<const int32_t> indices, size_t count, std::byte* out);

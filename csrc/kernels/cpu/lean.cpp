@@ -12,19 +12,14 @@
 #include "kernels/cpu/floats.h"
 #include "kernels/cpu/index_codes.h"
 #include "kernels/cpu/indices.h"
+#include "kernels/cpu/kernels.h"
 #include "kernels/cpu/value_codes.h"
+#include "kernels/lean_layout.h"
 
 namespace pycomm {
 namespace {
 
 using namespace cpu;
-
-constexpr size_t kMostVarint = 5;  // bytes of a number below 2^31, 7 bits each
-
-void write_varint(size_t number, std::byte*& out) {
-  for (; number >= 0x80; number >>= 7) *out++ = static_cast<std::byte>(number | 0x80);
-  *out++ = static_cast<std::byte>(number);
-}
 
 // Nothing where it does not end, takes more bytes than it must, or is 2^31 or more.
 std::optional<size_t> read_varint(std::span<const std::byte> bytes, size_t& at) {
@@ -37,35 +32,6 @@ std::optional<size_t> read_varint(std::span<const std::byte> bytes, size_t& at) 
     return number;
   }
   return {};
-}
-
-std::byte* write_header(size_t k, const LeanEncoding& encoding, IndexCode index_code,
-                        std::byte* out) {
-  std::memcpy(out, kLeanMagic.data(), kLeanMagic.size());
-  out += kLeanMagic.size();
-  *out++ = static_cast<std::byte>(static_cast<unsigned>(index_code) |
-                                  static_cast<unsigned>(encoding.value_code) << 4);
-  write_varint(k, out);
-  write_varint(encoding.count, out);
-  return out;
-}
-
-// The least and the most that k indices of `count` take.
-size_t least_bytes(IndexCode code, size_t k, size_t count) {
-  switch (code) {
-    case IndexCode::list:
-      return 4 * k;
-    case IndexCode::bitmap:
-      return bitmap_bytes(count);
-    case IndexCode::rice:
-      return k / 8;
-  }
-  return 0;
-}
-size_t most_bytes(IndexCode code, size_t k, size_t count) {
-  // A gap: a remainder of 30 bits, a one, and zeros, 2 a gap at most by the choice of parameters.
-  if (code == IndexCode::rice) return (k * 33 + (k / 64 + 1) * 61) / 8 + 2;
-  return least_bytes(code, k, count);
 }
 
 // Writes the values, and adds to the residual what the packet does not have of them.
@@ -100,10 +66,9 @@ bool is_lean(std::span<const std::byte> bytes) {
   return bytes.size() >= 2 && std::memcmp(bytes.data(), kLeanMagic.data(), 2) == 0;
 }
 
-LeanHeader read_lean_header(std::span<const std::byte> bytes) {
-  const size_t size = bytes.size();
+LeanHeader read_lean_header(std::span<const std::byte> bytes, size_t size) {
   if (!is_lean(bytes)) refuse("it does not begin with its magic word", size);
-  if (size < kLeanMagic.size() + 3) refuse("shorter than its header", size);
+  if (bytes.size() < kLeanMagic.size() + 3) refuse("shorter than its header", size);
   if (std::memcmp(bytes.data(), kLeanMagic.data(), kLeanMagic.size()) != 0)
     refuse("its version is not known here", size);
   size_t at = kLeanMagic.size();
@@ -115,16 +80,16 @@ LeanHeader read_lean_header(std::span<const std::byte> bytes) {
   const LeanHeader header{static_cast<IndexCode>(codes % 16), static_cast<ValueCode>(codes / 16),
                           *k, *count, at};
   const size_t least = at + value_bytes(header.value_code, *k);
-  if (size < least + least_bytes(header.index_code, *k, *count) ||
-      size > least + most_bytes(header.index_code, *k, *count))
+  if (size < least + least_index_bytes(header.index_code, *k, *count) ||
+      size > least + most_index_bytes(header.index_code, *k, *count))
     refuse("k = " + std::to_string(*k) + " takes another length", size);
   return header;
 }
 
 size_t most_lean_bytes(size_t k, const LeanEncoding& encoding) {
   const IndexCode code = encoding.automatic ? IndexCode::list : encoding.index_code;
-  return kLeanMagic.size() + 1 + 2 * kMostVarint + value_bytes(encoding.value_code, k) +
-         most_bytes(code, k, encoding.count);
+  return kMostHead + value_bytes(encoding.value_code, k) +
+         most_index_bytes(code, k, encoding.count);
 }
 
 size_t encode_lean(const Packet& packet, const LeanEncoding& encoding, std::byte* out) {
@@ -137,7 +102,8 @@ size_t encode_lean(const Packet& packet, const LeanEncoding& encoding, std::byte
     const std::array bytes{indices.size_bytes(), bitmap_bytes(encoding.count), plan.bytes()};
     code = static_cast<IndexCode>(std::min_element(bytes.begin(), bytes.end()) - bytes.begin());
   }
-  std::byte* at = write_header(packet.count, encoding, code, out);
+  const LeanHead head = lean_head(packet.count, encoding.count, code, encoding.value_code);
+  std::byte* at = std::copy_n(head.bytes.begin(), head.size, out);
   with_real(encoding.dtype,
             [&](auto dtype) { write_all_values<Stored<dtype()>>(packet, encoding, at); });
   at += value_bytes(encoding.value_code, packet.count);
@@ -169,5 +135,22 @@ void decode_lean(std::span<const std::byte> bytes, int32_t* indices, float* valu
                 {values + first, n});
   }
 }
+
+void cpu::CpuKernels::encode_lean(const Packet& packet, const LeanEncoding& encoding,
+                                  const LeanRoom& room, Queue) {
+  *room.bytes = pycomm::encode_lean(packet, encoding, room.out);
+}
+
+void cpu::CpuKernels::decode_lean(const LeanPacket& packet, const LeanArrays& to, Queue) {
+  const LeanHeader header = read_lean_header(packet.bytes);
+  if (header.k != packet.k || header.count != packet.count)
+    refuse(std::to_string(header.k) + " of " + std::to_string(header.count) + " elements and not " +
+               std::to_string(packet.k) + " of " + std::to_string(packet.count),
+           packet.bytes.size());
+  pycomm::decode_lean(packet.bytes, to.indices, to.values);
+  *to.refused = 0;
+}
+
+size_t cpu::CpuKernels::lean_workspace_bytes(size_t, size_t) { return 0; }
 
 }  // namespace pycomm

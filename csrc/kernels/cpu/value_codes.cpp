@@ -16,7 +16,6 @@
 namespace pycomm::cpu {
 namespace {
 
-constexpr size_t kScaled = 256;  // int8 values that share a scale
 constexpr size_t kLanes = 128;
 constexpr int kRefinements = 2;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
@@ -246,30 +245,7 @@ void read_two_bit(const std::byte* in, std::span<float> values) {
   unpack<2>(in + 4, {with_one_nan(low), negative(low), with_one_nan(high), negative(high)}, values);
 }
 
-// Of one block.
-size_t block_bytes(ValueCode code, size_t count) {
-  switch (code) {
-    case ValueCode::float32:
-      return 4 * count;
-    case ValueCode::bfloat16:
-      return 2 * count;
-    case ValueCode::int8:
-      return count + (count + kScaled - 1) / kScaled * sizeof(float);
-    case ValueCode::two_bit:
-      return 4 + (count + 3) / 4;
-    case ValueCode::one_bit:
-      return 2 + (count + 7) / 8;
-  }
-  return 0;
-}
-
 }  // namespace
-
-size_t value_bytes(ValueCode code, size_t count) {
-  const size_t rest = count % kValueBlock;
-  return count / kValueBlock * block_bytes(code, kValueBlock) +
-         (rest > 0 ? block_bytes(code, rest) : 0);
-}
 
 void write_values(ValueCode code, std::span<const float> values, std::byte* out) {
   switch (code) {

@@ -1,18 +1,12 @@
 // Values as bytes, by the codes of lean.h: 4096 at a time, each by itself. Called by lean.cpp.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <span>
 
-#include "kernels/lean.h"
+#include "kernels/lean_layout.h"
 
 namespace pycomm::cpu {
-
-inline constexpr size_t kValueBlock = 4096;
-
-// Of `count` values, whole blocks of them but the last.
-size_t value_bytes(ValueCode code, size_t count);
 
 // One block of at most kValueBlock values to value_bytes() of it. What is not finite makes NaN of
 // all that share its scale or level.

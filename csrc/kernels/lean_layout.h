@@ -1,0 +1,84 @@
+// How many bytes the parts of a lean packet take, and the bytes of its header: what lean.h says, as
+// functions. Called by every implementation of DeviceKernels.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/lean.h"
+
+namespace pycomm {
+
+inline constexpr size_t kValueBlock = 4096;  // values that share levels
+inline constexpr size_t kScaled = 256;       // int8 values that share a scale
+inline constexpr size_t kRiceBlock = 64;     // gaps that share a parameter
+inline constexpr int kMostParameter = 30;    // of a gap below 2^31 - 1 the quotient is then 0 or 1
+inline constexpr size_t kMostVarint = 5;     // bytes of a number below 2^31, 7 bits each
+inline constexpr size_t kMostHead = kLeanMagic.size() + 1 + 2 * kMostVarint;
+
+constexpr size_t bytes_of_bits(uint64_t bits) { return (bits + 7) / 8; }
+constexpr size_t bitmap_bytes(size_t count) { return bytes_of_bits(count); }
+
+// Of `count` values of one block.
+constexpr size_t value_block_bytes(ValueCode code, size_t count) {
+  switch (code) {
+    case ValueCode::float32:
+      return 4 * count;
+    case ValueCode::bfloat16:
+      return 2 * count;
+    case ValueCode::int8:
+      return count + (count + kScaled - 1) / kScaled * sizeof(float);
+    case ValueCode::two_bit:
+      return 4 + (count + 3) / 4;
+    case ValueCode::one_bit:
+      return 2 + (count + 7) / 8;
+  }
+  return 0;
+}
+
+// Of `count` values, whole blocks of them but the last.
+constexpr size_t value_bytes(ValueCode code, size_t count) {
+  const size_t rest = count % kValueBlock;
+  return count / kValueBlock * value_block_bytes(code, kValueBlock) +
+         (rest > 0 ? value_block_bytes(code, rest) : 0);
+}
+
+// The least and the most that k indices of `count` take.
+constexpr size_t least_index_bytes(IndexCode code, size_t k, size_t count) {
+  switch (code) {
+    case IndexCode::list:
+      return 4 * k;
+    case IndexCode::bitmap:
+      return bitmap_bytes(count);
+    case IndexCode::rice:
+      return k / 8;
+  }
+  return 0;
+}
+constexpr size_t most_index_bytes(IndexCode code, size_t k, size_t count) {
+  // A gap: a remainder of 30 bits, a one, and zeros, 2 a gap at most by the choice of parameters.
+  if (code == IndexCode::rice) return (k * 33 + (k / kRiceBlock + 1) * 61) / 8 + 2;
+  return least_index_bytes(code, k, count);
+}
+
+struct LeanHead {
+  std::array<std::byte, kMostHead> bytes{};
+  size_t size = 0;
+};
+
+constexpr LeanHead lean_head(size_t k, size_t count, IndexCode index_code, ValueCode value_code) {
+  LeanHead head;
+  const auto put = [&](size_t byte) {
+    head.bytes[head.size++] = static_cast<std::byte>(byte & 0xff);
+  };
+  for (const char letter : kLeanMagic) put(static_cast<unsigned char>(letter));
+  put(static_cast<size_t>(index_code) | static_cast<size_t>(value_code) << 4);
+  for (size_t number : {k, count}) {
+    for (; number >= 0x80; number >>= 7) put((number & 0x7f) | 0x80);
+    put(number);
+  }
+  return head;
+}
+
+}  // namespace pycomm
