@@ -237,7 +237,7 @@ def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], objec
         for owner, total in enumerate(totals):
             packet = encode(cut[owner], share.places, code)
             to_owners += (times - (owner == rank)) * len(packet)
-            places, arrived = decode(packet, share.places)
+            places, arrived = decode(packet, share.places, cut[owner][1].device)
             total[places.long()] += times * arrived
         advance()
     answers = [

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_devices import DEVICES
 from little_models import batch, equal, parameters, perceptron, step_on
 from test_dgc_steps import compressed, memory_of, sgd
 from torch import Tensor, nn
@@ -73,6 +74,18 @@ def test_buckets_fusion_and_a_resume_change_no_bit(exchange: str, value_dtype: s
     assert same(results, run_ranks(3, trained, options, None, 3))
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):  # torch's SGD then uses fma
         assert same(results, run_ranks(3, trained, {**options, "fused": True}))
+
+
+@pytest.mark.parametrize(("exchange", "value_dtype"), [("gather", "int8"), ("split", "2bit")])
+def test_cuda_kernels_change_no_bit(exchange: str, value_dtype: str) -> None:
+    """Emulated, as their arrays lie in host memory: all of a step but the copies."""
+    options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "lean"}
+    wanted = run_ranks(2, trained, options)
+    with DEVICES["emulated"]() as device:
+        device.module.take_traffic()  # of other tests
+        found = run_ranks(2, trained, options)
+        assert device.module.take_traffic()[2] > 0
+    assert same(found, wanted)
 
 
 def owed_by_owner(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:

@@ -2,6 +2,8 @@
 
 A unit's packet has a length of its own, so lengths go ahead: int32 [units], of all ranks. Behind
 them one message of each rank holds its packets, end to end. Both stand behind the last gradient.
+Packets travel through host memory: those of a GPU are coded there, copied when they are short, and
+copied back before they are read.
 docs/compression.md has the meaning, csrc/kernels/lean.h the packets. Called by transaction.py, and
 by split.py for its second half.
 """
@@ -64,7 +66,7 @@ class ToAll:
         everyone, sent = all_gather(mine, ways)
         found = []
         for unit, packets in zip(units, everyone, strict=True):
-            pairs = [decode(packet, unit.count) for packet in packets]
+            pairs = [decode(packet, unit.count, unit.values.device) for packet in packets]
             lost = lost_in(unit.values, pairs[ways.rank][1])
             found.append(Arrived(unit, pairs, lost))
         return found, sent
@@ -76,28 +78,28 @@ class ToAll:
         """What rounding takes, which is the same each time."""
         packets = [encode((u.indices, u.values), u.count, self.value_dtype) for u in units]
         return [
-            lost_in(unit.values, decode(packet, unit.count)[1])
+            lost_in(unit.values, decode(packet, unit.count, unit.values.device)[1])
             for unit, packet in zip(units, packets, strict=True)
         ]
 
 
 def encode(pair: Pair, count: int, value_dtype: str) -> Tensor:
-    """A lean packet of the fewest bytes, uint8; of nothing, none at all."""
+    """A lean packet of the fewest bytes, uint8 in host memory; of nothing, none at all."""
     if not len(pair[0]):
         return torch.empty(0, dtype=torch.uint8)
     packet: Tensor = kernels.encode(*pair, count, value_dtype, codec="auto")
-    return packet
+    return packet.cpu()
 
 
-def decode(packet: Tensor, count: int) -> Pair:
-    """What `encode` was given, its values as they have arrived.
+def decode(packet: Tensor, count: int, device: torch.device) -> Pair:
+    """What `encode` was given, its values as they have arrived, on the device.
 
     Raises:
         InvalidArgument: the bytes are no packet, or one of a larger array.
     """
     if not len(packet):
-        return torch.empty(0, dtype=torch.int32), torch.empty(0)
-    indices, values = kernels.unpack(packet)
+        return torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, device=device)
+    indices, values = kernels.unpack(packet.to(device), codec="auto")
     if len(indices) and int(indices[-1]) >= count:
         raise InvalidArgument(f"DGC: a packet has index {int(indices[-1])} of {count} elements")
     return indices, values

@@ -132,7 +132,7 @@ class DGC:
         splits = lean and exchange not in ("gather", "masked")
         self.owed: dict[Memory, Tensor] | None = {} if splits else None  # as an owner, split.py
         if lean:
-            _on_the_host(self._compressed())
+            _can_be_coded(self._compressed())
         code = value_dtype if lean else None
         self._held = DENSE  # what the last step had
         self._chooser = Chooser(exchange, self._levels, k_rule, self._whole, code)
@@ -466,10 +466,11 @@ def _one_of(name: str, given: str, known: Sequence[str]) -> None:
         raise InvalidArgument(f"{name}={given!r}: one of {', '.join(known)}")
 
 
-def _on_the_host(memories: Sequence[Memory]) -> None:
+def _can_be_coded(memories: Sequence[Memory]) -> None:
     for memory in memories:
-        if memory.u.device.type != "cpu":
+        if memory.u.device.type not in ("cpu", "cuda"):
             raise Unsupported(
-                f"lean packets are written by the processor, and {memory.name!r} lies on "
-                f'{memory.u.device}: use codec="raw" with value_dtype="float32"'
+                "lean packets are written in host memory and on CUDA devices, and "
+                f'{memory.name!r} lies on {memory.u.device}: use codec="raw" with '
+                'value_dtype="float32"'
             )

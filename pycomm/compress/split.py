@@ -99,7 +99,7 @@ class Owners:
         for unit, share, cut, packets in zip(units, shares, cuts, everyone, strict=True):
             pairs = []
             for owner, packet in enumerate(packets):
-                places, values = decode(packet, share.places)
+                places, values = decode(packet, share.places, unit.values.device)
                 pairs.append((share.whole(owner, places), values))
             found.append(Arrived(unit, pairs, _lost(unit, share, cut)))
         return found, given + sent
@@ -128,9 +128,9 @@ class Owners:
     def _choose(self, unit: Unit, share: Shares, packets: Sequence[Tensor]) -> Tensor:
         """The largest of what there is for this owner, of all ranks together as many as one rank
         sends; it owes the rest. A packet."""
-        first = unit.memories[0]
-        total = torch.zeros(share.places, dtype=unit.values.dtype)
-        kernels.decode_sum(total, [decode(packet, share.places) for packet in packets])
+        first, device = unit.memories[0], unit.values.device
+        total = torch.zeros(share.places, dtype=unit.values.dtype, device=device)
+        kernels.decode_sum(total, [decode(packet, share.places, device) for packet in packets])
         if first in self.owed:
             total += self.owed[first]
         k = min(-(-len(unit.values) // share.size), share.places)
@@ -138,7 +138,7 @@ class Owners:
         some = values != 0
         pair = places[some], values[some]
         packet = encode(pair, share.places, self.value_dtype)
-        total[pair[0]] = lost_in(pair[1], decode(packet, share.places)[1])
+        total[pair[0]] = lost_in(pair[1], decode(packet, share.places, device)[1])
         self._next[first] = total
         return packet
 
@@ -148,7 +148,7 @@ def _lost(unit: Unit, share: Shares, cut: Sequence[Cut]) -> Tensor:
     places, lost = [], []
     for owner, ((where, values), packet) in enumerate(cut):
         places.append(share.whole(owner, where))
-        lost.append(lost_in(values, decode(packet, share.places)[1]))
+        lost.append(lost_in(values, decode(packet, share.places, values.device)[1]))
     order = torch.argsort(torch.cat(places))
     return torch.cat(lost).to(unit.values.dtype)[order]
 
