@@ -74,8 +74,8 @@ def left(before: Held) -> str:
     """What is held now and was not before, "" if nothing. Waits for what takes a moment to go."""
     if not (found := more(before, held())):
         return ""
-    gc.collect()  # of cycles: errors hold the frames in which they were caught
     end = time.monotonic() + LEAVE_S
     while (found := more(before, held())) and time.monotonic() < end:
+        gc.collect()  # errors hold their frames, and these torch's graphs, which go one by one
         time.sleep(0.01)  # the thread that sees last bytes off ends by itself: transport/linger.h
     return found

@@ -97,12 +97,13 @@ class Pools:
     def __init__(self) -> None:
         self.pools: dict[int, Ranks] = {}
 
-    def of(self, size: int) -> Ranks:
+    def of(self, size: int, before: Any) -> Ranks:
         pool = self.pools.get(size)
         if pool is None or pool.broken:
-            if pool is not None:
-                pool.stop()
-            pool = self.pools[size] = Ranks(size)
+            with before.stays():
+                if pool is not None:
+                    pool.stop()
+                pool = self.pools[size] = Ranks(size)
         return pool
 
 
@@ -112,13 +113,13 @@ Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(name="run")
-def run_fixture(tmp_path: Path) -> Run:
+def run_fixture(tmp_path: Path, nothing_left: Any) -> Run:
     """run(size, fn, *args) -> results by rank."""
-    return lambda size, fn, *args: POOLS.of(size).run(tmp_path, "pycomm", fn, *args)
+    return lambda size, fn, *args: POOLS.of(size, nothing_left).run(tmp_path, "pycomm", fn, *args)
 
 
 @pytest.fixture(name="both")
-def both_fixture(tmp_path: Path) -> Run:
+def both_fixture(tmp_path: Path, nothing_left: Any) -> Run:
     """both(size, fn, *args) -> results by rank: those of pycomm, which gloo's must resemble.
 
     The results are tensors and numbers in lists and dicts. Of two ranks' sums there is one order,
@@ -127,7 +128,8 @@ def both_fixture(tmp_path: Path) -> Run:
 
     def run_both(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         ours, theirs = (
-            POOLS.of(size).run(tmp_path, backend, fn, *args) for backend in ("pycomm", "gloo")
+            POOLS.of(size, nothing_left).run(tmp_path, backend, fn, *args)
+            for backend in ("pycomm", "gloo")
         )
         exact = {"rtol": 0.0, "atol": 0.0} if size == 2 else {}
         torch.testing.assert_close(ours, theirs, equal_nan=True, **exact)
