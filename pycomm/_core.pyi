@@ -172,9 +172,9 @@ class Group:
     def abort(self, reason: str, /) -> None: ...
     def _capsule(self) -> object: ...
 
-def on_device(group: Group, device: object, nccl: object, timeout_s: float, /) -> Group:
-    """Collective. The group of the same ranks for arrays on devices, one for each. `device` and
-    `nccl` are capsules of the module that has CUDA."""
+def on_device(group: object, device: object, nccl: object, timeout_s: float, /) -> Group:
+    """Collective. The group of the same ranks for arrays on devices, one for each. `group` is a
+    capsule of a group, `device` and `nccl` are those of the module that has CUDA."""
 
 def check_address(address: str, /) -> None: ...
 def regroup(

@@ -18,7 +18,7 @@ NAME = "pycomm"
 
 
 def register(_module: object = None) -> None:
-    """Gives torch.distributed the name "pycomm" for CPU tensors. A second call does nothing."""
+    """Gives torch.distributed the name "pycomm", for CPU and CUDA tensors. Twice is fine."""
     try:
         import torch.distributed as dist
         from torch.autograd import profiler
@@ -28,7 +28,7 @@ def register(_module: object = None) -> None:
         calls.profiler = profiler
         if not dist.is_available() or NAME in dist.Backend.backend_list:
             return
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     except Exception:  # torch must stay importable, whatever is wrong with us
         import logging
 

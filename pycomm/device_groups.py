@@ -1,7 +1,8 @@
 """The group of a group's ranks for arrays on CUDA devices: made at the first call with such arrays.
 
 Devices and NCCL come from the compiled module _cuda. `replaced` puts another in its place: that is
-how tests run all of this where there is no GPU. Called by calls.py.
+how tests run all of this where there is no GPU. Called by calls.py and, for torch's tensors, by the
+module _c10d.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from pycomm.errors import Unsupported
 from pycomm.group import Group
 from pycomm.kernels import devices
 
-__all__ = ["core", "replaced", "stream"]
+__all__ = ["core", "on_device", "replaced", "stream"]
 
-_module: Any = None  # what stands in for _cuda
+
+class _Source:
+    """Where devices come from: a module, and what torch calls the devices that it has."""
+
+    module: Any = None  # what stands in for _cuda
+    kind = "cuda"
 
 
 def core(group: Group, device: Device) -> _core.Group:
@@ -34,12 +40,22 @@ def core(group: Group, device: Device) -> _core.Group:
         return group._core
     found = group._devices.get(device.index)
     if found is None:
-        module = _compiled()
-        opened = module.open_device(device.index)
-        library = nccl.load(module)._capsule()
-        found = _core.on_device(group._core, opened, library, group._timeout_s)
+        found = _meet(group._core._capsule(), device.index, group._timeout_s)
         group._devices[device.index] = found
     return found
+
+
+def on_device(host: object, kind: str, index: int, timeout_s: float) -> object:
+    """The same for torch: `host` and the result are capsules of groups; `kind` is torch's word.
+
+    Raises:
+        Unsupported: also for devices of another kind.
+    """
+    if kind != _Source.kind:
+        raise Unsupported(
+            f"pycomm takes tensors in host memory and on CUDA devices, not on {kind}: move them"
+        )
+    return _meet(host, index, timeout_s)._capsule()
 
 
 def stream(device: Device, array: Any) -> int:
@@ -47,20 +63,30 @@ def stream(device: Device, array: Any) -> int:
     return devices.queue(device, array)[1]
 
 
+def _meet(host: object, index: int, timeout_s: float) -> _core.Group:
+    module = _compiled()
+    opened = module.open_device(index)
+    library = nccl.load(module)._capsule()
+    return _core.on_device(host, opened, library, timeout_s)
+
+
 def _compiled() -> Any:
-    if _module is not None:
-        return _module
+    if _Source.module is not None:
+        return _Source.module
     if importlib.util.find_spec("pycomm._cuda") is None:
         raise Unsupported(devices.HOW_TO_BUILD)
     return importlib.import_module("pycomm._cuda")
 
 
 @contextlib.contextmanager
-def replaced(by: Any) -> Iterator[None]:
-    """Within it, groups that are made take devices and NCCL from the module `by`. For tests."""
-    global _module  # noqa: PLW0603 - of the whole process, as _cuda is
-    before, _module = _module, by
+def replaced(by: Any, kind: str = "cuda") -> Iterator[None]:
+    """Within it, groups that are made take devices and NCCL from the module `by`. For tests.
+
+    `kind` is what torch calls devices of these.
+    """
+    before = _Source.module, _Source.kind  # of the whole process, as _cuda is
+    _Source.module, _Source.kind = by, kind
     try:
         yield
     finally:
-        _module = before
+        _Source.module, _Source.kind = before

@@ -155,14 +155,17 @@ def stats(process_group: dist.ProcessGroup | None = None) -> dict[str, float]:
         really sent), bytes_received, and the seconds spent inside calls.
 
     Raises:
-        InvalidArgument: the group has another backend for CPU tensors.
+        InvalidArgument: the group has other backends.
     """
     process_group = process_group or dist.group.WORLD
     if process_group is None:
         raise InvalidArgument("no process group: call torch.distributed.init_process_group first")
-    backend: Any = process_group._get_backend(torch.device("cpu"))
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-    if not isinstance(backend, _module().Backend):
-        raise InvalidArgument(f"the group's CPU backend is {backend.name()!r}, not pycomm")
-    counted: dict[str, float] = backend.stats()
-    return counted
+    names = []
+    for device in process_group._device_types:
+        backend: Any = process_group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        if isinstance(backend, _module().Backend):
+            counted: dict[str, float] = backend.stats()
+            return counted
+        names.append(f"{device.type}: {backend.name()}")
+    raise InvalidArgument(f"the group's backend is not pycomm, but {', '.join(names)}")

@@ -198,6 +198,12 @@ class Machine:
         return pycomm.testing.run_ranks(n, _rank, self.kind, fn, args, **options)
 
 
+@pytest.fixture(name="machine", params=["emulated", "cuda"], scope="module")
+def machine_fixture(request: pytest.FixtureRequest) -> Any:
+    with Machine(request.param) as found:
+        yield found
+
+
 class EmulatedHere(ExitStack):
     """Groups that are made in this process take emulated devices."""
 
@@ -211,7 +217,7 @@ class EmulatedHere(ExitStack):
 
 
 def _rank(group: pycomm.Group, kind: str, fn: Any, args: tuple[Any, ...]) -> Any:
-    alone = kind == "emulated" and device_groups._module is None  # a process of its own
+    alone = kind == "emulated" and device_groups._Source.module is None  # a process of its own
     with EmulatedHere() if alone else ExitStack():
         device = DEVICES[kind](group.rank)
         try:

@@ -8,14 +8,17 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "bindings/c10d_devices.h"
 #include "bindings/c10d_exchange.h"
 #include "bindings/c10d_monitor.h"
 #include "bindings/c10d_sparse.h"
@@ -48,10 +51,11 @@ class OpenGroups {
     std::erase_if(groups_, [](const auto& old) { return old.expired(); });
     groups_.push_back(group);
   }
+  // The last ones first: groups on devices stand on those of their hosts.
   void close_all() {
     const std::lock_guard lock(mutex_);
-    for (const auto& weak : groups_)
-      if (const auto group = weak.lock()) group->close();
+    for (auto weak = groups_.rbegin(); weak != groups_.rend(); ++weak)
+      if (const auto group = weak->lock()) group->close();
     groups_.clear();
   }
 
@@ -84,10 +88,13 @@ class Backend : public c10d::Backend {
   ~Backend() override {
     shutdown();
     if (born_ != fork_count) {  // the group's sockets are the parent's: no goodbye on them
-      [[maybe_unused]] auto* leaked = new std::shared_ptr<Group>(std::move(group_));
+      [[maybe_unused]] auto* leaked = new std::pair(std::move(group_), std::move(sides_));
       return;
     }
-    without_gil([this] { group_.reset(); });
+    without_gil([this] {
+      sides_.clear();
+      group_.reset();
+    });
   }
 
   const std::string getBackendName() const override { return kName; }
@@ -97,7 +104,7 @@ class Backend : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
   // Where the ranks see it, if they can. torch's DistributedDataParallel can ask for its buckets.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
-    options = options.device(at::kCPU);
+    if (!options.device().is_cpu()) return at::empty({size}, options);
     const auto bytes = static_cast<size_t>(size) * options.dtype().itemsize();
     auto memory = bytes > 0 ? with_python_errors([&] { return group_->allocate(bytes); }) : nullptr;
     if (!memory) return at::empty({size}, options);
@@ -106,21 +113,44 @@ class Backend : public c10d::Backend {
   }
   void setSequenceNumberForGroup() override {}  // all ranks count from 0
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  c10d::ErrorType getError() override { return *error_; }
-  Stats stats() const { return group_->stats(); }
+  c10d::ErrorType getError() override {
+    sweep();
+    return *error_;
+  }
+  // Calls on devices count where the ranks agree about them, which is in host memory.
+  Stats stats() const {
+    Stats all = group_->stats();
+    for (const auto& [device, side] : sides_) {
+      const Stats there = side.group->stats();
+      all.frames_sent += there.frames_sent;
+      all.bytes_sent += there.bytes_sent;
+    }
+    return all;
+  }
+  void eagerConnectSingleDevice(at::Device device) override {
+    with_python_errors([&] { (void)side_on(device); });
+  }
 
   // Of torch's calls. The group's own, of which there may be another user, stays as it is.
   void setTimeout(milliseconds timeout) override { options_->timeout = timeout; }
 
   void abort() override {
     if (born_ == fork_count)
-      without_gil([this] { group_->abort("rank " + std::to_string(rank_) + " called abort()"); });
+      without_gil([this] {
+        const std::string reason = "rank " + std::to_string(rank_) + " called abort()";
+        for (const auto& [device, side] : sides_) side.group->abort(reason);
+        group_->abort(reason);
+      });
   }
 
   // In a forked child the group is the parent's, and so is its end.
   void shutdown() override {
-    if (!owner_ || born_ != fork_count) return;
-    without_gil([this] { group_->close(); });
+    if (born_ != fork_count) return;
+    without_gil([this] {
+      for (const auto& [device, side] : sides_) side.group->close();
+      if (owner_) group_->close();
+    });
+    if (!owner_) return;
     if (const auto ended = std::exchange(ended_, nullptr); ended && Py_IsInitialized() != 0)
       ended();
   }
@@ -308,16 +338,36 @@ class Backend : public c10d::Backend {
     }
   }
 
+  // Of a job on a device: sets the streams of its calls, and gives the group there.
+  DeviceSide* place(Job& job) {
+    if (!job.device || job.device->is_cpu()) return nullptr;
+    DeviceSide& side = side_on(*job.device);
+    void* const stream = current_stream(*job.device).native_handle();
+    for (Call& call : job.calls) call.stream = stream;
+    return &side;
+  }
+
+  DeviceSide& side_on(c10::Device device) {
+    const auto found = sides_.find(device);
+    if (found != sides_.end()) return found->second;
+    DeviceSide made = meet_on(group_, device, options_->timeout);
+    open_groups.add(made.group);
+    return sides_.emplace(device, std::move(made)).first->second;
+  }
+
   void run(Job& job) {
+    DeviceSide* const side = place(job);
     noting([&] {
-      for (const auto& call : job.calls) group_->run(call);
+      for (const auto& call : job.calls) (side ? side->group : group_)->run(call);
       if (job.after) job.after(*group_, job.calls.front().timeout);
     });
     EngineWork::copy_back(job);
   }
 
   WorkPtr run_profiled(Job job) {
-    auto work = c10::make_intrusive<EngineWork>(rank_, sequence_, Job(job));
+    std::shared_ptr<Landing> landing;
+    if (place(job) != nullptr) landing = std::make_shared<Landing>(current_stream(*job.device));
+    auto work = c10::make_intrusive<EngineWork>(rank_, sequence_, Job(job), std::move(landing));
     try {
       run(job);
     } catch (...) {
@@ -329,27 +379,56 @@ class Backend : public c10d::Backend {
   }
 
   WorkPtr start(Job job) {
-    auto work = c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job));
+    DeviceSide* const side = place(job);
+    std::shared_ptr<Landing> landing;
+    if (side) {
+      landing = std::make_shared<Landing>(side->landing);
+      for (Call& call : job.calls) call.follower = side->landing.native_handle();
+    }
+    auto work = c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job), landing);
     const size_t count = work->job().calls.size();
     for (size_t i = 0; i < count; ++i) {
       try {
-        group_->start(work->job().calls[i],
-                      [work, error = error_, group = group_.get()](std::exception_ptr thrown) {
-                        if (!thrown) thrown = work->follow(*group);
-                        note(*error, thrown);
-                        work->land(1, thrown);
-                      });
+        auto call =
+            (side ? side->group : group_)
+                ->start(work->job().calls[i],
+                        [work, error = error_, group = group_.get()](std::exception_ptr thrown) {
+                          if (!thrown) thrown = work->follow(*group);
+                          note(*error, thrown);
+                          work->land(1, thrown);
+                        });
+        if (landing) landing->add(std::move(call));
       } catch (...) {  // those that started before still use the job's memory
         work->land(count - i, std::current_exception());
         if (i == 0) throw;
         break;
       }
     }
+    if (landing && !landing->captured()) {
+      sweep();
+      const std::lock_guard lock(landings_mutex_);
+      landings_.push_back(std::move(landing));
+    }
     return work;
+  }
+
+  // Lets go of what the devices have passed, and notes what went wrong there.
+  void sweep() {
+    std::vector<std::shared_ptr<Landing>> over;  // dropped without the lock, as Python may be asked
+    const std::lock_guard lock(landings_mutex_);
+    for (; !landings_.empty(); landings_.pop_front()) {
+      const auto error = landings_.front()->error();
+      if (!error && !landings_.front()->passed()) return;
+      note(*error_, error);
+      over.push_back(std::move(landings_.front()));
+    }
   }
 
   WorkPtr add_to_batch(Job job) {
     if (job.after || job.source) job.lacks("cannot be part of a coalesced call");
+    if (!batch_->device) batch_->device = job.device;
+    if (job.device && *job.device != *batch_->device)
+      job.refuse("coalesced calls on " + batch_->device->str() + " and " + job.device->str());
     const auto append = [](auto& to, auto& from) { to.insert(to.end(), from.begin(), from.end()); };
     append(batch_->inputs, job.inputs);
     append(batch_->outputs, job.outputs);
@@ -389,6 +468,7 @@ class Backend : public c10d::Backend {
   }
 
   std::shared_ptr<Group> group_;
+  std::unordered_map<c10::Device, DeviceSide> sides_;  // those that were met so far
   const c10::intrusive_ptr<Options> options_;
   const bool owner_;
   std::function<void()> ended_;
@@ -397,6 +477,8 @@ class Backend : public c10d::Backend {
   const std::shared_ptr<std::atomic<c10d::ErrorType>> error_ =
       std::make_shared<std::atomic<c10d::ErrorType>>(c10d::ErrorType::SUCCESS);
   std::optional<Job> batch_;
+  std::mutex landings_mutex_;
+  std::deque<std::shared_ptr<Landing>> landings_;  // of calls on devices, in the order of the calls
 };
 
 }  // namespace pycomm::bindings

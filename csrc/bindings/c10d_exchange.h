@@ -67,7 +67,7 @@ inline Job recv_from_any(const Tensors& tensors, int tag) {
 }
 
 // The list that the root alone gives: one tensor like `like` for each rank.
-inline const Tensors& roots_list(const Job& job, Seat seat, const std::vector<Tensors>& lists,
+inline const Tensors& roots_list(Job& job, Seat seat, const std::vector<Tensors>& lists,
                                  const at::Tensor& like) {
   if (lists.size() != 1 || lists.front().size() != static_cast<size_t>(seat.size))
     job.refuse("the root takes one list of " + std::to_string(seat.size) + " tensors");

@@ -115,7 +115,7 @@ inline Job all_reduce_sparse(Seat seat, const Tensors& tensors,
           .outputs = tensors};
   const at::Tensor& tensor = only(job, tensors);
   if (!tensor.device().is_cpu() || tensor.layout() != at::kSparse)
-    job.lacks("takes CPU tensors, dense or of the layout torch.sparse_coo");
+    job.lacks("sparse tensors have to lie in host memory, in the layout torch.sparse_coo");
   if (opts.reduceOp != c10d::ReduceOp::SUM) job.lacks("sparse tensors can be summed only");
   BelowAutograd guard;
   const auto sum = std::make_shared<SparseSum>(job, seat, tensor);

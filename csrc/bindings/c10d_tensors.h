@@ -35,6 +35,7 @@ struct Job {
   std::function<void(Group&, std::chrono::nanoseconds)> after{};
   std::vector<std::pair<at::Tensor, at::Tensor>> copies{};  // to, from
   std::shared_ptr<int> source{};                            // recv from any: from whom
+  std::optional<c10::Device> device{};                      // where its tensors lie, if any do
 
   std::string verb() const { return std::string(title).substr(sizeof("pycomm:") - 1); }
   [[noreturn]] void refuse(const std::string& why) const {
@@ -135,12 +136,13 @@ inline ReduceOp engine_op(const Job& job, const c10d::ReduceOp& op) {
   job.lacks("unknown reduction");
 }
 
-inline void check_place(const Job& job, const at::Tensor& tensor) {
+// All tensors of a job lie on one device; whether the ranks can meet there is found out later.
+inline void check_place(Job& job, const at::Tensor& tensor) {
   if (!tensor.defined()) job.refuse("got an undefined tensor");
-  if (!tensor.device().is_cpu())
-    job.lacks("takes CPU tensors; this one is on " + tensor.device().str() +
-              ". Move it, or make the group with another backend for that device, as in "
-              "\"cpu:pycomm,cuda:nccl\"");
+  if (!job.device) job.device = tensor.device();
+  if (*job.device != tensor.device())
+    job.refuse("tensors on " + job.device->str() + " and " + tensor.device().str() +
+               " in one call");
   if (tensor.layout() != at::kStrided || tensor.is_quantized())
     job.lacks("takes dense tensors; call to_dense() or dequantize() first");
 }

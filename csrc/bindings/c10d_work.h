@@ -1,8 +1,8 @@
 // The handle of a call made through torch, and the errors that it raises in Python.
 //
 // A Job's calls end on the engine's worker (or on the caller's thread); the last one to end copies
-// the results back, finishes the Work and its future, if anybody asked for one. Included by
-// c10d_backend.h only.
+// the results back, finishes the Work and its future, if anybody asked for one. On a device a call
+// ends here when it is enqueued, and c10d_devices.h has the rest. Included by c10d_backend.h only.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -18,11 +18,11 @@
 #include <thread>
 #include <utility>
 
+#include "bindings/c10d_devices.h"
 #include "bindings/c10d_tensors.h"
 
 namespace pycomm::bindings {
 
-namespace py = pybind11;
 using std::chrono::milliseconds;
 
 // The Python exception for an error of ours, made by the translator of the module that made the
@@ -61,11 +61,18 @@ inline void raise_pending_signal() {
 
 class EngineWork : public c10d::Work {
  public:
-  EngineWork(int rank, uint64_t sequence, Job job)
+  // `landing`: of a job on a device, else null.
+  EngineWork(int rank, uint64_t sequence, Job job, std::shared_ptr<Landing> landing)
       : c10d::Work(rank, job.type, job.title, job.inputs),
         sequence_(sequence),
         job_(std::move(job)),
+        landing_(std::move(landing)),
         left_(job_.calls.size()) {
+    if (landing_) {  // its events are recorded as the job ends, so it cannot be made later
+      landing_->hold(job_);
+      future_ = c10::make_intrusive<c10::ivalue::Future>(
+          c10::ListType::create(c10::TensorType::get()), std::vector{landing_->stream().device()});
+    }
     if (job_.calls.empty()) land(1, nullptr);
   }
 
@@ -86,7 +93,10 @@ class EngineWork : public c10d::Work {
     if (error && !failed_.exchange(true)) error_ = error;
     if (left_.fetch_sub(count) > count) return;
     try {
+      c10::OptionalStreamGuard on;
+      if (landing_) on.reset_stream(landing_->stream());
       if (!failed_) copy_back(job_);
+      if (landing_) landing_->land();
     } catch (...) {
       error_ = std::current_exception();
     }
@@ -104,10 +114,25 @@ class EngineWork : public c10d::Work {
       if (!to.is_same(from)) to.copy_(from.view(to.sizes()));
   }
 
-  std::exception_ptr exception() const override {
-    std::lock_guard lock(mutex_);
-    return exception_ ? std::make_exception_ptr(as_python(exception_)) : nullptr;
+  // On a device: whether it has passed the call.
+  bool isCompleted() override {
+    if (!c10d::Work::isCompleted()) return false;
+    return !landing_ || !isSuccess() || landing_->passed();
   }
+  bool isSuccess() const override { return c10d::Work::isSuccess() && !late_error(); }
+  std::exception_ptr exception() const override {
+    std::exception_ptr error = late_error();
+    {
+      const std::lock_guard lock(mutex_);
+      if (exception_) error = exception_;
+    }
+    return error ? std::make_exception_ptr(as_python(error)) : nullptr;
+  }
+
+  // On a device these order the current stream behind the call. No thread waits for the device, but
+  // in a wait() with a limit.
+  void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { wait(kNoTimeout); }
 
   // 0 waits for as long as the call may take. A wait that times out leaves the call running.
   bool wait(milliseconds limit) override {
@@ -128,6 +153,8 @@ class EngineWork : public c10d::Work {
       lock.lock();
     }
     if (exception_) throw as_python(exception_);
+    lock.unlock();
+    if (landing_) join(limit, start);
     return true;
   }
 
@@ -152,6 +179,20 @@ class EngineWork : public c10d::Work {
  private:
   static constexpr int kSpins = 20;  // about 10 us of yields: most small calls end within it
   static constexpr milliseconds kSlice{100};
+  static constexpr milliseconds kAsk{1};  // devices tell nobody, so who waits for one asks
+
+  std::exception_ptr late_error() const { return landing_ ? landing_->error() : nullptr; }
+
+  void join(milliseconds limit, std::chrono::steady_clock::time_point start) {
+    do {
+      if (const auto error = late_error()) throw as_python(error);
+      landing_->join();
+      if (limit <= kNoTimeout || landing_->passed()) return;
+      std::this_thread::sleep_for(kAsk);
+      raise_pending_signal();
+    } while (std::chrono::steady_clock::now() - start < limit);
+    throw as_python(std::make_exception_ptr(timed_out(limit)));
+  }
 
   Timeout timed_out(milliseconds limit) const {
     ErrorFields fields{
@@ -168,14 +209,22 @@ class EngineWork : public c10d::Work {
       std::lock_guard lock(mutex_);
       if (!future_ || !completed_ || std::exchange(settled_, true)) return;
     }
-    if (exception_)
+    if (exception_) {
       future_->setErrorIfNeeded(std::make_exception_ptr(as_python(exception_)));
-    else
+      return;
+    }
+    try {
+      c10::OptionalStreamGuard on;  // what follows the future follows what this stream holds now
+      if (landing_) on.reset_stream(landing_->stream());
       future_->markCompleted(c10::IValue(job_.outputs));
+    } catch (...) {  // of a device that no longer answers
+      future_->setErrorIfNeeded(std::current_exception());
+    }
   }
 
   const uint64_t sequence_;
   Job job_;
+  const std::shared_ptr<Landing> landing_;
   std::atomic<size_t> left_;
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;

@@ -16,16 +16,16 @@ std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
   return *capsule.get_pointer<std::shared_ptr<T>>();
 }
 
-std::unique_ptr<Handle> on_device(const Handle& host, const py::capsule& device,
+std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& device,
                                   const py::capsule& nccl, double timeout_s) {
-  (void)host.group();  // not in a forked child
+  auto group = taken<Group>(host, "pycomm.Group");
   auto where = taken<Device>(device, "pycomm.Device");
   auto library = taken<NcclApi>(nccl, "pycomm.NcclApi");
   const auto timeout = nanoseconds(timeout_s);
   std::shared_ptr<Group> made;
   {
     const Blocking blocking;
-    made = make_device_group(host.shared(), std::move(where), std::move(library), timeout);
+    made = make_device_group(std::move(group), std::move(where), std::move(library), timeout);
   }
   throw_pending();
   return std::make_unique<Handle>(std::move(made));

@@ -57,8 +57,13 @@ class CudaDevice final : public Device {
     const OnDevice on({.device = index_});
     check_cuda(cudaStreamWaitEvent(raw_stream(stream), raw_event(event), 0), "cudaStreamWaitEvent");
   }
+  // Also while another thread captures a graph in the mode that torch takes, which a query by a
+  // thread that is not relaxed would end.
   bool passed(void* event) override {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     const cudaError_t state = cudaEventQuery(raw_event(event));
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     if (state == cudaErrorNotReady) return false;
     check_cuda(state, "cudaEventQuery");
     return true;

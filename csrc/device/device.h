@@ -9,8 +9,10 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "core/dtype.h"
 #include "core/reduce_op.h"
@@ -90,6 +92,32 @@ class Event {
  private:
   std::shared_ptr<Device> device_;
   void* raw_;
+};
+
+// Events that are used again, as a driver takes longer to make one than to record it. Any thread.
+class EventPool : public std::enable_shared_from_this<EventPool> {
+ public:
+  explicit EventPool(std::shared_ptr<Device> device) : device_(std::move(device)) {}
+
+  // Given back when nobody holds it; what waits for it on a stream by then goes on waiting.
+  std::shared_ptr<Event> take() {
+    const auto give_back = [pool = shared_from_this()](Event* event) { pool->keep(event); };
+    const std::lock_guard lock(mutex_);
+    if (free_.empty()) return {new Event(device_), give_back};
+    Event* const event = free_.back().release();
+    free_.pop_back();
+    return {event, give_back};
+  }
+
+ private:
+  void keep(Event* event) {
+    const std::lock_guard lock(mutex_);
+    free_.emplace_back(event);
+  }
+
+  std::shared_ptr<Device> device_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Event>> free_;
 };
 
 }  // namespace pycomm

@@ -79,7 +79,8 @@ StreamEngine::StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device
       device_(std::move(device)),
       rank_(rank),
       size_(size),
-      stream_(device_) {}
+      stream_(device_),
+      events_(std::make_shared<EventPool>(device_)) {}
 
 // First of all, as the end of the stream waits for what is on it.
 StreamEngine::~StreamEngine() {
@@ -99,7 +100,7 @@ void StreamEngine::prepare(const StreamJob& job, void* caller) {
 
 std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before,
                                              const Deadline& deadline) {
-  auto over = std::make_shared<Event>(device_);
+  auto over = event();
   before.hold(stream_.raw());
   if (job.stages == nullptr)
     run_nccl(job, deadline);

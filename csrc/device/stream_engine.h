@@ -56,6 +56,7 @@ class StreamEngine {
   std::shared_ptr<Event> enqueue(const StreamJob& job, Event& before, const Deadline& deadline);
 
   Communicator* communicator() { return communicator_.get(); }
+  std::shared_ptr<Event> event() { return events_->take(); }
   Device& device() { return *device_; }
   const StreamTraffic& traffic() const { return traffic_; }
 
@@ -73,6 +74,7 @@ class StreamEngine {
   int rank_, size_;
   std::unique_ptr<Communicator> communicator_;
   Stream stream_;
+  std::shared_ptr<EventPool> events_;
   // The last block is in use. Older ones stay, for graphs may hold their addresses; each is at
   // least twice as large as the one before, so all together take at most twice the last.
   struct Release {

@@ -125,6 +125,7 @@ class Engine {
   std::vector<Sighting> sightings() const;
   // From any thread: who is known not to come back, once the engine is broken.
   std::vector<int> lost() const;
+  std::string broken() const;  // the first cause; empty: it is not
   // Throws GroupBroken if the engine is broken or has left.
   void check_usable();
 

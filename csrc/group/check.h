@@ -27,4 +27,7 @@ CallRecord record_of(const Call& call, const Header& header, const Deadline& dea
 
 size_t total(std::span<const size_t> counts);
 
+// The count by which an algorithm is chosen: of a list of counts what all ranks know alike.
+size_t count_to_choose_by(const Call& call);
+
 }  // namespace pycomm

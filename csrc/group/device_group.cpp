@@ -31,16 +31,22 @@ constexpr std::chrono::milliseconds kLook{100};
 class DeviceWork final : public Work {
  public:
   void capture() { captured_ = true; }
+  bool captured() const override { return captured_; }
   // The agreement; what follows it calls settle().
   void follow(std::shared_ptr<Work> agreed) { agreed_ = std::move(agreed); }
   void settle(std::shared_ptr<Event> over, std::exception_ptr error) {
     {
       const std::lock_guard lock(mutex_);
       over_ = std::move(over);
-      error_ = std::move(error);
+      if (error) error_ = std::move(error);  // fail() may have been first
       settled_ = true;
     }
     changed_.notify_all();
+  }
+  // Enqueued, and given up before it was over.
+  void fail(std::exception_ptr error) {
+    const std::lock_guard lock(mutex_);
+    if (!error_) error_ = std::move(error);
   }
 
   // In a graph it is over when it is enqueued; on a device that no longer answers, too.
@@ -157,7 +163,9 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
   std::shared_ptr<const Stages> stages_of(const Call& call);
   std::shared_ptr<Planned> begin(const Call& given);
   std::shared_ptr<Event> mark(void* stream);
-  std::shared_ptr<Event> enqueue(const Planned& planned, Event& before, const Deadline& deadline);
+  using Failed = std::function<void(std::exception_ptr)>;
+  std::shared_ptr<Event> enqueue(const Planned& planned, Event& before, const Deadline& deadline,
+                                 Failed failed);
   bool look() noexcept;
   void fail(const Error& error) noexcept;
 
@@ -224,17 +232,13 @@ Algorithm DeviceGroup::algorithm_for(const Call& call) const {
   if (size() > 1 && call.counts.empty() && !ordered &&
       has_nccl(call.operation, call.dtype, call.op))
     return Algorithm::nccl;
-  const size_t ranks = call.counts.size();
-  size_t count = call.count;  // of an all_to_all with counts 0, which all ranks know
-  if (call.operation == Operation::all_gather && ranks > 0)
-    count = (total(call.counts) + ranks - 1) / ranks;
   return choose({.operation = call.operation,
                  .dtype = call.dtype,
                  .op = call.op,
                  .size = size(),
-                 .count = count,
+                 .count = count_to_choose_by(call),
                  .reproducible = host_->reproducible(),
-                 .ragged = ranks > 0,
+                 .ragged = !call.counts.empty(),
                  .hosts = host_count()});
 }
 
@@ -278,7 +282,7 @@ std::shared_ptr<DeviceGroup::Planned> DeviceGroup::planned(const Call& given) {
 
 // The moment on the caller's stream behind which a call begins.
 std::shared_ptr<Event> DeviceGroup::mark(void* stream) {
-  auto event = std::make_shared<Event>(device_);
+  auto event = engine_.event();
   event->record(stream);
   return event;
 }
@@ -297,7 +301,7 @@ void DeviceGroup::run(const Call& given) {
   const Deadline deadline(call->call.timeout);
   const auto before = mark(given.stream);
   host_->run(agreement_about(call->call));
-  enqueue(*call, *before, deadline)->hold(given.stream);
+  enqueue(*call, *before, deadline, {})->hold(given.stream);
 }
 
 std::shared_ptr<Work> DeviceGroup::start(const Call& given,
@@ -311,7 +315,10 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
                          then = std::move(then)](std::exception_ptr error) {
     std::shared_ptr<Event> over;
     try {
-      if (!error) over = self->enqueue(*call, *before, deadline);
+      if (!error)
+        over = self->enqueue(*call, *before, deadline,
+                             [work](std::exception_ptr late) { work->fail(std::move(late)); });
+      if (over && call->call.follower != nullptr) over->hold(call->call.follower);
     } catch (...) {  // the work tells it
       error = std::current_exception();
     }
@@ -330,7 +337,7 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
 }
 
 std::shared_ptr<Event> DeviceGroup::enqueue(const Planned& planned, Event& before,
-                                            const Deadline& deadline) {
+                                            const Deadline& deadline, Failed failed) {
   try {
     const std::lock_guard lock(mutex_);
     ++calls_;
@@ -339,7 +346,7 @@ std::shared_ptr<Event> DeviceGroup::enqueue(const Planned& planned, Event& befor
     // What a graph holds is for whoever launches it.
     if (!captured)
       watch_->add(describe(signature_of(agreement_about(planned.call), planned.call.algorithm)),
-                  deadline, over);
+                  deadline, over, std::move(failed));
     return over;
   } catch (const Error& error) {  // the other ranks have enqueued their parts
     fail(error);
@@ -366,6 +373,7 @@ void DeviceGroup::fail(const Error& error) noexcept {
     const std::lock_guard lock(ending_);
     if (std::exchange(ended_, true)) return;
   }
+  watch_->end(std::make_exception_ptr(Error(error)));
   if (engine_.communicator() != nullptr) engine_.communicator()->abort();
   host_->abort(error.what());
 }

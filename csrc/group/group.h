@@ -58,6 +58,9 @@ struct Call {
   // Of a group on devices: the caller's stream there, behind whose work the call begins and whose
   // later work begins behind the call.
   void* stream = nullptr;
+  // The same, of start(): one more stream whose later work begins behind the call. It is so before
+  // `then` runs.
+  void* follower = nullptr;
   // Nothing moves: returns when all ranks have come to this very call, whose arrays lie on devices.
   bool agreement = false;
 };
@@ -69,11 +72,14 @@ class Work {
   // Waits until the call is over and throws its error if it failed. Throws Timeout when `limit`
   // passes first; the call itself goes on. A limit of 0 waits as long as the call may take.
   virtual void wait(std::chrono::nanoseconds limit = std::chrono::nanoseconds{0}) = 0;
-  // The error of a call that is over, or null.
+  // The error of a call that is over, or null. Of a group on devices also one that came after it
+  // was enqueued, which wait() throws from then on.
   virtual std::exception_ptr error() const = 0;
   // Of a group on devices, where wait() returns as soon as the call is enqueued: what is put on
   // `stream` from now on begins behind it. After wait().
   virtual void precede(void* /*stream*/) {}
+  // It went into a graph that was being captured: no moment of the device's is its end.
+  virtual bool captured() const { return false; }
 };
 
 // What this rank has done since the group stands. `bytes_sent` is payload handed to transports;
@@ -96,7 +102,8 @@ struct Status {
     std::string doing;     // as its last frame said; empty: it has said nothing
     uint64_t bytes_written = 0, bytes_received = 0;
   };
-  std::string doing;        // this rank's last call; empty before the first
+  std::string doing;   // this rank's last call; empty before the first
+  std::string broken;  // why the group can be used no more, from when on peers stay as they are
   std::vector<Peer> peers;  // by rank; nothing of oneself
 };
 

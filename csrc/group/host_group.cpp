@@ -240,17 +240,13 @@ Algorithm HostGroup::algorithm_for(const Call& call) const {
   if (options_.size == 1 && call.algorithm == Algorithm::shared_memory) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
   if (arena_ && host_count_ == 1 && call.counts.empty()) return Algorithm::shared_memory;
-  const size_t ranks = call.counts.size();
-  size_t count = call.count;  // of an all_to_all with counts 0, which all ranks know
-  if (call.operation == Operation::all_gather && ranks > 0)
-    count = (total(call.counts) + ranks - 1) / ranks;
   return choose({.operation = call.operation,
                  .dtype = call.dtype,
                  .op = call.op,
                  .size = options_.size,
-                 .count = count,
+                 .count = count_to_choose_by(call),
                  .reproducible = options_.reproducible,
-                 .ragged = ranks > 0,
+                 .ragged = !call.counts.empty(),
                  .hosts = host_count_,
                  .thresholds = thresholds_});
 }
@@ -369,7 +365,7 @@ Stats HostGroup::stats() const {
 }
 
 Status HostGroup::status() const {
-  Status status{.doing = engine_.doing(), .peers = {}};
+  Status status{.doing = engine_.doing(), .broken = engine_.broken(), .peers = {}};
   for (Sighting& seen : engine_.sightings())
     status.peers.push_back({.connected = seen.connected,
                             .departed = seen.departed.value_or(""),

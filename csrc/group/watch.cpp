@@ -10,11 +10,16 @@ namespace {
 // others may take to end after that; later it is missed.
 constexpr std::chrono::seconds kGrace{2};
 
+bool is_fine(NcclResult state) {
+  return state == NcclResult::success || state == NcclResult::in_progress;
+}
+
 }  // namespace
 
-void Watch::add(std::string what, const Deadline& deadline, std::shared_ptr<Event> over) {
+void Watch::add(std::string what, const Deadline& deadline, std::shared_ptr<Event> over,
+                std::function<void(std::exception_ptr)> failed) {
   const std::lock_guard lock(mutex_);
-  under_way_.push_back({std::move(what), deadline, std::move(over)});
+  under_way_.push_back({std::move(what), deadline, std::move(over), std::move(failed)});
 }
 
 bool Watch::idle() {
@@ -24,14 +29,13 @@ bool Watch::idle() {
 
 std::optional<Error> Watch::look() {
   const std::lock_guard lock(mutex_);
-  while (!under_way_.empty() && under_way_.front().over->passed()) under_way_.pop_front();
-  const NcclResult state = communicator_ ? communicator_->state() : NcclResult::success;
+  const NcclResult state = forget_passed();
   if (under_way_.empty()) {
     missed_ = {};
     return std::nullopt;  // an error of NCCL's ends the next call
   }
   const Entry& oldest = under_way_.front();
-  if (state != NcclResult::success && state != NcclResult::in_progress) {
+  if (!is_fine(state)) {
     const Error error = communicator_->error_of(oldest.what, state);
     return Error(error.kind(), error.what(), fields(oldest, -1));
   }
@@ -43,14 +47,40 @@ std::optional<Error> Watch::look() {
                  fields(oldest, -1));
 }
 
+// A call that NCCL has given up passes on its stream as well: what has passed is over only if NCCL
+// is fine afterwards.
+NcclResult Watch::forget_passed() {
+  auto first = under_way_.begin();
+  while (first != under_way_.end() && first->over->passed()) ++first;
+  const NcclResult state = communicator_ ? communicator_->state() : NcclResult::success;
+  if (is_fine(state)) under_way_.erase(under_way_.begin(), first);
+  return state;
+}
+
+void Watch::end(const std::exception_ptr& error) noexcept {
+  const std::lock_guard lock(mutex_);
+  try {
+    forget_passed();
+  } catch (const InternalError&) {  // the device is gone, and the ends of all calls with it
+  }
+  for (const Entry& entry : under_way_)
+    if (entry.failed) entry.failed(error);
+  under_way_.clear();
+}
+
 std::optional<Error> Watch::lost(const Entry& oldest) {
   const Status now = host_.status();
+  if (!now.broken.empty()) {
+    if (!missed_for_long()) return std::nullopt;
+    return GroupBroken(
+        oldest.what + " waits on the device for ranks of a group that is broken: " + now.broken,
+        fields(oldest, -1));
+  }
   for (int peer = 0; peer < static_cast<int>(now.peers.size()); ++peer) {
     const Status::Peer& seen = now.peers[static_cast<size_t>(peer)];
     const bool never_met = seen.departed.empty() && seen.bytes_received == 0;
     if (peer == host_.rank() || seen.connected || never_met) continue;
-    if (missed_ == Clock::time_point{}) missed_ = Clock::now();
-    if (Clock::now() - missed_ < kGrace) return std::nullopt;
+    if (!missed_for_long()) return std::nullopt;
     const Member& who = host_.members()[static_cast<size_t>(peer)];
     return PeerLost(oldest.what + " waits on the device for rank " + std::to_string(peer) + " (" +
                         who.host + ", pid " + std::to_string(who.pid) + "), which " +
@@ -58,6 +88,11 @@ std::optional<Error> Watch::lost(const Entry& oldest) {
                     fields(oldest, peer));
   }
   return std::nullopt;
+}
+
+bool Watch::missed_for_long() {
+  if (missed_ == Clock::time_point{}) missed_ = Clock::now();
+  return Clock::now() - missed_ >= kGrace;
 }
 
 ErrorFields Watch::fields(const Entry& oldest, int peer) const {

@@ -5,6 +5,8 @@
 #pragma once
 
 #include <deque>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -24,26 +26,34 @@ class Watch {
   // `host` tells who is lost. `communicator` is null in a group of one.
   Watch(const Group& host, Communicator* communicator) : host_(host), communicator_(communicator) {}
 
-  void add(std::string what, const Deadline& deadline, std::shared_ptr<Event> over);
+  // `failed` is told, by end(), if the call was not over by then; it may be empty.
+  void add(std::string what, const Deadline& deadline, std::shared_ptr<Event> over,
+           std::function<void(std::exception_ptr)> failed);
   bool idle();  // nothing that was added is under way, as far as look() knows
   // Forgets what is over. The error, named after the oldest call, that ends what is not: NCCL's
   // own, a rank that is lost, the limit.
   std::optional<Error> look();
+  // What is under way will not be over: tells whoever asked to be told. Before the streams go on.
+  void end(const std::exception_ptr& error) noexcept;
 
  private:
   struct Entry {
     std::string what;  // "all_reduce(float32, count 10, sum, nccl, on CUDA devices)"
     Deadline deadline;
     std::shared_ptr<Event> over;
+    std::function<void(std::exception_ptr)> failed;
   };
   std::optional<Error> lost(const Entry& oldest);
+  bool missed_for_long();
+  NcclResult forget_passed();
   ErrorFields fields(const Entry& oldest, int peer) const;
 
   const Group& host_;
   Communicator* communicator_;
   std::mutex mutex_;
   std::deque<Entry> under_way_;
-  Clock::time_point missed_{};  // when a rank was first seen to be gone; none: not yet
+  Clock::time_point
+      missed_{};  // when a rank was first seen to be gone, or the group to be broken; none: not yet
 };
 
 }  // namespace pycomm

@@ -119,8 +119,10 @@ void bind_runtime(py::module_&& module) {
   module.def("idle",
              [](uintptr_t stream) { return cudaStreamQuery(stream_at(stream)) == cudaSuccess; });
   module.def("begin_capture", [](uintptr_t stream) {
-    expect(cudaStreamBeginCapture(stream_at(stream), cudaStreamCaptureModeThreadLocal));
+    expect(cudaStreamBeginCapture(stream_at(stream), cudaStreamCaptureModeGlobal));
   });
+  module.def("events_made", &emulator::events_made);
+  module.def("queries", &emulator::queries);
   module.def("end_capture", &end_capture);
   module.def("launch", [](uintptr_t graph, uintptr_t stream) {
     expect(cudaGraphLaunch(at<CUgraphExec_st>(graph), stream_at(stream)));

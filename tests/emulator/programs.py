@@ -7,6 +7,7 @@ Targets, in build/emulator/:
     streams.<kind>                 the stream engine over the emulator and the fake NCCL
     _emulated.so                   the same for Python, through _cuda's bindings: kernels, devices
                                    with their streams, and the fake NCCL
+    _emulated_torch.so             torch tensors on the devices of _emulated.so
     mutants/<name>/cases           cases.<kind> with one change in the text of a kernel
     ptx/<unit>.<front>.ptx         what nvcc makes of it, for 7.5 or for 8.0 and newer
     cubin/<unit>.<arch>.cubin      ptxas' code, with <unit>.<arch>.log: registers, spills
@@ -117,11 +118,31 @@ def cuda_include() -> Path:
     raise BuildFailed(f"{nvcc()} does not say where its headers are:\n{done.stderr}")
 
 
+def torch_root() -> Path | None:
+    """Folder of the torch package, found without importing it."""
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _torch_module(flags: list[str]) -> list[str]:
+    root = torch_root()
+    if root is None:
+        return []
+    more = [*python_flags(), f"-isystem {root}/include/torch/csrc/api/include"]
+    libs = "-ltorch -ltorch_cpu -ltorch_python -lc10"
+    source = HERE / "torch_device.cpp"
+    return [
+        *_compile("module/torch_device.o", source, [*flags, "-O1", "-g1", *more]),
+        "build _emulated_torch.so: module module/torch_device.o",
+        f"  flags = -Wl,--no-as-needed -L{root}/lib {libs}",
+    ]
+
+
 def python_flags() -> list[str]:
     """Headers for a module that shares pybind11 with _core: torch's copy where there is torch."""
-    torch = importlib.util.find_spec("torch")
-    if torch is not None and torch.origin:
-        pybind = str(Path(torch.origin).parent / "include")
+    root = torch_root()
+    if root is not None:
+        pybind = str(root / "include")
     else:
         import pybind11
 
@@ -192,6 +213,7 @@ def _rules(mutants: Iterable[Mutant]) -> str:
     built += [f"plain/engine/{name}.o" for name in ARITHMETIC]
     lines += [f"build _emulated.so: module {' '.join([*built, *fake, *emulator])}"]
     lines += ["  flags = -pthread"]
+    lines += _torch_module(flags)
     for m in mutants:
         folder = f"mutants/{m.name}"
         own = [f"-I{OUT / folder}", *flags, *KINDS[m.kind], "-w"]  # what is unused, say
@@ -271,8 +293,21 @@ def build(targets: Iterable[str], mutants: Iterable[Mutant] = ()) -> list[Path]:
 @cache
 def emulated() -> Any:
     """The module _emulated, built: CUDA's kernels on host memory, for `devices.replaced`."""
-    (path,) = build(["_emulated.so"])
-    spec = importlib.util.spec_from_file_location("_emulated", path)
+    return _loaded("_emulated")
+
+
+@cache
+def emulated_torch() -> Any:
+    """The module _emulated_torch, built: torch tensors on the devices of emulated()."""
+    module = _loaded("_emulated_torch")
+    for index in range(8):
+        module.add(emulated().open_device(index))
+    return module
+
+
+def _loaded(name: str) -> Any:
+    (path,) = build([f"{name}.so"])
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

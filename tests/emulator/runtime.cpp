@@ -3,6 +3,7 @@
 
 #include <sched.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -27,6 +28,8 @@ using Run = std::function<bool()>;
 // They share all memory, and each has streams of its own; a thread has one of them at a time.
 constexpr int kDevices = 8;
 thread_local int current_device = 0;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+std::atomic<uint64_t> events = 0, event_queries = 0;
 
 // "Everything that was submitted to this stream so far."
 struct Point {
@@ -45,6 +48,7 @@ struct Operation {
 struct CUgraph_st {
   std::vector<Run> nodes;  // in the order of their submission, which every dependency agrees with
   bool broken = false;
+  bool global = false;  // a query by any thread that is not relaxed ends the capture
 };
 struct CUgraphExec_st {
   std::vector<Run> nodes;
@@ -193,6 +197,18 @@ cudaError_t refuse_capture() {
   return cudaErrorStreamCaptureUnsupported;
 }
 
+// Whether this thread may ask about events now.
+bool may_query() {
+  bool may = true;
+  for (CUstream_st* s : state().streams) {
+    if (!s->captured || !s->captured->global || capture_mode == cudaStreamCaptureModeRelaxed)
+      continue;
+    s->captured->broken = true;
+    may = false;
+  }
+  return may;
+}
+
 void add_node(CUstream_st* s, Run run) {
   s->captured->nodes.push_back(std::move(run));
   ++s->nodes;
@@ -239,6 +255,9 @@ cudaError_t emulator::enqueue_polled(cudaStream_t stream, Run operation) {
 cudaError_t emulator::enqueue(cudaStream_t stream, std::function<void()> operation) {
   return enqueue_polled(stream, [run = std::move(operation)] { return run(), true; });
 }
+
+uint64_t emulator::events_made() { return events; }
+uint64_t emulator::queries() { return event_queries; }
 
 const char* emulator::failure() { return state().text.c_str(); }
 
@@ -354,6 +373,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t event, unsigned) {
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  ++events;
   return *event = new CUevent_st, cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
@@ -375,16 +395,22 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const std::lock_guard lock(state().mutex);
   if (event->captured) return cudaErrorCapturedEvent;
+  if (!may_query()) return cudaErrorStreamCaptureUnsupported;
+  ++event_queries;
   progress();
   if (!reached(event->point)) return cudaErrorNotReady;
   if (event->point.stream != nullptr) event->point.stream->done.acquire();
   return state().error;
 }
 
-cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  return std::swap(*mode, capture_mode), cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode mode) {
   const std::lock_guard lock(state().mutex);
   if (s == nullptr || s->captured) return cudaErrorStreamCaptureUnsupported;
   s->captured = std::make_shared<CUgraph_st>();
+  s->captured->global = mode == cudaStreamCaptureModeGlobal;
   s->began = true;
   s->nodes = 0;
   return cudaSuccess;

@@ -8,6 +8,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <functional>
 
 namespace emulator {
@@ -18,6 +19,10 @@ cudaError_t enqueue(cudaStream_t stream, std::function<void()> operation);
 
 // The same for work that can be not ready yet: it returns whether it is done. The room for NCCL.
 cudaError_t enqueue_polled(cudaStream_t stream, std::function<bool()> operation);
+
+// How many events this process has made, and how often it has asked whether one has passed.
+uint64_t events_made();
+uint64_t queries();
 
 // The text behind cudaErrorLaunchFailure: what the emulator found. Empty when nothing failed.
 const char* failure();

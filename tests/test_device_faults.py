@@ -1,0 +1,216 @@
+"""Groups on devices when something goes wrong: calls that hang, ranks that die, come late or end
+the group, from Python, with emulated devices and a fake NCCL, and GPUs.
+
+Ranks are threads or processes with a device each (tests/group_devices.py).
+"""
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+# pytest finds the fixture by name, so that it looks unused.
+from group_devices import machine_fixture, numbers  # noqa: F401
+
+import pycomm
+from pycomm import errors
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def stuck(group: pycomm.Group, device: Any) -> tuple[str, str]:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    go_on = device.delay() if group.rank else None
+    pycomm.all_reduce(x, timeout_s=1)
+    began = time.monotonic()
+    if group.rank == 0:
+        device.get(x)  # until the communicator is aborted
+        went_on.set()
+    with pytest.raises(errors.GroupBroken) as caught:
+        while time.monotonic() - began < 60:
+            pycomm.barrier()
+    with pytest.raises(errors.GroupBroken) as again:
+        pycomm.all_reduce(x)
+    if go_on:
+        assert went_on.wait(60), "the other rank's stream still waits"
+        go_on()
+    return str(caught.value), str(again.value)
+
+
+went_on = threading.Event()
+
+
+def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
+    if machine.kind == "cuda":
+        pytest.skip("a kernel that waits for ever cannot be ended on one that needs a GPU")
+    went_on.clear()
+    ranks = machine.run(2, stuck)
+    for text in (text for said in ranks for text in said):
+        assert "all_reduce(float32, count 100, sum, nccl, on CUDA devices)" in text
+    # Whoever is first past the limit ends the communicator, which may be what the other sees.
+    late = "is not over on the device after 1"
+    assert any(all(late in text for text in said) for said in ranks), ranks
+
+
+def killed(group: pycomm.Group, device: Any, moment: str) -> list[str]:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 2 and moment == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 2:
+        device.delay()
+        pycomm.all_reduce(x)
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for _ in range(2):
+        with pytest.raises((errors.PeerLost, errors.GroupBroken)) as caught:
+            for _ in range(1000):
+                pycomm.all_reduce(x)
+                device.get(x)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("moment", ["before", "on the device"])
+def test_a_rank_that_dies_is_told_to_the_others(machine, moment):
+    if machine.kind == "cuda" and moment != "before":
+        pytest.skip("delays of GPUs end by themselves; emulated ones need not: needs a GPU less")
+    options = {"processes": True, "transport": "", "return_exceptions": True}
+    *living, dead = machine.run(3, killed, moment, **options)
+    assert isinstance(dead, errors.PeerLost)
+    for said in living:
+        assert isinstance(said, list), said
+        assert all("rank 2" in text or "gone" in text for text in said), said
+
+
+def late(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    if group.rank == 1:
+        over.wait(60)
+        return ""
+    try:
+        with pytest.raises(errors.Timeout, match="missing from this call: rank 1") as caught:
+            pycomm.all_reduce(x, timeout_s=0.5)
+    finally:
+        over.set()
+    return str(caught.value)
+
+
+over = threading.Event()
+
+
+def test_a_rank_that_does_not_come_is_named(machine):
+    over.clear()
+    said, _ = machine.run(2, late)
+    assert "all_reduce" in said
+
+
+def aborts(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank:
+        device.delay()
+    pycomm.all_reduce(x)
+    if group.rank:
+        group.abort("enough")
+    else:
+        device.get(x)
+    with pytest.raises(errors.GroupBroken) as caught:
+        for _ in range(1000):
+            pycomm.barrier()
+    return str(caught.value)
+
+
+def test_an_abort_ends_what_is_under_way(machine):
+    if machine.kind == "cuda":
+        pytest.skip("a delay of a GPU ends by itself: this needs a GPU less")
+    assert all("enough" in text or "hung up" in text for text in machine.run(2, aborts))
+
+
+def two_threads(group: pycomm.Group, device: Any) -> list[str]:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    said: list[str] = []
+    if group.rank:
+        refused_one.wait(60)
+        pycomm.all_reduce(x)
+        return said
+
+    def call() -> None:
+        try:
+            pycomm.all_reduce(x, group=group)
+        except errors.InvalidArgument as error:  # one of the two threads is refused
+            said.append(str(error))
+            refused_one.set()  # the other is inside, and waits for rank 1
+
+    both = [threading.Thread(target=call) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    return said
+
+
+refused_one = threading.Event()
+
+
+def test_a_second_thread_is_refused(machine):
+    refused_one.clear()
+    said, _ = machine.run(2, two_threads)
+    assert [text for text in said if "another thread is inside" in text] == said != []
+
+
+def closes(group: pycomm.Group, device: Any) -> Any:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x, algorithm="ring")
+    group.close()
+    with pytest.raises(errors.GroupBroken, match="closed"):
+        pycomm.all_reduce(x, group=group)
+    return device.get(x)
+
+
+def test_a_group_is_closed_when_its_calls_are_over(machine):
+    for x in machine.run(3, closes):
+        np.testing.assert_array_equal(x, sum(numbers(rank) for rank in range(3)))
+
+
+def told_by_the_host(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 2:
+        device.delay()
+    work = pycomm.all_reduce(x, async_op=True, timeout_s=300)
+    work.wait()
+    pycomm.barrier()
+    if group.rank == 2:
+        group._core.abort("enough")  # that of the host alone, so that NCCL hears nothing
+    with pytest.raises(errors.Error, match="enough"):
+        while True:
+            pycomm.barrier()
+    deadline = time.monotonic() + 60
+    while not work.done():
+        assert time.monotonic() < deadline, "what waits on the device was not given up"
+    with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 100") as caught:
+        while time.monotonic() < deadline:  # NCCL may have given it up: told at the next look
+            work.wait()
+    group.close()
+    assert time.monotonic() < deadline, "the end of the group waited for the call"
+    return str(caught.value)
+
+
+def test_what_waits_on_a_device_ends_with_the_group_of_the_hosts(machine):
+    if machine.kind == "cuda":
+        pytest.skip("a delay of a GPU ends by itself: this needs a GPU less")
+    found = machine.run(3, told_by_the_host)
+    # Whoever is first ends its communicator, which may be what the others see.
+    assert any("waits on the device for rank" in said for said in found), found
