@@ -4,7 +4,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: help venv build demo test lint format sanitize bench peers faults soak fuzz simulate clean
+.PHONY: help venv build demo test lint format sanitize bench peers faults soak gpu fuzz simulate clean
 
 help:
 	@echo "make demo      train a small model on 2 processes: gloo beside pycomm (draws demo.png)"
@@ -16,6 +16,7 @@ help:
 	@echo "make peers     torch's own suite and other people's programs, on gloo and here (15 minutes)"
 	@echo "make faults    ranks that die, stop or go astray, in every call and moment; strangers (40 minutes)"
 	@echo "make soak      anything happens to groups at work, for MINUTES=60"
+	@echo "make gpu       everything that wants a GPU, for a machine with one or eight (up to an hour)"
 	@echo "make fuzz      any bytes into every parser of bytes from outside (6 minutes, needs clang)"
 	@echo "make simulate  deaths in every order of events, and a million by chance (long)"
 	@echo "make clean     what was built (.venv stays)"
@@ -68,6 +69,9 @@ faults: build
 MINUTES ?= 60
 soak: build
 	$(PY) -m benchmarks soak --minutes $(MINUTES) --json benchmarks/results/soak.json
+
+gpu: build
+	$(PY) -m benchmarks gpu
 
 fuzz: venv
 	$(PY) tests/fuzz/hunt.py

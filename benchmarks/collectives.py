@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.multiprocessing.spawn import ProcessException
@@ -37,6 +38,7 @@ class Run:
     peers: list[Peer]
     rounds: int
     busy: bool = False  # a thread of each rank computes in Python meanwhile
+    device: str = "cpu"
 
     @property
     def mpi(self) -> str:
@@ -51,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
     peers = [OURS[name] for name in options.ours] + [PEERS[name] for name in options.peers]
     if not peers or options.ranks < 2 or options.rounds < 1:
         parser.error("nothing to measure: at least one contestant, 2 ranks and 1 round are needed")
+    if why := _misplaced(options):
+        parser.error(why)
     mpis = [name for name in options.peers if name in mpi.PACKAGES]
     if len(mpis) > 1:
         parser.error(f"one MPI at a time, not {' and '.join(mpis)}: a process can load only one")
@@ -64,7 +68,14 @@ def main(argv: Sequence[str]) -> int:
         for dtype in options.dtypes
         for size in options.sizes
     ]
-    run = Run(options.ranks, list(dict.fromkeys(cases)), peers, options.rounds, options.busy)
+    run = Run(
+        options.ranks,
+        list(dict.fromkeys(cases)),
+        peers,
+        options.rounds,
+        options.busy,
+        options.device,
+    )
     console = Console(soft_wrap=True, highlight=False)
     try:
         found = _measure(console, run)
@@ -81,6 +92,20 @@ def main(argv: Sequence[str]) -> int:
     return 1 if said else 0
 
 
+def _misplaced(options: argparse.Namespace) -> str:
+    """What of the request does not fit the device, or ""."""
+    if options.device == "cpu":
+        return "nccl takes arrays on devices: --device cuda" if "nccl" in options.peers else ""
+    hosts = [name for name in options.peers if name not in ("nccl", "fake")]
+    if hosts:
+        return f"{' and '.join(hosts)}: here for arrays in host memory; --peers nccl"
+    if options.ranks > torch.cuda.device_count():
+        return (
+            f"{options.ranks} ranks need as many GPUs, and torch finds {torch.cuda.device_count()}"
+        )
+    return ""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pycomm bench collectives", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -91,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ops", type=_names(VERBS), default="all_reduce", help=",".join(VERBS))
     parser.add_argument("--dtypes", type=_names(DTYPES), default="float32", help=",".join(DTYPES))
     parser.add_argument("--peers", type=_names(PEERS), default="gloo", help=",".join(PEERS))
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays lie"
+    )
     parser.add_argument(
         "--ours",
         type=_names(OURS),
@@ -142,6 +170,7 @@ def _measure(console: Console, run: Run) -> list[table.Line]:
         disable=not console.is_terminal,
         transient=True,
     )
+    heading = table.header([peer.name for peer in run.peers])
     task = bar.add_task("starting", total=len(run.cases))
 
     def hear(rank: int, said: worker.Times) -> None:
@@ -151,7 +180,7 @@ def _measure(console: Console, run: Run) -> list[table.Line]:
             return
         new = table.lines([by_rank[r] for r in range(run.ranks)])
         if not found or (found[-1].verb, found[-1].dtype) != (said.case.verb, said.case.dtype):
-            console.print(f"# {said.case.verb} {said.case.dtype}\n{table.HEADER}")
+            console.print(f"# {said.case.verb} {said.case.dtype}\n{heading}")
         found.extend(new)
         for line in new:
             console.print(table.text(line))
@@ -162,7 +191,7 @@ def _measure(console: Console, run: Run) -> list[table.Line]:
     with bar, tempfile.NamedTemporaryFile() as flags:
         flags.write(bytes(8 * run.ranks * worker.SLOT))
         flags.flush()
-        args = (Path(flags.name), run.peers, run.cases, run.rounds, run.busy)
+        args = (Path(flags.name), run.peers, run.cases, run.rounds, run.busy, run.device)
         if run.mpi:
             mpi.run(run.mpi, worker.work, args, run.ranks, hear)
         else:
@@ -179,6 +208,7 @@ def _store(
             "ranks": run.ranks,
             "rounds": run.rounds,
             "busy": run.busy,
+            "device": run.device,
             "peers": [p.name for p in run.peers],
         }
         content = {"machine": where, "settings": settings, "rows": [asdict(x) for x in found]}

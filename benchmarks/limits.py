@@ -36,11 +36,16 @@ class Copies:
     """Writes what they read, as Arrays.rewrite does."""
 
 
-def copies(count_bytes: int) -> Copies:
-    """The ways to copy `count_bytes`, each of which reads the array that `rewrite` writes."""
+def copies(count_bytes: int, device: str | torch.device = "cpu") -> Copies:
+    """The ways to copy `count_bytes`, each of which reads the array that `rewrite` writes.
+
+    On a device there is one, the driver's.
+    """
     length = max(count_bytes, SMALLEST_COPY)
-    original = torch.ones(length, dtype=torch.uint8)
+    original = torch.ones(length, dtype=torch.uint8).to(device)
     source, target = original.clone(), torch.zeros_like(original)
+    if str(device) != "cpu":
+        return Copies({"copy device": lambda: target.copy_(source)}, lambda: source.copy_(original))
     source_array, target_array = source.numpy(), target.numpy()
     ways: dict[str, Call] = {
         "copy plain": lambda: target.copy_(source),

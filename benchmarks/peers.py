@@ -39,6 +39,7 @@ PEERS = {
     p.name: p
     for p in (
         Peer("gloo", "gloo"),
+        Peer("nccl", "nccl"),  # on devices alone
         Peer("fake", "fake", communicates=False),
         Peer(deepspeed.NAME, ""),
         *(Peer(name, "") for name in mpi.PACKAGES),

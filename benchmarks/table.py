@@ -14,8 +14,8 @@ from benchmarks.limits import TOLERANCE, limit_s
 from benchmarks.verbs import VERBS
 from benchmarks.worker import Times
 
-COPIES = ("copy plain", "copy libc", "copy in place")
-COMPARATOR = "gloo"
+COPY = "copy "  # what the names of the copies begin with
+COMPARATORS = ("gloo", "nccl")  # the first that takes part
 FLOOR = "fake"  # moves nothing, so the limit is not its
 
 
@@ -34,7 +34,7 @@ class Line:
     algbw_gbs: float
     busbw_gbs: float
     wrong: int
-    ratio: float | None  # times faster than gloo; None without it
+    ratio: float | None  # times faster than the comparator; None without one
     limit_percent: float  # of the speed that memory allows
     limit_us: float
     round_medians_us: list[list[float]]  # [rank][round]
@@ -43,7 +43,8 @@ class Line:
 def lines(by_rank: Sequence[Times]) -> list[Line]:
     """The lines of one case, from what each rank said of it, in rank order."""
     case = by_rank[0].case
-    copy_s = min(_slowest([typical(t.seconds[name]) for t in by_rank]) for name in COPIES)
+    copies = [name for name in by_rank[0].seconds if name.startswith(COPY)]
+    copy_s = min(_slowest([typical(t.seconds[name]) for t in by_rank]) for name in copies)
     fastest_s = limit_s(case, copy_s)
     times = {
         name: _slowest([typical(t.seconds[name]) for t in by_rank]) for name in by_rank[0].wrong
@@ -56,6 +57,7 @@ def _line(name: str, by_rank: Sequence[Times], times: dict[str, float], fastest_
     verb = VERBS[case.verb]
     algbw = case.bytes / time_s / 1e9
     per_rank = [t.seconds[name] for t in by_rank]
+    comparator = next((other for other in COMPARATORS if other in times), "")
     return Line(
         size_bytes=case.bytes,
         count=case.count,
@@ -69,7 +71,7 @@ def _line(name: str, by_rank: Sequence[Times], times: dict[str, float], fastest_
         algbw_gbs=algbw,
         busbw_gbs=algbw * verb.bus_factor(case.size),
         wrong=sum(t.wrong[name] for t in by_rank),
-        ratio=times[COMPARATOR] / time_s if COMPARATOR in times else None,
+        ratio=times[comparator] / time_s if comparator else None,
         limit_percent=100 * fastest_s / time_s,
         limit_us=fastest_s * 1e6,
         round_medians_us=[[statistics.median(s) * 1e6 for s in rounds] for rounds in per_rank],
@@ -92,15 +94,17 @@ def faults(found: Sequence[Line]) -> list[str]:
     return said
 
 
-HEADER = (
-    f"{'# size (B)':>12} {'count':>10} {'type':>8} {'redop':>5} {'peer':>14} {'time (us)':>10} "
-    f"{'p99 (us)':>10} {'algbw':>7} {'busbw':>7} {'#wrong':>6} {'vs gloo':>8} {'% limit':>7}"
-)
-"""Bandwidths are in GB/s, 10^9 bytes."""
+def header(peers: Sequence[str]) -> str:
+    """Over the lines of a run in which `peers` take part. Bandwidths are in GB/s, 10^9 bytes."""
+    versus = "vs " + next((name for name in COMPARATORS if name in peers), COMPARATORS[0])
+    return (
+        f"{'# size (B)':>12} {'count':>10} {'type':>8} {'redop':>5} {'peer':>14} {'time (us)':>10} "
+        f"{'p99 (us)':>10} {'algbw':>7} {'busbw':>7} {'#wrong':>6} {versus:>8} {'% limit':>7}"
+    )
 
 
 def text(line: Line) -> str:
-    """One line under HEADER."""
+    """One line under header()."""
     ratio = "-" if line.ratio is None else f"{line.ratio:.2f}x"
     return (
         f"{line.size_bytes:>12} {line.count:>10} {line.dtype:>8} {line.redop:>5} {line.peer:>14} "

@@ -89,11 +89,13 @@ def pattern(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 class Arrays:
     """The arrays of one rank in one case; `shares`: in memory that all ranks map."""
 
-    def __init__(self, case: Case, rank: int, shares: bool = False) -> None:
+    def __init__(
+        self, case: Case, rank: int, shares: bool = False, device: str | torch.device = "cpu"
+    ) -> None:
         self.case, self.rank = case, rank
         self.dtype: torch.dtype = getattr(torch, case.dtype)
         verb = VERBS[case.verb]
-        self.source = pattern(rank, self._length(verb.whole_input), self.dtype)
+        self.source = pattern(rank, self._length(verb.whole_input), self.dtype).to(device)
         self.input = torch.empty_like(self.source)
         if shares:
             if case.verb != "all_reduce":
@@ -105,7 +107,7 @@ class Arrays:
         self.output = (
             self.input
             if case.in_place
-            else torch.empty(self._length(verb.whole_output), dtype=self.dtype)
+            else torch.empty(self._length(verb.whole_output), dtype=self.dtype, device=device)
         )
 
     def rewrite(self) -> None:
@@ -131,7 +133,7 @@ class Arrays:
         self.output.fill_(99)
         self.rewrite()
         call()
-        return int((self.output != self.expected()).sum().item())
+        return int((self.output.cpu() != self.expected()).sum().item())
 
     def _length(self, whole: bool) -> int:
         return self.case.whole_count if whole else self.case.count

@@ -6,6 +6,7 @@ Called on fresh processes by collectives.py through pycomm.demo.processes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import mmap
 import os
@@ -68,16 +69,30 @@ class Barrier:
 
 
 def work(
-    rank: Rank, flags: Path, peers: list[Peer], cases: list[Case], rounds: int, busy: bool = False
+    rank: Rank,
+    flags: Path,
+    peers: list[Peer],
+    cases: list[Case],
+    rounds: int,
+    busy: bool = False,
+    kind: str = "cpu",
 ) -> None:
-    """Says one Times for each case; `busy`: while another thread computes in Python."""
+    """Says one Times for each case; `busy`: while another thread computes in Python.
+
+    `kind` is where the arrays lie: "cpu", or "cuda", where each rank has the GPU of its number.
+    """
     torch.set_num_threads(1)
+    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     groups = Groups(peers, rank.store, rank.rank, rank.size)
     barrier = Barrier(flags, rank.rank, rank.size)
     with busy_thread() if busy else contextlib.nullcontext():
         for case in cases:
             calls = min(calls_per_round(case.bytes), BUSY_CALLS if busy else sys.maxsize)
-            rank.say(_measure(case, peers, groups, barrier, (rounds, calls), rank.rank))
+            rank.say(
+                measure(case, peers, groups.call, barrier, (rounds, calls), (rank.rank, device))
+            )
     barrier()  # nobody leaves while another still needs it
 
 
@@ -104,32 +119,38 @@ def calls_per_round(count_bytes: int) -> int:
     return max(2, min(100, 2**24 // count_bytes))
 
 
-def _measure(
+def measure(
     case: Case,
     peers: list[Peer],
-    groups: Groups,
-    barrier: Barrier,
+    call_of: Callable[[Peer, Arrays], Call],
+    barrier: Callable[[], None],
     rounds_and_calls: tuple[int, int],
-    rank: int,
+    place: tuple[int, torch.device],
 ) -> Times:
-    private = Arrays(case, rank)
+    """One case; `place` is the rank, and the device of its arrays."""
+    rank, device = place
+    private = Arrays(case, rank, device=device)
     contestants: dict[str, tuple[Call, Callable[[], object]]] = {}
     times = Times(case, {}, {}, {})
     for peer in peers:
         barrier()
         try:
-            arrays = Arrays(case, rank, shares=True) if peer.shares else private
-            call = groups.call(peer, arrays)
+            arrays = private
+            if peer.shares:
+                if device.type != "cpu":
+                    raise NotImplementedError("memory that ranks map is the host's")
+                arrays = Arrays(case, rank, shares=True)
+            call = call_of(peer, arrays)
             wrong = arrays.wrong(call)
             times.wrong[peer.name] = wrong if peer.communicates else 0
         except (RuntimeError, ValueError, NotImplementedError) as error:  # the table shows why
             times.refused[peer.name] = str(error).splitlines()[0]
         else:
             contestants[peer.name] = call, arrays.rewrite
-    limit = copies(case.bytes)
+    limit = copies(case.bytes, device)
     contestants |= {name: (copy, limit.rewrite) for name, copy in limit.ways.items()}
     for call, rewrite in contestants.values():
-        _series(call, rewrite, barrier, WARM_UP)
+        _series(call, rewrite, barrier, WARM_UP, device)
     names = list(contestants)
     times.seconds.update({name: [] for name in names})
     rounds, calls = rounds_and_calls
@@ -137,20 +158,34 @@ def _measure(
         first = turn % len(names)  # nobody always comes after the same one
         for name in names[first:] + names[:first]:
             call, rewrite = contestants[name]
-            series = _series(call, rewrite, barrier, calls)
+            series = _series(call, rewrite, barrier, calls, device)
             times.seconds[name].append(series)
     return times
 
 
-def _series(call: Call, rewrite: Callable[[], object], barrier: Barrier, calls: int) -> list[float]:
-    """Seconds of each of `calls` calls after one that warms up; all ranks start each together."""
+def _series(
+    call: Call,
+    rewrite: Callable[[], object],
+    barrier: Callable[[], None],
+    calls: int,
+    device: torch.device,
+) -> list[float]:
+    """Seconds of each of `calls` calls after one that warms up; all ranks start each together.
+
+    On a device until that is through with it, which every contestant waits for in the same way.
+    """
     seconds = []
+    through: Callable[[], object] = lambda: None  # noqa: E731 - what there is to wait for here
+    if device.type != "cpu":
+        through = functools.partial(torch.get_device_module(device.type).synchronize, device)
     gc.disable()
     for _ in range(calls + 1):
         rewrite()
+        through()
         barrier()
         start = time.perf_counter()
         call()
+        through()
         seconds.append(time.perf_counter() - start)
     gc.enable()
     return seconds[1:]

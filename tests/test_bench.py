@@ -139,7 +139,7 @@ def test_figures_are_those_of_the_slowest_rank() -> None:
 def test_a_line_stands_under_its_header() -> None:
     one = times([[400e-6]], [[50e-6]])
     ours, _ = table.lines([one, one])
-    assert len(table.text(ours)) == len(table.HEADER)
+    assert len(table.text(ours)) == len(table.header([]))
     words = table.text(ours).split()
     assert words == [
         *("1048576", "262144", "float32", "sum", "pycomm"),

@@ -1,0 +1,128 @@
+"""What `python -m benchmarks gpu` runs on ranks of its own: NCCL alone, two ranks that share a GPU,
+and torch's DDP over pycomm beside DDP over nccl.
+
+    python -m benchmarks.gpu_ranks {alone,shared,training} [options]
+
+Ends with 0 where all is as it should be. A hang is for who calls to end. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm.demo import processes
+from pycomm.demo.processes import Rank
+
+# NCCL refuses two ranks on one GPU, but for: 2.30.3 and newer, which can be told to allow it
+# (experimental); and ranks that it takes for ones of different hosts, which talk through sockets.
+WAYS = {
+    "multi-rank": lambda rank: {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+    "host-id": lambda rank: {"NCCL_HOSTID": f"pycomm-{rank}", "NCCL_P2P_DISABLE": "1"},
+}
+STEPS = 20
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one of the programs; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_ranks", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("what", choices=("alone", "shared", "training"))
+    parser.add_argument("--way", choices=tuple(WAYS), default="multi-rank")
+    parser.add_argument("--ranks", type=int, default=1)
+    options = parser.parse_args(argv)
+    if options.what == "alone":
+        return alone()
+    if options.what == "shared":
+        return shared(options.way)
+    return training(options.ranks)
+
+
+def alone() -> int:
+    """Which NCCL is loaded, and whether it makes a communicator."""
+    from pycomm import nccl
+
+    library = nccl.load()
+    print(f"NCCL {library.version} from {library.origin}")
+    library.try_communicator()
+    print("a communicator of one rank was made and ended")
+    return 0
+
+
+def shared(way: str) -> int:
+    """Sums on two ranks whose GPU is the first one."""
+    right: dict[int, bool] = {}
+    processes.run(_share, (way,), 2, right.__setitem__)
+    print(f"two ranks on one GPU, {way}: {'right' if all(right.values()) else 'wrong'}: {right}")
+    return 0 if len(right) == 2 and all(right.values()) else 1
+
+
+def _share(rank: Rank, way: str) -> None:
+    os.environ.update(WAYS[way](rank.rank))
+    dist.init_process_group("pycomm", store=rank.store, rank=rank.rank, world_size=rank.size)
+    fine = True
+    for count in (1, 1000, 1 << 20):
+        x = torch.full((count,), float(rank.rank + 1), device="cuda:0")
+        dist.all_reduce(x)
+        fine = fine and bool((x == 3).all().item())
+    rank.say(fine)
+
+
+def training(ranks: int) -> int:
+    """The losses of DDP over pycomm and over nccl, which have to be the same within rounding."""
+    losses: dict[str, list[float]] = {}
+    for backend in ("pycomm", "nccl"):
+        heard: dict[int, list[float]] = {}
+        processes.run(train, (backend, "cuda"), ranks, heard.__setitem__)
+        losses[backend] = heard[0]
+        print(f"{backend:8} {' '.join(f'{loss:.6f}' for loss in heard[0])}", flush=True)
+    return judge(losses["pycomm"], losses["nccl"])
+
+
+def judge(ours: Sequence[float], theirs: Sequence[float]) -> int:
+    """0 where two runs have learnt the same, and something."""
+    if len(ours) != len(theirs) or not ours[-1] < ours[0]:
+        print("the losses do not fall, or are not as many")
+        return 1
+    worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+    print(f"largest difference of a loss: {worst:.1e}")
+    return 0 if worst < 1e-3 else 1
+
+
+def train(rank: Rank, backend: str, kind: str) -> None:
+    """STEPS steps of a small model; says the losses, each the mean over ranks."""
+    device = torch.device(kind, rank.rank) if kind != "cpu" else torch.device(kind)
+    bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(
+        backend, store=rank.store, rank=rank.rank, world_size=rank.size, **bound
+    )
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 10))
+    ids = [device.index] if device.type == "cuda" else None
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(*layers).to(device), device_ids=ids, bucket_cap_mb=0.1
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    made = torch.Generator().manual_seed(rank.rank)
+    x = torch.randn(64, 256, generator=made).to(device)
+    target = torch.randint(0, 10, (64,), generator=made).to(device)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), target)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / rank.size)
+    rank.say(losses)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
