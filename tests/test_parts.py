@@ -164,3 +164,19 @@ def test_calls_in_groups_of_torch_end_with_the_reason(action: str, tmp_path: Pat
     else:
         assert (kind, "rank 1 (" in text) == ("PeerLost", True), text  # as the group counts
     assert seen[0] == seen[2] == 2.0**20
+
+
+def test_an_abort_while_others_form_a_part_tells_them_why():
+    """One of them hears of it before the others call it, and is not there then."""
+
+    def program(group: Group) -> str:
+        with pytest.raises(errors.GroupBroken) as caught:
+            group.split(min(group.rank, 1))
+            if group.rank == 0:  # whose own part is there at once
+                group.abort("one of us has had enough")
+            ones(group)
+        return str(caught.value)
+
+    for _ in range(20):  # in more than one of them it is so
+        for said in run_ranks(4, program, transport="tcp", timeout_s=60):
+            assert "one of us has had enough" in said

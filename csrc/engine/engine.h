@@ -128,6 +128,9 @@ class Engine {
   std::string broken() const;  // the first cause; empty: it is not
   // Throws GroupBroken if the engine is broken or has left.
   void check_usable();
+  // Between calls, of who waits for peers elsewhere: throws what one has told meanwhile that ends
+  // this group. While a call runs it is the call that hears.
+  void heed();
 
   uint64_t frames_sent() const { return sum(&Link::frames_sent); }
   uint64_t bytes_written() const { return sum(&Link::bytes_written); }

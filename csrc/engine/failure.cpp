@@ -353,4 +353,21 @@ void Engine::check_usable() {
     throw GroupBroken("this group cannot be used any more: " + broken_, {.rank = options_.rank});
 }
 
+void Engine::heed() {
+  const std::unique_lock turn(turn_, std::try_to_lock);
+  if (!turn || running_ != nullptr || awaited_) return;
+  try {
+    for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+      if (!at(peer).link) continue;
+      const Header* header = front(peer);
+      for (; header != nullptr && header->kind == FrameKind::pulse; header = front(peer))
+        take_pulse(peer, *header);
+      if (header != nullptr && header->kind == FrameKind::goodbye) read_notice(peer, *header);
+    }
+  } catch (const Error& error) {
+    give_up(error);
+    throw;
+  }
+}
+
 }  // namespace pycomm

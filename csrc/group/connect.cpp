@@ -151,7 +151,7 @@ void check_address(const std::string& address) {
 }
 
 std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
-                                  std::vector<int> ranks) {
+                                  std::vector<int> ranks, std::function<void()> heed) {
   const Deadline deadline(options.timeout);
   const MeshRequest request{
       .rank = options.rank,
@@ -171,7 +171,8 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
       .tuned = options.tuned,
       .full_mesh = options.full_mesh,
       .interrupted = options.interrupted,
-      .log = options.log};
+      .log = options.log,
+      .heed = std::move(heed)};
   Mesh mesh = form_mesh(request, exchange, deadline);
   if (options.line != nullptr)
     for (auto& channel : mesh.channels)

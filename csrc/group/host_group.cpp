@@ -476,7 +476,7 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     for (const int member : members) ours.push_back(texts[static_cast<size_t>(member)]);
     return ours;
   };
-  return make_group(child, exchange, first_ranks(members));
+  return make_group(child, exchange, first_ranks(members), [this] { engine_.heed(); });
 }
 
 std::shared_ptr<Group> HostGroup::regroup(Store& store, const std::string& name,

@@ -105,8 +105,9 @@ class HostGroup final : public Group {
   Pulse pulse_;
 };
 
-// Forms the mesh, makes the group of it, and returns when all its ranks have.
+// Forms the mesh, makes the group of it, and returns when all its ranks have. `heed` is
+// MeshRequest's.
 std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
-                                  std::vector<int> ranks);
+                                  std::vector<int> ranks, std::function<void()> heed = {});
 
 }  // namespace pycomm

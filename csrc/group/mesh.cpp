@@ -247,6 +247,7 @@ class Forming {
       const auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline_.left());
       auto arrivals = lobby.round(limit, also);
       for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
+      if (request_.heed) request_.heed();
       for (Arrival& arrival : arrivals) {
         if (!arrival.channel && lost == kNobody)
           throw_lost(arrival.peer, " cannot be reached at " + arrival.why);

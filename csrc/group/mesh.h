@@ -34,6 +34,9 @@ struct MeshRequest {
   int full_mesh = 64;        // up to so many ranks each holds a channel to each from the start
   std::function<bool()> interrupted{};          // asked every 100 ms while it waits; may be empty
   std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
+  // Asked as often: throws where a peer will not come, as the group in which these ranks met has
+  // ended; may be empty.
+  std::function<void()> heed{};
 };
 
 struct Mesh {
