@@ -89,7 +89,7 @@ def parts(count: int, results: Path) -> list[Part]:
     """All that runs where there are `count` GPUs, the short and telling ones first."""
     python = sys.executable
     ranks = min(count, 8)
-    suites = ("kernels", "device_groups", "device_faults")
+    suites = ("kernels", "lean_devices", "device_groups", "device_faults")
     tests = [f"tests/test_{name}.py" for name in suites]
     own = [python, "-m", "benchmarks.gpu_ranks"]
     bench = [python, "-m", "pycomm", "bench"]
@@ -100,11 +100,6 @@ def parts(count: int, results: Path) -> list[Part]:
         Part("shared-multi-rank", [*own, "shared", "--way", "multi-rank"], 120),
         Part("shared-host-id", [*own, "shared", "--way", "host-id"], 120),
         Part("training", [*own, "training", "--ranks", str(ranks)], 600),
-        Part(
-            "bench-kernels",
-            [*bench, "kernels", "--device", "cuda", "--json", str(results / "kernels.json")],
-            1200,
-        ),
     ]
     if count < 2:
         return found

@@ -42,7 +42,7 @@ def test_without_a_gpu_a_sentence_says_so(
 
 def test_parts_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--list"]) == 0
-    assert "bench-kernels" in capsys.readouterr().out
+    assert "shared-multi-rank" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         gpu.main(["--only", "nonsense"])
     assert "no such part here: nonsense" in capsys.readouterr().err
