@@ -1,7 +1,9 @@
 """`pycomm bench strangers`: it runs and stores, and a promise that was broken is told."""
 
 import json
+import multiprocessing
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,14 @@ from benchmarks.strangers import Cycles, Flood
 
 KEPT = Flood("pycomm", 900, 100, 0.1, 0.1, 1000.0, 990.0, 20, 20)
 CLEAN = Cycles("pycomm", 10, [], Held(20, 3, 100), Held(20, 3, 100))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    """The process that multiprocessing keeps for good, with what the command has it load."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.stranger_rank"])
+    forkserver.ensure_running()
 
 
 def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
