@@ -129,8 +129,9 @@ class Engine {
   // Throws GroupBroken if the engine is broken or has left.
   void check_usable();
   // Between calls, of who waits for peers elsewhere: throws what one has told meanwhile that ends
-  // this group. While a call runs it is the call that hears.
-  void heed();
+  // this group. While a call runs in another thread it is the call that hears; it is waited for
+  // until the limit.
+  void heed(std::chrono::nanoseconds limit);
 
   uint64_t frames_sent() const { return sum(&Link::frames_sent); }
   uint64_t bytes_written() const { return sum(&Link::bytes_written); }

@@ -1,6 +1,7 @@
 // How an engine fails: disagreements, goodbyes, and the first cause that it repeats.
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 #include "core/operation.h"
 #include "engine/engine.h"
@@ -353,8 +354,13 @@ void Engine::check_usable() {
     throw GroupBroken("this group cannot be used any more: " + broken_, {.rank = options_.rank});
 }
 
-void Engine::heed() {
-  const std::unique_lock turn(turn_, std::try_to_lock);
+void Engine::heed(std::chrono::nanoseconds limit) {
+  std::unique_lock turn(turn_, std::try_to_lock);
+  for (const Deadline deadline(limit); !turn && !deadline.expired();) {
+    std::this_thread::yield();
+    (void)turn.try_lock();
+  }
+  check_usable();
   if (!turn || running_ != nullptr || awaited_) return;
   try {
     for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {

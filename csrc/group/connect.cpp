@@ -4,6 +4,7 @@
 #include <charconv>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "group/host_group.h"
@@ -28,6 +29,9 @@ constexpr std::chrono::seconds kNamingTime{1};
 
 // For so long a rank that cannot be in the group waits for the others to find out too.
 constexpr std::chrono::seconds kAllReadTime{10};
+
+// For who is at the group in which these ranks met, with nothing but a sign of life.
+constexpr std::chrono::milliseconds kLastLook{100};
 
 std::string key_of_block(const ConnectOptions& options, int block) {
   return options.name + "/notes/" + std::to_string(block);
@@ -144,14 +148,8 @@ void announce(const Group& group, const ConnectOptions& options) {
               "; algorithm by size" + (options.reproducible ? ", sums in rank order" : ""));
 }
 
-}  // namespace
-
-void check_address(const std::string& address) {
-  if (!address.empty()) (void)chosen_addresses(address);
-}
-
-std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
-                                  std::vector<int> ranks, std::function<void()> heed) {
+std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& exchange,
+                            std::vector<int> ranks, const Heed& heed) {
   const Deadline deadline(options.timeout);
   const MeshRequest request{
       .rank = options.rank,
@@ -172,7 +170,7 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
       .full_mesh = options.full_mesh,
       .interrupted = options.interrupted,
       .log = options.log,
-      .heed = std::move(heed)};
+      .heed = heed};
   Mesh mesh = form_mesh(request, exchange, deadline);
   if (options.line != nullptr)
     for (auto& channel : mesh.channels)
@@ -191,6 +189,35 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
   group->start_pulse();
   announce(*group, options);
   return group;
+}
+
+}  // namespace
+
+void check_address(const std::string& address) {
+  if (!address.empty()) (void)chosen_addresses(address);
+}
+
+std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
+                                  std::vector<int> ranks, const Heed& heed) {
+  std::optional<Error> ended;  // by ranks that are not numbered as this group's
+  const auto hears = [&](std::chrono::nanoseconds limit) {
+    try {
+      if (heed && !ended) heed(limit);
+    } catch (const Error& error) {  // told below, and to the peers
+      ended = error;
+    }
+    return ended.has_value();
+  };
+  const Heed told = [&](std::chrono::nanoseconds limit) {
+    if (hears(limit)) throw Error(ended->kind(), ended->what(), {});
+  };
+  try {
+    return form(options, exchange, std::move(ranks), told);
+  } catch (const Error& error) {
+    // A peer that has gone may have heard before this rank of what ends them all.
+    if (error.kind() == ErrorKind::peer_lost ? hears(kLastLook) : ended.has_value()) throw *ended;
+    throw;
+  }
 }
 
 namespace {

@@ -476,7 +476,8 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     for (const int member : members) ours.push_back(texts[static_cast<size_t>(member)]);
     return ours;
   };
-  return make_group(child, exchange, first_ranks(members), [this] { engine_.heed(); });
+  return make_group(child, exchange, first_ranks(members),
+                    [this](auto limit) { engine_.heed(limit); });
 }
 
 std::shared_ptr<Group> HostGroup::regroup(Store& store, const std::string& name,

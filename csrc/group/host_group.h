@@ -106,8 +106,8 @@ class HostGroup final : public Group {
 };
 
 // Forms the mesh, makes the group of it, and returns when all its ranks have. `heed` is
-// MeshRequest's.
+// MeshRequest's; where it throws, that is the error, and not that a peer has gone.
 std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
-                                  std::vector<int> ranks, std::function<void()> heed = {});
+                                  std::vector<int> ranks, const Heed& heed = {});
 
 }  // namespace pycomm

@@ -247,13 +247,14 @@ class Forming {
       const auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline_.left());
       auto arrivals = lobby.round(limit, also);
       for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
-      if (request_.heed) request_.heed();
       for (Arrival& arrival : arrivals) {
-        if (!arrival.channel && lost == kNobody)
-          throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
         mesh.channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
         std::erase(missing, arrival.peer);
       }
+      if (request_.heed) request_.heed({});
+      for (const Arrival& arrival : arrivals)
+        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
+          throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
       for (size_t i = 0; i < mesh.channels.size(); ++i)
         if (lost == kNobody && mesh.channels[i] && mesh.channels[i]->hung_up()) {
           lost = static_cast<int>(i);

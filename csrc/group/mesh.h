@@ -20,6 +20,10 @@
 
 namespace pycomm {
 
+// Throws where a peer will not come, as the group in which these ranks met has ended. Where another
+// thread is at that group it is waited for until the limit.
+using Heed = std::function<void(std::chrono::nanoseconds limit)>;
+
 struct MeshRequest {
   int rank = 0, size = 1;
   std::string name;
@@ -34,9 +38,7 @@ struct MeshRequest {
   int full_mesh = 64;        // up to so many ranks each holds a channel to each from the start
   std::function<bool()> interrupted{};          // asked every 100 ms while it waits; may be empty
   std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
-  // Asked as often: throws where a peer will not come, as the group in which these ranks met has
-  // ended; may be empty.
-  std::function<void()> heed{};
+  Heed heed{};                                  // asked in each round; may be empty
 };
 
 struct Mesh {

@@ -1,11 +1,13 @@
 // A group that does not form: whoever learns why tells those that it has met, be they still forming
 // or standing already. What is left in the store is in store_keys_test.cpp.
+#include <atomic>
 #include <latch>
 #include <string>
 #include <vector>
 
 #include "engine/engine.h"
 #include "group/connect.h"
+#include "group/host_group.h"
 #include "group/mesh.h"
 #include "group/note.h"
 #include "harness.h"
@@ -102,14 +104,89 @@ const Test kGone{
       }
     }};
 
-ConnectOptions options_of_two(std::chrono::nanoseconds timeout) {
+ConnectOptions options_of_two(std::chrono::nanoseconds timeout, int rank = 0) {
   ConnectOptions options;
+  options.rank = rank;
   options.size = 2;
   options.timeout = timeout;
   options.secret = "the key";
   options.transport = "tcp";
   return options;
 }
+
+// The ranks of a part are numbered anew: whom the whole blames is somebody else in it.
+const Test kEnded{
+    "what ends the group of which a part forms ends that, be it heard there or of a peer", [] {
+      for (int rounds = 0; rounds < 4; ++rounds) {
+        Notes notes;
+        std::atomic<bool> ended{false};
+        ranks::run(kSize - 1, [&](int rank) {
+          ConnectOptions options = options_of_two(60s, rank);
+          options.size = kSize;
+          int round = 0;
+          const Heed heed = [&](std::chrono::nanoseconds) {
+            if (rank == 1 && round++ == rounds) ended = true;
+            if (ended) throw PeerLost("we have lost rank 0", {.op = "split", .peer = 0});
+          };
+          const auto ending = ranks::ending_of([&] {
+            (void)make_group(
+                options, [&](const std::string& mine) { return notes.exchange(rank, mine); }, {},
+                heed);
+          });
+          expect(ending.is(ErrorKind::peer_lost) && ending.says("we have lost rank 0"),
+                 ending.text());
+          expect(ending.error->fields().peer == 0 && ending.error->fields().op == "split",
+                 ending.text());
+        });
+      }
+    }};
+
+// Rank 1 forms it too, but leaves without a word of the reason.
+const Test kLeft{"where a peer leaves a part that stands, what ended the whole is the reason", [] {
+                   std::vector<std::string> texts(2);
+                   std::latch left{2};
+                   const auto exchange = [&](int rank, const std::string& mine) {
+                     texts[static_cast<size_t>(rank)] = mine;
+                     left.arrive_and_wait();
+                     return texts;
+                   };
+                   std::string same;
+                   ConnectOptions alone = options_of_two(60s);
+                   alone.size = 1;
+                   (void)make_group(alone,
+                                    [&](const std::string& mine) {
+                                      same = decode_note(mine).options;
+                                      return std::vector<std::string>{mine};
+                                    },
+                                    {});
+                   ranks::run(2, [&](int rank) {
+                     if (rank == 1) {
+                       MeshRequest request = request_of(rank, "tcp");
+                       request.size = 2;
+                       request.name = alone.name;
+                       request.key = alone.secret;
+                       request.options = same;
+                       Mesh mesh = form_mesh(
+                           request, [&](const std::string& mine) { return exchange(rank, mine); },
+                           Deadline(60s));
+                       EngineOptions options;
+                       options.rank = 1;
+                       options.names = {"rank 0", "rank 1"};
+                       const Engine gone(std::move(mesh.channels), options);
+                       return;
+                     }
+                     const auto ending = ranks::ending_of([&] {
+                       (void)make_group(
+                           options_of_two(60s),
+                           [&](const std::string& mine) { return exchange(rank, mine); }, {},
+                           [](std::chrono::nanoseconds limit) {
+                             if (limit > 0s) throw GroupBroken("we have had enough");
+                           });
+                     });
+                     expect(ending.is(ErrorKind::group_broken) && ending.says("had enough"),
+                            ending.text());
+                   });
+                 }};
 
 // As by Ctrl-C: while rank 2's call is awaited, and while its note is.
 const Test kInterrupted{
