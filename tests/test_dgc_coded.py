@@ -28,7 +28,7 @@ FORMS = [
 ]
 
 
-def trained(
+def trained_perceptron(
     group: pycomm.Group,
     options: dict[str, Any],
     form: dict[str, Any] | None = None,
@@ -57,7 +57,8 @@ def same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
 @pytest.mark.parametrize("select", ["parameter", "model"])
 def test_without_rounding_the_codec_changes_no_bit(select: str) -> None:
     raw, lean = (
-        run_ranks(3, trained, {"codec": codec, "select": select}) for codec in ("raw", "lean")
+        run_ranks(3, trained_perceptron, {"codec": codec, "select": select})
+        for codec in ("raw", "lean")
     )
     assert same(raw, lean)
 
@@ -66,24 +67,24 @@ def test_without_rounding_the_codec_changes_no_bit(select: str) -> None:
 def test_buckets_fusion_and_a_resume_change_no_bit(exchange: str, value_dtype: str) -> None:
     """P5, P7, P8."""
     options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "lean"}
-    results = run_ranks(3, trained, options)
+    results = run_ranks(3, trained_perceptron, options)
     count = len(parameters(perceptron()))
     assert all(equal(one[:count], results[0][:count]) for one in results)
     assert not equal(results[0][count:], results[1][count:])
-    assert same(results, run_ranks(3, trained, options, {"bucket_mb": 1e-5, "lanes": 2}))
-    assert same(results, run_ranks(3, trained, options, None, 3))
+    assert same(results, run_ranks(3, trained_perceptron, options, {"bucket_mb": 1e-5, "lanes": 2}))
+    assert same(results, run_ranks(3, trained_perceptron, options, None, 3))
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):  # torch's SGD then uses fma
-        assert same(results, run_ranks(3, trained, {**options, "fused": True}))
+        assert same(results, run_ranks(3, trained_perceptron, {**options, "fused": True}))
 
 
 @pytest.mark.parametrize(("exchange", "value_dtype"), [("gather", "int8"), ("split", "2bit")])
 def test_cuda_kernels_change_no_bit(exchange: str, value_dtype: str) -> None:
     """Emulated, as their arrays lie in host memory: all of a step but the copies."""
     options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "lean"}
-    wanted = run_ranks(2, trained, options)
+    wanted = run_ranks(2, trained_perceptron, options)
     with DEVICES["emulated"]() as device:
         device.module.take_traffic()  # of other tests
-        found = run_ranks(2, trained, options)
+        found = run_ranks(2, trained_perceptron, options)
         assert device.module.take_traffic()[2] > 0
     assert same(found, wanted)
 

@@ -1,6 +1,7 @@
 """Lean packets against pycomm.reference_lean, bit by bit, and the bytes that they take."""
 
 from math import lgamma, log
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,15 @@ MOST = 2**31 - 1
 
 seeds = st.integers(0, 2**32 - 1)
 counts = st.sampled_from([1, 2, 63, 64, 65, 257, 4096, 4097, 9001])
+# What a packet is made of, but the number of parameters.
+CASES: dict[str, st.SearchStrategy[Any]] = {
+    "shape": st.sampled_from(SHAPES),
+    "seed": seeds,
+    "kind": st.sampled_from(KINDS),
+    "dtype": st.sampled_from(["float32", "float64"]),
+    "value_code": st.sampled_from(VALUES),
+    "codec": st.sampled_from(CODECS),
+}
 
 
 @pytest.fixture(autouse=True, params=["baseline", "best"])
@@ -65,15 +75,7 @@ def check(indices, values, count, value_code, codec):
 
 
 @SETTINGS
-@given(
-    count=counts,
-    shape=st.sampled_from(SHAPES),
-    seed=seeds,
-    kind=st.sampled_from(KINDS),
-    dtype=st.sampled_from(["float32", "float64"]),
-    value_code=st.sampled_from(VALUES),
-    codec=st.sampled_from(CODECS),
-)
+@given(count=counts, **CASES)
 def test_bits(count, shape, seed, kind, dtype, value_code, codec):
     indices = indices_of(shape, count, seed)
     check(indices, made(kind, len(indices), seed, dtype), count, value_code, codec)

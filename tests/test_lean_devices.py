@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_devices import KINDS, SETTINGS, made, same
-from test_lean import CODECS, MOST, SHAPES, VALUES, indices_of, uniform
+from kernel_devices import SETTINGS, made, same
+from test_lean import CASES, CODECS, MOST, SHAPES, VALUES, indices_of, uniform
 
 from pycomm import _core, kernels, reference_lean
 from pycomm.arrays import located
@@ -31,15 +31,7 @@ def unpacked(device, packet, k, count):
 
 
 @SETTINGS
-@given(
-    count=counts,
-    shape=st.sampled_from(SHAPES),
-    seed=seeds,
-    kind=st.sampled_from(KINDS),
-    dtype=st.sampled_from(["float32", "float64"]),
-    value_code=st.sampled_from(VALUES),
-    codec=st.sampled_from(CODECS),
-)
+@given(count=counts, **CASES)
 def test_bits(device, count, shape, seed, kind, dtype, value_code, codec):
     indices = indices_of(shape, count, seed)
     values, rest = made(kind, len(indices), seed, dtype), made("plain", count, 5, dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from little_models import batch, equal, parameters, perceptron, step_on
-from test_dgc_coded import same
+from test_dgc_coded import same, trained_perceptron
 from test_dgc_steps import compressed, memory_of, same_memory, sgd
 from torch import Tensor, nn
 
@@ -110,29 +110,18 @@ def test_buckets_fusion_and_a_resume_change_no_bit(on: Any, hosts: list[int]) ->
     """P5, P7, P8."""
     on(hosts)
 
-    def program(group: pycomm.Group, form: dict[str, Any], stop: int, fused: bool) -> list[Tensor]:
-        settings = {"exchange": "two_level", "value_dtype": "2bit", "fused": fused}
-        module = perceptron()
-        model, optimizer, dgc = compressed(module, form, **settings)
-        for step in range(6):
-            if step == stop:
-                saved = [x.state_dict() for x in (module, optimizer, dgc)]
-                module = perceptron(2)
-                model, optimizer, dgc = compressed(module, form, **settings)
-                for one, content in zip((module, optimizer, dgc), saved, strict=True):
-                    one.load_state_dict(content)
-            step_on(model, batch(group.rank, step), optimizer)
-        return [*parameters(module), *(x for found in memory_of(dgc).values() for x in found)]
-
+    options = {"exchange": "two_level", "value_dtype": "2bit"}
     size, count = len(hosts), len(parameters(perceptron()))
-    results = run_ranks(size, program, {}, -1, False)
+    results = run_ranks(size, trained_perceptron, options)
     assert all(equal(one[:count], results[0][:count]) for one in results)
     for a, b in itertools.combinations(range(size), 2):
         assert equal(results[a][count:], results[b][count:]) == (hosts[a] == hosts[b])
-    assert same(results, run_ranks(size, program, {"bucket_mb": 1e-5, "lanes": 2}, -1, False))
-    assert same(results, run_ranks(size, program, {}, 3, False))
+    assert same(
+        results, run_ranks(size, trained_perceptron, options, {"bucket_mb": 1e-5, "lanes": 2})
+    )
+    assert same(results, run_ranks(size, trained_perceptron, options, None, 3))
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):  # torch's SGD then uses fma
-        assert same(results, run_ranks(size, program, {}, -1, True))
+        assert same(results, run_ranks(size, trained_perceptron, {**options, "fused": True}))
 
 
 def owed(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
