@@ -5,6 +5,7 @@ Ranks are threads. The exchanges themselves: test_dgc_coded.py.
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,6 +128,8 @@ def test_tuned_weighs_seconds() -> None:
     assert best(FAST, 8) == "dense"
     assert best(SLOW, 8) == best(SLOW, 64) == "split"
     assert best(Link(1e-3, 1e-9), 2) == "gather"
+    more = predicted(replace(load, send_on=4), 8, FAST, CODING)
+    assert more["split"] > predicted(load, 8, FAST, CODING)["split"] + 3 * 10**4 * 9e-9
 
 
 def test_tuned_is_decided_by_rank_0_and_kept() -> None:

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 import pycomm
 from benchmarks.wire_ranks import moved
-from pycomm.compress.schedule import VALUE_DTYPES, index_bits, packet_bytes
+from pycomm.compress.schedule import (
+    VALUE_DTYPES,
+    Load,
+    index_bits,
+    packet_bytes,
+    received_bytes,
+)
 from pycomm.compress.split import BLOCK, Shares
 from pycomm.errors import Unsupported
 from pycomm.testing import run_ranks
@@ -187,6 +193,27 @@ def test_split_receives_the_same_of_any_number() -> None:
         assert max(one.received for one in found) <= 0.0042 * count
         for one in found if ranks == 2 else ():  # else a ring passes packets on
             assert one.sent <= one.written <= one.sent + 300
+
+
+@pytest.mark.parametrize("send_on", [2, 4])
+def test_owners_send_on_as_many_as_they_are_told(send_on: int) -> None:
+    """In the bytes that "auto" counts with; what they do not send they owe, and owe less of it."""
+    count, size = 1 << 21, 3
+    options = {"value_dtype": "2bit", "exchange": "split", "send_on": send_on}
+    for one in run_ranks(size, moved, count, options):
+        load = Load([one.k], [count], 4, "2bit", send_on)
+        expected = received_bytes(load, size)["split"]
+        assert abs(one.received - expected) < 0.05 * expected + 350  # frames
+        once = received_bytes(Load([one.k], [count], 4, "2bit"), size)["split"]
+        assert one.received > (1 + send_on) / 2 * 0.8 * once  # indices are denser on the way back
+    owed = []
+    for told in (1, send_on):
+        form = {"exchange": "split", "value_dtype": "2bit", "send_on": told}
+        ((weight, total, missing), *others) = run_ranks(4, trained_alone, form, 12)
+        assert all(torch.equal(weight, other) for other, _, _ in others)
+        assert float((missing - 4 * weight - total).abs().max()) <= 1e-5 * float(total.abs().max())
+        owed.append(float(missing.abs().sum()))
+    assert owed[1] < 0.95 * owed[0]
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (31, 2), (5000, 3), (4096, 8), (100, 64)])

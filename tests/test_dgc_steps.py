@@ -459,7 +459,7 @@ def test_refusals() -> None:
         for wrong in (
             {"clip": "all"}, {"select": "most"}, {"k_rule": "floor"}, {"exchange": "dense"},
             {"clip_norm": 0.0}, {"sparsity": [1.0]}, {"rampup_step": 0}, {"value_dtype": "float16"},
-            {"codec": "rice"}, {"codec": "raw", "exchange": "split"},
+            {"codec": "rice"}, {"codec": "raw", "exchange": "split"}, {"send_on": 0},
         ):  # fmt: skip
             with pytest.raises(InvalidArgument):
                 pycomm.DGC(sgd(module), **wrong)

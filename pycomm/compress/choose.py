@@ -56,6 +56,7 @@ class Chooser:
         k_rule: as schedule.to_send has it.
         whole: k is of all together.
         value_dtype: of lean packets; None: packets are raw.
+        send_on: what all owners together send on, in multiples of k.
 
     Attributes:
         chosen: the exchange by level, as rank 0 has said.
@@ -68,9 +69,10 @@ class Chooser:
         k_rule: str,
         whole: bool,
         value_dtype: str | None,
+        send_on: int,
     ) -> None:
         self._asked, self._sparsity, self._k_rule = exchange, sparsity, k_rule
-        self._whole, self._value_dtype = whole, value_dtype
+        self._whole, self._value_dtype, self._send_on = whole, value_dtype, send_on
         self._planned: dict[int, Level] = {}
         self._weighed: dict[int, Mapping[str, float]] = {}
         self.chosen: dict[int, str] = {}
@@ -117,7 +119,7 @@ class Chooser:
         code = self._value_dtype
         if code is not None and self._asked in ("auto", "tuned"):
             code = code_at(code, 1 - sparsity)
-        load = Load(ks, counts, memories[0].u.itemsize, code)
+        load = Load(ks, counts, memories[0].u.itemsize, code, self._send_on)
         exchange = self._choose(level, load, lanes, may_be_dense)
         lean = exchange in ("gather", "split", "two_level")
         way = between(load, _hosts(lanes)) if exchange == "two_level" else ""

@@ -67,6 +67,8 @@ class DGC:
             takes the fewest seconds, of rank 0's link and processor, or "dense" as long as nothing
             was compressed. Both take "split" and "two_level" only where packets are lean, and
             code values as "1bit" above a density of 0.17 if they are rounded at all.
+        send_on: how many times k elements all owners of "split" together send on: more of them owe
+            less, and the way back takes as many times the bytes.
         scaler: the GradScaler or StaticLossScaler of the training, if there is one.
         fused: optimizer.step() takes what was gathered off the parameters there and then, without
             a pass over all gradients; p.grad of what is compressed is this rank's own until then,
@@ -97,6 +99,7 @@ class DGC:
         value_dtype: str = "float32",
         codec: str = "auto",
         exchange: str = "auto",
+        send_on: int = 1,
         scaler: torch.amp.GradScaler | None = None,
         fused: bool = False,
         track_age: bool = False,
@@ -117,6 +120,8 @@ class DGC:
             )
         if clip_norm is not None and not clip_norm > 0:
             raise InvalidArgument(f"clip_norm={clip_norm}: above 0, or None")
+        if send_on < 1 or send_on != int(send_on):
+            raise InvalidArgument(f"send_on={send_on}: a whole number, at least 1")
         if fused and not (momentum_correction and decay_correction):
             raise InvalidArgument(
                 "fused=True leaves nothing to the optimizer but its rate: with momentum_correction "
@@ -124,7 +129,7 @@ class DGC:
             )
         self._fused = fused
         self._clip_norm, self._together, self._masking = clip_norm, clip == "global", masking
-        self._whole = select == "model"
+        self._whole, self._send_on = select == "model", send_on
         self.scaler = scaler
         owned: tuple[str, ...] = ("momentum", "nesterov") if momentum_correction else ()
         owned += ("weight_decay",) if decay_correction else ()
@@ -135,7 +140,7 @@ class DGC:
             _can_be_coded(self._compressed())
         code = value_dtype if lean else None
         self._held = DENSE  # what the last step had
-        self._chooser = Chooser(exchange, self._levels, k_rule, self._whole, code)
+        self._chooser = Chooser(exchange, self._levels, k_rule, self._whole, code, send_on)
         self._ages = Ages(self._compressed()) if track_age else None
         self._rooms: dict[tuple[str, ...], Tensor] = {}
         self._lanes: Lanes | None = None
@@ -279,7 +284,7 @@ class DGC:
         if held.value_dtype is None:
             return None
         if "split" in (held.exchange, held.between) and self.owed is not None:
-            return Owners(held.value_dtype, self.owed)
+            return Owners(held.value_dtype, self.owed, self._send_on)
         return ToAll(held.value_dtype)
 
     def _switch(self) -> None:

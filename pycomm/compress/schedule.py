@@ -51,12 +51,14 @@ class Load:
         ks, counts: how many of how many elements, for each that has a k of its own.
         itemsize: bytes of a value as it is.
         value_dtype: of lean packets; None: packets are raw.
+        send_on: what all owners together send on, in multiples of k.
     """
 
     ks: Sequence[int]
     counts: Sequence[int]
     itemsize: int
     value_dtype: str | None
+    send_on: int = 1
 
     @property
     def k(self) -> int:
@@ -138,7 +140,8 @@ def received_bytes(load: Load, size: int, hosts: int = 1) -> dict[str, float]:
 
         gather     size - L packets
         masked     2 (H - 1) / H of all gradients, as a ring does
-        split      L + 1 times (H - 1) / H of a packet, and heads; lean packets only
+        split      L times (H - 1) / H of a packet, which owners receive, and once of one of
+                   send_on k elements, and heads; lean packets only
         two_level  the fewer of gather and split between hosts; of lean packets where L > 1
 
     Of raw packets of float32, a line for each rank, gather wins where size * (1 - sparsity) < 1.
@@ -151,7 +154,11 @@ def received_bytes(load: Load, size: int, hosts: int = 1) -> dict[str, float]:
     found = {"gather": others * packets, "masked": 2 * (lines - 1) / lines * dense}
     if code is not None:
         heads = HEAD_BYTES * len(load.ks)
-        found["split"] = (here + 1) * others * ((packets - heads) / size + heads)
+        sent_on = [min(load.send_on * k, n) for k, n in zip(load.ks, load.counts, strict=True)]
+        onward = packet_bytes(sent_on, load.counts, load.itemsize, code)
+        found["split"] = others * (
+            here * ((packets - heads) / size + heads) + (onward - heads) / size + heads
+        )
         if here > 1:
             found["two_level"] = min(received_bytes(load, lines)[way] for way in BETWEEN)
     return found

@@ -125,7 +125,8 @@ def predicted(
     }
     if lean:
         # Coded on both ways; an owner writes its share and looks for the largest.
-        found["split"] = every + travel["split"] + 3 * link.call_s + 2 * kept + 2 * scan / size
+        coded = (1 + load.send_on) * kept
+        found["split"] = every + travel["split"] + 3 * link.call_s + coded + 2 * scan / size
     if "two_level" in received:
         # Sums inside a host, then what one rank of each does, and handing on what that has got.
         hosts, inside = levels.hosts, levels.inside

@@ -5,9 +5,9 @@
     sum      the owner adds in rank order to what it still owes, and chooses the largest
     gather   its choice, coded, goes to all; the rest, and what rounding lost, it owes
 
-A rank receives 2 k elements or so, whatever the number of ranks. What owners owe is part of P3:
-sent + v + owed = gradients. Called by transaction.py; dgc.py makes an Owners for each step, and
-keeps what is owed.
+A rank receives (1 + send_on) k elements or so, whatever the number of ranks. What owners owe is
+part of P3: sent + v + owed = gradients. Called by transaction.py; dgc.py makes an Owners for each
+step, and keeps what is owed.
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ class Owners:
         value_dtype: of values on both ways, as pycomm.kernels.encode has it.
         owed: what this rank owes as an owner, by the first memory of a unit: [places of the
             share], of u's dtype. The caller's: commit() writes into it.
+        send_on: what all owners together send on, in multiples of what one rank sends.
     """
 
-    def __init__(self, value_dtype: str, owed: dict[Memory, Tensor]) -> None:
-        self.value_dtype, self.owed = value_dtype, owed
+    def __init__(self, value_dtype: str, owed: dict[Memory, Tensor], send_on: int = 1) -> None:
+        self.value_dtype, self.owed, self.send_on = value_dtype, owed, send_on
         self._next: dict[Memory, Tensor] = {}
 
     def exchange(self, units: Sequence[Unit], ways: Ways) -> tuple[list[Arrived], int]:
@@ -126,14 +127,14 @@ class Owners:
         ]
 
     def _choose(self, unit: Unit, share: Shares, packets: Sequence[Tensor]) -> Tensor:
-        """The largest of what there is for this owner, of all ranks together as many as one rank
+        """The largest of what there is for this owner, its part of send_on times what one rank
         sends; it owes the rest. A packet."""
         first, device = unit.memories[0], unit.values.device
         total = torch.zeros(share.places, dtype=unit.values.dtype, device=device)
         kernels.decode_sum(total, [decode(packet, share.places, device) for packet in packets])
         if first in self.owed:
             total += self.owed[first]
-        k = min(-(-len(unit.values) // share.size), share.places)
+        k = min(-(-self.send_on * len(unit.values) // share.size), share.places)
         places, values = kernels.topk(total, k)
         some = values != 0
         pair = places[some], values[some]
