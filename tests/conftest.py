@@ -69,6 +69,26 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[Before]:
         pytest.fail(f"left behind: {found}", pytrace=False)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Says at once which test fails: a long run may be ended before pytest's own summary."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Told(terminal))
+
+
+class Told:
+    """Names each failure where it happens."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            why = str(report.longrepr).strip().rsplit("\n", 1)[-1]
+            self.terminal.write_line(f"\n{report.when} of {report.nodeid} failed: {why}")
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Keeps the reason of every skip, wherever in the test it happened."""
     if report.skipped and not hasattr(report, "wasxfail"):
