@@ -1,6 +1,6 @@
 """A DGC step as it is put together from torch's operations: what `dgc_step` is compared with.
 
-Called by kernels.py.
+A step gives the values that it sends. Called by kernels.py; libraries.py has more of them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,27 @@ class Tensors:
     momentum: float
 
 
+Step = Callable[[Tensors, Tensor], Tensor]
+Choose = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""Of an array, the k largest magnitudes (or the elements that have them), and their indices."""
+
+
+def torch_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The two operations."""
+    largest = x.abs().topk(k, sorted=False)
+    return largest.values, largest.indices
+
+
 def eager(t: Tensors, grad: Tensor) -> Tensor:
     """One operation after another; exact."""
     t.u.mul_(t.momentum).add_(grad)
     t.v.add_(t.u)
-    return _send(t, t.v.abs().topk(t.k, sorted=False).indices)
+    return send(t, t.v.abs().topk(t.k, sorted=False).indices)
 
 
 def compiled(t: Tensors, grad: Tensor) -> Tensor:
     """The same, with the update and the magnitudes in one compiled loop."""
-    return _send(t, _compiled_update()(t.u, t.v, grad, t.momentum).topk(t.k, sorted=False).indices)
+    return send(t, compiled_update()(t.u, t.v, grad, t.momentum).topk(t.k, sorted=False).indices)
 
 
 def sampled(t: Tensors, grad: Tensor) -> Tensor:
@@ -57,10 +68,11 @@ def sampled(t: Tensors, grad: Tensor) -> Tensor:
             reached = (magnitudes >= threshold).nonzero().view(-1)
         else:
             break
-    return _send(t, reached)
+    return send(t, reached)
 
 
-def _send(t: Tensors, indices: Tensor) -> Tensor:
+def send(t: Tensors, indices: Tensor) -> Tensor:
+    """The values at these indices, which leave u and v."""
     values = t.v[indices]
     t.u.index_fill_(0, indices, 0)
     t.v.index_fill_(0, indices, 0)
@@ -68,7 +80,9 @@ def _send(t: Tensors, indices: Tensor) -> Tensor:
 
 
 @cache
-def _compiled_update() -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+def compiled_update() -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+    """update(u, v, grad, momentum): u and v in place, and the magnitudes of v."""
+
     def update(u: Tensor, v: Tensor, grad: Tensor, momentum: float) -> Tensor:
         u.mul_(momentum).add_(grad)
         v.add_(u)
@@ -77,8 +91,11 @@ def _compiled_update() -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
     return torch.compile(update, dynamic=True)
 
 
-COMPOSED: dict[str, Callable[[Tensors, Tensor], Tensor]] = {
+SAMPLED = "DGC authors"
+"""Whose packets are not exact, and who waits to learn how many elements they have."""
+
+COMPOSED: dict[str, Step] = {
     "eager": eager,
     "torch.compile": compiled,
-    "DGC authors": sampled,
+    SAMPLED: sampled,
 }

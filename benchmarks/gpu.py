@@ -93,6 +93,7 @@ def parts(count: int, results: Path) -> list[Part]:
     tests = [f"tests/test_{name}.py" for name in suites]
     own = [python, "-m", "benchmarks.gpu_ranks"]
     bench = [python, "-m", "pycomm", "bench"]
+    stored = ["--json", str(results / "kernels.json"), "--plot", str(results / "kernels.png")]
     found = [
         Part("tests", [python, "-m", "pytest", "-q", "-k", "cuda", *tests], 1500),
         Part("nccl", [*own, "alone"], 120),
@@ -100,6 +101,7 @@ def parts(count: int, results: Path) -> list[Part]:
         Part("shared-multi-rank", [*own, "shared", "--way", "multi-rank"], 120),
         Part("shared-host-id", [*own, "shared", "--way", "host-id"], 120),
         Part("training", [*own, "training", "--ranks", str(ranks)], 600),
+        Part("bench-kernels", [*bench, "kernels", "--device", "cuda", *stored], 2400),
     ]
     if count < 2:
         return found

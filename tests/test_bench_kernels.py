@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import pycomm
-from benchmarks import alone
+from benchmarks import alone, composed, contest, sparse
 from benchmarks import kernels as bench
-from benchmarks.residuals import STEPS, WORKERS, Residuals, store
+from benchmarks.kernel_table import Row
+from benchmarks.residuals import STEPS, WORKERS, Residuals, load, store
 from pycomm import _core, kernels
 
 PARAMETERS = 20_000  # of a window
 TRAINING = {"DGC", "decode_update", "dgc_step", "topk"}
+TRAINING |= {"dgc_step bfloat16", "dgc_step cold", "dgc_step x 161"}
 ALONE = {
     "cast": {"copy_", ".to"},
     "clip_": {"clip_grad_norm_"},
@@ -32,20 +34,24 @@ ALONE = {
 }
 
 
-@pytest.fixture
-def residuals(tmp_path: Path) -> Iterator[Path]:
+def write_residuals(path: Path, parameters: int) -> Path:
+    """Made-up ones, of one window for each worker."""
     rng = np.random.default_rng(0)
-    k = PARAMETERS // 1000
+    k = max(1, parameters // 1000)
     sent = [
-        np.sort(rng.choice(PARAMETERS, k, replace=False).astype(np.int32))
+        np.sort(rng.choice(parameters, k, replace=False).astype(np.int32))
         for _ in range(STEPS * WORKERS)
     ]
-    made = rng.standard_normal((2 + STEPS, WORKERS, PARAMETERS)).astype(np.float32)
-    path = tmp_path / "residuals.npz"
+    made = rng.standard_normal((2 + STEPS, WORKERS, parameters)).astype(np.float32)
     packets = np.stack(sent).reshape(STEPS, WORKERS, k)
     store(Residuals(made[0], made[1], made[2:], packets), path)
+    return path
+
+
+@pytest.fixture
+def residuals(tmp_path: Path) -> Iterator[Path]:
     before = torch.get_num_threads(), _core.kernel_threads()
-    yield path
+    yield write_residuals(tmp_path / "residuals.npz", PARAMETERS)
     pycomm.shutdown()
     torch.set_num_threads(before[0])
     pycomm.set_num_threads(before[1])
@@ -63,7 +69,7 @@ def test_a_tiny_run_is_stored_and_drawn(
     stored, drawn = tmp_path / "out.json", tmp_path / "out.png"
     status = run(residuals, "--json", str(stored), "--plot", str(drawn))
     content: dict[str, Any] = json.loads(stored.read_text())
-    rows = [bench.Row(**row) for row in content["rows"]]
+    rows = [Row(**row) for row in content["rows"]]
     others = {(r.kernel, r.peer) for r in rows if r.peer != "pycomm"}
     assert {("dgc_step", "eager"), ("topk", "torch.topk"), ("DGC", "through p.grad")} < others
     assert {(kernel, peer) for kernel, peers in ALONE.items() for peer in peers} < others
@@ -71,6 +77,8 @@ def test_a_tiny_run_is_stored_and_drawn(
         own = {r.kernel: r for r in rows if r.count == count and r.peer == "pycomm"}
         assert own.keys() == TRAINING | ALONE.keys()
         counted = {"cast": 6, "clip_": 12, "norm": 4, "reduce_": 4 * (STEPS + 1), "encode": 4}
+        counted |= {name: 20 for name in own if name.startswith("dgc_step")}
+        counted |= {"dgc_step bfloat16": 18}
         for kernel, each in counted.items():
             assert own[kernel].limit_bytes == pytest.approx(each * count, abs=64)
     for row in rows:
@@ -87,10 +95,10 @@ def test_a_tiny_run_is_stored_and_drawn(
 
 def test_the_limit_is_what_takes_longest() -> None:
     """Loops that read at 30, write at 20 and do both at 40: nobody reads at 40."""
-    speeds = {"step": alone.Traffic(24, 16), "read": alone.Traffic(30, 0)}
-    speeds["fill"] = alone.Traffic(0, 20)
+    speeds = {"step": contest.Traffic(24, 16), "read": contest.Traffic(30, 0)}
+    speeds["fill"] = contest.Traffic(0, 20)
     for moved, seconds in (((30, 0), 1), ((0, 40), 2), ((24, 16), 1), ((60, 2), 2)):
-        assert bench._limit(speeds, alone.Traffic(*moved)) == seconds
+        assert bench._limit(speeds, contest.Traffic(*moved)) == seconds
 
 
 def test_a_contestant_beyond_the_limit_fails_the_run(
@@ -98,7 +106,7 @@ def test_a_contestant_beyond_the_limit_fails_the_run(
 ) -> None:
     measured = bench.measured
 
-    def too_fast(*words: Any) -> list[bench.Row]:
+    def too_fast(*words: Any) -> list[Row]:
         return [dataclasses.replace(row, limit_percent=104.0) for row in measured(*words)]
 
     monkeypatch.setattr(bench, "measured", too_fast)
@@ -113,34 +121,39 @@ def test_a_wrong_bit_ends_it(
 
     def wrong(*words: Any, **options: Any) -> Any:
         indices, values = right(*words, **options)
-        values[-1] = np.nextafter(values[-1], np.float32(9))
+        values[-1:] = torch.nextafter(values[-1:], torch.tensor(9.0))
         return indices, values
 
     monkeypatch.setattr(kernels, "topk", wrong)
     assert run(residuals) == 1
-    assert "20000 elements: a kernel and the reference differ" in capsys.readouterr().out
+    assert "20000 elements: topk: pycomm and the reference differ" in capsys.readouterr().out
 
 
-def contests() -> list[alone.Contest]:
-    x, *gradients = np.random.default_rng(2).standard_normal((7, 5_003)).astype(np.float32)
-    kept = [np.arange(i, x.size, 97, dtype=np.int32) for i in range(3)]
+def contests() -> list[contest.Contest]:
+    x, *gradients = torch.randn((7, 5_003), generator=torch.Generator().manual_seed(2))
+    kept = [torch.arange(i, x.numel(), 97, dtype=torch.int32) for i in range(3)]
     return alone.contests(x, [(i, x[i]) for i in kept], gradients)
 
 
-def test_each_contestant_alone_is_checked() -> None:
+def test_each_contestant_is_checked(tmp_path: Path) -> None:
     """One number of one result changed, by a bit, or by a hundredth where torch rounds
     otherwise."""
     found = contests()
     assert {c.kernel: c.calls.keys() - {"pycomm"} for c in found} == ALONE
-    for contest in found:
-        assert alone.wrong(contest) == ""
-        for peer, call in contest.calls.items():
-            bad = spoiled(call, peer == "pycomm" or not contest.rounding)
-            wrong = dataclasses.replace(contest, calls=contest.calls | {peer: bad})
-            assert alone.wrong(wrong) == f"{contest.kernel}: {peer} and the reference differ"
+    recorded = load(write_residuals(tmp_path / "residuals.npz", 2_000))
+    steps, choices = {"eager": composed.eager}, {"torch.topk": composed.torch_topk}
+    found += sparse.contests(sparse.Case(recorded, 9_000), steps, choices)
+    for one in found:
+        assert contest.wrong(one) == ""
+        for peer, call in one.calls.items():
+            if peer in one.unlike:
+                continue
+            bad = spoiled(call, peer == "pycomm" or not one.rounding)
+            wrong = dataclasses.replace(one, calls=one.calls | {peer: bad})
+            assert contest.wrong(wrong) == f"{one.kernel}: {peer} and the reference differ"
 
 
-def spoiled(call: alone.Call, exact: bool) -> alone.Call:
+def spoiled(call: contest.Call, exact: bool) -> contest.Call:
     def wrong(step: int) -> list[Any]:
         results = [torch.as_tensor(x).clone().reshape(-1) for x in call(step)]
         last = results[-1]
@@ -152,6 +165,29 @@ def spoiled(call: alone.Call, exact: bool) -> alone.Call:
         return results
 
     return wrong
+
+
+def test_more_elements_than_were_recorded(tmp_path: Path) -> None:
+    """The recording begins again; what a window sent stays in it, and indices ascend."""
+    recorded = load(write_residuals(tmp_path / "residuals.npz", 1_000))
+    case = sparse.Case(recorded, 19_000)
+    assert (case.count, case.k) == (19_000, 19)
+    whole = torch.from_numpy(recorded.v.reshape(-1))
+    assert torch.equal(case.v, torch.cat([whole, whole, whole])[:19_000])
+    for indices, values in case.packets:
+        assert indices.dtype == torch.int32
+        assert torch.equal(indices // 1_000, torch.arange(19))
+        assert indices.shape == values.shape
+
+
+def test_proportions_are_those_of_a_network() -> None:
+    exact = sparse.proportions(25_557_032)
+    assert len(exact) == 161
+    assert (exact[:3], sum(exact)) == ([9408, 64, 64], 25_557_032)
+    assert sorted(exact)[-1] == 512 * 512 * 9
+    tiny = sparse.proportions(9_000)
+    assert sum(tiny) == 9_000
+    assert min(tiny) == 4
 
 
 def test_a_wrong_comparator_ends_it(

@@ -161,12 +161,16 @@ def body(text, name):
 
 def test_hot_kernels_move_sixteen_bytes_at_a_time():
     """In PTX, as no disassembler comes with nvcc alone: a vector access there is one access."""
-    step, topk, dense, packets = (
+    step, topk, dense, packets, stream = (
         path.read_text()
         for path in programs.build(
-            [f"ptx/{unit}.80.ptx" for unit in ("step", "topk", "dense", "packets")]
+            [f"ptx/{unit}.80.ptx" for unit in ("step", "topk", "dense", "packets", "stream")]
         )
     )
+    for loop, counts in (("step", (12, 8)), ("copy", (4, 4)), ("read", (4, 0))):
+        (text,) = body(stream, rf"entry \w*{loop}_loop\w*")
+        found = [len(re.findall(rf"{way}\.global\.cs\.v4", text)) for way in ("ld", "st")]
+        assert tuple(found) == counts
     (update,) = body(step, r"entry \w*6updateILb0Efff\w*")
     loads = len(re.findall(r"ld\.global\.cs\.v4\.(?:u|b)32", update))
     stores = len(re.findall(r"st\.global\.cs\.v4\.(?:u|b)32", update))
@@ -212,5 +216,6 @@ def test_coverage_of_the_kernels():
     for name, (share, lines) in sorted(best.items()):
         print(f"{name:14} {share:6.2f} % of {lines} lines")
     hot = ("begin.cuh", "block.cuh", "decode.cuh", "pack.cuh", "select.cuh", "update.cuh")
+    hot += ("stream.cu",)
     hot += tuple(f"lean_{name}.cuh" for name in ("bits", "read", "values", "write"))
     assert {name: best[name] for name in hot if best[name][0] < 90} == {}

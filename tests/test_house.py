@@ -54,7 +54,7 @@ MAY_INCLUDE = {
     "bindings/c10d": ["bindings/c10d", "group/group.h"],
     "bindings/cuda": [
         *("bindings/cuda", "bindings/kernels.h", "core/", "cuda/cuda_kernels.h", "nccl/nccl.h"),
-        "cuda/cuda_device.h",
+        *("cuda/cuda_device.h", "cuda/stream.h"),
     ],
     "nccl/": ["core/", "nccl/"],
     "cuda/": [

@@ -1,5 +1,6 @@
-// Declares what cuda_device.cpp adds to a module that has CUDA, for groups on devices. Called by
-// cuda.cpp, and by the emulator of tests/emulator in its module.
+// Declares what cuda_device.cpp and cuda_stream.cpp add to a module that has CUDA, for groups on
+// devices and for benchmarks. Called by cuda.cpp, and by the emulator of tests/emulator in its
+// module.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -22,5 +23,6 @@ py::capsule in_capsule(std::shared_ptr<T> object, const char* name) {
 }
 
 void bind_device(py::module_& module);
+void bind_streams(py::module_& module);
 
 }  // namespace pycomm::bindings
