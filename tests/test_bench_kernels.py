@@ -99,6 +99,10 @@ def test_the_limit_is_what_takes_longest() -> None:
     speeds["fill"] = contest.Traffic(0, 20)
     for moved, seconds in (((30, 0), 1), ((0, 40), 2), ((24, 16), 1), ((60, 2), 2)):
         assert bench._limit(speeds, contest.Traffic(*moved)) == seconds
+    # Nor does a faster read or fill say how fast a mixture goes, but where it is almost one.
+    fast = {"read": contest.Traffic(120, 0), "fill": contest.Traffic(0, 80)}
+    for moved, seconds in (((24, 16), 1), ((80, 40), 1), ((40, 80), 1.5)):
+        assert bench._limit(speeds | fast, contest.Traffic(*moved)) == seconds
 
 
 def test_a_contestant_beyond_the_limit_fails_the_run(

@@ -117,6 +117,32 @@ def test_no_bytes_break_decoding(device, seed, shape, flips, longer, off):
     same(numbers, wanted[1])
 
 
+def rice_packet(k, count, parameters):
+    """Indices 0 to k - 1, so that quotients and remainders are zeros, with these parameters."""
+    start = max(1, (count * 45426 // k) >> 16).bit_length() - 1
+    steps = np.diff(parameters, prepend=start)
+    zeros = np.where(steps > 0, 2 * steps - 1, -2 * steps)
+    unary = [bit for n in (*zeros, *[0] * k) for bit in (*[0] * n, 1)]
+    widths = np.repeat(parameters, 64)[:k]
+    head = bytes(reference_lean.encode(np.arange(k, dtype=np.int32), np.ones(k, np.float32), count,
+                                       "1bit", index_code="list")[0])[: -4 * k]  # fmt: skip
+    codes = head[3] & 0xF0 | reference_lean.INDEX_CODES.index("rice")
+    body = np.packbits(unary, bitorder="little").tobytes() + bytes(-(-int(widths.sum()) // 8))
+    return np.frombuffer(head[:3] + bytes([codes]) + head[4:] + body, np.uint8)
+
+
+@pytest.mark.parametrize("before", [[], [24], [24, 3]])
+def test_no_parameter_is_beyond_the_largest(device, before):
+    """30 is the largest; a packet with 31 is as sound as one with 30 in everything else."""
+    k = 64 * len(before) + 1
+    for last, sound in ((30, True), (31, False)):
+        packet = rice_packet(k, MOST, [*before, last])
+        indices, values, refused = unpacked(device, packet, k, MOST)
+        assert refused != sound
+        same(indices, np.arange(k, dtype=np.int32) if sound else np.full(k, -1, np.int32))
+        same(values, np.full(k, sound, np.float32))
+
+
 @pytest.mark.parametrize("bad", [[3, 2], [1, 1], [-1, 2], [2, 100]])
 def test_wrong_indices_are_refused(device, bad):
     """Before anything changes; on a GPU with a length of 0, as nobody waits there."""

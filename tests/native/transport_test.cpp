@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -61,6 +62,14 @@ struct Conformance {
       Test("trickling " + transport + ": " + name,
            [=] { body(faulty_pair(transport, {.action = FaultAction::trickle, .grain = 997})); });
     }
+  }
+};
+
+// The same, each as it is.
+struct EachTransport {
+  EachTransport(const std::string& name, void (*body)(const std::string& transport)) {
+    for (const std::string& transport : ranks::kTransports)
+      Test(transport + ": " + name, [=] { body(transport); });
   }
 };
 
@@ -285,6 +294,38 @@ const Conformance kUnread{
       expect_equal(got, sent, "bytes that arrived");
       for (uint64_t i = 0; i < sent; ++i)
         if (all[i] != block[i % block.size()]) expect(false, "byte " + std::to_string(i));
+    }};
+
+// Such a peer has not hung up yet: who believed it would give up what it sent before. The line lets
+// nothing more through than its first burst, of which `left` bytes are still to come.
+void expect_held_back(const std::string& transport, size_t left,
+                      const std::function<size_t(Channel&, Bytes)>& get) {
+  Pair pair = ranks::channel_pair(transport, kRing);
+  Channel& inner = *pair.b;
+  const auto line = std::make_shared<Line>(1e-6);
+  pair.b = make_throttled(std::move(pair.b), line);
+  send_all(*pair.a, make_bytes(0, 1000, 7));
+  pair.a->hang_up();
+  sleep_until(inner, {}, [&] { return inner.hung_up(); });
+  line->in.take(line->in.here() - left);
+  Buffer into(1000);
+  expect_equal(get(*pair.b, into), left, "bytes that the line lets through");
+  expect_bytes(ConstBytes(into).first(left), 0, 7);
+  expect(pair.b->hung_up() == (left == 1000), "hung up while the line holds something back");
+}
+
+const EachTransport kHeldBack{
+    "who hangs up behind a line is there until all has come", [](const std::string& transport) {
+      const auto receive = [](Channel& channel, Bytes into) { return channel.receive(into); };
+      const auto peek = [](Channel& channel, Bytes into) {
+        const ConstBytes there = channel.peek(into.size());
+        std::copy(there.begin(), there.end(), into.begin());
+        return there.size();
+      };
+      for (const size_t left : {0, 1, 999, 1000}) {
+        expect_held_back(transport, left, receive);
+        expect_held_back(transport, left, peek);
+      }
     }};
 
 const Conformance kFull{"a writer whose peer dies is not stuck", [](Pair pair) {
