@@ -71,7 +71,10 @@ class TcpStore(Store):
     def port(self) -> int: ...
 
 class Stats:
-    """What a rank has done so far; `bytes` is bytes_written, which counts frame headers too."""
+    """What a rank has done so far; `bytes` is bytes_written, which counts frame headers too.
+
+    `algorithm`: of a group on devices, by what calls go that name none: "nccl" or "staged"; else
+    "auto"."""
 
     calls: int
     frames_sent: int
@@ -80,6 +83,7 @@ class Stats:
     bytes_received: int
     bytes: int
     seconds: float
+    algorithm: str
 
 class Member:
     """Who a rank is; `transport` is what this rank reaches it by, and `visible` says whether `pid`
@@ -172,9 +176,12 @@ class Group:
     def abort(self, reason: str, /) -> None: ...
     def _capsule(self) -> object: ...
 
-def on_device(group: object, device: object, nccl: object, timeout_s: float, /) -> Group:
-    """Collective. The group of the same ranks for arrays on devices, one for each. `group` is a
-    capsule of a group, `device` and `nccl` are those of the module that has CUDA."""
+def on_device(
+    group: object, device: object, nccl: object, nccl_shares: bool, timeout_s: float, /
+) -> Group:
+    """Collective. The group of the same ranks for arrays on devices. `group` is a capsule of a
+    group, `device` and `nccl` are those of the module that has CUDA; `nccl_shares`: NCCL was told
+    to let ranks share a device."""
 
 def check_address(address: str, /) -> None: ...
 def regroup(

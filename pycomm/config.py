@@ -128,6 +128,12 @@ def journal_files() -> dict[str, Any]:
     return {"flight": env.get("PYCOMM_FLIGHT_RECORD", ""), "trace": env.get("PYCOMM_TRACE", "")}
 
 
+def nccl_shares_gpus() -> bool:
+    """Whether NCCL was told to let ranks share a GPU, by one of its own two ways (docs/gpu.md)."""
+    env = os.environ
+    return env.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1" or bool(env.get("NCCL_HOSTID", ""))
+
+
 def cache_folder() -> Path:
     """Where this user's programs keep what they can find out again; it need not exist."""
     home = os.environ.get("XDG_CACHE_HOME", "")  # its specification: relative ones do not count

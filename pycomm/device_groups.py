@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pycomm import _core, nccl
+from pycomm import _core, config, nccl
 from pycomm.arrays import Device
 from pycomm.errors import Unsupported
 from pycomm.group import Group
@@ -30,10 +31,11 @@ class _Source:
 
 
 def core(group: Group, device: Device) -> _core.Group:
-    """The group of `group`'s ranks, each on a device of its own; collective where it is not yet.
+    """The group of `group`'s ranks, each on a device; collective where it is not yet.
 
     Raises:
-        Unsupported: no driver, no such GPU, no NCCL, or one that refuses this device.
+        Unsupported: no driver, no such GPU, no NCCL, or one that refuses this device for another
+            reason than that ranks share it.
         Timeout: not all ranks came to make it.
     """
     if device.kind == "cpu":
@@ -67,7 +69,14 @@ def _meet(host: object, index: int, timeout_s: float) -> _core.Group:
     module = _compiled()
     opened = module.open_device(index)
     library = nccl.load(module)._capsule()
-    return _core.on_device(host, opened, library, timeout_s)
+    made = _core.on_device(host, opened, library, config.nccl_shares_gpus(), timeout_s)
+    if made.rank == 0 and made.stats().algorithm == "staged":
+        logging.getLogger("pycomm").warning(
+            "ranks of the group %r share a GPU, which NCCL refuses: their arrays there travel "
+            "through host memory, which is slow",
+            made.name,
+        )
+    return made
 
 
 def _compiled() -> Any:

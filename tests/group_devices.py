@@ -1,7 +1,8 @@
 """Where the tests of groups on devices run: NumPy arrays go in, one device for each rank.
 
 A device is emulated (tests/emulator, with a fake NCCL), or a GPU of this machine, seen through
-torch. A test takes a Machine, whose ranks are threads or processes.
+torch. Each rank has one of its own, or two share one, which NCCL refuses. A test takes a Machine,
+whose ranks are threads or processes.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ class Emulated:
 
     name = "emulated"
 
-    def __init__(self, rank: int) -> None:
-        self.index = rank
+    def __init__(self, index: int) -> None:
+        self.index = index
         self.module = programs.emulated()
         self.runtime = self.module.runtime
-        self.stream = self.runtime.make_stream(rank)
+        self.stream = self.runtime.make_stream(index)
         self._gates: list[Any] = []
 
     def put(self, x: Any) -> Array:
@@ -127,12 +128,12 @@ class Cuda:
 
     name = "cuda"
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, index: int) -> None:
         import torch
 
-        self.index, self.torch = rank, torch
-        torch.cuda.set_device(rank)
-        self.stream = torch.cuda.Stream(rank)
+        self.index, self.torch = index, torch
+        torch.cuda.set_device(index)
+        self.stream = torch.cuda.Stream(index)
         torch.cuda.set_stream(self.stream)
 
     def put(self, x: Any) -> Any:
@@ -174,11 +175,13 @@ class Machine:
     """Runs ranks that have devices of a kind."""
 
     def __init__(self, kind: str) -> None:
-        self.kind = kind
+        self.device, _, how = kind.partition(", ")
+        self.emulated, self.shared = self.device == "emulated", how == "shared"
+        self.own = "staged" if self.shared else "nccl"  # what a call without an algorithm goes by
         self._stack = ExitStack()
 
     def __enter__(self) -> Machine:
-        if self.kind == "cuda":
+        if not self.emulated:
             torch = pytest.importorskip("torch")
             self.most = torch.cuda.device_count()
         else:
@@ -193,12 +196,16 @@ class Machine:
 
     def run(self, n: int, fn: Any, *args: Any, **options: Any) -> list[Any]:
         """`fn(group, device, *args)` as each of n ranks; the results by rank."""
-        if n > self.most:
-            pytest.skip("needs a GPU for each rank")
-        return pycomm.testing.run_ranks(n, _rank, self.kind, fn, args, **options)
+        if (n + 1) // 2 > self.most if self.shared else n > self.most:
+            pytest.skip("needs a GPU for each rank, or for two that share one")
+        return pycomm.testing.run_ranks(n, _rank, self.device, self.shared, fn, args, **options)
 
 
-@pytest.fixture(name="machine", params=["emulated", "cuda"], scope="module")
+@pytest.fixture(
+    name="machine",
+    params=["emulated", "emulated, shared", "cuda", "cuda, shared"],
+    scope="module",
+)
 def machine_fixture(request: pytest.FixtureRequest) -> Any:
     with Machine(request.param) as found:
         yield found
@@ -216,10 +223,10 @@ class EmulatedHere(ExitStack):
         return self
 
 
-def _rank(group: pycomm.Group, kind: str, fn: Any, args: tuple[Any, ...]) -> Any:
+def _rank(group: pycomm.Group, kind: str, shared: bool, fn: Any, args: tuple[Any, ...]) -> Any:
     alone = kind == "emulated" and device_groups._Source.module is None  # a process of its own
     with EmulatedHere() if alone else ExitStack():
-        device = DEVICES[kind](group.rank)
+        device = DEVICES[kind](group.rank // 2 if shared else group.rank)
         try:
             return fn(group, device, *args)
         finally:

@@ -74,6 +74,20 @@ def test_verbs(run: Run, size: int) -> None:
     run(size, _verbs)
 
 
+def _one_device(at: Any) -> None:
+    at.index, at.device = 0, torch.device("privateuseone", 0)
+    _verbs(at)
+    assert at.counts()["groups"] == 0
+    x = torch.ones(1000, device=at.device)
+    future = dist.all_reduce(x, async_op=True).get_future()
+    doubled = future.then(lambda f: f.value()[0].clone())
+    assert (doubled.wait().cpu() == dist.get_world_size()).all()
+
+
+def test_verbs_of_ranks_that_share_a_device(run: Run) -> None:
+    run(2, _one_device)
+
+
 def _orders_streams(at: Any, async_op: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.zeros(1000, device=at.device)

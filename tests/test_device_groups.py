@@ -12,7 +12,7 @@ import pytest
 import torch
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import DEVICES, machine_fixture, numbers, odd  # noqa: F401
+from group_devices import machine_fixture, numbers, odd  # noqa: F401
 
 import pycomm
 from pycomm import device_groups, errors
@@ -33,14 +33,26 @@ def three_verbs(group: pycomm.Group, device: Any, algorithm: str | None) -> Any:
 
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-@pytest.mark.parametrize("algorithm", [None, "nccl", "ring", "tree"])
+@pytest.mark.parametrize("algorithm", [None, "own", "ring", "tree"])
 def test_arrays_on_devices_travel(machine, algorithm, processes):
+    algorithm = machine.own if algorithm == "own" else algorithm
     options = {"processes": True, "transport": ""} if processes else {}
     whole = [numbers(rank) for rank in range(3)]
     for x, y, z in machine.run(3, three_verbs, algorithm, **options):
         np.testing.assert_array_equal(x, sum(whole))
         np.testing.assert_array_equal(y, whole[1])
         np.testing.assert_array_equal(z, whole)
+
+
+def said_once(group: pycomm.Group, device: Any) -> str:
+    pycomm.all_reduce(device.put(numbers(group.rank)))
+    return str(group._devices[device.index].stats().algorithm)
+
+
+def test_log_and_stats_say_how_arrays_travel(machine, caplog):
+    assert machine.run(3, said_once) == [machine.own] * 3
+    said = [text for text in caplog.messages if "share a GPU" in text]
+    assert len(said) == (1 if machine.shared else 0)
 
 
 def every_verb(group: pycomm.Group, device: Any, async_op: bool) -> None:
@@ -87,9 +99,14 @@ def launches(group: pycomm.Group, device: Any, algorithm: str) -> Any:
     return device.counts(), group._devices[device.index].stats()
 
 
-def test_a_ring_is_sends_and_receives_and_nccls_own_one_call(machine):
-    if machine.kind == "cuda":
+def test_a_ring_moves_what_its_plan_says_and_nccls_own_is_one_call(machine):
+    if not machine.emulated:
         pytest.skip("the real NCCL does not count; with a fake one: needs a GPU less")
+    if machine.shared:
+        for counts, stats in machine.run(4, launches, "ring", transport="local"):
+            assert not any(counts.values())
+            assert (stats.calls, stats.frames_sent, stats.bytes_sent) == (2, 12, 12 * 4000)
+        return
     for counts, stats in machine.run(4, launches, "ring"):
         assert counts == {
             "groups": 6, "sends": 6, "receives": 6, "bytes_sent": 6 * 4000, "collectives": 0
@@ -145,13 +162,13 @@ def test_a_call_stands_between_what_its_stream_held_and_what_follows(machine, as
     machine.run(2, stands_in_order, async_op)
 
 
-def waits_for_no_device(group: pycomm.Group, device: Any, async_op: bool) -> None:
+def waits_for_no_device(group: pycomm.Group, device: Any, async_op: bool, own: str) -> None:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
     device.get(x)
     device.write(x, numbers(group.rank))
     go_on = device.delay()
-    works = [pycomm.all_reduce(x, algorithm=by, async_op=async_op) for by in ("ring", "nccl")]
+    works = [pycomm.all_reduce(x, algorithm=by, async_op=async_op) for by in ("ring", own)]
     for work in works if async_op else ():
         work.wait()
         assert not work.done()
@@ -165,7 +182,7 @@ def waits_for_no_device(group: pycomm.Group, device: Any, async_op: bool) -> Non
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
 def test_no_call_waits_for_the_device(machine, async_op):
-    machine.run(2, waits_for_no_device, async_op)
+    machine.run(2, waits_for_no_device, async_op, machine.own)
 
 
 def started_and_forgotten(group: pycomm.Group, device: Any) -> bool:
@@ -190,14 +207,14 @@ def test_arrays_live_until_the_stream_has_passed(machine):
     assert machine.run(2, started_and_forgotten) == [True, True]
 
 
-def replays(group: pycomm.Group, device: Any) -> None:
+def replays(group: pycomm.Group, device: Any, own: str) -> None:
     x = device.put(numbers(group.rank))
-    for by in ("ring", "nccl"):
+    for by in ("ring", own):
         pycomm.all_reduce(x, algorithm=by)
     device.get(x)
     device.capture()
     pycomm.all_reduce(x, algorithm="ring")
-    pycomm.all_reduce(x, algorithm="nccl", async_op=True).wait()
+    pycomm.all_reduce(x, algorithm=own, async_op=True).wait()
     launch = device.end_capture()
     for turn in range(3):
         device.write(x, numbers(group.rank + turn))
@@ -207,7 +224,7 @@ def replays(group: pycomm.Group, device: Any) -> None:
 
 
 def test_calls_are_captured_in_a_graph(machine):
-    machine.run(2, replays)
+    machine.run(2, replays, machine.own)
 
 
 def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
@@ -227,15 +244,17 @@ def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
     pycomm.barrier()
     launch = device.end_capture()
     go_on()
+    device.stream, captured = before, device.stream
+    device.get(y)  # replays and other calls are for the caller to order
+    device.stream = captured
     launch()
     wanted = sum(numbers(rank) for rank in range(group.size))
     np.testing.assert_array_equal(device.get(x), wanted)
     device.stream = before
-    device.get(y)
 
 
 def test_a_call_is_watched_while_another_is_captured(machine):
-    if machine.kind == "cuda":
+    if not machine.emulated:
         pytest.skip("a GPU does not say when it was asked: with an emulated one: needs a GPU less")
     machine.run(2, watched_while_capturing)
 
@@ -250,7 +269,7 @@ def many(group: pycomm.Group, device: Any) -> int:
 
 
 def test_events_are_used_again(machine):
-    if machine.kind == "cuda":
+    if not machine.emulated:
         pytest.skip("CUDA does not count events; an emulated runtime does: needs a GPU less")
     # Two of each call of either rank, whose counts hold both; and again from when a call is known
     # to be over, which is looked after ten times a second.
@@ -264,7 +283,7 @@ MISTAKES = {
     "root": lambda group, x, y, z: pycomm.broadcast(x, src=group.rank),
     "verb": lambda group, x, y, z: pycomm.all_reduce(x) if group.rank else pycomm.broadcast(x),
     "algorithm": lambda group, x, y, z: pycomm.all_reduce(
-        x, algorithm="ring" if group.rank else "nccl"
+        x, algorithm="ring" if group.rank else "tree"
     ),
     "place": lambda group, x, y, z: pycomm.all_reduce(
         x if group.rank else np.zeros(100, np.float32), algorithm="ring"
@@ -293,15 +312,17 @@ def test_a_disagreement_changes_nothing(machine, how, transport):
         assert "no array was changed" in text
 
 
-def refused(group: pycomm.Group, device: Any) -> None:
+def refused(group: pycomm.Group, device: Any, shared: bool) -> None:
     x = device.put(numbers(group.rank))
     flags = device.put(np.zeros(4, bool))
     cases = [
         (errors.Unsupported, "messages are for", lambda: pycomm.send(x, 1 - group.rank)),
         (errors.Unsupported, "shared_memory is for",
          lambda: pycomm.all_reduce(x, algorithm="shared_memory")),
-        (errors.Unsupported, "NCCL has none",
+        (errors.Unsupported, "NCCL refuses ranks that share" if shared else "NCCL has none",
          lambda: pycomm.all_reduce(flags, "bor", algorithm="nccl")),
+        (errors.Unsupported, "no algorithm" if shared else "ranks that share a GPU",
+         lambda: pycomm.broadcast(x, algorithm="halving" if shared else "staged")),
         (errors.Unsupported, "no algorithm", lambda: pycomm.broadcast(x, algorithm="halving")),
         (errors.InvalidArgument, "no rank 2", lambda: pycomm.broadcast(x, src=2)),
         (errors.InvalidArgument, r"x lies on cuda:\d and out on cpu",
@@ -315,7 +336,7 @@ def refused(group: pycomm.Group, device: Any) -> None:
 
 
 def test_what_cannot_be_is_said_before_anything_moves(machine):
-    machine.run(2, refused)
+    machine.run(2, refused, machine.shared)
 
 
 def test_without_a_gpu_a_sentence_says_so():
@@ -329,15 +350,18 @@ def test_without_a_gpu_a_sentence_says_so():
         run_ranks(2, fn)
 
 
-def all_on_one(group: pycomm.Group, device: Any) -> str:
-    x = DEVICES[device.name](0).put(numbers(group.rank))
-    with pytest.raises(errors.Unsupported, match="device of its own") as caught:
+def one_is_taken(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    with pytest.raises(errors.Unsupported) as caught:
         pycomm.all_reduce(x)
     return str(caught.value)
 
 
-def test_two_ranks_on_one_device_are_refused_in_nccls_words(machine):
-    assert any("Duplicate GPU" in text for text in machine.run(2, all_on_one))
+def test_nccl_is_asked_where_it_was_told_to_let_ranks_share_a_gpu(machine, monkeypatch):
+    if not (machine.emulated and machine.shared):
+        pytest.skip("what NCCL says then is for make gpu, on one that needs a GPU")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert any("Duplicate GPU" in text for text in machine.run(2, one_is_taken))
 
 
 class Nowhere:

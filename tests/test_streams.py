@@ -1,7 +1,7 @@
 """The stream engine without a GPU: plans over the fake NCCL on emulated streams, under sanitizers.
 
-tests/emulator/streams_test.cpp holds the cases; every one runs plain, and under the thread and the
-address and undefined sanitizers.
+tests/emulator/streams_test.cpp and relay_test.cpp hold the cases; every one runs plain, and under
+the thread and the address and undefined sanitizers.
 """
 
 import re

@@ -17,15 +17,16 @@ std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
 }
 
 std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& device,
-                                  const py::capsule& nccl, double timeout_s) {
+                                  const py::capsule& nccl, bool nccl_shares, double timeout_s) {
   auto group = taken<Group>(host, "pycomm.Group");
-  auto where = taken<Device>(device, "pycomm.Device");
-  auto library = taken<NcclApi>(nccl, "pycomm.NcclApi");
+  DeviceParts parts{.device = taken<Device>(device, "pycomm.Device"),
+                    .nccl = taken<NcclApi>(nccl, "pycomm.NcclApi"),
+                    .nccl_shares = nccl_shares};
   const auto timeout = nanoseconds(timeout_s);
   std::shared_ptr<Group> made;
   {
     const Blocking blocking;
-    made = make_device_group(std::move(group), std::move(where), std::move(library), timeout);
+    made = make_device_group(std::move(group), std::move(parts), timeout);
   }
   throw_pending();
   return std::make_unique<Handle>(std::move(made));

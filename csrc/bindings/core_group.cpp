@@ -191,6 +191,7 @@ void bind_records(py::module_& module) {
       .def_readonly("bytes_received", &Stats::bytes_received)
       .def_readonly("seconds", &Stats::seconds)
       .def_readonly("bytes", &Stats::bytes_written)
+      .def_property_readonly("algorithm", [](const Stats& s) { return name_of(s.algorithm); })
       .def("__repr__", [](const Stats& s) {
         return py::str(
                    "Stats(calls={}, frames_sent={}, bytes_sent={}, bytes_written={}, "

@@ -39,11 +39,13 @@ enum class Algorithm : uint8_t {
   halving,
   hierarchical,
   shared_memory,
-  nccl,  // its own collectives
+  nccl,    // its own collectives
+  staged,  // arrays of devices, by the ranks' collective in host memory
 };
 
-inline constexpr std::array<std::string_view, 9> kAlgorithms{
-    "auto", "ring", "tree", "direct", "owner", "halving", "hierarchical", "shared_memory", "nccl"};
+inline constexpr std::array<std::string_view, 10> kAlgorithms{
+    "auto",    "ring",         "tree",          "direct", "owner",
+    "halving", "hierarchical", "shared_memory", "nccl",   "staged"};
 
 constexpr std::string_view name_of(Algorithm algorithm) {
   return kAlgorithms[static_cast<size_t>(algorithm)];

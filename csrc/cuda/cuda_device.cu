@@ -1,4 +1,7 @@
 // Streams, events, memory and the one kernel that the stream engine needs, over CUDA's runtime.
+#include <cudaTypedefs.h>
+
+#include <array>
 #include <string>
 
 #include "cuda/cuda_device.h"
@@ -11,6 +14,19 @@ namespace {
 cudaStream_t raw_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t raw_event(void* event) { return static_cast<cudaEvent_t>(event); }
 
+// A function of the driver's, which the runtime has no name for and nothing links.
+PFN_cuStreamWaitValue32_v11070 stream_wait_value() {
+  constexpr unsigned kVersion = 11070;
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  check_cuda(cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", &found, kVersion,
+                                              cudaEnableDefault, &result),
+             "cudaGetDriverEntryPointByVersion");
+  if (result != cudaDriverEntryPointSuccess || found == nullptr)
+    throw Unsupported("NVIDIA's driver has no cuStreamWaitValue32: it is older than CUDA 11.7");
+  return reinterpret_cast<PFN_cuStreamWaitValue32_v11070>(found);
+}
+
 class CudaDevice final : public Device {
  public:
   explicit CudaDevice(int index) : index_(index) {
@@ -22,6 +38,12 @@ class CudaDevice final : public Device {
   }
 
   int index() const override { return index_; }
+  std::string bus_id() override {
+    std::array<char, 32> text{};
+    check_cuda(cudaDeviceGetPCIBusId(text.data(), static_cast<int>(text.size()), index_),
+               "cudaDeviceGetPCIBusId");
+    return text.data();
+  }
   void while_current(const std::function<void()>& body) override {
     const OnDevice on({.device = index_});
     body();
@@ -40,6 +62,7 @@ class CudaDevice final : public Device {
     check_cuda(cudaStreamIsCapturing(raw_stream(stream), &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
   }
+  void finish(void* stream) noexcept override { (void)cudaStreamSynchronize(raw_stream(stream)); }
 
   void* make_event() override {
     const OnDevice on({.device = index_});
@@ -77,8 +100,26 @@ class CudaDevice final : public Device {
   }
   void release(void* memory) noexcept override { (void)cudaFree(memory); }
 
+  void* allocate_host(size_t bytes) override {
+    const OnDevice on({.device = index_});
+    void* memory = nullptr;
+    check_cuda(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable), "cudaHostAlloc");
+    return memory;
+  }
+  void release_host(void* memory) noexcept override { (void)cudaFreeHost(memory); }
+
+  void call(void* stream, void (*body)(void*), void* data) override {
+    check_cuda(cudaLaunchHostFunc(raw_stream(stream), body, data), "cudaLaunchHostFunc");
+  }
+  void wait_until(void* stream, const uint32_t* at, uint32_t value) override {
+    const CUresult result = stream_wait_value()(
+        raw_stream(stream), reinterpret_cast<CUdeviceptr>(at), value, CU_STREAM_WAIT_VALUE_EQ);
+    if (result != CUDA_SUCCESS)
+      throw InternalError("cuStreamWaitValue32: error " + std::to_string(result) + " of CUDA's");
+  }
+
   void copy(void* to, const void* from, size_t bytes, void* stream) override {
-    check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, raw_stream(stream)),
+    check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, raw_stream(stream)),
                "cudaMemcpyAsync");
   }
   void clear(void* to, size_t bytes, void* stream) override {

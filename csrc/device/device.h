@@ -7,10 +7,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -31,9 +33,10 @@ struct Reduction {
   int size = 1;
 };
 
-// Any thread may call. What takes a stream enqueues there and returns; nothing waits for the
-// device. Throws Unsupported where there is no driver or GPU, InternalError with CUDA's words for
-// the rest. While a stream is captured into a graph nothing may be made or allocated.
+// Any thread may call. What takes a stream enqueues there and returns; nothing but
+// finish() and release() waits for the device. Throws Unsupported where there is no driver or GPU,
+// InternalError with CUDA's words for the rest. While a stream is captured into a graph nothing may
+// be made or allocated.
 class Device {
  public:
   Device() = default;
@@ -42,12 +45,15 @@ class Device {
   virtual ~Device() = default;
 
   virtual int index() const = 0;
+  // The place of the GPU in its machine, by which NCCL tells devices apart: "0000:3b:00.0".
+  virtual std::string bus_id() = 0;
   // Runs `body` while the device is the calling thread's current one, as NCCL wants it.
   virtual void while_current(const std::function<void()>& body) = 0;
 
   virtual void* make_stream() = 0;  // ordered with no other
   virtual void drop_stream(void* stream) noexcept = 0;
   virtual bool capturing(void* stream) = 0;
+  virtual void finish(void* stream) noexcept = 0;  // the one that waits: until it is through
 
   virtual void* make_event() = 0;
   virtual void drop_event(void* event) noexcept = 0;
@@ -58,6 +64,17 @@ class Device {
   virtual void* allocate(size_t bytes) = 0;         // aligned to 256 bytes
   virtual void release(void* memory) noexcept = 0;  // waits until no stream uses it
 
+  // Host memory that the device reads and writes itself, by the same address.
+  virtual void* allocate_host(size_t bytes) = 0;
+  virtual void release_host(void* memory) noexcept = 0;  // that no stream uses any more
+
+  // `body(data)`, on a thread of CUDA's, when the stream gets there: it makes no call of CUDA's and
+  // waits for nobody.
+  virtual void call(void* stream, void (*body)(void*), void* data) = 0;
+  // The stream waits until *at, of allocate_host(), is `value`.
+  virtual void wait_until(void* stream, const uint32_t* at, uint32_t value) = 0;
+
+  // From and to the device or memory of allocate_host().
   virtual void copy(void* to, const void* from, size_t bytes, void* stream) = 0;
   virtual void clear(void* to, size_t bytes, void* stream) = 0;
   virtual void reduce(const Reduction& reduction, void* stream) = 0;

@@ -22,44 +22,6 @@ bool has_parts(Operation operation) {
          operation == Operation::all_to_all;
 }
 
-// Elements of both arrays that this rank reads and writes.
-struct Extent {
-  size_t input = 0, output = 0;
-};
-
-Extent extent_of(const Call& call, int rank, int size) {
-  const auto ranks = static_cast<size_t>(size);
-  const bool is_root = rank == call.peer;
-  const size_t one = call.count, all = call.count * ranks;
-  switch (call.operation) {
-    case Operation::all_reduce:
-      return {one, one};
-    case Operation::reduce:
-      return {one, is_root ? one : 0};
-    case Operation::broadcast:
-    case Operation::recv:
-      return {0, one};
-    case Operation::send:
-      return {one, 0};
-    case Operation::all_gather:
-      if (call.counts.empty()) return {one, all};
-      return {call.counts[static_cast<size_t>(rank)], total(call.counts)};
-    case Operation::gather:
-      return {one, is_root ? all : 0};
-    case Operation::reduce_scatter:
-      return {all, one};
-    case Operation::scatter:
-      return {is_root ? all : 0, one};
-    case Operation::all_to_all:
-      if (call.counts.empty()) return {all, all};
-      return {total(std::span(call.counts).first(ranks)),
-              total(std::span(call.counts).last(ranks))};
-    case Operation::barrier:
-      break;
-  }
-  return {};
-}
-
 void check_peer(const Call& call, int rank, int size) {
   if (is_plan(call.operation) && !is_rooted(call.operation)) return;
   if (call.operation == Operation::recv && call.peer == kAnySource) {
@@ -99,6 +61,44 @@ uint32_t hash_of(std::span<const size_t> counts) {
 }
 
 }  // namespace
+
+Extent extent_of(const Call& call, int rank, int size) {
+  const auto ranks = static_cast<size_t>(size);
+  const bool is_root = rank == call.peer;
+  const size_t one = call.count, all = call.count * ranks;
+  switch (call.operation) {
+    case Operation::all_reduce:
+      return {one, one};
+    case Operation::reduce:
+      return {one, is_root ? one : 0};
+    case Operation::broadcast:
+    case Operation::recv:
+      return {0, one};
+    case Operation::send:
+      return {one, 0};
+    case Operation::all_gather:
+      if (call.counts.empty()) return {one, all};
+      return {call.counts[static_cast<size_t>(rank)], total(call.counts)};
+    case Operation::gather:
+      return {one, is_root ? all : 0};
+    case Operation::reduce_scatter:
+      return {all, one};
+    case Operation::scatter:
+      return {is_root ? all : 0, one};
+    case Operation::all_to_all:
+      if (call.counts.empty()) return {all, all};
+      return {total(std::span(call.counts).first(ranks)),
+              total(std::span(call.counts).last(ranks))};
+    case Operation::barrier:
+      break;
+  }
+  return {};
+}
+
+void lacks(const Call& call, const std::string& what) {
+  const std::string op(name_of(call.operation));
+  throw Unsupported(op + " of CUDA arrays: " + what, {.op = op});
+}
 
 bool is_plan(Operation operation) {
   return operation != Operation::send && operation != Operation::recv;

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <span>
+#include <string>
 
 #include "core/deadline.h"
 #include "group/group.h"
@@ -14,6 +15,15 @@ namespace pycomm {
 
 // Throws InvalidArgument or Unsupported for a call that rank `rank` of `size` cannot make.
 void check_call(const Call& call, int rank, int size);
+
+// Throws Unsupported: what a group on devices cannot do.
+[[noreturn]] void lacks(const Call& call, const std::string& what);
+
+// Elements of the arrays that this rank reads and writes.
+struct Extent {
+  size_t input = 0, output = 0;
+};
+Extent extent_of(const Call& call, int rank, int size);
 
 bool is_plan(Operation operation);  // else a message
 bool is_rooted(Operation operation);

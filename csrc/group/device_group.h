@@ -1,4 +1,5 @@
-// Groups of ranks whose arrays lie on CUDA devices, one device for each rank.
+// Groups of ranks whose arrays lie on CUDA devices: by NCCL where each rank has one of its own;
+// where ranks share one, which NCCL refuses, through host memory.
 //
 // Such a group stands on one in host memory: by that the ranks agree about every call before
 // anything of it is enqueued, with the same checks, limits and errors, and hear of each other's
@@ -23,13 +24,18 @@
 
 namespace pycomm {
 
+// What a rank brings.
+struct DeviceParts {
+  std::shared_ptr<Device> device;
+  std::shared_ptr<NcclApi> nccl;
+  bool nccl_shares = false;  // NCCL was told, on this rank, to let ranks share a device
+};
+
 // Collective over `host`, whose calls and this group's make one order. `timeout` is the limit of
 // its forming, and of calls that name none: to agree, and to be over on the device. Messages,
 // splits and memory are the host group's. Throws what calls of `host` throw, Unsupported where a
 // device is no good for NCCL, Timeout where ranks do not come.
-std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host,
-                                         std::shared_ptr<Device> device,
-                                         std::shared_ptr<NcclApi> nccl,
+std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceParts parts,
                                          std::chrono::nanoseconds timeout);
 
 }  // namespace pycomm

@@ -91,6 +91,9 @@ struct Stats {
   uint64_t bytes_written = 0;
   uint64_t bytes_received = 0;
   double seconds = 0;  // inside calls
+  // Of a group on devices, by which calls go that name none: nccl, or staged where ranks share a
+  // GPU. Else automatic: it is chosen for each call.
+  Algorithm algorithm = Algorithm::automatic;
 };
 
 // What this rank knows at the moment, without asking anybody.

@@ -10,10 +10,6 @@ namespace {
 // others may take to end after that; later it is missed.
 constexpr std::chrono::seconds kGrace{2};
 
-bool is_fine(NcclResult state) {
-  return state == NcclResult::success || state == NcclResult::in_progress;
-}
-
 }  // namespace
 
 void Watch::add(std::string what, const Deadline& deadline, std::shared_ptr<Event> over,
@@ -29,16 +25,14 @@ bool Watch::idle() {
 
 std::optional<Error> Watch::look() {
   const std::lock_guard lock(mutex_);
-  const NcclResult state = forget_passed();
+  const auto trouble = forget_passed();
   if (under_way_.empty()) {
     missed_ = {};
-    return std::nullopt;  // an error of NCCL's ends the next call
+    return std::nullopt;  // an error of the carrier's ends the next call
   }
   const Entry& oldest = under_way_.front();
-  if (!is_fine(state)) {
-    const Error error = communicator_->error_of(oldest.what, state);
-    return Error(error.kind(), error.what(), fields(oldest, -1));
-  }
+  if (trouble)
+    return Error(trouble->kind(), trouble->what(), fields(oldest, trouble->fields().peer));
   if (auto error = lost(oldest)) return error;
   if (!oldest.deadline.expired()) return std::nullopt;
   return Timeout(oldest.what + " was enqueued and is not over on the device after " +
@@ -47,20 +41,21 @@ std::optional<Error> Watch::look() {
                  fields(oldest, -1));
 }
 
-// A call that NCCL has given up passes on its stream as well: what has passed is over only if NCCL
-// is fine afterwards.
-NcclResult Watch::forget_passed() {
+// A call that the carrier has given up passes on its stream as well: what has passed is over only
+// if the carrier is fine afterwards.
+std::optional<Error> Watch::forget_passed() {
+  if (under_way_.empty()) return std::nullopt;
   auto first = under_way_.begin();
   while (first != under_way_.end() && first->over->passed()) ++first;
-  const NcclResult state = communicator_ ? communicator_->state() : NcclResult::success;
-  if (is_fine(state)) under_way_.erase(under_way_.begin(), first);
-  return state;
+  auto trouble = carrier_.trouble(under_way_.front().what);
+  if (!trouble) under_way_.erase(under_way_.begin(), first);
+  return trouble;
 }
 
 void Watch::end(const std::exception_ptr& error) noexcept {
   const std::lock_guard lock(mutex_);
   try {
-    forget_passed();
+    (void)forget_passed();
   } catch (const InternalError&) {  // the device is gone, and the ends of all calls with it
   }
   for (const Entry& entry : under_way_)

@@ -15,23 +15,23 @@
 #include "core/deadline.h"
 #include "core/errors.h"
 #include "device/device.h"
+#include "group/carrier.h"
 #include "group/group.h"
-#include "nccl/communicator.h"
 
 namespace pycomm {
 
 // Any thread may call.
 class Watch {
  public:
-  // `host` tells who is lost. `communicator` is null in a group of one.
-  Watch(const Group& host, Communicator* communicator) : host_(host), communicator_(communicator) {}
+  // `host` tells who is lost, `carrier` what became of calls.
+  Watch(const Group& host, Carrier& carrier) : host_(host), carrier_(carrier) {}
 
   // `failed` is told, by end(), if the call was not over by then; it may be empty.
   void add(std::string what, const Deadline& deadline, std::shared_ptr<Event> over,
            std::function<void(std::exception_ptr)> failed);
   bool idle();  // nothing that was added is under way, as far as look() knows
-  // Forgets what is over. The error, named after the oldest call, that ends what is not: NCCL's
-  // own, a rank that is lost, the limit.
+  // Forgets what is over. The error, named after the oldest call, that ends what is not: the
+  // carrier's, a rank that is lost, the limit.
   std::optional<Error> look();
   // What is under way will not be over: tells whoever asked to be told. Before the streams go on.
   void end(const std::exception_ptr& error) noexcept;
@@ -45,11 +45,11 @@ class Watch {
   };
   std::optional<Error> lost(const Entry& oldest);
   bool missed_for_long();
-  NcclResult forget_passed();
+  std::optional<Error> forget_passed();
   ErrorFields fields(const Entry& oldest, int peer) const;
 
   const Group& host_;
-  Communicator* communicator_;
+  Carrier& carrier_;
   std::mutex mutex_;
   std::deque<Entry> under_way_;
   Clock::time_point

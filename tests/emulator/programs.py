@@ -50,7 +50,7 @@ FLAGS = [
     *("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-omit-frame-pointer", "-Wall", "-Wextra"),
     *("-Werror", "-Wno-restrict", "-Wno-unknown-pragmas"),  # nvcc knows `unroll`
 ]
-EMULATOR = ("fiber", "grid", "lanes", "runtime")
+EMULATOR = ("fiber", "grid", "lanes", "runtime", "host_calls")
 FAKE_NCCL = ("fake_nccl", "fake_wires")  # of the emulator, for those who talk to other ranks
 ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
     *("collectives/*.cpp", "device/*.cpp", "nccl/*.cpp", "kernels/reducers.cpp"),
@@ -199,9 +199,9 @@ def _rules(mutants: Iterable[Mutant]) -> str:
             source = CSRC / "cuda" / f"{unit}.cu"
             lines += _compile(objects[kind][-1], source, [*flags, *special])
         compiled = [f"{kind}/{unit}.o" for unit in units()]
-        streams = [f"{kind}/streams_test.o", *compiled, *fake]
-        lines += _compile(streams[0], HERE / "streams_test.cpp", [*flags, *special])
-        for source in [*engine_sources(), ROOT / "tests" / "native" / "harness.cpp"]:
+        streams = [*compiled, *fake]
+        suites = [HERE / "streams_test.cpp", HERE / "relay_test.cpp"]
+        for source in [*suites, *engine_sources(), ROOT / "tests" / "native" / "harness.cpp"]:
             streams.append(f"{kind}/engine/{source.parent.name}_{source.stem}.o")
             lines += _compile(streams[-1], source, [*flags, *special])
         programs = {"micro": [f"{kind}/micro.o"], "cases": objects[kind], "streams": streams}

@@ -241,6 +241,7 @@ cudaError_t allocate(void** p, size_t bytes) {
 }  // namespace
 
 cudaError_t emulator::enqueue_polled(cudaStream_t stream, Run operation) {
+  if (inside_host_call()) return cudaErrorNotPermitted;
   const std::lock_guard lock(state().mutex);
   CUstream_st* s = resolve(stream);
   if (s->captured) {
@@ -327,9 +328,6 @@ cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t s) {
     emulator::device_writes(p, bytes);
     std::memset(p, value, bytes);
   });
-}
-cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t function, void* data) {
-  return emulator::enqueue(s, [=] { function(data); });
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned flags) {

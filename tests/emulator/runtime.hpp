@@ -20,6 +20,9 @@ cudaError_t enqueue(cudaStream_t stream, std::function<void()> operation);
 // The same for work that can be not ready yet: it returns whether it is done. The room for NCCL.
 cudaError_t enqueue_polled(cudaStream_t stream, std::function<bool()> operation);
 
+// Whether the thread is one of cudaLaunchHostFunc, which must not call CUDA.
+bool inside_host_call();
+
 // How many events this process has made, and how often it has asked whether one has passed.
 uint64_t events_made();
 uint64_t queries();

@@ -213,7 +213,8 @@ Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what) {
       return halving_cost(rank, size, what);
     case Algorithm::automatic:
     case Algorithm::shared_memory:  // no plan
-    case Algorithm::nccl:           // nor this
+    case Algorithm::nccl:
+    case Algorithm::staged:  // nor this
       break;
   }
   return {};

@@ -1,0 +1,164 @@
+// Calls of ranks of which some share a GPU, which NCCL refuses: arrays are staged in host memory,
+// where a group of the same ranks runs the collective.
+//
+//   caller   ... x is ready | event                                          event | ...
+//   carrier                   wait | copy to the host | wait | copy back    |
+//   relay                                              the collective
+//
+// That group is one of its own, as its calls come when the devices get to them, between calls of
+// the host's group that come at other moments on each rank.
+#include <algorithm>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "device/relay.h"
+#include "group/carrier.h"
+#include "group/check.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kAligned = 64;
+
+size_t aligned(size_t bytes) { return (bytes + kAligned - 1) / kAligned * kAligned; }
+
+class StagedCarrier final : public Carrier {
+ public:
+  StagedCarrier(std::shared_ptr<Device> device, std::shared_ptr<Group> data)
+      : device_(std::move(device)),
+        data_(std::move(data)),
+        stream_(device_),
+        events_(std::make_shared<EventPool>(device_)),
+        relay_(device_, stream_.raw()) {}
+  ~StagedCarrier() override {
+    if (relay_.stop()) data_->abort("the group on devices ended during the call");
+  }
+
+  Algorithm algorithm_for(const Call& call) const override;
+  Carried prepare(const Call& call) override;
+  std::shared_ptr<Event> event() override { return events_->take(); }
+  std::shared_ptr<Event> enqueue(const Carried& carried, Event& before,
+                                 const Deadline& deadline) override;
+  Stats stats() const override {
+    const Stats sent = data_->stats();
+    return {.frames_sent = sent.frames_sent,
+            .bytes_sent = sent.bytes_sent,
+            .algorithm = Algorithm::staged};
+  }
+
+  std::optional<Error> trouble(const std::string& what) override;
+  void close(const Deadline& /*deadline*/) noexcept override { data_->close(); }
+  void abort(const std::string& reason) noexcept override {
+    (void)relay_.stop();
+    data_->abort(reason);
+  }
+
+ private:
+  // A call's arrays in bytes, and where its output begins behind its input.
+  struct Layout {
+    size_t input, output, output_at;
+  };
+  Layout layout_of(const Call& call) const;
+  void reserve(size_t bytes, const Call& call);
+  void run(const Call& call) noexcept;
+
+  std::shared_ptr<Device> device_;
+  std::shared_ptr<Group> data_;
+  Stream stream_;
+  std::shared_ptr<EventPool> events_;
+  // The last is in use; older ones stay, for what is enqueued may hold their addresses. Each is at
+  // least twice as large as the one before.
+  struct Release {
+    std::shared_ptr<Device> device;
+    void operator()(std::byte* memory) const { device->release_host(memory); }
+  };
+  std::vector<std::unique_ptr<std::byte, Release>> staging_;
+  size_t staging_bytes_ = 0;
+  std::mutex mutex_;            // guards error_
+  std::optional<Error> error_;  // the first one in host memory
+  Relay relay_;                 // the last member: its thread ends before what it uses
+};
+
+Algorithm StagedCarrier::algorithm_for(const Call& call) const {
+  if (call.algorithm == Algorithm::nccl)
+    lacks(call, "NCCL refuses ranks that share a GPU; leave the algorithm out, or name another");
+  return call.algorithm == Algorithm::automatic ? Algorithm::staged : call.algorithm;
+}
+
+StagedCarrier::Layout StagedCarrier::layout_of(const Call& call) const {
+  const Extent extent = extent_of(call, data_->rank(), data_->size());
+  const size_t each = bytes_of(call.dtype);
+  const bool in_place = call.input == call.output;
+  return {extent.input * each, extent.output * each, in_place ? 0 : aligned(extent.input * each)};
+}
+
+Carried StagedCarrier::prepare(const Call& call) {
+  const Layout layout = layout_of(call);
+  reserve(std::max(layout.input, layout.output_at + layout.output), call);
+  return {.call = call};
+}
+
+std::shared_ptr<Event> StagedCarrier::enqueue(const Carried& carried, Event& before,
+                                              const Deadline& /*deadline*/) {
+  const Call& call = carried.call;
+  const Layout layout = layout_of(call);
+  const bool gives_output = call.operation == Operation::broadcast && call.peer == data_->rank();
+  std::byte* const staging = staging_.empty() ? nullptr : staging_.back().get();
+  std::byte* const output = staging + layout.output_at;
+  Call here = call;
+  here.input = layout.input > 0 ? staging : nullptr;
+  here.output = layout.output > 0 ? output : nullptr;
+  if (call.algorithm == Algorithm::staged) here.algorithm = Algorithm::automatic;
+
+  auto over = event();
+  before.hold(stream_.raw());
+  if (layout.input > 0) device_->copy(staging, call.input, layout.input, stream_.raw());
+  if (gives_output) device_->copy(output, call.output, layout.output, stream_.raw());
+  relay_.enqueue([this, here] { run(here); }, device_->capturing(call.stream));
+  if (layout.output > 0 && !gives_output)
+    device_->copy(call.output, output, layout.output, stream_.raw());
+  over->record(stream_.raw());
+  return over;
+}
+
+// On the relay's thread. The error is known before the stream goes on.
+void StagedCarrier::run(const Call& call) noexcept {
+  std::optional<Error> error;
+  try {
+    data_->run(call);
+  } catch (const Error& thrown) {
+    error = thrown;
+  } catch (const std::exception& thrown) {  // of memory that there is not
+    error = InternalError(thrown.what(), {.rank = data_->rank()});
+  }
+  const std::lock_guard lock(mutex_);
+  if (!error_) error_ = std::move(error);
+}
+
+std::optional<Error> StagedCarrier::trouble(const std::string& what) {
+  const std::lock_guard lock(mutex_);
+  if (!error_) return std::nullopt;
+  return Error(error_->kind(), what + ", staged in host memory: " + error_->what(),
+               error_->fields());
+}
+
+void StagedCarrier::reserve(size_t bytes, const Call& call) {
+  if (bytes <= staging_bytes_) return;
+  if (device_->capturing(call.stream))
+    throw Unsupported("a call that is captured into a graph needs " + std::to_string(bytes) +
+                      " bytes of host memory and there are " + std::to_string(staging_bytes_) +
+                      ": make the same call once before the capture");
+  const size_t larger = std::max(bytes, 2 * staging_bytes_);
+  staging_.emplace_back(static_cast<std::byte*>(device_->allocate_host(larger)), Release{device_});
+  staging_bytes_ = larger;
+}
+
+}  // namespace
+
+std::unique_ptr<Carrier> carry_through_host(const std::shared_ptr<Group>& host,
+                                            std::shared_ptr<Device> device) {
+  return std::make_unique<StagedCarrier>(std::move(device), host->split(0, host->rank()));
+}
+
+}  // namespace pycomm

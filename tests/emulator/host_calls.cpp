@@ -1,0 +1,92 @@
+// What the host has to do with streams: functions that they call, memory that both see, words that
+// they wait for. Part of the CUDA runtime of runtime.hpp.
+#include <cuda.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string_view>
+#include <thread>
+
+#include "fiber.hpp"
+#include "runtime.hpp"
+
+namespace {
+
+thread_local bool inside = false;
+
+// A function of the host's that a stream has come to: on a thread of its own, as CUDA does it, so
+// that ThreadSanitizer sees what it does.
+class HostCall {
+ public:
+  HostCall(cudaHostFn_t function, void* data) {
+    begun_.release();
+    thread_ = std::thread([this, function, data] {
+      begun_.acquire();
+      inside = true;
+      function(data);
+      ended_.release();
+      over_ = true;
+    });
+  }
+  ~HostCall() { thread_.join(); }
+  HostCall(const HostCall&) = delete;
+  HostCall& operator=(const HostCall&) = delete;
+
+  bool over() {
+    if (!over_) return false;
+    ended_.acquire();
+    return true;
+  }
+
+ private:
+  emulator::Token begun_, ended_;
+  std::atomic<bool> over_ = false;
+  std::thread thread_;
+};
+
+CUresult stream_wait_value(CUstream stream, CUdeviceptr at, cuuint32_t value, unsigned flags) {
+  if (flags != CU_STREAM_WAIT_VALUE_EQ) return CUDA_ERROR_INVALID_VALUE;
+  auto* const word = reinterpret_cast<uint32_t*>(at);
+  const cudaError_t error = emulator::enqueue_polled(stream, [=] {
+    if (std::atomic_ref(*word).load(std::memory_order_acquire) != value) return false;
+    if (emulator::__tsan_acquire) emulator::__tsan_acquire(word);  // what its writer released
+    return true;
+  });
+  return error == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
+}
+
+}  // namespace
+
+bool emulator::inside_host_call() { return inside; }
+
+extern "C" {
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
+  return emulator::enqueue_polled(stream, [=, call = std::shared_ptr<HostCall>()]() mutable {
+    if (!call) call = std::make_shared<HostCall>(function, data);
+    if (!call->over()) return false;
+    call = nullptr;  // a graph runs this again
+    return true;
+  });
+}
+
+cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) { return cudaMalloc(p, bytes); }
+cudaError_t cudaFreeHost(void* p) { return std::free(p), cudaSuccess; }
+
+cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
+  std::snprintf(text, static_cast<size_t>(length), "0000:%02x:00.0", static_cast<unsigned>(device));
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  const bool known = std::string_view(name) == "cuStreamWaitValue32";
+  *found = known ? reinterpret_cast<void*>(&stream_wait_value) : nullptr;
+  *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+}  // extern "C"
