@@ -16,6 +16,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <memory>
@@ -76,10 +77,13 @@ class Landing {
     const std::lock_guard lock(mutex_);
     return captured_;
   }
+  // A call that was given up passes on its stream as well: that is told first.
   bool passed() const {
+    const auto done = [](const auto& work) { return work->done(); };
     const std::lock_guard lock(mutex_);
     try {
-      return captured_ || (landed_ && over_.query());
+      return captured_ ||
+             (landed_ && over_.query() && std::all_of(works_.begin(), works_.end(), done));
     } catch (const c10::Error&) {  // whoever uses the device next hears of it
       return true;
     }

@@ -23,6 +23,9 @@ constexpr std::chrono::milliseconds kLook{100};
 // A call that was started: agreed about on the host group's worker, then enqueued there.
 class DeviceWork final : public Work {
  public:
+  // `is_over`: whether the device has passed an event of a call, and nothing has given up the call.
+  explicit DeviceWork(std::function<bool(const Event&)> is_over) : is_over_(std::move(is_over)) {}
+
   void capture() { captured_ = true; }
   bool captured() const override { return captured_; }
   // The agreement; what follows it calls settle().
@@ -44,9 +47,15 @@ class DeviceWork final : public Work {
 
   // In a graph it is over when it is enqueued; on a device that no longer answers, too.
   bool done() const override {
-    const std::lock_guard lock(mutex_);
+    std::shared_ptr<Event> over;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!settled_) return false;
+      if (error_ || captured_) return true;
+      over = over_;
+    }
     try {
-      return settled_ && (error_ || captured_ || over_->passed());
+      return is_over_(*over);         // without the lock, which fail() takes
     } catch (const InternalError&) {  // whoever uses the device next hears of it
       return true;
     }
@@ -68,6 +77,7 @@ class DeviceWork final : public Work {
   }
 
  private:
+  std::function<bool(const Event&)> is_over_;
   std::shared_ptr<Work> agreed_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -200,7 +210,10 @@ void DeviceGroup::run(const Call& given) {
 std::shared_ptr<Work> DeviceGroup::start(const Call& given,
                                          std::function<void(std::exception_ptr)> then) {
   const Turn turn(turn_);
-  const auto work = std::make_shared<DeviceWork>();
+  const auto work = std::make_shared<DeviceWork>([weak = weak_from_this()](const Event& over) {
+    const auto self = weak.lock();
+    return !self || self->watch_.is_over(over);  // with the group end its calls
+  });
   const Carried carried = begin(given);
   const Deadline deadline(carried.call.timeout);
   const auto before = mark(given.stream);

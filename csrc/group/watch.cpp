@@ -1,5 +1,6 @@
 #include "group/watch.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -21,6 +22,13 @@ void Watch::add(std::string what, const Deadline& deadline, std::shared_ptr<Even
 bool Watch::idle() {
   const std::lock_guard lock(mutex_);
   return under_way_.empty();
+}
+
+bool Watch::is_over(const Event& over) {
+  const std::lock_guard lock(mutex_);
+  (void)forget_passed();
+  return std::ranges::none_of(under_way_,
+                              [&](const Entry& entry) { return entry.over.get() == &over; });
 }
 
 std::optional<Error> Watch::look() {

@@ -30,6 +30,8 @@ class Watch {
   void add(std::string what, const Deadline& deadline, std::shared_ptr<Event> over,
            std::function<void(std::exception_ptr)> failed);
   bool idle();  // nothing that was added is under way, as far as look() knows
+  // Whether the call that ends with `over`, which was added, is over, or end() has told of it.
+  bool is_over(const Event& over);
   // Forgets what is over. The error, named after the oldest call, that ends what is not: the
   // carrier's, a rank that is lost, the limit.
   std::optional<Error> look();
