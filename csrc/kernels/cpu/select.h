@@ -19,25 +19,19 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <span>
 #include <utility>
 #include <vector>
 
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
-
 #include "core/errors.h"
 #include "kernels/cpu/floats.h"
+#include "kernels/cpu/hits.h"
 #include "kernels/cpu/isa.h"
 #include "kernels/cpu/threads.h"
 
 namespace pycomm::cpu {
 
-inline constexpr size_t kGroup = 64;              // elements looked at together
-inline constexpr size_t kTile = 16 * kGroup;      // elements worked on while they are in the cache
 inline constexpr size_t kSmallestPart = 1 << 19;  // below, threads cost more than they bring
 inline constexpr size_t kMostParts = 8;
 
@@ -102,55 +96,6 @@ template <typename Key>
   // Two shifts, as one by the whole width has no meaning.
   if (static_cast<Key>(key >> shift) >> 11 == prefix)
     ++histogram[key >> shift & (histogram.size() - 1)];
-}
-
-#ifdef __x86_64__
-// A bit for each element whose key is at least the floor. Keys are below 2^31, so signed
-// comparisons hold, of a floor of 0 too.
-[[gnu::target("avx2")]] inline uint64_t hit_bits_of_group(const float* elements, uint32_t floor) {
-  const __m256i below = _mm256_set1_epi32(static_cast<int>(floor - 1));
-  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-  uint64_t bits = 0;
-  for (size_t i = 0; i < kGroup; i += 8) {
-    const auto* const at = reinterpret_cast<const __m256i_u*>(elements + i);
-    const __m256i keys = _mm256_and_si256(_mm256_loadu_si256(at), magnitude);
-    const __m256i hits = _mm256_cmpgt_epi32(keys, below);
-    bits |= uint64_t{static_cast<uint8_t>(_mm256_movemask_ps(_mm256_castsi256_ps(hits)))} << i;
-  }
-  return bits;
-}
-#endif
-
-// hits[i]: 1 where the key of element i is at least the floor, else 0.
-template <typename Element>
-struct Hits {
-  template <Isa>
-  [[gnu::always_inline]] static void run(const Element* elements, size_t count,
-                                         decltype(key_of(Element{})) floor, uint8_t* hits) {
-    if (count == kGroup)
-      for (size_t i = 0; i < kGroup; ++i) hits[i] = key_of(elements[i]) >= floor;
-    else
-      for (size_t i = 0; i < count; ++i) hits[i] = key_of(elements[i]) >= floor;
-  }
-};
-
-// The same, a bit each: one loop over what was hit has one end to guess for the processor.
-template <typename Element>
-uint64_t hit_bits(Isa isa, const Element* elements, size_t count,
-                  decltype(key_of(Element{})) floor) {
-#ifdef __x86_64__
-  if constexpr (sizeof(Element) == 4)
-    if (isa != Isa::baseline && count == kGroup) return hit_bits_of_group(elements, floor);
-#endif
-  alignas(8) std::array<uint8_t, kGroup> hits{};
-  run_on<Hits<Element>>(isa, elements, count, floor, hits.data());
-  uint64_t bits = 0;
-  for (size_t begin = 0; begin < kGroup; begin += 8) {
-    uint64_t eight;
-    std::memcpy(&eight, hits.data() + begin, sizeof eight);
-    bits |= (eight * 0x0102040810204080 >> 56) << begin;  // byte i becomes bit i of the top byte
-  }
-  return bits;
 }
 
 // Candidates in index order. `Element` is float, double, or the bits of a 16-bit float.
@@ -317,11 +262,7 @@ class Selection {
     unsigned hit = 0;  // a bit for each group; what rarely is hit has one branch for all
     for (size_t group = 0; group < groups; ++group)
       hit |= static_cast<unsigned>(largest[group] >= floor) << group;
-    for (; hit != 0; hit &= hit - 1) {
-      const size_t at = begin + static_cast<size_t>(std::countr_zero(hit)) * kGroup;
-      pool.look_at(isa, slice.elements + at, std::min(kGroup, begin + count - at),
-                   slice.place + at);
-    }
+    look_at(isa, pool, slice, begin, count, hit);
   }
 
   // Reads all elements of a choice, from this floor on.
@@ -329,13 +270,9 @@ class Selection {
     const auto own = parts_of(choice);
     parallel(own.size(), [&](size_t p) {
       own[p].pool.begin(floor);
-      std::array<Key, kTile / kGroup> largest;
       for (const auto& slice : slices_of(own[p]))
-        for (size_t i = 0; i < slice.count; i += kTile) {
-          const size_t count = std::min(kTile, slice.count - i), begin = slice.begin + i;
-          run_on<LargestKeys<Element>>(isa, slice.elements + begin, count, largest.data());
-          collect(isa, own[p].pool, slice, begin, count, largest.data());
-        }
+        for (size_t i = 0; i < slice.count; i += kTile)
+          collect(isa, own[p].pool, slice, slice.begin + i, std::min(kTile, slice.count - i));
     });
   }
 
@@ -409,6 +346,29 @@ class Selection {
   }
 
  private:
+  static void look_at(Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
+                      size_t count, unsigned groups) {
+    for (; groups != 0; groups &= groups - 1) {
+      const size_t at = begin + static_cast<size_t>(std::countr_zero(groups)) * kGroup;
+      pool.look_at(isa, slice.elements + at, std::min(kGroup, begin + count - at),
+                   slice.place + at);
+    }
+  }
+
+  // Of a tile of which nothing is known.
+  static void collect(Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
+                      size_t count) {
+    const Element* const elements = slice.elements + begin;
+#ifdef __x86_64__
+    if constexpr (std::is_same_v<Element, float>)
+      if (isa != Isa::baseline && count == kTile)
+        return look_at(isa, pool, slice, begin, count, hit_groups_of_tile(elements, pool.floor()));
+#endif
+    std::array<Key, kTile / kGroup> largest;
+    run_on<LargestKeys<Element>>(isa, elements, count, largest.data());
+    collect(isa, pool, slice, begin, count, largest.data());
+  }
+
   void next_part() {
     parts.push_back({.choice = choices.size() - 1, .first_slice = slices.size()});
     if (capacity_ > 0) parts.back().pool = Pool<Element>(*room_, capacity_, choices.back().k);
