@@ -63,6 +63,54 @@ void try_elements(std::mt19937& random, size_t count, size_t skew) {
   }
 }
 
+// Integers wrap, and have other loads than floats; `skew` as of the quads.
+template <class T>
+void try_integers(std::mt19937& random, Dtype dtype, size_t skew) {
+  constexpr size_t kCount = 517;
+  std::vector<T> x(kCount), y(kCount);
+  for (size_t i = 0; i < kCount; ++i) {
+    x[i] = static_cast<T>(random() % 2);
+    y[i] = dtype == Dtype::boolean ? static_cast<T>(random() % 2) : static_cast<T>(random());
+  }
+  Device<T> a(x, skew), b(y, skew), out(kCount, skew);
+  const std::vector<const void*> both{a.at(), b.at()};
+  const auto reduced = [&](ReduceOp op) {
+    kernels().reduce({out.at(), kCount, dtype}, both, op, queue());
+    return out.read();
+  };
+  const auto sum = reduced(ReduceOp::sum), product = reduced(ReduceOp::product);
+  const auto least = reduced(ReduceOp::min), most = reduced(ReduceOp::max);
+  const auto both_bits = reduced(ReduceOp::band), any_bit = reduced(ReduceOp::bor);
+  const auto other_bits = reduced(ReduceOp::bxor);
+  for (size_t i = 0; i < kCount; ++i) {
+    const T wrapped = dtype == Dtype::boolean ? static_cast<T>(x[i] | y[i])
+                                              : static_cast<T>(uint64_t(x[i]) + uint64_t(y[i]));
+    check(sum[i] == wrapped, "reduce sum of integers");
+    check(product[i] == static_cast<T>(x[i] * y[i]), "reduce product of integers");
+    check(least[i] == std::min(x[i], y[i]) && most[i] == std::max(x[i], y[i]), "reduce min, max");
+    check(both_bits[i] == static_cast<T>(x[i] & y[i]), "reduce band");
+    check(any_bit[i] == static_cast<T>(x[i] | y[i]), "reduce bor");
+    check(other_bits[i] == static_cast<T>(x[i] ^ y[i]), "reduce bxor");
+  }
+}
+
+// There and back again: what 16 bits have is kept, whatever lies between.
+void try_halves(std::mt19937& random, Dtype half, size_t skew) {
+  constexpr size_t kCount = 517;
+  std::vector<float> x(kCount);
+  for (float& one : x) one = static_cast<float>(random() % 256) / 16 - 8;  // exact in either
+  x[3] = std::nanf("");
+  Device<float> from(x, skew), back(kCount, skew);
+  Device<uint16_t> between(kCount, skew);
+  Device<double> wide(kCount, skew);
+  const auto cast = [](TypedArray a, TypedArray b) { kernels().cast(a, b, queue()); };
+  cast({from.at(), kCount, Dtype::float32}, {between.at(), kCount, half});
+  cast({between.at(), kCount, half}, {wide.at(), kCount, Dtype::float64});
+  cast({wide.at(), kCount, Dtype::float64}, {between.at(), kCount, half});
+  cast({between.at(), kCount, half}, {back.at(), kCount, Dtype::float32});
+  check(same_bits(back.read(), x), "cast to 16 bits and back");
+}
+
 // Sizes with and without a part of a tile at the end.
 void try_streams(std::mt19937& random, size_t count) {
   const auto x = numbers(random, count), y = numbers(random, count), z = numbers(random, count);
@@ -91,6 +139,16 @@ void run_dense(std::mt19937& random) {
   for (const size_t count : {1, 3, 2051}) {
     try_elements(random, count, 0);
     try_elements(random, count, 1);
+  }
+  for (const size_t skew : {0, 1}) {
+    try_integers<int8_t>(random, Dtype::int8, skew);
+    try_integers<int16_t>(random, Dtype::int16, skew);
+    try_integers<int32_t>(random, Dtype::int32, skew);
+    try_integers<int64_t>(random, Dtype::int64, skew);
+    try_integers<uint8_t>(random, Dtype::uint8, skew);
+    try_integers<uint8_t>(random, Dtype::boolean, skew);
+    try_halves(random, Dtype::float16, skew);
+    try_halves(random, Dtype::bfloat16, skew);
   }
   for (const size_t count : {0, 1, 4096, 9001}) try_streams(random, count);
 }
