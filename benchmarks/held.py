@@ -20,6 +20,7 @@ from pathlib import Path
 LEAVE_S = 5.0
 TASKS = Path("/proc/self/task")
 MEMORY = re.compile("memfd:pycomm[^ \n]*")
+FONTS = (".ttf", ".otf", ".ttc")  # matplotlib's own, or the system's
 OURS = re.compile("pycomm(?!_)")  # pycomm_... are a launcher's, who is somebody else
 
 Held = dict[str, Counter[str]]
@@ -40,7 +41,7 @@ def held() -> Held:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that reads the folder
             link = os.readlink(f"/proc/self/fd/{number}")
-            if not link.startswith(sys.prefix):
+            if not link.startswith(sys.prefix) and not link.endswith(FONTS):
                 found["descriptors"][_kind(link)] += 1
     for task in os.listdir(TASKS):
         with contextlib.suppress(OSError):  # it has ended meanwhile

@@ -64,6 +64,7 @@ LEAKS = {
 SOUND = {
     "calls": "run_ranks(2, lambda group: pycomm.all_reduce(np.ones(9), group=group))",
     "moment": "threading.Timer(0.1, int).start()",
+    "font": "kept.append(open(tempfile.gettempdir() + '/some.ttf', 'w'))",
     "cycle": """
         cycle = [socket.socket()]
         cycle.append(cycle)
