@@ -90,6 +90,34 @@ def test_a_rank_that_dies_is_told_to_the_others(machine, moment):
         assert all("rank 2" in text or "gone" in text for text in said), said
 
 
+def dies_with_a_call(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 2:
+        device.delay()
+    work = pycomm.all_reduce(x, async_op=True)
+    work.wait()
+    pycomm.barrier()
+    if group.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    device.get(x)  # until the stream goes on without that rank
+    while not work.done():
+        pass
+    with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 100") as caught:
+        work.wait()
+    return str(caught.value)
+
+
+def test_a_call_whose_rank_dies_never_ends_well(machine):
+    if not machine.emulated:
+        pytest.skip("delays of GPUs end by themselves; emulated ones need not: needs a GPU less")
+    options = {"processes": True, "transport": "", "return_exceptions": True}
+    *living, dead = machine.run(3, dies_with_a_call, **options)
+    assert isinstance(dead, errors.PeerLost)
+    assert all(isinstance(said, str) for said in living), living
+
+
 def late(group: pycomm.Group, device: Any) -> str:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
@@ -122,8 +150,10 @@ def aborts(group: pycomm.Group, device: Any) -> str:
     pycomm.all_reduce(x)
     if group.rank:
         group.abort("enough")
+        assert went_on.wait(60), "the other rank's stream still waits"
     else:
         device.get(x)
+        went_on.set()
     with pytest.raises(errors.GroupBroken) as caught:
         for _ in range(1000):
             pycomm.barrier()
@@ -133,6 +163,7 @@ def aborts(group: pycomm.Group, device: Any) -> str:
 def test_an_abort_ends_what_is_under_way(machine):
     if not machine.emulated:
         pytest.skip("a delay of a GPU ends by itself: this needs a GPU less")
+    went_on.clear()
     assert all("enough" in text or "hung up" in text for text in machine.run(2, aborts))
 
 

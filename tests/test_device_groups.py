@@ -185,6 +185,28 @@ def test_no_call_waits_for_the_device(machine, async_op):
     machine.run(2, waits_for_no_device, async_op, machine.own)
 
 
+def one_is_late(group: pycomm.Group, device: Any) -> None:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    device.write(x, numbers(group.rank))
+    go_on = device.delay() if group.rank == 0 else None
+    work = pycomm.all_reduce(x, async_op=True)
+    work.wait()
+    for _ in range(100):  # what this rank's device can do meanwhile it does
+        assert not device.idle()
+        pycomm.barrier()
+    if go_on:
+        go_on()
+    np.testing.assert_array_equal(device.get(x), sum(numbers(r) for r in range(group.size)))
+
+
+def test_ranks_call_each_other_while_one_device_is_late(machine):
+    if not machine.emulated:
+        pytest.skip("a delay of a GPU ends by itself: this needs a GPU less")
+    machine.run(2, one_is_late)
+
+
 def started_and_forgotten(group: pycomm.Group, device: Any) -> bool:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
