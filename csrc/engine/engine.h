@@ -128,10 +128,10 @@ class Engine {
   std::string broken() const;  // the first cause; empty: it is not
   // Throws GroupBroken if the engine is broken or has left.
   void check_usable();
-  // Between calls, of who waits for peers elsewhere: throws what one has told meanwhile that ends
-  // this group. While a call runs in another thread it is the call that hears; it is waited for
-  // until the limit.
-  void heed(std::chrono::nanoseconds limit);
+  // Between calls, of who waits elsewhere for peers, the awaited ones: throws what any has told
+  // meanwhile that ends this group, and that one of these has died. While a call runs in another
+  // thread it is the call that hears; it is waited for until the limit.
+  void heed(std::chrono::nanoseconds limit, const std::vector<int>& awaited);
 
   uint64_t frames_sent() const { return sum(&Link::frames_sent); }
   uint64_t bytes_written() const { return sum(&Link::bytes_written); }
@@ -218,6 +218,7 @@ class Engine {
   void new_epoch(const Header& notice, const std::string& text);
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
+  bool has_hung_up(int peer);
   PeerLost gone(int peer) const;
   PeerLost unreadable(int peer, std::string_view what) const;
   std::vector<int> call_roll(const Error& error);

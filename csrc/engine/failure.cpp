@@ -196,6 +196,9 @@ void Engine::hear_out(int peer) {
 }
 
 PeerLost Engine::gone(int peer) const {
+  const auto& link = peers_[static_cast<size_t>(peer)].link;
+  const auto nonsense = link ? link->channel().nonsense() : std::string_view{};
+  if (!nonsense.empty()) return unreadable(peer, nonsense);
   const std::string no_word = "died or lost its connection: it hung up without a word";
   const auto& departed = peers_[static_cast<size_t>(peer)].departed;
   return PeerLost(name(peer) + " " + departed.value_or(no_word), {.peer = peer});
@@ -354,7 +357,17 @@ void Engine::check_usable() {
     throw GroupBroken("this group cannot be used any more: " + broken_, {.rank = options_.rank});
 }
 
-void Engine::heed(std::chrono::nanoseconds limit) {
+// Asks the kernel, for some channels learn it from their descriptor alone.
+bool Engine::has_hung_up(int peer) {
+  Channel& channel = at(peer).link->channel();
+  if (channel.hung_up()) return true;
+  pollfd polled = channel.arm({});
+  ::poll(&polled, 1, 0);
+  channel.disarm(polled.revents);
+  return channel.hung_up();
+}
+
+void Engine::heed(std::chrono::nanoseconds limit, const std::vector<int>& awaited) {
   std::unique_lock turn(turn_, std::try_to_lock);
   for (const Deadline deadline(limit); !turn && !deadline.expired();) {
     std::this_thread::yield();
@@ -365,10 +378,12 @@ void Engine::heed(std::chrono::nanoseconds limit) {
   try {
     for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
       if (!at(peer).link) continue;
+      const bool last = std::ranges::count(awaited, peer) > 0 && has_hung_up(peer);
       const Header* header = front(peer);
       for (; header != nullptr && header->kind == FrameKind::pulse; header = front(peer))
         take_pulse(peer, *header);
       if (header != nullptr && header->kind == FrameKind::goodbye) read_notice(peer, *header);
+      if (last && header == nullptr && !at(peer).departed) throw gone(peer);
     }
   } catch (const Error& error) {
     give_up(error);

@@ -477,7 +477,7 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     return ours;
   };
   return make_group(child, exchange, first_ranks(members),
-                    [this](auto limit) { engine_.heed(limit); });
+                    [&](auto limit) { engine_.heed(limit, members); });
 }
 
 std::shared_ptr<Group> HostGroup::regroup(Store& store, const std::string& name,

@@ -164,6 +164,7 @@ class Faulty final : public Channel {
   }
 
   bool hung_up() const override { return !inner_ || (ended_ && !pending()); }
+  std::string_view nonsense() const override { return inner_ ? inner_->nonsense() : ""; }
 
   pollfd arm(Want want) override {
     pull();

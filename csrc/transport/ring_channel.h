@@ -39,6 +39,9 @@ class RingChannel final : public Channel {
   void take(size_t bytes) override;
   size_t receive(Bytes into) override;
   bool hung_up() const override { return hung_up_; }
+  std::string_view nonsense() const override {
+    return spoilt_ ? "its ring of shared memory holds more than fits into it" : "";
+  }
   pollfd arm(Want want) override;
   void disarm(short revents) override;
   void hang_up() override;
@@ -58,7 +61,7 @@ class RingChannel final : public Channel {
   Given given_;
   uint64_t written_ = 0, read_ = 0;  // our own ends; the shared copies are for the peer
   uint64_t peer_read_ = 0;           // the last we saw of the peer's
-  bool hung_up_ = false;
+  bool hung_up_ = false, spoilt_ = false;
 };
 
 }  // namespace pycomm

@@ -62,6 +62,7 @@ class Throttled final : public Channel {
   }
 
   bool hung_up() const override { return inner_->hung_up() && !held_back_; }
+  std::string_view nonsense() const override { return inner_->nonsense(); }
 
   // What the line holds back lies ready beneath, and would wake a sleeper at once, again and again.
   pollfd arm(Want want) override {

@@ -56,6 +56,8 @@ class Channel {
 
   // The peer hung up or died. What it sent before can still be received.
   virtual bool hung_up() const = 0;
+  // Where it counts as that since what it did to the channel makes no sense: what. Else empty.
+  virtual std::string_view nonsense() const { return {}; }
 
   // Before sleeping; look for progress once more between arm() and poll(2), and do not sleep if
   // there was any, or a wake-up is lost.

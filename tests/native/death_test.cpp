@@ -1,5 +1,7 @@
 // A rank that dies in the middle of a call, after any number of bytes: the others either have all
 // that the call needs, or learn who it was. Engines over channels that are cut on purpose.
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -11,7 +13,9 @@
 #include "harness.h"
 #include "kernels/kernels.h"
 #include "mortal.h"
+#include "os/shared_memory.h"
 #include "ranks.h"
+#include "transport/ring_channel.h"
 
 namespace {
 
@@ -207,6 +211,62 @@ const ByTransport kGarbage{
         expect(ending.is(hangs_up ? ErrorKind::peer_lost : ErrorKind::timeout), ending.text());
         if (hangs_up) expect(ending.says("rank 1 sent what nobody can read"), ending.text());
         expect(!ending.says("bug in pycomm"), ending.text());
+      }
+    }};
+
+// For who is there between calls; of those that are not awaited the next call will learn it.
+const ByTransport kHeeded{
+    "who waits elsewhere for a rank hears that it has died, and of no other",
+    [](const std::string& by) {
+      Channels all(3, by, 2, SIZE_MAX);
+      const auto waiting = all.engine(0), other = all.engine(1), dead = all.engine(2);
+      waiting->heed(0s, {0, 1, 2});
+      all.life.end();
+      const auto heed = [&](const std::vector<int>& awaited) {
+        return ranks::ending_of([&] {
+          for (const Deadline deadline(20s); !deadline.expired() && awaited.back() == 2;)
+            waiting->heed(0s, awaited);
+          waiting->heed(0s, awaited);
+        });
+      };
+      expect(!heed({0, 1}).error, "a rank that is not awaited ends what it is no part of");
+      const auto ending = heed({0, 2});
+      expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 2 died"), ending.text());
+      expect(ending.error->fields().peer == 2, "somebody else is blamed");
+    }};
+
+// A ring whose writer says that it has written more than fits: before a frame, or inside one.
+const Test kSpoiltRing{
+    "who spoils the ring that it shares is to blame for it", [] {
+      constexpr size_t kRing = size_t{64} << 10;
+      for (const bool inside : {false, true}) {
+        const auto ring = [&](const Fd& memory) {
+          return std::make_shared<RingMemory>(memory.get(), kRing);
+        };
+        const Fd in = make_shared_memory(RingMemory::file_bytes(kRing));
+        const Fd out = make_shared_memory(RingMemory::file_bytes(kRing));
+        int bells[2];
+        expect(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, bells) == 0, "two bells");
+        RingChannel peer("shm", ring(out), ring(in), Fd(bells[1]));
+        const Header header{.kind = FrameKind::data,
+                            .dtype = static_cast<uint8_t>(Dtype::float32),
+                            .bytes = 64,
+                            .count = 16};
+        if (inside) (void)peer.send(std::as_bytes(std::span(&header, 1)), {});
+        const auto memory = ring(in);
+        reinterpret_cast<RingHead*>(memory->head())->written += kRing + 1;
+        std::vector<std::unique_ptr<Channel>> channels(2);
+        channels[1] = std::make_unique<RingChannel>("shm", ring(in), ring(out), Fd(bells[0]));
+        EngineOptions options;
+        options.names = {"rank 0", "rank 1"};
+        Engine engine(std::move(channels), options);
+        const auto ending = ranks::ending_of([&] {
+          const Scene scene{Operation::all_reduce, Algorithm::direct, 2, 16, 1, 0};
+          Array array(Dtype::float32, 16);
+          run_call(engine, scene, array);
+        });
+        expect(ending.is(ErrorKind::peer_lost), ending.text());
+        expect(ending.says("rank 1 sent what nobody can read: its ring"), ending.text());
       }
     }};
 

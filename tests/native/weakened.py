@@ -136,6 +136,14 @@ ROWS = [
         "group",
         "a message of another kind",
     ),
+    (
+        "ring_of_any_content",
+        "transport/ring_channel.cpp",
+        "if (written - read_ > in_->bytes()) {",
+        "if (false) {",
+        "death",
+        "who spoils the ring",
+    ),
     # ---- whether ranks call the same
     (
         "any_count",
