@@ -176,6 +176,9 @@ class Group:
     def abort(self, reason: str, /) -> None: ...
     def _capsule(self) -> object: ...
 
+def group_of(capsule: object, /) -> Group:
+    """The group that Group._capsule() gave."""
+
 def on_device(
     group: object, device: object, nccl: object, nccl_shares: bool, timeout_s: float, /
 ) -> Group:

@@ -144,7 +144,11 @@ class Group:
         return self._core.stats()
 
     def close(self) -> None:
-        """Leaves in peace; later calls raise GroupBroken. Closing twice is fine."""
+        """Leaves in peace; later calls raise GroupBroken. Closing twice is fine.
+
+        Groups that split() made of it go on: each is a group of its own, and is closed by itself or
+        at exit. abort() ends them too.
+        """
         for core in self._devices.values():
             core.close()
         self._core.close()
@@ -155,7 +159,7 @@ class Group:
         """From any thread: ends the group on every rank with an error that carries `reason`.
 
         So end the groups that split() made of it, on every rank that is in one with this rank; with
-        the default group also those that torch's new_group() made.
+        the default group also those that torch's new_group() and split_group() made.
         """
         with _state.lock:
             self._aborted, parts = reason, list(self._parts)
@@ -396,9 +400,9 @@ def adopt(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], Non
     return forget
 
 
-def attach(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], None]:
-    """Lets the engine of torch's new_group() end where the default group does, as parts of split()
-    do; gives what forgets it. Called by torch_backend."""
+def attach(core: _core.Group, store: Store | None, timeout_s: float) -> Callable[[], None]:
+    """Lets the engine of torch's new_group() or split_group() end where the default group does, as
+    parts of split() do; gives what forgets it. Called by torch_backend."""
     held = [Group(core, store, timeout_s)]
     if (group := _find()) is not None:
         group._take(held[0])

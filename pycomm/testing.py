@@ -159,6 +159,10 @@ class FaultPlan:
         moment_file: where the rank writes down time.monotonic() of the moment in which it happens
             (noise: goes out), before the others can notice; "": nowhere.
 
+    It happens in the group that run_ranks makes. Parts that split() makes of that have channels of
+    their own, on which nothing is counted and nothing goes wrong; a rank that is killed or stopped
+    is so in all of them.
+
     Raises:
         InvalidArgument: there is no such action or operation, or a grain is nothing.
     """

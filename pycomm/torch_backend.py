@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -96,6 +97,12 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
         ended = enter(core, store, timeout.total_seconds())
     backend: _c10d.Backend = module.Backend(core._capsule(), ours, shared is None, ended)
     return backend
+
+
+def attach(part: object, timeout_s: float) -> Callable[[], None]:
+    """Lets a part that torch's split_group() made end where the default group does; gives what
+    forgets it. `part` is a capsule of a group. Called by the compiled backend."""
+    return groups.attach(_core.group_of(part), None, timeout_s)
 
 
 def _options(given: object, timeout: timedelta) -> _c10d.Options:

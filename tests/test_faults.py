@@ -213,6 +213,21 @@ def test_a_fault_writes_down_when_it_struck(action: str, transport: str, tmp_pat
     assert before <= float(Path(said).read_text()) <= told
 
 
+def test_a_fault_stays_in_the_group_that_it_is_planned_for():
+    def program(group: Group) -> str:
+        x, part = np.ones(10_000, np.float32), group.split(0)
+        assert part is not None
+        for _ in range(10):
+            pycomm.all_reduce(x, group=part)
+        with pytest.raises(errors.PeerLost) as caught:
+            pycomm.all_reduce(x, group=group)
+        return str(caught.value)
+
+    fault = FaultPlan(1, "cut", at="all_reduce", after_bytes=1000)
+    for said in run_ranks(2, program, transport="tcp", faults=[fault]):
+        assert said.startswith("all_reduce: rank")
+
+
 def test_a_fault_plan_is_checked() -> None:
     with pytest.raises(errors.InvalidArgument, match="'explode'"):
         FaultPlan(rank=0, action="explode")

@@ -5,6 +5,7 @@ Four processes in two parts, ranks 0 and 2 and ranks 1 and 3; the victim is rank
 """
 
 import contextlib
+import copy
 import os
 import signal
 import time
@@ -122,14 +123,25 @@ def test_an_exception_ends_the_calls_in_parts_with_its_text(processes: bool) -> 
         assert seen[0] == seen[2] == [2.0] * 20
 
 
-def end_in_a_group_of_torch(group: Group, action: str, folder: str) -> Any:
-    """The same in groups that torch's new_group() made; gives what was raised and how late."""
+def made_by_torch(way: str, rank: int) -> Any:
+    """A group of this rank and the other even one, or the other odd one."""
+    if way == "new_group":
+        return [dist.new_group([0, 2]), dist.new_group([1, VICTIM])][rank % 2]
+    world = dist.group.WORLD
+    assert world is not None
+    options = copy.deepcopy(world._get_backend(torch.device("cpu")).options)
+    halves = [[0, 2], [1, VICTIM]]
+    return world.split_group(halves[rank % 2], opts=options, group_name=f"half {rank % 2}")
+
+
+def end_in_a_group_of_torch(group: Group, way: str, action: str, folder: str) -> Any:
+    """The same in groups that torch's new_group() or split_group() made; gives what was raised and
+    how late."""
     store = dist.FileStore(f"{folder}/store", group.size)
     dist.init_process_group("pycomm", store=store, rank=group.rank, world_size=group.size)
-    made = [dist.new_group([0, 2]), dist.new_group([1, VICTIM])]
+    mine = made_by_torch(way, group.rank)
     gone = dist.new_group([1, VICTIM])
     dist.destroy_process_group(gone)  # ends once, and is not ended again
-    mine = made[group.rank % 2]
     struck, x = Path(folder, "struck"), torch.ones(100)
     dist.barrier()
     if group.rank == VICTIM:
@@ -139,19 +151,22 @@ def end_in_a_group_of_torch(group: Group, action: str, folder: str) -> Any:
         os.kill(os.getpid(), ENDS[action])
     if group.rank != 1:
         for _ in range(20):
-            dist.all_reduce(x, group=mine)
+            mine.allreduce([x]).wait()
         return x[7].item()
     with pytest.raises(errors.Error) as caught:
         while True:
-            dist.all_reduce(x, group=mine)
+            mine.allreduce([x]).wait()
     late_s = time.monotonic() - float(struck.read_text())
     return type(caught.value).__name__, str(caught.value), late_s
 
 
 @pytest.mark.parametrize("action", ["exception", "kill"])
-def test_calls_in_groups_of_torch_end_with_the_reason(action: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["new_group", "split_group"])
+def test_calls_in_groups_of_torch_end_with_the_reason(
+    way: str, action: str, tmp_path: Path
+) -> None:
     seen = run_ranks(
-        4, end_in_a_group_of_torch, action, str(tmp_path), transport="shm", processes=True,
+        4, end_in_a_group_of_torch, way, action, str(tmp_path), transport="shm", processes=True,
         return_exceptions=True,
     )  # fmt: skip
     assert isinstance(seen[1], tuple), seen[1]
@@ -164,6 +179,25 @@ def test_calls_in_groups_of_torch_end_with_the_reason(action: str, tmp_path: Pat
     else:
         assert (kind, "rank 1 (" in text) == ("PeerLost", True), text  # as the group counts
     assert seen[0] == seen[2] == 2.0**20
+
+
+def go_on_without_the_parent(group: Group) -> float:
+    part = group.split(group.rank % 2)
+    assert part is not None
+    pycomm.barrier(group=group)
+    group.close()
+    with pytest.raises(errors.GroupBroken):
+        pycomm.barrier(group=group)
+    x = np.full(100, float(group.rank), np.float32)
+    pycomm.all_reduce(x, group=part)
+    part.close()
+    return float(x[7])
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+def test_parts_go_on_when_their_parent_is_closed(processes: bool) -> None:
+    seen = run_ranks(4, go_on_without_the_parent, transport="shm", processes=processes)
+    assert seen == [2.0, 4.0, 2.0, 4.0]
 
 
 def test_an_abort_while_others_form_a_part_tells_them_why():

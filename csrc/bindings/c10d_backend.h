@@ -21,6 +21,7 @@
 #include "bindings/c10d_devices.h"
 #include "bindings/c10d_exchange.h"
 #include "bindings/c10d_monitor.h"
+#include "bindings/c10d_python.h"
 #include "bindings/c10d_sparse.h"
 #include "bindings/c10d_tensors.h"
 #include "bindings/c10d_verbs.h"
@@ -169,8 +170,9 @@ class Backend : public c10d::Backend {
       std::shared_ptr<Group> part;
       without_gil([&] { part = group_->split(color, static_cast<int>(place - ranks.begin())); });
       if (!part) return {};
+      auto ended = attach(part, theirs->timeout);
       return c10::make_intrusive<Backend>(std::move(part), c10::make_intrusive<Options>(*theirs),
-                                          true, nullptr);
+                                          true, std::move(ended));
     });
   }
 

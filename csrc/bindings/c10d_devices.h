@@ -13,8 +13,6 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <chrono>
@@ -24,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/c10d_python.h"
 #include "bindings/c10d_tensors.h"
 #include "group/group.h"
 
@@ -112,27 +111,17 @@ struct DeviceSide {
 };
 
 // Collective over `host`, whose ranks have a device each: the group of them. Python knows which
-// devices there are, and how. Its exceptions leave as torch's, see as_python().
+// devices there are, and how.
 inline DeviceSide meet_on(const std::shared_ptr<Group>& host, c10::Device device,
                           std::chrono::milliseconds timeout) {
   const auto landing = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-  const py::gil_scoped_acquire gil;
-  try {
-    const auto drop = [](PyObject* capsule) {
-      delete static_cast<std::shared_ptr<Group>*>(PyCapsule_GetPointer(capsule, "pycomm.Group"));
-    };
-    const py::capsule given(new std::shared_ptr<Group>(host), "pycomm.Group", drop);
+  return in_python([&]() -> DeviceSide {
     const py::object on_device = py::module_::import("pycomm.device_groups").attr("on_device");
     const py::capsule made =
-        on_device(given, c10::DeviceTypeName(device.type(), true), int{device.index()},
+        on_device(in_capsule(host), c10::DeviceTypeName(device.type(), true), int{device.index()},
                   std::chrono::duration<double>(timeout).count());
     return {*made.get_pointer<std::shared_ptr<Group>>(), landing};
-  } catch (py::error_already_set& raised) {
-    raised.restore();
-    python_error error;
-    error.persist();
-    throw python_error(error);
-  }
+  });
 }
 
 }  // namespace pycomm::bindings

@@ -34,6 +34,11 @@ std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& de
 
 }  // namespace
 
-void bind_devices(py::module_& module) { module.def("on_device", &on_device); }
+void bind_devices(py::module_& module) {
+  module.def("group_of", [](const py::capsule& group) {
+    return std::make_unique<Handle>(taken<Group>(group, "pycomm.Group"));
+  });
+  module.def("on_device", &on_device);
+}
 
 }  // namespace pycomm::bindings

@@ -1,0 +1,50 @@
+// What the backend asks of pycomm's Python: which hands a group over in a capsule, as _core does.
+// Called by c10d_devices.h and c10d_backend.h.
+#pragma once
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+
+#include "group/group.h"
+
+namespace pycomm::bindings {
+
+namespace py = pybind11;
+
+// Calls `body` with the GIL. Python's exceptions leave as torch's, see as_python().
+template <typename Body>
+auto in_python(const Body& body) {
+  const py::gil_scoped_acquire gil;
+  try {
+    return body();
+  } catch (py::error_already_set& raised) {
+    raised.restore();
+    python_error error;
+    error.persist();
+    throw python_error(error);
+  }
+}
+
+// As _core.Group._capsule() gives it.
+inline py::capsule in_capsule(const std::shared_ptr<Group>& group) {
+  const auto drop = [](PyObject* capsule) {
+    delete static_cast<std::shared_ptr<Group>*>(PyCapsule_GetPointer(capsule, "pycomm.Group"));
+  };
+  return py::capsule(new std::shared_ptr<Group>(group), "pycomm.Group", drop);
+}
+
+// Lets a part end where the default group does; gives what forgets it.
+inline std::function<void()> attach(const std::shared_ptr<Group>& part,
+                                    std::chrono::milliseconds timeout) {
+  return in_python([&] {
+    return py::module_::import("pycomm.torch_backend")
+        .attr("attach")(in_capsule(part), std::chrono::duration<double>(timeout).count())
+        .cast<std::function<void()>>();
+  });
+}
+
+}  // namespace pycomm::bindings
