@@ -5,6 +5,10 @@ that nothing grows: after thousands of calls, groups and errors the process is a
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -118,3 +122,44 @@ def test_nothing_grows_over_20_000_calls_in_180_groups() -> None:
     more = dict(zip(found, (b - a for a, b in zip(early, late, strict=True)), strict=True))
     assert more["MB"] < 2
     assert more["mappings"] <= 2
+
+
+def calls_of_all_kinds(group: pycomm.Group) -> tuple[set[str], float]:
+    """By which transports it reaches the others, and what the ones of a large sum come to."""
+    shared = pycomm.empty(LARGE // 4, np.float32)
+    for x in (np.ones(LARGE // 4, np.float32), shared):
+        x[...] = 1
+        pycomm.all_reduce(x, group=group)
+    pycomm.barrier(group=group)
+    return {member.transport for member in group.members} - {"self"}, float(shared.mean())
+
+
+def run_in_a_full_shm() -> None:
+    """What runs in a namespace whose /dev/shm is small, and full."""
+    Path("/dev/shm/all").write_bytes(bytes(shutil.disk_usage("/dev/shm").free))
+    assert shutil.disk_usage("/dev/shm").total == SMALL
+    assert testing.run_ranks(4, calls_of_all_kinds, transport="", processes=True) == (
+        [({"shm"}, 4.0)] * 4
+    )
+    print("all is well")
+
+
+SMALL = 64 << 20  # bytes of /dev/shm, as containers have it by default
+MOUNT = f'mount -t tmpfs -o size={SMALL} tmpfs /dev/shm && exec "$@"'
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None,
+    reason="only root, with unshare, may have a /dev/shm of its own",
+)
+def test_a_small_and_full_dev_shm_is_no_limit() -> None:
+    """Memory of groups has no name and lies in no file system."""
+    job = [sys.executable, "-c", "import test_memory; test_memory.run_in_a_full_shm()"]
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", MOUNT, "sh", *job],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "all is well\n"), done.stderr
