@@ -7,30 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import resource
 import signal
-import socket
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import pycomm
+from benchmarks.stranger import KEPT, Strangers, inodes, listeners
 
 FORM_LIMIT_S = 60.0
 CALL_LIMIT_S = 20.0
 FEW_DESCRIPTORS = 1024
-KEPT = 900  # connections that a stranger holds open
-LISTENING = "0A"  # in /proc/net/tcp
 STANDS, TRAIN = "stands", "train"
 COUNT = 1 << 16  # float32: a gradient of 256 KiB
 
@@ -161,61 +156,28 @@ def cycles(pipe: Connection, place: Place) -> None:
 
 def be_strange(pipe: Connection, pids: list[int], port: int, decoy: bool) -> None:
     """Calls `port`, and unless it is a decoy whatever else `pids` listen at, as often as
-    told; then tells how many connections stood and how many were refused."""
+    told; then tells how many connections stood, how many were refused, and how many let in."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (2 * KEPT,) * 2)
-    kept: deque[socket.socket] = deque()
-    ports, stood, refused = {port}, 0, 0
+    strangers, addresses = Strangers(), {("127.0.0.1", port)}
     goal, per_s = pipe.recv()
     start = time.monotonic()
-    while stood + refused < goal:
-        done = stood + refused
+    while (done := strangers.stood + strangers.refused) < goal:
         if done % 50 == 0:
+            strangers.go_on()
             found = set(_listening(pids))  # for the decoy too: it costs the same
-            ports |= set() if decoy else found
-        for one in sorted(ports):
-            if _call(one, (stood + refused) % 5, kept):
-                stood += 1
-            else:
-                refused += 1
-        while kept and len(kept) > KEPT:
-            kept.popleft().close()
-        time.sleep(max(0.0, start + (stood + refused) / per_s - time.monotonic()))  # its rate
-    for connection in kept:
-        connection.close()
-    pipe.send((stood, refused))
+            addresses |= set() if decoy else found
+        for address in sorted(addresses):
+            strangers.call(address)
+        late = start + (strangers.stood + strangers.refused) / per_s - time.monotonic()
+        time.sleep(max(0.0, late))  # its rate
+    strangers.go_on()
+    strangers.close()
+    pipe.send((strangers.stood, strangers.refused, strangers.let_in))
 
 
-def _call(port: int, manner: int, kept: deque[socket.socket]) -> bool:
-    """Garbage, silence, half a connection, a greeting and no more, or gone at once."""
-    connection = socket.socket()
-    connection.settimeout(1.0)
-    try:
-        connection.connect(("127.0.0.1", port))
-        if manner in (0, 3):
-            connection.send(b"G" * (36 if manner == 3 else 300))
-        if manner == 2:
-            connection.shutdown(socket.SHUT_WR)
-    except OSError:  # nobody listens, or has shown it out already
-        connection.close()
-        return False
-    if manner == 4:
-        connection.close()
-    else:
-        kept.append(connection)
-    return True
-
-
-def _listening(pids: list[int]) -> Iterator[int]:
-    """The ports at which these processes listen now."""
-    inodes = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
-            for name in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):  # it was closed meanwhile
-                    found = re.match(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}"))
-                    inodes |= {found[1]} if found else set()
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-            words: list[Any] = line.split()
-            if words[3] == LISTENING and words[9] in inodes:
-                yield int(words[1].rpartition(":")[2], 16)
+def _listening(pids: list[int]) -> Iterator[tuple[str, int]]:
+    """Where these processes listen now, by TCP."""
+    theirs = inodes(pids)
+    for inode, listener in listeners().items():
+        if inode in theirs:
+            yield listener.address

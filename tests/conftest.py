@@ -12,11 +12,18 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 import pytest
+from hostile import Hostility, quiet
 
 from benchmarks.held import held, left
 
 EXCUSE = "needs a GPU"
 _skips: dict[str, str] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The one option of ours."""
+    text = "no strangers call where the run listens, while it does: tests/hostile.py"
+    parser.addoption("--no-strangers", action="store_true", help=text)
 
 
 @pytest.fixture(params=["cpu", "emulated", "cuda"], scope="module")
@@ -56,7 +63,14 @@ class Before:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(request: pytest.FixtureRequest) -> Iterator[Before]:
+def spared(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Strangers do not call a test that is marked `quiet`."""
+    with quiet() if request.node.get_closest_marker("quiet") else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest, spared: None) -> Iterator[Before]:
     """Fails the test that leaves descriptors, threads, children, shared memory or files: some 3 ms.
 
     What fixtures of a module hold is there before, as they come first. Threads of torch and of
@@ -71,10 +85,14 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[Before]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Says at once which test fails: a long run may be ended before pytest's own summary."""
-    terminal = config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None and not hasattr(config, "workerinput"):
+    """Once for a run, not in each of xdist's workers: says at once which test fails, as a long run
+    may be ended before pytest's own summary; and strangers call."""
+    if hasattr(config, "workerinput"):
+        return
+    if (terminal := config.pluginmanager.get_plugin("terminalreporter")) is not None:
         config.pluginmanager.register(Told(terminal))
+    if not (config.option.no_strangers or config.option.collectonly):
+        config.pluginmanager.register(Hostility())
 
 
 class Told:

@@ -82,7 +82,7 @@ def test_every_kind_of_leak_is_seen_and_nothing_else(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
     ways = os.pathsep.join([str(HERE), str(HERE.parent)])
     done = subprocess.run(
-        [*command, "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)],
+        [*command, "--no-strangers", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": ways, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -48,6 +48,7 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
         (KEPT, True),
         (replace(KEPT, error="PeerLost"), False),
         (replace(KEPT, descriptors=21), False),
+        (replace(KEPT, let_in=1), False),
         (replace(KEPT, steps_per_s=899.0), False),
         (replace(KEPT, backend="gloo", error="it hangs"), True),  # its promises are not ours
     ],

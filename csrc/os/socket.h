@@ -41,9 +41,13 @@ Address parse_tcp_address(const std::string& text);
 // A name that lives in this machine's network namespace and in no file; at most 107 bytes.
 Address abstract_unix_address(const std::string& name);
 
+// As many as Linux lets wait by default, but for three: so `ss -l` tells our listeners from
+// others', and the strangers that call while the tests run find them (tests/hostile.py).
+inline constexpr int kBacklog = 4093;
+
 // Throws InvalidArgument when the address is taken or is not of this machine. Port 0: see
 // local_address().
-Fd listen_on(const Address& address, int backlog);
+Fd listen_on(const Address& address, int backlog = kBacklog);
 
 Address local_address(int fd);
 

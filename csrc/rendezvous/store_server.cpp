@@ -27,7 +27,6 @@ using store_frame::Verb;
 
 namespace {
 
-constexpr int kBacklog = 1024;
 // Under a flood a stranger keeps its place at least this long, so that one who holds the key has
 // the time to show it: the handshake takes well under a millisecond on one host, some on a network.
 constexpr std::chrono::milliseconds kGrace{20};
@@ -57,7 +56,7 @@ StoreServer::StoreServer(const Address& address, std::string key,
                          std::chrono::nanoseconds handshake_limit)
     : key_(std::move(key)),
       handshake_limit_(handshake_limit),
-      listener_(listen_on(address, kBacklog)),
+      listener_(listen_on(address)),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       port_(local_address(listener_.get()).port()),
       born_(::getpid()) {

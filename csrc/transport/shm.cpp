@@ -97,7 +97,7 @@ class Shm final : public SocketTransport {
         memory_(make_shared_memory(memory_bytes)),
         mapped_(map_shared_memory(memory_.get(), memory_bytes)),
         address_("pycomm-" + random_name()),
-        listener_(listen_on(abstract_unix_address(address_), SOMAXCONN)) {}
+        listener_(listen_on(abstract_unix_address(address_))) {}
 
   std::string_view name() const override { return "shm"; }
   const std::string& address() const override { return address_; }

@@ -172,14 +172,14 @@ class Tcp final : public SocketTransport {
  public:
   Tcp(const std::string& choice, const std::string& towards) {
     if (choice.empty()) {
-      listeners_.push_back(listen_on(tcp_address("", 0), SOMAXCONN));
+      listeners_.push_back(listen_on(tcp_address("", 0)));
       const auto port = local_address(listeners_[0].get()).port();
       for (const Address& address : offered_addresses(towards)) tell(address.with_port(port));
       return;
     }
     sources_ = chosen_addresses(choice);
     for (const Address& address : sources_) {
-      listeners_.push_back(listen_on(address, SOMAXCONN));
+      listeners_.push_back(listen_on(address));
       tell(local_address(listeners_.back().get()));
     }
   }
