@@ -38,9 +38,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture(scope="session", autouse=True)
 def kept_by_others() -> None:
     """What libraries make at first use and keep for good: multiprocessing a child, torch's first
-    store a pipe (libuv's, for signals)."""
+    store a pipe (libuv's, for signals), and torch.distributed.nn the default group of the moment,
+    in its default arguments."""
     resource_tracker.ensure_running()
     if "torch" in sys.modules:
+        import torch.distributed.nn.functional  # noqa: F401 - DDP imports it, with a group there
         from torch.distributed import TCPStore
 
         TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
