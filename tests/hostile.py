@@ -4,7 +4,8 @@ One process for a run, at the lowest priority: `python -m tests.hostile PID`, PI
 calls the listeners of pycomm in all processes that pytest has started, and nobody else's: TCP
 sockets by the number of callers that they let wait (kBacklog in csrc/os/socket.h), Unix sockets by
 their name. gloo, MPI and torch's own store, which a stranger can stop, are not called. Nor is who
-listens in another network namespace. A test that has the mark `quiet` says why it must be spared.
+listens in another network namespace. A test that has the mark `quiet` says why it must be spared:
+the native suites among them, which join ranks without a handshake.
 
 conftest.py starts it through Hostility, which fails the run where a stranger was let in, or where
 there was much to reach and nothing was reached. `--no-strangers` leaves it out.

@@ -13,6 +13,7 @@ from weakened import ROWS, weakened
 
 from build import build
 
+pytestmark = pytest.mark.quiet("a suite must fail for what was weakened, not for strangers")
 LIMIT_S = 300  # of one test of a suite, which takes seconds
 
 
