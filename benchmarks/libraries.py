@@ -43,7 +43,7 @@ def found(names: Sequence[str]) -> tuple[list[Library], dict[str, str]]:
     for name in names:
         try:
             libraries.append(LOADERS[name]())
-        except (ImportError, Unsupported) as error:
+        except (ImportError, Unsupported) as error:  # the table has why
             missing[name] = str(error)
     return libraries, missing
 

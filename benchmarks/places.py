@@ -70,7 +70,7 @@ class Host:
         del waits
 
         def timed(step: int) -> Spent:
-            time.sleep(self.rest_s)
+            time.sleep(self.rest_s)  # threads that look for work have gone to sleep by then
             begin = time.perf_counter()
             call(step)
             spent = time.perf_counter() - begin

@@ -10,6 +10,7 @@ from torch import Tensor
 BLOCK = 4096
 
 
+# Triton has no types, and what it compiles takes none.
 @triton.jit  # type: ignore[untyped-decorator]
 def _update(u, v, grad, magnitudes, momentum, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
