@@ -245,19 +245,21 @@ def test_a_fault_plan_is_checked() -> None:
 
 
 def look_around(group: Group) -> Any:
-    """Rank 0 looks, between two calls, until it sees its own barrier."""
+    """Rank 0 looks, between two calls, until rank 1 says that it waits in the second."""
     pycomm.barrier(group=group)
     if group.rank == 1:
         return pycomm.recv(np.empty(1), 0, group=group)
-    while "barrier" not in (found := status(group))["doing"]:
+    while "call 2" not in (found := status(group))["peers"][0]["doing"]:
         time.sleep(0.01)  # between two looks: nothing tells of a status
     pycomm.send(np.ones(1), 1, group=group)
     return found
 
 
 def test_status_tells_who_is_where() -> None:
+    started = time.monotonic()
     found, _ = run_ranks(2, look_around, transport="tcp", heartbeat_s=HEARTBEAT_S)
     assert found["rank"] == 0
+    assert found["doing"] == "outside of calls, after call 1, barrier()"
     (peer,) = found["peers"]
     assert peer["rank"] == 1
     assert peer["pid"] == os.getpid()
@@ -266,8 +268,8 @@ def test_status_tells_who_is_where() -> None:
     assert peer["departed"] == ""
     assert peer["bytes_written"] >= 32
     assert peer["bytes_received"] >= 32
-    assert 0 <= peer["silent_s"] < HEARTBEAT_S
-    assert "barrier" in peer["doing"]
+    assert 0 <= peer["silent_s"] < time.monotonic() - started
+    assert peer["doing"].startswith("inside call 2, send(float64, count 1")  # as its receiver
 
 
 def test_run_ranks_raises_the_cause_although_a_consequence_came_first() -> None:
