@@ -219,6 +219,7 @@ class Engine {
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
   bool has_hung_up(int peer);
+  bool parts_in_peace(int peer);
   PeerLost gone(int peer) const;
   PeerLost unreadable(int peer, std::string_view what) const;
   std::vector<int> call_roll(const Error& error);

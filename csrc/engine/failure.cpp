@@ -367,6 +367,12 @@ bool Engine::has_hung_up(int peer) {
   return channel.hung_up();
 }
 
+// Whether behind the frame at its front, which the next call may want, `peer` says that it is done.
+bool Engine::parts_in_peace(int peer) {
+  const auto goodbye = at(peer).link->behind_front(FrameKind::goodbye);
+  return goodbye && !goodbye->empty() && static_cast<uint8_t>((*goodbye)[0]) == kDeparted;
+}
+
 void Engine::heed(std::chrono::nanoseconds limit, const std::vector<int>& awaited) {
   std::unique_lock turn(turn_, std::try_to_lock);
   for (const Deadline deadline(limit); !turn && !deadline.expired();) {
@@ -383,7 +389,8 @@ void Engine::heed(std::chrono::nanoseconds limit, const std::vector<int>& awaite
       for (; header != nullptr && header->kind == FrameKind::pulse; header = front(peer))
         take_pulse(peer, *header);
       if (header != nullptr && header->kind == FrameKind::goodbye) read_notice(peer, *header);
-      if (last && header == nullptr && !at(peer).departed) throw gone(peer);
+      if (last && !at(peer).departed && (header == nullptr || !parts_in_peace(peer)))
+        hear_out(peer);
     }
   } catch (const Error& error) {
     give_up(error);

@@ -1,6 +1,7 @@
 #include "engine/link.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/errors.h"
 
@@ -128,6 +129,18 @@ size_t Link::receive(Bytes into) {
 
 void Link::discard() {
   if (whole_) discarding_ = true;
+}
+
+std::optional<ConstBytes> Link::behind_front(FrameKind kind) {
+  const ConstBytes here = channel_->peek(SIZE_MAX);
+  Header header;
+  for (size_t at = payload_left_; at + sizeof header <= here.size(); at += header.bytes) {
+    std::memcpy(&header, here.data() + at, sizeof header);
+    at += sizeof header;
+    if (header.kind == kind)
+      return here.subspan(at, std::min<size_t>(header.bytes, here.size() - at));
+  }
+  return std::nullopt;
 }
 
 }  // namespace pycomm

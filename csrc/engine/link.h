@@ -45,6 +45,9 @@ class Link {
   void finish();
   // Throws the frame at the front away, now and as the rest of it arrives.
   void discard();
+  // Takes nothing: what has arrived so far, behind the frame at the front, of the payload of the
+  // next frame of this kind; null where no such frame is in sight.
+  std::optional<ConstBytes> behind_front(FrameKind kind);
 
   Channel& channel() { return *channel_; }
   uint64_t frames_sent() const { return frames_sent_; }

@@ -235,6 +235,40 @@ const ByTransport kHeeded{
       expect(ending.error->fields().peer == 2, "somebody else is blamed");
     }};
 
+// Rank 0 has made a call that rank 1 will make later, if it can, and ends in one way or another.
+const ByTransport kHeededBehind{
+    "who waits elsewhere hears of an end that stands behind a frame of a later call",
+    [](const std::string& by) {
+      struct End {
+        void (*go)(Engine&, Life&);
+        std::string_view says;  // empty: what it sent is still wanted
+      };
+      for (const End& end : std::initializer_list<End>{
+               {[](Engine&, Life& life) { life.end(); }, "rank 0 died"},
+               {[](Engine& gone, Life&) { gone.fail(GroupBroken("enough")); }, "enough (as rank 0"},
+               {[](Engine& gone, Life&) { gone.leave(); }, ""}}) {
+        const Scene scene{Operation::broadcast, Algorithm::direct, 2, 100, 0, SIZE_MAX};
+        Channels all(scene.size, by, scene.mortal, scene.lifetime);
+        Channel& line = *all.channels[1][0];
+        const auto gone = all.engine(0), waiting = all.engine(1);
+        Array sent(Dtype::float32, scene.count), got(Dtype::float32, scene.count);
+        sent.fill([](size_t i) { return element(0, i); });
+        run_call(*gone, scene, sent);
+        waiting->heed(0s, {0, 1});
+        end.go(*gone, all.life);
+        wait_for_end(line);
+        waiting->heed(0s, {1});  // who does not await it takes no notice
+        const auto ending = ranks::ending_of([&] { waiting->heed(0s, {0, 1}); });
+        if (!end.says.empty()) {
+          expect(ending.error && ending.says(std::string(end.says)), ending.text());
+          continue;
+        }
+        expect(!ending.error, ending.text());
+        run_call(*waiting, scene, got);
+        expect(got == sent, "the call was spoilt");
+      }
+    }};
+
 // A ring whose writer says that it has written more than fits: before a frame, or inside one.
 const Test kSpoiltRing{
     "who spoils the ring that it shares is to blame for it", [] {

@@ -2,7 +2,9 @@
 // or standing already. What is left in the store is in store_keys_test.cpp.
 #include <atomic>
 #include <latch>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
@@ -11,7 +13,9 @@
 #include "group/mesh.h"
 #include "group/note.h"
 #include "harness.h"
+#include "os/socket.h"
 #include "ranks.h"
+#include "transport/handshake.h"
 
 namespace {
 
@@ -140,6 +144,33 @@ const Test kEnded{
         });
       }
     }};
+
+// Rank 1 calls, and leaves before its end of the connection stands; in the round in which rank 0
+// sees that, it is told of the end of the whole as well.
+const Test kBoth{"what ends the whole comes before who leaves for it, seen in one round", [] {
+                   MeshRequest request = request_of(0, "shm");
+                   request.size = 2;
+                   std::optional<Handshake> call;
+                   bool gone = false;
+                   request.heed = [&](std::chrono::nanoseconds) {
+                     if (gone) throw GroupBroken("we have had enough");
+                     if (call->advance() != Handshake::Step::done) return;
+                     (void)call->release();
+                     gone = true;
+                   };
+                   const auto exchange = [&](const std::string& mine) {
+                     const Note note = decode_note(mine);
+                     Claim claim{.context = note.token + request.name, .rank = 1, .expected = 0};
+                     call.emplace(start_connect(abstract_unix_address(note.shm)),
+                                  Handshake::Role::connector, request.key, std::move(claim));
+                     return std::vector<std::string>{mine, mine};
+                   };
+                   const auto ending =
+                       ranks::ending_of([&] { (void)form_mesh(request, exchange, Deadline(60s)); });
+                   expect(gone, "the call was not taken");
+                   expect(ending.is(ErrorKind::group_broken) && ending.says("had enough"),
+                          ending.text());
+                 }};
 
 // Rank 1 forms it too, but leaves without a word of the reason.
 const Test kLeft{"where a peer leaves a part that stands, what ended the whole is the reason", [] {

@@ -204,6 +204,38 @@ ROWS = [
     ),
     # ---- who is missed
     (
+        "end_behind_a_frame",
+        "engine/failure.cpp",
+        "(header == nullptr || !parts_in_peace(peer))",
+        "header == nullptr",
+        "death",
+        "an end that stands behind a frame",
+    ),
+    (
+        "peace_taken_for_death",
+        "engine/failure.cpp",
+        "!parts_in_peace(peer)",
+        "true",
+        "death",
+        "an end that stands behind a frame",
+    ),
+    (
+        "reason_after_its_consequence",
+        "group/mesh.cpp",
+        """      if (request_.heed) request_.heed({});
+      for (const Arrival& arrival : arrivals)
+        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
+          throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
+""",
+        """      for (const Arrival& arrival : arrivals)
+        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
+          throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
+      if (request_.heed) request_.heed({});
+""",
+        "forming",
+        "what ends the whole comes before who leaves for it",
+    ),
+    (
         "silence_for_ever",
         "engine/heartbeat.cpp",
         "now - at(peer).heard >= options_.heartbeat)",
