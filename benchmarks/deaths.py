@@ -7,6 +7,8 @@ backends take turns.
 
     inside     the rank is in the calls too
     idle       it has stopped calling; the others wait for it in one
+    parting    instead of calls all make a group of themselves, one after another (split(), gloo's
+               by new_group()): nearly always it dies while one forms
 
 main() is called by benchmarks.__main__, pycomm.__main__ and `make faults`.
 """
@@ -48,7 +50,7 @@ from pycomm.demo import machine
 
 BACKENDS = {"pycomm-shm": "shm", "pycomm-tcp": "tcp", "gloo": ""}
 """By which transport pycomm goes; gloo has tcp."""
-MOMENTS = ("inside", "idle")
+MOMENTS = ("inside", "idle", "parting")
 CALL_LIMIT_S = 10.0
 """Of a call of gloo: who is told nothing waits as long."""
 FORM_LIMIT_S = 60.0
@@ -97,6 +99,7 @@ def main(argv: Sequence[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", default="2,4,8", help="in each job (%(default)s)")
     parser.add_argument("--peers", default=",".join(BACKENDS), help="backends (%(default)s)")
+    parser.add_argument("--moments", default=",".join(MOMENTS), help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="jobs of each kind (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to store what every survivor said")
     parser.add_argument("--plot", type=Path, help="where to draw it (.png, .svg)")
@@ -104,12 +107,14 @@ def main(argv: Sequence[str]) -> int:
     ranks, peers = [int(n) for n in options.ranks.split(",")], options.peers.split(",")
     if min(*ranks, options.rounds + 1) < 2:
         parser.error("at least 2 ranks and 1 round are needed")
-    if bad := [peer for peer in peers if peer not in BACKENDS]:
-        parser.error(f"no {bad[0]!r}: --peers takes some of {', '.join(BACKENDS)}")
+    moments = options.moments.split(",")
+    for name, chosen, known in (("peers", peers, BACKENDS), ("moments", moments, MOMENTS)):
+        if bad := [word for word in chosen if word not in known]:
+            parser.error(f"no {bad[0]!r}: --{name} takes some of {', '.join(known)}")
     console = Console(width=WIDTH, highlight=False)
     found: list[Death] = []
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        kinds = list(itertools.product(ranks, range(options.rounds), MOMENTS, peers))
+        kinds = list(itertools.product(ranks, range(options.rounds), moments, peers))
         for n, seed, moment, backend in bar.track(kinds, description="deaths"):
             found += job(backend, moment, n, seed)
     console.print(_table(found))
@@ -206,7 +211,10 @@ def _rank(way_out: Connection, kind: Kind, rank: int) -> None:
             signal.pause()  # until then
     try:
         while True:
-            dist.all_reduce(x)
+            if kind.moment == "parting":
+                _part(group)
+            else:
+                dist.all_reduce(x)
     except RuntimeError as error:  # how survivors are told, by gloo and by us
         noticed_s, text = time.monotonic(), str(error)
     works_s = _go_on(group) if group is not None else -1.0
@@ -238,6 +246,15 @@ def _form(kind: Kind, rank: int) -> pycomm.Group | None:
     if not transport:  # of the calls; pycomm has one limit for both
         _set_pg_timeout(limit)
     return group
+
+
+def _part(group: pycomm.Group | None) -> None:
+    """Makes a group of all, and leaves it."""
+    if group is None:
+        part = dist.new_group(timeout=timedelta(seconds=CALL_LIMIT_S))
+        dist.destroy_process_group(part)
+    elif (ours := group.split(0)) is not None:
+        ours.close()
 
 
 def _go_on(group: pycomm.Group) -> float:

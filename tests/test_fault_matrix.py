@@ -6,12 +6,23 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import deaths, faults
 from benchmarks.fault_rank import Seen
-from benchmarks.faults import COUNTS, MOMENTS, PROCESSES, VERBS, Cell, matrix, outcome
+from benchmarks.faults import (
+    COUNTS,
+    MOMENTS,
+    PROCESSES,
+    VERBS,
+    Cell,
+    every,
+    left_out,
+    matrix,
+    outcome,
+)
 
 TRANSPORTS = ["shm", "tcp"]
 
@@ -90,6 +101,43 @@ def test_a_broken_promise_is_seen(cell: Cell, seen: Seen, complaint: str) -> Non
     assert (complaint in found) if complaint else found == ""
 
 
+def at(action: str, moment: str, verb: str, size: str = "tiny", ranks: int = 3) -> Cell:
+    return Cell(action, moment, verb, size, "tcp", ranks)
+
+
+LEFT_OUT = [
+    (at("stop", "middle", "all_reduce"), "struck there it has sent what others wait for"),
+    (at("stop", "closing", "all_reduce"), "who leaves waits for nobody"),
+    (at("exit", "start", "all_reduce"), "to the others it is a kill"),
+    (at("exception", "meanwhile", "all_reduce"), "a program raises between calls"),
+    (at("cut", "idle", "all_reduce"), "a transport strikes when bytes pass"),
+    (at("trickle", "idle", "all_reduce"), "it is in force all the time"),
+    (at("skip", "start", "all_reduce"), "a call is another from its start on"),
+    (at("kill", "forming", "broadcast"), "no verb is under way"),
+    (at("wrong op", "idle", "broadcast"), "it reduces nothing"),
+    (at("wrong root", "idle", "all_gather"), "it has no root"),
+    (at("wrong root", "idle", "broadcast", ranks=2), "both ranks wait for each other"),
+    (at("wrong count", "idle", "all_gather_v"), "its counts may differ"),
+    (at("kill", "idle", "barrier", "large"), "it carries no data"),
+    (at("wrong dtype", "idle", "barrier"), "it carries no data"),
+    (at("skip", "idle", "barrier"), "instead of a call it is one"),
+    (at("kill", "start", "barrier"), "each cell begins with one"),
+]
+RUN = [
+    *(at("kill", "forming", "all_reduce"), at("kill", "idle", "barrier")),
+    *(at("wrong op", "idle", "reduce"), at("wrong operation", "idle", "barrier")),
+    *(at("wrong root", "idle", "broadcast"), at("wrong count", "idle", "all_gather")),
+]
+
+
+def test_each_cell_that_is_left_out_has_its_reason_and_no_other_is() -> None:
+    for one, why in LEFT_OUT:
+        assert left_out(one).startswith(why), one
+    assert [left_out(one) for one in RUN] == [""] * len(RUN)
+    reasons = {left_out(one) for one in every(list(MOMENTS), TRANSPORTS, list(COUNTS), [2, 3])}
+    assert reasons - {""} == {left_out(one) for one, _ in LEFT_OUT}
+
+
 def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "faults.json"
     chosen = ["--actions", "wrong root", "--sizes", "tiny", "--transports", "tcp"]
@@ -118,8 +166,13 @@ def test_the_command_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         faults.main(["--actions", "explode"])
     assert "no 'explode': --actions takes some of kill, stop" in capsys.readouterr().err
+    for wrong in ("peers", "moments"):
+        with pytest.raises(SystemExit):
+            deaths.main([f"--{wrong}", "explode"])
+        assert f"no 'explode': --{wrong} takes some of " in capsys.readouterr().err
 
 
+@pytest.mark.timeout(300)  # nine processes import torch
 def test_survivors_of_a_torch_job_know_who_died(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +181,26 @@ def test_survivors_of_a_torch_job_know_who_died(
     chosen += ["--plot", str(tmp_path / "deaths.png")]
     assert deaths.main(chosen) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert [row["moment"] for row in rows] == ["inside"] * 2 + ["idle"] * 2
+    assert [row["moment"] for row in rows] == ["inside"] * 2 + ["idle"] * 2 + ["parting"] * 2
     assert all(row["named"] and 0 <= row["noticed_ms"] < row["works_ms"] for row in rows)
     assert "told who" in capsys.readouterr().out
     assert (tmp_path / "deaths.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "named", "works_ms", "status"),
+    [
+        ("pycomm-shm", True, 30.0, 0),
+        ("pycomm-shm", False, 30.0, 1),
+        ("pycomm-tcp", True, -1.0, 1),
+        ("gloo", False, -1.0, 0),  # its promises are not ours
+    ],
+)
+def test_a_survivor_that_is_told_nothing_is_seen(
+    backend: str, named: bool, works_ms: float, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(*kind: Any) -> list[deaths.Death]:
+        return [deaths.Death(*kind[:3], noticed_ms=20.0, works_ms=works_ms, named=named, text="")]
+
+    monkeypatch.setattr(deaths, "job", job)
+    assert deaths.main(["--ranks", "2", "--peers", backend, "--rounds", "1"]) == status
