@@ -2,8 +2,9 @@
 
 One process for a run, at the lowest priority: `python -m tests.hostile PID`, PID being pytest's. It
 calls the listeners of pycomm in all processes that pytest has started, and nobody else's: TCP
-sockets by the number of callers that they let wait (kBacklog in csrc/os/socket.h), Unix sockets by
-their name. gloo, MPI and torch's own store, which a stranger can stop, are not called. Nor is who
+sockets by the number of callers that they let wait (kBacklog in csrc/os/socket.h; where the system
+lets no listener have so many they cannot be told, which the run then says), Unix sockets by their
+name. gloo, MPI and torch's own store, which a stranger can stop, are not called. Nor is who
 listens in another network namespace. A test that has the mark `quiet` says why it must be spared:
 the native suites among them, which join ranks without a handshake.
 
@@ -39,6 +40,7 @@ from benchmarks.stranger import (
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BACKLOG = 4093  # kBacklog in csrc/os/socket.h
+SOMAXCONN = Path("/proc/sys/net/core/somaxconn")  # so many callers may wait, whatever is asked for
 UNIX, QUIET = "pycomm-", "pycomm_quiet-"  # how names begin: of listeners, of a process to be spared
 ROUND_S = 0.02
 MOST = 200  # calls of one listener, so that one that stands for long is not called for ever
@@ -63,6 +65,16 @@ class Found:
         if self.listeners >= MANY and not self.stood:
             return f"strangers reached none of {self.listeners} listeners"
         return ""
+
+
+def blind() -> str:
+    """Why no TCP listener of ours can be told from others' here, or ""."""
+    most = int(SOMAXCONN.read_text())
+    if most >= BACKLOG:
+        return ""
+    return (
+        f"needs net.core.somaxconn to be {BACKLOG} or more, not {most}: no TCP listener is called"
+    )
 
 
 class Hostility:
@@ -108,6 +120,8 @@ class Hostility:
         if self.told:
             terminalreporter.section("strangers")
             terminalreporter.line(self.told)
+            if why := blind():
+                terminalreporter.line(why)
         if self.fault:
             terminalreporter.line(f"FAILED {self.fault}")
 

@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hostile
 import pytest
-from hostile import BACKLOG, MANY, Attack, Found, quiet
+from hostile import BACKLOG, MANY, Attack, Found, blind, quiet
 
 from benchmarks.stranger import ANSWER, MANNERS, Strangers
 from pycomm import _core
@@ -53,6 +54,7 @@ def answers(text: bytes) -> Iterator[tuple[tuple[str, int], threading.Semaphore]
                 caller.close()
 
 
+TOLD_APART = pytest.mark.skipif(bool(blind()), reason=blind())
 LETS_IN = pytest.mark.quiet("it lets strangers in, for which the run would fail")
 
 
@@ -72,6 +74,7 @@ def test_who_is_told_more_than_a_stranger_is_was_let_in(more: int, let_in: bool)
     assert (attack.let_in > 0) == let_in
 
 
+@TOLD_APART
 def test_they_come_to_each_listener_of_ours_and_to_nobody_else() -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
@@ -101,6 +104,7 @@ def test_they_come_to_each_listener_of_ours_and_to_nobody_else() -> None:
     del store
 
 
+@TOLD_APART
 def test_they_spare_who_asks_for_it() -> None:
     store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
     attack = Attack(os.getpid())
@@ -110,6 +114,15 @@ def test_they_spare_who_asks_for_it() -> None:
     attack.round()
     assert attack.end().listeners == 1
     del store
+
+
+@pytest.mark.parametrize(("most", "says"), [(BACKLOG, ""), (BACKLOG - 1, "not 4092: no TCP")])
+def test_where_listeners_cannot_be_told_apart_that_is_said(
+    most: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "somaxconn").write_text(f"{most}\n")
+    monkeypatch.setattr(hostile, "SOMAXCONN", tmp_path / "somaxconn")
+    assert (says in blind()) if says else blind() == ""
 
 
 @pytest.mark.parametrize(
@@ -137,6 +150,7 @@ PLANTED = """
 
 
 @LETS_IN
+@TOLD_APART
 @pytest.mark.parametrize("let_in", [False, True])
 def test_a_run_says_what_they_did_and_fails_where_it_must(tmp_path: Path, let_in: bool) -> None:
     text = textwrap.dedent(PLANTED).replace("MORE", str(int(let_in)))

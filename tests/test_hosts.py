@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.stranger import MANNERS
 from pycomm.demo.netns import Counters, Host, Network, missing
 
 WHY_NOT = missing()
@@ -169,6 +170,53 @@ def test_the_next_address_is_tried_when_one_leads_nowhere() -> None:
         run.start(0, {"MASTER_ADDR": net.hosts[0].ipv4(0)})
         told = run.start_all().told()
     assert [t.get("transports") for t in told] == [["self", "tcp"], ["tcp", "self"]], told
+
+
+# A stranger calls each address in every manner, stays until it is told, and says how many calls
+# stood, how many did not, and in how many it was told more than a stranger is.
+STRANGER = """
+import json, sys
+from benchmarks.stranger import MANNERS, Strangers
+strangers = Strangers()
+for host, port in (word.rsplit(":", 1) for word in sys.argv[1:] * 3):
+    for _ in MANNERS:
+        strangers.call((host, int(port)))
+        strangers.go_on()
+print("called", flush=True)
+sys.stdin.readline()
+strangers.go_on()
+strangers.close()
+print(json.dumps([strangers.stood, strangers.refused, strangers.let_in]))
+"""
+
+
+def test_strangers_of_another_host_are_not_let_in_and_the_group_forms() -> None:
+    places = [0, 1, 0]
+    with Network(3) as net:
+        run = Run(net, places, "form", {"FORM_S": "90"})
+        run.start(0)
+        run.start(1)
+        doors: set[tuple[int, str]] = set()
+        while len(doors) < 3:  # the store's, and of both ranks, which wait for the third
+            assert [rank.poll() for rank in run.ranks.values()] == [None, None]
+            for host in net.hosts[:2]:
+                lines = host.run("ss", "-Hltn").splitlines()
+                doors |= {(host.number, line.split()[3].rpartition(":")[2]) for line in lines}
+        called = [
+            f"{address}:{port}"
+            for number, port in sorted(doors)
+            for address in (net.hosts[number].ipv4(), net.hosts[number].ipv6())
+        ]
+        stranger = net.hosts[2].start(
+            [sys.executable, "-c", STRANGER, *called], stdin=subprocess.PIPE
+        )
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "called\n", stranger.communicate()
+        told = run.start_all().told()
+        out, err = stranger.communicate("\n", timeout=LIMIT_S)
+    assert [one.get("transports") for one in told] == expected_transports(places), told
+    assert out, err
+    assert json.loads(out) == [3 * len(called) * len(MANNERS), 0, 0]
 
 
 def refusal(net: Network, env: dict[str, str]) -> dict[str, Any]:
