@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <string_view>
 #include <system_error>
 
 #include "core/errors.h"
@@ -25,9 +26,26 @@ namespace {
 
 std::string reason(int error) { return std::generic_category().message(error); }
 
+constexpr std::string_view kPaced = "bbr";
+
+bool is_paced(int fd) {
+  std::array<char, 16> name{};
+  auto length = static_cast<socklen_t>(name.size());
+  return ::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), &length) == 0 &&
+         name.data() == kPaced;
+}
+
+bool take_congestion_control(int fd, std::string_view name) {
+  return ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(),
+                      static_cast<socklen_t>(name.size())) == 0;
+}
+
+// What a listener accepts begins as the listener is.
 Fd open_stream(int family) {
   Fd fd(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd) throw_errno("opening a socket");
+  if (family != AF_UNIX && is_paced(fd.get()) && !take_congestion_control(fd.get(), "cubic"))
+    take_congestion_control(fd.get(), "reno");  // which is allowed everywhere
   return fd;
 }
 
@@ -270,6 +288,11 @@ int connect_error(int fd) {
     throw_errno("asking a socket for its error");
   if (error == 0 && (events & POLLHUP) != 0) return ECONNREFUSED;
   return error;
+}
+
+void pace_if_usual(int fd) {
+  const Fd other(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (other && is_paced(other.get())) take_congestion_control(fd, kPaced);
 }
 
 Fd accept_from(int fd, bool* exhausted) {
