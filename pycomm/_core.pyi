@@ -24,6 +24,15 @@ def all_reduce(
 def broadcast(
     group: Group, array: Any, src: int, algorithm: str | None, timeout_s: float, /
 ) -> bool: ...
+def rows(lists: tuple[list[Any], ...], /) -> tuple[Any, Any, tuple[str, ...], int, bool] | None:
+    """The arrays of lists of one length, if they are plain, in host memory or on one GPU: uint64
+    [rows, lists + 1], addresses and the elements of each row's arrays; uint64 [lists, rows, 2],
+    addresses and bytes; the dtype of each list; the GPU's number, or -1; and whether all arrays
+    have one dimension. None where arrays of a row differ in their elements or, unless flat, in
+    shape, or those of a list in dtype, or have more than 2^31 - 1 elements."""
+
+def share_memory(written: Sequence[tuple[int, int]], read: Sequence[tuple[int, int]], /) -> bool:
+    """Whether in tables of (address, bytes) any memory that is written is another's too."""
 
 # The processor's kernels, by the arguments that csrc/bindings/kernels.h names.
 kernels: Any

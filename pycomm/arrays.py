@@ -14,7 +14,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from pycomm.errors import InvalidArgument, Unsupported
 
 __all__ = [
     "Device",
+    "Like",
     "Located",
     "View",
     "copied",
@@ -134,6 +135,17 @@ class Located:
     array: Any
 
 
+class Like(Protocol):
+    """What new arrays are made after: Located, or several arrays of one kind."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def array(self) -> Any: ...
+
+
 NOT_CONTIGUOUS = "is not contiguous, and is taken as it lies: pass a contiguous one"
 
 
@@ -161,7 +173,7 @@ def located(x: Any, name: str, *, write: bool = False) -> Located:
     return Located(pointer, v, array.size, array.shape, array.nbytes, HOST, x)
 
 
-def new(like: Located, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) -> Any:
+def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) -> Any:
     """A new array of the kind and on the device of `like`, of a dtype by name."""
     if _is_torch(like.array):
         torch: Any = sys.modules["torch"]
@@ -247,6 +259,8 @@ def empty_like(x: Any, shape: tuple[int, ...]) -> Any:
 
 def parts(whole: Any, lengths: list[int]) -> list[Any]:
     """The array's first `lengths[0]` rows, the next `lengths[1]`, and so on, on its memory."""
+    if _is_torch(whole):
+        return list(whole.split(lengths))
     ends = list(itertools.accumulate(lengths))
     return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 

@@ -23,6 +23,7 @@ PYBIND11_MODULE(_core, module) {
   pycomm::bindings::bind_calls(module);
   pycomm::bindings::bind_cpu_kernels(module);
   pycomm::bindings::bind_memory(module);
+  pycomm::bindings::bind_rows(module);
   module.def("address", &address);
   module.attr("compiler") = __VERSION__;
 }

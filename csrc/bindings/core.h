@@ -100,5 +100,6 @@ void bind_devices(py::module_& module);      // core_devices.cpp
 void bind_calls(py::module_& module);        // core_calls.cpp
 void bind_cpu_kernels(py::module_& module);  // core_kernels.cpp
 void bind_memory(py::module_& module);       // core_memory.cpp
+void bind_rows(py::module_& module);         // core_rows.cpp
 
 }  // namespace pycomm::bindings

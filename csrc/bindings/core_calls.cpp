@@ -22,10 +22,10 @@ Algorithm algorithm_from(const py::handle& name) {
                         : find<Algorithm>(kAlgorithms, name.cast<std::string_view>(), "algorithm");
 }
 
-// False, and nothing done, where the array is not plain.
+// False, and nothing done, where the array is not plain, or on a device.
 bool go(const py::handle& handle, const py::handle& x, Call& call) {
   const auto plain = Plain::of(x.ptr());
-  if (!plain) return false;
+  if (!plain || plain->gpu() != Plain::kHost) return false;
   call.dtype = plain->dtype();
   call.input = plain->data();
   call.output = plain->data();

@@ -34,7 +34,7 @@ struct DlApi {
   void* unused[3];
   int (*tensor_from)(void* object, DlTensor* out);  // 0, or -1 and a Python error
 };
-constexpr int32_t kDlCpu = 1;
+constexpr int32_t kDlCpu = 1, kDlCuda = 2;
 constexpr uint8_t kDlInt = 0, kDlUint = 1, kDlFloat = 2, kDlBfloat = 4, kDlBool = 6;
 
 std::optional<Dtype> dtype_of(uint8_t code, uint8_t bits) {
@@ -118,6 +118,8 @@ Plain::Plain(Plain&& other) noexcept
     : data_(other.data_),
       dtype_(other.dtype_),
       count_(other.count_),
+      shape_(other.shape_),
+      gpu_(other.gpu_),
       buffer_(std::exchange(other.buffer_, Py_buffer{})) {}
 
 Plain::~Plain() {
@@ -129,13 +131,16 @@ bool Plain::see_tensor(PyObject* x) {
   DlTensor tensor{};
   if (api == nullptr || api->tensor_from(x, &tensor) != 0) return false;
   const auto dtype = dtype_of(tensor.dtype.code, tensor.dtype.bits);
-  if (!dtype || tensor.dtype.lanes != 1 || tensor.device.type != kDlCpu || !is_row_major(tensor) ||
-      !is_literal(x))
+  const bool on_gpu = tensor.device.type == kDlCuda;
+  if (!dtype || tensor.dtype.lanes != 1 || (tensor.device.type != kDlCpu && !on_gpu) ||
+      !is_row_major(tensor) || !is_literal(x))
     return false;
   dtype_ = *dtype;
   data_ = static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
+  shape_ = {tensor.shape, static_cast<size_t>(tensor.dimensions)};
   count_ = 1;
-  for (int i = 0; i < tensor.dimensions; ++i) count_ *= static_cast<size_t>(tensor.shape[i]);
+  for (const int64_t length : shape_) count_ *= static_cast<size_t>(length);
+  gpu_ = on_gpu ? tensor.device.id : kHost;
   return true;
 }
 
@@ -159,6 +164,7 @@ bool Plain::see_buffer(PyObject* x) {
   dtype_ = *dtype;
   data_ = static_cast<std::byte*>(buffer_.buf);
   count_ = static_cast<size_t>(buffer_.len / buffer_.itemsize);
+  shape_ = {buffer_.shape, static_cast<size_t>(buffer_.ndim)};
   return true;
 }
 

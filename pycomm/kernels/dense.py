@@ -9,6 +9,7 @@ from typing import Any
 from pycomm import _core, arrays
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import devices, inputs
+from pycomm.kernels.rows import Rows
 
 
 def norm(x: Any, *, out: Any = None, workspace: Any = None) -> Any:
@@ -25,30 +26,30 @@ def norm(x: Any, *, out: Any = None, workspace: Any = None) -> Any:
     Raises:
         InvalidArgument, Unsupported: before anything changes.
     """
-    found = _several(x)
-    first = found[0]
-    module = devices.module(first.device)
-    table = inputs.Table([(one.pointer, one.count) for one in found])
-    out, result = inputs.output(out, "out", first, len(found), "float64")
-    room = inputs.workspace(workspace, first, module.norm_workspace_bytes(table.address))
-    inputs.same_device([*found, result, room], "norm")
-    inputs.apart([result, room], found, "norm")
+    rows = _several(x)
+    module = devices.module(rows.device)
+    table = inputs.Table(rows.words)
+    out, result = inputs.output(out, "out", rows, len(rows), "float64")
+    room = inputs.workspace(workspace, rows, module.norm_workspace_bytes(table.address))
+    read = rows.spans("x")
+    inputs.same_device([*read, result, room], "norm")
+    inputs.apart([result, room], read, "norm")
     module.norm(
         table.address,
-        first.dtype,
+        rows.dtype,
         result.pointer,
         (room.pointer, room.nbytes),
-        *devices.queue(first.device, first.array),
+        *devices.queue(rows.device, rows.array),
     )
     return out
 
 
 def norm_workspace(x: Any) -> Any:
     """A new workspace for `norm` of arrays of the counts of x (an array or a list); uint8."""
-    found = _several(x)
-    table = inputs.Table([(one.pointer, one.count) for one in found])
-    nbytes = devices.module(found[0].device).norm_workspace_bytes(table.address)
-    return arrays.new(found[0], (nbytes,), "uint8")
+    rows = _several(x)
+    table = inputs.Table(rows.words)
+    nbytes = devices.module(rows.device).norm_workspace_bytes(table.address)
+    return arrays.new(rows, (nbytes,), "uint8")
 
 
 def clip_scale(
@@ -177,16 +178,12 @@ def reduce_(out: Any, xs: Sequence[Any], op: str = "sum") -> Any:
     return out
 
 
-def _several(x: Any) -> list[arrays.Located]:
-    """Arrays of one dtype."""
-    listed = x if isinstance(x, list | tuple) else [x]
+def _several(x: Any) -> Rows:
+    """An array, or a list of them."""
+    listed = list(x) if isinstance(x, list | tuple) else [x]
     if not listed:
         raise InvalidArgument("norm: the list is empty")
-    found = [inputs.array(one, f"x[{i}]", inputs.FLOATS) for i, one in enumerate(listed)]
-    for one in found[1:]:
-        if one.dtype != found[0].dtype:
-            raise InvalidArgument(f"norm: {one.dtype} beside {found[0].dtype}: one dtype at a time")
-    return found
+    return Rows.of({"x": listed}, {"x": inputs.FLOATS}, "norm")
 
 
 def _limit(limit: Any) -> float:

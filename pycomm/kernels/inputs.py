@@ -6,13 +6,15 @@ Nothing here changes an array. Called by the other files of the package.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pycomm import arrays
-from pycomm.arrays import Located
+from pycomm import _core, arrays
+from pycomm.arrays import Device, Like, Located
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import devices
 
@@ -20,7 +22,15 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOST_ELEMENTS = 2**31 - 1
 
 
-def array(x: Any, name: str, dtypes: Sequence[str], *, write: bool = False) -> Located:
+@dataclass(slots=True)
+class Spans:
+    """The memory of several arrays on one device: uint64 [n, 2], addresses and bytes."""
+
+    words: NDArray[np.uint64]
+    device: Device
+
+
+def array(x: Any, name: str, dtypes: Collection[str], *, write: bool = False) -> Located:
     """`x` as memory of one of these dtypes, of at most 2^31 - 1 elements.
 
     Raises:
@@ -46,44 +56,54 @@ def same_shape(one: Located, other: Located, names: tuple[str, str]) -> None:
         )
 
 
-def same_device(found: Iterable[Located], name: str) -> None:
+def same_device(found: Iterable[Located | Spans], name: str) -> None:
     """Raises InvalidArgument unless all lie on one device; `name` is the call."""
-    devices = list(dict.fromkeys(x.device for x in found))
-    if len(devices) > 1:
-        places = " and ".join(map(str, devices))
+    devices = [x.device for x in found]
+    if any(one is not devices[0] and one != devices[0] for one in devices):
+        places = " and ".join(map(str, dict.fromkeys(devices)))
         raise InvalidArgument(f"{name}: arrays lie on {places}; move them to one device")
 
 
-def apart(written: Iterable[Located], read: Iterable[Located], name: str) -> None:
+def apart(written: Iterable[Located | Spans], read: Iterable[Located | Spans], name: str) -> None:
     """Raises InvalidArgument where what is written shares memory with anything else of the call."""
-    spans = [(x.pointer, x.pointer + x.nbytes, True) for x in written]
-    spans += [(x.pointer, x.pointer + x.nbytes, False) for x in read]
-    spans = sorted(span for span in spans if span[0] < span[1])
-    end = end_written = 0  # of what was passed so far
-    for begin, stop, writes in spans:
-        if begin < (end if writes else end_written):
-            raise InvalidArgument(
-                f"{name}: two of the arrays share memory, and one of them is written: pass copies"
-            )
-        end = max(end, stop)
-        if writes:
-            end_written = max(end_written, stop)
+    tables = _tables(written), _tables(read)
+    if _core.share_memory(*([table.address for table in each] for each in tables)):
+        raise InvalidArgument(
+            f"{name}: two of the arrays share memory, and one of them is written: pass copies"
+        )
+
+
+def _tables(found: Iterable[Located | Spans]) -> list[Table]:
+    """Of addresses and bytes."""
+    single: list[tuple[int, int]] = []
+    tables = []
+    for x in found:
+        if isinstance(x, Located):
+            single.append((x.pointer, x.nbytes))
+        else:
+            tables.append(Table(x.words))
+    return [*tables, Table(single)] if single else tables
 
 
 def output(
-    x: Any, name: str, like: Located, count: int, dtype: str, *, write: bool = True
+    x: Any, name: str, like: Like, count: int, dtype: str, *, write: bool = True
 ) -> tuple[Any, Located]:
     """The caller's buffer [count] of this dtype, or a new one where there is none."""
     if x is None:
         devices.module(like.device)  # says what is missing before memory is asked for
         x = arrays.new(like, (count,), dtype)
+    return x, buffer(x, name, count, dtype, write=write)
+
+
+def buffer(x: Any, name: str, count: int, dtype: str, *, write: bool = True) -> Located:
+    """The caller's buffer [count] of this dtype."""
     found = array(x, name, (dtype,), write=write)
     if found.shape != (count,):
         raise InvalidArgument(f"{name} has the shape {found.shape}; it must be ({count},)")
-    return x, found
+    return found
 
 
-def workspace(x: Any, like: Located, nbytes: int, *, zeros: bool = False) -> Located:
+def workspace(x: Any, like: Like, nbytes: int, *, zeros: bool = False) -> Located:
     """The caller's workspace, or a new one where there is none."""
     if x is None:
         x = arrays.new(like, (nbytes,), "uint8", zeros=zeros)
@@ -125,7 +145,9 @@ class Table:
         owners: what has the memory, where nobody else keeps it.
     """
 
-    def __init__(self, rows: Sequence[Sequence[int]], owners: object = None) -> None:
+    def __init__(
+        self, rows: Sequence[Sequence[int]] | NDArray[np.uint64], owners: object = None
+    ) -> None:
         self._owners = owners
-        self._words = np.array(rows, dtype=np.uint64)
-        self.address = (self._words.ctypes.data, len(rows))
+        self._words = np.ascontiguousarray(rows, dtype=np.uint64)
+        self.address = (_core.address(self._words), len(rows))

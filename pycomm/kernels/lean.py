@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core, arrays
-from pycomm.arrays import Located
+from pycomm.arrays import Like, Located
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import devices, inputs
 
@@ -128,7 +128,7 @@ class _Room:
             self.address = self._found.pointer, self._found.nbytes
 
 
-def decoded(packet: Located, k: int, count: int, like: Located) -> tuple[Any, Any]:
+def decoded(packet: Located, k: int, count: int, like: Like) -> tuple[Any, Any]:
     """(indices int32 [k], values float32 [k]), new arrays of the kind of `like`.
 
     Raises:

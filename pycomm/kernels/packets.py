@@ -17,6 +17,7 @@ from pycomm import _core, arrays
 from pycomm.arrays import Located
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import devices, inputs, lean
+from pycomm.kernels.rows import Rows
 
 HEADER_BYTES = 32
 VALUE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -72,13 +73,13 @@ def decode_sum(
     """
     chain = _Chain(out, "out")
     table, dtype = _table(chain, packets, value_dtype, "decode_sum")
-    devices.module(chain.first.device).decode_sum(
+    devices.module(chain.rows.device).decode_sum(
         chain.table.address,
-        chain.first.dtype,
+        chain.rows.dtype,
         table.address,
         dtype,
         inputs.finite(scale, "scale"),
-        *devices.queue(chain.first.device, chain.first.array),
+        *devices.queue(chain.rows.device, chain.rows.array),
     )
     return out
 
@@ -98,14 +99,14 @@ def decode_update(
     """
     chain = _Chain(param, "param")
     table, dtype = _table(chain, packets, value_dtype, "decode_update")
-    devices.module(chain.first.device).decode_update(
+    devices.module(chain.rows.device).decode_update(
         chain.table.address,
-        chain.first.dtype,
+        chain.rows.dtype,
         table.address,
         dtype,
         inputs.finite(lr, "lr"),
         inputs.finite(scale, "scale"),
-        *devices.queue(chain.first.device, chain.first.array),
+        *devices.queue(chain.rows.device, chain.rows.array),
     )
     return param
 
@@ -292,21 +293,18 @@ class _Chain:
     """Arrays of one dtype, laid end to end."""
 
     def __init__(self, x: Any, name: str) -> None:
-        several = x if isinstance(x, list | tuple) else [x]
+        several = list(x) if isinstance(x, list | tuple) else [x]
         if not several:
             raise InvalidArgument(f"{name}: the list is empty")
-        self.found = [inputs.array(one, name, inputs.FLOATS, write=True) for one in several]
-        self.first = self.found[0]
-        self.count = sum(one.count for one in self.found)
-        for one in self.found:
-            if one.dtype != self.first.dtype:
-                raise InvalidArgument(f"{name}: {one.dtype} beside {self.first.dtype}: one dtype")
+        self.rows = Rows.of({name: several}, {name: inputs.FLOATS}, name, write=(name,))
+        self.spans = self.rows.spans(name)
+        self.count = int(self.rows.counts.sum())
         if self.count > inputs.MOST_ELEMENTS:
             raise InvalidArgument(
                 f"{name} has {self.count} elements together, and an int32 index counts at most "
                 f"{inputs.MOST_ELEMENTS}"
             )
-        self.table = inputs.Table([(one.pointer, one.count) for one in self.found])
+        self.table = inputs.Table(self.rows.words)
 
 
 def _table(
@@ -324,7 +322,7 @@ def _table(
         found = inputs.array(packet, f"packets[{i}]", ("uint8",))
         k, dtype, codec = _of_encoded(found, out.count, value_dtype)
         if codec != "raw":
-            pair = _pair(*lean.decoded(found, k, out.count, out.first))
+            pair = _pair(*lean.decoded(found, k, out.count, out.rows))
             read += pair
             dtypes.append(dtype)
             rows.append((pair[0].pointer, pair[1].pointer, k))
@@ -336,8 +334,8 @@ def _table(
         rows.append((found.pointer + offset, found.pointer + HEADER_BYTES, k))
     if len(set(dtypes)) > 1:
         raise InvalidArgument(f"{name}: values are {' and '.join(sorted(set(dtypes)))}: one dtype")
-    inputs.same_device([*out.found, *read], name)
-    inputs.apart(out.found, read, name)
+    inputs.same_device([*out.spans, *read], name)
+    inputs.apart(out.spans, read, name)
     return inputs.Table(rows, read), dtypes[0] if dtypes else value_dtype
 
 

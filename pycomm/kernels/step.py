@@ -6,19 +6,24 @@ users, as pycomm.kernels, and by the training layer.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pycomm import arrays
 from pycomm.arrays import Located
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import devices, inputs
+from pycomm.kernels.inputs import Spans
+from pycomm.kernels.rows import Rows
 
 REAL = ("float32", "float64")
+# What is in the core's DgcPiece and DgcSelection, in this order.
+PIECE = ("grad", "weight", "u", "v", "count")
+PACKET = ("indices", "values", "u_values")  # behind the pieces, k and the first index
 
 
 def dgc_step(  # noqa: PLR0913 - all but the first four by name
@@ -74,7 +79,8 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
             end to end, and the buffers have sum(k) elements.
 
     Returns:
-        (indices int32 [k], ascending, values [k]), or a list of each.
+        (indices int32 [k], ascending, values [k]), or a list of each, whose arrays lie end to end
+        in one memory unless buffers were given.
 
     Raises:
         InvalidArgument, Unsupported: before anything changes.
@@ -84,21 +90,22 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
     if decay and weight is None:
         raise InvalidArgument("weight_decay without weight: pass the parameters")
     others = {"grad": grad, **({"weight": weight} if decay else {})}
-    step = _Step.of(u, v, k, others, together=together)
+    step = _Step.of(u, v, k, others, "dgc_step", together=together)
     chosen = _Chosen.of(step, indices, values, u_values)
     flag = _flag(found_inf)
     factor, factors = _scale(scale, step)
     tables = step.tables(chosen)
-    module = devices.module(step.first.device)
-    room = inputs.workspace(workspace, step.first, module.dgc_workspace_bytes(*tables), zeros=True)
-    read = [*step.read, *flag, *factors]
-    written = [*step.u, *step.v, *chosen.located, room]
+    rows = step.rows
+    module = devices.module(rows.device)
+    room = inputs.workspace(workspace, rows, module.dgc_workspace_bytes(*tables), zeros=True)
+    read: list[Located | Spans] = [*rows.spans(*others), *flag, *factors]
+    written = [*rows.spans("u", "v"), *chosen.memory, room]
     inputs.same_device([*written, *read], "dgc_step")
     inputs.apart(written, read, "dgc_step")
     module.dgc_step(
         *tables,
-        step.dtype_of("grad"),
-        step.dtype_of("weight" if decay else "grad"),
+        rows.dtypes["grad"],
+        rows.dtypes["weight" if decay else "grad"],
         *numbers,
         factor,
         factors[0].pointer if factors else 0,
@@ -106,18 +113,17 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
         bool(masking),
         flag[0].pointer if flag else 0,
         (room.pointer, room.nbytes),
-        *devices.queue(step.first.device, step.first.array),
+        *devices.queue(rows.device, rows.array),
     )
     return chosen.result()
 
 
 def dgc_workspace(u: Any, v: Any, k: int | Sequence[int]) -> Any:
     """A new workspace for dgc_step with these arrays and k; uint8, on their device."""
-    step = _Step.of(u, v, k, {})
-    inputs.same_device([*step.u, *step.v], "dgc_workspace")
-    module = devices.module(step.first.device)
+    step = _Step.of(u, v, k, {}, "dgc_workspace")
+    module = devices.module(step.rows.device)
     nbytes = module.dgc_workspace_bytes(*step.tables(None))
-    return arrays.new(step.first, (nbytes,), "uint8", zeros=True)
+    return arrays.new(step.rows, (nbytes,), "uint8", zeros=True)
 
 
 def dgc_rollback(
@@ -138,16 +144,18 @@ def dgc_rollback(
     """
     several = isinstance(indices, list | tuple)
     k = [len(x) for x in indices] if several else len(indices)
-    step = _Step.of(u, v, k, {})
+    step = _Step.of(u, v, k, {}, "dgc_rollback")
     chosen = _Chosen.of(step, indices, values, u_values, write=False)
     flag = _flag(found_inf)
-    written = [*step.u, *step.v]
-    inputs.same_device([*written, *chosen.located, *flag], "dgc_rollback")
-    inputs.apart(written, [*chosen.located, *flag], "dgc_rollback")
-    devices.module(step.first.device).dgc_rollback(
+    rows = step.rows
+    written = rows.spans("u", "v")
+    read: list[Located | Spans] = [*chosen.memory, *flag]
+    inputs.same_device([*written, *read], "dgc_rollback")
+    inputs.apart(written, read, "dgc_rollback")
+    devices.module(rows.device).dgc_rollback(
         *step.tables(chosen),
         flag[0].pointer if flag else 0,
-        *devices.queue(step.first.device, step.first.array),
+        *devices.queue(rows.device, rows.array),
     )
 
 
@@ -168,7 +176,7 @@ def momentum_mask(u: Any, v: Any, indices: Any) -> None:
     first, *more = found.values()
     for x in more:
         inputs.same_shape(first, x, ("u", "v"))
-        _same_dtype(first, x, ("u", "v"))
+        _same_dtype(first.dtype, x.dtype)
     where = inputs.array(indices, "indices", ("int32",))
     inputs.same_device([*found.values(), where], "momentum_mask")
     inputs.apart(found.values(), [where], "momentum_mask")
@@ -186,16 +194,16 @@ def momentum_mask(u: Any, v: Any, indices: Any) -> None:
 class _Step:
     """The tensors of a call and what is chosen from them."""
 
-    u: list[Located]
-    v: list[Located]
-    others: dict[str, list[Located]]  # "grad" and "weight": what is read
+    rows: Rows  # of "u", "v" and what is read: "grad", "weight"
     ks: list[int]  # one for each tensor, or one
     together: bool  # whether indices count through all tensors
     each: int  # tensors to a choice
 
     @classmethod
-    def of(cls, u: Any, v: Any, k: Any, others: dict[str, Any], *, together: bool = False) -> _Step:
-        """What the user gave, checked one tensor at a time."""
+    def of(
+        cls, u: Any, v: Any, k: Any, others: dict[str, Any], call: str, *, together: bool = False
+    ) -> _Step:
+        """What the user gave, checked."""
         several = isinstance(u, list | tuple)
         given = {"u": u, "v": v, **others}
         lists = {name: _listed(x, name, several) for name, x in given.items()}
@@ -204,12 +212,13 @@ class _Step:
             raise InvalidArgument(f"the lists have different lengths: {lengths}")
         if lengths["u"] == 0:
             raise InvalidArgument("the lists are empty")
-        found = {name: _located(x, name) for name, x in lists.items()}
-        cls._check(found)
+        dtypes = {name: REAL if name in ("u", "v") else inputs.FLOATS for name in lists}
+        rows = Rows.of(lists, dtypes, call, write=("u", "v"))
+        _go_together(rows.dtypes)
         listed = isinstance(k, list | tuple)
         if listed and not several:
             raise InvalidArgument("a list of k goes with lists of arrays")
-        counts = [x.count for x in found["u"]]
+        counts = rows.counts.tolist()
         together = together or not listed
         if together and sum(counts) > inputs.MOST_ELEMENTS:
             raise InvalidArgument(
@@ -220,70 +229,39 @@ class _Step:
             raise InvalidArgument(f"{len(k)} values of k for {len(counts)} arrays")
         pairs = list(zip(k, counts, strict=True)) if listed else [(k, sum(counts))]
         ks = [inputs.how_many(one, count) for one, count in pairs]
-        each = 1 if listed else len(counts)
-        return cls(found.pop("u"), found.pop("v"), found, ks, together, each)
-
-    @staticmethod
-    def _check(found: dict[str, list[Located]]) -> None:
-        first = found["u"][0]
-        for i, tensors in enumerate(zip(*found.values(), strict=True)):
-            for name, x in zip(found, tensors, strict=True):
-                if found[name][0].dtype != x.dtype:
-                    raise InvalidArgument(
-                        f"{name}[{i}] is {x.dtype} and {name}[0] {found[name][0].dtype}: one call "
-                        "takes one dtype"
-                    )
-                inputs.same_shape(tensors[0], x, ("u", name))
-        _same_dtype(first, found["v"][0], ("u", "v"))
-        grad = found.get("grad", [first])[0].dtype
-        if (grad == "float64") != (first.dtype == "float64"):
-            raise InvalidArgument(
-                f"grad is {grad} and u {first.dtype}: float64 goes with float64, all other floats "
-                "with float32"
-            )
-        weight = found.get("weight", [first])[0].dtype
-        if weight not in (grad, first.dtype):
-            raise InvalidArgument(f"weight is {weight}; it must be {grad} or {first.dtype}")
-
-    @property
-    def first(self) -> Located:
-        return self.u[0]
-
-    @property
-    def read(self) -> list[Located]:
-        return [x for tensors in self.others.values() for x in tensors]
-
-    def dtype_of(self, name: str) -> str:
-        return self.others[name][0].dtype
+        return cls(rows, ks, together, 1 if listed else len(counts))
 
     def tables(self, chosen: _Chosen | None) -> tuple[tuple[int, int], tuple[int, int], str]:
         """DgcTables of the core. They live as long as this object."""
-        nothing = [0] * len(self.u)
-        grads = [x.pointer for x in self.others.get("grad", [])] or nothing
-        weights = [x.pointer for x in self.others.get("weight", [])] or nothing
-        pieces = [
-            (g, w, u.pointer, v.pointer, u.count)
-            for g, w, u, v in zip(grads, weights, self.u, self.v, strict=True)
-        ]
-        firsts = [0] * len(self.ks)
+        rows = self.rows
+        pieces = np.zeros((len(rows), len(PIECE)), np.uint64)
+        pieces[:, [PIECE.index(name) for name in (*rows.given, "count")]] = rows.words
+        selections = np.zeros((len(self.ks), 6), np.uint64)
+        selections[:, 0] = self.each
+        selections[:, 1] = self.ks
         if self.together and self.each == 1:
-            firsts = list(itertools.accumulate([x.count for x in self.u[:-1]], initial=0))
-        where = chosen.pointers() if chosen else [(0, 0, 0)] * len(self.ks)
-        selections = [
-            (self.each, k, first, *p) for k, first, p in zip(self.ks, firsts, where, strict=True)
-        ]
+            selections[1:, 2] = np.cumsum(rows.counts[:-1])
+        for place, name in enumerate(PACKET, 3):
+            if chosen is not None and name in chosen.pointers:
+                selections[:, place] = chosen.pointers[name]
         self._kept = inputs.Table(pieces), inputs.Table(selections)
-        return self._kept[0].address, self._kept[1].address, self.first.dtype
+        return self._kept[0].address, self._kept[1].address, rows.dtype
 
 
 class _Chosen:
-    """Where a call's packets lie: one for each k, or one for all of them."""
+    """Where a call's packets lie: one for each k, or one for all of them.
+
+    Attributes:
+        pointers: of "indices", "values" and perhaps "u_values", by k.
+        memory: all of it.
+    """
 
     def __init__(self, step: _Step) -> None:
-        self._ks = step.ks
-        self._listed = not step.together
+        self._step, self._listed = step, not step.together
+        self._starts = np.array([0, *step.ks[:-1]], np.uint64).cumsum()
         self._arrays: dict[str, list[Any]] = {}
-        self.columns: dict[str, list[Located]] = {}
+        self.pointers: dict[str, NDArray[np.uint64]] = {}
+        self.memory: list[Located | Spans] = []
 
     @classmethod
     def of(
@@ -291,45 +269,61 @@ class _Chosen:
     ) -> _Chosen:
         """The caller's buffers; new ones for indices and values where there are none."""
         chosen = cls(step)
-        real = step.first.dtype
+        real = step.rows.dtype
         given = {"indices": (indices, "int32"), "values": (values, real)}
         if u_values is not None:
             given["u_values"] = (u_values, real)
-        sizes = step.ks if chosen._listed else [sum(step.ks)]
         for name, (x, dtype) in given.items():
-            each = [None] * len(sizes) if x is None else _listed(x, name, chosen._listed)
-            if len(each) != len(sizes):
-                raise InvalidArgument(f"{name} has {len(each)} arrays for {len(sizes)} of k")
-            pairs = [
-                inputs.output(one, name, step.first, k, dtype, write=write)
-                for one, k in zip(each, sizes, strict=True)
-            ]
-            chosen._arrays[name] = [array for array, _ in pairs]
-            chosen.columns[name] = [found for _, found in pairs]
+            if chosen._listed and x is not None:
+                chosen._put_each(name, _listed(x, name, True), dtype, write)
+            else:
+                chosen._put(name, x, dtype, write)
         return chosen
 
-    @property
-    def located(self) -> list[Located]:
-        return [x for column in self.columns.values() for x in column]
+    def _put(self, name: str, x: Any, dtype: str, write: bool) -> None:
+        """All in one array, end to end."""
+        ks = self._step.ks
+        x, found = inputs.output(x, name, self._step.rows, sum(ks), dtype, write=write)
+        self.pointers[name] = found.pointer + arrays.BYTES[dtype] * self._starts
+        self.memory.append(found)
+        self._arrays[name] = arrays.parts(x, ks) if self._listed else [x]
 
-    def pointers(self) -> list[tuple[int, int, int]]:
-        """(indices, values, u_values) of each k."""
-        columns = [self._each(name) for name in ("indices", "values", "u_values")]
-        return list(zip(*columns, strict=True))
-
-    def _each(self, name: str) -> list[int]:
-        column = self.columns.get(name)
-        if column is None:
-            return [0] * len(self._ks)
-        if self._listed:
-            return [x.pointer for x in column]
-        itemsize = column[0].nbytes // max(1, column[0].count)
-        starts = itertools.accumulate(self._ks[:-1], initial=0)
-        return [column[0].pointer + itemsize * start for start in starts]
+    def _put_each(self, name: str, each: list[Any], dtype: str, write: bool) -> None:
+        """Each in an array of its own."""
+        ks = self._step.ks
+        if len(each) != len(ks):
+            raise InvalidArgument(f"{name} has {len(each)} arrays for {len(ks)} of k")
+        rows = Rows.seen({name: each})
+        if rows is None or (rows.dtype, rows.flat, rows.counts.tolist()) != (dtype, True, ks):
+            for one, k in zip(each, ks, strict=True):
+                inputs.buffer(one, name, k, dtype, write=write)
+            rows = Rows.of({name: each}, {name: (dtype,)}, name)
+        self.pointers[name] = rows.words[:, 0]
+        self.memory += rows.spans(name)
+        self._arrays[name] = each
 
     def result(self) -> tuple[Any, Any]:
         indices, values = self._arrays["indices"], self._arrays["values"]
         return (indices, values) if self._listed else (indices[0], values[0])
+
+
+def _go_together(dtypes: dict[str, str]) -> None:
+    """Raises InvalidArgument unless these dtypes fit, each that of all arrays of a list."""
+    u = dtypes["u"]
+    _same_dtype(u, dtypes["v"])
+    grad = dtypes.get("grad", u)
+    if (grad == "float64") != (u == "float64"):
+        raise InvalidArgument(
+            f"grad is {grad} and u {u}: float64 goes with float64, all other floats with float32"
+        )
+    weight = dtypes.get("weight", u)
+    if weight not in (grad, u):
+        raise InvalidArgument(f"weight is {weight}; it must be {grad} or {u}")
+
+
+def _same_dtype(u: str, v: str) -> None:
+    if u != v:
+        raise InvalidArgument(f"u is {u} and v {v}: they must agree")
 
 
 def _listed(x: Any, name: str, several: bool) -> list[Any]:
@@ -337,22 +331,6 @@ def _listed(x: Any, name: str, several: bool) -> list[Any]:
         kind = "a list" if several else "an array"
         raise InvalidArgument(f"{name} must be {kind}, as u is" if name != "u" else f"u: {kind}")
     return list(x) if several else [x]
-
-
-def _located(tensors: list[Any], name: str) -> list[Located]:
-    written = name in ("u", "v")
-    dtypes = REAL if written else inputs.FLOATS
-    label = "{}[{}]" if len(tensors) > 1 else "{}"
-    return [
-        inputs.array(x, label.format(name, i), dtypes, write=written) for i, x in enumerate(tensors)
-    ]
-
-
-def _same_dtype(one: Located, other: Located, names: tuple[str, str]) -> None:
-    if one.dtype != other.dtype:
-        raise InvalidArgument(
-            f"{names[0]} is {one.dtype} and {names[1]} {other.dtype}: they must agree"
-        )
 
 
 def _flag(found_inf: Any) -> list[Located]:
@@ -368,7 +346,7 @@ def _scale(scale: Any, step: _Step) -> tuple[float, list[Located]]:
     """(the number, []) or (1, [the array of numbers])."""
     if isinstance(scale, int | float | np.generic) or not hasattr(scale, "dtype"):
         return inputs.finite(scale, "scale"), []
-    factors = inputs.array(scale, "scale", (step.first.dtype,))
-    if factors.count != len(step.u):
-        raise InvalidArgument(f"scale has {factors.count} numbers for {len(step.u)} arrays")
+    factors = inputs.array(scale, "scale", (step.rows.dtype,))
+    if factors.count != len(step.rows):
+        raise InvalidArgument(f"scale has {factors.count} numbers for {len(step.rows)} arrays")
     return 1.0, [factors]

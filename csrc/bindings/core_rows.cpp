@@ -1,0 +1,138 @@
+// Lists of arrays as rows of a kernel's table, looked at in one pass. pycomm/kernels/rows.py asks
+// here first; where this gives None it looks at each array by itself, and explains.
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "bindings/core.h"
+#include "bindings/core_plain.h"
+#include "bindings/kernels.h"
+
+namespace pycomm::bindings {
+namespace {
+
+constexpr size_t kMostElements = std::numeric_limits<int32_t>::max();  // that an index counts
+
+using Words = py::array_t<uint64_t>;
+
+// What the arrays of a call are, as far as they were looked at.
+class Lists {
+ public:
+  explicit Lists(const py::tuple& lists)
+      : count_(lists.empty() ? 0 : py::len(lists[0])),
+        words_({count_, lists.size() + 1}),
+        memory_({lists.size(), count_, size_t{2}}),
+        dtypes_(lists.size()) {
+    for (const py::handle list : lists) lists_.push_back(list.cast<py::list>());
+  }
+
+  // Whether all are plain and fit: arrays of a row have the same elements, and the same shape where
+  // they are not flat.
+  bool see() {
+    for (const py::list& list : lists_)
+      if (list.size() != count_) return false;
+    for (size_t row = 0; row < count_; ++row)
+      if (!see_row(row)) return false;
+    return true;
+  }
+
+  const Words& words() const { return words_; }
+  const Words& memory() const { return memory_; }
+  py::tuple dtypes() const {
+    py::tuple names(dtypes_.size());
+    for (size_t i = 0; i < dtypes_.size(); ++i) names[i] = py::str(name_of(dtypes_[i]));
+    return names;
+  }
+  int gpu() const { return gpu_; }
+  bool flat() const { return flat_; }  // whether all arrays have one dimension
+
+ private:
+  bool see_row(size_t row) {
+    uint64_t* const words = words_.mutable_data(row);
+    uint64_t& count = words[lists_.size()];
+    shaped_ = false;
+    for (size_t i = 0; i < lists_.size(); ++i) {
+      const auto plain = Plain::of(PyList_GET_ITEM(lists_[i].ptr(), static_cast<Py_ssize_t>(row)));
+      if (!plain || plain->count() > kMostElements) return false;
+      if (row == 0) dtypes_[i] = plain->dtype();
+      if (i == 0) count = plain->count();
+      if (row == 0 && i == 0) gpu_ = plain->gpu();
+      if (plain->dtype() != dtypes_[i] || plain->gpu() != gpu_ || plain->count() != count ||
+          !fits(plain->shape()))
+        return false;
+      words[i] = reinterpret_cast<uintptr_t>(plain->data());
+      *memory_.mutable_data(i, row, 0) = words[i];
+      *memory_.mutable_data(i, row, 1) = count * bytes_of(dtypes_[i]);
+    }
+    return true;
+  }
+
+  bool fits(std::span<const int64_t> shape) {
+    if (shape.size() == 1) return true;
+    flat_ = false;
+    if (!shaped_) shape_.assign(shape.begin(), shape.end());
+    shaped_ = true;
+    return std::equal(shape.begin(), shape.end(), shape_.begin(), shape_.end());
+  }
+
+  std::vector<py::list> lists_;
+  size_t count_;  // of rows
+  Words words_;   // [rows, lists + 1]: where arrays begin, then the elements of each in the row
+  Words memory_;  // [lists, rows, 2]: where arrays begin, and their bytes
+  std::vector<Dtype> dtypes_;
+  int gpu_ = Plain::kHost;
+  bool flat_ = true;
+  bool shaped_ = false;         // whether an array of this row is not flat
+  std::vector<int64_t> shape_;  // of the first that is not
+};
+
+// (words, memory, dtypes by list, the GPU or -1, whether all are flat), or None.
+py::object rows(const py::tuple& given) {
+  Lists lists(given);
+  if (!lists.see()) return py::none();
+  return py::make_tuple(lists.words(), lists.memory(), lists.dtypes(), lists.gpu(), lists.flat());
+}
+
+struct Memory {
+  uint64_t begin;
+  uint64_t bytes;
+};
+
+struct Span {
+  uint64_t begin, end;
+  bool written;
+};
+
+// Whether memory that is written is anything else's too.
+bool share_memory(const std::vector<Rows>& written, const std::vector<Rows>& read) {
+  std::vector<Span> spans;
+  for (const auto* tables : {&written, &read})
+    for (const Rows& rows : *tables)
+      for (const Memory& memory : table<Memory>(rows))
+        if (memory.bytes != 0)
+          spans.push_back({memory.begin, memory.begin + memory.bytes, tables == &written});
+  std::sort(spans.begin(), spans.end(),
+            [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  uint64_t end = 0, end_written = 0;  // of what was passed so far
+  for (const Span& span : spans) {
+    if (span.begin < (span.written ? end : end_written)) return true;
+    end = std::max(end, span.end);
+    if (span.written) end_written = span.end;  // it begins behind all others
+  }
+  return false;
+}
+
+}  // namespace
+
+void bind_rows(py::module_& module) {
+  module.def("rows", &rows);
+  module.def("share_memory", &share_memory);
+}
+
+}  // namespace pycomm::bindings

@@ -1,0 +1,126 @@
+"""Lists of arrays that a call takes together, one row for each place in them.
+
+A step of DGC is given several hundred small tensors, so that looking at each of them in Python
+would take longer than the kernel: _core looks at all of them in one pass. Where it gives up they
+are looked at one by one, which says what is wrong, if anything is. Nothing is kept between calls.
+Called by the other files of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pycomm import _core, arrays
+from pycomm.arrays import Device, Located
+from pycomm.errors import InvalidArgument
+from pycomm.kernels import inputs
+
+__all__ = ["Rows"]
+
+Lists = Mapping[str, list[Any]]
+
+
+@dataclass(slots=True)
+class Rows:
+    """Arrays by list and place; those of a list have one dtype, those of a row the same elements.
+
+    Attributes:
+        words: uint64 [n, lists + 1]: addresses, then the elements of each array in the row.
+        memory: uint64 [lists, n, 2]: addresses and bytes.
+        dtypes: of each list, by name.
+        device: of all.
+        given: the arrays, which keep the memory.
+        flat: whether each has one dimension.
+    """
+
+    words: NDArray[np.uint64]
+    memory: NDArray[np.uint64]
+    dtypes: dict[str, str]
+    device: Device
+    given: Lists
+    flat: bool
+
+    @classmethod
+    def of(cls, lists: Lists, dtypes: Mapping[str, Collection[str]], call: str, *,
+           write: Collection[str] = ()) -> Rows:  # fmt: skip
+        """Lists of one length, which is not 0, and the dtypes that each may have.
+
+        Raises:
+            InvalidArgument, Unsupported: as inputs.array; arrays of a list differ in dtype, those
+                of a row in shape, or they lie on several devices.
+        """
+        seen = cls.seen(lists)
+        if seen is not None and all(seen.dtypes[name] in dtypes[name] for name in lists):
+            return seen
+        located = {
+            name: _located(each, name, dtypes[name], name in write) for name, each in lists.items()
+        }
+        first = next(iter(lists))
+        for i, row in enumerate(zip(*located.values(), strict=True)):
+            for name, x in zip(located, row, strict=True):
+                _same_dtype(name, i, x, located[name][0])
+                inputs.same_shape(row[0], x, (first, name))
+        every = [x for each in located.values() for x in each]
+        inputs.same_device(every, call)
+        columns = [[x.pointer for x in each] for each in located.values()]
+        counts = [x.count for x in located[first]]
+        words = np.array(list(zip(*columns, counts, strict=True)), np.uint64)
+        memory = [[(x.pointer, x.nbytes) for x in each] for each in located.values()]
+        kinds = {name: each[0].dtype for name, each in located.items()}
+        flat = all(len(x.shape) == 1 for x in every)
+        return cls(words, np.array(memory, np.uint64), kinds, every[0].device, lists, flat)
+
+    @classmethod
+    def seen(cls, lists: Lists) -> Rows | None:
+        """The same in one pass, for plain arrays that agree; None for all others."""
+        found = _core.rows(tuple(lists.values()))
+        if found is None:
+            return None
+        words, memory, dtypes, gpu, flat = found
+        device = arrays.HOST if gpu < 0 else Device("cuda", gpu)
+        return cls(words, memory, dict(zip(lists, dtypes, strict=True)), device, lists, flat)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @property
+    def counts(self) -> NDArray[np.uint64]:
+        """Elements of each row's arrays."""
+        return self.words[:, -1]
+
+    @property
+    def array(self) -> Any:
+        """The first one."""
+        return next(iter(self.given.values()))[0]
+
+    @property
+    def dtype(self) -> str:
+        """Of the first list."""
+        return next(iter(self.dtypes.values()))
+
+    def spans(self, *names: str) -> list[inputs.Spans]:
+        """The memory of these lists."""
+        return [
+            inputs.Spans(words, self.device)
+            for name, words in zip(self.given, self.memory, strict=True)
+            if name in names
+        ]
+
+
+def _located(given: list[Any], name: str, dtypes: Collection[str], write: bool) -> list[Located]:
+    label = "{}[{}]" if len(given) > 1 else "{}"
+    return [
+        inputs.array(x, label.format(name, i), dtypes, write=write) for i, x in enumerate(given)
+    ]
+
+
+def _same_dtype(name: str, i: int, one: Located, first: Located) -> None:
+    if one.dtype != first.dtype:
+        raise InvalidArgument(
+            f"{name}[{i}] is {one.dtype} and {name}[0] {first.dtype}: one call takes one dtype"
+        )
