@@ -1,7 +1,8 @@
 """What DGC must have, P1 to P8, against torch's SGD and a second model of the method.
 
 Ranks are threads; dgc_model.py is the second model. With 64 ranks, and processes:
-test_dgc_properties.py. Faults, scales and states: test_dgc_steps.py.
+test_dgc_properties.py. Scales: test_dgc_steps.py. Failures: test_dgc_failures.py. States:
+test_dgc_states.py.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """DGC with lean packets: what it must have for every kind of values, and the bytes that it sends.
 
-Ranks are threads. Scales, faults, torch's DDP: test_dgc_steps.py. Who chooses: test_dgc_choice.py.
+Ranks are threads. Scales, torch's DDP: test_dgc_steps.py. Who chooses: test_dgc_choice.py.
 The packets: test_lean.py.
 """
 

@@ -1,6 +1,7 @@
-"""Steps of DGC that go another way: that fail, that a loss scale skips, that ranks sit out.
+"""Steps of DGC that go another way: that a loss scale skips, that ranks sit out.
 
-And the same bits under torch's DDP. The properties of ordinary steps are in test_dgc.py.
+And the same bits under torch's DDP. The properties of ordinary steps are in test_dgc.py; steps that
+fail, in test_dgc_failures.py.
 """
 
 import gc
@@ -17,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
-from pycomm.errors import Error, InvalidArgument, Unsupported
-from pycomm.lanes import Lanes
-from pycomm.testing import FaultPlan, run_ranks
+from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.testing import run_ranks
 
 RATE = 0.05
 
@@ -87,127 +87,6 @@ def _the_same_under_both(options: dict[str, Any]) -> None:
 
 def test_torchs_ddp_gives_the_same_bits(run: Run) -> None:
     run(2, _under_both)
-
-
-class Broken(Exception):
-    """What the exchange raises in these tests."""
-
-
-LEAN32, LEAN = {"codec": "lean"}, {"value_dtype": "int8", "exchange": "gather"}
-FAILING = [("all_gather", o) for o in ({}, {"select": "model"}, {"min_count": 600}, LEAN)]
-FAILING += [("all_reduce", {"min_count": 600}), ("all_gather_v", {**LEAN, "select": "model"})]
-
-
-@pytest.mark.parametrize(("verb", "options"), [*FAILING, ("all_gather_v", {"exchange": "split"})])
-def test_a_failed_exchange_is_a_step_that_sent_nothing(
-    monkeypatch: pytest.MonkeyPatch, verb: str, options: dict[str, Any]
-) -> None:
-    """Against a twin whose step selects nothing: u and v have the gradient, nothing else moved."""
-    real = getattr(Lanes, verb)
-    at, calls = [-1, -1], [0, 0]  # by rank
-
-    def sometimes(lanes: Lanes, *args: Any) -> Any:
-        rank = lanes.group.rank
-        calls[rank] += 1
-        if calls[rank] == at[rank]:
-            raise Broken
-        return real(lanes, *args)
-
-    monkeypatch.setattr(Lanes, verb, sometimes)
-
-    def program(group: pycomm.Group, fail: bool) -> list[Tensor]:
-        module = perceptron().double()
-        model, optimizer, dgc = compressed(module, {"bucket_layers": 1}, **options)
-        for step in range(8):
-            x, y = batch(group.rank, step)
-            data = x.double(), y.double()
-            if step == 4 and fail:
-                before, weights = memory_of(dgc), parameters(module)
-                gradients = torch.autograd.grad(
-                    F.mse_loss(module(data[0]), data[1]), list(module.parameters())
-                )
-                at[group.rank] = calls[group.rank] + (3 if verb == "all_reduce" else 1)
-                optimizer.zero_grad()
-                with pytest.raises(Broken):
-                    F.mse_loss(model(data[0]), data[1]).backward()
-                at[group.rank] = -1
-                pycomm.barrier()
-                assert equal(weights, parameters(module))
-                assert dgc.step_count == 4
-                after, taken = memory_of(dgc), 0
-                assert all(equal(before[n], after[n]) for n in before if "owed" in n)
-                for (name, old), g in zip(before.items(), gradients, strict=False):
-                    if len(old) == 1:
-                        assert equal(old, after[name])  # travels dense: not touched
-                        continue
-                    u = torch.add(g.flatten(), old[0], alpha=0.9)
-                    if torch.equal(after[name][0], old[0]):
-                        assert equal(after[name], old)  # its bucket's turn had not come
-                        continue
-                    taken += 1
-                    torch.testing.assert_close(after[name], [u, old[1] + u], rtol=1e-15, atol=0)
-                assert taken > 0
-                continue
-            step_on(model, data, optimizer)
-        return parameters(module)
-
-    results = run_ranks(2, program, True)
-    assert equal(*results)
-
-
-def test_a_rank_that_dies_in_the_exchange_takes_nothing_along() -> None:
-    """Rank 1's connection is cut within a step: rank 0 rolls back."""
-
-    def program(group: pycomm.Group) -> None:
-        module = perceptron()
-        model, optimizer, dgc = compressed(module)
-        momentum = dgc.memories
-        try:
-            for step in range(400):
-                before = memory_of(dgc)
-                weights = parameters(module)
-                step_on(model, batch(group.rank, step), optimizer)
-        except Error:  # the cut connection's: nothing has changed
-            assert equal(weights, parameters(module))
-            for memory in momentum.values():
-                old_u, old_v = before[memory.name]
-                if not torch.equal(memory.u, old_u):  # it has taken the gradient in
-                    torch.testing.assert_close(memory.v, old_v + memory.u)
-            raise
-        raise AssertionError("the connection was never cut")
-
-    faults = [FaultPlan(rank=1, action="cut", at="all_gather", after_bytes=30000)]
-    for result in run_ranks(2, program, faults=faults, transport="tcp", return_exceptions=True):
-        assert isinstance(result, Error), result
-
-
-def test_a_backward_pass_that_raises_is_rolled_back() -> None:
-    def program(group: pycomm.Group) -> list[Tensor]:
-        module = perceptron()
-        model, optimizer, dgc = compressed(module, {"bucket_layers": 1})
-        for step in range(6):
-            if step == 3:
-
-                def stop(_: Tensor) -> None:
-                    raise Broken
-
-                before = memory_of(dgc)
-                handle = module[0].weight.register_hook(stop)
-                with pytest.raises(Broken):
-                    F.mse_loss(model(batch(0, 9)[0]), batch(0, 9)[1]).backward()
-                handle.remove()
-                model(batch(0, 9)[0])  # whose beginning ends the pass before
-                assert dgc.step_count == 3
-                for (old_u, old_v), (u, v) in zip(
-                    before.values(), memory_of(dgc).values(), strict=True
-                ):
-                    if not torch.equal(u, old_u):  # it has taken the gradient in
-                        torch.testing.assert_close(v, old_v + u)
-                assert not same_memory(before, memory_of(dgc))
-            step_on(model, batch(group.rank, step), optimizer)
-        return parameters(module)
-
-    assert equal(*run_ranks(2, program))
 
 
 SCALERS: dict[str, Callable[[], torch.amp.GradScaler]] = {
@@ -309,7 +188,10 @@ def _uneven(group: pycomm.Group, decay: float, options: dict[str, Any], ddp: boo
     return layer.weight.detach()
 
 
-@pytest.mark.parametrize("options", [LEAN32, {}, {"select": "model"}, {"rampup_begin_step": 2}])
+LEAN = {"codec": "lean"}
+
+
+@pytest.mark.parametrize("options", [LEAN, {}, {"select": "model"}, {"rampup_begin_step": 2}])
 def test_a_rank_without_data_sends_what_it_owes(options: dict[str, Any]) -> None:
     """Neither gradient nor decay: its weights are not those of the others until the end."""
     for decay in (0.0, 0.5) if "rampup_begin_step" not in options else (0.0,):

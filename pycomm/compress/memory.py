@@ -128,8 +128,12 @@ class TakenOver:
 
     @property
     def waiting(self) -> bool:
-        """Whether a step() would take something that has arrived."""
-        return self._waiting and any(p.grad is not None for p in self.memories)
+        """Whether a step() would take something that has arrived: zero_grad() leaves nothing, or
+        zeros with set_to_none=False."""
+        gradients = [p.grad for p in self.memories if p.grad is not None]
+        return self._waiting and any(
+            bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients
+        )
 
     def forget(self) -> None:
         """What has arrived is not for the next step() any more, nor are the gradients."""

@@ -165,6 +165,7 @@ class Step:
                 self._start(loads)
             self._carry()
             self._wait()
+            self._take()
         self._commit()
         return True
 
@@ -288,27 +289,35 @@ class Step:
         """Lets the loss scale find Inf on this rank too, so that all skip this step."""
         self._loads[0].flat[:1] = math.inf
 
-    def _commit(self) -> None:
-        scale = self._plan.loss_scale
+    def _take(self) -> None:
+        """Gradients become what has arrived. Nothing that lasts changes."""
         for one in () if self._plan.fused else self._arrived():
             one.unit.decode(one.pairs, 1.0 / self._size)
+        for load in self._loads:
+            load.take_back()
+        gradients = [gradient for _, gradient in self._averaged()]
+        if self._plan.loss_scale is not None:
+            _multiply(gradients, 1.0 / self._plan.loss_scale)
+        if self._plan.clip is not None:
+            clip_averaged(gradients, self._plan.clip, self._plan.together)
+
+    def _averaged(self) -> list[Pair]:
+        """What has travelled dense and has a velocity."""
+        return [(m, g) for load in self._loads for m, g in load.dense if m is not None]
+
+    def _commit(self) -> None:
+        """What was sent is not owed any more, and what travelled dense has its momentum."""
         for one in self._coded:
             if one.lost is not None:
                 one.unit.give_back(one.lost)
         if self._plan.carrier is not None:
             self._plan.carrier.commit()
-        for load in self._loads:
-            load.take_back()
-        averaged = [(m, g) for load in self._loads for m, g in load.dense if m is not None]
-        gradients = [gradient for _, gradient in averaged]
-        if scale is not None:
-            _multiply(gradients, 1.0 / scale)
-        if self._plan.clip is not None:
-            clip_averaged(gradients, self._plan.clip, self._plan.together)
+        averaged = self._averaged()
         for memory, gradient in averaged:
             apply_momentum(memory, gradient)
+        scale = self._plan.loss_scale
         if scale is not None:
-            _multiply(gradients, scale)
+            _multiply([gradient for _, gradient in averaged], scale)
             if not self._plan.fused:
                 _multiply([g for load in self._loads for _, g in load.compressed], scale)
 

@@ -1,0 +1,150 @@
+"""Steps of DGC that fail: in the exchange, in front of it and behind it. Ranks are threads.
+
+Ranks that go on without those that died: test_shrink.py. Others: test_dgc_steps.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from little_models import batch, equal, parameters, perceptron, step_on
+from test_dgc_steps import compressed, memory_of, same_memory
+from torch import Tensor
+from torch.nn import functional as F
+
+import pycomm
+from pycomm.compress import transaction
+from pycomm.compress.unit import Unit
+from pycomm.errors import Error
+from pycomm.lanes import Lanes
+from pycomm.testing import FaultPlan, run_ranks
+
+
+class Broken(Exception):
+    """What a part of a step raises in these tests."""
+
+
+LEAN = {"value_dtype": "int8", "exchange": "gather"}
+SPLIT, SOME_DENSE = {"exchange": "split"}, {"min_count": 600}
+CLIPPED = {**SOME_DENSE, "clip_norm": 1e6}  # which nothing reaches
+FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [  # what, and which of its calls in a step
+    *((Lanes, "all_gather", 1, o) for o in ({}, {"select": "model"}, SOME_DENSE, LEAN)),
+    (Lanes, "all_reduce", 3, SOME_DENSE),
+    *((Lanes, "all_gather_v", 1, o) for o in ({**LEAN, "select": "model"}, SPLIT)),
+    # Behind the exchange, when memory is short, say.
+    *((Unit, "decode", 2, o) for o in ({}, LEAN, SPLIT)),
+    (Unit, "decode", 1, SOME_DENSE),
+    (transaction, "clip_averaged", 1, CLIPPED),
+]
+
+
+@pytest.mark.parametrize(("where", "what", "call", "options"), FAILING)
+def test_a_failed_step_is_one_that_sent_nothing(
+    monkeypatch: pytest.MonkeyPatch, where: Any, what: str, call: int, options: dict[str, Any]
+) -> None:
+    """Against a twin whose step selects nothing: u and v have the gradient, nothing else moved."""
+    real = getattr(where, what)
+    at, calls = [-1, -1], [0, 0]  # by rank
+
+    def sometimes(*args: Any) -> Any:
+        rank = pycomm.rank()
+        calls[rank] += 1
+        if calls[rank] == at[rank]:
+            raise Broken
+        return real(*args)
+
+    monkeypatch.setattr(where, what, sometimes)
+
+    def program(group: pycomm.Group, fail: bool) -> list[Tensor]:
+        module = perceptron().double()
+        model, optimizer, dgc = compressed(module, {"bucket_layers": 1}, **options)
+        for step in range(8):
+            x, y = batch(group.rank, step)
+            data = x.double(), y.double()
+            if step == 4 and fail:
+                before, weights = memory_of(dgc), parameters(module)
+                gradients = torch.autograd.grad(
+                    F.mse_loss(module(data[0]), data[1]), list(module.parameters())
+                )
+                at[group.rank] = calls[group.rank] + call
+                optimizer.zero_grad()
+                with pytest.raises(Broken):
+                    F.mse_loss(model(data[0]), data[1]).backward()
+                at[group.rank] = -1
+                pycomm.barrier()
+                assert equal(weights, parameters(module))
+                assert dgc.step_count == 4
+                after, taken = memory_of(dgc), 0
+                assert all(equal(before[n], after[n]) for n in before if "owed" in n)
+                for (name, old), g in zip(before.items(), gradients, strict=False):
+                    if len(old) == 1:
+                        assert equal(old, after[name])  # travels dense: not touched
+                        continue
+                    u = torch.add(g.flatten(), old[0], alpha=0.9)
+                    if torch.equal(after[name][0], old[0]):
+                        assert equal(after[name], old)  # its bucket's turn had not come
+                        continue
+                    taken += 1
+                    torch.testing.assert_close(after[name], [u, old[1] + u], rtol=1e-15, atol=0)
+                assert taken > 0
+                continue
+            step_on(model, data, optimizer)
+        return parameters(module)
+
+    results = run_ranks(2, program, True)
+    assert equal(*results)
+
+
+def test_a_rank_that_dies_in_the_exchange_takes_nothing_along() -> None:
+    """Rank 1's connection is cut within a step: rank 0 rolls back."""
+
+    def program(group: pycomm.Group) -> None:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module)
+        momentum = dgc.memories
+        try:
+            for step in range(400):
+                before = memory_of(dgc)
+                weights = parameters(module)
+                step_on(model, batch(group.rank, step), optimizer)
+        except Error:  # the cut connection's: nothing has changed
+            assert equal(weights, parameters(module))
+            for memory in momentum.values():
+                old_u, old_v = before[memory.name]
+                if not torch.equal(memory.u, old_u):  # it has taken the gradient in
+                    torch.testing.assert_close(memory.v, old_v + memory.u)
+            raise
+        raise AssertionError("the connection was never cut")
+
+    faults = [FaultPlan(rank=1, action="cut", at="all_gather", after_bytes=30000)]
+    for result in run_ranks(2, program, faults=faults, transport="tcp", return_exceptions=True):
+        assert isinstance(result, Error), result
+
+
+def test_a_backward_pass_that_raises_is_rolled_back() -> None:
+    def program(group: pycomm.Group) -> list[Tensor]:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, {"bucket_layers": 1})
+        for step in range(6):
+            if step == 3:
+
+                def stop(_: Tensor) -> None:
+                    raise Broken
+
+                before = memory_of(dgc)
+                handle = module[0].weight.register_hook(stop)
+                with pytest.raises(Broken):
+                    F.mse_loss(model(batch(0, 9)[0]), batch(0, 9)[1]).backward()
+                handle.remove()
+                model(batch(0, 9)[0])  # whose beginning ends the pass before
+                assert dgc.step_count == 3
+                for (old_u, old_v), (u, v) in zip(
+                    before.values(), memory_of(dgc).values(), strict=True
+                ):
+                    if not torch.equal(u, old_u):  # it has taken the gradient in
+                        torch.testing.assert_close(v, old_v + u)
+                assert not same_memory(before, memory_of(dgc))
+            step_on(model, batch(group.rank, step), optimizer)
+        return parameters(module)
+
+    assert equal(*run_ranks(2, program))
