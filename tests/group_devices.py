@@ -196,16 +196,22 @@ class Machine:
 
     def run(self, n: int, fn: Any, *args: Any, **options: Any) -> list[Any]:
         """`fn(group, device, *args)` as each of n ranks; the results by rank."""
-        if (n + 1) // 2 > self.most if self.shared else n > self.most:
-            pytest.skip("needs a GPU for each rank, or for two that share one")
+        needed = (n + 1) // 2 if self.shared else n
+        if needed > self.most:
+            pytest.skip("needs a GPU" if needed == 1 else f"needs {needed} GPUs")
         return pycomm.testing.run_ranks(n, _rank, self.device, self.shared, fn, args, **options)
 
 
-@pytest.fixture(
-    name="machine",
-    params=["emulated", "emulated, shared", "cuda", "cuda, shared"],
-    scope="module",
-)
+EMULATED = ["emulated", "emulated, shared"]
+KINDS = [*EMULATED, "cuda", "cuda, shared"]
+
+
+def on(*kinds: str) -> pytest.MarkDecorator:
+    """A test for machines of these kinds alone: what it takes, others do not have."""
+    return pytest.mark.parametrize("machine", kinds, indirect=True)
+
+
+@pytest.fixture(name="machine", params=KINDS, scope="module")
 def machine_fixture(request: pytest.FixtureRequest) -> Any:
     with Machine(request.param) as found:
         yield found

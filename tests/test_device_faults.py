@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import machine_fixture, numbers  # noqa: F401
+from group_devices import EMULATED, KINDS, machine_fixture, numbers, on  # noqa: F401
 
 import pycomm
 from pycomm import errors
 
 pytestmark = pytest.mark.timeout(300)
+DELAYED = EMULATED  # until the test says so: a GPU's delay ends by itself
 
 
 def stuck(group: pycomm.Group, device: Any) -> tuple[str, str]:
@@ -46,9 +47,8 @@ def stuck(group: pycomm.Group, device: Any) -> tuple[str, str]:
 went_on = threading.Event()
 
 
+@on(*EMULATED)  # a kernel that waits for ever cannot be ended on a GPU
 def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
-    if not machine.emulated:
-        pytest.skip("a kernel that waits for ever cannot be ended on one that needs a GPU")
     went_on.clear()
     ranks = machine.run(2, stuck)
     for text in (text for said in ranks for text in said):
@@ -78,10 +78,12 @@ def killed(group: pycomm.Group, device: Any, moment: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("moment", ["before", "on the device"])
+@pytest.mark.parametrize(
+    ("machine", "moment"),
+    [(kind, "before") for kind in KINDS] + [(kind, "on the device") for kind in DELAYED],
+    indirect=["machine"],
+)
 def test_a_rank_that_dies_is_told_to_the_others(machine, moment):
-    if not machine.emulated and moment != "before":
-        pytest.skip("delays of GPUs end by themselves; emulated ones need not: needs a GPU less")
     options = {"processes": True, "transport": "", "return_exceptions": True}
     *living, dead = machine.run(3, killed, moment, **options)
     assert isinstance(dead, errors.PeerLost)
@@ -109,9 +111,8 @@ def dies_with_a_call(group: pycomm.Group, device: Any) -> str:
     return str(caught.value)
 
 
+@on(*DELAYED)
 def test_a_call_whose_rank_dies_never_ends_well(machine):
-    if not machine.emulated:
-        pytest.skip("delays of GPUs end by themselves; emulated ones need not: needs a GPU less")
     options = {"processes": True, "transport": "", "return_exceptions": True}
     *living, dead = machine.run(3, dies_with_a_call, **options)
     assert isinstance(dead, errors.PeerLost)
@@ -160,9 +161,8 @@ def aborts(group: pycomm.Group, device: Any) -> str:
     return str(caught.value)
 
 
+@on(*DELAYED)
 def test_an_abort_ends_what_is_under_way(machine):
-    if not machine.emulated:
-        pytest.skip("a delay of a GPU ends by itself: this needs a GPU less")
     went_on.clear()
     assert all("enough" in text or "hung up" in text for text in machine.run(2, aborts))
 
@@ -238,9 +238,8 @@ def told_by_the_host(group: pycomm.Group, device: Any) -> str:
     return str(caught.value)
 
 
+@on(*DELAYED)
 def test_what_waits_on_a_device_ends_with_the_group_of_the_hosts(machine):
-    if not machine.emulated:
-        pytest.skip("a delay of a GPU ends by itself: this needs a GPU less")
     found = machine.run(3, told_by_the_host)
     # Whoever is first ends its communicator, which may be what the others see.
     assert any("waits on the device for rank" in said for said in found), found

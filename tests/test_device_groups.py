@@ -4,18 +4,18 @@ Ranks are threads or processes with a device each (tests/group_devices.py).
 """
 
 import gc
+import re
 import weakref
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import torch
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import machine_fixture, numbers, odd  # noqa: F401
+from group_devices import EMULATED, machine_fixture, numbers, odd, on  # noqa: F401
 
 import pycomm
-from pycomm import device_groups, errors
+from pycomm import errors
 from pycomm.lanes import Lanes
 from pycomm.testing import run_ranks
 
@@ -99,9 +99,8 @@ def launches(group: pycomm.Group, device: Any, algorithm: str) -> Any:
     return device.counts(), group._devices[device.index].stats()
 
 
+@on(*EMULATED)  # the real NCCL does not count
 def test_a_ring_moves_what_its_plan_says_and_nccls_own_is_one_call(machine):
-    if not machine.emulated:
-        pytest.skip("the real NCCL does not count; with a fake one: needs a GPU less")
     if machine.shared:
         for counts, stats in machine.run(4, launches, "ring", transport="local"):
             assert not any(counts.values())
@@ -201,9 +200,8 @@ def one_is_late(group: pycomm.Group, device: Any) -> None:
     np.testing.assert_array_equal(device.get(x), sum(numbers(r) for r in range(group.size)))
 
 
+@on(*EMULATED)  # a GPU's delay ends by itself
 def test_ranks_call_each_other_while_one_device_is_late(machine):
-    if not machine.emulated:
-        pytest.skip("a delay of a GPU ends by itself: this needs a GPU less")
     machine.run(2, one_is_late)
 
 
@@ -275,9 +273,8 @@ def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
     device.stream = before
 
 
+@on(*EMULATED)  # a GPU does not say when it was asked
 def test_a_call_is_watched_while_another_is_captured(machine):
-    if not machine.emulated:
-        pytest.skip("a GPU does not say when it was asked: with an emulated one: needs a GPU less")
     machine.run(2, watched_while_capturing)
 
 
@@ -290,9 +287,8 @@ def many(group: pycomm.Group, device: Any) -> int:
     return int(device.runtime.events_made()) - before
 
 
+@on(*EMULATED)  # CUDA does not count events
 def test_events_are_used_again(machine):
-    if not machine.emulated:
-        pytest.skip("CUDA does not count events; an emulated runtime does: needs a GPU less")
     # Two of each call of either rank, whose counts hold both; and again from when a call is known
     # to be over, which is looked after ten times a second.
     assert max(machine.run(2, many)) < 900
@@ -361,15 +357,17 @@ def test_what_cannot_be_is_said_before_anything_moves(machine):
     machine.run(2, refused, machine.shared)
 
 
-def test_without_a_gpu_a_sentence_says_so():
-    def fn(group: pycomm.Group) -> None:
-        with pytest.raises(errors.Unsupported, match=r"NVIDIA's driver|not built"):
-            pycomm.all_reduce(Nowhere())
+def nowhere(group: pycomm.Group) -> str:
+    with pytest.raises(errors.Unsupported) as caught:
+        pycomm.all_reduce(Nowhere())
+    return str(caught.value)
 
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, and this is for where one needs a GPU")
-    with device_groups.replaced(None):
-        run_ranks(2, fn)
+
+def test_without_a_gpu_a_sentence_says_so(monkeypatch):
+    """In processes that see none, also where there is one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for said in run_ranks(2, nowhere, processes=True, transport=""):
+        assert re.search(r"NVIDIA's driver|not built", said), said
 
 
 def one_is_taken(group: pycomm.Group, device: Any) -> str:
@@ -379,9 +377,8 @@ def one_is_taken(group: pycomm.Group, device: Any) -> str:
     return str(caught.value)
 
 
+@on("emulated, shared")  # what the real NCCL says then `make gpu` tells
 def test_nccl_is_asked_where_it_was_told_to_let_ranks_share_a_gpu(machine, monkeypatch):
-    if not (machine.emulated and machine.shared):
-        pytest.skip("what NCCL says then is for make gpu, on one that needs a GPU")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert any("Duplicate GPU" in text for text in machine.run(2, one_is_taken))
 

@@ -1,0 +1,21 @@
+"""Programs that see no GPU, also where there is one, for what is said then. No test itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Python with these arguments, in a process of its own, as CUDA looks for GPUs once."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
