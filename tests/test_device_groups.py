@@ -334,7 +334,6 @@ def refused(group: pycomm.Group, device: Any, shared: bool) -> None:
     x = device.put(numbers(group.rank))
     flags = device.put(np.zeros(4, bool))
     cases = [
-        (errors.Unsupported, "messages are for", lambda: pycomm.send(x, 1 - group.rank)),
         (errors.Unsupported, "shared_memory is for",
          lambda: pycomm.all_reduce(x, algorithm="shared_memory")),
         (errors.Unsupported, "NCCL refuses ranks that share" if shared else "NCCL has none",

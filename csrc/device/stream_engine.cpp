@@ -68,9 +68,23 @@ std::optional<NcclOp> nccl_op(ReduceOp op) {
 }  // namespace
 
 bool has_nccl(Operation operation, Dtype dtype, ReduceOp op) {
-  if (operation == Operation::broadcast || operation == Operation::all_gather) return true;
-  if (operation != Operation::all_reduce && operation != Operation::reduce_scatter) return false;
-  return spelling_of(dtype).exact && nccl_op(op).has_value();
+  switch (operation) {
+    case Operation::broadcast:
+    case Operation::all_gather:
+    case Operation::send:
+    case Operation::recv:
+      return true;
+    case Operation::all_reduce:
+    case Operation::reduce_scatter:
+      return spelling_of(dtype).exact && nccl_op(op).has_value();
+    case Operation::barrier:
+    case Operation::reduce:
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::all_to_all:
+      break;
+  }
+  return false;
 }
 
 StreamEngine::StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device> device, int rank,
@@ -177,12 +191,16 @@ void StreamEngine::reduce(const StreamJob& job, const Stage::Step& step) {
 }
 
 void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
+  const bool sends = job.operation == Operation::send;
+  if ((sends || job.operation == Operation::recv) && job.count == 0) return;
   const auto [dtype, each, exact] = spelling_of(job.dtype);
   const NcclData data{job.input, job.output, job.count * each, dtype};
   const auto calls = [&](NcclApi& nccl, NcclComm* comm) {
     const NcclQueue queue{comm, stream_.raw()};
+    if (sends) return nccl.send(data, job.peer, queue);
+    if (job.operation == Operation::recv) return nccl.recv(data, job.peer, queue);
     if (job.operation == Operation::broadcast)
-      return nccl.broadcast({job.output, data.out, data.count, data.dtype}, job.root, queue);
+      return nccl.broadcast({job.output, data.out, data.count, data.dtype}, job.peer, queue);
     if (job.operation == Operation::all_gather) return nccl.all_gather(data, queue);
     if (job.operation == Operation::all_reduce)
       return nccl.all_reduce(data, nccl_op(job.op).value(), queue);
@@ -190,6 +208,7 @@ void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
   };
   communicator_->launch(calls, deadline);
   ++traffic_.groups;
+  if (sends) traffic_.bytes_sent += job.count * bytes_of(job.dtype);
 }
 
 std::byte* StreamEngine::place(const StreamJob& job, const Range& range) const {

@@ -16,8 +16,8 @@
 
 namespace pycomm {
 
-// A call in the engine's words. Arrays lie on the device. Without stages it is NCCL's own
-// collective, which has_nccl() knows.
+// A call in the engine's words. Arrays lie on the device. Without stages it is a call of NCCL's
+// own, which has_nccl() knows.
 struct StreamJob {
   const Stages* stages = nullptr;
   Operation operation = Operation::barrier;
@@ -26,11 +26,11 @@ struct StreamJob {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   size_t count = 0;  // as in plan.h
-  int root = 0;
+  int peer = 0;      // as in Call
 };
 
-// Whether NCCL does this by itself: all_reduce, broadcast, all_gather, reduce_scatter; no bits, no
-// bool and no int16 in reductions.
+// Whether NCCL does this by itself: messages, all_reduce, broadcast, all_gather, reduce_scatter; no
+// bits, no bool and no int16 in reductions.
 bool has_nccl(Operation operation, Dtype dtype, ReduceOp op);
 
 // Launches and bytes of the calls so far.

@@ -23,7 +23,7 @@ constexpr int kFramesPerLook = 4;
 constexpr std::chrono::microseconds kShortSleep{200};
 
 bool is_message(const Header& header) {
-  return header.operation == static_cast<uint8_t>(Operation::send);
+  return header.operation == static_cast<uint8_t>(Operation::send) || is_answer(header);
 }
 
 // The hash of the calls so far, and of `call`. How much an all_to_all moves is another number on
@@ -391,7 +391,8 @@ Engine::Front Engine::judge(int peer, const Header& header) {
       // message that we send is not cut by one of the past. What we know already must not stay in
       // the way.
       if (const int when = order(header, epoch_, sequence_);
-          when > 0 || (running_ == nullptr && header.epoch == epoch_ && (when == 0 || !awaited_)))
+          when > 0 || (running_ == nullptr && header.epoch == epoch_ &&
+                       (when == 0 || !awaited_ || has_offered_past(peer))))
         return Front::later;
       [[fallthrough]];
     case FrameKind::goodbye:
@@ -413,13 +414,19 @@ Engine::Front Engine::judge_data(int peer, const Header& header) {
       return Front::nothing;
     }
     // It sent more than our call took. A message on its way to us or from us is not cut by that.
-    if (running_ == nullptr && !awaited_) return Front::later;
+    if (running_ == nullptr && (!awaited_ || has_offered_past(peer))) return Front::later;
     disagree_on_end(peer, header);
   }
   if (when > 0 || running_ == nullptr) return Front::later;
   if (!same_call(header, expected_from(peer))) disagree(peer, header);
   if (header.context != running_->context) disagree_on_past(peer);
   return Front::ours;
+}
+
+// Who has offered a message is bound to what its receiver makes of it, whatever others say: where
+// that one takes it, both must go on.
+bool Engine::has_offered_past(int peer) const {
+  return is_answer(awaited_->signature) && awaited_->from != peer;
 }
 
 void Engine::take_pulse(int peer, const Header& header) {

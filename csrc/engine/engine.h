@@ -104,6 +104,11 @@ class Engine {
   // `from` may be kAnybody; gives the sender. Throws Mismatch, and drops the message, if it is of
   // another dtype or count.
   int receive(int from, const Header& signature, Bytes into, const Deadline& deadline);
+  // In place of send() where the array lies on a device: nothing moves, and the receiver, whose
+  // receive() has no bytes either, has said that it takes the message. Throws Mismatch, as
+  // receive() does there, where it takes another one; and where both ranks do this at once, as each
+  // would wait for the other for ever.
+  void offer(int to, const Header& signature, const Deadline& deadline);
 
   // Says goodbye and hangs up. What peers were sent is still delivered to them.
   void leave() noexcept;
@@ -149,9 +154,10 @@ class Engine {
   bool open(int peer, const Header& header, ConstBytes payload, bool more = false);
   size_t push(int peer);
   bool frame_over(int peer) { return at(peer).link->idle(); }
-  // The oldest message from `from` with the tag, once it is whole. For kAnybody: of everybody's
-  // oldest, as far as they are whole, the one that began to arrive first; `from` then says whose.
-  std::optional<Message> take_message(int& from, uint32_t tag);
+  // The oldest message from `from` that `wanted` is meant for, once it is whole. For kAnybody: of
+  // everybody's oldest, as far as they are whole, the one that began to arrive first; `from` then
+  // says whose.
+  std::optional<Message> take_message(int& from, const Header& wanted);
   // `peer` says that the call under way is another: ends it on every rank with Mismatch.
   [[noreturn]] void disagree(int peer, const Header& theirs);
   // The same where the peer has gone on to the call `theirs`, or this rank has ended it already.
@@ -211,8 +217,11 @@ class Engine {
   bool beat() noexcept;  // pulse(), by who works with the links
   void take_pulse(int peer, const Header& header);
   bool contradicts(const Header& pulse) const;
+  bool has_offered_past(int peer) const;
   void absorb(int peer, const Header& header);
-  std::optional<Message> take_kept(int& from, uint32_t tag);
+  std::optional<Message> take_kept(int& from, const Header& wanted);
+  Message await(int& from, const Header& wanted, Bytes into, const Header& signature,
+                const Deadline& deadline);
   void read_notice(int peer, const Header& header);
   void heed_goodbye(int peer, const std::string& payload);
   void new_epoch(const Header& notice, const std::string& text);
@@ -280,5 +289,10 @@ int order(const Header& frame, uint16_t epoch, uint32_t sequence);
 
 // What a header says a call is: "all_reduce(float32, sum, count 10)".
 std::string describe(const Header& header);
+
+// Of a message: whether it tells of one between devices, and nothing follows the header; whether it
+// is the word of who receives there.
+bool is_agreement(const Header& message);
+bool is_answer(const Header& message);
 
 }  // namespace pycomm

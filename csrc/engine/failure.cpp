@@ -133,6 +133,7 @@ void Engine::new_epoch(const Header& notice, const std::string& text) {
   noticed_ = notice;
   noticed_text_ = text;
   for (Peer& who : peers_) {
+    std::erase_if(who.messages, [](const Message& m) { return is_agreement(m.header); });
     if (!who.link) continue;
     who.link->abandon();  // what was half received is of an old epoch and is dropped
     who.link->post(notice, text);

@@ -15,26 +15,73 @@ constexpr size_t kMostMessageBytes = size_t{1} << 48;
 // Of a payload that comes in pieces, before others have their turn.
 constexpr int kPartsPerLook = 16;
 
+// What a receiver answers to the announcement that its `signature` is meant for.
+Header answer_of(Header signature) {
+  signature.operation = static_cast<uint8_t>(Operation::recv);
+  return signature;
+}
+
+// Whether `wanted` is meant for a message, which may yet be of another kind. Who waits for an
+// answer, too, takes the announcement of the rank that it waits for: neither would answer.
+bool is_meant(const Header& message, const Header& wanted) {
+  if (is_answer(wanted) && is_agreement(message) && !is_answer(message)) return true;
+  return message.operation == wanted.operation && message.peer == wanted.peer;
+}
+
 }  // namespace
 
+bool is_answer(const Header& message) {
+  return message.operation == static_cast<uint8_t>(Operation::recv);
+}
+
+// Who receives in host memory answers an announcement, too.
+bool is_agreement(const Header& message) {
+  return is_answer(message) || (message.algorithm & kOnDevice) != 0;
+}
+
 void Engine::send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline) {
-  SendMessage task(*this, to, signature, bytes);
+  Header header = signature;
+  header.epoch = epoch_;
+  SendMessage task(*this, to, header, bytes);
   guard(task, signature, deadline);
 }
 
-int Engine::receive(int from, const Header& signature, Bytes into, const Deadline& deadline) {
-  awaited_ = {from, signature, into};
-  ReceiveMessage task(*this, from, signature.peer);
+// `signature`: what this rank is said to be in.
+Message Engine::await(int& from, const Header& wanted, Bytes into, const Header& signature,
+                      const Deadline& deadline) {
+  awaited_ = {from, wanted, into};
+  ReceiveMessage task(*this, from, wanted);
   guard(task, signature, deadline);
-  const Message& message = task.message();
-  const int sender = task.sender();
+  from = task.sender();
+  return std::move(task.message());
+}
+
+int Engine::receive(int from, const Header& signature, Bytes into, const Deadline& deadline) {
+  const Message message = await(from, signature, into, signature, deadline);
+  const bool announced = is_agreement(message.header);
+  if (announced) send(from, answer_of(signature), {}, deadline);
   if (!same_call(message.header, signature))
-    throw Mismatch(name(sender) + " sent " + describe(message.header) + ", but " +
-                       name(options_.rank) + " receives " + describe(signature) +
-                       "; the message is dropped",
-                   {.op = "recv", .rank = options_.rank, .peer = sender});
+    throw Mismatch(name(from) + " sent " + describe(message.header) + ", but " +
+                       name(options_.rank) + " receives " + describe(answer_of(signature)) +
+                       (announced ? "; nothing has moved" : "; the message is dropped"),
+                   {.op = "recv", .rank = options_.rank, .peer = from});
   if (!message.kept.empty()) std::memcpy(into.data(), message.kept.data(), into.size());
-  return sender;
+  return from;
+}
+
+void Engine::offer(int to, const Header& signature, const Deadline& deadline) {
+  send(to, signature, {}, deadline);
+  const Header wanted = answer_of(signature);
+  const Header answer = await(to, wanted, {}, signature, deadline).header;
+  if (same_call(answer, wanted)) return;
+  const std::string theirs =
+      is_answer(answer)
+          ? name(to) + " receives " + describe(answer)
+          : name(to) + " sends this rank " + describe(answer) +
+                ", and each waits for the other to receive: let one of the two receive first";
+  throw Mismatch(name(options_.rank) + " sends " + describe(signature) + ", but " + theirs +
+                     "; nothing has moved",
+                 {.op = "send", .rank = options_.rank, .peer = to});
 }
 
 // A message that nobody waits for is kept until somebody does, so that a sender is never stuck on a
@@ -46,10 +93,13 @@ void Engine::absorb(int peer, const Header& header) {
     const auto sound = [&](bool holds) { believe(peer, holds, "a message has no sound header"); };
     sound(header.dtype < kDtypes.size());
     const size_t each = bytes_of(static_cast<Dtype>(header.dtype));
-    sound(header.count <= kMostMessageBytes / each && header.count * each >= header.bytes);
-    Message message{.header = header, .arrival = ++arrivals_, .bytes = header.count * each};
+    const size_t bytes = is_agreement(header) ? 0 : header.count * each;
+    sound(header.count <= kMostMessageBytes / each && header.bytes <= bytes);
+    if (is_agreement(header) && header.epoch != epoch_)
+      return link.finish();  // its sender has given it up, or hears that this rank has
+    Message message{.header = header, .arrival = ++arrivals_, .bytes = bytes};
     const bool queued = std::ranges::any_of(
-        who.messages, [&](const Message& m) { return m.header.peer == header.peer; });
+        who.messages, [&](const Message& m) { return is_meant(m.header, header); });
     if (awaited_ && awaited_->from == peer && !queued && same_call(header, awaited_->signature))
       message.into = awaited_->into.data();
     if (message.bytes == 0) {  // whole already: mark it so that an empty message counts
@@ -85,17 +135,17 @@ void Engine::keep_half_arrived() {
   message.into = nullptr;
 }
 
-std::optional<Message> Engine::take_message(int& from, uint32_t tag) {
-  if (auto message = take_kept(from, tag)) return message;
+std::optional<Message> Engine::take_message(int& from, const Header& wanted) {
+  if (auto message = take_kept(from, wanted)) return message;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
     if (at(peer).link && (from == kAnybody || from == peer)) (void)tend(peer);
-  return take_kept(from, tag);
+  return take_kept(from, wanted);
 }
 
-std::optional<Message> Engine::take_kept(int& from, uint32_t tag) {
+std::optional<Message> Engine::take_kept(int& from, const Header& wanted) {
   const auto oldest = [&](int peer) {
     return std::ranges::find_if(at(peer).messages,
-                                [&](const Message& m) { return m.header.peer == tag; });
+                                [&](const Message& m) { return is_meant(m.header, wanted); });
   };
   int chosen = kNobody;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {

@@ -171,7 +171,7 @@ bool SendMessage::advance() {
 }
 
 bool ReceiveMessage::advance() {
-  message_ = engine_.take_message(from_, tag_);
+  message_ = engine_.take_message(from_, wanted_);
   return message_.has_value();
 }
 

@@ -73,19 +73,19 @@ class SendMessage final : public Task {
 
 class ReceiveMessage final : public Task {
  public:
-  ReceiveMessage(Engine& engine, int from, uint32_t tag)
-      : engine_(engine), from_(from), tag_(tag) {}
+  ReceiveMessage(Engine& engine, int from, const Header& wanted)
+      : engine_(engine), from_(from), wanted_(wanted) {}
   bool advance() override;
   bool done() const override { return message_.has_value(); }
   int sending_to() const override { return kNobody; }
   int receiving_from() const override { return from_ == kAnybody ? kNobody : from_; }
-  const Message& message() const { return *message_; }
+  Message& message() { return *message_; }
   int sender() const { return from_; }  // once it is done
 
  private:
   Engine& engine_;
   int from_;
-  uint32_t tag_;
+  Header wanted_;
   std::optional<Message> message_;
 };
 

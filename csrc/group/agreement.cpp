@@ -1,5 +1,6 @@
-// How the ranks agree about a call whose arrays lie on devices before one of them enqueues it: a
-// barrier whose frames say that they are the call's.
+// How the ranks agree about a collective whose arrays lie on devices before one of them enqueues
+// it: a barrier whose frames say that they are the call's. Of a message the two ranks agree alone,
+// in engine/messages.cpp.
 //
 // No rank leaves a barrier before it has heard of every other, directly or through ranks that went
 // on only because what they heard was the same. So either all ranks pass, or none does.

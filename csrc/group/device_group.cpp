@@ -86,10 +86,28 @@ class DeviceWork final : public Work {
   std::exception_ptr error_;
 };
 
-Call agreement_about(const Call& call) {
+// `source`: told by a receive whom it has agreed with.
+Call agreement_about(const Call& call, int* source) {
   Call asked = call;
   asked.agreement = true;
+  asked.source = source;
   return asked;
+}
+
+// "send(float32, count 10, tag 0, nccl, on CUDA devices) to rank 1"
+std::string text_of(const Call& call) {
+  Header header = signature_of(agreement_about(call, nullptr), call.algorithm);
+  if (is_plan(call.operation)) return describe(header);
+  header.operation = static_cast<uint8_t>(call.operation);  // signatures of both ends say send
+  const bool sends = call.operation == Operation::send;
+  return describe(header) + (sends ? " to rank " : " from rank ") + std::to_string(call.peer);
+}
+
+// Of a receive, when the ranks have agreed: from whom.
+void learn(Call& call, int source) {
+  if (call.operation != Operation::recv) return;
+  call.peer = source;
+  if (call.source != nullptr) *call.source = source;
 }
 
 // One thread at a time inside a group.
@@ -184,7 +202,6 @@ std::shared_ptr<Event> DeviceGroup::mark(void* stream) {
 
 // What can be refused here alone, without the others, is refused here.
 Carried DeviceGroup::begin(const Call& given) {
-  if (!is_plan(given.operation)) lacks(given, "messages are for arrays in host memory");
   if (given.algorithm == Algorithm::shared_memory)
     lacks(given, "the algorithm shared_memory is for arrays in host memory");
   Call call = given;
@@ -200,10 +217,12 @@ Carried DeviceGroup::begin(const Call& given) {
 
 void DeviceGroup::run(const Call& given) {
   const Turn turn(turn_);
-  const Carried carried = begin(given);
+  Carried carried = begin(given);
   const Deadline deadline(carried.call.timeout);
   const auto before = mark(given.stream);
-  host_->run(agreement_about(carried.call));
+  int source = given.peer;
+  host_->run(agreement_about(carried.call, &source));
+  learn(carried.call, source);
   enqueue(carried, *before, deadline, {})->hold(given.stream);
 }
 
@@ -214,16 +233,19 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
     const auto self = weak.lock();
     return !self || self->watch_.is_over(over);  // with the group end its calls
   });
-  const Carried carried = begin(given);
+  Carried carried = begin(given);
   const Deadline deadline(carried.call.timeout);
   const auto before = mark(given.stream);
-  const auto enqueued = [self = shared_from_this(), work, carried, before, deadline,
-                         then = std::move(then)](std::exception_ptr error) {
+  const auto source = std::make_shared<int>(given.peer);
+  auto enqueued = [self = shared_from_this(), work, carried, before, deadline, source,
+                   then = std::move(then)](std::exception_ptr error) mutable {
     std::shared_ptr<Event> over;
     try {
-      if (!error)
+      if (!error) {
+        learn(carried.call, *source);
         over = self->enqueue(carried, *before, deadline,
                              [work](std::exception_ptr late) { work->fail(std::move(late)); });
+      }
       if (over && carried.call.follower != nullptr) over->hold(carried.call.follower);
     } catch (...) {  // the work tells it
       error = std::current_exception();
@@ -231,7 +253,7 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
     work->settle(std::move(over), error);
     if (then) then(error);
   };
-  const Call agreement = agreement_about(carried.call);
+  const Call agreement = agreement_about(carried.call, source.get());
   if (device_->capturing(given.stream)) {  // on this thread, to which a capture may belong
     work->capture();
     host_->run(agreement);
@@ -251,8 +273,9 @@ std::shared_ptr<Event> DeviceGroup::enqueue(const Carried& carried, Event& befor
     auto over = carrier_->enqueue(carried, before, deadline);
     // What a graph holds is for whoever launches it.
     if (!captured)
-      watch_.add(describe(signature_of(agreement_about(carried.call), carried.call.algorithm)),
-                 deadline, over, std::move(failed));
+      watch_.add(text_of(carried.call),
+                 is_plan(carried.call.operation) ? Watch::kEverybody : carried.call.peer, deadline,
+                 over, std::move(failed));
     return over;
   } catch (const Error& error) {  // the other ranks have enqueued their parts
     fail(error);

@@ -32,9 +32,9 @@ struct DeviceParts {
 };
 
 // Collective over `host`, whose calls and this group's make one order. `timeout` is the limit of
-// its forming, and of calls that name none: to agree, and to be over on the device. Messages,
-// splits and memory are the host group's. Throws what calls of `host` throw, Unsupported where a
-// device is no good for NCCL, Timeout where ranks do not come.
+// its forming, and of calls that name none: to agree, and to be over on the device. Splits and
+// memory are the host group's. Throws what calls of `host` throw, Unsupported where a device is no
+// good for NCCL, Timeout where ranks do not come.
 std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceParts parts,
                                          std::chrono::nanoseconds timeout);
 

@@ -61,7 +61,8 @@ struct Call {
   // The same, of start(): one more stream whose later work begins behind the call. It is so before
   // `then` runs.
   void* follower = nullptr;
-  // Nothing moves: returns when all ranks have come to this very call, whose arrays lie on devices.
+  // Nothing moves: returns when all ranks, of a message the other one, have come to this very call,
+  // whose arrays lie on devices.
   bool agreement = false;
 };
 

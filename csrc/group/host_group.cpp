@@ -138,7 +138,8 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
 
 void HostGroup::execute(const Call& call) {
   engine_.check_usable();  // before anybody sees in the segments what this rank calls
-  const Algorithm algorithm = is_plan(call.operation) ? algorithm_for(call) : Algorithm::direct;
+  const bool chosen = is_plan(call.operation) || call.agreement;
+  const Algorithm algorithm = chosen ? algorithm_for(call) : Algorithm::direct;
   std::unique_lock lock(mutex_);
   const Deadline deadline(call.timeout.count() > 0 ? call.timeout : options_.timeout);
   journal_.begin(record_of(call, engine_.next_header(signature_of(call, algorithm)), deadline));
@@ -163,12 +164,15 @@ void HostGroup::execute(const Call& call) {
 }
 
 void HostGroup::carry_out(const Call& call, Algorithm algorithm, const Deadline& deadline) {
-  if (call.agreement) return agree(call, deadline);
-  const size_t bytes = call.count * bytes_of(call.dtype);
+  if (call.agreement && is_plan(call.operation)) return agree(call, deadline);
+  const size_t bytes = call.agreement ? 0 : call.count * bytes_of(call.dtype);
   switch (call.operation) {
     case Operation::send:
-      engine_.send(call.peer, signature_of(call, algorithm),
-                   {static_cast<const std::byte*>(call.input), bytes}, deadline);
+      if (call.agreement)
+        engine_.offer(call.peer, signature_of(call, algorithm), deadline);
+      else
+        engine_.send(call.peer, signature_of(call, algorithm),
+                     {static_cast<const std::byte*>(call.input), bytes}, deadline);
       break;
     case Operation::recv: {
       const int source = engine_.receive(call.peer == kAnySource ? kAnybody : call.peer,

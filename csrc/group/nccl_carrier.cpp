@@ -133,7 +133,7 @@ StreamJob NcclCarrier::job_of(const Carried& carried) {
           .input = static_cast<const std::byte*>(call.input),
           .output = static_cast<std::byte*>(call.output),
           .count = call.count,
-          .root = call.peer};
+          .peer = call.peer};
 }
 
 Carried NcclCarrier::prepare(const Call& call) {

@@ -109,6 +109,7 @@ std::shared_ptr<Event> StagedCarrier::enqueue(const Carried& carried, Event& bef
   Call here = call;
   here.input = layout.input > 0 ? staging : nullptr;
   here.output = layout.output > 0 ? output : nullptr;
+  here.source = nullptr;  // its owner is told before, and may be gone
   if (call.algorithm == Algorithm::staged) here.algorithm = Algorithm::automatic;
 
   auto over = event();

@@ -13,10 +13,10 @@ constexpr std::chrono::seconds kGrace{2};
 
 }  // namespace
 
-void Watch::add(std::string what, const Deadline& deadline, std::shared_ptr<Event> over,
+void Watch::add(std::string what, int peer, const Deadline& deadline, std::shared_ptr<Event> over,
                 std::function<void(std::exception_ptr)> failed) {
   const std::lock_guard lock(mutex_);
-  under_way_.push_back({std::move(what), deadline, std::move(over), std::move(failed)});
+  under_way_.push_back({std::move(what), peer, deadline, std::move(over), std::move(failed)});
 }
 
 bool Watch::idle() {
@@ -82,7 +82,8 @@ std::optional<Error> Watch::lost(const Entry& oldest) {
   for (int peer = 0; peer < static_cast<int>(now.peers.size()); ++peer) {
     const Status::Peer& seen = now.peers[static_cast<size_t>(peer)];
     const bool never_met = seen.departed.empty() && seen.bytes_received == 0;
-    if (peer == host_.rank() || seen.connected || never_met) continue;
+    const bool needed = oldest.peer == kEverybody || oldest.peer == peer;
+    if (peer == host_.rank() || !needed || seen.connected || never_met) continue;
     if (!missed_for_long()) return std::nullopt;
     const Member& who = host_.members()[static_cast<size_t>(peer)];
     return PeerLost(oldest.what + " waits on the device for rank " + std::to_string(peer) + " (" +

@@ -26,8 +26,10 @@ class Watch {
   // `host` tells who is lost, `carrier` what became of calls.
   Watch(const Group& host, Carrier& carrier) : host_(host), carrier_(carrier) {}
 
-  // `failed` is told, by end(), if the call was not over by then; it may be empty.
-  void add(std::string what, const Deadline& deadline, std::shared_ptr<Event> over,
+  // `peer`: the only other rank that a call needs, or kEverybody. `failed` is told, by end(), if
+  // the call was not over by then; it may be empty.
+  static constexpr int kEverybody = -1;
+  void add(std::string what, int peer, const Deadline& deadline, std::shared_ptr<Event> over,
            std::function<void(std::exception_ptr)> failed);
   bool idle();  // nothing that was added is under way, as far as look() knows
   // Whether the call that ends with `over`, which was added, is over, or end() has told of it.
@@ -41,6 +43,7 @@ class Watch {
  private:
   struct Entry {
     std::string what;  // "all_reduce(float32, count 10, sum, nccl, on CUDA devices)"
+    int peer;
     Deadline deadline;
     std::shared_ptr<Event> over;
     std::function<void(std::exception_ptr)> failed;

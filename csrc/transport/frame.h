@@ -19,7 +19,7 @@ enum class FrameKind : uint8_t {
 };
 
 // Added to the algorithm of a call whose arrays lie on devices: its frames carry the agreement
-// alone.
+// alone. A message is then announced by a header that says send and answered by one that says recv.
 inline constexpr uint8_t kOnDevice = 0x80;
 
 // Where the sender of a pulse is.

@@ -185,7 +185,7 @@ void run_case(Rank& r, const Case& one) {
          .input = from_output ? out.bytes() : in.bytes(),
          .output = out.bytes(),
          .count = one.count,
-         .root = one.root});
+         .peer = one.root});
   const std::vector<float> got = out.read(r.stream);
   for (size_t i = 0; i < got.size(); ++i)
     if (wanted(one, r, i) >= 0)
@@ -296,7 +296,7 @@ const Test kNccl{
                  .input = in.bytes(),
                  .output = out.bytes(),
                  .count = one.count,
-                 .root = one.root});
+                 .peer = one.root});
           const auto got = out.read(r.stream);
           const size_t parts = has_parts_out(operation) ? 3 : 1;
           for (size_t i = 0; i < 10 * parts; ++i)

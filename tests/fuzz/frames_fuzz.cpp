@@ -91,14 +91,20 @@ void call(Engine& engine, int what) {
   signature.operation = static_cast<uint8_t>(Operation::send);
   signature.peer = 7;
   if (what == 1) return engine.send(1, signature, bytes, deadline);
-  (void)engine.receive(what == 2 ? 1 : kAnybody, signature, bytes, deadline);
+  if (what < 4) {
+    (void)engine.receive(what == 2 ? 1 : kAnybody, signature, bytes, deadline);
+    return;
+  }
+  signature.algorithm = kOnDevice;
+  if (what == 4) return engine.offer(1, signature, deadline);
+  (void)engine.receive(1, signature, {}, deadline);
 }
 
 }  // namespace
 
 void fuzz::one(Input input) {
   if (input.size() < 2) return;
-  const int what = std::to_integer<int>(input[0]) % 4;
+  const int what = std::to_integer<int>(input[0]) % 6;
   const size_t grain = 1 + std::to_integer<size_t>(input[1]);
   std::vector<std::unique_ptr<Channel>> channels(2);
   channels[1] = std::make_unique<Tape>(input.subspan(2), grain);

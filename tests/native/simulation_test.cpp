@@ -213,6 +213,101 @@ const Test kStrays{
                 {.call = {Operation::all_reduce, algorithm}, .stray = stray, .calls = 2});
     }};
 
+// Messages between devices: an act is an offer, a receive or, before them, a broadcast.
+enum class Verb { broadcast, offer, receive };
+struct Act {
+  Verb verb = Verb::broadcast;
+  int peer = 0;
+  size_t count = 3;
+  bool again = false;  // until there is no disagreement
+};
+
+// Whether the act goes well.
+bool act_once(Engine& engine, const Act& act) {
+  if (act.verb == Verb::broadcast)
+    return run_call(engine, {.call = {Operation::broadcast, Algorithm::direct}}, 0, act.count != 3);
+  const Deadline deadline(std::chrono::hours(1));
+  Header signature{.operation = static_cast<uint8_t>(Operation::send),
+                   .dtype = static_cast<uint8_t>(Dtype::float32),
+                   .algorithm = kOnDevice,
+                   .count = act.count};
+  if (act.verb == Verb::offer)
+    engine.offer(act.peer, signature, deadline);
+  else
+    (void)engine.receive(act.peer, signature, {}, deadline);
+  return true;
+}
+
+using Well = std::vector<std::vector<bool>>;  // by rank and act
+
+// What ranks do, one act after the other.
+struct Messages {
+  explicit Messages(const std::vector<std::vector<Act>>& acts)
+      : well(acts.size()),
+        world(static_cast<int>(acts.size()), {}, Looks::at_once,
+              [this, acts](int rank, Engine& engine) {
+                for (const Act& act : acts[static_cast<size_t>(rank)])
+                  well[static_cast<size_t>(rank)].push_back(go(engine, act));
+              }) {}
+
+  static bool go(Engine& engine, const Act& act) {
+    for (;;) try {
+        return act_once(engine, act);
+      } catch (const Error& error) {
+        if (error.kind() != ErrorKind::mismatch || !act.again) return false;
+      }
+  }
+
+  Well well;
+  World world;
+};
+
+// For every order, `check` of what went well; gives how many there were.
+size_t try_messages(const std::vector<std::vector<Act>>& acts,
+                    const std::function<void(const Well&)>& check) {
+  std::unique_ptr<Messages> now;
+  return every_order(
+      [&]() -> World& {
+        now.reset();
+        now = std::make_unique<Messages>(acts);
+        return now->world;
+      },
+      [&](World&) { check(now->well); }, kMostOrders);
+}
+
+constexpr Act kGive{Verb::offer, 1}, kReply{Verb::offer, 0};
+constexpr Act kTake{Verb::receive, 0}, kBack{Verb::receive, 1};
+
+const Test kOffers{
+    "messages between devices of three, in every order", [] {
+      constexpr Act kOther{Verb::receive, 0, 4}, kAnyone{Verb::receive, kAnybody};
+      const auto wanted = [](bool first) {
+        return [first](const Well& well) {
+          for (const auto& of_rank : well)
+            for (size_t i = 0; i < of_rank.size(); ++i)
+              expect_equal<bool>(of_rank[i], first || i > 0, "act " + std::to_string(i));
+        };
+      };
+      expect(try_messages({{kGive, kBack}, {kTake, kReply}, {}}, wanted(true)) > 0, "no order");
+      expect(try_messages({{kAnyone, kAnyone}, {kReply}, {kReply}}, wanted(true)) > 1, "orders");
+      // Who receives something else, or sends too; and the next message goes through.
+      try_messages({{kGive, kGive}, {kOther, kTake}, {}}, wanted(false));
+      try_messages({{kGive, kGive}, {kReply, kTake}, {}}, wanted(false));
+    }};
+
+// Ranks hear of that at any moment. Where one took what the other has given up, that one would wait
+// for ever.
+const Test kOffersAstray{
+    "messages between devices while a third goes astray, of three, in every order", [] {
+      constexpr Act kAstray{Verb::broadcast, 0, 4};
+      for (const auto& [low, high] : {std::pair(kGive, kTake), std::pair(kBack, kReply)}) {
+        const auto again = [](Act act) { return act.again = true, act; };
+        const auto fine = [](const Well& well) { expect(well[0][1] && well[1][1], "both"); };
+        const std::vector<std::vector<Act>> acts{{{}, again(low)}, {{}, again(high)}, {kAstray}};
+        expect(try_messages(acts, fine) > 1, "there is but one order");
+      }
+    }};
+
 const Test kMore{"long: every death of one of three in two calls, in every order", [] {
                    for (const Call& call : calls()) {
                      const Scene scene{.call = call, .calls = has_many_orders(call) ? 1 : 2};

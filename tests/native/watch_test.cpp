@@ -2,6 +2,7 @@
 // up, else ended by the first cause. Devices and what carries calls are played.
 #include "group/watch.h"
 
+#include <latch>
 #include <memory>
 #include <optional>
 #include <string>
@@ -64,16 +65,17 @@ class PlayedCarrier final : public Carrier {
 };
 
 struct Watched {
-  ranks::World world{};
-  std::shared_ptr<Group> host = world.join(0);
+  explicit Watched(std::shared_ptr<Group> group = ranks::World{}.join(0))
+      : host(std::move(group)) {}
+  std::shared_ptr<Group> host;
   std::shared_ptr<PlayedDevice> device = std::make_shared<PlayedDevice>();
   PlayedCarrier carrier;
   Watch watch{*host, carrier};
   std::exception_ptr told;
 
-  std::shared_ptr<Event> add(std::chrono::nanoseconds limit = 60s) {
+  std::shared_ptr<Event> add(std::chrono::nanoseconds limit = 60s, int peer = Watch::kEverybody) {
     auto over = std::make_shared<Event>(device);
-    watch.add("all_reduce(of a test)", Deadline(limit), over,
+    watch.add("all_reduce(of a test)", peer, Deadline(limit), over,
               [this](std::exception_ptr error) { told = std::move(error); });
     return over;
   }
@@ -115,5 +117,29 @@ const Test kLate{"a call that is not over at its limit is named", [] {
                    expect(said.starts_with("all_reduce(of a test)"), said);
                    expect(said.find("not over on the device") != std::string::npos, said);
                  }};
+
+const Test kNeeded{"a rank that leaves is missed by the calls that need it, and by no others", [] {
+                     ranks::World world{.size = 3, .transport = "tcp", .heartbeat = 500ms};
+                     std::latch over(1);
+                     ranks::run_groups(world, [&](Group& group) {
+                       if (group.rank() == 2) return group.close();
+                       if (group.rank() == 1) return over.wait();
+                       const struct Tell {
+                         std::latch& latch;
+                         ~Tell() { latch.count_down(); }  // also where a check fails
+                       } tell{over};
+                       const std::shared_ptr<Group> host(&group, [](Group*) {});  // not its owner
+                       Watched message(host), all(host);
+                       (void)message.add(60s, 1);
+                       (void)all.add();
+                       std::optional<Error> missed;
+                       for (const Deadline deadline(60s); !missed && !deadline.expired();) {
+                         expect(!message.watch.look(), "it needs rank 1 alone");
+                         missed = all.watch.look();
+                       }
+                       expect(missed && missed->kind() == ErrorKind::peer_lost, "it needs rank 2");
+                       expect_equal(missed->fields().peer, 2, "who is missed");
+                     });
+                   }};
 
 }  // namespace

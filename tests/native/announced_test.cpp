@@ -1,0 +1,189 @@
+// Messages between devices as the host sees them: who sends announces, who receives answers, and
+// both go on or neither does. What moves between the devices then is not here.
+#include <future>
+#include <string>
+
+#include "core/operation.h"
+#include "group/group.h"
+#include "harness.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+using ranks::Array;
+using ranks::Ending;
+using ranks::ending_of;
+
+struct ByTransport {
+  ByTransport(const std::string& name, void (*body)(const std::string& transport)) {
+    for (const std::string& transport : ranks::kTransports)
+      Test(transport + ": " + name, [=] { body(transport); });
+  }
+};
+
+Call message(Operation operation, int peer, size_t count, uint32_t tag = 0) {
+  return {.operation = operation,
+          .dtype = Dtype::float32,
+          .count = count,
+          .peer = peer,
+          .tag = tag,
+          .algorithm = Algorithm::nccl,
+          .agreement = true};
+}
+Call offer(int to, size_t count, uint32_t tag = 0) {
+  return message(Operation::send, to, count, tag);
+}
+Call take(int from, size_t count, uint32_t tag = 0) {
+  return message(Operation::recv, from, count, tag);
+}
+
+// A message goes through afterwards, whatever came before.
+void expect_sound(Group& group) {
+  const int rank = group.rank();
+  if (rank == 0) group.run(offer(1, 1'000'000, 99));
+  if (rank == 1) group.run(take(0, 1'000'000, 99));
+  group.run({.operation = Operation::barrier});
+}
+
+const ByTransport kAgree{
+    "a message is sent when it is received, by tag", [](const std::string& by) {
+      ranks::run_groups(3, by, [](Group& group) {
+        for (int i = 0; i < 20; ++i) {
+          const uint64_t before = group.stats().bytes_sent;
+          if (group.rank() == 0) {
+            group.run(offer(1, 1'000'000, 5));
+            group.run(offer(1, 0, 6));
+            group.run(take(1, 7));
+          } else if (group.rank() == 1) {
+            group.run(take(0, 1'000'000, 5));
+            group.run(take(0, 0, 6));
+            group.run(offer(0, 7));
+          }
+          expect_equal(group.stats().bytes_sent, before, "nothing but headers is sent");
+        }
+      });
+    }};
+
+const ByTransport kAnybody{"who receives from anybody is told from whom",
+                           [](const std::string& by) {
+                             ranks::run_groups(3, by, [](Group& group) {
+                               for (int i = 0; i < 10; ++i) {
+                                 group.run({.operation = Operation::barrier});
+                                 if (group.rank() != 0) {
+                                   group.run(offer(0, 10));
+                                   continue;
+                                 }
+                                 int seen = 0;
+                                 for (int turn = 0; turn < 2; ++turn) {
+                                   int source = -1;
+                                   Call call = take(kAnySource, 10);
+                                   call.source = &source;
+                                   group.run(call);
+                                   seen += source;
+                                 }
+                                 expect_equal(seen, 3, "ranks 1 and 2, one after the other");
+                               }
+                             });
+                           }};
+
+const ByTransport kUnlike{
+    "a message of another kind is told to both, and the group goes on", [](const std::string& by) {
+      ranks::run_groups(2, by, [](Group& group) {
+        Call of_ints = take(0, 8), staged = take(0, 8);
+        of_ints.dtype = Dtype::int32;
+        staged.algorithm = Algorithm::staged;
+        for (const Call& other : {take(0, 7), of_ints, staged, take(kAnySource, 9)}) {
+          const bool sends = group.rank() == 0;
+          const Ending ending = ending_of([&] { group.run(sends ? offer(1, 8) : other); });
+          expect(ending.is(ErrorKind::mismatch), ending.text());
+          expect(ending.says("send(float32, count 8, tag 0, nccl, on CUDA devices)"),
+                 ending.text());
+          expect(ending.says("receives "), ending.text());
+          expect(ending.says("nothing has moved"), ending.text());
+          expect_equal(ending.error->fields().peer, 1 - group.rank(), "the other rank");
+          expect_equal(ending.error->fields().op, std::string(sends ? "send" : "recv"), "the verb");
+          expect_sound(group);
+        }
+      });
+    }};
+
+const ByTransport kPlaces{
+    "a device and host memory are no match, and messages of both keep their order",
+    [](const std::string& by) {
+      ranks::run_groups(2, by, [](Group& group) {
+        Array array(Dtype::float32, 1000);
+        Call here =
+            message(group.rank() == 0 ? Operation::send : Operation::recv, 1 - group.rank(), 1000);
+        here.algorithm = Algorithm::automatic;
+        here.agreement = false;
+        here.input = here.output = array.data();
+        for (int i = 0; i < 5; ++i) {
+          const auto value = [&](size_t j) { return ranks::element(i, j); };
+          Array wanted(Dtype::float32, 1000);
+          wanted.fill(value);
+          if (group.rank() == 0) {
+            array = wanted;
+            here.input = array.data();
+            group.run(here);
+            group.run(offer(1, 1000));
+            const Ending told = ending_of([&] { group.run(offer(1, 1000)); });
+            expect(told.is(ErrorKind::mismatch) && told.says("receives recv(float32"), told.text());
+            group.run(here);
+            group.run(here);
+          } else {
+            array = Array(Dtype::float32, 1000);
+            here.output = array.data();
+            group.run(here);
+            expect(array == wanted, "the first came first");
+            group.run(take(0, 1000));
+            const Array before = array;
+            expect(ending_of([&] { group.run(here); }).is(ErrorKind::mismatch), "announced");
+            expect(array == before, "nothing has moved");
+            expect(ending_of([&] { group.run(take(0, 1000)); }).is(ErrorKind::mismatch), "moved");
+            group.run(here);
+            expect(array == wanted, "the last, after all that");
+          }
+          expect_sound(group);
+        }
+      });
+    }};
+
+const ByTransport kBothSend{
+    "two that send to each other first hear it at once, and go on", [](const std::string& by) {
+      ranks::run_groups(2, by, [](Group& group) {
+        for (int i = 0; i < 20; ++i) {
+          const int peer = 1 - group.rank();
+          const auto tag = static_cast<uint32_t>(group.rank());  // whatever the tags
+          const Ending ending = ending_of([&] { group.run(offer(peer, 8, tag)); });
+          expect(ending.is(ErrorKind::mismatch), ending.text());
+          expect(ending.says("each waits for the other to receive"), ending.text());
+          expect(ending.says("rank 0 ") && ending.says("rank 1 "), ending.text());
+          expect_sound(group);
+        }
+      });
+    }};
+
+const ByTransport kNobody{
+    "who waits for an answer hears of the limit, and of a rank that leaves",
+    [](const std::string& by) {
+      for (const bool leaves : {false, true}) {
+        std::promise<void> over;
+        ranks::World world{.size = 2, .transport = by};
+        ranks::run_groups(world, [&](Group& group) {
+          if (group.rank() == 1) {
+            if (leaves) return group.close();
+            return over.get_future().wait();
+          }
+          Call call = offer(1, 8);
+          if (!leaves) call.timeout = 100ms;
+          const Ending ending = ending_of([&] { group.run(call); });
+          over.set_value();
+          expect(ending.is(leaves ? ErrorKind::peer_lost : ErrorKind::timeout), ending.text());
+          expect(ending.says("send: ") && ending.says("rank 1"), ending.text());
+        });
+      }
+    }};
+
+}  // namespace
