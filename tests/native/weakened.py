@@ -166,7 +166,7 @@ ROWS = [
         "if (is_agreement(header) && header.epoch != epoch_)",
         "if (false)",
         "simulation",
-        "while a third goes astray",
+        "while one goes astray",
     ),
     (
         "announced_and_given_up",
@@ -174,7 +174,7 @@ ROWS = [
         "std::erase_if(who.messages, [](const Message& m) { return is_agreement(m.header); });",
         "",
         "simulation",
-        "while a third goes astray",
+        "while one goes astray",
     ),
     (
         "offered_and_withdrawn",
@@ -182,7 +182,7 @@ ROWS = [
         "return is_answer(awaited_->signature) && awaited_->from != peer;",
         "return awaited_->from == -100 - peer;",
         "simulation",
-        "while a third goes astray",
+        "while one goes astray",
     ),
     (
         "ring_of_any_content",
