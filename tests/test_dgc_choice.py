@@ -128,8 +128,34 @@ def test_tuned_weighs_seconds() -> None:
     assert best(FAST, 8) == "dense"
     assert best(SLOW, 8) == best(SLOW, 64) == "split"
     assert best(Link(1e-3, 1e-9), 2) == "gather"
-    more = predicted(replace(load, send_on=4), 8, FAST, CODING)
-    assert more["split"] > predicted(load, 8, FAST, CODING)["split"] + 3 * 10**4 * 9e-9
+
+
+@pytest.mark.parametrize("send_on", [1, 2, 4])
+def test_what_owners_send_on_takes_its_time(send_on: int) -> None:
+    """It is coded and it travels."""
+    k, n, size, link = 10**4, 10**7, 8, Link(1e-3, 1e-9)
+    load = Load([k], [n], 4, "2bit", send_on)
+    wanted = (CODING.select + CODING.scan * (1 + 2 / size)) * n + 4 * link.call_s
+    wanted += (1 + send_on) * k * (CODING.encode + CODING.decode + CODING.add)
+    wanted += received_bytes(load, size)["split"] * link.byte_s
+    found = predicted(load, size, link, CODING)
+    assert found.pop("split") == pytest.approx(wanted, rel=1e-12)
+    others = predicted(replace(load, send_on=1), size, link, CODING)
+    del others["split"]
+    assert found == others
+
+
+def test_auto_counts_what_owners_send_on() -> None:
+    def program(group: pycomm.Group, send_on: int) -> dict[str, float]:
+        options = {"exchange": "auto", "value_dtype": "2bit", "send_on": send_on}
+        model, optimizer, dgc = compressed(perceptron(), **options)
+        step_on(model, batch(group.rank, 0), optimizer)
+        weighed: dict[str, float] = dgc.stats()["weighed"]
+        return weighed
+
+    one, four = (run_ranks(2, program, send_on)[0] for send_on in (1, 4))
+    assert four.pop("split") > 1.2 * one.pop("split")
+    assert four == one
 
 
 def test_tuned_is_decided_by_rank_0_and_kept() -> None:
