@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
             contests.append(sparse.whole_step(case))
         contests, refused = able(contests)
         missing += [one for one in refused if one not in missing]
-        if said := next(filter(None, map(wrong, contests)), ""):
+        if said := next(filter(None, (wrong(one, place) for one in contests)), ""):
             print(f"{case.count} elements: {said}")
             return 1
         new = measured(place, case.count, contests, options.rounds)

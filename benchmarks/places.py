@@ -78,6 +78,11 @@ class Host:
 
         return timed
 
+    def result(self, call: Call, *, waits: bool = False) -> Any:
+        """What the call gives at step 0, made in the way that is timed."""
+        del waits
+        return call(0)
+
     def forget(self) -> None:
         """Lets go of what the timers held, which are gone."""
 
@@ -142,7 +147,7 @@ class Cuda(Host):
 
         def timed(step: int) -> Spent:
             if step not in steps:
-                steps[step] = partial(call, step) if waits else self.captured(call, step)
+                steps[step] = partial(call, step) if waits else self.captured(call, step)[1]
             begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
             self._cuda.synchronize()
             self._flushed.sum()
@@ -156,13 +161,22 @@ class Cuda(Host):
 
         return timed
 
-    def captured(self, call: Call, step: int) -> Callable[[], Any]:
-        """What replays the call. All graphs share memory, as no two are replayed at once."""
+    def captured(self, call: Call, step: int) -> tuple[Any, Callable[[], Any]]:
+        """The call's result, which is there behind a replay, and what replays it. All graphs share
+        memory, as no two are replayed at once."""
         graph = self._cuda.CUDAGraph()
         with self._cuda.graph(graph, pool=self._pool):
-            call(step)
-        replay: Callable[[], Any] = graph.replay
-        return replay
+            result = call(step)
+        return result, graph.replay
+
+    def result(self, call: Call, *, waits: bool = False) -> Any:
+        """What the call gives at step 0, by a graph unless it waits for the device."""
+        if waits:
+            return call(0)
+        result, replay = self.captured(call, 0)
+        replay()
+        self._cuda.synchronize()  # before the graph goes
+        return result
 
     def forget(self) -> None:
         """Gives back the memory of the graphs."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pycomm
-from benchmarks import alone, composed, contest, sparse
+from benchmarks import alone, composed, contest, places, sparse
 from benchmarks import kernels as bench
 from benchmarks.kernel_table import Row
 from benchmarks.residuals import STEPS, WORKERS, Residuals, load, store
@@ -142,19 +142,19 @@ def contests() -> list[contest.Contest]:
 def test_each_contestant_is_checked(tmp_path: Path) -> None:
     """One number of one result changed, by a bit, or by a hundredth where torch rounds
     otherwise."""
-    found = contests()
+    found, here = contests(), places.Host()
     assert {c.kernel: c.calls.keys() - {"pycomm"} for c in found} == ALONE
     recorded = load(write_residuals(tmp_path / "residuals.npz", 2_000))
     steps, choices = {"eager": composed.eager}, {"torch.topk": composed.torch_topk}
     found += sparse.contests(sparse.Case(recorded, 9_000), steps, choices)
     for one in found:
-        assert contest.wrong(one) == ""
+        assert contest.wrong(one, here) == ""
         for peer, call in one.calls.items():
             if peer in one.unlike:
                 continue
             bad = spoiled(call, peer == "pycomm" or not one.rounding)
             wrong = dataclasses.replace(one, calls=one.calls | {peer: bad})
-            assert contest.wrong(wrong) == f"{one.kernel}: {peer} and the reference differ"
+            assert contest.wrong(wrong, here) == f"{one.kernel}: {peer} and the reference differ"
 
 
 def spoiled(call: contest.Call, exact: bool) -> contest.Call:

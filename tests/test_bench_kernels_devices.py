@@ -87,7 +87,8 @@ class TorchCuda:
 
 
 class Emulated(places.Cuda):
-    """CUDA's kernels on the processor; a replay is the call."""
+    """CUDA's kernels on the processor. Nothing is captured: each replay is a call, which gives what
+    the first one is to give."""
 
     name = "emulated"
     device = torch.device("cpu")
@@ -96,7 +97,13 @@ class Emulated(places.Cuda):
         super().__init__(TorchCuda())
 
     def captured(self, call: Any, step: int) -> Any:
-        return lambda: call(step)
+        result: list[Any] = []
+
+        def replay() -> None:
+            given = call(step)
+            result[:] = given if isinstance(given, list) else ()  # the loops give none
+
+        return result, replay
 
 
 @pytest.fixture
@@ -166,6 +173,25 @@ def test_a_wrong_bit_on_the_device_ends_it(
 
 
 @needs_nvcc
+def test_a_graph_that_gives_another_result_fails_the_command(
+    tmp_path: Path,
+    emulated: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that does it twice, say: a call by itself is right."""
+
+    class Twice(Emulated):
+        def captured(self, call: Any, step: int) -> Any:
+            result, replay = super().captured(call, step)
+            return result, lambda: (replay(), replay())
+
+    monkeypatch.setitem(places.PLACES, "cuda", Twice)
+    assert run(tmp_path, "--peers", "") == 1
+    assert "9600 elements: dgc_step: pycomm and the reference differ" in capsys.readouterr().out
+
+
+@needs_nvcc
 def test_the_loops_move_what_they_say(emulated: Any) -> None:
     place = Emulated()
     for count in (1, 4_096, 9_001):
@@ -216,6 +242,14 @@ def test_a_call_is_captured_once_for_each_step_and_replayed() -> None:
     captured = ["begin capture", "end capture"]
     replayed = ["synchronize", "replay"]
     assert cuda.notes == [*captured, *replayed, *captured, *replayed, *replayed, *replayed]
+
+
+def test_a_result_is_that_of_a_replay() -> None:
+    cuda = TorchCuda()
+    assert Fake(cuda).result(lambda step: [step]) == [0]
+    assert cuda.notes == ["begin capture", "end capture", "replay", "synchronize"]
+    assert Fake(cuda).result(lambda step: [step], waits=True) == [0]
+    assert len(cuda.notes) == 4
 
 
 def test_who_waits_for_the_device_is_called_itself() -> None:
