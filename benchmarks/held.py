@@ -72,11 +72,12 @@ def more(before: Held, now: Held) -> str:
 
 
 def left(before: Held) -> str:
-    """What is held now and was not before, "" if nothing. Waits for what takes a moment to go."""
-    if not (found := more(before, held())):
-        return ""
+    """What is held now and was not before, "" if nothing. Waits for what takes a moment to go, and
+    as long as anything goes: on a busy machine a look at all objects takes seconds."""
     end = time.monotonic() + LEAVE_S
-    while (found := more(before, held())) and time.monotonic() < end:
-        gc.collect()  # errors hold their frames, and these torch's graphs, which go one by one
+    while found := more(before, held()):
+        # Errors hold their frames, and these torch's graphs, which go one by one.
+        if not gc.collect() and time.monotonic() > end:
+            break
         time.sleep(0.01)  # the thread that sees last bytes off ends by itself: transport/linger.h
     return found

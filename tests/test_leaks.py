@@ -69,6 +69,17 @@ SOUND = {
         cycle = [socket.socket()]
         cycle.append(cycle)
         """,
+    # Each is seen to be garbage when the one before it has gone: arrays hide what they hold. The
+    # last test, as no time is left to wait for anything else.
+    "chain": """
+        held.LEAVE_S = 0.0
+        link = socket.socket()
+        for _ in range(5):
+            hidden = np.empty(1, object)
+            hidden[0] = link
+            link = [hidden]
+            link.append(link)
+        """,
 }
 
 
