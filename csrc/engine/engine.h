@@ -134,8 +134,8 @@ class Engine {
   // Throws GroupBroken if the engine is broken or has left.
   void check_usable();
   // Between calls, of who waits elsewhere for peers, the awaited ones: throws what any has told
-  // meanwhile that ends this group, and that one of these has died. While a call runs in another
-  // thread it is the call that hears; it is waited for until the limit.
+  // meanwhile that ends this group, and that one of these has died; for so long as the limit it is
+  // waited for. While a call runs in another thread it is the call that hears.
   void heed(std::chrono::nanoseconds limit, const std::vector<int>& awaited);
 
   uint64_t frames_sent() const { return sum(&Link::frames_sent); }
@@ -229,6 +229,8 @@ class Engine {
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
   bool has_hung_up(int peer);
   bool parts_in_peace(int peer);
+  void look_for_ends(const std::vector<int>& awaited);
+  void sleep_until_end(const std::vector<int>& awaited);
   PeerLost gone(int peer) const;
   PeerLost unreadable(int peer, std::string_view what) const;
   std::vector<int> call_roll(const Error& error);

@@ -376,27 +376,48 @@ bool Engine::parts_in_peace(int peer) {
 
 void Engine::heed(std::chrono::nanoseconds limit, const std::vector<int>& awaited) {
   std::unique_lock turn(turn_, std::try_to_lock);
-  for (const Deadline deadline(limit); !turn && !deadline.expired();) {
+  const Deadline deadline(limit);
+  while (!turn && !deadline.expired()) {
     std::this_thread::yield();
     (void)turn.try_lock();
   }
   check_usable();
   if (!turn || running_ != nullptr || awaited_) return;
   try {
-    for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-      if (!at(peer).link) continue;
-      const bool last = std::ranges::count(awaited, peer) > 0 && has_hung_up(peer);
-      const Header* header = front(peer);
-      for (; header != nullptr && header->kind == FrameKind::pulse; header = front(peer))
-        take_pulse(peer, *header);
-      if (header != nullptr && header->kind == FrameKind::goodbye) read_notice(peer, *header);
-      if (last && !at(peer).departed && (header == nullptr || !parts_in_peace(peer)))
-        hear_out(peer);
+    look_for_ends(awaited);
+    while (!deadline.expired()) {
+      sleep_until_end(awaited);
+      look_for_ends(awaited);
     }
   } catch (const Error& error) {
     give_up(error);
     throw;
   }
+}
+
+void Engine::look_for_ends(const std::vector<int>& awaited) {
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (!at(peer).link) continue;
+    const bool last = std::ranges::count(awaited, peer) > 0 && has_hung_up(peer);
+    const Header* header = front(peer);
+    for (; header != nullptr && header->kind == FrameKind::pulse; header = front(peer))
+      take_pulse(peer, *header);
+    if (header != nullptr && header->kind == FrameKind::goodbye) read_notice(peer, *header);
+    if (last && !at(peer).departed && (header == nullptr || !parts_in_peace(peer))) hear_out(peer);
+  }
+}
+
+// Until one of them hangs up, as whoever ends does, or for a moment.
+void Engine::sleep_until_end(const std::vector<int>& awaited) {
+  std::vector<pollfd> polled;
+  std::vector<Channel*> armed;
+  for (const int peer : awaited) {
+    if (!at(peer).link || at(peer).link->channel().hung_up()) continue;
+    armed.push_back(&at(peer).link->channel());
+    polled.push_back(armed.back()->arm({}));
+  }
+  ::poll(polled.data(), polled.size(), 10);
+  for (size_t i = 0; i < armed.size(); ++i) armed[i]->disarm(polled[i].revents);
 }
 
 }  // namespace pycomm

@@ -30,7 +30,9 @@ constexpr std::chrono::seconds kNamingTime{1};
 // For so long a rank that cannot be in the group waits for the others to find out too.
 constexpr std::chrono::seconds kAllReadTime{10};
 
-// For who is at the group in which these ranks met, with nothing but a sign of life.
+// For what ends the group in which these ranks met, where one of them is lost: of a process that
+// dies the kernel closes one connection after the other. Another thread may be at that group, too,
+// with nothing but a sign of life.
 constexpr std::chrono::milliseconds kLastLook{100};
 
 std::string key_of_block(const ConnectOptions& options, int block) {
@@ -211,10 +213,18 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
   const Heed told = [&](std::chrono::nanoseconds limit) {
     if (hears(limit)) throw Error(ended->kind(), ended->what(), {});
   };
+  bool noted = false;  // else the error is that of the exchange, and says it all
+  const Exchange notes = [&](const std::string& mine) {
+    auto all = exchange(mine);
+    noted = true;
+    return all;
+  };
   try {
-    return form(options, exchange, std::move(ranks), told);
+    return form(options, notes, std::move(ranks), told);
   } catch (const Error& error) {
-    // A peer that has gone may have heard before this rank of what ends them all.
+    if (!noted) throw;
+    // A peer that has gone may have heard before this rank of what ends them all; and one that has
+    // died is lost to them all.
     if (error.kind() == ErrorKind::peer_lost ? hears(kLastLook) : ended.has_value()) throw *ended;
     throw;
   }

@@ -20,8 +20,8 @@
 
 namespace pycomm {
 
-// Throws where a peer will not come, as the group in which these ranks met has ended. Where another
-// thread is at that group it is waited for until the limit.
+// Throws where a peer will not come, as the group in which these ranks met has ended; until the
+// limit it waits for that.
 using Heed = std::function<void(std::chrono::nanoseconds limit)>;
 
 struct MeshRequest {

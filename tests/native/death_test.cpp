@@ -235,6 +235,40 @@ const ByTransport kHeeded{
       expect(ending.error->fields().peer == 2, "somebody else is blamed");
     }};
 
+// A peer whose end is seen when it has been looked for a few times.
+class Late final : public Channel {
+ public:
+  std::string_view transport() const override { return "late"; }
+  size_t send(ConstBytes head, ConstBytes body) override { return head.size() + body.size(); }
+  ConstBytes peek(size_t) override { return {}; }
+  void take(size_t) override {}
+  size_t receive(Bytes) override { return 0; }
+  bool hung_up() const override { return looks_ > 5; }
+  pollfd arm(Want) override {
+    ++looks_;
+    return {-1, 0, 0};
+  }
+  void disarm(short) override {}
+  void hang_up() override {}
+
+ private:
+  int looks_ = 0;
+};
+
+const Test kHeededLate{"who waits elsewhere hears of a death that comes within its limit", [] {
+                         for (const auto limit : {0s, 60s}) {
+                           std::vector<std::unique_ptr<Channel>> channels(2);
+                           channels[1] = std::make_unique<Late>();
+                           EngineOptions options;
+                           options.names = {"rank 0", "rank 1"};
+                           Engine engine(std::move(channels), options);
+                           const auto ending =
+                               ranks::ending_of([&] { engine.heed(limit, {0, 1}); });
+                           expect(ending.is(ErrorKind::peer_lost) == (limit > 0s), ending.text());
+                           expect(ending.seconds < 30, "it waited for its limit");
+                         }
+                       }};
+
 // Rank 0 has made a call that rank 1 will make later, if it can, and ends in one way or another.
 const ByTransport kHeededBehind{
     "who waits elsewhere hears of an end that stands behind a frame of a later call",

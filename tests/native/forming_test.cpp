@@ -172,6 +172,21 @@ const Test kBoth{"what ends the whole comes before who leaves for it, seen in on
                           ending.text());
                  }};
 
+// As by an all_gather, which breaks the whole: who asks that again hears less.
+const Test kUnnoted{
+    "what ends the exchange of notes is told as it is", [] {
+      const auto ending = ranks::ending_of([&] {
+        (void)make_group(
+            options_of_two(60s),
+            [](const std::string&) -> std::vector<std::string> {
+              throw PeerLost("all_gather: rank 1 died", {.op = "all_gather", .peer = 1});
+            },
+            {}, [](std::chrono::nanoseconds) { throw GroupBroken("it cannot be used any more"); });
+      });
+      expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1 died"), ending.text());
+      expect(ending.error->fields().peer == 1, "nobody is named");
+    }};
+
 // Rank 1 forms it too, but leaves without a word of the reason.
 const Test kLeft{"where a peer leaves a part that stands, what ended the whole is the reason", [] {
                    std::vector<std::string> texts(2);

@@ -46,7 +46,7 @@ const Test kSilent{"who is silent for the limit is named", [] {
                      for (const std::string& by : kTransports) {
                        auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
                        const auto waits = engine_of(0, std::move(a));
-                       const Ending ending = receive(*waits, 100 * kLimit);
+                       const Ending ending = receive(*waits, 20 * kLimit);
                        expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1 has not been"),
                               ending.text());
                        expect_equal(ending.error->fields().peer, 1, "who is to blame");

@@ -268,6 +268,22 @@ ROWS = [
         "an end that stands behind a frame",
     ),
     (
+        "one_look_for_an_end",
+        "engine/failure.cpp",
+        "    while (!deadline.expired()) {\n      sleep_until_end(awaited);",
+        "    if (false) {\n      sleep_until_end(awaited);",
+        "death",
+        "comes within its limit",
+    ),
+    (
+        "cause_asked_for_again",
+        "group/connect.cpp",
+        "    if (!noted) throw;\n",
+        "",
+        "forming",
+        "what ends the exchange of notes",
+    ),
+    (
         "reason_after_its_consequence",
         "group/mesh.cpp",
         """      if (request_.heed) request_.heed({});
