@@ -183,6 +183,8 @@ def test_survivors_of_a_torch_job_know_who_died(
     rows = json.loads(path.read_text())["rows"]
     assert [row["moment"] for row in rows] == ["inside"] * 2 + ["idle"] * 2 + ["parting"] * 2
     assert all(row["named"] and 0 <= row["noticed_ms"] < row["works_ms"] for row in rows)
+    for row in rows:
+        assert ("all_reduce" in row["text"]) == (row["moment"] != "parting"), row
     assert "told who" in capsys.readouterr().out
     assert (tmp_path / "deaths.png").stat().st_size > 0
 

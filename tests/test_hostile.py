@@ -112,7 +112,8 @@ def test_they_spare_who_asks_for_it() -> None:
         attack.round()
     assert attack.listeners == 0
     attack.round()
-    assert attack.end().listeners == 1
+    found = attack.end()
+    assert (found.listeners, found.stood) == (1, len(MANNERS)), "it is new: in every manner at once"
     del store
 
 
