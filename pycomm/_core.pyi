@@ -189,11 +189,17 @@ def group_of(capsule: object, /) -> Group:
     """The group that Group._capsule() gave."""
 
 def on_device(
-    group: object, device: object, nccl: object, nccl_shares: bool, timeout_s: float, /
+    group: object,
+    device: object,
+    nccl: object,
+    nccl_shares: bool,
+    lanes: int,
+    timeout_s: float,
+    /,
 ) -> Group:
     """Collective. The group of the same ranks for arrays on devices. `group` is a capsule of a
     group, `device` and `nccl` are those of the module that has CUDA; `nccl_shares`: NCCL was told
-    to let ranks share a device."""
+    to let ranks share a device; `lanes`: of rings over large arrays, by rank 0's word."""
 
 def check_address(address: str, /) -> None: ...
 def regroup(

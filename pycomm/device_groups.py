@@ -42,7 +42,8 @@ def core(group: Group, device: Device) -> _core.Group:
         return group._core
     found = group._devices.get(device.index)
     if found is None:
-        found = _meet(group._core._capsule(), device.index, group._timeout_s)
+        host, lanes = group._core._capsule(), group.cuda_lanes
+        found = _meet(host, device.index, group._timeout_s, lanes)
         group._devices[device.index] = found
     return found
 
@@ -65,11 +66,12 @@ def stream(device: Device, array: Any) -> int:
     return devices.queue(device, array)[1]
 
 
-def _meet(host: object, index: int, timeout_s: float) -> _core.Group:
+def _meet(host: object, index: int, timeout_s: float, lanes: int = 1) -> _core.Group:
     module = _compiled()
     opened = module.open_device(index)
     library = nccl.load(module)._capsule()
-    made = _core.on_device(host, opened, library, config.nccl_shares_gpus(), timeout_s)
+    shares = config.nccl_shares_gpus()
+    made = _core.on_device(host, opened, library, shares, lanes, timeout_s)
     if made.rank == 0 and made.stats().algorithm == "staged":
         logging.getLogger("pycomm").warning(
             "ranks of the group %r share a GPU, which NCCL refuses: their arrays there travel "

@@ -41,7 +41,12 @@ DEFAULT_HEARTBEAT_S = 10.0
 
 
 class Group:
-    """Ranks that call collectives together, each from one thread, all in the same order."""
+    """Ranks that call collectives together, each from one thread, all in the same order.
+
+    Attributes:
+        cuda_lanes: in how many lanes rings over large CUDA arrays run, 1 to 8 (docs/cuda.md). To be
+            set before the first call with such arrays; rank 0's word counts.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -53,6 +58,7 @@ class Group:
         "_size",
         "_store",
         "_timeout_s",
+        "cuda_lanes",
     )
 
     def __init__(
@@ -64,6 +70,7 @@ class Group:
         self._rank, self._size = core.rank, core.size
         self._store, self._timeout_s = store, timeout_s
         self._aborted: str | None = None  # why, if it was
+        self.cuda_lanes = 1
         self._parts: weakref.WeakSet[Group] = weakref.WeakSet()  # of split()
         _groups.add(self)
 

@@ -17,11 +17,13 @@ std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
 }
 
 std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& device,
-                                  const py::capsule& nccl, bool nccl_shares, double timeout_s) {
+                                  const py::capsule& nccl, bool nccl_shares, int lanes,
+                                  double timeout_s) {
   auto group = taken<Group>(host, "pycomm.Group");
   DeviceParts parts{.device = taken<Device>(device, "pycomm.Device"),
                     .nccl = taken<NcclApi>(nccl, "pycomm.NcclApi"),
-                    .nccl_shares = nccl_shares};
+                    .nccl_shares = nccl_shares,
+                    .lanes = lanes};
   const auto timeout = nanoseconds(timeout_s);
   std::shared_ptr<Group> made;
   {

@@ -83,7 +83,26 @@ class Maker {
   std::vector<Range> reads_, writes_;
 };
 
+Range slice_of(const Range& range, int lane, int lanes) {
+  const Range slice = piece(range.space, range.count, lanes, lane);
+  return {range.space, range.begin + slice.begin, slice.count};
+}
+
+Plan lane_of(const Plan& plan, int lane, int lanes) {
+  Plan part = plan;
+  for (Move& move : part.moves)
+    for (Range* range : {&move.out, &move.in, &move.with}) *range = slice_of(*range, lane, lanes);
+  return part;
+}
+
 }  // namespace
+
+std::vector<Stages> make_lanes(const Plan& plan, int rank, int lanes) {
+  std::vector<Stages> all;
+  for (int lane = 0; lane < lanes; ++lane)
+    all.push_back(make_stages(lane_of(plan, lane, lanes), rank));
+  return all;
+}
 
 Stages make_stages(const Plan& plan, int rank) {
   Maker maker(plan.scratch);

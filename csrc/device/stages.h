@@ -35,4 +35,9 @@ struct Stages {
 // Messages without elements say only that a rank has come, and are left out: NCCL's calls do that.
 Stages make_stages(const Plan& plan, int rank);
 
+// The same cut into lanes: each has its slice of every range, so that elements meet the same ones
+// in the same order as in the whole, and needs scratch of its own. For plans in which what a move
+// reads was written as one range, if at all: rings; one lane is for all.
+std::vector<Stages> make_lanes(const Plan& plan, int rank, int lanes);
+
 }  // namespace pycomm

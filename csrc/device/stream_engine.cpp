@@ -45,6 +45,12 @@ NcclSpelling spelling_of(Dtype dtype) {
   return {NcclDtype::uint8, 1, false};
 }
 
+// Of a lane: a multiple of what memory is aligned to.
+size_t scratch_bytes(const Stages& stages, Dtype dtype) {
+  constexpr size_t kAligned = 256;
+  return (stages.scratch * bytes_of(dtype) + kAligned - 1) / kAligned * kAligned;
+}
+
 std::optional<NcclOp> nccl_op(ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
@@ -93,100 +99,140 @@ StreamEngine::StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device
       device_(std::move(device)),
       rank_(rank),
       size_(size),
-      stream_(device_),
-      events_(std::make_shared<EventPool>(device_)) {}
-
-// First of all, as the end of the stream waits for what is on it.
-StreamEngine::~StreamEngine() {
-  if (communicator_) communicator_->abort();
+      events_(std::make_shared<EventPool>(device_)) {
+  lanes_.push_back(std::make_unique<Lane>(device_));
 }
 
-void StreamEngine::meet(const NcclId& id, const Deadline& deadline) {
+// First of all, as the end of a stream waits for what is on it.
+StreamEngine::~StreamEngine() {
+  for (Communicator* const communicator : communicators()) communicator->abort();
+}
+
+void StreamEngine::meet(std::span<const NcclId> ids, const Deadline& deadline) {
   if (size_ == 1) return;
-  device_->while_current(
-      [&] { communicator_ = std::make_unique<Communicator>(*nccl_, id, rank_, size_); });
-  communicator_->meet(deadline);
+  while (lanes_.size() < ids.size()) lanes_.push_back(std::make_unique<Lane>(device_));
+  for (size_t i = 0; i < ids.size(); ++i) {
+    std::unique_ptr<Communicator>& mine = lanes_[i]->communicator;
+    device_->while_current(
+        [&] { mine = std::make_unique<Communicator>(*nccl_, ids[i], rank_, size_); });
+    mine->meet(deadline);
+  }
+}
+
+std::vector<Communicator*> StreamEngine::communicators() {
+  std::vector<Communicator*> all;
+  for (const auto& lane : lanes_)
+    if (lane->communicator) all.push_back(lane->communicator.get());
+  return all;
 }
 
 void StreamEngine::prepare(const StreamJob& job, void* caller) {
-  if (job.stages != nullptr) reserve(job.stages->scratch * bytes_of(job.dtype), caller);
+  if (job.plan == nullptr) return;
+  size_t bytes = 0;
+  for (const Stages& stages : *job.plan) bytes += scratch_bytes(stages, job.dtype);
+  reserve(bytes, caller);
 }
 
 std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before,
                                              const Deadline& deadline) {
   auto over = event();
-  before.hold(stream_.raw());
-  if (job.stages == nullptr)
+  before.hold(lanes_[0]->stream.raw());
+  if (job.plan == nullptr)
     run_nccl(job, deadline);
   else
     run(job, deadline);
-  over->record(stream_.raw());
+  over->record(lanes_[0]->stream.raw());
   return over;
 }
 
+// Lanes begin behind what is on the first one, with which they share scratch, and that one goes on
+// behind them. All of a lane comes before the next: so all ranks launch in one order, as NCCL wants
+// it of communicators on one device.
 void StreamEngine::run(const StreamJob& job, const Deadline& deadline) {
-  for (const Stage& stage : job.stages->stages) run_stage(job, stage, deadline);
+  std::byte* scratch = scratch_.empty() ? nullptr : static_cast<std::byte*>(scratch_.back().get());
+  void* const first = lanes_[0]->stream.raw();
+  const size_t count = job.plan->size();
+  std::shared_ptr<Event> begin;
+  if (count > 1) {
+    begin = event();
+    begin->record(first);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const Stages& stages = (*job.plan)[i];
+    Lane& lane = *lanes_.at(i);
+    if (i > 0) begin->hold(lane.stream.raw());
+    for (const Stage& stage : stages.stages) run_stage({job, lane, scratch}, stage, deadline);
+    scratch += scratch_bytes(stages, job.dtype);
+  }
+  for (size_t i = 1; i < count; ++i) {
+    const auto end = event();
+    end->record(lanes_[i]->stream.raw());
+    end->hold(first);
+  }
 }
 
-void StreamEngine::run_stage(const StreamJob& job, const Stage& stage, const Deadline& deadline) {
+void StreamEngine::run_stage(const Part& part, const Stage& stage, const Deadline& deadline) {
+  const StreamJob& job = part.job;
   if (!stage.sends.empty() || !stage.receives.empty()) {
     const auto [dtype, each, exact] = spelling_of(job.dtype);
     const auto calls = [&, dtype = dtype, each = each](NcclApi& nccl, NcclComm* comm) {
-      const NcclQueue queue{comm, stream_.raw()};
+      const NcclQueue queue{comm, part.lane.stream.raw()};
       NcclResult result = NcclResult::success;
       const auto keep = [&](NcclResult one) {
         if (result == NcclResult::success || result == NcclResult::in_progress) result = one;
       };
       for (const auto& [peer, range] : stage.sends)
-        keep(nccl.send({place(job, range), nullptr, range.count * each, dtype}, peer, queue));
+        keep(nccl.send({place(part, range), nullptr, range.count * each, dtype}, peer, queue));
       for (const auto& [peer, range] : stage.receives)
-        keep(nccl.recv({nullptr, place(job, range), range.count * each, dtype}, peer, queue));
+        keep(nccl.recv({nullptr, place(part, range), range.count * each, dtype}, peer, queue));
       return result;
     };
-    communicator_->launch(calls, deadline);
+    part.lane.communicator->launch(calls, deadline);
     ++traffic_.groups;
     for (const Stage::Message& sent : stage.sends)
       traffic_.bytes_sent += sent.range.count * bytes_of(job.dtype);
   }
-  for (const Stage::Step& step : stage.steps) run_step(job, step);
+  for (const Stage::Step& step : stage.steps) run_step(part, step);
 }
 
-void StreamEngine::run_step(const StreamJob& job, const Stage::Step& step) {
-  const size_t bytes = step.in.count * bytes_of(job.dtype);
-  std::byte* into = place(job, step.in);
+void StreamEngine::run_step(const Part& part, const Stage::Step& step) {
+  const size_t bytes = step.in.count * bytes_of(part.job.dtype);
+  void* const stream = part.lane.stream.raw();
+  std::byte* into = place(part, step.in);
   switch (step.combine) {
     case Combine::copy:
       if (step.arrived.count == 0)
-        device_->clear(into, bytes, stream_.raw());
-      else if (const std::byte* from = place(job, step.arrived); from != into)
-        device_->copy(into, from, bytes, stream_.raw());
+        device_->clear(into, bytes, stream);
+      else if (const std::byte* from = place(part, step.arrived); from != into)
+        device_->copy(into, from, bytes, stream);
       return;
     case Combine::reduce:
     case Combine::finish:
     case Combine::fold:
-      return reduce(job, step);
+      return reduce(part, step);
   }
 }
 
 // avg adds, and divides in the last addition of an element.
-void StreamEngine::reduce(const StreamJob& job, const Stage::Step& step) {
+void StreamEngine::reduce(const Part& part, const Stage::Step& step) {
+  const StreamJob& job = part.job;
   const size_t bytes = step.in.count * bytes_of(job.dtype);
   const bool partial = step.combine == Combine::reduce && job.op == ReduceOp::avg;
-  const std::byte* arrived = place(job, step.arrived);
+  const std::byte* arrived = place(part, step.arrived);
   std::vector<const void*> inputs;
   if (step.combine == Combine::fold) {
     const size_t slots = step.arrived.count / step.in.count;
     for (size_t slot = 0; slot < slots; ++slot) inputs.push_back(arrived + slot * bytes);
   } else {
-    inputs = {place(job, step.with), arrived};
+    inputs = {place(part, step.with), arrived};
   }
-  device_->reduce({.out = place(job, step.in),
+  device_->reduce({.out = place(part, step.in),
                    .inputs = inputs,
                    .count = step.in.count,
                    .dtype = job.dtype,
                    .op = partial ? ReduceOp::sum : job.op,
                    .size = size_},
-                  stream_.raw());
+                  part.lane.stream.raw());
   ++traffic_.kernels;
 }
 
@@ -196,7 +242,7 @@ void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
   const auto [dtype, each, exact] = spelling_of(job.dtype);
   const NcclData data{job.input, job.output, job.count * each, dtype};
   const auto calls = [&](NcclApi& nccl, NcclComm* comm) {
-    const NcclQueue queue{comm, stream_.raw()};
+    const NcclQueue queue{comm, lanes_[0]->stream.raw()};
     if (sends) return nccl.send(data, job.peer, queue);
     if (job.operation == Operation::recv) return nccl.recv(data, job.peer, queue);
     if (job.operation == Operation::broadcast)
@@ -206,22 +252,22 @@ void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
       return nccl.all_reduce(data, nccl_op(job.op).value(), queue);
     return nccl.reduce_scatter(data, nccl_op(job.op).value(), queue);
   };
-  communicator_->launch(calls, deadline);
+  lanes_[0]->communicator->launch(calls, deadline);
   ++traffic_.groups;
   if (sends) traffic_.bytes_sent += job.count * bytes_of(job.dtype);
 }
 
-std::byte* StreamEngine::place(const StreamJob& job, const Range& range) const {
-  const size_t begin = range.begin * bytes_of(job.dtype);
+std::byte* StreamEngine::place(const Part& part, const Range& range) {
+  const size_t begin = range.begin * bytes_of(part.job.dtype);
   switch (range.space) {
     case Space::input:
-      return const_cast<std::byte*>(job.input) + begin;
+      return const_cast<std::byte*>(part.job.input) + begin;
     case Space::output:
-      return job.output + begin;
+      return part.job.output + begin;
     case Space::scratch:
       break;
   }
-  return static_cast<std::byte*>(scratch_.back().get()) + begin;
+  return part.scratch + begin;
 }
 
 void StreamEngine::reserve(size_t bytes, void* caller) {

@@ -1,11 +1,19 @@
 // Runs plans and NCCL's own collectives on a communication stream, between events of the caller's
 // stream. Nothing here waits for the device.
 //
+// A plan may be cut into lanes, which run at the same time, each on a stream and a communicator of
+// its own: what one adds does not hold up what another sends.
+//
+//   caller   ... x is ready | event                       event | what uses the result ...
+//   lane 0                    wait | event | stages | wait | event
+//   lane 1                           wait  | stages | event
+//
 // Not a group: it checks nothing and watches nothing. Called by group/device_group.cpp.
 #pragma once
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "core/deadline.h"
@@ -16,10 +24,10 @@
 
 namespace pycomm {
 
-// A call in the engine's words. Arrays lie on the device. Without stages it is a call of NCCL's
+// A call in the engine's words. Arrays lie on the device. Without a plan it is a call of NCCL's
 // own, which has_nccl() knows.
 struct StreamJob {
-  const Stages* stages = nullptr;
+  const std::vector<Stages>* plan = nullptr;  // by lane, in as many as it has
   Operation operation = Operation::barrier;
   Dtype dtype = Dtype::uint8;
   ReduceOp op = ReduceOp::sum;
@@ -40,13 +48,14 @@ struct StreamTraffic {
 
 class StreamEngine {
  public:
-  // Collective: a communicator of `size` ranks on `device`. A group of one needs none.
+  // Collective: communicators of `size` ranks on `device`. A group of one needs none.
   StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device> device, int rank, int size);
   ~StreamEngine();  // aborts what is under way
   StreamEngine(const StreamEngine&) = delete;
   StreamEngine& operator=(const StreamEngine&) = delete;
 
-  void meet(const NcclId& id, const Deadline& deadline);
+  // Makes a lane for each id.
+  void meet(std::span<const NcclId> ids, const Deadline& deadline);
 
   // Before enqueue(): sees to the job's scratch. `caller` is the stream of the call; throws
   // Unsupported where that is being captured and there is too little.
@@ -55,25 +64,36 @@ class StreamEngine {
   // Throws as Communicator::launch does. This and prepare(): one thread at a time.
   std::shared_ptr<Event> enqueue(const StreamJob& job, Event& before, const Deadline& deadline);
 
-  Communicator* communicator() { return communicator_.get(); }
+  // By lane; none in a group of one, and before meet().
+  std::vector<Communicator*> communicators();
   std::shared_ptr<Event> event() { return events_->take(); }
   Device& device() { return *device_; }
   const StreamTraffic& traffic() const { return traffic_; }
 
  private:
+  struct Lane {
+    explicit Lane(const std::shared_ptr<Device>& device) : stream(device) {}
+    Stream stream;
+    std::unique_ptr<Communicator> communicator{};  // none in a group of one
+  };
+  // A job as one lane runs it.
+  struct Part {
+    const StreamJob& job;
+    Lane& lane;
+    std::byte* scratch;
+  };
   void run(const StreamJob& job, const Deadline& deadline);
-  void run_stage(const StreamJob& job, const Stage& stage, const Deadline& deadline);
-  void run_step(const StreamJob& job, const Stage::Step& step);
-  void reduce(const StreamJob& job, const Stage::Step& step);
+  void run_stage(const Part& part, const Stage& stage, const Deadline& deadline);
+  void run_step(const Part& part, const Stage::Step& step);
+  void reduce(const Part& part, const Stage::Step& step);
   void run_nccl(const StreamJob& job, const Deadline& deadline);
-  std::byte* place(const StreamJob& job, const Range& range) const;
+  static std::byte* place(const Part& part, const Range& range);
   void reserve(size_t bytes, void* caller);
 
   std::shared_ptr<NcclApi> nccl_;
   std::shared_ptr<Device> device_;
   int rank_, size_;
-  std::unique_ptr<Communicator> communicator_;
-  Stream stream_;
+  std::vector<std::unique_ptr<Lane>> lanes_;  // at least one
   std::shared_ptr<EventPool> events_;
   // The last block is in use. Older ones stay, for graphs may hold their addresses; each is at
   // least twice as large as the one before, so all together take at most twice the last.

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/deadline.h"
 #include "core/errors.h"
@@ -21,8 +22,8 @@ namespace pycomm {
 
 // A call that can be enqueued.
 struct Carried {
-  Call call;                               // with its algorithm and its limit
-  std::shared_ptr<const Stages> stages{};  // where a plan runs between devices
+  Call call;                                          // with its algorithm and its limit
+  std::shared_ptr<const std::vector<Stages>> plan{};  // by lane, where one runs between devices
 };
 
 class Carrier {
@@ -54,9 +55,10 @@ class Carrier {
   virtual void abort(const std::string& reason) noexcept = 0;
 };
 
-// Collective over `host`. Throws Unsupported where NCCL refuses, Timeout where ranks do not come.
+// Collective over `host`; as many lanes as rank 0 says. Throws Unsupported where NCCL refuses,
+// Timeout where ranks do not come.
 std::unique_ptr<Carrier> carry_by_nccl(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
-                                       std::shared_ptr<NcclApi> nccl,
+                                       std::shared_ptr<NcclApi> nccl, int lanes,
                                        std::chrono::nanoseconds timeout);
 
 // Collective over `host`: for ranks of which some share a device.

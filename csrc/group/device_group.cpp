@@ -350,9 +350,10 @@ bool nccl_refuses(Group& host, Device& device, bool nccl_shares) {
 
 std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceParts parts,
                                          std::chrono::nanoseconds timeout) {
-  auto carrier = nccl_refuses(*host, *parts.device, parts.nccl_shares)
-                     ? carry_through_host(host, parts.device)
-                     : carry_by_nccl(host, parts.device, std::move(parts.nccl), timeout);
+  auto carrier =
+      nccl_refuses(*host, *parts.device, parts.nccl_shares)
+          ? carry_through_host(host, parts.device)
+          : carry_by_nccl(host, parts.device, std::move(parts.nccl), parts.lanes, timeout);
   return std::make_shared<DeviceGroup>(std::move(host), std::move(parts.device), std::move(carrier),
                                        timeout);
 }

@@ -29,6 +29,7 @@ struct DeviceParts {
   std::shared_ptr<Device> device;
   std::shared_ptr<NcclApi> nccl;
   bool nccl_shares = false;  // NCCL was told, on this rank, to let ranks share a device
+  int lanes = 1;             // of rings over large arrays, by NCCL; rank 0's word counts
 };
 
 // Collective over `host`, whose calls and this group's make one order. `timeout` is the limit of

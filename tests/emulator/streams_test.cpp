@@ -6,9 +6,11 @@
 // sanitizers by programs.py; called by tests/test_streams.py.
 #include <cuda_runtime.h>
 
+#include <array>
 #include <functional>
 #include <latch>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -33,7 +35,6 @@ void cuda(cudaError_t error) {
 }
 
 Deadline soon() { return Deadline(kLong); }
-
 // An array of the emulated device, written and read in order with a stream.
 class Floats {
  public:
@@ -84,8 +85,8 @@ struct Rank {
 // Ranks as threads; the first error of the lowest rank is thrown when all are done.
 void each_rank(int size, const std::function<void(Rank&)>& body) {
   FakeNccl names;
-  NcclId id{};
-  (void)names.get_unique_id(id);
+  std::array<NcclId, 2> ids{};
+  for (NcclId& id : ids) (void)names.get_unique_id(id);
   std::vector<std::string> errors(static_cast<size_t>(size));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank)
@@ -93,7 +94,7 @@ void each_rank(int size, const std::function<void(Rank&)>& body) {
       try {
         cuda(cudaSetDevice(rank));
         Rank mine{.rank = rank, .size = size};
-        mine.engine.meet(id, soon());
+        mine.engine.meet(ids, soon());
         body(mine);
       } catch (const std::exception& error) {
         errors[static_cast<size_t>(rank)] = error.what();
@@ -161,9 +162,10 @@ float wanted(const Case& one, const Rank& r, size_t i) {
 
 std::string text_of(const Case& one, const Rank& r) {
   return std::string(name_of(one.operation)) + " by " + std::string(name_of(one.algorithm)) +
-         ", count " + std::to_string(one.count) + ", rank " + std::to_string(r.rank) + " of " +
-         std::to_string(r.size);
+         ", count " + std::to_string(one.count) + ", rank " + std::to_string(r.rank);
 }
+
+using Lanes = std::vector<Stages>;
 
 void run_case(Rank& r, const Case& one) {
   const auto size = static_cast<size_t>(r.size);
@@ -175,11 +177,12 @@ void run_case(Rank& r, const Case& one) {
   if (!from_output) out.write([](size_t) { return -1.f; }, r.stream);
   const Place at{.rank = r.rank, .size = r.size, .count = one.count, .root = one.root};
   const Plan plan = make_plan(one.algorithm, one.operation, at);
-  const Stages stages = make_stages(plan, r.rank);
+  const Lanes stages =
+      make_lanes(plan, r.rank, one.algorithm == Algorithm::ring && r.size > 1 ? 2 : 1);
   const auto before = r.engine.traffic();
   r.finish();
   (void)r.nccl->take_counts();
-  r.run({.stages = &stages,
+  r.run({.plan = &stages,
          .operation = one.operation,
          .dtype = Dtype::float32,
          .input = from_output ? out.bytes() : in.bytes(),
@@ -214,8 +217,8 @@ const Test kPlans{"every plan moves what it says and gives the sum", [] {
                       });
                   }};
 
-StreamJob all_reduce(Floats& x, size_t count, const Stages* stages) {
-  return {.stages = stages,
+StreamJob all_reduce(Floats& x, size_t count, const Lanes* stages) {
+  return {.plan = stages,
           .operation = Operation::all_reduce,
           .dtype = Dtype::float32,
           .input = x.bytes(),
@@ -223,9 +226,9 @@ StreamJob all_reduce(Floats& x, size_t count, const Stages* stages) {
           .count = count};
 }
 
-Stages stages_of(const Rank& r, Algorithm algorithm, size_t count) {
+Lanes stages_of(const Rank& r, Algorithm algorithm, size_t count, int lanes = 1) {
   const Place at{.rank = r.rank, .size = r.size, .count = count};
-  return make_stages(make_plan(algorithm, Operation::all_reduce, at), r.rank);
+  return make_lanes(make_plan(algorithm, Operation::all_reduce, at), r.rank, lanes);
 }
 
 const Test kRing{"a ring is 2 (n - 1) groups of a send and a receive and no collective", [] {
@@ -233,7 +236,7 @@ const Test kRing{"a ring is 2 (n - 1) groups of a send and a receive and no coll
                      constexpr size_t kCount = 4000;
                      Floats x(kCount);
                      x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
-                     const Stages stages = stages_of(r, Algorithm::ring, kCount);
+                     const Lanes stages = stages_of(r, Algorithm::ring, kCount);
                      r.run(all_reduce(x, kCount, &stages));
                      const auto got = x.read(r.stream);
                      for (size_t i = 0; i < kCount; ++i) expect_equal(got[i], sum_of(4, i), "sum");
@@ -263,7 +266,7 @@ const Test kBits{"sums have the bits of the processor's, avg among them", [] {
                          reducer(Dtype::float32, op).fold(folded.data(), slots.data(), kCount, 3);
                          Floats x(kCount);
                          x.write([&](size_t i) { return odd(r.rank, i); }, r.stream);
-                         const Stages stages = stages_of(r, algorithm, kCount);
+                         const Lanes stages = stages_of(r, algorithm, kCount);
                          StreamJob job = all_reduce(x, kCount, &stages);
                          job.op = op;
                          r.run(job);
@@ -271,8 +274,8 @@ const Test kBits{"sums have the bits of the processor's, avg among them", [] {
                          expect(got == folded, std::string(name_of(op)) + " by " +
                                                    std::string(name_of(algorithm)));
                          x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
-                         const Stages ring = stages_of(r, Algorithm::ring, kCount);
-                         job.stages = &ring;
+                         const Lanes ring = stages_of(r, Algorithm::ring, kCount, 2);
+                         job.plan = &ring;
                          job.op = ReduceOp::avg;
                          r.run(job);
                          const auto mean = x.read(r.stream);
@@ -313,7 +316,7 @@ const Test kOrder{
     "a call stands between what the caller's stream held and what follows", [] {
       each_rank(2, [](Rank& r) {
         Floats x(100), copy(100);
-        const Stages stages = stages_of(r, Algorithm::ring, 100);
+        const Lanes stages = stages_of(r, Algorithm::ring, 100);
         for (int call = 0; call < 5; ++call) {
           x.write([&](size_t i) { return element(r.rank + call, i); }, r.stream);
           r.run(all_reduce(x, 100, &stages));
@@ -329,7 +332,7 @@ const Test kGraph{
     "a call that is captured is replayed", [] {
       each_rank(3, [](Rank& r) {
         Floats x(64), y(64);
-        const Stages stages = stages_of(r, Algorithm::ring, 64);
+        const Lanes stages = stages_of(r, Algorithm::ring, 64, 2);
         x.write([](size_t) { return 0.f; }, r.stream);
         r.run(all_reduce(x, 64, &stages));
         r.finish();
@@ -350,7 +353,7 @@ const Test kGraph{
           for (int rank = 0; rank < 3; ++rank) first += element(rank + replay, 5);
           expect_equal(got[5], 3 * first, "three times the sum");
         }
-        expect_equal(r.nccl->take_counts().groups, uint64_t{3 * 5}, "groups");
+        expect_equal(r.nccl->take_counts().groups, uint64_t{3 * (2 * 4 + 1)}, "groups");
       });
     }};
 
@@ -358,7 +361,7 @@ const Test kCaptureScratch{
     "what would allocate in a capture is refused with a way out", [] {
       each_rank(2, [](Rank& r) {
         Floats x(64);
-        const Stages stages = stages_of(r, Algorithm::ring, 64);
+        const Lanes stages = stages_of(r, Algorithm::ring, 64);
         cuda(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
         const std::string why =
             expect_throws<Unsupported>([&] { r.run(all_reduce(x, 64, &stages)); });
@@ -381,7 +384,7 @@ NcclResult error_of(Rank& r) {
   const Deadline deadline(kLong);
   while (!deadline.expired()) {
     (void)cudaStreamQuery(r.stream);  // lets operations run
-    const NcclResult now = r.engine.communicator()->state();
+    const NcclResult now = r.engine.communicators().front()->state();
     if (now != NcclResult::success && now != NcclResult::in_progress) return now;
     std::this_thread::yield();
   }
@@ -393,14 +396,15 @@ const Test kMismatch{
       each_rank(2, [](Rank& r) {
         const size_t count = r.rank == 0 ? 64 : 60;
         Floats x(64, 0);
-        const Stages stages = stages_of(r, Algorithm::ring, count);
+        const Lanes stages = stages_of(r, Algorithm::ring, count);
         try_run(r, all_reduce(x, count, &stages));
         const NcclResult error = error_of(r);
-        const std::string text = r.engine.communicator()->error_of("ncclGroupEnd", error).what();
+        const std::string text =
+            r.engine.communicators().front()->error_of("ncclGroupEnd", error).what();
         expect(error == NcclResult::invalid_usage || error == NcclResult::remote_error, text);
         if (error == NcclResult::invalid_usage)
           expect(text.find("count 3") != std::string::npos, text);
-        r.engine.communicator()->abort();
+        r.engine.communicators().front()->abort();
         r.finish();
       });
     }};
@@ -414,10 +418,10 @@ const Test kAbort{"an abort ends what waits for a rank that does not call", [] {
                         ~Tell() { over.count_down(); }  // also where a check fails
                       } tell{over};
                       Floats x(64, 0);
-                      const Stages stages = stages_of(r, Algorithm::ring, 64);
+                      const Lanes stages = stages_of(r, Algorithm::ring, 64);
                       r.run(all_reduce(x, 64, &stages));
                       (void)cudaStreamQuery(r.stream);
-                      r.engine.communicator()->abort();
+                      r.engine.communicators().front()->abort();
                       r.finish();
                       const auto again = [&] { r.run(all_reduce(x, 64, &stages)); };
                       (void)expect_throws<GroupBroken>(again);
@@ -428,10 +432,10 @@ const Test kGone{"who waits for a rank that has gone hears of it", [] {
                    each_rank(3, [](Rank& r) {
                      if (r.rank == 2) return;
                      Floats x(64, 0);
-                     const Stages stages = stages_of(r, Algorithm::ring, 64);
+                     const Lanes stages = stages_of(r, Algorithm::ring, 64);
                      try_run(r, all_reduce(x, 64, &stages));
                      expect(error_of(r) == NcclResult::remote_error, "remote error");
-                     r.engine.communicator()->abort();
+                     r.engine.communicators().front()->abort();
                      r.finish();
                    });
                  }};
@@ -442,7 +446,8 @@ const Test kMissing{"a rank that never comes is given up at the deadline", [] {
                       (void)names.get_unique_id(id);
                       Rank alone{.rank = 0, .size = 2};
                       const auto meet = [&] {
-                        alone.engine.meet(id, Deadline(std::chrono::milliseconds(30)));
+                        alone.engine.meet(std::span(&id, 1),
+                                          Deadline(std::chrono::milliseconds(30)));
                       };
                       (void)expect_throws<Timeout>(meet);
                     }};
@@ -476,7 +481,7 @@ const Test kStrict{
         expect(nccl.group_end() == NcclResult::invalid_usage, "no group");
         // a call before the last one is through
         NcclComm* raw = nullptr;
-        r.engine.communicator()->launch(
+        r.engine.communicators().front()->launch(
             [&](NcclApi&, NcclComm* mine) {
               raw = mine;
               return NcclResult::success;

@@ -27,6 +27,7 @@ struct Case {
   size_t count;
   int root;
   std::vector<int> hosts{};
+  int lane = 0, lanes = 1;
 
   Place at(int rank) const {
     return {.rank = rank, .size = size, .count = count, .root = root, .counts = {}, .hosts = hosts};
@@ -38,13 +39,18 @@ struct Case {
   }
 };
 
+Stages stages_of(const Case& one, int rank) {
+  const Plan plan = make_plan(one.algorithm, one.operation, one.at(rank));
+  return make_lanes(plan, rank, one.lanes).at(static_cast<size_t>(one.lane));
+}
+
 // Ranks run their stages as streams do: a stage ends when all its messages have met, and a message
 // meets its counterpart while both stand in stages that have begun.
 class Streams {
  public:
   explicit Streams(const Case& one) : case_(one) {
     for (int rank = 0; rank < one.size; ++rank) {
-      ranks_.push_back(make_stages(make_plan(one.algorithm, one.operation, one.at(rank)), rank));
+      ranks_.push_back(stages_of(one, rank));
       at_.push_back(0);
       left_.emplace_back();
       begin(rank);
@@ -153,6 +159,25 @@ const Test kEveryPlan{"every plan's stages meet, whatever the size", [] {
                         for (int size = 1; size <= 17; ++size) check_all(size, {});
                         check_all(33, {});
                       }};
+
+const Test kLanes{"lanes of a ring meet, and together they send what it sends", [] {
+                    for (const Operation operation : kOperationsWithPlans)
+                      for (const Algorithm algorithm : algorithms_for(operation))
+                        for (const int size : {2, 3, 5})
+                          for (const size_t count : {size_t{1}, size_t{1000}, size_t{40'000}}) {
+                            if (algorithm != Algorithm::ring) continue;
+                            Case one{operation, algorithm, size, count, size - 1};
+                            size_t sent = 0;
+                            for (one.lanes = 3, one.lane = 0; one.lane < one.lanes; ++one.lane) {
+                              Streams(one).run();
+                              for (const Stage& stage : stages_of(one, 0).stages)
+                                for (const Stage::Message& message : stage.sends)
+                                  sent += message.range.count;
+                            }
+                            expect_equal(sent, sent_by_plan(one, 0),
+                                         one.text() + ": elements sent in all");
+                          }
+                  }};
 
 const Test kHosts{"stages meet on several hosts", [] {
                     check_all(4, {0, 0, 1, 1});
