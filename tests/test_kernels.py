@@ -337,3 +337,14 @@ def test_topk_into_buffers_of_the_caller(device):
     assert found[0] is buffers[0]
     assert found[1] is buffers[1]
     same(device.get(buffers[1]), reference.topk(device.get(x), 30)[1])
+
+
+@pytest.mark.parametrize("share", [10, 2])
+@pytest.mark.parametrize("kind", ["plain", "ties"])
+def test_many_of_a_large_array(kind, share):
+    """More than a 64th of it, on the processor: parts of the array are counted by themselves."""
+    x = made(kind, 1_200_000, 11)
+    for found, wanted in zip(
+        kernels.topk(x, x.size // share), reference.topk(x, x.size // share), strict=True
+    ):
+        same(found, wanted)

@@ -378,13 +378,18 @@ class Selection {
 
   void cut_all(Choice<Element>& choice) {
     const auto own = parts_of(choice);
+    const auto counted = [&](const Part<Element>& part, Key prefix, int shift) {
+      Histogram histogram{};
+      for (const auto& slice : slices_of(part))
+        for (size_t i = slice.begin; i < slice.begin + slice.count; ++i)
+          tally(histogram, key_of(slice.elements[i]), prefix, shift);
+      return histogram;
+    };
     choice.kth = kth_largest<Key>(choice.k, choice.ties, [&](Key prefix, int shift) {
+      if (own.size() == 1) return counted(own[0], prefix, shift);  // small: adding up would be most
       std::array<std::atomic<uint32_t>, std::tuple_size_v<Histogram>> sums{};
       parallel(own.size(), [&](size_t p) {
-        Histogram histogram{};
-        for (const auto& slice : slices_of(own[p]))
-          for (size_t i = slice.begin; i < slice.begin + slice.count; ++i)
-            tally(histogram, key_of(slice.elements[i]), prefix, shift);
+        const Histogram histogram = counted(own[p], prefix, shift);
         for (size_t bin = 0; bin < sums.size(); ++bin)
           sums[bin].fetch_add(histogram[bin], std::memory_order_relaxed);
       });
