@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import Group, errors
-from pycomm.testing import run_ranks
+from pycomm.testing import FaultPlan, run_ranks
 
 VICTIM = 3
 HEARTBEAT_S = 1.0
@@ -198,6 +198,29 @@ def go_on_without_the_parent(group: Group) -> float:
 def test_parts_go_on_when_their_parent_is_closed(processes: bool) -> None:
     seen = run_ranks(4, go_on_without_the_parent, transport="shm", processes=processes)
     assert seen == [2.0, 4.0, 2.0, 4.0]
+
+
+def split_until_cut(group: Group) -> tuple[str, str] | None:
+    try:
+        pycomm.barrier(group=group)
+        group.split(0)
+    except errors.Error as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_a_loss_in_the_midst_of_a_split_is_told_as_one() -> None:
+    """Also by who learns of it in a call of the whole that the split makes."""
+    told = []
+    for after in range(0, 1200, 20):  # bytes of the calls in which all tell each other their notes
+        cut = FaultPlan(2, "cut", "all_gather", after)
+        told += [
+            said
+            for said in run_ranks(3, split_until_cut, transport="tcp", faults=[cut])
+            if said is not None
+        ]
+    assert {kind for kind, _ in told} == {"PeerLost"}
+    assert sum(text.startswith("all_gather: ") for _, text in told) > 10
 
 
 def test_an_abort_while_others_form_a_part_tells_them_why():
