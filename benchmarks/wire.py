@@ -44,6 +44,7 @@ from pycomm.compress.split import Shares
 from pycomm.compress.unit import Pair
 from pycomm.demo import machine
 from pycomm.demo.model import CharGPT, Shape
+from pycomm.kernels import Bundle
 
 RAMP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 SAMPLED = 4  # owners that sum
@@ -206,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
 def packets_of(sparsity: float, pair: Pair, count: int, code: str) -> Packets:
     """One packet of a whole rank; its index bits are what values and their heads leave."""
     k = len(pair[0])
-    whole = len(encode(pair, count, code))
+    whole = _bytes(pair, count, code)
     listed = len(kernels.encode(*pair, count, code, codec="list")) - 4 * k
     bits = 8 * (whole - listed) / k
     return Packets(sparsity, code, k, whole / k, bits, bits / entropy_bits(count, k))
@@ -215,7 +216,12 @@ def packets_of(sparsity: float, pair: Pair, count: int, code: str) -> Packets:
 def of_ring(pair: Pair, sets: Sets, code: str) -> float:
     """A packet's bytes over those of all elements in bfloat16. Both go 2 (N - 1) / N times: so does
     a ring, so does split, and of 2 ranks gather."""
-    return float(len(encode(pair, sets.count, code)) / (2 * sets.count))
+    return float(_bytes(pair, sets.count, code) / (2 * sets.count))
+
+
+def _bytes(pair: Pair, count: int, code: str) -> int:
+    """Of a packet."""
+    return sum(encode(Bundle(*pair, [len(pair[0])]), count, code)[1])
 
 
 def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], object]) -> Ranks:
@@ -229,15 +235,20 @@ def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], objec
     for rank, times in copies.items():
         indices, values = sets.of(rank)
         k = len(indices)
-        whole += times * len(encode((indices, values), sets.count, code))
+        whole += times * _bytes((indices, values), sets.count, code)
         cut = share.cut(indices, values)
-        loads += times * np.array([len(places) for places, _ in cut])
+        loads += times * np.array(cut.lengths)
         reach = -(-sets.count // size)
         ranges += times * np.bincount(indices.numpy() // reach, minlength=size)
-        for owner, total in enumerate(totals):
-            packet = encode(cut[owner], share.places, code)
-            to_owners += (times - (owner == rank)) * len(packet)
-            places, arrived = decode(packet, share.places, cut[owner][1].device)
+        some = sum(cut.lengths[:owners])
+        first = Bundle(cut.indices[:some], cut.values[:some], cut.lengths[:owners])
+        packets = encode(first, share.places, code)
+        to_owners += sum(
+            (times - (owner == rank)) * nbytes for owner, nbytes in enumerate(packets[1])
+        )
+        told = decode(packets, share.places, indices.device)
+        parts = (torch.split(part, list(first.lengths)) for part in (told.indices, told.values))
+        for total, places, arrived in zip(totals, *parts, strict=True):
             total[places.long()] += times * arrived
         advance()
     answers = [
@@ -267,7 +278,7 @@ def _answer(total: torch.Tensor, k: int, size: int, code: str) -> torch.Tensor:
     """What an owner sends on, as split.py chooses it."""
     places, values = kernels.topk(total, min(-(-k // size), len(total)))
     some = values != 0
-    return encode((places[some], values[some]), len(total), code)
+    return encode(Bundle(places[some], values[some], [int(some.sum())]), len(total), code)[0]
 
 
 def tables(

@@ -221,14 +221,15 @@ def test_shares_are_all_coordinates_once(count: int, size: int) -> None:
     share = Shares(count, size)
     coordinates = torch.arange(count, dtype=torch.int32)
     cut = share.cut(coordinates, coordinates.double())
-    assert len(cut) == size
-    for owner, (places, values) in enumerate(cut):
+    assert len(cut.lengths) == size
+    parts = (torch.split(part, cut.lengths) for part in (cut.indices, cut.values))
+    for owner, (places, values) in enumerate(zip(*parts, strict=True)):
         assert bool((places.diff() > 0).all())
         assert torch.equal(share.whole(owner, places).double(), values)
         assert places.numel() == 0 or int(places[-1]) < share.places
-    sizes = [len(places) for places, _ in cut]
-    assert sum(sizes) == count
-    assert max(sizes) - min(sizes) <= BLOCK
+    assert torch.equal(share.joined(cut).double(), cut.values)
+    assert sum(cut.lengths) == count
+    assert max(cut.lengths) - min(cut.lengths) <= BLOCK
 
 
 def test_no_stride_meets_one_owner() -> None:
@@ -240,7 +241,7 @@ def test_no_stride_meets_one_owner() -> None:
         column, row = every % width, every // width
         hot_rows = (row % 7 == 0) & (column < width // 2)
         for hot in (column < 8, hot_rows, every < count // 16):
-            found = [len(p) for p, _ in share.cut(every[hot], every[hot].double())]
+            found = share.cut(every[hot], every[hot].double()).lengths
             assert max(found) <= 1.5 * sum(found) / size, width
 
 

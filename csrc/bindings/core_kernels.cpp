@@ -1,8 +1,11 @@
 // _core.kernels: the processor's kernels, as functions of addresses, and the heads of packets.
+#include <pybind11/stl.h>
+
 #include <span>
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 #include "bindings/core.h"
 #include "bindings/kernels.h"
@@ -23,6 +26,76 @@ std::tuple<size_t, size_t, std::string_view, std::string_view> packet_header(uin
   }
   const PacketHeader header = read_packet_header(found);
   return {header.k, header.count, name_of(header.value_dtype), "raw"};
+}
+
+// Lean packets end to end, each of one of `lengths` elements and of an array of `count`; one
+// without elements has no bytes.
+void bind_bundles(py::module_& module) {
+  using Free = py::call_guard<py::gil_scoped_release>;
+  using Sizes = std::vector<size_t>;
+  module.def(
+      "most_bundle_bytes",
+      [](const Sizes& lengths, size_t count, std::string_view index_code,
+         std::string_view value_code) {
+        const LeanEncoding encoding = lean_encoding(count, index_code, value_code);
+        size_t bytes = 0;
+        for (const size_t k : lengths) bytes += k == 0 ? 0 : most_lean_bytes(k, encoding);
+        return bytes;
+      },
+      Free());
+  module.def(
+      "encode_bundle",
+      [](uintptr_t indices, uintptr_t values, const Sizes& lengths, size_t count,
+         std::string_view dtype, std::string_view index_code, std::string_view value_code,
+         uintptr_t out) {
+        LeanEncoding encoding = lean_encoding(count, index_code, value_code);
+        encoding.dtype = dtype_named(dtype);
+        const auto* where = at<const int32_t>(indices);
+        const auto* what = at<const std::byte>(values);
+        auto* packet = at<std::byte>(out);
+        Sizes sizes;
+        for (const size_t k : lengths) {
+          sizes.push_back(k == 0 ? 0 : encode_lean({where, what, k}, encoding, packet));
+          where += k;
+          what += k * bytes_of(encoding.dtype);
+          packet += sizes.back();
+        }
+        return sizes;
+      },
+      Free());
+  module.def(
+      "bundle_lengths",
+      [](uintptr_t packets, const Sizes& sizes, size_t count) {
+        const auto* packet = at<const std::byte>(packets);
+        Sizes lengths;
+        for (const size_t bytes : sizes) {
+          lengths.push_back(0);
+          if (bytes == 0) continue;
+          const LeanHeader header = read_lean_header({packet, bytes});
+          if (header.count != count)
+            throw InvalidArgument("a packet of an array of " + std::to_string(header.count) +
+                                  " elements for one of " + std::to_string(count));
+          lengths.back() = header.k;
+          packet += bytes;
+        }
+        return lengths;
+      },
+      Free());
+  module.def(
+      "decode_bundle",
+      [](uintptr_t packets, const Sizes& sizes, const Sizes& lengths, uintptr_t indices,
+         uintptr_t values) {
+        const auto* packet = at<const std::byte>(packets);
+        auto* where = at<int32_t>(indices);
+        auto* what = at<float>(values);
+        for (size_t i = 0; i < sizes.size(); ++i) {
+          if (sizes[i] > 0) decode_lean({packet, sizes[i]}, where, what);
+          packet += sizes[i];
+          where += lengths[i];
+          what += lengths[i];
+        }
+      },
+      Free());
 }
 
 // The loops of stream.h, for benchmarks.
@@ -63,6 +136,7 @@ void bind_cpu_kernels(py::module_& module) {
     const LeanHeader header = read_lean_header({at<const std::byte>(head), bytes}, size);
     return std::pair(header.k, header.count);
   });
+  bind_bundles(module);
   bind_streams(module);
 }
 

@@ -20,8 +20,11 @@ from pycomm import kernels
 from pycomm.calls import Work
 from pycomm.compress.unit import Arrived, Pair, Unit
 from pycomm.errors import InvalidArgument
+from pycomm.kernels import Bundle
 
-__all__ = ["ToAll", "Ways", "all_gather", "decode", "encode", "lost_in"]
+__all__ = ["Packets", "ToAll", "Ways", "all_gather", "decode", "encode", "lost_in", "turned"]
+
+Packets = tuple[Tensor, Sequence[int]]  # uint8 in host memory, end to end, and the bytes of each
 
 
 class Ways(Protocol):
@@ -62,13 +65,12 @@ class ToAll:
 
     def exchange(self, units: Sequence[Unit], ways: Ways) -> tuple[list[Arrived], int]:
         """Collective. What has arrived for each unit, and the bytes that this rank has given."""
-        mine = [encode((u.indices, u.values), u.count, self.value_dtype) for u in units]
-        everyone, sent = all_gather(mine, ways)
+        everyone, sent = all_gather(self._coded(units), ways)
         found = []
         for unit, packets in zip(units, everyone, strict=True):
-            pairs = [decode(packet, unit.count, unit.values.device) for packet in packets]
-            lost = lost_in(unit.values, pairs[ways.rank][1])
-            found.append(Arrived(unit, pairs, lost))
+            came = decode(packets, unit.count, unit.values.device)
+            mine = torch.split(came.values, list(came.lengths))[ways.rank]
+            found.append(Arrived(unit, came, lost_in(unit.values, mine)))
         return found, sent
 
     def commit(self) -> None:
@@ -76,27 +78,52 @@ class ToAll:
 
     def lost(self, units: Sequence[Unit], size: int) -> list[Tensor]:
         """What rounding takes, which is the same each time."""
-        packets = [encode((u.indices, u.values), u.count, self.value_dtype) for u in units]
         return [
-            lost_in(unit.values, decode(packet, unit.count, unit.values.device)[1])
-            for unit, packet in zip(units, packets, strict=True)
+            lost_in(unit.values, decode((packet, [len(packet)]), unit.count, unit.values.device)[1])
+            for unit, packet in zip(units, self._coded(units), strict=True)
+        ]
+
+    def _coded(self, units: Sequence[Unit]) -> list[Tensor]:
+        """A packet of each."""
+        return [
+            encode(Bundle(u.indices, u.values, [len(u.values)]), u.count, self.value_dtype)[0]
+            for u in units
         ]
 
 
-def encode(pair: Pair, count: int, value_dtype: str) -> Tensor:
-    """A lean packet of the fewest bytes, uint8 in host memory; of nothing, none at all."""
+def encode(bundle: Bundle, count: int, value_dtype: str) -> Packets:
+    """Lean packets of the fewest bytes; of nothing, none at all."""
+    if bundle.values.is_cpu:
+        packets: Packets = kernels.encode_bundle(bundle, count, value_dtype)
+        return packets
+    lengths = list(bundle.lengths)
+    parts = (torch.split(part, lengths) for part in (bundle.indices, bundle.values))
+    each = [_written(pair, count, value_dtype) for pair in zip(*parts, strict=True)]
+    return torch.cat(each), [len(packet) for packet in each]
+
+
+def decode(packets: Packets, count: int, device: torch.device) -> Bundle:
+    """What `encode` was given, its values as they have arrived, on the device.
+
+    Raises:
+        InvalidArgument: the bytes are no packets, or of another array.
+    """
+    message, sizes = packets
+    if device.type == "cpu":
+        return kernels.decode_bundle(message, sizes, count)
+    pairs = [_read(packet, count, device) for packet in torch.split(message, list(sizes))]
+    indices, values = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    return Bundle(indices, values, [len(pair[0]) for pair in pairs])
+
+
+def _written(pair: Pair, count: int, value_dtype: str) -> Tensor:
     if not len(pair[0]):
         return torch.empty(0, dtype=torch.uint8)
     packet: Tensor = kernels.encode(*pair, count, value_dtype, codec="auto")
     return packet.cpu()
 
 
-def decode(packet: Tensor, count: int, device: torch.device) -> Pair:
-    """What `encode` was given, its values as they have arrived, on the device.
-
-    Raises:
-        InvalidArgument: the bytes are no packet, or one of a larger array.
-    """
+def _read(packet: Tensor, count: int, device: torch.device) -> Pair:
     if not len(packet):
         return torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, device=device)
     indices, values = kernels.unpack(packet.to(device), codec="auto")
@@ -111,7 +138,7 @@ def lost_in(values: Tensor, arrived: Tensor) -> Tensor:
     return torch.where(lost.isfinite(), lost, 0)
 
 
-def all_gather(packets: Sequence[Tensor], ways: Ways) -> tuple[list[list[Tensor]], int]:
+def all_gather(packets: Sequence[Tensor], ways: Ways) -> tuple[list[Packets], int]:
     """Collective. By packet: those of all ranks, in rank order; and the bytes that were given."""
     mine = torch.tensor([len(packet) for packet in packets], dtype=torch.int32)
     lengths = mine.new_empty((ways.size, len(packets)))
@@ -120,7 +147,13 @@ def all_gather(packets: Sequence[Tensor], ways: Ways) -> tuple[list[list[Tensor]
     message = torch.cat(list(packets))
     whole = message.new_empty(sum(totals))
     ways.all_gather_v(message, whole, totals).wait()
-    each = iter(torch.split(whole, lengths.flatten().tolist()))
-    by_rank = [[next(each) for _ in packets] for _ in totals]
-    sent = mine.nbytes + message.nbytes
-    return [list(of_all) for of_all in zip(*by_rank, strict=True)], sent
+    return turned(whole, lengths), mine.nbytes + message.nbytes
+
+
+def turned(message: Tensor, sizes: Tensor) -> list[Packets]:
+    """Packets that lie in rows, with `sizes` bytes [rows, columns] each: by column."""
+    columns = sizes.T.tolist()
+    if len(columns) == 1:
+        return [(message, columns[0])]
+    each = torch.split(message, sizes.flatten().tolist())
+    return [(torch.cat(each[i :: len(columns)]), own) for i, own in enumerate(columns)]

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.coded import Ways, all_gather, decode, encode, lost_in
+from pycomm.compress.coded import Packets, Ways, all_gather, decode, encode, lost_in, turned
 from pycomm.compress.memory import Memory
-from pycomm.compress.unit import Arrived, Pair, Unit
+from pycomm.compress.unit import Arrived, Unit
+from pycomm.kernels import Bundle
 
 __all__ = ["Owners", "Shares"]
 
-Cut = tuple[Pair, Tensor]  # places and values for an owner, and the packet of them
+Cut = tuple[Bundle, Packets]  # places and values by owner, and the packets of them
 BLOCK = 32  # elements that lie together in one share: a kept set clusters, and a share must not
 
 
@@ -49,23 +50,27 @@ class Shares:
         """Of a share: the same for all ranks."""
         return -(-self.count // (BLOCK * self.size)) * BLOCK
 
-    def cut(self, indices: Tensor, values: Tensor) -> list[Pair]:
+    def cut(self, indices: Tensor, values: Tensor) -> Bundle:
         """By owner: the places in its share, ascending, and the values."""
         block, within = indices.long() // BLOCK, indices.long() % BLOCK
         row = block // self.size
         owner = (block + self._turn(row)) % self.size
         order = torch.argsort(owner, stable=True)
         lengths = torch.bincount(owner, minlength=self.size).tolist()
-        places = (row * BLOCK + within).to(torch.int32)[order]
-        return list(
-            zip(torch.split(places, lengths), torch.split(values[order], lengths), strict=True)
-        )
+        places = (row * BLOCK + within).to(torch.int32)
+        return Bundle(places[order], values[order], lengths)
 
-    def whole(self, owner: int, places: Tensor) -> Tensor:
-        """The coordinates, ascending, of places in the share of `owner`."""
+    def whole(self, owner: int | Tensor, places: Tensor) -> Tensor:
+        """The coordinates, ascending, of places in the share of `owner`, of all or of each."""
         row, within = places.long() // BLOCK, places.long() % BLOCK
         block = row * self.size + (owner - self._turn(row)) % self.size
         return (block * BLOCK + within).to(torch.int32)
+
+    def joined(self, bundle: Bundle) -> Tensor:
+        """The coordinates of what is of each owner, in order of owners."""
+        owners = torch.arange(self.size, device=bundle.indices.device)
+        lengths = torch.tensor(bundle.lengths, device=owners.device)
+        return self.whole(torch.repeat_interleave(owners, lengths), bundle.indices)
 
     def _turn(self, row: Tensor) -> Tensor:
         return ((row * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % self.size
@@ -90,7 +95,7 @@ class Owners:
         self._next = {}
         shares = [Shares(unit.count, ways.size) for unit in units]
         cuts = self._cut(units, shares)
-        came, given = _to_owners([[packet for _, packet in cut] for cut in cuts], ways)
+        came, given = _to_owners([packets for _, packets in cuts], ways)
         chosen = [
             self._choose(unit, share, packets)
             for unit, share, packets in zip(units, shares, came, strict=True)
@@ -98,11 +103,9 @@ class Owners:
         everyone, sent = all_gather(chosen, ways)
         found = []
         for unit, share, cut, packets in zip(units, shares, cuts, everyone, strict=True):
-            pairs = []
-            for owner, packet in enumerate(packets):
-                places, values = decode(packet, share.places, unit.values.device)
-                pairs.append((share.whole(owner, places), values))
-            found.append(Arrived(unit, pairs, _lost(unit, share, cut)))
+            told = decode(packets, share.places, unit.values.device)
+            arrived = told._replace(indices=share.joined(told))
+            found.append(Arrived(unit, arrived, _lost(unit, share, cut)))
         return found, given + sent
 
     def commit(self) -> None:
@@ -116,57 +119,53 @@ class Owners:
         cuts = self._cut(units, shares)
         return [_lost(*one) for one in zip(units, shares, cuts, strict=True)]
 
-    def _cut(self, units: Sequence[Unit], shares: Sequence[Shares]) -> list[list[Cut]]:
-        """By unit and owner."""
-        return [
-            [
-                (pair, encode(pair, share.places, self.value_dtype))
-                for pair in share.cut(unit.indices, unit.values)
-            ]
-            for unit, share in zip(units, shares, strict=True)
-        ]
+    def _cut(self, units: Sequence[Unit], shares: Sequence[Shares]) -> list[Cut]:
+        """Of each unit, by owner."""
+        cuts = []
+        for unit, share in zip(units, shares, strict=True):
+            cut = share.cut(unit.indices, unit.values)
+            cuts.append((cut, encode(cut, share.places, self.value_dtype)))
+        return cuts
 
-    def _choose(self, unit: Unit, share: Shares, packets: Sequence[Tensor]) -> Tensor:
+    def _choose(self, unit: Unit, share: Shares, packets: Packets) -> Tensor:
         """The largest of what there is for this owner, its part of send_on times what one rank
         sends; it owes the rest. A packet."""
         first, device = unit.memories[0], unit.values.device
         total = torch.zeros(share.places, dtype=unit.values.dtype, device=device)
-        kernels.decode_sum(total, [decode(packet, share.places, device) for packet in packets])
+        kernels.decode_sum(total, decode(packets, share.places, device))
         if first in self.owed:
             total += self.owed[first]
         k = min(-(-self.send_on * len(unit.values) // share.size), share.places)
         places, values = kernels.topk(total, k)
         some = values != 0
-        pair = places[some], values[some]
-        packet = encode(pair, share.places, self.value_dtype)
-        total[pair[0]] = lost_in(pair[1], decode(packet, share.places, device)[1])
+        kept = Bundle(places[some], values[some], [int(some.sum())])
+        packet = encode(kept, share.places, self.value_dtype)
+        arrived = decode(packet, share.places, device)
+        total[kept.indices] = lost_in(kept.values, arrived.values)
         self._next[first] = total
-        return packet
+        return packet[0]
 
 
-def _lost(unit: Unit, share: Shares, cut: Sequence[Cut]) -> Tensor:
+def _lost(unit: Unit, share: Shares, cut: Cut) -> Tensor:
     """What this rank's values have lost on the way to their owners, in their order."""
-    places, lost = [], []
-    for owner, ((where, values), packet) in enumerate(cut):
-        places.append(share.whole(owner, where))
-        lost.append(lost_in(values, decode(packet, share.places, values.device)[1]))
-    order = torch.argsort(torch.cat(places))
-    return torch.cat(lost).to(unit.values.dtype)[order]
+    bundle, packets = cut
+    arrived = decode(packets, share.places, bundle.values.device)
+    lost = lost_in(bundle.values, arrived.values).to(unit.values.dtype)
+    return lost[torch.argsort(share.joined(bundle))]
 
 
-def _to_owners(packets: Sequence[Sequence[Tensor]], ways: Ways) -> tuple[list[list[Tensor]], int]:
-    """Collective. packets[unit][owner] go there: by unit, those of all ranks for this rank, in rank
-    order; and the bytes that went to others."""
-    mine = torch.tensor([[len(one) for one in of_unit] for of_unit in packets], dtype=torch.int32)
+def _to_owners(packets: Sequence[Packets], ways: Ways) -> tuple[list[Packets], int]:
+    """Collective. Of each unit those for each owner go there: of each unit those of all ranks for
+    this rank, in rank order; and the bytes that went to others."""
+    mine = torch.tensor([sizes for _, sizes in packets], dtype=torch.int32)
     give = mine.T.contiguous()  # [size, units]
     take = torch.empty_like(give)
     ways.all_to_all(give, take).wait()
-    message = torch.cat([of_unit[to] for to in range(ways.size) for of_unit in packets])
+    by_owner = turned(torch.cat([message for message, _ in packets]), mine)
+    message = torch.cat([part for part, _ in by_owner])
     totals = [lengths.sum(1).tolist() for lengths in (give, take)]
     came = message.new_empty(sum(totals[1]))
     ways.all_to_all_v(message, came, *totals).wait()
-    each = iter(torch.split(came, take.flatten().tolist()))
-    by_rank = [[next(each) for _ in packets] for _ in range(ways.size)]
     kept = give[ways.rank]
     sent = message.nbytes - int(kept.sum()) + give.nbytes - kept.nbytes
-    return [list(of_all) for of_all in zip(*by_rank, strict=True)], sent
+    return turned(came, take), sent

@@ -7,7 +7,7 @@ v. How it travels is parcel.py's and coded.py's, when is transaction.py's; both 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pycomm import kernels
 from pycomm.compress.memory import Memory, line
+from pycomm.kernels import Bundle
 
 __all__ = ["Arrived", "Pair", "Unit", "between"]
 
@@ -46,17 +47,17 @@ class Unit:
             assert memory.v is not None
             memory.v[indices] += values
 
-    def decode(self, pairs: Sequence[Pair], factor: float) -> None:
+    def decode(self, pairs: Sequence[Pair] | Bundle, factor: float) -> None:
         """Gradients become factor * the sum of the ranks' elements, in their order."""
         kernels.decode_sum(self.gradients, pairs, factor)
 
-    def update(self, pairs: Sequence[Pair], factor: float) -> None:
+    def update(self, pairs: Sequence[Pair] | Bundle, factor: float) -> None:
         """The optimizer's step: parameters -= rate * factor * the sum, touched where it is sent."""
         for rate, first, last, offset, count in _by_rate(self.memories):
             lines = [line(memory.parameter) for memory in self.memories[first:last]]
             cut = pairs
             if last - first < len(self.memories):
-                cut = [between(*pair, offset, offset + count) for pair in pairs]
+                cut = [between(*pair, offset, offset + count) for pair in _each(pairs)]
             kernels.decode_update(lines, cut, rate, factor)
 
     def _cut(self, indices: Tensor, values: Tensor) -> Iterator[tuple[Memory, Pair]]:
@@ -76,8 +77,15 @@ class Arrived:
     """
 
     unit: Unit
-    pairs: Sequence[Pair]
+    pairs: Sequence[Pair] | Bundle
     lost: Tensor | None = None
+
+
+def _each(pairs: Sequence[Pair] | Bundle) -> Iterable[Pair]:
+    if not isinstance(pairs, Bundle):
+        return pairs
+    parts = (torch.split(part, list(pairs.lengths)) for part in (pairs.indices, pairs.values))
+    return zip(*parts, strict=True)
 
 
 def between(indices: Tensor, values: Tensor, start: int, stop: int) -> Pair:

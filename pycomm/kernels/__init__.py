@@ -5,6 +5,7 @@ same bits there, allocates nothing that the caller cannot pass in, and checks wh
 before anything changes. Arrays are contiguous. `pycomm.reference` has the NumPy meaning of each.
 """
 
+from pycomm.kernels.bundle import Bundle, decode_bundle, encode_bundle
 from pycomm.kernels.dense import cast, clip_, clip_scale, norm, norm_workspace, reduce_
 from pycomm.kernels.lean import lean_workspace
 from pycomm.kernels.packets import (
@@ -19,15 +20,18 @@ from pycomm.kernels.selection import threshold, topk, topk_workspace
 from pycomm.kernels.step import dgc_rollback, dgc_step, dgc_workspace, momentum_mask
 
 __all__ = [
+    "Bundle",
     "cast",
     "clip_",
     "clip_scale",
+    "decode_bundle",
     "decode_sum",
     "decode_update",
     "dgc_rollback",
     "dgc_step",
     "dgc_workspace",
     "encode",
+    "encode_bundle",
     "lean_workspace",
     "momentum_mask",
     "norm",

@@ -17,6 +17,7 @@ from pycomm import _core, arrays
 from pycomm.arrays import Located
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import devices, inputs, lean
+from pycomm.kernels.bundle import Bundle, elements_of, rows_of
 from pycomm.kernels.rows import Rows
 
 HEADER_BYTES = 32
@@ -53,7 +54,7 @@ def scatter_add(out: Any, indices: Any, values: Any, scale: float = 1.0) -> Any:
 
 
 def decode_sum(
-    out: Any, packets: Sequence[Any], scale: float = 1.0, *, value_dtype: str = "float32"
+    out: Any, packets: Sequence[Any] | Bundle, scale: float = 1.0, *, value_dtype: str = "float32"
 ) -> Any:
     """out[i] = scale * the sum of the packets' values at i, in their order; 0 elsewhere. In place.
 
@@ -61,7 +62,7 @@ def decode_sum(
         out: float16, bfloat16, float32 or float64, any shape; all of it is written. Sums are made
             in float32, or float64 for float64. Or a list, through which the indices count.
         packets: of all ranks, in rank order: pairs, or encoded; also one uint8 array
-            [ranks, bytes].
+            [ranks, bytes], or a Bundle.
         scale: as 1 / ranks for a mean.
         value_dtype: of raw packets; lean ones say it themselves, and have float32 values here.
 
@@ -86,7 +87,7 @@ def decode_sum(
 
 def decode_update(
     param: Any,
-    packets: Sequence[Any],
+    packets: Sequence[Any] | Bundle,
     lr: float,
     scale: float = 1.0,
     *,
@@ -308,9 +309,26 @@ class _Chain:
 
 
 def _table(
-    out: _Chain, packets: Sequence[Any], value_dtype: str, name: str
+    out: _Chain, packets: Sequence[Any] | Bundle, value_dtype: str, name: str
 ) -> tuple[inputs.Table, str]:
     """The core's Packets, and the dtype of their values."""
+    rows: Any
+    if isinstance(packets, Bundle):
+        read = elements_of(packets)
+        rows, dtypes = rows_of(packets, read), [read[1].dtype]
+    else:
+        rows, read, dtypes = _located(out, packets, value_dtype)
+    if len(set(dtypes)) > 1:
+        raise InvalidArgument(f"{name}: values are {' and '.join(sorted(set(dtypes)))}: one dtype")
+    inputs.same_device([*out.spans, *read], name)
+    inputs.apart(out.spans, read, name)
+    return inputs.Table(rows, read), dtypes[0] if dtypes else value_dtype
+
+
+def _located(
+    out: _Chain, packets: Sequence[Any], value_dtype: str
+) -> tuple[list[tuple[int, int, int]], list[Located], list[str]]:
+    """Of each packet: indices, values and elements; what keeps their memory; their dtype."""
     rows, read, dtypes = [], [], []
     for i, packet in enumerate(packets):
         if isinstance(packet, list | tuple):
@@ -332,11 +350,7 @@ def _table(
         _aligned(found, value_dtype)
         offset = _indices_offset(k, value_dtype)
         rows.append((found.pointer + offset, found.pointer + HEADER_BYTES, k))
-    if len(set(dtypes)) > 1:
-        raise InvalidArgument(f"{name}: values are {' and '.join(sorted(set(dtypes)))}: one dtype")
-    inputs.same_device([*out.spans, *read], name)
-    inputs.apart(out.spans, read, name)
-    return inputs.Table(rows, read), dtypes[0] if dtypes else value_dtype
+    return rows, read, dtypes
 
 
 def _of_encoded(found: Located, count: int, value_dtype: str) -> tuple[int, str, str]:
