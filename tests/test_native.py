@@ -51,7 +51,7 @@ def test_native(sanitizer: str, suite: str) -> None:
 
 @pytest.mark.timeout(1200)
 def test_every_order_of_events() -> None:
-    assert "2 passed" in run("asan", SIMULATION, SHORT)
+    assert "4 passed" in run("asan", SIMULATION, SHORT)
 
 
 def run(sanitizer: str, suite: str, *tests: str) -> str:
