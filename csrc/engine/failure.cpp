@@ -9,7 +9,7 @@
 namespace pycomm {
 namespace {
 
-// A goodbye that a peer does not take in this time goes unsaid: with the 100 ms after which a wait
+// What a peer does not take in this time is left to its channel: with the 100 ms after which a wait
 // hears a signal it is what Ctrl-C may take.
 constexpr std::chrono::milliseconds kLastWords{100};
 // For what has arrived and was not looked at when the engine breaks.
@@ -261,7 +261,7 @@ void Engine::say_goodbye(uint8_t kind, int peer, const std::string& text) noexce
   } catch (...) {  // out of memory: the closed connection must say it alone
   }
   for (Peer& who : peers_)
-    if (who.link) who.link->channel().hang_up();
+    if (who.link) who.link->hang_up();
 }
 
 // Sends what is owed to everybody, for at most `limit`. Does not read: peers that wait for us do.

@@ -74,6 +74,32 @@ bool Link::flush() {
   return true;
 }
 
+void Link::hang_up() noexcept {
+  std::vector<std::byte> rest;
+  try {
+    rest = owed();
+  } catch (...) {  // out of memory: the closed connection must say it alone
+  }
+  channel_->hang_up(rest);
+}
+
+// A frame that was neither sent nor abandoned is of use to nobody, and nothing can follow it.
+std::vector<std::byte> Link::owed() const {
+  std::vector<std::byte> rest;
+  if (open() && !abandoned_) return rest;
+  const auto add = [&](ConstBytes bytes) { rest.insert(rest.end(), bytes.begin(), bytes.end()); };
+  add(bytes_of(out_).last(head_left_));
+  add(body_);
+  size_t sent = notice_sent_;
+  for (const Notice& notice : notices_) {
+    for (const ConstBytes part : {bytes_of(notice.header), std::as_bytes(std::span(notice.text))}) {
+      add(part.subspan(std::min(sent, part.size())));
+      sent -= std::min(sent, part.size());
+    }
+  }
+  return rest;
+}
+
 const Header* Link::front() {
   if (discarding_ && !drop()) return nullptr;
   if (!whole_ && !read_header()) return nullptr;

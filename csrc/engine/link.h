@@ -32,6 +32,8 @@ class Link {
   void post(Header header, const std::string& text);
   // Sends what is owed: the rest of an abandoned frame, and notices. True when nothing is owed.
   bool flush();
+  // Ends this side; what is owed is the channel's to deliver.
+  void hang_up() noexcept;
 
   // Receiving. front() is the header of the frame at the front, or null until it has arrived whole;
   // its payload is then taken bit by bit, and finish() makes way for the next frame. Throws
@@ -59,6 +61,7 @@ class Link {
     Header header;
     std::string text;
   };
+  std::vector<std::byte> owed() const;
   bool open() const { return head_left_ > 0 || !body_.empty(); }
   size_t write(ConstBytes head, ConstBytes body, bool more);
   bool read_header();

@@ -186,8 +186,8 @@ class Faulty final : public Channel {
     pull();
     reveal();
   }
-  void hang_up() override {
-    if (inner_) inner_->hang_up();
+  void hang_up(ConstBytes owed) override {
+    if (inner_) inner_->hang_up(owed);
   }
 
  private:

@@ -30,18 +30,39 @@ constexpr int kReads = 16;
 
 struct Leaving {
   Fd socket;
+  std::vector<std::byte> owed{};
+  size_t told = 0;  // bytes of it that are out
   Deadline deadline{kLimit};
+  bool deaf = false;  // the peer has shut its sending side
+  bool speaks() const { return told < owed.size(); }
 };
 
+// Sends what is owed, as it fits. False: there is nobody to send to.
+bool speak(Leaving& leaving) {
+  while (leaving.speaks()) {
+    const auto rest = std::span(leaving.owed).subspan(leaving.told);
+    const auto n =
+        ::send(leaving.socket.get(), rest.data(), rest.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return errno == EAGAIN || errno == EWOULDBLOCK;
+    leaving.told += static_cast<size_t>(n);
+    if (!leaving.speaks()) ::shutdown(leaving.socket.get(), SHUT_WR);
+  }
+  return true;
+}
+
 // Whether nothing is left to wait for. Drops what has arrived.
-bool has_left(const Leaving& leaving) {
+bool has_left(Leaving& leaving) {
+  if (!speak(leaving)) return true;
   std::array<std::byte, 16 << 10> dropped{};
   for (int i = 0; i < kReads; ++i) {
     const auto n = ::recv(leaving.socket.get(), dropped.data(), dropped.size(), MSG_DONTWAIT);
-    if (n == 0) return true;
+    leaving.deaf |= n == 0;
     if (n < 0 && errno != EAGAIN && errno != EINTR) return true;
-    if (n < 0) break;
+    if (n <= 0) break;
   }
+  if (leaving.speaks()) return leaving.deadline.expired();
+  if (leaving.deaf) return true;
   int unacknowledged = 0;
   const bool known = ::ioctl(leaving.socket.get(), SIOCOUTQ, &unacknowledged) == 0;
   // The end of the stream counts as one.
@@ -83,7 +104,10 @@ class Linger {
         }
       }
       std::vector<pollfd> polled;
-      for (const Leaving& one : leaving) polled.push_back({one.socket.get(), POLLIN, 0});
+      for (const Leaving& one : leaving) {
+        const int events = (one.deaf ? 0 : POLLIN) | (one.speaks() ? POLLOUT : 0);
+        polled.push_back({one.socket.get(), static_cast<short>(events), 0});
+      }
       ::poll(polled.data(), polled.size(), kLookMs);
       std::erase_if(leaving, has_left);
     }
@@ -107,12 +131,12 @@ Linger& linger() {
 
 }  // namespace
 
-void see_off(Fd socket) {
+void see_off(Fd socket, ConstBytes owed) {
   if (!socket) return;
-  ::shutdown(socket.get(), SHUT_WR);
-  Leaving leaving{std::move(socket)};
-  if (has_left(leaving)) return;
+  if (owed.empty()) ::shutdown(socket.get(), SHUT_WR);
   try {
+    Leaving leaving{std::move(socket), {owed.begin(), owed.end()}};
+    if (has_left(leaving)) return;
     linger().add(std::move(leaving));
   } catch (...) {  // out of memory or threads: what is lost then is lost
   }

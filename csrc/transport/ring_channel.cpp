@@ -1,18 +1,25 @@
 #include "transport/ring_channel.h"
 
 #include <sys/socket.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
 #include <new>
+#include <span>
 
 namespace pycomm {
 namespace {
 
 // The reader is told of new bytes at least this often, so that it works while the writer copies.
 constexpr size_t kPublishBytes = size_t{32} << 10;
+
+// What goes through a bell: a byte to wake the reader, or, before the last words, one that says so.
+constexpr char kWake = 0, kWords = 1;
+// More than anybody owes, a frame and its notices; less than a socket holds.
+constexpr size_t kMostWords = size_t{128} << 10;
 
 }  // namespace
 
@@ -33,9 +40,8 @@ void RingChannel::ring_bell_if(std::atomic<uint32_t>& sleeps) {
 
 void RingChannel::ring() {
   if (hung_up_) return;
-  const char byte = 0;
   // A full bell wakes as well as one more byte would; a dead peer is noticed by poll.
-  (void)::send(bell_.get(), &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+  (void)::send(bell_.get(), &kWake, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 size_t RingChannel::put(ConstBytes bytes) {
@@ -62,16 +68,24 @@ size_t RingChannel::send(ConstBytes head, ConstBytes body) {
 }
 
 ConstBytes RingChannel::peek(size_t want) {
+  if (!rest_.empty()) {
+    const ConstBytes here = ConstBytes(rest_).subspan(rest_taken_);
+    return here.first(std::min(here.size(), want));
+  }
   const uint64_t written = in().written.load(std::memory_order_acquire);  // its bytes are there
   if (written - read_ > in_->bytes()) {  // the peer wrote over its head
     spoilt_ = true;
-    hang_up();
+    hang_up({});
     return {};
   }
   return {in_->ring() + read_ % in_->bytes(), std::min<size_t>(written - read_, want)};
 }
 
 void RingChannel::take(size_t bytes) {
+  if (!rest_.empty()) {
+    rest_taken_ += bytes;
+    return;
+  }
   read_ += bytes;
   in().read.store(read_);
   ring_bell_if(in().writer_sleeps);
@@ -98,17 +112,54 @@ void RingChannel::disarm(short revents) {
   in().reader_sleeps.store(0);
   out().writer_sleeps.store(0);
   if (revents == 0 || hung_up_) return;
-  std::array<char, 64> bytes;
+  std::array<char, 4096> bytes;
   for (;;) {
     const auto n = ::recv(bell_.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
-    if (n > 0) continue;
-    if (n < 0 && errno == EINTR) continue;
-    if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) hung_up_ = true;
+    if (n > 0) hear_bell(std::as_bytes(std::span(bytes).first(static_cast<size_t>(n))));
+    if (n > 0 || (n < 0 && errno == EINTR)) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
+    keep_rest();
+    hung_up_ = true;
     return;
   }
 }
 
-void RingChannel::hang_up() {
+void RingChannel::hear_bell(ConstBytes bytes) {
+  if (words_.empty())
+    while (!bytes.empty() && bytes[0] == std::byte{kWake}) bytes = bytes.subspan(1);
+  const size_t room = kMostWords - std::min(kMostWords, words_.size());
+  const ConstBytes kept = bytes.first(std::min(room, bytes.size()));
+  words_.insert(words_.end(), kept.begin(), kept.end());
+}
+
+// Whoever speaks by the bell writes to the ring no more: what lies there and the words are one run.
+void RingChannel::keep_rest() {
+  if (words_.empty()) return;
+  const ConstBytes ring = peek(SIZE_MAX);
+  if (spoilt_) return;
+  std::vector<std::byte> rest(ring.begin(), ring.end());
+  rest.insert(rest.end(), words_.begin() + 1, words_.end());
+  rest_ = std::move(rest);
+}
+
+// The bell has a buffer of its own, which the kernel keeps for the peer. Its size is doubled, for
+// it may be full of wake-ups.
+void RingChannel::speak_by_bell(ConstBytes owed) {
+  int bytes = 0;
+  socklen_t length = sizeof bytes;
+  // The kernel doubles what it is told, and gives it doubled.
+  if (::getsockopt(bell_.get(), SOL_SOCKET, SO_SNDBUF, &bytes, &length) == 0)
+    ::setsockopt(bell_.get(), SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
+  char mark = kWords;
+  std::array<iovec, 2> parts{{{&mark, 1}, {const_cast<std::byte*>(owed.data()), owed.size()}}};
+  msghdr message{};
+  message.msg_iov = parts.data();
+  message.msg_iovlen = parts.size();
+  (void)::sendmsg(bell_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+void RingChannel::hang_up(ConstBytes owed) {
+  if (bell_ && !owed.empty()) speak_by_bell(owed);
   // A process that was forked off has the descriptor too, and would hold the connection open.
   if (bell_) ::shutdown(bell_.get(), SHUT_RDWR);
   bell_ = {};

@@ -2,11 +2,13 @@
 //
 // Each ring has one writer and one reader. The bell is a stream socket: whoever sleeps says so in
 // the ring, whoever moves the ring then sends it one byte; and the kernel closes it when a rank
-// dies. local.cpp and shm.cpp differ only in how two ranks come to hold the same rings.
+// dies. Last words that a full ring has no room for go through the bell. local.cpp and shm.cpp
+// differ only in how two ranks come to hold the same rings.
 #pragma once
 
 #include <atomic>
 #include <memory>
+#include <vector>
 
 #include "os/fd.h"
 #include "os/shared_memory.h"
@@ -44,7 +46,7 @@ class RingChannel final : public Channel {
   }
   pollfd arm(Want want) override;
   void disarm(short revents) override;
-  void hang_up() override;
+  void hang_up(ConstBytes owed) override;
   void ring() override;
   std::shared_ptr<std::byte> memory() const override { return given_.memory; }
   HeapView heap() const override { return given_.heap; }
@@ -54,6 +56,9 @@ class RingChannel final : public Channel {
   RingHead& out() const { return *reinterpret_cast<RingHead*>(out_->head()); }
   size_t put(ConstBytes bytes);
   void ring_bell_if(std::atomic<uint32_t>& sleeps);
+  void speak_by_bell(ConstBytes owed);
+  void hear_bell(ConstBytes bytes);
+  void keep_rest();
 
   std::string_view transport_;
   std::shared_ptr<RingMemory> in_, out_;
@@ -61,6 +66,9 @@ class RingChannel final : public Channel {
   Given given_;
   uint64_t written_ = 0, read_ = 0;  // our own ends; the shared copies are for the peer
   uint64_t peer_read_ = 0;           // the last we saw of the peer's
+  std::vector<std::byte> words_;     // that came through the bell
+  std::vector<std::byte> rest_;      // in place of the ring, once the peer is gone and left words
+  size_t rest_taken_ = 0;
   bool hung_up_ = false, spoilt_ = false;
 };
 

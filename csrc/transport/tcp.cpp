@@ -58,7 +58,7 @@ class TcpChannel final : public Channel {
     pace_if_far(fd_.get());
   }
 
-  ~TcpChannel() override { see_off(std::move(fd_)); }
+  ~TcpChannel() override { see_off(std::move(fd_), {}); }
 
   std::string_view transport() const override { return "tcp"; }
 
@@ -126,8 +126,8 @@ class TcpChannel final : public Channel {
   }
 
   // From here on what the peer sends is dropped.
-  void hang_up() override {
-    see_off(std::move(fd_));
+  void hang_up(ConstBytes owed) override {
+    see_off(std::move(fd_), owed);
     hung_up_ = true;
   }
 

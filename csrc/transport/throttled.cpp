@@ -78,7 +78,7 @@ class Throttled final : public Channel {
   }
 
   void ring() override { inner_->ring(); }
-  void hang_up() override { inner_->hang_up(); }
+  void hang_up(ConstBytes owed) override { inner_->hang_up(owed); }
 
  private:
   std::unique_ptr<Channel> inner_;

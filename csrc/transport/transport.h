@@ -75,9 +75,10 @@ class Channel {
   // The peer's heap, where it gave one.
   virtual HeapView heap() const { return {}; }
 
-  // Ends this side: what was sent is still delivered, the peer sees hung_up(), and nothing more is
-  // received. Does not block.
-  virtual void hang_up() = 0;
+  // Ends this side: what was sent is still delivered, and behind it `owed`, which had no room yet,
+  // though the peer may not read for long; then it sees hung_up(). Nothing more is received. Does
+  // not block.
+  virtual void hang_up(ConstBytes owed) = 0;
 };
 
 // Ranks of two processes meet on a socket, prove who they are (handshake.h), and only then make a

@@ -163,13 +163,32 @@ const ByTransport kSenders{
           "no more (as rank 1 reports)");
     }};
 
+// Nobody reads before both ends of it are there: the goodbye waits behind a full connection.
+const ByTransport kHeardLate{
+    "who gives up is not taken for dead by a rank that has long read nothing",
+    [](const std::string& by) {
+      const Scene scene{Operation::broadcast, Algorithm::direct, 3, 4'000'000, 2, SIZE_MAX};
+      Channels all(scene.size, by, scene.mortal, scene.lifetime);
+      const auto sender = all.engine(0), busy = all.engine(1), dead = all.engine(2);
+      all.life.end();
+      Array array(Dtype::float32, scene.count);
+      const auto cause = ranks::ending_of([&] {
+        for (int call = 0; call < 100; ++call) run_call(*sender, scene, array);
+      });
+      expect(cause.is(ErrorKind::peer_lost) && cause.says("rank 2 died"), cause.text());
+      const auto told = ranks::ending_of([&] { run_call(*busy, scene, array); });
+      expect(told.is(ErrorKind::peer_lost) && told.says("rank 2 died"), told.text());
+      expect(told.error->fields().peer == 2, "somebody else is blamed");
+      expect(busy->lost() == std::vector<int>{2}, "who lives is taken for lost");
+    }};
+
 // What is no frame, behind one that nobody takes now, and then perhaps a hang-up.
 void send_garbage(Channel& channel, Header before, bool hangs_up) {
   const std::vector<std::byte> noise(64, std::byte{'G'});
   const auto head = std::as_bytes(std::span(&before, 1));
   expect_equal(channel.send(head, noise), head.size() + noise.size(), "bytes that fit");
   channel.ring();
-  if (hangs_up) channel.hang_up();
+  if (hangs_up) channel.hang_up({});
 }
 
 void wait_for_end(Channel& channel) {
@@ -249,7 +268,7 @@ class Late final : public Channel {
     return {-1, 0, 0};
   }
   void disarm(short) override {}
-  void hang_up() override {}
+  void hang_up(ConstBytes) override {}
 
  private:
   int looks_ = 0;

@@ -54,7 +54,7 @@ class Trickle final : public Channel {
   bool hung_up() const override { return false; }
   pollfd arm(Want) override { return {-1, 0, 0}; }
   void disarm(short) override {}
-  void hang_up() override {}
+  void hang_up(ConstBytes) override {}
 
  private:
   Wire &out_, &in_;

@@ -67,8 +67,8 @@ class Mortal final : public pycomm::Channel {
   void ring() override {
     if (inner_) inner_->ring();
   }
-  void hang_up() override {
-    if (inner_) inner_->hang_up();
+  void hang_up(pycomm::ConstBytes owed) override {
+    if (inner_) inner_->hang_up(owed);
   }
 
  private:

@@ -33,7 +33,7 @@ class Endless : public Channel {
   void take(size_t) override {}
   bool hung_up() const override { return false; }
   void disarm(short) override {}
-  void hang_up() override {}
+  void hang_up(ConstBytes) override {}
 
  protected:
   static Header message() {

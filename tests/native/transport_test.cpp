@@ -262,14 +262,15 @@ void expect_last_words(Pair& pair, const std::function<void()>& end) {
   expect_equal(pair.b->send(words, words), 2 * words.size(), "bytes swallowed");
 }
 
-const Conformance kHangsUp{"the peer sees who hangs up, after all that was sent",
-                           [](Pair pair) { expect_last_words(pair, [&] { pair.a->hang_up(); }); }};
+const Conformance kHangsUp{"the peer sees who hangs up, after all that was sent", [](Pair pair) {
+                             expect_last_words(pair, [&] { pair.a->hang_up({}); });
+                           }};
 
 const Conformance kHangsUpForked{
     "the peer sees who hangs up although a forked process has the descriptor", [](Pair pair) {
       const Fd childs(::dup(pair.a->arm({}).fd));
       pair.a->disarm(0);
-      expect_last_words(pair, [&] { pair.a->hang_up(); });
+      expect_last_words(pair, [&] { pair.a->hang_up({}); });
     }};
 
 const Conformance kDies{"the peer sees who is gone, after all that was sent",
@@ -284,7 +285,7 @@ const Conformance kUnread{
       for (size_t n = 1; n > 0; sent += n)
         n = pair.a->send({}, ConstBytes(block).subspan(sent % block.size()));
       send_all(*pair.b, make_bytes(0, 1000, 6));
-      pair.a->hang_up();
+      pair.a->hang_up({});
       pair.b->send({}, make_bytes(0, 1000, 6));
       pair.a.reset();
       Buffer all(sent);
@@ -296,6 +297,35 @@ const Conformance kUnread{
         if (all[i] != block[i % block.size()]) expect(false, "byte " + std::to_string(i));
     }};
 
+// The peer reads when the sender has gone; it may have been woken without end before.
+const Conformance kOwed{
+    "last words arrive behind what fills the connection", [](Pair pair) {
+      const Buffer block = make_bytes(0, size_t{1} << 16, 5), words = make_bytes(0, 70'000, 6);
+      Buffer want;
+      for (size_t n = 1; n > 0;) {
+        n = pair.a->send({}, block);
+        want.insert(want.end(), block.begin(), block.begin() + static_cast<std::ptrdiff_t>(n));
+      }
+      for (int i = 0; i < 10'000; ++i) pair.a->ring();
+      pair.a->hang_up(words);
+      pair.a.reset();
+      want.insert(want.end(), words.begin(), words.end());
+      Buffer all(want.size());
+      size_t got = 0;
+      const auto receive = [&] { return pair.b->receive(Bytes(all).subspan(got)); };
+      got = receive();  // before its end is seen, and after
+      sleep_until(*pair.b, {.receive = true}, [&] {
+        got += receive();
+        return pair.b->hung_up();
+      });
+      const size_t last = std::min<size_t>(all.size() - got, 64 << 10);
+      expect_equal(pair.b->peek(last).size(), last, "bytes in one run");
+      for (size_t n = 1; n > 0; got += n) n = receive();
+      expect_equal(got, all.size(), "bytes that arrived");
+      expect(all == want, "the words are others");
+      expect(pair.b->peek(1).empty(), "more arrived than was sent");
+    }};
+
 // Such a peer has not hung up yet: who believed it would give up what it sent before. The line lets
 // nothing more through than its first burst, of which `left` bytes are still to come.
 void expect_held_back(const std::string& transport, size_t left,
@@ -305,7 +335,7 @@ void expect_held_back(const std::string& transport, size_t left,
   const auto line = std::make_shared<Line>(1e-6);
   pair.b = make_throttled(std::move(pair.b), line);
   send_all(*pair.a, make_bytes(0, 1000, 7));
-  pair.a->hang_up();
+  pair.a->hang_up({});
   sleep_until(inner, {}, [&] { return inner.hung_up(); });
   line->in.take(line->in.here() - left);
   Buffer into(1000);
@@ -341,7 +371,7 @@ const Conformance kFull{"a writer whose peer dies is not stuck", [](Pair pair) {
                         }};
 
 const Conformance kWakesAtTheEnd{"hanging up wakes whoever sleeps for nothing else", [](Pair pair) {
-                                   std::thread peer([&] { pair.b->hang_up(); });
+                                   std::thread peer([&] { pair.b->hang_up({}); });
                                    sleep_until(*pair.a, {}, [&] { return pair.a->hung_up(); });
                                    peer.join();
                                  }};
