@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <map>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -183,11 +184,19 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       if (auto& channel = mesh.channels[i])
         channel = make_faulty(std::move(channel), static_cast<int>(i), faults);
   }
-  auto group = std::make_shared<HostGroup>(options, std::move(mesh), std::move(ranks));
+  // A thread's channel to another is there before the other has come to it, if it ever does.
+  const auto elsewhere = std::make_shared<Heed>(heed);
+  ConnectOptions heeding = options;
+  heeding.interrupted = [elsewhere, ask = options.interrupted] {
+    if (*elsewhere) (*elsewhere)({});
+    return ask && ask();
+  };
+  auto group = std::make_shared<HostGroup>(heeding, std::move(mesh), std::move(ranks));
   // Nobody goes on, or leaves, before everybody stands: until here a closed connection is a death.
   group->run({.operation = Operation::barrier,
               .timeout = std::max<std::chrono::nanoseconds>(deadline.left(),
                                                             std::chrono::milliseconds(1))});
+  *elsewhere = {};
   group->start_pulse();
   announce(*group, options);
   return group;

@@ -172,6 +172,19 @@ const Test kBoth{"what ends the whole comes before who leaves for it, seen in on
                           ending.text());
                  }};
 
+// Of threads, of which one has its channel before the other comes; nothing hangs up.
+const Test kAlone{
+    "who waits for a rank that never comes to a group hears what ends the whole", [] {
+      ConnectOptions options = options_of_two(60s);
+      options.transport = "local";
+      const auto ending = ranks::ending_of([&] {
+        (void)make_group(
+            options, [](const std::string& mine) { return std::vector{mine, mine}; }, {0, 1},
+            [](std::chrono::nanoseconds) { throw GroupBroken("we have had enough"); });
+      });
+      expect(ending.is(ErrorKind::group_broken) && ending.says("had enough"), ending.text());
+    }};
+
 // As by an all_gather, which breaks the whole: who asks that again hears less.
 const Test kUnnoted{
     "what ends the exchange of notes is told as it is", [] {
