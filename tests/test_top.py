@@ -35,14 +35,16 @@ def seen(now: top.Sample, before: top.Sample | None = None) -> list[str]:
     return capture.get().splitlines()
 
 
-def wait_until_inside(rank: int) -> top.Sample:
-    """A look at which the rank of this process's group is inside a call."""
+def wait_until_inside(rank: int, verb: str) -> top.Sample:
+    """A look at which the rank of this process's group is inside such a call."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         sample = top.Sample()
-        if any(one.rank == rank and one.is_inside() for one in ours(sample)):
-            return sample
-    raise AssertionError(f"rank {rank} is inside no call")
+        for one in ours(sample):
+            inside = one.rank == rank and one.is_inside()
+            if inside and journal.title(one.records[-1]).startswith(verb):
+                return sample
+    raise AssertionError(f"rank {rank} is inside no {verb}")
 
 
 def watched(group: pycomm.Group) -> Any:
@@ -51,7 +53,7 @@ def watched(group: pycomm.Group) -> Any:
     for _ in range(100):
         pycomm.all_reduce(x, "max", group=group)
     if group.rank == 1:
-        now = wait_until_inside(0)
+        now = wait_until_inside(0, "broadcast")
         waits = next(one for one in ours(now) if one.is_inside())
         now.at_ns = int(waits.records[-1]["begun"]) + 10_000_000_000  # as seen ten seconds later
         lines = seen(now)

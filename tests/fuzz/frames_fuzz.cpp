@@ -40,7 +40,7 @@ class Tape final : public Channel {
   bool hung_up() const override { return hung_up_; }
   pollfd arm(Want) override { return {awake_.get(), POLLIN, 0}; }
   void disarm(short revents) override { hung_up_ |= revents != 0; }
-  void hang_up() override { hung_up_ = true; }
+  void hang_up(ConstBytes) override { hung_up_ = true; }
 
  private:
   fuzz::Input tape_;
