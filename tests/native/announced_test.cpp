@@ -13,15 +13,9 @@ namespace {
 using namespace pycomm;
 using namespace std::chrono_literals;
 using ranks::Array;
+using ranks::ByTransport;
 using ranks::Ending;
 using ranks::ending_of;
-
-struct ByTransport {
-  ByTransport(const std::string& name, void (*body)(const std::string& transport)) {
-    for (const std::string& transport : ranks::kTransports)
-      Test(transport + ": " + name, [=] { body(transport); });
-  }
-};
 
 Call message(Operation operation, int peer, size_t count, uint32_t tag = 0) {
   return {.operation = operation,

@@ -17,14 +17,6 @@
 
 namespace ranks {
 
-// A test for each transport.
-struct ByTransport {
-  ByTransport(const std::string& name, void (*body)(const std::string& transport)) {
-    for (const std::string& transport : kTransports)
-      Test(transport + ": " + name, [=] { body(transport); });
-  }
-};
-
 struct Case {
   pycomm::Operation operation;
   pycomm::Algorithm algorithm;

@@ -22,6 +22,7 @@ namespace {
 using namespace pycomm;
 using namespace std::chrono_literals;
 using ranks::Array;
+using ranks::ByTransport;
 using ranks::Channels;
 using ranks::Died;
 using ranks::element;
@@ -112,13 +113,6 @@ void play(const std::string& transport, const Scene& scene) {
     all.life.end();  // it had nothing more to send: it dies behind its call
   });
 }
-
-struct ByTransport {
-  ByTransport(const std::string& name, void (*body)(const std::string& transport)) {
-    for (const std::string& transport : ranks::kTransports)
-      Test(transport + ": " + name, [=] { body(transport); });
-  }
-};
 
 const ByTransport kEverywhere{
     "a death after any number of bytes is noticed by all", [](const std::string& by) {

@@ -17,17 +17,11 @@ namespace {
 using namespace pycomm;
 using namespace std::chrono_literals;
 using ranks::Array;
+using ranks::ByTransport;
 using ranks::element;
 using ranks::Ending;
 using ranks::ending_of;
 using ranks::kSlowdown;
-
-struct ByTransport {
-  ByTransport(const std::string& name, void (*body)(const std::string& transport)) {
-    for (const std::string& transport : ranks::kTransports)
-      Test(transport + ": " + name, [=] { body(transport); });
-  }
-};
 
 constexpr size_t kSmall = 500, kLarge = 300'000;  // floats; the large ones fill every buffer
 

@@ -44,6 +44,14 @@ inline constexpr int kSlowdown = 1;
 
 inline const std::vector<std::string> kTransports{"local", "shm", "tcp"};
 
+// A test for each transport.
+struct ByTransport {
+  ByTransport(const std::string& name, void (*body)(const std::string& transport)) {
+    for (const std::string& transport : kTransports)
+      Test(transport + ": " + name, [=] { body(transport); });
+  }
+};
+
 // Runs `body(rank)` on a thread for each rank; the first error of the lowest rank is thrown when
 // all are done.
 inline void run(int size, const std::function<void(int)>& body) {

@@ -65,14 +65,6 @@ struct Conformance {
   }
 };
 
-// The same, each as it is.
-struct EachTransport {
-  EachTransport(const std::string& name, void (*body)(const std::string& transport)) {
-    for (const std::string& transport : ranks::kTransports)
-      Test(transport + ": " + name, [=] { body(transport); });
-  }
-};
-
 // Sleeps in poll(2) until `progress` is true, as an engine does; a wake-up that is lost fails.
 // `progress` goes on until nothing moves: nobody wakes a sleeper for bytes that it left lying.
 void sleep_until(Channel& channel, Want want, const std::function<bool()>& progress) {
@@ -344,7 +336,7 @@ void expect_held_back(const std::string& transport, size_t left,
   expect(pair.b->hung_up() == (left == 1000), "hung up while the line holds something back");
 }
 
-const EachTransport kHeldBack{
+const ranks::ByTransport kHeldBack{
     "who hangs up behind a line is there until all has come", [](const std::string& transport) {
       const auto receive = [](Channel& channel, Bytes into) { return channel.receive(into); };
       const auto peek = [](Channel& channel, Bytes into) {
