@@ -209,15 +209,17 @@ def group_of(capsule: object, /) -> Group:
 def on_device(
     group: object,
     device: object,
-    nccl: object,
+    nccl: object | None,
+    why_no_nccl: str,
     nccl_shares: bool,
     lanes: int,
     timeout_s: float,
     /,
 ) -> Group:
     """Collective. The group of the same ranks for arrays on devices. `group` is a capsule of a
-    group, `device` and `nccl` are those of the module that has CUDA; `nccl_shares`: NCCL was told
-    to let ranks share a device; `lanes`: of rings over large arrays, by rank 0's word."""
+    group, `device` and `nccl` are those of the module that has CUDA; `why_no_nccl`: where there is
+    none; `nccl_shares`: NCCL was told to let ranks share a device; `lanes`: of rings over large
+    arrays, by rank 0's word."""
 
 def check_address(address: str, /) -> None: ...
 def regroup(

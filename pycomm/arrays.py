@@ -27,9 +27,11 @@ __all__ = [
     "Located",
     "View",
     "copied",
+    "current_stream",
     "empty_like",
     "located",
     "new",
+    "on_gpu",
     "parts",
     "plain",
     "view",
@@ -45,6 +47,9 @@ OVERLAP = (
 HOST_DEVICES = (1, 3, 11)
 DEVICES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA (managed)"}
 DEVICES |= {14: "oneAPI", 15: "WebGPU", 16: "Hexagon"}
+
+# What torch calls CUDA devices. Tests put the name of emulated ones here (device_groups.replaced).
+torch_kind = "cuda"
 
 # Of an element, by dtype: "float16" has 2, and "bool", without a number, 1.
 BYTES = {name: int(name.strip("abdefilnotu") or 8) // 8 for name in _core.DTYPES}
@@ -199,7 +204,7 @@ def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) 
 def _locate_torch(x: Any, name: str) -> Located:
     _viewers.get(type(x)) or _learn_kind(x)
     dtype = _torch_names.get(x.dtype) or _learn_torch(x)
-    if x.layout is not _torch["strided"] or not (x.is_cpu or x.is_cuda):
+    if x.layout is not _torch["strided"] or not (x.is_cpu or on_gpu(x)):
         raise Unsupported(_why_not(x))
     if not x.is_contiguous() or x.is_neg():
         raise InvalidArgument(f"it {NOT_CONTIGUOUS} (x.contiguous())")
@@ -377,7 +382,7 @@ def _device_view(x: Any, write: bool) -> View:
 def _torch_view(x: Any, write: bool) -> View:
     name = _torch_names.get(x.dtype) or _learn_torch(x)
     if not x.is_cpu or x.layout is not _torch["strided"]:
-        if x.is_cuda:
+        if on_gpu(x):
             return _device_view(x, write)
         raise Unsupported(_why_not(x))
     if x.is_contiguous() and not x.is_neg():
@@ -386,6 +391,16 @@ def _torch_view(x: Any, write: bool) -> View:
         raise InvalidArgument(OVERLAP)
     array = x.detach().resolve_neg().clone(memory_format=_torch["contiguous_format"])
     return View(array.data_ptr(), name, array.numel(), array, x if write else None)
+
+
+def on_gpu(x: Any) -> bool:
+    """Whether a torch tensor lies on a CUDA device."""
+    return bool(x.device.type == torch_kind)
+
+
+def current_stream(index: int) -> Any:
+    """torch's current stream on a CUDA device."""
+    return getattr(sys.modules["torch"], torch_kind).current_stream(index)
 
 
 def _learn_torch(x: Any) -> str:

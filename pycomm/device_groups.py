@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pycomm import _core, config, nccl
+from pycomm import _core, arrays, config, nccl
 from pycomm.arrays import Device
 from pycomm.errors import Unsupported
 from pycomm.group import Group
@@ -24,18 +24,17 @@ __all__ = ["core", "on_device", "replaced", "stream"]
 
 
 class _Source:
-    """Where devices come from: a module, and what torch calls the devices that it has."""
+    """Where devices come from."""
 
     module: Any = None  # what stands in for _cuda
-    kind = "cuda"
 
 
 def core(group: Group, device: Device) -> _core.Group:
     """The group of `group`'s ranks, each on a device; collective where it is not yet.
 
     Raises:
-        Unsupported: no driver, no such GPU, no NCCL, or one that refuses this device for another
-            reason than that ranks share it.
+        Unsupported: no driver, no such GPU; where no ranks share one, a rank has no NCCL, which
+            all ranks are told, or one that refuses this device.
         Timeout: not all ranks came to make it.
     """
     if device.kind == "cpu":
@@ -54,7 +53,7 @@ def on_device(host: object, kind: str, index: int, timeout_s: float) -> object:
     Raises:
         Unsupported: also for devices of another kind.
     """
-    if kind != _Source.kind:
+    if kind != arrays.torch_kind:
         raise Unsupported(
             f"pycomm takes tensors in host memory and on CUDA devices, not on {kind}: move them"
         )
@@ -69,9 +68,13 @@ def stream(device: Device, array: Any) -> int:
 def _meet(host: object, index: int, timeout_s: float, lanes: int = 1) -> _core.Group:
     module = _compiled()
     opened = module.open_device(index)
-    library = nccl.load(module)._capsule()
+    library, why_none = None, ""
+    try:
+        library = nccl.load(module)._capsule()
+    except Unsupported as error:  # ranks that share a GPU need none: _core says what becomes of it
+        why_none = str(error)
     shares = config.nccl_shares_gpus()
-    made = _core.on_device(host, opened, library, shares, lanes, timeout_s)
+    made = _core.on_device(host, opened, library, why_none, shares, lanes, timeout_s)
     if made.rank == 0 and made.stats().algorithm == "staged":
         logging.getLogger("pycomm").warning(
             "ranks of the group %r share a GPU, which NCCL refuses: their arrays there travel "
@@ -95,9 +98,9 @@ def replaced(by: Any, kind: str = "cuda") -> Iterator[None]:
 
     `kind` is what torch calls devices of these.
     """
-    before = _Source.module, _Source.kind  # of the whole process, as _cuda is
-    _Source.module, _Source.kind = by, kind
+    before = _Source.module, arrays.torch_kind  # of the whole process, as _cuda is
+    _Source.module, arrays.torch_kind = by, kind
     try:
         yield
     finally:
-        _Source.module, _Source.kind = before
+        _Source.module, arrays.torch_kind = before

@@ -92,6 +92,37 @@ def test_a_rank_that_dies_is_told_to_the_others(machine, moment):
         assert all("rank 2" in text or "gone" in text for text in said), said
 
 
+def killed_among_messages(group: pycomm.Group, device: Any, moment: str) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 2:
+        if moment == "on the device":
+            device.delay()
+            pycomm.send(x, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises((errors.PeerLost, errors.GroupBroken)) as caught:
+        for _ in range(1000):
+            if group.rank == 0:
+                pycomm.recv(x, 2)
+            else:
+                pycomm.send(x, 2)
+            device.get(x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("machine", "moment"),
+    [(kind, "before") for kind in KINDS] + [(kind, "on the device") for kind in DELAYED],
+    indirect=["machine"],
+)
+def test_a_rank_that_dies_among_messages_is_told_to_both_sides(machine, moment):
+    options = {"processes": True, "transport": "", "return_exceptions": True}
+    *living, dead = machine.run(3, killed_among_messages, moment, **options)
+    assert isinstance(dead, errors.PeerLost)
+    assert all(isinstance(said, str) and "rank 2" in said for said in living), living
+
+
 def dies_with_a_call(group: pycomm.Group, device: Any) -> str:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)

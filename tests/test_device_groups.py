@@ -6,6 +6,7 @@ Ranks are threads or processes with a device each (tests/group_devices.py).
 import gc
 import re
 import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from group_devices import EMULATED, machine_fixture, numbers, odd, on  # noqa: F401
 
 import pycomm
-from pycomm import errors
+from pycomm import errors, nccl
 from pycomm.lanes import Lanes
 from pycomm.testing import run_ranks
 
@@ -380,6 +381,39 @@ def one_is_taken(group: pycomm.Group, device: Any) -> str:
 def test_nccl_is_asked_where_it_was_told_to_let_ranks_share_a_gpu(machine, monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert any("Duplicate GPU" in text for text in machine.run(2, one_is_taken))
+
+
+def without_nccl(lacking: Sequence[int]) -> Any:
+    """What loads NCCL for other ranks than these."""
+    load = nccl.load
+
+    def loads(module: Any) -> Any:
+        if pycomm.rank() in lacking:
+            raise errors.Unsupported("no NCCL anywhere")
+        return load(module)
+
+    return loads
+
+
+def goes_on_without(group: pycomm.Group, device: Any) -> str:
+    said = one_is_taken(group, device)
+    assert pycomm.all_reduce(np.ones(3))[0] == group.size
+    return said
+
+
+@on("emulated", "cuda")
+def test_every_rank_hears_which_has_no_nccl_and_the_group_goes_on(machine, monkeypatch):
+    monkeypatch.setattr(nccl, "load", without_nccl([1]))
+    first, second, third = machine.run(3, goes_on_without)
+    assert second == "no NCCL anywhere"
+    assert first == third
+    assert "rank 1 has found no NCCL" in first
+
+
+@on("emulated, shared", "cuda, shared")
+def test_ranks_that_share_a_gpu_need_no_nccl(machine, monkeypatch):
+    monkeypatch.setattr(nccl, "load", without_nccl([0, 2]))
+    assert machine.run(3, said_once) == ["staged"] * 3
 
 
 class Nowhere:

@@ -1,6 +1,10 @@
 // Groups for arrays on devices, made of a group, a device and an NCCL. The two last come in
 // capsules from the module that has CUDA: _cuda, or in tests the emulator's.
+#include <pybind11/stl.h>
+
 #include <memory>
+#include <optional>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -17,11 +21,13 @@ std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
 }
 
 std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& device,
-                                  const py::capsule& nccl, bool nccl_shares, int lanes,
+                                  const std::optional<py::capsule>& nccl,
+                                  const std::string& why_no_nccl, bool nccl_shares, int lanes,
                                   double timeout_s) {
   auto group = taken<Group>(host, "pycomm.Group");
   DeviceParts parts{.device = taken<Device>(device, "pycomm.Device"),
-                    .nccl = taken<NcclApi>(nccl, "pycomm.NcclApi"),
+                    .nccl = nccl ? taken<NcclApi>(*nccl, "pycomm.NcclApi") : nullptr,
+                    .why_no_nccl = why_no_nccl,
                     .nccl_shares = nccl_shares,
                     .lanes = lanes};
   const auto timeout = nanoseconds(timeout_s);

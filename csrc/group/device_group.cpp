@@ -1,5 +1,7 @@
 #include "group/device_group.h"
 
+#include <algorithm>
+#include <array>
 #include <condition_variable>
 #include <mutex>
 #include <set>
@@ -327,23 +329,35 @@ Stats DeviceGroup::stats() const {
   return stats;
 }
 
-// Collective. Whether NCCL would refuse these ranks: two that it sees on one device of a host.
-bool nccl_refuses(Group& host, Device& device, bool nccl_shares) {
-  constexpr size_t kLength = 32;  // of a bus id and the zeros behind it
-  std::string all(static_cast<size_t>(host.size()) * kLength, '\0'), mine = device.bus_id();
-  mine.resize(kLength);
-  mine.back() = nccl_shares ? 1 : 0;
+// What a rank tells the others of its parts.
+struct Told {
+  std::array<char, 30> bus_id;  // and zeros
+  bool nccl_shares, has_nccl;
+};
+static_assert(sizeof(Told) == 32);
+
+// Collective. Whether the group goes without NCCL, as that would refuse these ranks: two that it
+// sees on one device of a host. Throws Unsupported where it would not and a rank has no NCCL.
+bool goes_through_host(Group& host, const DeviceParts& parts) {
+  Told mine{{}, parts.nccl_shares, parts.nccl != nullptr};
+  const std::string bus_id = parts.device->bus_id();
+  std::copy_n(bus_id.begin(), std::min(bus_id.size(), mine.bus_id.size()), mine.bus_id.begin());
+  std::vector<Told> all(static_cast<size_t>(host.size()));
   host.run({.operation = Operation::all_gather,
-            .input = mine.data(),
+            .input = &mine,
             .output = all.data(),
-            .count = kLength});
-  std::set<std::pair<int, std::string>> devices;
-  bool all_share = true;
-  for (size_t rank = 0; rank < host.hosts().size(); ++rank) {
-    devices.emplace(host.hosts()[rank], all.substr(rank * kLength, kLength - 1));
-    all_share = all_share && all[rank * kLength + kLength - 1] == 1;
-  }
-  return devices.size() < host.hosts().size() && !all_share;
+            .count = sizeof(Told)});
+  std::set<std::pair<int, decltype(Told::bus_id)>> devices;
+  for (size_t rank = 0; rank < all.size(); ++rank)
+    devices.emplace(host.hosts()[rank], all[rank].bus_id);
+  if (devices.size() < all.size() && !std::ranges::all_of(all, &Told::nccl_shares)) return true;
+  if (!parts.nccl) throw Unsupported(parts.why_no_nccl);
+  for (size_t rank = 0; rank < all.size(); ++rank)
+    if (!all[rank].has_nccl)
+      throw Unsupported("rank " + std::to_string(rank) +
+                        " has found no NCCL, which arrays on CUDA devices travel by; its error "
+                        "says where it has looked");
+  return false;
 }
 
 }  // namespace
@@ -351,7 +365,7 @@ bool nccl_refuses(Group& host, Device& device, bool nccl_shares) {
 std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceParts parts,
                                          std::chrono::nanoseconds timeout) {
   auto carrier =
-      nccl_refuses(*host, *parts.device, parts.nccl_shares)
+      goes_through_host(*host, parts)
           ? carry_through_host(host, parts.device)
           : carry_by_nccl(host, parts.device, std::move(parts.nccl), parts.lanes, timeout);
   return std::make_shared<DeviceGroup>(std::move(host), std::move(parts.device), std::move(carrier),

@@ -17,6 +17,7 @@
 
 #include <chrono>
 #include <memory>
+#include <string>
 
 #include "device/device.h"
 #include "group/group.h"
@@ -27,15 +28,17 @@ namespace pycomm {
 // What a rank brings.
 struct DeviceParts {
   std::shared_ptr<Device> device;
-  std::shared_ptr<NcclApi> nccl;
-  bool nccl_shares = false;  // NCCL was told, on this rank, to let ranks share a device
-  int lanes = 1;             // of rings over large arrays, by NCCL; rank 0's word counts
+  std::shared_ptr<NcclApi> nccl;  // null: none was found
+  std::string why_no_nccl{};      // then
+  bool nccl_shares = false;       // NCCL was told, on this rank, to let ranks share a device
+  int lanes = 1;                  // of rings over large arrays, by NCCL; rank 0's word counts
 };
 
 // Collective over `host`, whose calls and this group's make one order. `timeout` is the limit of
 // its forming, and of calls that name none: to agree, and to be over on the device. Splits and
-// memory are the host group's. Throws what calls of `host` throw, Unsupported where a device is no
-// good for NCCL, Timeout where ranks do not come.
+// memory are the host group's. Throws what calls of `host` throw; Unsupported where a device is no
+// good for NCCL, and on every rank where one has none and no ranks share a device; Timeout where
+// ranks do not come.
 std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceParts parts,
                                          std::chrono::nanoseconds timeout);
 

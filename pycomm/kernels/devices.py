@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pycomm import _core
-from pycomm.arrays import Device
+from pycomm.arrays import Device, current_stream
 from pycomm.errors import Unsupported
 
 HOW_TO_BUILD = (
@@ -60,7 +60,7 @@ def queue(device: Device, array: Any) -> tuple[int, int]:
         return 0, 0
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        return device.index, int(torch.cuda.current_stream(device.index).cuda_stream)
+        return device.index, int(current_stream(device.index).cuda_stream)
     cupy: Any = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         with cupy.cuda.Device(device.index):
