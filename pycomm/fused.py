@@ -1,4 +1,5 @@
-"""Many tensors in one call: packed into one array per dtype, and back; or as torch saves them.
+"""Many tensors in one call: packed into one array per dtype and device, and back; or as torch saves
+them.
 
 Called by the training layer; `bcast_list_` by users too.
 """
@@ -21,9 +22,11 @@ __all__ = ["average", "bcast_list_", "bcast_value"]
 
 
 def bcast_list_(tensors: Iterable[Tensor], src: int = 0, group: Group | None = None) -> None:
-    """Makes every tensor on every rank what it is on rank `src`, in place: one call per dtype.
+    """Makes every tensor on every rank what it is on rank `src`, in place: one call per dtype and
+    device.
 
-    Collective. The list has the same shapes and dtypes, in the same order, on every rank.
+    Collective. The list has the same shapes, dtypes and kinds of device, in the same order, on
+    every rank.
     """
     group = group or default()
     listed = list(tensors)
@@ -83,11 +86,11 @@ def average(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
 
 def _through(tensors: Sequence[Tensor], call: Callable[[Tensor], object]) -> list[Tensor]:
     """Copies of `tensors` after `call` on the flat array that each lies in."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(i)
+        alike.setdefault((tensor.dtype, tensor.device), []).append(i)
     results = list(tensors)
-    for places in by_dtype.values():
+    for places in alike.values():
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in places])
         call(flat)
         parts = torch.split(flat, [tensors[i].numel() for i in places])

@@ -91,21 +91,30 @@ def _runs(pid: int) -> bool:
 
 
 def test_losses_are_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_ranks.judge([2.0, 1.0], [2.0, 1.0005]) == 0
-    assert gpu_ranks.judge([2.0, 1.0], [2.0, 1.01]) == 1
-    assert gpu_ranks.judge([2.0, 2.0], [2.0, 2.0]) == 1
-    assert gpu_ranks.judge([2.0, 1.0], [2.0]) == 1
+    for way, ours, status in [
+        ("pycomm", [2.0, 1.0], 0),
+        ("pycomm", [2.0, 1.0005], 0),
+        ("pycomm", [2.0, 1.01], 1),
+        ("pycomm", [2.0, 2.0], 1),
+        ("pycomm", [2.0], 1),
+        ("DGC", [2.0, 1.5], 0),
+        ("DGC", [2.0, 2.0], 1),
+    ]:
+        assert gpu_ranks.judge({"nccl": [2.0, 1.0], way: ours}) == status, (way, ours)
     assert "largest difference" in capsys.readouterr().out
 
 
 def test_the_training_part_trains_as_beside_gloo() -> None:
     losses: dict[str, list[float]] = {}
-    for backend in ("pycomm", "gloo"):
+    for way in ("gloo", *gpu_ranks.TRAINED):
+        if way == "nccl":
+            continue
         heard: dict[int, list[float]] = {}
-        processes.run(gpu_ranks.train, (backend, "cpu"), 2, heard.__setitem__)
+        processes.run(gpu_ranks.train, (way, "cpu"), 2, heard.__setitem__)
         assert heard[0] == heard[1]
-        losses[backend] = heard[0]
-    assert gpu_ranks.judge(losses["pycomm"], losses["gloo"]) == 0
+        losses[way] = heard[0]
+    assert losses["DGC"] != losses["DataParallel"]
+    assert gpu_ranks.judge(losses) == 0
 
 
 @pytest.mark.parametrize(

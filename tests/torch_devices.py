@@ -1,7 +1,8 @@
-"""Torch tensors on emulated GPUs, for the tests of the backend.
+"""Torch tensors on emulated GPUs, for the tests of the backend and of DataParallel.
 
 A process of a pool (torch_ranks.py) has one device, whose number is its rank. No test itself:
-test_c10d_devices.py imports it.
+test_c10d_devices.py and test_parallel_devices.py
+import it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch_ranks import Pools, Run
 
 from pycomm import device_groups
+from pycomm.kernels import devices
 
 sys.path.insert(0, str(Path(__file__).parent / "emulator"))
 import programs
@@ -34,6 +36,27 @@ class TorchModule(ModuleType):
     @staticmethod
     def is_available() -> bool:
         return True
+
+    @staticmethod
+    def current_stream(index: int) -> Stream:
+        return Stream(index)
+
+
+class Stream:
+    """The thread's current stream of a device, with what pycomm asks of a `torch.cuda.Stream`."""
+
+    def __init__(self, index: int) -> None:
+        self.cuda_stream = programs.emulated_torch().stream(index)
+        self.torchs = torch.accelerator.current_stream(index)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.cuda_stream == other.cuda_stream
+
+    def __hash__(self) -> int:
+        return hash(self.cuda_stream)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.torchs.wait_stream(other.torchs)
 
 
 class Emulated:
@@ -75,7 +98,10 @@ def on_emulated(fn: Callable[..., Any], *args: Any) -> Any:
     module = programs.emulated()
     module.runtime.set_eager(False)
     module.set_order("forward", 1, 4)
-    with device_groups.replaced(module, "privateuseone"):
+    with (
+        device_groups.replaced(module, "privateuseone"),
+        devices.replaced("cuda", module.kernels),
+    ):
         at = Emulated()
         try:
             return fn(at, *args)

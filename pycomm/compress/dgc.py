@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycomm import collectives, fused
+from pycomm import arrays, collectives, fused
 from pycomm.compress import state
 from pycomm.compress.age import Ages
 from pycomm.compress.choose import DENSE, EXCHANGES, Chooser, Level
@@ -473,7 +473,7 @@ def _one_of(name: str, given: str, known: Sequence[str]) -> None:
 
 def _can_be_coded(memories: Sequence[Memory]) -> None:
     for memory in memories:
-        if memory.u.device.type not in ("cpu", "cuda"):
+        if not (memory.u.is_cpu or arrays.on_gpu(memory.u)):
             raise Unsupported(
                 "lean packets are written in host memory and on CUDA devices, and "
                 f'{memory.name!r} lies on {memory.u.device}: use codec="raw" with '

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pycomm import memory
+from pycomm import arrays, memory
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
@@ -71,7 +72,9 @@ class Bucket:
         count = sum(slot.parameter.numel() for slot in slots)
         self.flat = _zeros(count, first, group)
         self.missing = len(slots)  # gradients that this backward pass has yet to bring
+        self._stream: Any = None  # on a device: the last on which one came
         self.views: list[Tensor] = []
+        self.follow()
         offset = 0
         for slot in slots:
             view = _view(self.flat, offset, slot.parameter)
@@ -80,6 +83,16 @@ class Bucket:
             if slot.view is not None and slot.parameter.grad is slot.view:
                 slot.parameter.grad = view.copy_(slot.view)  # keeps what the user accumulates
             slot.bucket, slot.view = self, view
+
+    def follow(self) -> None:
+        """What comes next on the current stream comes behind the gradients so far: autograd brings
+        each on the stream of its forward pass."""
+        if self.flat.is_cpu:
+            return
+        here = arrays.current_stream(self.flat.device.index)
+        if self._stream is not None and self._stream != here:
+            here.wait_stream(self._stream)
+        self._stream = here
 
 
 def _zeros(count: int, like: Tensor, group: Group) -> Tensor:

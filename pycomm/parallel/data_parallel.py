@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycomm import collectives
+from pycomm import arrays, collectives
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.fused import bcast_list_, bcast_value
 from pycomm.group import Group
@@ -37,7 +37,8 @@ class DataParallel(nn.Module):
     or scale them in place. `state_dict()` and `load_state_dict()` are those of the module.
 
     Args:
-        module: any, with parameters on the CPU; its forward is called with whatever comes.
+        module: any, with parameters and buffers on the CPU or on CUDA devices; its forward is
+            called with whatever comes.
         compression: a pycomm.DGC made for its optimizer; None sends gradients whole.
         bucket_mb: most MB of gradients in one call; "auto": a tenth of all, within 1 and 64.
         bucket_layers: most layers (modules that own parameters) in one call; None: any number.
@@ -53,8 +54,9 @@ class DataParallel(nn.Module):
             a parameter raises at the end of backward.
 
     Raises:
-        Unsupported: parameters or buffers outside host memory.
-        Mismatch: on every rank, where names, shapes or dtypes (with "check": values) differ.
+        Unsupported: parameters or buffers elsewhere.
+        Mismatch: on every rank, where names, shapes, dtypes or kinds of device (with "check":
+            values) differ.
     """
 
     def __init__(
@@ -188,10 +190,10 @@ class DataParallel(nn.Module):
 
     def _check_places(self) -> None:
         for name, tensor in self._named_tensors():
-            if not tensor.is_cpu:
+            if not (tensor.is_cpu or arrays.on_gpu(tensor)):
                 raise Unsupported(
-                    f"DataParallel: {name!r} lies on {tensor.device}, and groups carry host memory "
-                    "only: model.cpu()"
+                    f"DataParallel: {name!r} lies on {tensor.device}, and groups carry what is in "
+                    "host memory or on CUDA devices: model.cpu() or model.cuda()"
                 )
 
     def _named_tensors(self) -> list[tuple[str, Tensor]]:

@@ -137,6 +137,7 @@ class Reducer:
             self._order.append(slot)
         bucket = slot.bucket
         assert bucket is not None
+        bucket.follow()
         bucket.missing -= 1
         if bucket.missing == 0:
             self._send_full()
@@ -144,6 +145,7 @@ class Reducer:
     def _send_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             bucket = self._buckets[self._next]
+            bucket.follow()
             self._exchange.add(bucket.flat, bucket.parameters, bucket.views)
             self._next += 1
 

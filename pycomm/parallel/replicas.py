@@ -16,15 +16,16 @@ __all__ = ["check_equal", "check_layout"]
 
 
 def check_layout(named: Sequence[tuple[str, Tensor]], group: Group) -> None:
-    """Raises Mismatch, on every rank, where names, shapes or dtypes differ between ranks."""
-    told = [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in named]
-    _compare(named, [text.encode() for text in told], "name, shape or dtype", group)
+    """Raises Mismatch, on every rank, where names, shapes, dtypes or kinds of device differ."""
+    told = [f"{name} {tuple(x.shape)} {x.dtype} {x.device.type}" for name, x in named]
+    _compare(named, [text.encode() for text in told], "name, shape, dtype or device", group)
 
 
 def check_equal(named: Sequence[tuple[str, Tensor]], group: Group) -> None:
     """Raises Mismatch, on every rank, that names the first tensor whose bytes differ."""
     contents = [
-        x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for _, x in named
+        x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for _, x in named
     ]
     _compare(named, contents, "values", group)
 

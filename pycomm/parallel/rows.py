@@ -24,7 +24,7 @@ def average_rows(gradient: Tensor | None, like: Tensor, group: Group) -> Tensor:
         group: the ranks.
     """
     if gradient is None:
-        rows = torch.empty(0, dtype=torch.int64)
+        rows = torch.empty(0, dtype=torch.int64, device=like.device)
         values = like.new_empty((0, *like.shape[1:]))
     elif gradient.sparse_dim() != 1:
         raise Unsupported(

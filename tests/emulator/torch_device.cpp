@@ -250,7 +250,12 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   if (to.sizes() != from.sizes()) to.unsafeGetTensorImpl()->set_sizes_contiguous(from.sizes());
-  TORCH_CHECK(to.storage().nbytes() >= extent(to), "no room for a larger result");
+  if (to.storage().nbytes() < extent(to)) {
+    const c10::DeviceGuard guard(to.device());
+    c10::StorageImpl& storage = *to.storage().unsafeGetStorageImpl();
+    storage.set_data_ptr_noswap(memory.allocate(extent(to)));
+    storage.set_nbytes(extent(to));
+  }
   return copy_from(from, to, false);
 }
 

@@ -1,0 +1,196 @@
+"""Training on devices: DataParallel, DGC and LocalSGD train as they do in host memory.
+
+Torch's device is an emulated GPU with a fake NCCL and emulated kernels (tests/torch_devices.py).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_devices import Stream, programs, runner
+from torch_ranks import Run
+
+import pycomm
+from pycomm import errors
+
+pytestmark = [
+    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
+    pytest.mark.timeout(400),
+]
+
+STEPS = 4
+
+
+@pytest.fixture(name="run")
+def run_fixture(tmp_path: Path, nothing_left: Any) -> Run:
+    return runner(tmp_path, nothing_left)
+
+
+class Counting(nn.Module):
+    """Keeps the mean of what has passed, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(30))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 30), Counting(), nn.LayerNorm(30), nn.Linear(30, 5))
+
+
+def train(device: Any, wrap: Callable[[nn.Module, Any], Any]) -> list[Tensor]:
+    """The parameters and buffers after a few steps of a model that starts as its rank has it."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = perceptron().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = wrap(model, optimizer)
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        x = torch.randn(8, 20, generator=data).to(device)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [x.detach().cpu() for x in (*model.parameters(), *model.buffers())]
+
+
+def dense(model: nn.Module, optimizer: Any) -> Any:
+    return pycomm.DataParallel(model, bucket_mb=0.001, lanes=2), optimizer
+
+
+def checked(model: nn.Module, optimizer: Any) -> Any:
+    equal = pycomm.DataParallel(model, find_unused_parameters=True)
+    return pycomm.DataParallel(equal.module, init="check", bucket_mb=0.001), optimizer
+
+
+def compressed(**options: Any) -> Callable[[nn.Module, Any], Any]:
+    def wrap(model: nn.Module, optimizer: Any) -> Any:
+        dgc = pycomm.DGC(optimizer, sparsity=[0.9], min_count=0, clip_norm=1.0, **options)
+        return pycomm.DataParallel(model, compression=dgc), optimizer
+
+    return wrap
+
+
+def local(model: nn.Module, optimizer: Any) -> Any:
+    return model, pycomm.LocalSGD(model, optimizer, k_steps=2)
+
+
+WAYS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "dense": dense,
+    "checked": checked,
+    "DGC": compressed(),
+    "DGC, masked": compressed(exchange="masked"),
+    "DGC, lean": compressed(value_dtype="2bit", exchange="gather"),
+    "DGC, split": compressed(value_dtype="2bit", exchange="split"),
+    "DGC, fused": compressed(fused=True, select="model"),
+    "LocalSGD": local,
+}
+
+
+def as_in_host_memory(at: Any, way: str) -> None:
+    group = pycomm.init()
+    assert (group.rank, group.size) == (dist.get_rank(), dist.get_world_size())
+    there = train(at.device, WAYS[way])
+    assert sum(at.counts().values()) > 0
+    here = train("cpu", WAYS[way])
+    for one, other in zip(there, here, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_as_in_host_memory(run: Run, way: str) -> None:
+    run(2, as_in_host_memory, way)
+
+
+class Branches(nn.Module):
+    """Two layers, each on a stream of its own."""
+
+    def __init__(self, at: Any) -> None:
+        super().__init__()
+        self.at = at
+        self.layers = nn.ModuleList(nn.Linear(6, 4, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = self.at.index
+        begin, total = Stream(index), torch.zeros(())
+        for number, layer in enumerate(self.layers, 1):
+            before = self.at.stream(number)
+            Stream(index).wait_stream(begin)
+            part = layer(x).sum()
+            end = Stream(index)
+            self.at.stream(before)
+            Stream(index).wait_stream(end)
+            total = part if number == 1 else total + part
+        return total
+
+
+def gradients_of_branches(at: Any) -> None:
+    """The copy of each gradient waits until all else that can has run."""
+    pycomm.init()
+    model = Branches(at).to(at.device)
+    gates: list[Callable[[], None]] = []
+    x = torch.full((3, 6), dist.get_rank() + 1.0).to(at.device)
+    for parameter in model.parameters():  # hooks run in the order in which they were added
+        parameter.register_post_accumulate_grad_hook(lambda _: gates.append(at.delay()))
+    parallel = pycomm.DataParallel(model)
+    parallel(x).backward()
+    assert len(gates) == 2
+    for _ in range(2000):
+        at.runtime.idle(at.module.stream(at.index))  # lets the streams work
+    for let_go in gates:
+        let_go()
+    for parameter in model.parameters():
+        assert (parameter.grad.cpu() == 3 * 1.5).all(), parameter.grad.cpu()
+
+
+def test_gradients_of_several_streams_travel_when_all_are_there(run: Run) -> None:
+    run(2, gradients_of_branches)
+
+
+def refused(at: Any) -> str:
+    pycomm.init()
+    places = ["cpu", at.device]
+    with pytest.raises(errors.Mismatch, match="dtype or device") as caught:
+        pycomm.DataParallel(nn.Linear(2, 2).to(places[dist.get_rank()]))
+    return str(caught.value)
+
+
+def test_ranks_on_different_kinds_of_device_are_told(run: Run) -> None:
+    assert all("'weight'" in text for text in run(2, refused))
+
+
+def rare(at: Any) -> None:
+    """Unused parameters, gradients that add up, and ranks with less data."""
+    pycomm.init()
+    rank = dist.get_rank()
+
+    def go(device: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(2, 2)}).to(device)
+        model.forward = model["used"].forward
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel = pycomm.DataParallel(model, find_unused_parameters=True)
+        with parallel.join(optimizer):
+            for step in range(2 + rank):
+                x = torch.tensor([rank, step, 7.0]).to(device)
+                with parallel.no_sync():
+                    parallel(x).square().mean().backward()
+                parallel(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    for one, other in zip(go(at.device), go("cpu"), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_is_rare_works_on_devices(run: Run) -> None:
+    run(2, rare)
