@@ -21,6 +21,11 @@ from pycomm import errors
 
 pytestmark = pytest.mark.timeout(300)
 DELAYED = EMULATED  # until the test says so: a GPU's delay ends by itself
+AT_ITS_DEATH = pytest.mark.parametrize(
+    ("machine", "moment"),
+    [(kind, "before") for kind in KINDS] + [(kind, "on the device") for kind in DELAYED],
+    indirect=["machine"],
+)
 
 
 def stuck(group: pycomm.Group, device: Any) -> tuple[str, str]:
@@ -78,11 +83,7 @@ def killed(group: pycomm.Group, device: Any, moment: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(
-    ("machine", "moment"),
-    [(kind, "before") for kind in KINDS] + [(kind, "on the device") for kind in DELAYED],
-    indirect=["machine"],
-)
+@AT_ITS_DEATH
 def test_a_rank_that_dies_is_told_to_the_others(machine, moment):
     options = {"processes": True, "transport": "", "return_exceptions": True}
     *living, dead = machine.run(3, killed, moment, **options)
@@ -111,11 +112,7 @@ def killed_among_messages(group: pycomm.Group, device: Any, moment: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("machine", "moment"),
-    [(kind, "before") for kind in KINDS] + [(kind, "on the device") for kind in DELAYED],
-    indirect=["machine"],
-)
+@AT_ITS_DEATH
 def test_a_rank_that_dies_among_messages_is_told_to_both_sides(machine, moment):
     options = {"processes": True, "transport": "", "return_exceptions": True}
     *living, dead = machine.run(3, killed_among_messages, moment, **options)
