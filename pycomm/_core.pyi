@@ -252,4 +252,5 @@ def connect(
     flight: str = "",
     trace: str = "",
     line_bytes_s: float = 0.0,
+    host: str = "",
 ) -> Group: ...

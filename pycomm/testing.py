@@ -42,6 +42,7 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
     reproducible: bool = False,
     faults: Sequence[FaultPlan] = (),
     line_bytes_s: float | None = None,
+    hosts: Sequence[str] = (),
     grace_s: float | None = None,
     return_exceptions: bool = False,
 ) -> list[Any]:
@@ -58,6 +59,9 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
         line_bytes_s: what each rank sends passes a line of so many bytes a second, and what it
             receives another; None: none. For benchmarks: a token bucket in front of the transport,
             which counts frames.
+        hosts: by rank: of which made-up host it is, by a name of up to 12 letters and digits.
+            Ranks of different ones go by TCP, which `transport` must allow: "" or "tcp". Empty:
+            all are of this one.
         grace_s: for how long after the first failure other processes may go on, in seconds;
             None: 5.
         return_exceptions: failures stand in the list as exceptions; PeerLost for a process that
@@ -75,7 +79,12 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
         "transport": transport,
         "faults": list(faults),
         "line_bytes_s": line_bytes_s or 0.0,
+        "hosts": list(hosts),
     }
+    if hosts and len(hosts) != n:
+        raise InvalidArgument(f"hosts={list(hosts)}: one for each of {n} ranks")
+    if len(set(hosts)) > 1 and transport not in ("", "tcp"):
+        raise InvalidArgument(f"transport={transport!r} does not reach other hosts, made up or not")
     if line_bytes_s is not None and not line_bytes_s > 0:
         raise InvalidArgument(f"line_bytes_s={line_bytes_s}: above 0, or None")
     for fault in faults:
@@ -198,8 +207,12 @@ def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
     """This rank's place in the group."""
     key = options.get("secret", "")
     named = {"name": "world", "address": "", "towards": "", "reproducible": False, "log": False}
+    options = dict(options)
+    hosts = options.pop("hosts", ())
     faults = [fault._for_core() for fault in options.get("faults", ()) if fault.rank == rank]
     given = {**named, **config.journal_files(), "secret": key, **options, "faults": faults}
+    if hosts:
+        given["host"] = hosts[rank]
     core = _core.connect(store, rank=rank, **given)
     return Group(core, store, options["timeout_s"])
 

@@ -116,6 +116,7 @@ ConnectOptions options_from(const py::kwargs& named) {
   options.secret = named["secret"].cast<std::string>();
   options.transport = named["transport"].cast<std::string>();
   options.address = named["address"].cast<std::string>();
+  if (named.contains("host")) options.host = named["host"].cast<std::string>();
   options.towards = named["towards"].cast<std::string>();
   options.reproducible = named["reproducible"].cast<bool>();
   if (named.contains("flight")) options.journal.flight = named["flight"].cast<std::string>();

@@ -1,6 +1,7 @@
 #include "group/connect.h"
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <map>
 #include <memory>
@@ -27,6 +28,8 @@ std::string key_of_key(const ConnectOptions& options) { return options.name + "/
 // asked size x size times.
 constexpr int kNotesPerBlock = 64;
 constexpr std::chrono::seconds kNamingTime{1};
+
+constexpr size_t kMostHostName = 12;  // what a flight record has room for
 
 // For so long a rank that cannot be in the group waits for the others to find out too.
 constexpr std::chrono::seconds kAllReadTime{10};
@@ -127,6 +130,11 @@ void check_options(const ConnectOptions& options) {
   const auto& by = options.transport;
   if (!by.empty() && by != "local" && by != "shm" && by != "tcp")
     refuse("there is no transport \"" + by + "\"; there are local, shm and tcp");
+  const auto& host = options.host;
+  if (host.size() > kMostHostName ||
+      !std::ranges::all_of(host, [](unsigned char c) { return std::isalnum(c) != 0; }))
+    refuse("a made-up host has a name of up to " + std::to_string(kMostHostName) +
+           " letters and digits, not \"" + host + "\"");
   check_address(options.address);
   check_files(options.journal);
 }
@@ -158,6 +166,7 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       .rank = options.rank,
       .size = options.size,
       .name = options.name,
+      .host = options.host,
       .key = options.secret,
       .transport = options.transport,
       .address = options.address,

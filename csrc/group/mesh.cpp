@@ -41,7 +41,7 @@ size_t ring_bytes(int size) {
 class Forming {
  public:
   Forming(const MeshRequest& request, const Deadline& deadline)
-      : request_(request), deadline_(deadline), note_(my_note()) {}
+      : request_(request), deadline_(deadline), note_(my_note(request.host)) {}
 
   Mesh form(const Exchange& exchange) {
     const auto may = [&](std::string_view name) {
@@ -100,7 +100,7 @@ class Forming {
     const Digest digest = sha256(notes_[0].token + request_.name);
     std::memcpy(&mesh.id, digest.data(), sizeof mesh.id);
     for (const Note& note : notes_) {
-      const bool visible = note.host_id == note_.host_id && note.pid_space == note_.pid_space;
+      const bool visible = on_one_machine(note, note_) && note.pid_space == note_.pid_space;
       mesh.members.push_back({note.host, note.pid, "self", visible});
       mesh.hosts.push_back(note.host_id);
     }
@@ -148,7 +148,7 @@ class Forming {
   std::vector<std::string> ways(const SocketTransport& by, int listener, int caller) const {
     const Note& called = notes_[static_cast<size_t>(listener)];
     const Note& calling = notes_[static_cast<size_t>(caller)];
-    return by.ways(by.name() == "shm" ? called.shm : called.tcp, called.host_id == calling.host_id);
+    return by.ways(by.name() == "shm" ? called.shm : called.tcp, on_one_machine(called, calling));
   }
 
   // Only where on every host all pairs have the same kind of memory, and all ranks want it, which
@@ -193,8 +193,9 @@ class Forming {
   // How two ranks reach each other, if at all.
   std::string_view between(const Note& a, const Note& b) const {
     const bool local = request_.transport.empty() || request_.transport == "local";
-    if (a.process == b.process && local) return "local";
-    return a.host_id == b.host_id && !a.shm.empty() && !b.shm.empty() ? "shm" : "tcp";
+    const bool one_host = a.host_id == b.host_id;
+    if (one_host && a.process == b.process && local) return "local";
+    return one_host && !a.shm.empty() && !b.shm.empty() ? "shm" : "tcp";
   }
 
   // Who cannot form the group tells those that it has met: one of them may stand already.

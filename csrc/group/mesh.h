@@ -27,6 +27,7 @@ using Heed = std::function<void(std::chrono::nanoseconds limit)>;
 struct MeshRequest {
   int rank = 0, size = 1;
   std::string name;
+  std::string host{};        // as ConnectOptions has it
   std::string key;           // for the handshakes
   std::string transport;     // force one, or empty
   std::string address;       // which of this host's addresses tcp uses, or empty

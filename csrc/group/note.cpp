@@ -16,6 +16,8 @@ namespace pycomm {
 namespace {
 
 constexpr size_t kMaxNoteBytes = 4096;
+// In a host_id, before the name of a made-up host.
+constexpr char kMadeUp = '/';
 
 std::string random_word() {
   std::string word;
@@ -71,18 +73,25 @@ std::vector<Tuned> decode_tuned(const std::string& text) {
 
 }  // namespace
 
-Note my_note() {
+Note my_note(const std::string& host) {
   // The word goes stale in a forked child, and the pid tells it apart.
   static const std::string word = random_word();
   Note note;
   note.pid = ::getpid();
   note.process = word + "-" + std::to_string(note.pid);
-  note.host_id = host_identity();
-  note.host = host_name();
+  note.host_id = host_identity() + (host.empty() ? "" : kMadeUp + host);
+  note.host = host.empty() ? host_name() : host;
   struct stat pids{};
   note.pid_space =
       ::stat("/proc/self/ns/pid", &pids) == 0 ? std::to_string(pids.st_ino) : note.process;
   return note;
+}
+
+bool on_one_machine(const Note& a, const Note& b) {
+  const auto machine = [](const Note& note) {
+    return note.host_id.substr(0, note.host_id.find(kMadeUp));
+  };
+  return machine(a) == machine(b);
 }
 
 std::string encode(const Note& note) {

@@ -29,7 +29,10 @@ struct Note {
   std::vector<Tuned> tuned{};  // rank 0's holds for all
 };
 
-Note my_note();
+// `host`: as ConnectOptions has it.
+Note my_note(const std::string& host);
+// Whether they reach each other as ranks of one host do, whichever hosts they are said to be of.
+bool on_one_machine(const Note& a, const Note& b);
 std::string encode(const Note& note);
 // Throws InternalError on anything that encode() did not make of a note with numbers where numbers
 // belong: of every note there is one text.

@@ -277,7 +277,7 @@ const Test kInterrupted{
     }};
 
 Note sound_note() {
-  Note note = my_note();
+  Note note = my_note({});
   note.options = "reproducible=False";
   note.token = "abc";
   note.shm = "pycomm-1";
