@@ -130,7 +130,8 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
       engine.running_ = nullptr;
       engine.claims_ = {};
       engine.keep_half_arrived();
-      engine.awaited_.reset();
+      engine.awaited_.clear();
+      engine.sending_ = false;
       if (!engine.beat_due_.load(std::memory_order_relaxed)) return;
       engine.beat_due_.store(false, std::memory_order_relaxed);
       (void)engine.beat();
@@ -289,7 +290,7 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
   std::string text = "Timed out after " + std::to_string(deadline.limit_s()) + " s";
   if (peer != kNobody)
     text += (from != kNobody ? ", waiting for data from " : ", waiting to send to ") + name(peer);
-  if (awaited_ && awaited_->from == kAnybody) text += ", waiting for a message from anybody";
+  if (awaits() == kAnybody) text += ", waiting for a message from anybody";
   throw Timeout(text, {.peer = peer});
 }
 
@@ -297,7 +298,7 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
 void Engine::check_needed(const Task& task) {
   for (const int peer : {task.receiving_from(), task.sending_to()})
     if (peer != kNobody && at(peer).departed) throw gone(peer);
-  if (awaited_ && awaited_->from == kAnybody && options_.dialer == nullptr &&
+  if (awaits() == kAnybody && options_.dialer == nullptr &&
       std::ranges::all_of(peers_, [](const Peer& who) { return !who.link || who.departed; }))
     throw PeerLost("everybody else has left the group, and no message came before");
 }
@@ -392,7 +393,7 @@ Engine::Front Engine::judge(int peer, const Header& header) {
       // the way.
       if (const int when = order(header, epoch_, sequence_);
           when > 0 || (running_ == nullptr && header.epoch == epoch_ &&
-                       (when == 0 || !awaited_ || has_offered_past(peer))))
+                       (when == 0 || !only_awaits() || has_offered_past(peer))))
         return Front::later;
       [[fallthrough]];
     case FrameKind::goodbye:
@@ -414,7 +415,7 @@ Engine::Front Engine::judge_data(int peer, const Header& header) {
       return Front::nothing;
     }
     // It sent more than our call took. A message on its way to us or from us is not cut by that.
-    if (running_ == nullptr && (!awaited_ || has_offered_past(peer))) return Front::later;
+    if (running_ == nullptr && (!only_awaits() || has_offered_past(peer))) return Front::later;
     disagree_on_end(peer, header);
   }
   if (when > 0 || running_ == nullptr) return Front::later;
@@ -426,7 +427,7 @@ Engine::Front Engine::judge_data(int peer, const Header& header) {
 // Who has offered a message is bound to what its receiver makes of it, whatever others say: where
 // that one takes it, both must go on.
 bool Engine::has_offered_past(int peer) const {
-  return is_answer(awaited_->signature) && awaited_->from != peer;
+  return is_answer(awaited_.front().signature) && awaits() != peer;
 }
 
 void Engine::take_pulse(int peer, const Header& header) {

@@ -71,6 +71,15 @@ struct Message {
   size_t bytes = 0, have = 0;
 };
 
+// One of messages that travel at once.
+struct Posted {
+  int peer = 0;
+  Header signature{};  // as of send() and receive()
+  bool sends = false;
+  ConstBytes out{};  // what it sends
+  Bytes into{};      // or where it lands
+};
+
 struct EngineOptions {
   int rank = 0;
   std::vector<std::string> names;    // by rank: "rank 2 (host a, pid 77)"
@@ -104,6 +113,9 @@ class Engine {
   // `from` may be kAnybody; gives the sender. Throws Mismatch, and drops the message, if it is of
   // another dtype or count.
   int receive(int from, const Header& signature, Bytes into, const Deadline& deadline);
+  // All at once; those of one peer in order. No receive is of kAnybody. Throws Mismatch as
+  // receive() does, when all others are over.
+  void exchange(std::span<const Posted> messages, const Deadline& deadline);
   // In place of send() where the array lies on a device: nothing moves, and the receiver, whose
   // receive() has no bytes either, has said that it takes the message. Throws Mismatch, as
   // receive() does there, where it takes another one; and where both ranks do this at once, as each
@@ -158,6 +170,13 @@ class Engine {
   // everybody's oldest, as far as they are whole, the one that began to arrive first; `from` then
   // says whose.
   std::optional<Message> take_message(int& from, const Header& wanted);
+  // Of exchange(): takes the messages that are whole and awaited, each into its place. True if
+  // there was one.
+  bool take_awaited();
+  // Whose message is awaited first, or kNobody.
+  int awaits() const { return awaited_.empty() ? kNobody : awaited_.front().from; }
+  // Nothing of exchange() is left to send: only now may a notice cut it short.
+  void sent_all() { sending_ = false; }
   // `peer` says that the call under way is another: ends it on every rank with Mismatch.
   [[noreturn]] void disagree(int peer, const Header& theirs);
   // The same where the peer has gone on to the call `theirs`, or this rank has ended it already.
@@ -220,6 +239,13 @@ class Engine {
   bool has_offered_past(int peer) const;
   void absorb(int peer, const Header& header);
   std::optional<Message> take_kept(int& from, const Header& wanted);
+  bool only_awaits() const { return !awaited_.empty() && !sending_; }
+  std::byte* place_for(int peer, const Header& header);
+  struct Refused {
+    int from;
+    Header theirs, mine;
+  };
+  [[noreturn]] void refuse(const Refused& message) const;
   Message await(int& from, const Header& wanted, Bytes into, const Header& signature,
                 const Deadline& deadline);
   void read_notice(int peer, const Header& header);
@@ -265,7 +291,9 @@ class Engine {
     Header signature;
     Bytes into;
   };
-  std::optional<Awaited> awaited_;  // the message that a receive waits for
+  std::vector<Awaited> awaited_;  // messages that receives wait for, those of one peer in order
+  bool sending_ = false;          // and others are still to be sent
+  std::vector<Refused> refused_;  // that exchange() has taken and that were not as awaited
   uint64_t payload_sent_ = 0;
   std::chrono::nanoseconds waited_{0};
   Header noticed_{};  // the disagreement that ended the last epoch, for whoever is met after

@@ -382,7 +382,7 @@ void Engine::heed(std::chrono::nanoseconds limit, const std::vector<int>& awaite
     (void)turn.try_lock();
   }
   check_usable();
-  if (!turn || running_ != nullptr || awaited_) return;
+  if (!turn || running_ != nullptr || !awaited_.empty()) return;
   try {
     look_for_ends(awaited);
     while (!deadline.expired()) {

@@ -49,7 +49,7 @@ void Engine::send(int to, const Header& signature, ConstBytes bytes, const Deadl
 // `signature`: what this rank is said to be in.
 Message Engine::await(int& from, const Header& wanted, Bytes into, const Header& signature,
                       const Deadline& deadline) {
-  awaited_ = {from, wanted, into};
+  awaited_ = {{from, wanted, into}};
   ReceiveMessage task(*this, from, wanted);
   guard(task, signature, deadline);
   from = task.sender();
@@ -60,13 +60,57 @@ int Engine::receive(int from, const Header& signature, Bytes into, const Deadlin
   const Message message = await(from, signature, into, signature, deadline);
   const bool announced = is_agreement(message.header);
   if (announced) send(from, answer_of(signature), {}, deadline);
-  if (!same_call(message.header, signature))
-    throw Mismatch(name(from) + " sent " + describe(message.header) + ", but " +
-                       name(options_.rank) + " receives " + describe(answer_of(signature)) +
-                       (announced ? "; nothing has moved" : "; the message is dropped"),
-                   {.op = "recv", .rank = options_.rank, .peer = from});
+  if (!same_call(message.header, signature)) refuse({from, message.header, signature});
   if (!message.kept.empty()) std::memcpy(into.data(), message.kept.data(), into.size());
   return from;
+}
+
+// A message that is not what a receive wants is dropped, and the others go on: its sender has done
+// nothing else wrong.
+void Engine::exchange(std::span<const Posted> messages, const Deadline& deadline) {
+  if (messages.empty()) return;
+  refused_.clear();
+  ExchangeMessages task(*this);
+  for (const Posted& one : messages) {
+    Header header = one.signature;
+    header.epoch = epoch_;
+    if (one.sends)
+      task.send(one.peer, header, one.out);
+    else
+      awaited_.push_back({one.peer, one.signature, one.into});
+  }
+  sending_ = task.sending_to() != kNobody;
+  guard(task, messages.front().signature, deadline);
+  for (const auto& [from, theirs, mine] : refused_)
+    if (is_agreement(theirs)) send(from, answer_of(mine), {}, deadline);
+  if (!refused_.empty()) refuse(refused_.front());
+}
+
+void Engine::refuse(const Refused& message) const {
+  const auto& [from, theirs, mine] = message;
+  throw Mismatch(name(from) + " sent " + describe(theirs) + ", but " + name(options_.rank) +
+                     " receives " + describe(answer_of(mine)) +
+                     (is_agreement(theirs) ? "; nothing has moved" : "; the message is dropped"),
+                 {.op = "recv", .rank = options_.rank, .peer = from});
+}
+
+bool Engine::take_awaited() {
+  bool took = false;
+  for (auto one = awaited_.begin(); one != awaited_.end();) {
+    const bool first = std::ranges::find(awaited_, one->from, &Awaited::from) == one;
+    const auto message = first ? take_message(one->from, one->signature) : std::nullopt;
+    if (!message) {
+      ++one;
+      continue;
+    }
+    took = true;
+    if (!same_call(message->header, one->signature))
+      refused_.push_back({one->from, message->header, one->signature});
+    else if (!message->kept.empty())
+      std::memcpy(one->into.data(), message->kept.data(), one->into.size());
+    one = awaited_.erase(one);
+  }
+  return took;
 }
 
 void Engine::offer(int to, const Header& signature, const Deadline& deadline) {
@@ -98,10 +142,7 @@ void Engine::absorb(int peer, const Header& header) {
     if (is_agreement(header) && header.epoch != epoch_)
       return link.finish();  // its sender has given it up, or hears that this rank has
     Message message{.header = header, .arrival = ++arrivals_, .bytes = bytes};
-    const bool queued = std::ranges::any_of(
-        who.messages, [&](const Message& m) { return is_meant(m.header, header); });
-    if (awaited_ && awaited_->from == peer && !queued && same_call(header, awaited_->signature))
-      message.into = awaited_->into.data();
+    message.into = place_for(peer, header);
     if (message.bytes == 0) {  // whole already: mark it so that an empty message counts
       link.finish();
       who.messages.push_back(std::move(message));
@@ -124,15 +165,28 @@ void Engine::absorb(int peer, const Header& header) {
   link.finish();
 }
 
-// A receive ends before its message has: the rest must not land in an array that may be gone.
+// Where the receive that will take a message which begins to arrive wants it; null: nobody waits
+// for it yet, or not for one like this. Messages that came before it are for receives before that.
+std::byte* Engine::place_for(int peer, const Header& header) {
+  auto before = std::ranges::count_if(at(peer).messages,
+                                      [&](const Message& m) { return is_meant(m.header, header); });
+  for (const Awaited& one : awaited_)
+    if (one.from == peer && is_meant(header, one.signature) && before-- == 0)
+      return same_call(header, one.signature) ? one.into.data() : nullptr;
+  return nullptr;
+}
+
+// Receives end before their messages are taken: what has come is not theirs, and the rest must not
+// land in arrays that may be gone.
 void Engine::keep_half_arrived() {
-  if (!awaited_ || awaited_->from == kAnybody) return;  // anybody's messages are kept first
-  auto& messages = at(awaited_->from).messages;
-  if (messages.empty() || messages.back().have == messages.back().bytes) return;
-  Message& message = messages.back();
-  if (message.into == nullptr || message.into != awaited_->into.data()) return;
-  message.kept.assign(message.into, message.into + message.have);
-  message.into = nullptr;
+  for (const Awaited& one : awaited_) {
+    if (one.from == kAnybody) continue;  // anybody's messages are kept first
+    for (Message& message : at(one.from).messages) {
+      if (message.into == nullptr || message.into != one.into.data()) continue;
+      message.kept.assign(message.into, message.into + message.have);
+      message.into = nullptr;
+    }
+  }
 }
 
 std::optional<Message> Engine::take_message(int& from, const Header& wanted) {

@@ -170,6 +170,26 @@ bool SendMessage::advance() {
   return true;
 }
 
+// To each peer one after another, and to all peers at once: who is slow keeps nobody waiting.
+bool ExchangeMessages::advance() {
+  bool moved = false, left = false;
+  std::vector<int> busy;
+  for (SendMessage& one : sends_) {
+    if (one.done() || std::ranges::count(busy, one.sending_to()) > 0) continue;
+    moved |= one.advance();
+    if (!one.done()) busy.push_back(one.sending_to());
+    left |= !one.done();
+  }
+  if (!left) engine_.sent_all();
+  return engine_.take_awaited() || moved;
+}
+
+int ExchangeMessages::sending_to() const {
+  for (const SendMessage& one : sends_)
+    if (!one.done()) return one.sending_to();
+  return kNobody;
+}
+
 bool ReceiveMessage::advance() {
   message_ = engine_.take_message(from_, wanted_);
   return message_.has_value();

@@ -1,9 +1,10 @@
-// The three things an engine does: a plan, a message out, a message in. The plan is also a part of
-// what group/two_levels.cpp does.
+// What an engine does: a plan, a message out, a message in, messages both ways. The plan is also a
+// part of what group/two_levels.cpp does.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 
 #include "engine/engine.h"
 
@@ -87,6 +88,23 @@ class ReceiveMessage final : public Task {
   int from_;
   Header wanted_;
   std::optional<Message> message_;
+};
+
+// Messages to peers, and those that the engine awaits meanwhile.
+class ExchangeMessages final : public Task {
+ public:
+  explicit ExchangeMessages(Engine& engine) : engine_(engine) {}
+  void send(int to, const Header& header, ConstBytes bytes) {
+    sends_.emplace_back(engine_, to, header, bytes);
+  }
+  bool advance() override;
+  bool done() const override { return sending_to() == kNobody && engine_.awaits() == kNobody; }
+  int sending_to() const override;
+  int receiving_from() const override { return engine_.awaits(); }
+
+ private:
+  Engine& engine_;
+  std::deque<SendMessage> sends_;
 };
 
 }  // namespace pycomm

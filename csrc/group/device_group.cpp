@@ -152,6 +152,9 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
   void run(const Call& given) override;
   std::shared_ptr<Work> start(const Call& given,
                               std::function<void(std::exception_ptr)> then) override;
+  void exchange(std::span<const Call>) override {
+    throw Unsupported("messages that travel at once are for arrays in host memory");
+  }
   std::shared_ptr<Group> split(int, int) override { throw Unsupported(kHostsOwn); }
   std::shared_ptr<Group> regroup(Store&, const std::string&, const std::vector<int>&,
                                  std::chrono::nanoseconds) override {

@@ -16,6 +16,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -141,6 +142,11 @@ class Group {
   // throw.
   virtual std::shared_ptr<Work> start(const Call& call,
                                       std::function<void(std::exception_ptr)> then = {}) = 0;
+
+  // Messages that travel at once, as one call: each of `calls` is a send or a recv from one rank;
+  // those of one peer are in order. Their limit is that of the first. Throws as run() does; where a
+  // message is not what a recv wants, that one is dropped and the others are carried out.
+  virtual void exchange(std::span<const Call> calls) = 0;
 
   // Collective. Ranks that give the same color form a group, ordered by (key, rank); a negative
   // color takes part and gets null.

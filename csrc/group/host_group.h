@@ -1,6 +1,7 @@
 // The group of ranks whose arrays lie in host memory: checks a call, chooses its plan, runs it.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -40,6 +41,7 @@ class HostGroup final : public Group {
   void run(const Call& call) override;
   std::shared_ptr<Work> start(const Call& call,
                               std::function<void(std::exception_ptr)> then) override;
+  void exchange(std::span<const Call> calls) override;
   std::shared_ptr<Group> split(int color, int key) override;
   std::vector<int> lost() const override { return engine_.lost(); }
   std::shared_ptr<Group> regroup(Store& store, const std::string& name,
@@ -66,6 +68,8 @@ class HostGroup final : public Group {
   };
 
   void execute(const Call& call);
+  using Body = std::function<void(const Deadline&)>;
+  void execute(const Call& call, Algorithm algorithm, const Body& body);
   void carry_out(const Call& call, Algorithm algorithm, const Deadline& deadline);
   Clock::time_point end_call(bool failed);
   std::string kept(const Error& error);

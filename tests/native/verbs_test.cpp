@@ -1,6 +1,8 @@
 // What verbs do beyond group_test.cpp: counts by rank, long arrays, messages from anybody, and
 // ranks that disagree about a root, a list or an operation, after which the group goes on.
 #include <algorithm>
+#include <deque>
+#include <latch>
 #include <random>
 #include <string>
 #include <vector>
@@ -245,6 +247,139 @@ const ByTransport kAnybodyElse{
         move(Operation::recv, 8, kAnySource);
         const Ending alone = ending_of([&] { move(Operation::recv, 8, kAnySource); });
         expect(alone.is(ErrorKind::peer_lost) && alone.says("left"), alone.text());
+      });
+    }};
+
+// Large enough that no channel takes a message whole.
+constexpr size_t kMuch = (size_t{12} << 20) / kSlowdown + 3;
+
+// One of two messages from a rank to another.
+struct Letter {
+  Letter(Operation operation, int me, int peer, int nth, size_t count)
+      : array(Dtype::uint8, count), nth(nth) {
+    call = {.operation = operation,
+            .input = array.data(),
+            .output = array.data(),
+            .count = count,
+            .peer = peer};
+    if (operation == Operation::send) write(array, me, peer);
+  }
+  void write(Array& into, int from, int to) const {
+    into.fill([&](size_t i) { return element(from * 8 + to, i, nth); });
+  }
+  bool arrived(int me) const {
+    Array want(Dtype::uint8, call.count);
+    write(want, call.peer, me);
+    return call.operation == Operation::send || array == want;
+  }
+  Array array;
+  int nth;
+  Call call;
+};
+
+// A long one and a short or empty one to and from everybody.
+std::deque<Letter> letters_of(const Group& group, size_t count) {
+  std::deque<Letter> letters;
+  const int me = group.rank();
+  for (int i = 0; i < group.size(); ++i) {
+    const int peer = me % 2 == 0 ? i : group.size() - 1 - i;  // some begin at the other end
+    if (peer == me) continue;
+    for (const Operation operation : {Operation::send, Operation::recv}) {
+      letters.emplace_back(operation, me, peer, 0, count);
+      letters.emplace_back(operation, me, peer, 1, static_cast<size_t>(me + peer) % 3);
+    }
+  }
+  return letters;
+}
+
+std::vector<Call> calls_of(const std::deque<Letter>& letters) {
+  std::vector<Call> calls;
+  for (const Letter& letter : letters) calls.push_back(letter.call);
+  return calls;
+}
+
+const ByTransport kAtOnce{
+    "messages that travel at once, larger than what is in between", [](const std::string& by) {
+      ranks::run_groups(3, by, [](Group& group) {
+        for (const size_t count : {kMuch, size_t{5}, size_t{70'000}}) {
+          const auto letters = letters_of(group, count);
+          group.exchange(calls_of(letters));
+          for (const Letter& letter : letters)
+            expect(letter.arrived(group.rank()), "from rank " + std::to_string(letter.call.peer) +
+                                                     ", count " + std::to_string(count));
+        }
+        group.exchange({});
+        expect_sound(group);
+      });
+    }};
+
+const ByTransport kSlowOne{"... who is slow keeps nobody waiting", [](const std::string& by) {
+                             std::latch other_has_it(1);
+                             ranks::run_groups(3, by, [&](Group& group) {
+                               const int me = group.rank();
+                               std::deque<Letter> letters;
+                               if (me == 0)
+                                 for (const int peer : {1, 2})
+                                   letters.emplace_back(Operation::send, 0, peer, 0, kMuch);
+                               else
+                                 letters.emplace_back(Operation::recv, me, 0, 0, kMuch);
+                               if (me == 1) other_has_it.wait();
+                               group.exchange(calls_of(letters));
+                               for (const Letter& letter : letters)
+                                 expect(letter.arrived(me), "it did not arrive");
+                               if (me == 2) other_has_it.count_down();
+                             });
+                           }};
+
+const ByTransport kNotAsAsked{
+    "... and one that is not as asked for is dropped, when the others are over",
+    [](const std::string& by) {
+      ranks::run_groups(3, by, [](Group& group) {
+        const int me = group.rank();
+        auto letters = letters_of(group, 70'000);
+        if (me == 1)  // its long one to rank 0 is shorter
+          for (Letter& letter : letters)
+            if (letter.call.operation == Operation::send && letter.call.peer == 0 &&
+                letter.nth == 0)
+              letter.call.count = 69'999;
+        const Ending ending = ending_of([&] { group.exchange(calls_of(letters)); });
+        expect(ending.is(ErrorKind::mismatch) == (me == 0), ending.text());
+        expect(me != 0 || (ending.says("rank 1 ") && ending.says("the message is dropped") &&
+                           ending.error->fields().peer == 1),
+               ending.text());
+        for (const Letter& letter : letters) {
+          const bool odd = me == 0 && letter.call.peer == 1 && letter.nth == 0;
+          expect(odd || letter.arrived(me), "from rank " + std::to_string(letter.call.peer));
+        }
+        expect_sound(group);
+      });
+    }};
+
+const ByTransport kOneGone{
+    "... or ends where one of its ranks has left, and nothing that comes later lands in it",
+    [](const std::string& by) {
+      ranks::run_groups(3, by, [](Group& group) {
+        if (group.rank() == 2) return group.close();
+        const auto letters = letters_of(group, 70'000);
+        const Ending ending = ending_of([&] { group.exchange(calls_of(letters)); });
+        expect(ending.is(ErrorKind::peer_lost) || ending.is(ErrorKind::group_broken),
+               ending.text());
+        expect(ending.says("rank 2 "), ending.text());
+      });
+    }};
+
+const Test kNoExchange{
+    "what is no message of one rank to another is not exchanged", [] {
+      ranks::run_groups(2, "local", [](Group& group) {
+        Array array(Dtype::uint8, 8);
+        for (const Call& call : {Call{.operation = Operation::barrier},
+                                 Call{.operation = Operation::recv, .peer = kAnySource},
+                                 Call{.operation = Operation::send, .peer = group.rank()}}) {
+          Call given = call;
+          given.input = given.output = array.data();
+          expect_throws<InvalidArgument>([&] { group.exchange(std::span(&given, 1)); });
+        }
+        expect_sound(group);
       });
     }};
 

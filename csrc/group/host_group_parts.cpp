@@ -1,0 +1,93 @@
+// Groups of some of a group's ranks: while it stands, and of those that are left of it.
+#include <algorithm>
+#include <utility>
+
+#include "core/sha256.h"
+#include "group/host_group.h"
+
+namespace pycomm {
+
+// Everybody's text, by rank: first the lengths, then the texts, padded to the longest.
+std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
+  const auto size = static_cast<size_t>(options_.size);
+  std::vector<int64_t> lengths(size);
+  const auto length = static_cast<int64_t>(mine.size());
+  run({.operation = Operation::all_gather,
+       .dtype = Dtype::int64,
+       .input = &length,
+       .output = lengths.data(),
+       .count = 1});
+  const auto longest = static_cast<size_t>(*std::ranges::max_element(lengths));
+  std::string padded = mine, all(size * longest, '\0');
+  padded.resize(longest);
+  run({.operation = Operation::all_gather,
+       .input = padded.data(),
+       .output = all.data(),
+       .count = longest});
+  std::vector<std::string> texts;
+  for (size_t i = 0; i < size; ++i)
+    texts.push_back(all.substr(i * longest, static_cast<size_t>(lengths[i])));
+  return texts;
+}
+
+ConnectOptions HostGroup::part_of(const std::vector<int>& members, const std::string& name) const {
+  ConnectOptions part = options_;
+  part.faults.clear();  // they count the bytes of one group
+  part.name = name;
+  part.size = static_cast<int>(members.size());
+  part.rank = static_cast<int>(std::ranges::find(members, options_.rank) - members.begin());
+  const Digest digest = hmac_sha256(options_.secret, name);
+  part.secret.assign(digest.begin(), digest.end());
+  return part;
+}
+
+std::vector<int> HostGroup::first_ranks(const std::vector<int>& members) const {
+  std::vector<int> ranks;
+  for (const int member : members) ranks.push_back(ranks_.at(static_cast<size_t>(member)));
+  return ranks;
+}
+
+std::shared_ptr<Group> HostGroup::split(int color, int key) {
+  struct Wish {
+    int32_t color, key;
+  };
+  const Wish wish{color, key};
+  std::vector<Wish> wishes(static_cast<size_t>(options_.size));
+  run({.operation = Operation::all_gather,
+       .dtype = Dtype::int32,
+       .input = &wish,
+       .output = wishes.data(),
+       .count = 2});
+  std::vector<int> members;
+  for (int i = 0; i < options_.size; ++i)
+    if (color >= 0 && wishes[static_cast<size_t>(i)].color == color) members.push_back(i);
+  std::ranges::stable_sort(members, {}, [&](int i) { return wishes[static_cast<size_t>(i)].key; });
+
+  const std::string name = options_.name + "/" + std::to_string(splits_++);
+  if (color < 0) {  // the others exchange their notes through us
+    (void)gather_texts({});
+    return nullptr;
+  }
+  const ConnectOptions child = part_of(members, name + "." + std::to_string(color));
+  const Exchange exchange = [&](const std::string& mine) {
+    const auto texts = gather_texts(mine);
+    std::vector<std::string> ours;
+    for (const int member : members) ours.push_back(texts[static_cast<size_t>(member)]);
+    return ours;
+  };
+  return make_group(child, exchange, first_ranks(members),
+                    [&](auto limit) { engine_.heed(limit, members); });
+}
+
+std::shared_ptr<Group> HostGroup::regroup(Store& store, const std::string& name,
+                                          const std::vector<int>& members,
+                                          std::chrono::nanoseconds timeout) {
+  ConnectOptions child = part_of(members, name);
+  child.secret = options_.secret;  // whoever has the key by another way of groups has the same
+  const auto calls = std::exchange(child.timeout, timeout);
+  auto group = connect(store, std::move(child), first_ranks(members));
+  group->set_timeout(calls);
+  return group;
+}
+
+}  // namespace pycomm
