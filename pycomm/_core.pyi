@@ -212,7 +212,7 @@ def on_device(
     nccl: object | None,
     why_no_nccl: str,
     nccl_shares: bool,
-    lanes: int,
+    lines: tuple[int, bool],
     timeout_s: float,
     /,
 ) -> Group:

@@ -16,11 +16,15 @@ from typing import Any
 
 from pycomm import _core, arrays, config, nccl
 from pycomm.arrays import Device
-from pycomm.errors import Unsupported
+from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 from pycomm.kernels import devices
 
-__all__ = ["core", "on_device", "replaced", "stream"]
+__all__ = ["check_between_hosts", "check_lanes", "core", "on_device", "replaced", "stream"]
+
+# By what arrays on CUDA devices travel from host to host.
+BETWEEN_HOSTS = ("nccl", "tcp")
+MOST_LANES = 8
 
 
 class _Source:
@@ -41,13 +45,15 @@ def core(group: Group, device: Device) -> _core.Group:
         return group._core
     found = group._devices.get(device.index)
     if found is None:
-        host, lanes = group._core._capsule(), group.cuda_lanes
-        found = _meet(host, device.index, group._timeout_s, lanes)
+        lines = group.cuda_lanes, group.cuda_between_hosts
+        found = _meet(group._core._capsule(), device.index, group._timeout_s, *lines)
         group._devices[device.index] = found
     return found
 
 
-def on_device(host: object, kind: str, index: int, timeout_s: float) -> object:
+def on_device(
+    host: object, kind: str, index: int, timeout_s: float, lanes: int, between_hosts: str
+) -> object:
     """The same for torch: `host` and the result are capsules of groups; `kind` is torch's word.
 
     Raises:
@@ -57,7 +63,7 @@ def on_device(host: object, kind: str, index: int, timeout_s: float) -> object:
         raise Unsupported(
             f"pycomm takes tensors in host memory and on CUDA devices, not on {kind}: move them"
         )
-    return _meet(host, index, timeout_s)._capsule()
+    return _meet(host, index, timeout_s, lanes, between_hosts)._capsule()
 
 
 def stream(device: Device, array: Any) -> int:
@@ -65,7 +71,25 @@ def stream(device: Device, array: Any) -> int:
     return devices.queue(device, array)[1]
 
 
-def _meet(host: object, index: int, timeout_s: float, lanes: int = 1) -> _core.Group:
+def check_lanes(lanes: int) -> None:
+    """Raises InvalidArgument: a group on devices does not have so many."""
+    if not 1 <= lanes <= MOST_LANES:
+        raise InvalidArgument(f"a group on devices has 1 to {MOST_LANES} lanes, not {lanes}")
+
+
+def check_between_hosts(way: str) -> None:
+    """Raises InvalidArgument: there is no such way between hosts."""
+    if way not in BETWEEN_HOSTS:
+        raise InvalidArgument(
+            f"cuda_between_hosts={way!r}: one of {', '.join(map(repr, BETWEEN_HOSTS))}"
+        )
+
+
+def _meet(
+    host: object, index: int, timeout_s: float, lanes: int, between_hosts: str
+) -> _core.Group:
+    check_lanes(lanes)
+    check_between_hosts(between_hosts)
     module = _compiled()
     opened = module.open_device(index)
     library, why_none = None, ""
@@ -74,7 +98,8 @@ def _meet(host: object, index: int, timeout_s: float, lanes: int = 1) -> _core.G
     except Unsupported as error:  # ranks that share a GPU need none: _core says what becomes of it
         why_none = str(error)
     shares = config.nccl_shares_gpus()
-    made = _core.on_device(host, opened, library, why_none, shares, lanes, timeout_s)
+    lines = lanes, between_hosts == "nccl"
+    made = _core.on_device(host, opened, library, why_none, shares, lines, timeout_s)
     if made.rank == 0 and made.stats().algorithm == "staged":
         logging.getLogger("pycomm").warning(
             "ranks of the group %r share a GPU, which NCCL refuses: their arrays there travel "

@@ -46,6 +46,9 @@ class Group:
     Attributes:
         cuda_lanes: in how many lanes rings over large CUDA arrays run, 1 to 8 (docs/cuda.md). To be
             set before the first call with such arrays; rank 0's word counts.
+        cuda_between_hosts: by what CUDA arrays travel from host to host: "nccl", or "tcp", by
+            pycomm's own connections through host memory, and NCCL joins the ranks of each host
+            alone. As cuda_lanes; groups that split() and shrink() make of this one have both.
     """
 
     __slots__ = (
@@ -58,6 +61,7 @@ class Group:
         "_size",
         "_store",
         "_timeout_s",
+        "cuda_between_hosts",
         "cuda_lanes",
     )
 
@@ -70,7 +74,7 @@ class Group:
         self._rank, self._size = core.rank, core.size
         self._store, self._timeout_s = store, timeout_s
         self._aborted: str | None = None  # why, if it was
-        self.cuda_lanes = 1
+        self.cuda_lanes, self.cuda_between_hosts = 1, "nccl"
         self._parts: weakref.WeakSet[Group] = weakref.WeakSet()  # of split()
         _groups.add(self)
 
@@ -107,9 +111,15 @@ class Group:
         core = self._core.split(-1 if color is None else color, self._rank if key is None else key)
         if core is None:
             return None
-        part = Group(core, self._store, self._timeout_s)
+        part = self._like(core)
         self._take(part)
         return part
+
+    def _like(self, core: _core.Group) -> Group:
+        """A coat over a group of some of this one's ranks."""
+        made = Group(core, self._store, self._timeout_s)
+        made.cuda_lanes, made.cuda_between_hosts = self.cuda_lanes, self.cuda_between_hosts
+        return made
 
     def _take(self, part: Group) -> None:
         """`part` ends where this group does."""
@@ -142,7 +152,7 @@ class Group:
         limit_s = limit_s if timeout_s is None else timeout_s
         if not limit_s > 0:
             raise InvalidArgument(f"shrink: timeout_s is {limit_s}; it must be more than 0 seconds")
-        group = Group(survivors.regroup(self._core, store, limit_s), store, self._timeout_s)
+        group = self._like(survivors.regroup(self._core, store, limit_s))
         _inherit(self, group)
         return group
 

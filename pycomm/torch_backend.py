@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from pycomm import _core, _torch_autoload, config, rendezvous, tuned
+from pycomm import _core, _torch_autoload, config, device_groups, rendezvous, tuned
 from pycomm import group as groups
 from pycomm.errors import InvalidArgument, Unsupported
 
@@ -65,9 +65,24 @@ def is_available() -> bool:
     return True
 
 
-def Options(timeout: timedelta | None = None) -> _c10d.Options:  # noqa: N802 - as torch's
-    """Options of a group, as torch's other backends have them; `timeout` limits each call."""
-    made: _c10d.Options = _module().Options() if timeout is None else _module().Options(timeout)
+def Options(  # noqa: N802 - as torch's
+    timeout: timedelta | None = None, cuda_lanes: int = 1, cuda_between_hosts: str = "nccl"
+) -> _c10d.Options:
+    """Options of a group, as torch's other backends have them.
+
+    Args:
+        timeout: limits each call; None: torch's own limit.
+        cuda_lanes, cuda_between_hosts: as of `pycomm.Group`, for tensors on CUDA devices.
+
+    Raises:
+        InvalidArgument: there is no such way between hosts, or no such number of lanes.
+    """
+    device_groups.check_between_hosts(cuda_between_hosts)
+    device_groups.check_lanes(cuda_lanes)
+    given = {} if timeout is None else {"timeout": timeout}
+    made: _c10d.Options = _module().Options(
+        **given, cuda_lanes=cuda_lanes, cuda_between_hosts=cuda_between_hosts
+    )
     return made
 
 

@@ -51,7 +51,15 @@ PYBIND11_MODULE(_c10d, module) {
   });
   const auto copy = [](const Options& options) { return c10::make_intrusive<Options>(options); };
   py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(module, "Options")
-      .def(py::init<milliseconds>(), py::arg("timeout") = milliseconds(kBackendDefaultTimeout))
+      .def(py::init([](milliseconds timeout, int lanes, std::string between_hosts) {
+             return c10::make_intrusive<Options>(timeout,
+                                                 DeviceOptions{lanes, std::move(between_hosts)});
+           }),
+           py::arg("timeout") = milliseconds(kBackendDefaultTimeout), py::arg("cuda_lanes") = 1,
+           py::arg("cuda_between_hosts") = "nccl")
+      .def_property_readonly("cuda_lanes", [](const Options& o) { return o.devices.lanes; })
+      .def_property_readonly("cuda_between_hosts",
+                             [](const Options& o) { return o.devices.between_hosts; })
       .def("__copy__", copy)
       .def("__deepcopy__",
            [copy](const Options& options, const py::dict&) { return copy(options); });

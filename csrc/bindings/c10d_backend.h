@@ -68,14 +68,16 @@ inline OpenGroups open_groups;
 
 class Options : public c10d::Backend::Options {
  public:
-  explicit Options(milliseconds timeout) : c10d::Backend::Options(kName, timeout) {}
+  Options(milliseconds timeout, DeviceOptions on_devices)
+      : c10d::Backend::Options(kName, timeout), devices(std::move(on_devices)) {}
+  DeviceOptions devices;
 };
 
 class Backend : public c10d::Backend {
  public:
   // `owner`: the group ends with this backend, which calls `ended` then. Else somebody else closes
   // it.
-  Backend(std::shared_ptr<Group> group, c10::intrusive_ptr<Options> options, bool owner,
+  Backend(std::shared_ptr<Group> group, c10::intrusive_ptr<bindings::Options> options, bool owner,
           std::function<void()> ended)
       : c10d::Backend(group->rank(), group->size()),
         group_(std::move(group)),
@@ -162,7 +164,7 @@ class Backend : public c10d::Backend {
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override {
     return with_python_errors([&]() -> c10::intrusive_ptr<c10d::Backend> {
       check_process();
-      const auto theirs = c10::dynamic_intrusive_pointer_cast<Options>(opts);
+      const auto theirs = c10::dynamic_intrusive_pointer_cast<bindings::Options>(opts);
       if (!theirs || ranks.empty())
         throw InvalidArgument("split needs ranks, and options made by pycomm.torch_backend");
       const auto place = std::find(ranks.begin(), ranks.end(), rank_);
@@ -171,8 +173,8 @@ class Backend : public c10d::Backend {
       without_gil([&] { part = group_->split(color, static_cast<int>(place - ranks.begin())); });
       if (!part) return {};
       auto ended = attach(part, theirs->timeout);
-      return c10::make_intrusive<Backend>(std::move(part), c10::make_intrusive<Options>(*theirs),
-                                          true, std::move(ended));
+      return c10::make_intrusive<Backend>(
+          std::move(part), c10::make_intrusive<bindings::Options>(*theirs), true, std::move(ended));
     });
   }
 
@@ -352,7 +354,7 @@ class Backend : public c10d::Backend {
   DeviceSide& side_on(c10::Device device) {
     const auto found = sides_.find(device);
     if (found != sides_.end()) return found->second;
-    DeviceSide made = meet_on(group_, device, options_->timeout);
+    DeviceSide made = meet_on(group_, device, options_->devices, options_->timeout);
     open_groups.add(made.group);
     return sides_.emplace(device, std::move(made)).first->second;
   }
@@ -471,7 +473,7 @@ class Backend : public c10d::Backend {
 
   std::shared_ptr<Group> group_;
   std::unordered_map<c10::Device, DeviceSide> sides_;  // those that were met so far
-  const c10::intrusive_ptr<Options> options_;
+  const c10::intrusive_ptr<bindings::Options> options_;
   const bool owner_;
   std::function<void()> ended_;
   const unsigned born_;

@@ -19,6 +19,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -104,6 +105,12 @@ class Landing {
   std::vector<at::Tensor> held_;
 };
 
+// How tensors on devices travel, as pycomm.Group has it.
+struct DeviceOptions {
+  int lanes = 1;
+  std::string between_hosts = "nccl";
+};
+
 // What a backend has on one device.
 struct DeviceSide {
   std::shared_ptr<Group> group;
@@ -113,13 +120,13 @@ struct DeviceSide {
 // Collective over `host`, whose ranks have a device each: the group of them. Python knows which
 // devices there are, and how.
 inline DeviceSide meet_on(const std::shared_ptr<Group>& host, c10::Device device,
-                          std::chrono::milliseconds timeout) {
+                          const DeviceOptions& options, std::chrono::milliseconds timeout) {
   const auto landing = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
   return in_python([&]() -> DeviceSide {
     const py::object on_device = py::module_::import("pycomm.device_groups").attr("on_device");
-    const py::capsule made =
-        on_device(in_capsule(host), c10::DeviceTypeName(device.type(), true), int{device.index()},
-                  std::chrono::duration<double>(timeout).count());
+    const py::capsule made = on_device(
+        in_capsule(host), c10::DeviceTypeName(device.type(), true), int{device.index()},
+        std::chrono::duration<double>(timeout).count(), options.lanes, options.between_hosts);
     return {*made.get_pointer<std::shared_ptr<Group>>(), landing};
   });
 }

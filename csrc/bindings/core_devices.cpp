@@ -22,14 +22,14 @@ std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
 
 std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& device,
                                   const std::optional<py::capsule>& nccl,
-                                  const std::string& why_no_nccl, bool nccl_shares, int lanes,
-                                  double timeout_s) {
+                                  const std::string& why_no_nccl, bool nccl_shares,
+                                  const std::pair<int, bool>& lines, double timeout_s) {
   auto group = taken<Group>(host, "pycomm.Group");
   DeviceParts parts{.device = taken<Device>(device, "pycomm.Device"),
                     .nccl = nccl ? taken<NcclApi>(*nccl, "pycomm.NcclApi") : nullptr,
                     .why_no_nccl = why_no_nccl,
                     .nccl_shares = nccl_shares,
-                    .lanes = lanes};
+                    .lines = {.lanes = lines.first, .nccl_between_hosts = lines.second}};
   const auto timeout = nanoseconds(timeout_s);
   std::shared_ptr<Group> made;
   {

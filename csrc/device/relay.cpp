@@ -33,7 +33,7 @@ Relay::~Relay() {
 // Release: whoever sees the flag, on the device, sees what the body wrote.
 void Relay::set(uint32_t value) { std::atomic_ref(*flag_).store(value, std::memory_order_release); }
 
-void Relay::enqueue(Body body, bool captured) {
+void Relay::begin(Body body, bool captured) {
   auto made = std::make_unique<Errand>(Errand{this, std::move(body), captured});
   Errand* const errand = made.get();
   {
@@ -41,8 +41,9 @@ void Relay::enqueue(Body body, bool captured) {
     errands_.push_back(std::move(made));
   }
   device_->call(stream_, &arrived, errand);
-  device_->wait_until(stream_, flag_, 1);
 }
+
+void Relay::hold() { device_->wait_until(stream_, flag_, 1); }
 
 // On a thread of CUDA's, which must wait for nobody.
 void Relay::arrived(void* errand) {

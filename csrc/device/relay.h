@@ -1,11 +1,11 @@
 // Work on the host that a stream waits for, without a thread of the caller's that waits.
 //
-//   stream   ... | call | wait for the flag             | ...
+//   stream   ... | call | other work | wait for the flag | ...
 //   relay               run the body, then set the flag
 //
 // The body has a thread of its own: what CUDA calls when a stream gets there may share its thread
 // with what other streams call, so that one that waited for another rank could keep that rank from
-// coming. Called by group/staged_carrier.cpp.
+// coming. Called by bridge.cpp and group/staged_carrier.cpp.
 #pragma once
 
 #include <condition_variable>
@@ -31,8 +31,10 @@ class Relay {
   Relay& operator=(const Relay&) = delete;
 
   // `body` runs each time the stream gets there: once, or, `captured` into a graph, in each run of
-  // it; what follows on the stream begins when it is over. One thread at a time.
-  void enqueue(Body body, bool captured);
+  // it. What is put on the stream behind hold() begins when it is over; between the two comes what
+  // need not wait for it, and no other begin(). One thread at a time.
+  void begin(Body body, bool captured);
+  void hold();
   // From any thread: no body begins any more, and the stream waits for none. Whether one runs.
   bool stop() noexcept;
 

@@ -51,6 +51,10 @@ size_t scratch_bytes(const Stages& stages, Dtype dtype) {
   return (stages.scratch * bytes_of(dtype) + kAligned - 1) / kAligned * kAligned;
 }
 
+bool is_message(Operation operation) {
+  return operation == Operation::send || operation == Operation::recv;
+}
+
 std::optional<NcclOp> nccl_op(ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
@@ -108,14 +112,22 @@ StreamEngine::~StreamEngine() {
   for (Communicator* const communicator : communicators()) communicator->abort();
 }
 
-void StreamEngine::meet(std::span<const NcclId> ids, const Deadline& deadline) {
+void StreamEngine::meet(std::span<const NcclId> ids, FarRanks far, const Deadline& deadline) {
   if (size_ == 1) return;
+  near_ = std::move(far.near);
+  const auto together =
+      near_.empty() ? size_ : size_ - static_cast<int>(std::ranges::count(near_, kNobody));
   while (lanes_.size() < ids.size()) lanes_.push_back(std::make_unique<Lane>(device_));
   for (size_t i = 0; i < ids.size(); ++i) {
-    std::unique_ptr<Communicator>& mine = lanes_[i]->communicator;
-    device_->while_current(
-        [&] { mine = std::make_unique<Communicator>(*nccl_, ids[i], rank_, size_); });
-    mine->meet(deadline);
+    Lane& lane = *lanes_[i];
+    if (!near_.empty())
+      lane.bridge =
+          std::make_unique<Bridge>(device_, lane.stream.raw(), std::move(far.posts.at(i)));
+    if (together == 1) continue;
+    device_->while_current([&] {
+      lane.communicator = std::make_unique<Communicator>(*nccl_, ids[i], near(rank_), together);
+    });
+    lane.communicator->meet(deadline);
   }
 }
 
@@ -126,21 +138,64 @@ std::vector<Communicator*> StreamEngine::communicators() {
   return all;
 }
 
+std::optional<Error> StreamEngine::trouble() {
+  for (const auto& lane : lanes_)
+    if (lane->bridge)
+      if (auto error = lane->bridge->trouble()) return error;
+  return std::nullopt;
+}
+
+void StreamEngine::abort(const std::string& reason) noexcept {
+  for (const auto& lane : lanes_) {
+    if (lane->bridge) lane->bridge->abort(reason);
+    if (lane->communicator) lane->communicator->abort();
+  }
+}
+
+void StreamEngine::close(const Deadline& deadline) noexcept {
+  for (const auto& lane : lanes_) {
+    if (lane->bridge) lane->bridge->close();
+    if (lane->communicator) lane->communicator->close(deadline);
+  }
+}
+
 void StreamEngine::prepare(const StreamJob& job, void* caller) {
-  if (job.plan == nullptr) return;
+  if (job.plan == nullptr) {
+    if (is_message(job.operation) && lanes_[0]->bridge)
+      lanes_[0]->bridge->reserve(staged_bytes({{message_of(job)}}, job.dtype), caller);
+    return;
+  }
   size_t bytes = 0;
   for (const Stages& stages : *job.plan) bytes += scratch_bytes(stages, job.dtype);
   reserve(bytes, caller);
+  for (size_t i = 0; i < job.plan->size(); ++i)
+    if (lanes_.at(i)->bridge)
+      lanes_[i]->bridge->reserve(staged_bytes((*job.plan)[i], job.dtype), caller);
+}
+
+// Of the stage that has most to send to far ranks and to receive from them.
+size_t StreamEngine::staged_bytes(const Stages& stages, Dtype dtype) const {
+  size_t most = 0;
+  for (const Stage& stage : stages.stages) {
+    size_t bytes = 0;
+    for (const auto* messages : {&stage.sends, &stage.receives})
+      for (const auto& [peer, range] : *messages)
+        if (near(peer) == kNobody) bytes += Bridge::staged_bytes(range.count * bytes_of(dtype));
+    most = std::max(most, bytes);
+  }
+  return most;
 }
 
 std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before,
                                              const Deadline& deadline) {
   auto over = event();
   before.hold(lanes_[0]->stream.raw());
-  if (job.plan == nullptr)
-    run_nccl(job, deadline);
-  else
+  if (job.plan != nullptr)
     run(job, deadline);
+  else if (is_message(job.operation))
+    run_stage({job, *lanes_[0], nullptr}, message_of(job), deadline);
+  else
+    run_nccl(job, deadline);
   over->record(lanes_[0]->stream.raw());
   return over;
 }
@@ -171,28 +226,60 @@ void StreamEngine::run(const StreamJob& job, const Deadline& deadline) {
   }
 }
 
+// A message alone is a stage; one of nothing an empty one.
+Stage StreamEngine::message_of(const StreamJob& job) {
+  const bool sends = job.operation == Operation::send;
+  const Range range{sends ? Space::input : Space::output, 0, job.count};
+  Stage stage;
+  if (job.count > 0) (sends ? stage.sends : stage.receives).push_back({job.peer, range});
+  return stage;
+}
+
+// What travels far begins first, and what travels near does so meanwhile.
 void StreamEngine::run_stage(const Part& part, const Stage& stage, const Deadline& deadline) {
-  const StreamJob& job = part.job;
-  if (!stage.sends.empty() || !stage.receives.empty()) {
-    const auto [dtype, each, exact] = spelling_of(job.dtype);
-    const auto calls = [&, dtype = dtype, each = each](NcclApi& nccl, NcclComm* comm) {
-      const NcclQueue queue{comm, part.lane.stream.raw()};
-      NcclResult result = NcclResult::success;
-      const auto keep = [&](NcclResult one) {
-        if (result == NcclResult::success || result == NcclResult::in_progress) result = one;
-      };
-      for (const auto& [peer, range] : stage.sends)
-        keep(nccl.send({place(part, range), nullptr, range.count * each, dtype}, peer, queue));
-      for (const auto& [peer, range] : stage.receives)
-        keep(nccl.recv({nullptr, place(part, range), range.count * each, dtype}, peer, queue));
-      return result;
-    };
-    part.lane.communicator->launch(calls, deadline);
+  const std::vector<Parcel> parcels = parcels_of(part, stage);
+  if (!parcels.empty()) {
+    part.lane.bridge->begin(parcels, part.job.timeout);
     ++traffic_.groups;
-    for (const Stage::Message& sent : stage.sends)
-      traffic_.bytes_sent += sent.range.count * bytes_of(job.dtype);
   }
+  if (parcels.size() < stage.sends.size() + stage.receives.size()) launch(part, stage, deadline);
+  if (!parcels.empty()) part.lane.bridge->end();
+  for (const Stage::Message& sent : stage.sends)
+    traffic_.bytes_sent += sent.range.count * bytes_of(part.job.dtype);
   for (const Stage::Step& step : stage.steps) run_step(part, step);
+}
+
+std::vector<Parcel> StreamEngine::parcels_of(const Part& part, const Stage& stage) const {
+  std::vector<Parcel> parcels;
+  const auto add = [&](const std::vector<Stage::Message>& messages, bool sends) {
+    for (const auto& [peer, range] : messages)
+      if (near(peer) == kNobody)
+        parcels.push_back(
+            {peer, sends, place(part, range), range.count * bytes_of(part.job.dtype)});
+  };
+  add(stage.sends, true);
+  add(stage.receives, false);
+  return parcels;
+}
+
+void StreamEngine::launch(const Part& part, const Stage& stage, const Deadline& deadline) {
+  const auto [dtype, each, exact] = spelling_of(part.job.dtype);
+  const auto calls = [&, dtype = dtype, each = each](NcclApi& nccl, NcclComm* comm) {
+    const NcclQueue queue{comm, part.lane.stream.raw()};
+    NcclResult result = NcclResult::success;
+    const auto keep = [&](NcclResult one) {
+      if (result == NcclResult::success || result == NcclResult::in_progress) result = one;
+    };
+    for (const auto& [peer, range] : stage.sends)
+      if (const int to = near(peer); to != kNobody)
+        keep(nccl.send({place(part, range), nullptr, range.count * each, dtype}, to, queue));
+    for (const auto& [peer, range] : stage.receives)
+      if (const int from = near(peer); from != kNobody)
+        keep(nccl.recv({nullptr, place(part, range), range.count * each, dtype}, from, queue));
+    return result;
+  };
+  part.lane.communicator->launch(calls, deadline);
+  ++traffic_.groups;
 }
 
 void StreamEngine::run_step(const Part& part, const Stage::Step& step) {
@@ -237,14 +324,10 @@ void StreamEngine::reduce(const Part& part, const Stage::Step& step) {
 }
 
 void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
-  const bool sends = job.operation == Operation::send;
-  if ((sends || job.operation == Operation::recv) && job.count == 0) return;
   const auto [dtype, each, exact] = spelling_of(job.dtype);
   const NcclData data{job.input, job.output, job.count * each, dtype};
   const auto calls = [&](NcclApi& nccl, NcclComm* comm) {
     const NcclQueue queue{comm, lanes_[0]->stream.raw()};
-    if (sends) return nccl.send(data, job.peer, queue);
-    if (job.operation == Operation::recv) return nccl.recv(data, job.peer, queue);
     if (job.operation == Operation::broadcast)
       return nccl.broadcast({job.output, data.out, data.count, data.dtype}, job.peer, queue);
     if (job.operation == Operation::all_gather) return nccl.all_gather(data, queue);
@@ -254,7 +337,6 @@ void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
   };
   lanes_[0]->communicator->launch(calls, deadline);
   ++traffic_.groups;
-  if (sends) traffic_.bytes_sent += job.count * bytes_of(job.dtype);
 }
 
 std::byte* StreamEngine::place(const Part& part, const Range& range) {

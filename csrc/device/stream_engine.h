@@ -8,16 +8,23 @@
 //   lane 0                    wait | event | stages | wait | event
 //   lane 1                           wait  | stages | event
 //
+// Messages of a stage go by the lane's communicator, or, to ranks that it does not join, by the
+// lane's bridge.
+//
 // Not a group: it checks nothing and watches nothing. Called by group/device_group.cpp.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/deadline.h"
 #include "core/operation.h"
+#include "device/bridge.h"
 #include "device/device.h"
 #include "device/stages.h"
 #include "nccl/communicator.h"
@@ -33,39 +40,53 @@ struct StreamJob {
   ReduceOp op = ReduceOp::sum;
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
-  size_t count = 0;  // as in plan.h
-  int peer = 0;      // as in Call
+  size_t count = 0;                     // as in plan.h
+  int peer = 0;                         // as in Call
+  std::chrono::nanoseconds timeout{0};  // of messages that go by bridges
+};
+
+// Whom communicators do not join, where that is anybody.
+struct FarRanks {
+  std::vector<int> near{};  // by rank: its rank in the communicators, or kNobody; empty: all are
+  std::vector<std::unique_ptr<HostPost>> posts{};  // of each lane, to the others
 };
 
 // Whether NCCL does this by itself: messages, all_reduce, broadcast, all_gather, reduce_scatter; no
 // bits, no bool and no int16 in reductions.
 bool has_nccl(Operation operation, Dtype dtype, ReduceOp op);
 
-// Launches and bytes of the calls so far.
+// Launches and bytes of the calls so far. Groups are of messages that travel at once: one of
+// NCCL's, or of a bridge.
 struct StreamTraffic {
   uint64_t groups = 0, bytes_sent = 0, kernels = 0;
 };
 
 class StreamEngine {
  public:
-  // Collective: communicators of `size` ranks on `device`. A group of one needs none.
+  // Of `size` ranks, each on a device. A group of one needs no communicator.
   StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device> device, int rank, int size);
   ~StreamEngine();  // aborts what is under way
   StreamEngine(const StreamEngine&) = delete;
   StreamEngine& operator=(const StreamEngine&) = delete;
 
-  // Makes a lane for each id.
-  void meet(std::span<const NcclId> ids, const Deadline& deadline);
+  // Collective: makes a lane for each id. A rank that is near to nobody needs no NCCL.
+  void meet(std::span<const NcclId> ids, FarRanks far, const Deadline& deadline);
 
-  // Before enqueue(): sees to the job's scratch. `caller` is the stream of the call; throws
+  // Before enqueue(): sees to the job's memory. `caller` is the stream of the call; throws
   // Unsupported where that is being captured and there is too little.
   void prepare(const StreamJob& job, void* caller);
   // Enqueues the job behind `before`, an event of the caller's stream; gives the event of its end.
   // Throws as Communicator::launch does. This and prepare(): one thread at a time.
   std::shared_ptr<Event> enqueue(const StreamJob& job, Event& before, const Deadline& deadline);
 
-  // By lane; none in a group of one, and before meet().
+  // By lane; none where a rank has nobody near, and before meet().
   std::vector<Communicator*> communicators();
+  size_t lanes() const { return lanes_.size(); }
+  bool reaches_all() const { return near_.empty(); }  // whether communicators join all ranks
+  // From any thread, after meet(): why messages between hosts have not arrived.
+  std::optional<Error> trouble();
+  void abort(const std::string& reason) noexcept;
+  void close(const Deadline& deadline) noexcept;  // when all that was enqueued is over
   std::shared_ptr<Event> event() { return events_->take(); }
   Device& device() { return *device_; }
   const StreamTraffic& traffic() const { return traffic_; }
@@ -74,7 +95,8 @@ class StreamEngine {
   struct Lane {
     explicit Lane(const std::shared_ptr<Device>& device) : stream(device) {}
     Stream stream;
-    std::unique_ptr<Communicator> communicator{};  // none in a group of one
+    std::unique_ptr<Communicator> communicator{};  // none where nobody is near
+    std::unique_ptr<Bridge> bridge{};              // none where nobody is far
   };
   // A job as one lane runs it.
   struct Part {
@@ -84,16 +106,24 @@ class StreamEngine {
   };
   void run(const StreamJob& job, const Deadline& deadline);
   void run_stage(const Part& part, const Stage& stage, const Deadline& deadline);
+  void launch(const Part& part, const Stage& stage, const Deadline& deadline);
+  std::vector<Parcel> parcels_of(const Part& part, const Stage& stage) const;
+  size_t staged_bytes(const Stages& stages, Dtype dtype) const;
+  static Stage message_of(const StreamJob& job);
   void run_step(const Part& part, const Stage::Step& step);
   void reduce(const Part& part, const Stage::Step& step);
-  void run_nccl(const StreamJob& job, const Deadline& deadline);
+  void run_nccl(const StreamJob& job, const Deadline& deadline);  // a collective
   static std::byte* place(const Part& part, const Range& range);
   void reserve(size_t bytes, void* caller);
+  // In the communicators, or kNobody; so of a rank that is not known yet.
+  int near(int rank) const {
+    return near_.empty() || rank < 0 ? rank : near_[static_cast<size_t>(rank)];
+  }
 
   std::shared_ptr<NcclApi> nccl_;
   std::shared_ptr<Device> device_;
   int rank_, size_;
-  std::vector<std::unique_ptr<Lane>> lanes_;  // at least one
+  std::vector<int> near_;  // as in FarRanks
   std::shared_ptr<EventPool> events_;
   // The last block is in use. Older ones stay, for graphs may hold their addresses; each is at
   // least twice as large as the one before, so all together take at most twice the last.
@@ -104,6 +134,7 @@ class StreamEngine {
   std::vector<std::unique_ptr<void, Release>> scratch_;
   size_t scratch_bytes_ = 0;
   StreamTraffic traffic_;
+  std::vector<std::unique_ptr<Lane>> lanes_;  // at least one; the last: it ends before what it uses
 };
 
 }  // namespace pycomm

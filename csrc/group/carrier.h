@@ -15,6 +15,7 @@
 #include "core/errors.h"
 #include "device/device.h"
 #include "device/stages.h"
+#include "group/device_group.h"
 #include "group/group.h"
 #include "nccl/nccl.h"
 
@@ -55,10 +56,10 @@ class Carrier {
   virtual void abort(const std::string& reason) noexcept = 0;
 };
 
-// Collective over `host`; as many lanes as rank 0 says. Throws Unsupported where NCCL refuses,
+// Collective over `host`; `lines` are the same on all ranks. Throws Unsupported where NCCL refuses,
 // Timeout where ranks do not come.
 std::unique_ptr<Carrier> carry_by_nccl(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
-                                       std::shared_ptr<NcclApi> nccl, int lanes,
+                                       std::shared_ptr<NcclApi> nccl, const DeviceLines& lines,
                                        std::chrono::nanoseconds timeout);
 
 // Collective over `host`: for ranks of which some share a device.

@@ -213,7 +213,8 @@ Carried DeviceGroup::begin(const Call& given) {
   call.algorithm = carrier_->algorithm_for(given);
   if (call.timeout.count() == 0) call.timeout = timeout_;
   Call asked = call;
-  if (asked.algorithm == Algorithm::nccl || asked.algorithm == Algorithm::staged)
+  if (asked.algorithm == Algorithm::nccl || asked.algorithm == Algorithm::staged ||
+      !is_plan(asked.operation))
     asked.algorithm = Algorithm::automatic;
   check_call(asked, rank(), size());
   const std::lock_guard lock(mutex_);
@@ -334,15 +335,20 @@ Stats DeviceGroup::stats() const {
 
 // What a rank tells the others of its parts.
 struct Told {
-  std::array<char, 30> bus_id;  // and zeros
-  bool nccl_shares, has_nccl;
+  std::array<char, 28> bus_id;  // and zeros
+  bool nccl_shares, has_nccl, nccl_between_hosts;
+  uint8_t lanes;
 };
 static_assert(sizeof(Told) == 32);
 
-// Collective. Whether the group goes without NCCL, as that would refuse these ranks: two that it
-// sees on one device of a host. Throws Unsupported where it would not and a rank has no NCCL.
-bool goes_through_host(Group& host, const DeviceParts& parts) {
-  Told mine{{}, parts.nccl_shares, parts.nccl != nullptr};
+std::vector<Told> exchange_parts(Group& host, const DeviceParts& parts) {
+  const auto [lanes, nccl_between_hosts] = parts.lines;
+  check(lanes >= 1 && lanes <= 255, "a number of lanes that is none");
+  Told mine{{},
+            parts.nccl_shares,
+            parts.nccl != nullptr,
+            nccl_between_hosts,
+            static_cast<uint8_t>(lanes)};
   const std::string bus_id = parts.device->bus_id();
   std::copy_n(bus_id.begin(), std::min(bus_id.size(), mine.bus_id.size()), mine.bus_id.begin());
   std::vector<Told> all(static_cast<size_t>(host.size()));
@@ -350,27 +356,47 @@ bool goes_through_host(Group& host, const DeviceParts& parts) {
             .input = &mine,
             .output = all.data(),
             .count = sizeof(Told)});
+  return all;
+}
+
+// Whether the group goes without NCCL, as that would refuse these ranks: two that it sees on one
+// device of a host.
+bool goes_through_host(const Group& host, const std::vector<Told>& all) {
   std::set<std::pair<int, decltype(Told::bus_id)>> devices;
   for (size_t rank = 0; rank < all.size(); ++rank)
     devices.emplace(host.hosts()[rank], all[rank].bus_id);
-  if (devices.size() < all.size() && !std::ranges::all_of(all, &Told::nccl_shares)) return true;
-  if (!parts.nccl) throw Unsupported(parts.why_no_nccl);
-  for (size_t rank = 0; rank < all.size(); ++rank)
-    if (!all[rank].has_nccl)
-      throw Unsupported("rank " + std::to_string(rank) +
-                        " has found no NCCL, which arrays on CUDA devices travel by; its error "
-                        "says where it has looked");
-  return false;
+  return devices.size() < all.size() && !std::ranges::all_of(all, &Told::nccl_shares);
+}
+
+// Throws Unsupported where a rank has no NCCL and needs it: one that is alone on its host, where
+// NCCL is for the ranks of each, does not.
+void check_nccl(const Group& host, const std::vector<Told>& all, const DeviceParts& parts) {
+  const auto needs = [&](size_t rank) {
+    return all[0].nccl_between_hosts || std::ranges::count(host.hosts(), host.hosts()[rank]) > 1;
+  };
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].has_nccl || !needs(rank)) continue;
+    if (!parts.nccl) throw Unsupported(parts.why_no_nccl);
+    throw Unsupported("rank " + std::to_string(rank) +
+                      " has found no NCCL, which arrays on CUDA devices travel by; its error says "
+                      "where it has looked");
+  }
 }
 
 }  // namespace
 
 std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceParts parts,
                                          std::chrono::nanoseconds timeout) {
-  auto carrier =
-      goes_through_host(*host, parts)
-          ? carry_through_host(host, parts.device)
-          : carry_by_nccl(host, parts.device, std::move(parts.nccl), parts.lanes, timeout);
+  const auto told = exchange_parts(*host, parts);
+  std::unique_ptr<Carrier> carrier;
+  if (goes_through_host(*host, told)) {
+    carrier = carry_through_host(host, parts.device);
+  } else {
+    check_nccl(*host, told, parts);
+    const DeviceLines lines{.lanes = told[0].lanes,
+                            .nccl_between_hosts = told[0].nccl_between_hosts};
+    carrier = carry_by_nccl(host, parts.device, std::move(parts.nccl), lines, timeout);
+  }
   return std::make_shared<DeviceGroup>(std::move(host), std::move(parts.device), std::move(carrier),
                                        timeout);
 }

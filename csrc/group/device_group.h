@@ -1,5 +1,6 @@
 // Groups of ranks whose arrays lie on CUDA devices: by NCCL where each rank has one of its own;
-// where ranks share one, which NCCL refuses, through host memory.
+// where ranks share one, which NCCL refuses, through host memory. NCCL may be left to the ranks of
+// each host, whose messages to other hosts then go by our own transports.
 //
 // Such a group stands on one in host memory: by that the ranks agree about every call before
 // anything of it is enqueued, with the same checks, limits and errors, and hear of each other's
@@ -25,20 +26,26 @@
 
 namespace pycomm {
 
+// How arrays travel, on rank 0's word.
+struct DeviceLines {
+  int lanes = 1;                   // of rings over large arrays; at most 255
+  bool nccl_between_hosts = true;  // else TCP, through host memory
+};
+
 // What a rank brings.
 struct DeviceParts {
   std::shared_ptr<Device> device;
   std::shared_ptr<NcclApi> nccl;  // null: none was found
   std::string why_no_nccl{};      // then
   bool nccl_shares = false;       // NCCL was told, on this rank, to let ranks share a device
-  int lanes = 1;                  // of rings over large arrays, by NCCL; rank 0's word counts
+  DeviceLines lines{};
 };
 
 // Collective over `host`, whose calls and this group's make one order. `timeout` is the limit of
 // its forming, and of calls that name none: to agree, and to be over on the device. Splits and
 // memory are the host group's. Throws what calls of `host` throw; Unsupported where a device is no
-// good for NCCL, and on every rank where one has none and no ranks share a device; Timeout where
-// ranks do not come.
+// good for NCCL, and on every rank where one that needs NCCL has none; Timeout where ranks do not
+// come.
 std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceParts parts,
                                          std::chrono::nanoseconds timeout);
 

@@ -1,8 +1,8 @@
-// Calls by NCCL: its own collectives, or plans whose messages are its sends and receives.
+// Calls by NCCL: its own collectives, or plans whose messages are its sends and receives; or, where
+// it joins only the ranks of each host, plans whose messages to others travel by a host group.
 #include <algorithm>
-#include <array>
 #include <map>
-#include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
@@ -20,7 +20,29 @@ namespace {
 constexpr size_t kMaxPlans = 256;
 // Of a call's array that a lane is worth its launches for. To be measured.
 constexpr size_t kLaneBytes = size_t{1} << 20;
-constexpr int kMostLanes = 8;
+
+// A group of the same ranks, that one lane alone calls, as its calls come when the device gets to
+// them.
+class GroupPost final : public HostPost {
+ public:
+  explicit GroupPost(std::shared_ptr<Group> group) : group_(std::move(group)) {}
+  void exchange(std::span<const Parcel> parcels, std::chrono::nanoseconds timeout) override {
+    std::vector<Call> calls;
+    for (const auto& [peer, sends, data, bytes] : parcels)
+      calls.push_back({.operation = sends ? Operation::send : Operation::recv,
+                       .input = sends ? data : nullptr,
+                       .output = sends ? nullptr : data,
+                       .count = bytes,
+                       .peer = peer,
+                       .timeout = timeout});
+    group_->exchange(calls);
+  }
+  void abort(const std::string& reason) noexcept override { group_->abort(reason); }
+  void close() noexcept override { group_->close(); }
+
+ private:
+  std::shared_ptr<Group> group_;
+};
 
 class NcclCarrier final : public Carrier {
  public:
@@ -30,7 +52,7 @@ class NcclCarrier final : public Carrier {
         nccl_(std::move(nccl)),
         engine_(nccl_, std::move(device), host_->rank(), host_->size()) {}
 
-  void meet(int lanes, std::chrono::nanoseconds timeout);
+  void meet(const DeviceLines& lines, std::chrono::nanoseconds timeout);
 
   Algorithm algorithm_for(const Call& call) const override;
   Carried prepare(const Call& call) override;
@@ -43,19 +65,18 @@ class NcclCarrier final : public Carrier {
     const StreamTraffic& traffic = engine_.traffic();
     return {.frames_sent = traffic.groups,
             .bytes_sent = traffic.bytes_sent,
-            .algorithm = Algorithm::nccl};
+            .algorithm = engine_.reaches_all() ? Algorithm::nccl : Algorithm::automatic};
   }
 
   std::optional<Error> trouble(const std::string& what) override;
-  void close(const Deadline& deadline) noexcept override {
-    for (Communicator* const communicator : communicators_) communicator->close(deadline);
-    abort({});
-  }
-  void abort(const std::string& /*reason*/) noexcept override {
-    for (Communicator* const communicator : communicators_) communicator->abort();
-  }
+  void close(const Deadline& deadline) noexcept override { engine_.close(deadline); }
+  void abort(const std::string& reason) noexcept override { engine_.abort(reason); }
 
  private:
+  std::vector<int> near_ranks(const DeviceLines& lines) const;
+  std::vector<NcclId> name_lanes(const DeviceLines& lines, const std::vector<int>& near,
+                                 std::chrono::nanoseconds timeout);
+  void tell_failures(bool failed, std::chrono::nanoseconds timeout);
   static StreamJob job_of(const Carried& carried);
   int lanes_of(const Call& call) const;
   std::shared_ptr<const std::vector<Stages>> plan_of(const Call& call);
@@ -69,35 +90,84 @@ class NcclCarrier final : public Carrier {
       plans_;
 };
 
-// Rank 0 names the communicators. Those that cannot make one, and those whom they keep waiting,
-// end.
-void NcclCarrier::meet(int lanes, std::chrono::nanoseconds timeout) {
-  const Deadline deadline(timeout);
-  struct {
-    int32_t count;
-    std::array<NcclId, kMostLanes> ids;
-  } named{.count = lanes, .ids = {}};
-  if (host_->rank() == 0 && host_->size() > 1)
-    for (NcclId& id : std::span(named.ids).first(static_cast<size_t>(lanes)))
+// Of the ranks of its host, in order, where communicators are of those: by rank, or kNobody. Else
+// empty.
+std::vector<int> NcclCarrier::near_ranks(const DeviceLines& lines) const {
+  if (lines.nccl_between_hosts || host_->host_count() == 1) return {};
+  const std::vector<int>& hosts = host_->hosts();
+  const int mine = hosts[static_cast<size_t>(host_->rank())];
+  std::vector<int> near;
+  int next = 0;
+  for (const int host : hosts) near.push_back(host == mine ? next++ : kNobody);
+  return near;
+}
+
+// Of each lane: made by the first of the ranks that will share the communicator.
+std::vector<NcclId> NcclCarrier::name_lanes(const DeviceLines& lines, const std::vector<int>& near,
+                                            std::chrono::nanoseconds timeout) {
+  const auto first =
+      near.empty() ? size_t{0} : static_cast<size_t>(std::ranges::find(near, 0) - near.begin());
+  const auto together = near.empty() ? host_->size() : host_->local_size();
+  const auto lanes = static_cast<size_t>(lines.lanes);
+  std::vector<NcclId> mine(lanes), all(lanes * static_cast<size_t>(host_->size()));
+  if (static_cast<size_t>(host_->rank()) == first && together > 1)
+    for (NcclId& id : mine)
       if (const NcclResult made = nccl_->get_unique_id(id); made != NcclResult::success)
         throw InternalError(nccl_error_text(*nccl_, "ncclGetUniqueId", made, nullptr));
-  host_->run({.operation = Operation::broadcast,
-              .output = &named,
-              .count = sizeof named,
+  host_->run({.operation = Operation::all_gather,
+              .input = mine.data(),
+              .output = all.data(),
+              .count = lanes * sizeof(NcclId),
               .timeout = timeout});
+  const auto named = std::span(all).subspan(first * lanes, lanes);
+  return {named.begin(), named.end()};
+}
+
+// Those that cannot make a communicator, and those whom they keep waiting, end; and so do ranks of
+// other hosts, whose communicators may stand.
+void NcclCarrier::meet(const DeviceLines& lines, std::chrono::nanoseconds timeout) {
+  const Deadline deadline(timeout);
+  FarRanks far{.near = near_ranks(lines)};
+  const auto ids = name_lanes(lines, far.near, timeout);
+  for (size_t lane = 0; !far.near.empty() && lane < ids.size(); ++lane)
+    far.posts.push_back(std::make_unique<GroupPost>(host_->split(0, host_->rank())));
+  const bool apart = !far.near.empty();
+  std::optional<Error> failure;
   try {
-    engine_.meet(std::span(named.ids).first(static_cast<size_t>(named.count)), deadline);
+    engine_.meet(ids, std::move(far), deadline);
     communicators_ = engine_.communicators();
   } catch (const Error& error) {
-    if (error.kind() == ErrorKind::timeout) throw;
-    throw Unsupported(error.what(), error.fields());
+    failure =
+        error.kind() == ErrorKind::timeout ? error : Unsupported(error.what(), error.fields());
   }
+  if (apart) tell_failures(failure.has_value(), 2 * timeout);
+  if (failure) throw Error(*failure);
+}
+
+// Throws Unsupported where another rank has failed and this one has not.
+void NcclCarrier::tell_failures(bool failed, std::chrono::nanoseconds timeout) {
+  std::vector<uint8_t> all(static_cast<size_t>(host_->size()));
+  const auto mine = static_cast<uint8_t>(failed);
+  host_->run({.operation = Operation::all_gather,
+              .input = &mine,
+              .output = all.data(),
+              .count = 1,
+              .timeout = timeout});
+  const auto found = std::ranges::find(all, uint8_t{1});
+  if (failed || found == all.end()) return;
+  throw Unsupported("rank " + std::to_string(found - all.begin()) +
+                    " has not met the other ranks of its host by NCCL; its error says why");
 }
 
 // NCCL's own where there is one, as it knows how its GPUs are connected; but for sums whose order
 // has to be ours.
 Algorithm NcclCarrier::algorithm_for(const Call& call) const {
   const int size = host_->size();
+  if (!is_plan(call.operation)) return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
+  if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
+    lacks(call,
+          "NCCL joins only the ranks of each host here (cuda_between_hosts); leave the algorithm "
+          "out, or name one of ours");
   const bool own = call.counts.empty() && has_nccl(call.operation, call.dtype, call.op);
   if (call.algorithm == Algorithm::nccl && !own)
     lacks(call,
@@ -108,7 +178,7 @@ Algorithm NcclCarrier::algorithm_for(const Call& call) const {
   if (call.algorithm == Algorithm::nccl && size == 1) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
   const bool ordered = reduces(call.operation) && host_->reproducible();
-  if (size > 1 && !ordered && own) return Algorithm::nccl;
+  if (size > 1 && !ordered && own && engine_.reaches_all()) return Algorithm::nccl;
   return choose({.operation = call.operation,
                  .dtype = call.dtype,
                  .op = call.op,
@@ -121,14 +191,14 @@ Algorithm NcclCarrier::algorithm_for(const Call& call) const {
 
 // The same on all ranks.
 int NcclCarrier::lanes_of(const Call& call) const {
-  if (call.algorithm != Algorithm::ring || communicators_.empty()) return 1;
+  if (call.algorithm != Algorithm::ring) return 1;
   const size_t worth = call.count * bytes_of(call.dtype) / kLaneBytes;
-  return static_cast<int>(std::clamp<size_t>(worth, 1, communicators_.size()));
+  return static_cast<int>(std::clamp<size_t>(worth, 1, engine_.lanes()));
 }
 
 // Null for NCCL's own.
 std::shared_ptr<const std::vector<Stages>> NcclCarrier::plan_of(const Call& call) {
-  if (call.algorithm == Algorithm::nccl) return nullptr;
+  if (call.algorithm == Algorithm::nccl || !is_plan(call.operation)) return nullptr;
   const Place at{.rank = host_->rank(),
                  .size = host_->size(),
                  .count = call.count,
@@ -156,7 +226,8 @@ StreamJob NcclCarrier::job_of(const Carried& carried) {
           .input = static_cast<const std::byte*>(call.input),
           .output = static_cast<std::byte*>(call.output),
           .count = call.count,
-          .peer = call.peer};
+          .peer = call.peer,
+          .timeout = call.timeout};
 }
 
 Carried NcclCarrier::prepare(const Call& call) {
@@ -171,19 +242,18 @@ std::optional<Error> NcclCarrier::trouble(const std::string& what) {
     if (state != NcclResult::success && state != NcclResult::in_progress)
       return communicator->error_of(what, state);
   }
+  if (const auto error = engine_.trouble())
+    return Error(error->kind(), what + ", between hosts: " + error->what(), error->fields());
   return std::nullopt;
 }
 
 }  // namespace
 
 std::unique_ptr<Carrier> carry_by_nccl(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
-                                       std::shared_ptr<NcclApi> nccl, int lanes,
+                                       std::shared_ptr<NcclApi> nccl, const DeviceLines& lines,
                                        std::chrono::nanoseconds timeout) {
-  if (lanes < 1 || lanes > kMostLanes)
-    throw InvalidArgument("a group on devices has 1 to " + std::to_string(kMostLanes) +
-                          " lanes, not " + std::to_string(lanes));
   auto carrier = std::make_unique<NcclCarrier>(std::move(host), std::move(device), std::move(nccl));
-  carrier->meet(lanes, timeout);
+  carrier->meet(lines, timeout);
   return carrier;
 }
 

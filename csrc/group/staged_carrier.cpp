@@ -116,7 +116,8 @@ std::shared_ptr<Event> StagedCarrier::enqueue(const Carried& carried, Event& bef
   before.hold(stream_.raw());
   if (layout.input > 0) device_->copy(staging, call.input, layout.input, stream_.raw());
   if (gives_output) device_->copy(output, call.output, layout.output, stream_.raw());
-  relay_.enqueue([this, here] { run(here); }, device_->capturing(call.stream));
+  relay_.begin([this, here] { run(here); }, device_->capturing(call.stream));
+  relay_.hold();
   if (layout.output > 0 && !gives_output)
     device_->copy(call.output, output, layout.output, stream_.raw());
   over->record(stream_.raw());

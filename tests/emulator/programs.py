@@ -200,7 +200,8 @@ def _rules(mutants: Iterable[Mutant]) -> str:
             lines += _compile(objects[kind][-1], source, [*flags, *special])
         compiled = [f"{kind}/{unit}.o" for unit in units()]
         streams = [*compiled, *fake]
-        suites = [HERE / "streams_test.cpp", HERE / "relay_test.cpp"]
+        names = ("streams_test", "bridge_test", "relay_test")
+        suites = [HERE / f"{name}.cpp" for name in names]
         for source in [*suites, *engine_sources(), ROOT / "tests" / "native" / "harness.cpp"]:
             streams.append(f"{kind}/engine/{source.parent.name}_{source.stem}.o")
             lines += _compile(streams[-1], source, [*flags, *special])

@@ -38,11 +38,12 @@ struct Bench {
   // in -> shared, each element of it plus 1 by the relay, -> out
   void add_one(bool captured = false) {
     device->copy(shared, in, kCount * sizeof(int), stream.raw());
-    relay.enqueue(
+    relay.begin(
         [this] {
           for (size_t i = 0; i < kCount; ++i) ++shared[i];
         },
         captured);
+    relay.hold();
     device->copy(out, shared, kCount * sizeof(int), stream.raw());
   }
   void fill(int value) {  // from memory that nothing else writes meanwhile
@@ -92,14 +93,16 @@ const Test kStopped{"a stream goes on when the host gives up, and nothing begins
                       std::latch inside(1), go_on(1);
                       std::atomic<int> began = 0;
                       Bench bench;
-                      bench.relay.enqueue(
+                      bench.relay.begin(
                           [&] {
                             ++began;
                             inside.count_down();
                             go_on.wait();
                           },
                           false);
-                      bench.relay.enqueue([&] { ++began; }, false);
+                      bench.relay.hold();
+                      bench.relay.begin([&] { ++began; }, false);
+                      bench.relay.hold();
                       const auto drive = [&] {
                         (void)cudaStreamQuery(static_cast<cudaStream_t>(bench.stream.raw()));
                       };

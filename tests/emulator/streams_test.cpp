@@ -2,7 +2,7 @@
 // collectives give the sums, launch and send what the plan says, stand between events, are captured
 // in a graph; mismatches, missing ranks, deaths and aborts end.
 //
-// Ranks are threads, each with a device, a stream and a library of its own. Built plain and under
+// Built plain and under
 // sanitizers by programs.py; called by tests/test_streams.py.
 #include <cuda_runtime.h>
 
@@ -22,195 +22,17 @@
 #include "emulator/fake_nccl.hpp"
 #include "kernels/kernels.h"
 #include "native/harness.h"
+#include "stream_ranks.hpp"
 
 using namespace pycomm;
-using fake_nccl::FakeNccl;
+using namespace stream_ranks;
 
 namespace {
-
-constexpr std::chrono::seconds kLong{60};
-
-void cuda(cudaError_t error) {
-  if (error != cudaSuccess) throw Failure(std::string("CUDA: ") + cudaGetErrorString(error));
-}
-
-Deadline soon() { return Deadline(kLong); }
-// An array of the emulated device, written and read in order with a stream.
-class Floats {
- public:
-  explicit Floats(size_t count, float value = -1) : count_(count), host_(count, value) {
-    cuda(cudaMalloc(reinterpret_cast<void**>(&at_), (count + 1) * sizeof(float)));
-  }
-  ~Floats() { cudaFree(at_); }
-  Floats(const Floats&) = delete;
-  Floats& operator=(const Floats&) = delete;
-  template <class F>
-  void write(F value, cudaStream_t stream) {
-    for (size_t i = 0; i < count_; ++i) host_[i] = value(i);
-    cuda(cudaMemcpyAsync(at_, host_.data(), count_ * 4, cudaMemcpyHostToDevice, stream));
-  }
-  std::vector<float> read(cudaStream_t stream) {
-    std::vector<float> to(count_);
-    cuda(cudaMemcpyAsync(to.data(), at_, count_ * 4, cudaMemcpyDeviceToHost, stream));
-    cuda(cudaStreamSynchronize(stream));
-    return to;
-  }
-  std::byte* bytes() { return reinterpret_cast<std::byte*>(at_); }
-
- private:
-  size_t count_;
-  std::vector<float> host_;  // copies read it when the stream gets there
-  float* at_ = nullptr;
-};
-
-struct Rank {
-  int rank, size;
-  std::shared_ptr<FakeNccl> nccl = std::make_shared<FakeNccl>();
-  std::shared_ptr<Device> device = cuda::open_device(rank);
-  StreamEngine engine{nccl, device, rank, size};
-  cudaStream_t stream = [] {
-    cudaStream_t made = nullptr;
-    cuda(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking));
-    return made;
-  }();
-  void finish() { cuda(cudaStreamSynchronize(stream)); }
-  void run(const StreamJob& job) {
-    engine.prepare(job, stream);
-    Event before(device);
-    before.record(stream);
-    engine.enqueue(job, before, soon())->hold(stream);
-  }
-};
-
-// Ranks as threads; the first error of the lowest rank is thrown when all are done.
-void each_rank(int size, const std::function<void(Rank&)>& body) {
-  FakeNccl names;
-  std::array<NcclId, 2> ids{};
-  for (NcclId& id : ids) (void)names.get_unique_id(id);
-  std::vector<std::string> errors(static_cast<size_t>(size));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      try {
-        cuda(cudaSetDevice(rank));
-        Rank mine{.rank = rank, .size = size};
-        mine.engine.meet(ids, soon());
-        body(mine);
-      } catch (const std::exception& error) {
-        errors[static_cast<size_t>(rank)] = error.what();
-      }
-    });
-  for (std::thread& thread : threads) thread.join();
-  for (size_t rank = 0; rank < errors.size(); ++rank)
-    expect(errors[rank].empty(), "rank " + std::to_string(rank) + ": " + errors[rank]);
-}
-
-// Small, so that sums are exact.
-float element(int rank, size_t i) {
-  return static_cast<float>((i * 3 + static_cast<size_t>(rank) * 5) % 7);
-}
-float sum_of(int size, size_t i) {
-  float sum = 0;
-  for (int rank = 0; rank < size; ++rank) sum += element(rank, i);
-  return sum;
-}
-
-struct Case {
-  Operation operation;
-  Algorithm algorithm;
-  size_t count;
-  int root = 0;
-};
-
-bool has_parts_in(Operation o) {
-  return o == Operation::reduce_scatter || o == Operation::scatter || o == Operation::all_to_all;
-}
-bool has_parts_out(Operation o) {
-  return o == Operation::all_gather || o == Operation::gather || o == Operation::all_to_all;
-}
-
-// Element i of the result on a rank; negative: left alone, or not looked at.
-float wanted(const Case& one, const Rank& r, size_t i) {
-  const size_t part = one.count == 0 ? 0 : i / one.count,
-               in_part = one.count == 0 ? 0 : i % one.count;
-  const auto mine = static_cast<size_t>(r.rank) * one.count;
-  const bool root = r.rank == one.root;
-  switch (one.operation) {
-    case Operation::all_reduce:
-      return sum_of(r.size, i);
-    case Operation::reduce:
-      return root ? sum_of(r.size, i) : -1;
-    case Operation::broadcast:
-      return element(one.root, i);
-    case Operation::all_gather:
-      return element(static_cast<int>(part), in_part);
-    case Operation::gather:
-      return root ? element(static_cast<int>(part), in_part) : -1;
-    case Operation::reduce_scatter:
-      return sum_of(r.size, mine + i);
-    case Operation::scatter:
-      return element(one.root, mine + i);
-    case Operation::all_to_all:
-      return element(static_cast<int>(part), mine + in_part);
-    case Operation::barrier:
-    case Operation::send:
-    case Operation::recv:
-      break;
-  }
-  return -1;
-}
-
-std::string text_of(const Case& one, const Rank& r) {
-  return std::string(name_of(one.operation)) + " by " + std::string(name_of(one.algorithm)) +
-         ", count " + std::to_string(one.count) + ", rank " + std::to_string(r.rank);
-}
-
-using Lanes = std::vector<Stages>;
-
-void run_case(Rank& r, const Case& one) {
-  const auto size = static_cast<size_t>(r.size);
-  Floats in(one.count * (has_parts_in(one.operation) ? size : 1));
-  Floats out(one.count * (has_parts_out(one.operation) ? size : 1));
-  const bool from_output = one.operation == Operation::broadcast;
-  const auto start = [&](size_t i) { return element(r.rank, i); };
-  (from_output ? out : in).write(start, r.stream);
-  if (!from_output) out.write([](size_t) { return -1.f; }, r.stream);
-  const Place at{.rank = r.rank, .size = r.size, .count = one.count, .root = one.root};
-  const Plan plan = make_plan(one.algorithm, one.operation, at);
-  const Lanes stages =
-      make_lanes(plan, r.rank, one.algorithm == Algorithm::ring && r.size > 1 ? 2 : 1);
-  const auto before = r.engine.traffic();
-  r.finish();
-  (void)r.nccl->take_counts();
-  r.run({.plan = &stages,
-         .operation = one.operation,
-         .dtype = Dtype::float32,
-         .input = from_output ? out.bytes() : in.bytes(),
-         .output = out.bytes(),
-         .count = one.count,
-         .peer = one.root});
-  const std::vector<float> got = out.read(r.stream);
-  for (size_t i = 0; i < got.size(); ++i)
-    if (wanted(one, r, i) >= 0)
-      expect_equal(got[i], wanted(one, r, i), text_of(one, r) + ", element " + std::to_string(i));
-  size_t planned = 0;
-  for (const Move& move : plan.moves)
-    if (move.to != kNobody && move.to != r.rank) planned += move.out.count * 4;
-  const fake_nccl::Counts counts = r.nccl->take_counts();
-  expect_equal(counts.bytes_sent, planned, text_of(one, r) + ": bytes are the plan's");
-  expect_equal(counts.collectives, uint64_t{0}, "no collective of NCCL's");
-  expect_equal(counts.groups, r.engine.traffic().groups - before.groups, "groups as counted");
-  expect_equal(counts.bytes_sent, r.engine.traffic().bytes_sent - before.bytes_sent, "bytes too");
-}
-
-constexpr Operation kOperations[] = {
-    Operation::all_reduce, Operation::broadcast, Operation::all_gather, Operation::reduce_scatter,
-    Operation::reduce,     Operation::gather,    Operation::scatter,    Operation::all_to_all};
 
 const Test kPlans{"every plan moves what it says and gives the sum", [] {
                     for (const int size : {1, 2, 3, 5})
                       each_rank(size, [](Rank& r) {
-                        for (const Operation operation : kOperations)
+                        for (const Operation operation : kCollectives)
                           for (const Algorithm algorithm : algorithms_for(operation))
                             for (const size_t count : {size_t{0}, size_t{7}, size_t{50}})
                               run_case(r, {operation, algorithm, count, r.size / 2});
@@ -320,7 +142,7 @@ const Test kOrder{
         for (int call = 0; call < 5; ++call) {
           x.write([&](size_t i) { return element(r.rank + call, i); }, r.stream);
           r.run(all_reduce(x, 100, &stages));
-          cuda(cudaMemcpyAsync(copy.bytes(), x.bytes(), 400, cudaMemcpyDeviceToDevice, r.stream));
+          fine(cudaMemcpyAsync(copy.bytes(), x.bytes(), 400, cudaMemcpyDeviceToDevice, r.stream));
           const auto got = copy.read(r.stream);
           for (size_t i = 0; i < 100; ++i)
             expect_equal(got[i], element(call, i) + element(call + 1, i), "sum");
@@ -337,17 +159,17 @@ const Test kGraph{
         r.run(all_reduce(x, 64, &stages));
         r.finish();
         cudaGraph_t graph = nullptr;
-        cuda(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
-        cuda(cudaMemcpyAsync(x.bytes(), y.bytes(), 256, cudaMemcpyDeviceToDevice, r.stream));
+        fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+        fine(cudaMemcpyAsync(x.bytes(), y.bytes(), 256, cudaMemcpyDeviceToDevice, r.stream));
         r.run(all_reduce(x, 64, &stages));
         r.run(all_reduce(x, 64, nullptr));
-        cuda(cudaStreamEndCapture(r.stream, &graph));
+        fine(cudaStreamEndCapture(r.stream, &graph));
         cudaGraphExec_t exec = nullptr;
-        cuda(cudaGraphInstantiate(&exec, graph, 0));
+        fine(cudaGraphInstantiate(&exec, graph, 0));
         (void)r.nccl->take_counts();
         for (int replay = 0; replay < 3; ++replay) {
           y.write([&](size_t i) { return element(r.rank + replay, i); }, r.stream);
-          cuda(cudaGraphLaunch(exec, r.stream));
+          fine(cudaGraphLaunch(exec, r.stream));
           const auto got = x.read(r.stream);
           float first = 0;
           for (int rank = 0; rank < 3; ++rank) first += element(rank + replay, 5);
@@ -362,12 +184,12 @@ const Test kCaptureScratch{
       each_rank(2, [](Rank& r) {
         Floats x(64);
         const Lanes stages = stages_of(r, Algorithm::ring, 64);
-        cuda(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+        fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
         const std::string why =
             expect_throws<Unsupported>([&] { r.run(all_reduce(x, 64, &stages)); });
         expect(why.find("once before the capture") != std::string::npos, why);
         cudaGraph_t graph = nullptr;
-        cuda(cudaStreamEndCapture(r.stream, &graph));
+        fine(cudaStreamEndCapture(r.stream, &graph));
       });
     }};
 
@@ -446,7 +268,7 @@ const Test kMissing{"a rank that never comes is given up at the deadline", [] {
                       (void)names.get_unique_id(id);
                       Rank alone{.rank = 0, .size = 2};
                       const auto meet = [&] {
-                        alone.engine.meet(std::span(&id, 1),
+                        alone.engine.meet(std::span(&id, 1), {},
                                           Deadline(std::chrono::milliseconds(30)));
                       };
                       (void)expect_throws<Timeout>(meet);

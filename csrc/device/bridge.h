@@ -1,0 +1,95 @@
+// What a lane of the stream engine sends to ranks that its communicator does not join, and receives
+// from them: staged in host memory that the device reads and writes, from where a post carries it.
+//
+//   lane    ... | copy to the host | call | NCCL near by | wait | copy to the device | ...
+//   relay                             the messages of the stage
+//
+// Called by stream_engine.cpp.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/errors.h"
+#include "device/device.h"
+#include "device/relay.h"
+
+namespace pycomm {
+
+// A message: to `peer`, or from it.
+struct Parcel {
+  int peer;
+  bool sends;
+  std::byte* data;
+  size_t bytes;
+};
+
+// Carries messages between arrays in host memory. Whoever makes one gives it to a bridge alone.
+class HostPost {
+ public:
+  HostPost() = default;
+  HostPost(const HostPost&) = delete;
+  HostPost& operator=(const HostPost&) = delete;
+  virtual ~HostPost() = default;
+  // All of them at once; those of one peer in order. Throws what ends the group.
+  virtual void exchange(std::span<const Parcel> parcels, std::chrono::nanoseconds timeout) = 0;
+  // From any thread: what is under way ends, here and with the peers.
+  virtual void abort(const std::string& reason) noexcept = 0;
+  virtual void close() noexcept = 0;  // when nothing is under way
+};
+
+class Bridge {
+ public:
+  Bridge(std::shared_ptr<Device> device, void* stream, std::unique_ptr<HostPost> post);
+  ~Bridge();  // ends what is under way
+  Bridge(const Bridge&) = delete;
+  Bridge& operator=(const Bridge&) = delete;
+
+  // Of host memory, which messages of so many bytes take when they travel at once.
+  static size_t staged_bytes(size_t bytes);
+  // Before begin(): that there is so much of it. Throws Unsupported where `caller`, a stream, is
+  // being captured and there is too little.
+  void reserve(size_t bytes, void* caller);
+
+  // Arrays lie on the device. What arrives is there for what the stream does behind end(); between
+  // the two comes what need not wait for it. One thread at a time.
+  void begin(std::span<const Parcel> parcels, std::chrono::nanoseconds timeout);
+  void end();
+
+  // From any thread. Why messages have not arrived: known before the stream goes on without them.
+  std::optional<Error> trouble();
+  void abort(const std::string& reason) noexcept;
+  void close() noexcept { post_->close(); }
+
+ private:
+  void carry(std::span<const Parcel> parcels, std::chrono::nanoseconds timeout) noexcept;
+
+  struct Landing {
+    std::byte* to;
+    const std::byte* from;
+    size_t bytes;
+  };
+  std::shared_ptr<Device> device_;
+  void* stream_;
+  std::unique_ptr<HostPost> post_;
+  // The last is in use; older ones stay, for what is enqueued may hold their addresses. Each is at
+  // least twice as large as the one before.
+  struct Release {
+    std::shared_ptr<Device> device;
+    void operator()(std::byte* memory) const { device->release_host(memory); }
+  };
+  std::vector<std::unique_ptr<std::byte, Release>> staging_;
+  size_t staging_bytes_ = 0;
+  std::vector<Landing> landings_;  // of what has begun
+  std::mutex mutex_;               // guards error_
+  std::optional<Error> error_;     // the first one
+  Relay relay_;                    // the last member: its thread ends before what it uses
+};
+
+}  // namespace pycomm
