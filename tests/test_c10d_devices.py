@@ -4,6 +4,7 @@ Torch's device is an emulated GPU with a fake NCCL (tests/torch_devices.py), so 
 nobody has asked for shows. What CUDA's own torch adds to this has not run.
 """
 
+import copy
 import gc
 import time
 from datetime import timedelta
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_devices import programs, runner
 from torch_ranks import Run, values
 
-from pycomm import errors, torch_backend
+from pycomm import device_groups, errors, torch_backend
 
 pytestmark = [
     pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
@@ -456,3 +457,35 @@ def _ddp(at: Any) -> None:
 
 def test_ddp_trains_as_on_the_cpu(run: Run) -> None:
     run(2, _ddp)
+
+
+def _options(at: Any) -> None:
+    met, plain = [], device_groups._meet
+
+    def noted(*given: Any) -> Any:
+        met.append(given[3:])
+        return plain(*given)
+
+    device_groups._meet = noted
+    try:
+        asked = torch_backend.Options(cuda_lanes=2, cuda_between_hosts="tcp")
+        both = "cpu:pycomm,privateuseone:pycomm"
+        group = dist.new_group(backend=both, pg_options=asked)
+        x = torch.ones(10, device=at.device)
+        dist.all_reduce(x, group=group)
+        options = copy.deepcopy(group._get_backend(at.device).options)
+        assert (options.cuda_lanes, options.cuda_between_hosts) == (2, "tcp")
+        part = group.split_group(list(range(group.size())), opts=options, group_name="part")
+        part.allreduce([x]).wait()
+        assert (x.cpu() == group.size() ** 2).all()
+    finally:
+        device_groups._meet = plain
+    assert met == [(2, "tcp"), (2, "tcp")]
+    with pytest.raises(errors.InvalidArgument, match=r"'udp': one of 'nccl', 'tcp'"):
+        torch_backend.Options(cuda_between_hosts="udp")
+    with pytest.raises(errors.InvalidArgument, match="1 to 8 lanes, not 0"):
+        torch_backend.Options(cuda_lanes=0)
+
+
+def test_options_say_how_tensors_travel(run: Run) -> None:
+    run(2, _options)

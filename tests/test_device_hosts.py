@@ -140,6 +140,22 @@ def test_who_is_alone_on_a_host_needs_no_nccl(machine, monkeypatch):
         on_hosts(machine, ["a", "a", "b"], without_nccl)
 
 
+def refused(group: pycomm.Group, device: Any) -> str:
+    with pytest.raises(errors.Unsupported) as caught:
+        pycomm.all_reduce(device.put(numbers(group.rank)))
+    assert pycomm.all_reduce(np.ones(3)).tolist() == [group.size] * 3  # the group goes on
+    return str(caught.value)
+
+
+@on("emulated, shared")
+def test_where_nccl_fails_on_one_host_all_are_told(machine, monkeypatch):
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # which the fake does not heed
+    *failed, two, three = on_hosts(machine, ["a", "a", "b", "c"], refused)
+    assert all("ncclInvalidUsage" in text or "device" in text for text in failed), failed
+    for text in (two, three):
+        assert "rank 0 has not met the other ranks of its host by NCCL" in text
+
+
 def killed(group: pycomm.Group, device: Any, who: int) -> str:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
@@ -227,4 +243,4 @@ def test_hosts_that_cannot_be_made_up():
     with pytest.raises(errors.InvalidArgument, match="does not reach other hosts"):
         run_ranks(2, where, hosts=["a", "b"])
     with pytest.raises(errors.InvalidArgument, match="up to 12 letters and digits"):
-        run_ranks(2, where, transport="", hosts=["a/b", "b"])
+        run_ranks(2, where, transport="", hosts=["a/b", "a/b"])

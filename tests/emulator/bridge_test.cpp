@@ -80,6 +80,7 @@ const Test kReplayed{
                   fine(cudaGraphDestroy(graph));
                   x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
                   r.run(job);
+                  r.finish();  // a copy reads what is written next
                   cudaGraphExec_t exec = nullptr;
                   fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
                   r.run(job);
