@@ -93,6 +93,32 @@ def test_a_rank_that_dies_is_told_to_the_others(machine, moment):
         assert all("rank 2" in text or "gone" in text for text in said), said
 
 
+def shrunk(group: pycomm.Group, device: Any) -> np.ndarray:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises((errors.PeerLost, errors.GroupBroken)):
+        for _ in range(1000):
+            pycomm.all_reduce(x)
+            device.get(x)
+    group.cuda_between_hosts = "tcp"
+    rest = group.shrink(timeout_s=60)
+    assert (rest.size, rest.cuda_between_hosts) == (2, "tcp")
+    y = device.put(numbers(group.rank))
+    pycomm.all_reduce(y, group=rest)
+    return device.get(y)
+
+
+def test_the_survivors_go_on_without_who_has_died(machine):
+    options = {"processes": True, "transport": "", "return_exceptions": True}
+    zero, dead, two = machine.run(3, shrunk, **options)
+    assert isinstance(dead, errors.PeerLost)
+    for got in (zero, two):
+        np.testing.assert_array_equal(got, numbers(0) + numbers(2))
+
+
 def killed_among_messages(group: pycomm.Group, device: Any, moment: str) -> str:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)

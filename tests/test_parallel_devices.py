@@ -110,6 +110,45 @@ def test_training_goes_as_in_host_memory(run: Run, way: str) -> None:
     run(2, as_in_host_memory, way)
 
 
+def train_scaled(device: Any, compress: bool) -> tuple[list[Tensor], float]:
+    """The parameters after steps of which one overflows on rank 0, and the scale then."""
+    torch.manual_seed(0)
+    rank, plain = dist.get_rank(), perceptron().to(device)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=256.0, growth_interval=2)
+    dgc = None
+    if compress:
+        dgc = pycomm.DGC(optimizer, sparsity=[0.9], min_count=0, scaler=scaler)
+    model = pycomm.DataParallel(plain, compression=dgc)
+    data = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        x = torch.randn(8, 20, generator=data).to(device)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        if (step, rank) == (2, 0):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [x.detach().cpu() for x in model.parameters()], scaler.get_scale()
+
+
+def scaled_as_in_host_memory(at: Any, compress: bool) -> None:
+    pycomm.init()
+    there, scale = train_scaled(at.device, compress)
+    assert sum(at.counts().values()) > 0
+    here, wanted = train_scaled("cpu", compress)
+    assert scale == wanted == 256.0  # twice as much, and half of it at the overflow
+    for one, other in zip(there, here, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.isfinite().all()
+
+
+@pytest.mark.parametrize("compress", [False, True], ids=["dense", "DGC"])
+def test_scaled_gradients_go_as_in_host_memory(run: Run, compress: bool) -> None:
+    run(2, scaled_as_in_host_memory, compress)
+
+
 class Branches(nn.Module):
     """Two layers, each on a stream of its own."""
 

@@ -152,6 +152,7 @@ const Test kAborted{"abort() ends what is under way, and lets the stream go on",
                       while (!inside)  // lets the emulated stream work
                         (void)cudaStreamQuery(static_cast<cudaStream_t>(bench.stream.raw()));
                       bench.bridge.abort("enough");
+                      expect(post.aborted, "what is under way is told");
                       bench.device->finish(bench.stream.raw());
                     }};
 
