@@ -1,6 +1,5 @@
 #include "device/bridge.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace pycomm {
@@ -14,6 +13,7 @@ Bridge::Bridge(std::shared_ptr<Device> device, void* stream, std::unique_ptr<Hos
     : device_(std::move(device)),
       stream_(stream),
       post_(std::move(post)),
+      staging_(device_, Workspace::Where::host),
       relay_(device_, stream_) {}
 
 Bridge::~Bridge() {
@@ -22,20 +22,9 @@ Bridge::~Bridge() {
 
 size_t Bridge::staged_bytes(size_t bytes) { return (bytes + kAligned - 1) / kAligned * kAligned; }
 
-void Bridge::reserve(size_t bytes, void* caller) {
-  if (bytes <= staging_bytes_) return;
-  if (device_->capturing(caller))
-    throw Unsupported("a call that is captured into a graph needs " + std::to_string(bytes) +
-                      " bytes of host memory and there are " + std::to_string(staging_bytes_) +
-                      ": make the same call once before the capture");
-  const size_t larger = std::max(bytes, 2 * staging_bytes_);
-  staging_.emplace_back(static_cast<std::byte*>(device_->allocate_host(larger)), Release{device_});
-  staging_bytes_ = larger;
-}
-
 // Stages of a stream come after one another, and each may use all of the memory.
 void Bridge::begin(std::span<const Parcel> parcels, std::chrono::nanoseconds timeout) {
-  std::byte* free = staging_.back().get();
+  std::byte* free = staging_.data();
   std::vector<Parcel> staged(parcels.begin(), parcels.end());
   for (Parcel& parcel : staged) {
     std::byte* const there = std::exchange(parcel.data, free);

@@ -19,6 +19,7 @@
 #include "core/errors.h"
 #include "device/device.h"
 #include "device/relay.h"
+#include "device/workspace.h"
 
 namespace pycomm {
 
@@ -55,7 +56,7 @@ class Bridge {
   static size_t staged_bytes(size_t bytes);
   // Before begin(): that there is so much of it. Throws Unsupported where `caller`, a stream, is
   // being captured and there is too little.
-  void reserve(size_t bytes, void* caller);
+  void reserve(size_t bytes, void* caller) { staging_.reserve(bytes, caller); }
 
   // Arrays lie on the device. What arrives is there for what the stream does behind end(); between
   // the two comes what need not wait for it. One thread at a time.
@@ -78,14 +79,7 @@ class Bridge {
   std::shared_ptr<Device> device_;
   void* stream_;
   std::unique_ptr<HostPost> post_;
-  // The last is in use; older ones stay, for what is enqueued may hold their addresses. Each is at
-  // least twice as large as the one before.
-  struct Release {
-    std::shared_ptr<Device> device;
-    void operator()(std::byte* memory) const { device->release_host(memory); }
-  };
-  std::vector<std::unique_ptr<std::byte, Release>> staging_;
-  size_t staging_bytes_ = 0;
+  Workspace staging_;
   std::vector<Landing> landings_;  // of what has begun
   std::mutex mutex_;               // guards error_
   std::optional<Error> error_;     // the first one

@@ -103,7 +103,8 @@ StreamEngine::StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device
       device_(std::move(device)),
       rank_(rank),
       size_(size),
-      events_(std::make_shared<EventPool>(device_)) {
+      events_(std::make_shared<EventPool>(device_)),
+      scratch_(device_, Workspace::Where::device) {
   lanes_.push_back(std::make_unique<Lane>(device_));
 }
 
@@ -167,7 +168,7 @@ void StreamEngine::prepare(const StreamJob& job, void* caller) {
   }
   size_t bytes = 0;
   for (const Stages& stages : *job.plan) bytes += scratch_bytes(stages, job.dtype);
-  reserve(bytes, caller);
+  scratch_.reserve(bytes, caller);
   for (size_t i = 0; i < job.plan->size(); ++i)
     if (lanes_.at(i)->bridge)
       lanes_[i]->bridge->reserve(staged_bytes((*job.plan)[i], job.dtype), caller);
@@ -204,7 +205,7 @@ std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before
 // behind them. All of a lane comes before the next: so all ranks launch in one order, as NCCL wants
 // it of communicators on one device.
 void StreamEngine::run(const StreamJob& job, const Deadline& deadline) {
-  std::byte* scratch = scratch_.empty() ? nullptr : static_cast<std::byte*>(scratch_.back().get());
+  std::byte* scratch = scratch_.data();
   void* const first = lanes_[0]->stream.raw();
   const size_t count = job.plan->size();
   std::shared_ptr<Event> begin;
@@ -350,17 +351,6 @@ std::byte* StreamEngine::place(const Part& part, const Range& range) {
       break;
   }
   return part.scratch + begin;
-}
-
-void StreamEngine::reserve(size_t bytes, void* caller) {
-  if (bytes <= scratch_bytes_) return;
-  if (device_->capturing(caller))
-    throw Unsupported("a call that is captured into a graph needs " + std::to_string(bytes) +
-                      " bytes of scratch and there are " + std::to_string(scratch_bytes_) +
-                      ": make the same call once before the capture");
-  const size_t larger = std::max(bytes, 2 * scratch_bytes_);
-  scratch_.emplace_back(device_->allocate(larger), Release{device_});
-  scratch_bytes_ = larger;
 }
 
 }  // namespace pycomm

@@ -27,6 +27,7 @@
 #include "device/bridge.h"
 #include "device/device.h"
 #include "device/stages.h"
+#include "device/workspace.h"
 #include "nccl/communicator.h"
 
 namespace pycomm {
@@ -114,7 +115,6 @@ class StreamEngine {
   void reduce(const Part& part, const Stage::Step& step);
   void run_nccl(const StreamJob& job, const Deadline& deadline);  // a collective
   static std::byte* place(const Part& part, const Range& range);
-  void reserve(size_t bytes, void* caller);
   // In the communicators, or kNobody; so of a rank that is not known yet.
   int near(int rank) const {
     return near_.empty() || rank < 0 ? rank : near_[static_cast<size_t>(rank)];
@@ -125,14 +125,7 @@ class StreamEngine {
   int rank_, size_;
   std::vector<int> near_;  // as in FarRanks
   std::shared_ptr<EventPool> events_;
-  // The last block is in use. Older ones stay, for graphs may hold their addresses; each is at
-  // least twice as large as the one before, so all together take at most twice the last.
-  struct Release {
-    std::shared_ptr<Device> device;
-    void operator()(void* memory) const { device->release(memory); }
-  };
-  std::vector<std::unique_ptr<void, Release>> scratch_;
-  size_t scratch_bytes_ = 0;
+  Workspace scratch_;
   StreamTraffic traffic_;
   std::vector<std::unique_ptr<Lane>> lanes_;  // at least one; the last: it ends before what it uses
 };

@@ -10,9 +10,9 @@
 #include <algorithm>
 #include <mutex>
 #include <utility>
-#include <vector>
 
 #include "device/relay.h"
+#include "device/workspace.h"
 #include "group/carrier.h"
 #include "group/check.h"
 
@@ -30,6 +30,7 @@ class StagedCarrier final : public Carrier {
         data_(std::move(data)),
         stream_(device_),
         events_(std::make_shared<EventPool>(device_)),
+        staging_(device_, Workspace::Where::host),
         relay_(device_, stream_.raw()) {}
   ~StagedCarrier() override {
     if (relay_.stop()) data_->abort("the group on devices ended during the call");
@@ -60,21 +61,13 @@ class StagedCarrier final : public Carrier {
     size_t input, output, output_at;
   };
   Layout layout_of(const Call& call) const;
-  void reserve(size_t bytes, const Call& call);
   void run(const Call& call) noexcept;
 
   std::shared_ptr<Device> device_;
   std::shared_ptr<Group> data_;
   Stream stream_;
   std::shared_ptr<EventPool> events_;
-  // The last is in use; older ones stay, for what is enqueued may hold their addresses. Each is at
-  // least twice as large as the one before.
-  struct Release {
-    std::shared_ptr<Device> device;
-    void operator()(std::byte* memory) const { device->release_host(memory); }
-  };
-  std::vector<std::unique_ptr<std::byte, Release>> staging_;
-  size_t staging_bytes_ = 0;
+  Workspace staging_;
   std::mutex mutex_;            // guards error_
   std::optional<Error> error_;  // the first one in host memory
   Relay relay_;                 // the last member: its thread ends before what it uses
@@ -95,7 +88,7 @@ StagedCarrier::Layout StagedCarrier::layout_of(const Call& call) const {
 
 Carried StagedCarrier::prepare(const Call& call) {
   const Layout layout = layout_of(call);
-  reserve(std::max(layout.input, layout.output_at + layout.output), call);
+  staging_.reserve(std::max(layout.input, layout.output_at + layout.output), call.stream);
   return {.call = call};
 }
 
@@ -104,7 +97,7 @@ std::shared_ptr<Event> StagedCarrier::enqueue(const Carried& carried, Event& bef
   const Call& call = carried.call;
   const Layout layout = layout_of(call);
   const bool gives_output = call.operation == Operation::broadcast && call.peer == data_->rank();
-  std::byte* const staging = staging_.empty() ? nullptr : staging_.back().get();
+  std::byte* const staging = staging_.data();
   std::byte* const output = staging + layout.output_at;
   Call here = call;
   here.input = layout.input > 0 ? staging : nullptr;
@@ -143,17 +136,6 @@ std::optional<Error> StagedCarrier::trouble(const std::string& what) {
   if (!error_) return std::nullopt;
   return Error(error_->kind(), what + ", staged in host memory: " + error_->what(),
                error_->fields());
-}
-
-void StagedCarrier::reserve(size_t bytes, const Call& call) {
-  if (bytes <= staging_bytes_) return;
-  if (device_->capturing(call.stream))
-    throw Unsupported("a call that is captured into a graph needs " + std::to_string(bytes) +
-                      " bytes of host memory and there are " + std::to_string(staging_bytes_) +
-                      ": make the same call once before the capture");
-  const size_t larger = std::max(bytes, 2 * staging_bytes_);
-  staging_.emplace_back(static_cast<std::byte*>(device_->allocate_host(larger)), Release{device_});
-  staging_bytes_ = larger;
 }
 
 }  // namespace
