@@ -137,6 +137,14 @@ ROWS = [
         "a message of another kind",
     ),
     (
+        "exchanged_of_any_kind",
+        "engine/messages.cpp",
+        "if (!same_call(message->header, one->signature))",
+        "if (message->header.peer != one->signature.peer)",
+        "verbs",
+        "local: ... and one that is not as asked for",
+    ),
+    (
         "announced_of_any_kind",
         "engine/messages.cpp",
         "if (same_call(answer, wanted)) return;",
@@ -179,8 +187,8 @@ ROWS = [
     (
         "offered_and_withdrawn",
         "engine/engine.cpp",
-        "return is_answer(awaited_->signature) && awaited_->from != peer;",
-        "return awaited_->from == -100 - peer;",
+        "return is_answer(awaited_.front().signature) && awaits() != peer;",
+        "return awaits() == -100 - peer;",
         "simulation",
         "while one goes astray",
     ),
