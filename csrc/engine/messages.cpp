@@ -49,7 +49,10 @@ void Engine::send(int to, const Header& signature, ConstBytes bytes, const Deadl
 // `signature`: what this rank is said to be in.
 Message Engine::await(int& from, const Header& wanted, Bytes into, const Header& signature,
                       const Deadline& deadline) {
-  awaited_ = {{from, wanted, into}};
+  {
+    const std::lock_guard turn(turn_);  // heed() looks
+    awaited_ = {{from, wanted, into}};
+  }
   ReceiveMessage task(*this, from, wanted);
   guard(task, signature, deadline);
   from = task.sender();
@@ -71,15 +74,18 @@ void Engine::exchange(std::span<const Posted> messages, const Deadline& deadline
   if (messages.empty()) return;
   refused_.clear();
   ExchangeMessages task(*this);
-  for (const Posted& one : messages) {
-    Header header = one.signature;
-    header.epoch = epoch_;
-    if (one.sends)
-      task.send(one.peer, header, one.out);
-    else
-      awaited_.push_back({one.peer, one.signature, one.into});
+  {
+    const std::lock_guard turn(turn_);  // heed() looks
+    for (const Posted& one : messages) {
+      Header header = one.signature;
+      header.epoch = epoch_;
+      if (one.sends)
+        task.send(one.peer, header, one.out);
+      else
+        awaited_.push_back({one.peer, one.signature, one.into});
+    }
+    sending_ = task.sending_to() != kNobody;
   }
-  sending_ = task.sending_to() != kNobody;
   guard(task, messages.front().signature, deadline);
   for (const auto& [from, theirs, mine] : refused_)
     if (is_agreement(theirs)) send(from, answer_of(mine), {}, deadline);
