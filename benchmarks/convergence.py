@@ -42,6 +42,7 @@ RAMP_TO_HUNDREDTH = [*RAMP[:3], 0.99]
 LEAN = {"sparsity": [*RAMP[:3], 0.9945], "value_dtype": "2bit", "exchange": "gather"}
 OWNED = {"sparsity": [*RAMP[:3], 0.9965], "value_dtype": "2bit", "exchange": "split"}
 OWNED_HUNDREDTH = {**OWNED, "sparsity": RAMP_TO_HUNDREDTH}
+OWNED_INT8 = {**OWNED, "sparsity": [*RAMP[:3], 0.998], "value_dtype": "int8", "masking": False}
 OWNED_4K = {**OWNED, "sparsity": [*RAMP[:3], 0.9974], "send_on": 4, "masking": False}
 # About 75 times fewer bytes behind the ramp.
 SEVENTY_FIVE = {**LEAN, "sparsity": [0.75, 0.9, 0.942], "masking": False}
@@ -91,6 +92,7 @@ METHODS = {
             {**OWNED_HUNDREDTH, "masking": False},
             ramp=0.5,
         ),
+        Method("dgc split int8 without masking over a long ramp", OWNED_INT8, ramp=0.5),
         Method("dgc split 4 k without masking", OWNED_4K),
         *(Method(f"local {k}", local={"k_steps": k}) for k in (2, 4, 8, 16)),
         Method("local adaptive", local={"init_k_steps": 4}),
