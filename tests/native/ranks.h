@@ -4,7 +4,10 @@
 // Called by the suites that need more than one rank at a time.
 #pragma once
 
+#include <netinet/in.h>
 #include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <bit>
@@ -164,6 +167,20 @@ struct Ends {
   std::unique_ptr<pycomm::Channel> a, b;
 };
 
+// Whether `in` was accepted from `out`, of this process.
+inline bool is_mine(int in, int out) {
+  ucred credentials{};
+  socklen_t length = sizeof credentials;
+  sockaddr_in caller{}, own{};
+  socklen_t theirs = sizeof caller, ours = sizeof own;
+  if (::getpeername(in, reinterpret_cast<sockaddr*>(&caller), &theirs) != 0) return false;
+  if (caller.sin_family == AF_UNIX)
+    return ::getsockopt(in, SOL_SOCKET, SO_PEERCRED, &credentials, &length) == 0 &&
+           credentials.pid == ::getpid();
+  return ::getsockname(out, reinterpret_cast<sockaddr*>(&own), &ours) == 0 &&
+         caller.sin_port == own.sin_port;
+}
+
 inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
   using namespace pycomm;
   using namespace std::chrono_literals;
@@ -184,6 +201,10 @@ inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
   const int door = listener->listeners().at(0);
   expect((poll_one(door, POLLIN, 10s) & POLLIN) != 0, "nobody called");
   Fd in = accept_from(door);
+  while (in && !is_mine(in.get(), out.get())) {  // a stranger, as tests send them to all listeners
+    expect((poll_one(door, POLLIN, 10s) & POLLIN) != 0, "nobody but strangers called");
+    in = accept_from(door);
+  }
   expect(in && (poll_one(out.get(), POLLOUT, 10s) & POLLOUT) != 0, "no connection");
   caller->offer(out.get());
   listener->offer(in.get());
