@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import batch, equal, parameters, perceptron, step_on
+from little_models import batch, equal, parameters, perceptron, seeded, step_on
 from test_dgc_steps import compressed, memory_of, same_memory, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -100,6 +100,40 @@ def test_a_step_that_was_not_taken_is_forgotten_as_its_gradient_is() -> None:
     plain, fused = (run_ranks(2, program, way)[0] for way in (False, True))
     torch.testing.assert_close(plain[0], fused[0])
     torch.testing.assert_close(plain[1], fused[1])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_zero_grad_before_step_gives_up_what_has_arrived(fused: bool) -> None:
+    """Of a model of which one rank uses half, where that half has no gradient of its own there."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = (seeded(nn.Linear(16, 4), seed) for seed in (1, 2))
+
+        def forward(self, x: Tensor, both: bool) -> Tensor:
+            whole: Tensor = self.one(x) + self.other(x) if both else self.one(x)
+            return whole
+
+    def program(group: pycomm.Group) -> tuple[list[bool], list[Tensor]]:
+        module = Halves()
+        optimizer = sgd(module)
+        dgc = pycomm.DGC(optimizer, sparsity=[0.5], min_count=1, fused=fused)
+        model = pycomm.DataParallel(module, compression=dgc, find_unused_parameters=True)
+        stood = []
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(group.rank, step)[0], group.rank == 0).square().sum().backward()
+            before = parameters(module)
+            if step == 1:
+                optimizer.zero_grad()
+            optimizer.step()
+            stood.append(equal(before, parameters(module)))
+        return stood, parameters(module)
+
+    (stood, mine), (also, other) = run_ranks(2, program)
+    assert stood == also == [False, True, False]
+    assert equal(mine, other)
 
 
 @pytest.mark.parametrize("fused", [False, True])

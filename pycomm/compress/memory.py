@@ -92,6 +92,7 @@ class TakenOver:
         self._waiting = False  # something has arrived for the next step()
         self._update: Callable[[], None] | None = None
         self._updated: Sequence[Memory] = ()
+        self._had_gradients = False  # one of `_updated`, when it had arrived
         self._handles = [
             optimizer.register_step_pre_hook(self._hide),
             optimizer.register_step_post_hook(self._show),
@@ -123,8 +124,10 @@ class TakenOver:
     def arrived(
         self, update: Callable[[], None] | None = None, updated: Sequence[Memory] = ()
     ) -> None:
-        """For the next step(), which calls `update` once in the optimizer's stead for `updated`."""
+        """For the next step(), which calls `update` once in the optimizer's stead for `updated`,
+        unless zero_grad() has taken their gradients away before."""
         self._waiting, self._update, self._updated = True, update, updated
+        self._had_gradients = self._have_gradients()
 
     @property
     def waiting(self) -> bool:
@@ -140,6 +143,9 @@ class TakenOver:
         self._taken()
         for parameter in self.memories:
             parameter.grad = None
+
+    def _have_gradients(self) -> bool:
+        return any(memory.parameter.grad is not None for memory in self._updated)
 
     def _taken(self) -> None:
         self._waiting, self._update, self._updated = False, None, ()
@@ -164,6 +170,8 @@ class TakenOver:
     def _hide(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._updated and (args[1:] or kwargs):  # args[0] is the optimizer
             raise Unsupported("DGC with fused=True: step() without a closure")
+        if self._had_gradients and not self._have_gradients():
+            self._taken()
         for memory in self._updated:
             memory.parameter.grad = None  # this rank's alone: nobody shall step by it
         groups = self.optimizer.param_groups
