@@ -17,11 +17,13 @@ __all__ = ["INDEX_CODES", "VALUE_CODES", "encode", "unpack"]
 
 Array = Any  # of NumPy
 INDEX_CODES = ("list", "bitmap", "rice")
-VALUE_CODES = ("float32", "bfloat16", "int8", "2bit", "1bit")
+VALUE_CODES = ("float32", "bfloat16", "int8", "2bit", "1bit", "3bit")
 BLOCK, VALUE_BLOCK, SCALED, LANES = 64, 4096, 256, 128
+REACH = 8 * 128  # eight octaves of bfloat16
 MOST_PARAMETER = 30
 MAGIC = b"PL\x01"
 LARGEST = np.finfo(np.float32).max
+LARGEST_LEVEL, NO_LEVEL = 0x7F7F, 0x7FC0  # bits of bfloat16: the largest finite one, NaN
 LARGEST_SCALE = np.nextafter(LARGEST / np.float32(127), np.float32(0))  # 127 of it are finite
 
 
@@ -214,6 +216,18 @@ def _write_one_bit(x: Array) -> bytes:
     return _levels([level]) + _packed(np.signbit(x))
 
 
+def _write_three_bit(x: Array) -> bytes:
+    low, step = NO_LEVEL, 0
+    numbers = np.zeros(len(x), np.uint32)
+    if np.isfinite(x).all():
+        halves = (np.abs(x).view(np.uint32) >> 16).astype(np.int64)  # bfloat16, rounded down
+        low = max(halves.min(), halves.max() - REACH)
+        step = (halves.max() - low) // 4 + 1
+        numbers = np.maximum(halves - low, 0) // step
+    bits = np.stack([np.signbit(x), numbers & 1, numbers >> 1], axis=1).reshape(-1)
+    return struct.pack("<HH", low, step) + _packed(bits)
+
+
 def _read_two_bit(body: bytes, n: int) -> tuple[Array, int]:
     taken = 4 + -(-n // 4)
     bits = _bits(body[4:taken])[: 2 * n].reshape(n, 2)
@@ -228,10 +242,21 @@ def _read_one_bit(body: bytes, n: int) -> tuple[Array, int]:
     return np.where(signs, np.float32(-1), np.float32(1)) * _from_half(body, 1)[0], taken
 
 
+def _read_three_bit(body: bytes, n: int) -> tuple[Array, int]:
+    low, step = struct.unpack_from("<HH", body)
+    taken = 4 + -(-3 * n // 8)
+    bits = _bits(body[4:taken])[: 3 * n].reshape(n, 3).astype(np.uint32)
+    halves = low + (bits[:, 1] + 2 * bits[:, 2]) * step + step // 2
+    halves = np.minimum(halves, LARGEST_LEVEL) if low <= LARGEST_LEVEL else halves * 0 + NO_LEVEL
+    magnitudes = (halves.astype(np.uint32) << 16).view(np.float32)
+    return np.where(bits[:, 0], -magnitudes, magnitudes), taken
+
+
 _BLOCKS: dict[str, tuple[int, Any, Any]] = {
     "int8": (SCALED, _write_int8, _read_int8),
     "2bit": (VALUE_BLOCK, _write_two_bit, _read_two_bit),
     "1bit": (VALUE_BLOCK, _write_one_bit, _read_one_bit),
+    "3bit": (VALUE_BLOCK, _write_three_bit, _read_three_bit),
 }
 
 

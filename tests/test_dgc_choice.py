@@ -102,7 +102,7 @@ def test_nothing_is_lost_where_the_exchange_changes(select: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64, 1024])
-@pytest.mark.parametrize("value_dtype", ["bfloat16", "int8", "2bit", "1bit"])
+@pytest.mark.parametrize("value_dtype", ["bfloat16", "int8", "3bit", "2bit", "1bit"])
 def test_each_level_of_the_ramp_is_an_eighth_of_a_bf16_ring(size: int, value_dtype: str) -> None:
     """By counted bytes, of 300 M elements."""
     count = 3 * 10**8

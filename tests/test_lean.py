@@ -162,7 +162,7 @@ def test_index_bits(sparsity):
 
 @pytest.mark.parametrize(
     ("value_code", "count", "most"),
-    [("2bit", 10**6, 1.72), ("1bit", 10**6, 1.60), ("2bit", 64_000, 1.21)],
+    [("2bit", 10**6, 1.72), ("1bit", 10**6, 1.60), ("3bit", 10**6, 1.85), ("2bit", 64_000, 1.21)],
 )
 def test_bytes_of_a_kept_element(value_code, count, most):
     """Headers included, of 1000 kept ones: of such sets the worst of 20."""
@@ -206,18 +206,21 @@ def test_wrong_arguments():
         (lambda: kernels.decode_sum(rest, [kernels.encode(indices, values, 8, codec="auto")]),
          "array of 8 elements"),
         (lambda: kernels.unpack(np.frombuffer(b"PL\2\0\0\0", np.uint8)), "version"),
-        (lambda: kernels.unpack(np.frombuffer(b"PL\1\x50\0\0", np.uint8)), "codec"),
+        (lambda: kernels.unpack(np.frombuffer(b"PL\1\x60\0\0", np.uint8)), "codec"),
     ]:  # fmt: skip
         with pytest.raises(InvalidArgument, match=said):
             call()
         same(rest, np.ones(9, np.float32))
 
 
-def test_bits_behind_the_last_one_are_zeros():
+@pytest.mark.parametrize(
+    ("value_code", "spare_of_values"), [("1bit", range(19, 24)), ("3bit", range(41, 48))]
+)
+def test_bits_behind_the_last_one_are_zeros(value_code, spare_of_values):
     """Of values, quotients, remainders and bitmaps: a packet has no room for anything else."""
     indices, values = np.array([3, 40, 90], np.int32), np.ones(3, np.float32)
     for codec in ("rice", "bitmap"):
-        packet = kernels.encode(indices, values, 100, "1bit", codec=codec)
+        packet = kernels.encode(indices, values, 100, value_code, codec=codec)
         spare = []
         for i in range(8 * len(packet)):
             changed = packet.copy()
@@ -226,8 +229,8 @@ def test_bits_behind_the_last_one_are_zeros():
                 kernels.unpack(changed)
             except InvalidArgument:  # no packet; counted
                 spare.append(i)
-        start = 8 * (4 + 1 + 1 + 2)  # of the values' signs
-        assert {start + 3, start + 7} <= set(spare)
+        start = 8 * (4 + 1 + 1)  # of the values
+        assert {start + bit for bit in spare_of_values} <= set(spare)
         assert 8 * len(packet) - 1 in spare
 
 
@@ -236,7 +239,9 @@ def test_bits_behind_the_last_one_are_zeros():
 def test_no_bytes_break_decoding(seed, shape, flips):
     indices = indices_of(shape, 900, seed)
     values = np.ones(len(indices), np.float32)
-    packet = kernels.encode(indices, values, 900, VALUES[seed % 5], codec=CODECS[seed % 4])
+    packet = kernels.encode(
+        indices, values, 900, VALUES[seed % len(VALUES)], codec=CODECS[seed % 4]
+    )
     for place in flips:
         packet[place % len(packet)] ^= 1 << place % 8
     out = np.zeros(900, np.float32)

@@ -17,7 +17,8 @@ namespace {
 
 static_assert(kGaps == kRiceBlock && kLevelled == kValueBlock && kShared == kScaled);
 static_assert(kMostWidth == kMostParameter && kLeanHead == kMostHead);
-static_assert(kOneBit == static_cast<unsigned>(ValueCode::one_bit));
+static_assert(kThreeBit == static_cast<unsigned>(ValueCode::three_bit));
+static_assert(kValueCodeCount == kValueCodes.size() && kGridReach == kReach);
 
 unsigned blocks_of(size_t k) { return static_cast<unsigned>((k + kGaps - 1) / kGaps); }
 unsigned runs_of(size_t k) { return std::max(1u, (blocks_of(k) + kRunBlocks - 1) / kRunBlocks); }

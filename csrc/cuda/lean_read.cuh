@@ -45,7 +45,7 @@ struct Reading {
   unsigned* chunks;    // [chunk_count] ones in each, later before each
   BlockPlace* blocks;  // [block_count]
   uint64_t* runs;      // [run_count] what the indices of each grow by, later before each
-  uint64_t value_bytes[5], least[3], most[3];
+  uint64_t value_bytes[kValueCodeCount], least[3], most[3];
   unsigned k, count;
   unsigned block_count, run_count, chunk_count;
   unsigned start;
@@ -55,7 +55,8 @@ struct Reading {
 
 // Whether bits behind the last value are zeros.
 __device__ __forceinline__ bool end_in_zeros(const Reading& r, unsigned code, uint64_t end) {
-  const unsigned used = code == kTwoBit ? 2 * (r.k % 4) : code == kOneBit ? r.k % 8 : 0;
+  const unsigned width = code == kTwoBit ? 2 : code == kOneBit ? 1 : code == kThreeBit ? 3 : 0;
+  const unsigned used = width * (r.k % 8) % 8;
   return used == 0 || r.bytes[end - 1] >> used == 0;
 }
 
@@ -65,7 +66,7 @@ __device__ __forceinline__ Verdict read_head(const Reading& r) {
   for (unsigned i = 0; i < r.head_bytes; ++i)
     if (i != 3 && r.bytes[i] != r.head[i]) return bad;
   const unsigned index_code = r.bytes[3] % 16, value_code = r.bytes[3] / 16;
-  if (index_code > 2 || value_code > kOneBit) return bad;
+  if (index_code > 2 || value_code >= kValueCodeCount) return bad;
   const uint64_t at = r.head_bytes + r.value_bytes[value_code];
   if (r.size < at + r.least[index_code] || r.size > at + r.most[index_code]) return bad;
   if (!end_in_zeros(r, value_code, at)) return bad;

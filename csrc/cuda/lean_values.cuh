@@ -7,11 +7,13 @@
 
 namespace pycomm::cuda {
 
-inline constexpr unsigned kValueThreads = 128;  // the lanes of a sum
-inline constexpr unsigned kNaNLevel = 0x7fc0;   // bfloat16
-inline constexpr unsigned kMostLevel = 0x7f7f;  // the largest finite one
+inline constexpr unsigned kValueThreads = 128;   // the lanes of a sum
+inline constexpr unsigned kNaNLevel = 0x7fc0;    // bfloat16
+inline constexpr unsigned kMostLevel = 0x7f7f;   // the largest finite one
+inline constexpr unsigned kGridReach = 8 * 128;  // of the levels of a block of 3bit values
 
-enum : unsigned { kFloat32, kBfloat16, kInt8, kTwoBit, kOneBit };  // as in kernels/lean.h
+// As in kernels/lean.h.
+enum : unsigned { kFloat32, kBfloat16, kInt8, kTwoBit, kOneBit, kThreeBit, kValueCodeCount };
 
 // Of a whole block.
 __device__ __forceinline__ unsigned levelled_bytes(unsigned code) {
@@ -26,8 +28,15 @@ __device__ __forceinline__ unsigned levelled_bytes(unsigned code) {
       return 4 + kLevelled / 4;
     case kOneBit:
       return 2 + kLevelled / 8;
+    case kThreeBit:
+      return 4 + 3 * kLevelled / 8;
   }
   return 0;
+}
+
+// Bits of a magnitude as bfloat16, by its number on a grid.
+__device__ __forceinline__ unsigned grid_level(unsigned low, unsigned step, unsigned number) {
+  return low > kMostLevel ? kNaNLevel : min(low + number * step + step / 2, kMostLevel);
 }
 
 __device__ __forceinline__ float from_level(unsigned level) {
@@ -55,6 +64,12 @@ __device__ __forceinline__ float read_value(unsigned code, const uint8_t* from, 
     case kOneBit: {
       const float level = from_level(load_bytes(from, 2));
       return (from[2 + i / 8] >> i % 8 & 1) != 0 ? canonical(-level) : level;
+    }
+    case kThreeBit: {
+      const unsigned bits = load_bits(from + 4, uint64_t{3} * i, 3);
+      const unsigned low = load_bytes(from, 2), step = load_bytes(from + 2, 2);
+      const float level = from_level(grid_level(low, step, bits >> 1));
+      return (bits & 1) != 0 ? canonical(-level) : level;
     }
   }
   return 0;
@@ -159,6 +174,56 @@ __device__ __forceinline__ void write_levelled(unsigned code, unsigned n, uint8_
   }
 }
 
+// The least and the largest upper half of the magnitudes of a block.
+struct Range {
+  unsigned least, largest;
+};
+struct RangeSpace {
+  Range by_warp[kValueThreads / 32];
+};
+__device__ __forceinline__ Range find_range(unsigned n) {
+  auto& by_warp = gpu::shared<RangeSpace>().by_warp;
+  Range range{0xffff, 0};
+  for (unsigned i = threadIdx.x; i < n; i += kValueThreads) {
+    const unsigned half = magnitude(gpu::shared<ValueSpace>().value[i]) >> 16;
+    range.least = min(range.least, half);
+    range.largest = max(range.largest, half);
+  }
+  for (int by = 16; by > 0; by /= 2) {
+    range.least = min(range.least, __shfl_xor_sync(gpu::kFullWarp, range.least, by));
+    range.largest = max(range.largest, __shfl_xor_sync(gpu::kFullWarp, range.largest, by));
+  }
+  if (gpu::lane_id() == 0) by_warp[threadIdx.x / 32] = range;
+  __syncthreads();
+  for (const Range& other : by_warp) {
+    range.least = min(range.least, other.least);
+    range.largest = max(range.largest, other.largest);
+  }
+  return range;
+}
+
+// A sign, and a number on a grid of four: eight values at a time, which are three bytes.
+__device__ __forceinline__ void write_gridded(unsigned n, uint8_t* to) {
+  const Range range = find_range(n);
+  unsigned low = kNaNLevel, step = 0;
+  if (range.largest <= kMostLevel) {
+    low = range.largest - min(range.largest - range.least, kGridReach);
+    step = (range.largest - low) / 4 + 1;
+  }
+  if (threadIdx.x == 0) store_bytes(to, low | step << 16, 4);
+  for (unsigned first = 8 * threadIdx.x; first < n; first += 8 * kValueThreads) {
+    const unsigned some = min(8u, n - first);
+    unsigned bits = 0;
+    for (unsigned j = 0; j < some; ++j) {
+      const unsigned own = bits_as<uint32_t>(gpu::shared<ValueSpace>().value[first + j]);
+      const unsigned half = (own & 0x7fffffffu) >> 16;
+      const unsigned number = step == 0 || half < low ? 0 : (half - low) / step;
+      bits |= (own >> 31 | number << 1) << 3 * j;
+    }
+    store_bytes(to + 4 + first / 8 * 3, bits, (3 * some + 7) / 8);
+  }
+}
+
 // A warp for each scale, the largest magnitude / 127; NaN where a value is not finite.
 __device__ __forceinline__ void write_scaled(unsigned n, uint8_t* to) {
   constexpr float kRound =
@@ -193,6 +258,7 @@ __device__ __forceinline__ void write_scaled(unsigned n, uint8_t* to) {
 // The values of a block that lie in shared memory. A __syncthreads comes before they are read back.
 __device__ __forceinline__ void write_levels(unsigned code, unsigned n, uint8_t* to) {
   if (code == kInt8) return write_scaled(n, to);
+  if (code == kThreeBit) return write_gridded(n, to);
   if (code == kTwoBit || code == kOneBit) return write_levelled(code, n, to);
   for (unsigned i = threadIdx.x; i < n; i += kValueThreads) {
     const float value = gpu::shared<ValueSpace>().value[i];

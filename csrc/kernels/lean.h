@@ -10,6 +10,9 @@
 //                    2bit   for each 4096: two levels, bfloat16; then 2 bits each, lowest first:
 //                           the sign, and which level
 //                    1bit   for each 4096: a level, bfloat16; then 1 bit each: the sign
+//                    3bit   for each 4096: two numbers of 2 bytes, low and step; then 3 bits each,
+//                           lowest first: the sign, and q. The magnitude is the bfloat16 with the
+//                           bits low + q * step + step / 2, which steps evenly in the exponent
 //   indices          list   [k] int32
 //                    bitmap [count] bits
 //                    rice   unary [..] bits, then remainders [..] bits
@@ -43,10 +46,10 @@ namespace pycomm {
 inline constexpr std::array<char, 3> kLeanMagic{'P', 'L', 1};
 
 enum class IndexCode : uint8_t { list, bitmap, rice };
-enum class ValueCode : uint8_t { float32, bfloat16, int8, two_bit, one_bit };
+enum class ValueCode : uint8_t { float32, bfloat16, int8, two_bit, one_bit, three_bit };
 inline constexpr std::array<std::string_view, 3> kIndexCodes{"list", "bitmap", "rice"};
-inline constexpr std::array<std::string_view, 5> kValueCodes{"float32", "bfloat16", "int8", "2bit",
-                                                             "1bit"};
+inline constexpr std::array<std::string_view, 6> kValueCodes{"float32", "bfloat16", "int8",
+                                                             "2bit",    "1bit",     "3bit"};
 
 struct LeanHeader {
   IndexCode index_code;

@@ -12,6 +12,7 @@ namespace pycomm {
 
 inline constexpr size_t kValueBlock = 4096;  // values that share levels
 inline constexpr size_t kScaled = 256;       // int8 values that share a scale
+inline constexpr int kReach = 8 * 128;       // 3bit: eight octaves, in steps of bfloat16
 inline constexpr size_t kRiceBlock = 64;     // gaps that share a parameter
 inline constexpr int kMostParameter = 30;    // of a gap below 2^31 - 1 the quotient is then 0 or 1
 inline constexpr size_t kMostVarint = 5;     // bytes of a number below 2^31, 7 bits each
@@ -19,6 +20,23 @@ inline constexpr size_t kMostHead = kLeanMagic.size() + 1 + 2 * kMostVarint;
 
 constexpr size_t bytes_of_bits(uint64_t bits) { return (bits + 7) / 8; }
 constexpr size_t bitmap_bytes(size_t count) { return bytes_of_bits(count); }
+
+// Bits of a value where they are packed, so that the last byte may have some to spare; else 0.
+constexpr size_t packed_bits(ValueCode code) {
+  switch (code) {
+    case ValueCode::float32:
+    case ValueCode::bfloat16:
+    case ValueCode::int8:
+      return 0;
+    case ValueCode::two_bit:
+      return 2;
+    case ValueCode::one_bit:
+      return 1;
+    case ValueCode::three_bit:
+      return 3;
+  }
+  return 0;
+}
 
 // Of `count` values of one block.
 constexpr size_t value_block_bytes(ValueCode code, size_t count) {
@@ -30,9 +48,10 @@ constexpr size_t value_block_bytes(ValueCode code, size_t count) {
     case ValueCode::int8:
       return count + (count + kScaled - 1) / kScaled * sizeof(float);
     case ValueCode::two_bit:
-      return 4 + (count + 3) / 4;
+    case ValueCode::three_bit:
+      return 4 + bytes_of_bits(count * packed_bits(code));
     case ValueCode::one_bit:
-      return 2 + (count + 7) / 8;
+      return 2 + bytes_of_bits(count * packed_bits(code));
   }
   return 0;
 }

@@ -18,7 +18,7 @@ from pycomm.errors import InvalidArgument
 from pycomm.kernels import devices, inputs
 
 CODECS = ("auto", "list", "bitmap", "rice")
-VALUES = ("float32", "bfloat16", "int8", "2bit", "1bit")
+VALUES = ("float32", "bfloat16", "int8", "2bit", "1bit", "3bit")
 MOST_HEAD = 14  # bytes in front of the values
 
 

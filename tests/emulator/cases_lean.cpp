@@ -131,7 +131,8 @@ void run_lean_bits(std::mt19937& random) {
   for (const auto& [count, k] : {std::pair<size_t, size_t>{9, 4}, {90, 3}})
     for (const IndexCode code : {IndexCode::list, IndexCode::bitmap, IndexCode::rice}) {
       const Set set = set_of(random, count, k);
-      const LeanEncoding how{count, Dtype::float32, false, code, ValueCode::one_bit, nullptr};
+      const ValueCode values = code == IndexCode::list ? ValueCode::three_bit : ValueCode::one_bit;
+      const LeanEncoding how{count, Dtype::float32, false, code, values, nullptr};
       std::vector<float> rest(count);
       Bytes packet = encode_there(set, how, rest);
       for (size_t bit = 0; bit < 8 * packet.size(); ++bit) {
@@ -185,7 +186,7 @@ void run_lean(std::mt19937& random) {
 // For the slow sanitizers: two runs of the Rice code, and one that ends within a byte.
 void run_lean_brief(std::mt19937& random) {
   const Set set = set_of(random, 50'000, 2113);
-  for (const ValueCode code : {ValueCode::two_bit, ValueCode::int8})
+  for (const ValueCode code : {ValueCode::two_bit, ValueCode::int8, ValueCode::three_bit})
     try_set(random, set, {set.count, Dtype::float32, false, IndexCode::rice, code, nullptr}, 2);
   const Set few = set_of(random, 900, 67);
   try_set(random, few,

@@ -211,7 +211,7 @@ const Test kNoBytes{"lean: random bytes, most of them with the magic word", [] {
                           std::memcpy(bytes.data(), kLeanMagic.data(),
                                       std::min(bytes.size(), kLeanMagic.size()));
                         if (random() % 2 != 0 && bytes.size() > 5) {
-                          bytes[3] = std::byte(random() % 5 * 16 + random() % 3);
+                          bytes[3] = std::byte(random() % kValueCodes.size() * 16 + random() % 3);
                           bytes[4] = std::byte(random() % 64);
                         }
                         survives(bytes);

@@ -167,17 +167,17 @@ uint64_t packed(const uint8_t* codes) {
   std::memcpy(&eight, codes, sizeof eight);
   // Products whose upper byte has the lowest bit of each byte, the first lowest.
   if constexpr (kBits == 1) return eight * 0x0102040810204080 >> 56;
-  eight |= eight >> 6;  // in pairs, then pairs of pairs
-  eight = (eight & 0x000f000f000f000f) | (eight & 0x000f000f000f000f) >> 12;
-  return (eight & 0xff) | (eight >> 24 & 0xff00);
+  eight |= eight >> (8 - kBits);  // in pairs, then pairs of pairs
+  constexpr uint64_t kPair = (1 << 2 * kBits) - 1, kPairs = kPair * 0x0001000100010001;
+  eight = (eight & kPairs) | (eight & kPairs) >> (16 - 2 * kBits);
+  constexpr uint64_t kFour = (1 << 4 * kBits) - 1;
+  return (eight & kFour) | (eight >> (32 - 4 * kBits) & kFour << 4 * kBits);
 }
 
-// The codes of a block: those behind the last value are zeros.
+// The codes of a block of n values; those behind the last value become zeros.
+using Codes = std::array<uint8_t, kValueBlock>;
 template <unsigned kBits>
-void pack(std::span<const float> values, float limit, std::byte* out) {
-  alignas(64) std::array<uint8_t, kValueBlock> codes;
-  const size_t n = values.size();
-  run_on<Signs>(isa_here(), values.data(), n, limit, codes.data());
+void pack(Codes& codes, size_t n, std::byte* out) {
   std::memset(codes.data() + n, 0, (kValueBlock - n) % 8);
   const std::byte* const end = out + (n * kBits + 7) / 8;
   for (size_t i = 0; i < n; i += 8, out += kBits) {
@@ -186,7 +186,14 @@ void pack(std::span<const float> values, float limit, std::byte* out) {
   }
 }
 
-// values[i] = one of the 2^kBits values that a block has.
+template <unsigned kBits>
+void pack_signs(std::span<const float> values, float limit, std::byte* out) {
+  alignas(64) Codes codes;
+  run_on<Signs>(isa_here(), values.data(), values.size(), limit, codes.data());
+  pack<kBits>(codes, values.size(), out);
+}
+
+// values[i] = one of the 2^kBits values that a block has. No code lies in two bytes.
 template <unsigned kBits>
 void unpack(const std::byte* in, std::array<float, 1 << kBits> meanings, std::span<float> values) {
   constexpr size_t kEach = 8 / kBits, kMask = (1 << kBits) - 1;
@@ -208,7 +215,7 @@ void write_one_bit(std::span<const float> values, std::byte* out) {
     level = level_of(split_at(magnitudes, values.size(), kEverything).below /
                      static_cast<double>(values.size()));
   std::memcpy(out, &level, sizeof level);
-  pack<1>(values, kEverything, out + sizeof level);
+  pack_signs<1>(values, kEverything, out + sizeof level);
 }
 
 // The levels are means of what lies on either side of a limit: first the mean of all, then, twice,
@@ -232,7 +239,7 @@ void write_two_bit(std::span<const float> values, std::byte* out) {
     }
   }
   std::memcpy(out, levels.data(), sizeof levels);
-  pack<2>(values, limit, out + sizeof levels);
+  pack_signs<2>(values, limit, out + sizeof levels);
 }
 
 void read_one_bit(const std::byte* in, std::span<float> values) {
@@ -243,6 +250,90 @@ void read_one_bit(const std::byte* in, std::span<float> values) {
 void read_two_bit(const std::byte* in, std::span<float> values) {
   const float low = load<Dtype::bfloat16>(in, 0), high = load<Dtype::bfloat16>(in, 1);
   unpack<2>(in + 4, {with_one_nan(low), negative(low), with_one_nan(high), negative(high)}, values);
+}
+
+// ---- an even grid of exponents ------------------------------------------------------------------
+
+// The upper halves of the magnitudes, as bfloat16 has them; the least and the largest.
+struct Halves {
+  alignas(64) std::array<uint16_t, kValueBlock> value;
+  int least, largest;
+
+  template <Isa>
+  [[gnu::always_inline]] static void run(const float* values, size_t n, Halves* found) {
+    uint16_t least = 0xffff, largest = 0;
+    for (size_t i = 0; i < n; ++i) {
+      const auto half = static_cast<uint16_t>(key_of(values[i]) >> 16);
+      found->value[i] = half;
+      least = std::min(least, half);
+      largest = std::max(largest, half);
+    }
+    found->least = least;
+    found->largest = largest;
+  }
+};
+
+// What a block of 3bit values has in front.
+struct Grid {
+  uint16_t low, step;
+
+  uint16_t at(unsigned number) const {
+    if (low > kLargestLevel) return narrow_bfloat16(kNaN);
+    const unsigned bits = low + number * step + step / 2u;
+    return static_cast<uint16_t>(std::min<unsigned>(bits, kLargestLevel));
+  }
+};
+
+// A byte for each value: its sign, and in the next two bits its number on the grid.
+struct Numbers {
+  template <Isa>
+  [[gnu::always_inline]] static void run(const float* values, const uint16_t* halves, size_t n,
+                                         Grid grid, uint8_t* codes) {
+    const int first = grid.low + grid.step, second = first + grid.step;
+    const int third = second + grid.step;
+    for (size_t i = 0; i < n; ++i) {
+      const int half = halves[i];
+      const int number = (half >= first) + (half >= second) + (half >= third);
+      const uint32_t sign = std::bit_cast<uint32_t>(values[i]) >> 31;
+      codes[i] = static_cast<uint8_t>(sign | static_cast<uint32_t>(number) << 1);
+    }
+  }
+};
+
+void write_three_bit(std::span<const float> values, std::byte* out) {
+  Halves halves;
+  run_on<Halves>(isa_here(), values.data(), values.size(), &halves);
+  Grid grid{narrow_bfloat16(kNaN), 0};
+  alignas(64) Codes codes;
+  if (halves.largest <= kLargestLevel) {
+    const int low = std::max(halves.least, halves.largest - kReach);
+    grid = {static_cast<uint16_t>(low), static_cast<uint16_t>((halves.largest - low) / 4 + 1)};
+    run_on<Numbers>(isa_here(), values.data(), halves.value.data(), values.size(), grid,
+                    codes.data());
+  } else {
+    run_on<Signs>(isa_here(), values.data(), values.size(), kEverything, codes.data());
+  }
+  std::memcpy(out, &grid, sizeof grid);
+  pack<3>(codes, values.size(), out + sizeof grid);
+}
+
+void read_three_bit(const std::byte* in, std::span<float> values) {
+  Grid grid{};
+  std::memcpy(&grid, in, sizeof grid);
+  in += sizeof grid;
+  std::array<float, 8> meanings;
+  for (unsigned number = 0; number < 4; ++number) {
+    const float level = widen_bfloat16(grid.at(number));
+    meanings[2 * number] = with_one_nan(level);
+    meanings[2 * number + 1] = negative(level);
+  }
+  const std::byte* const end = in + (3 * values.size() + 7) / 8;
+  for (size_t i = 0; i < values.size(); i += 8, in += 3) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, in, std::min<size_t>(3, static_cast<size_t>(end - in)));
+    const size_t some = std::min<size_t>(8, values.size() - i);
+    for (size_t j = 0; j < some; ++j) values[i + j] = meanings[bits >> 3 * j & 7];
+  }
 }
 
 }  // namespace
@@ -263,6 +354,8 @@ void write_values(ValueCode code, std::span<const float> values, std::byte* out)
       return write_two_bit(values, out);
     case ValueCode::one_bit:
       return write_one_bit(values, out);
+    case ValueCode::three_bit:
+      return write_three_bit(values, out);
   }
 }
 
@@ -282,12 +375,13 @@ void read_values(ValueCode code, const std::byte* in, std::span<float> values) {
       return read_two_bit(in, values);
     case ValueCode::one_bit:
       return read_one_bit(in, values);
+    case ValueCode::three_bit:
+      return read_three_bit(in, values);
   }
 }
 
 bool values_end_in_zeros(ValueCode code, std::span<const std::byte> bytes, size_t count) {
-  if (code != ValueCode::two_bit && code != ValueCode::one_bit) return true;
-  const size_t used = code == ValueCode::two_bit ? count % 4 * 2 : count % 8;
+  const size_t used = count * packed_bits(code) % 8;
   return used == 0 || std::to_integer<unsigned>(bytes.back()) >> used == 0;
 }
 
