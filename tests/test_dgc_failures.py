@@ -3,6 +3,7 @@
 Ranks that go on without those that died: test_shrink.py. Others: test_dgc_steps.py.
 """
 
+import signal
 from typing import Any
 
 import pytest
@@ -148,3 +149,42 @@ def test_a_backward_pass_that_raises_is_rolled_back() -> None:
         return parameters(module)
 
     assert equal(*run_ranks(2, program))
+
+
+def through_ctrl_c(
+    group: pycomm.Group, options: dict[str, Any], ctrl_c: bool
+) -> tuple[list[Tensor], bool]:
+    """Eight steps; in one of them Ctrl-C comes to rank 0 between what a step commits."""
+    module = perceptron()
+    model, optimizer, dgc = compressed(module, {"bucket_layers": 1}, **options)
+    real, came = transaction.apply_momentum, False
+
+    def pressed(*args: Any) -> None:
+        if dgc.step_count == 4 and ctrl_c and group.rank == 0:
+            signal.raise_signal(signal.SIGINT)
+        real(*args)
+
+    transaction.apply_momentum = pressed
+    for step in range(8):
+        x, y = batch(group.rank, step)
+        optimizer.zero_grad()
+        try:
+            F.mse_loss(model(x), y).backward()
+        except KeyboardInterrupt:
+            came = True
+            assert dgc.step_count == 5
+        optimizer.step()
+    transaction.apply_momentum = real
+    return [*parameters(module), *(x for pair in memory_of(dgc).values() for x in pair)], came
+
+
+@pytest.mark.parametrize("options", [SOME_DENSE, {**SOME_DENSE, **LEAN}, {**SOME_DENSE, **SPLIT}])
+def test_ctrl_c_waits_for_what_a_step_commits(options: dict[str, Any]) -> None:
+    """Processes: only a main thread hears of it. The step is whole, and the next ones go on."""
+    calm, pressed = (
+        run_ranks(2, through_ctrl_c, options, ctrl_c, transport="", processes=True)
+        for ctrl_c in (False, True)
+    )
+    assert [came for _, came in [*calm, *pressed]] == [False, False, True, False]
+    for (one, _), (other, _) in zip(calm, pressed, strict=True):
+        assert equal(one, other)

@@ -5,6 +5,7 @@ The transaction of a step is transaction.py; how states are saved is state.py.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ class DGC:
         min_count: parameters with fewer elements travel whole.
         k_rule: "round", "paddle" or "ceil": how many elements a share is.
         value_dtype: of values on the way: "float32", or in lean packets also "bfloat16", "int8",
-            "2bit" or "1bit". What rounding loses stays in v.
+            "3bit", "2bit" or "1bit". What rounding loses stays in v.
         codec: "raw" packets have 4 bytes for an index, and values of the parameter's own dtype,
             float32 or float64. "lean" ones code both, in host memory, and all of a step travels
             behind its last gradient. "auto": raw for float32, else lean.
@@ -221,9 +222,10 @@ class DGC:
         plan = Plan(held.exchange, held.k, self._masking, *clip, scale, fused, carrier, hosts)
         return Step(plan, self.memories, self._rooms, lanes, idle)
 
-    def end(self, step: Step) -> bool:
-        """Finishes the step and counts it; False where a loss scale lets all ranks skip it."""
-        if not step.finish():
+    def end(self, step: Step, ending: contextlib.ExitStack) -> bool:
+        """Finishes the step and counts it; False where a loss scale lets all ranks skip it. See
+        Step.finish for `ending`."""
+        if not step.finish(ending):
             return False
         self.step_count += 1
         self._sent_bytes = step.sent_bytes
@@ -429,9 +431,10 @@ class Compressed:
         """Ends the step."""
         step, self._step = self._step, None
         self._failed = step
-        if step is not None:
-            self._dgc.end(step)
-        self._failed = None
+        with contextlib.ExitStack() as ending:
+            if step is not None:
+                self._dgc.end(step, ending)
+            self._failed = None
 
     def cancel(self) -> None:
         """Rolls back."""

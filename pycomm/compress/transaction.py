@@ -19,6 +19,7 @@ from pycomm import collectives, kernels
 from pycomm.calls import Work
 from pycomm.compress.coded import Ways
 from pycomm.compress.dense import apply_momentum, clip_averaged
+from pycomm.compress.interrupts import held_back
 from pycomm.compress.memory import Memory, line
 from pycomm.compress.parcel import Parcel, Update
 from pycomm.compress.two_level import Hosts
@@ -148,8 +149,9 @@ class Step:
             with self._rolled_back():
                 self._start([load])
 
-    def finish(self) -> bool:
-        """Ends the step. False: a rank has Inf or NaN, and nothing has changed on any."""
+    def finish(self, ending: contextlib.ExitStack) -> bool:
+        """Ends the step. False: a rank has Inf or NaN, and nothing has changed on any. From the
+        moment on at which it is complete Ctrl-C waits until `ending` ends."""
         with self._rolled_back():
             if self._plan.loss_scale is not None:
                 self._wait()
@@ -166,6 +168,7 @@ class Step:
             self._carry()
             self._wait()
             self._take()
+            ending.enter_context(held_back())
         self._commit()
         return True
 

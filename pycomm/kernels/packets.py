@@ -131,9 +131,10 @@ def encode(
         values: [k], float32 or float64.
         count: of the array that they were chosen from.
         value_dtype: of the values on the way, rounded to nearest: any float; in lean packets
-            float32, bfloat16, "int8" (256 share a scale), "2bit" (a sign and one of two levels;
-            4096 share them) or "1bit" (a sign; 4096 share a level). Where one is not finite, all
-            that share something with it become NaN.
+            float32, bfloat16, "int8" (256 share a scale), "3bit" (a sign and one of four levels in
+            even steps of the exponent; 4096 share them), "2bit" (a sign and one of two levels; 4096
+            share them) or "1bit" (a sign; 4096 share a level). Where one is not finite, all that
+            share something with it become NaN.
         residual: [count] of the dtype of the values: what rounding lost is added there, in place.
         codec: "raw" has a length that k and value_dtype tell, and is read where it lies, on any
             device. Lean packets are as long as their indices need: "list", "bitmap", "rice", or
