@@ -372,7 +372,9 @@ def draw(path: Path, found: Sequence[Run]) -> None:
                 statistics.mean(run.losses[max(0, i - window) : i])
                 for i in range(1, len(run.losses) + 1)
             ]
-            style: dict[str, Any] = {"lw": 1.3, "color": colors(list(METHODS).index(run.method))}
+            place = list(METHODS).index(run.method)
+            style: dict[str, Any] = {"lw": 1.3, "color": colors(place % 20)}
+            style["ls"] = "--" if place >= 20 else "-"
             over_steps.plot([part * (i + 1) for i in range(len(losses))], losses, **style)
             over_mb.plot(run.mb, losses, label=run.method, **style)
         over_steps.set(title=workload, xlabel="step", ylabel="training loss (nats)")
