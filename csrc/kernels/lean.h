@@ -12,7 +12,9 @@
 //                    1bit   for each 4096: a level, bfloat16; then 1 bit each: the sign
 //                    3bit   for each 4096: two numbers of 2 bytes, low and step; then 3 bits each,
 //                           lowest first: the sign, and q. The magnitude is the bfloat16 with the
-//                           bits low + q * step + step / 2, which steps evenly in the exponent
+//                           bits low + q * step + step / 2, at most the largest finite one: even
+//                           steps in the exponent, from the least magnitude, but no more than
+//                           eight octaves. A low that is not finite: all are NaN
 //   indices          list   [k] int32
 //                    bitmap [count] bits
 //                    rice   unary [..] bits, then remainders [..] bits

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the end of what must be whole. Called by dgc.py and the steps."""
+"""Ctrl-C that waits for the end of what must be whole. Called by transaction.py."""
 
 from __future__ import annotations
 
