@@ -256,6 +256,7 @@ void bind_group(py::module_& module) {
       .def_property_readonly("local_rank", [](const Handle& h) { return h.group().local_rank(); })
       .def_property_readonly("local_size", [](const Handle& h) { return h.group().local_size(); })
       .def_property_readonly("host_count", [](const Handle& h) { return h.group().host_count(); })
+      .def_property_readonly("encrypted", [](const Handle& h) { return h.group().encrypted(); })
       .def_property_readonly("hosts", [](const Handle& h) { return h.group().hosts(); })
       .def("allocate",
            [](const Handle& handle, size_t bytes) -> std::optional<SharedMemory> {

@@ -105,6 +105,14 @@ Fault fault_from(const py::tuple& given) {
       .moment_file = given[6].cast<std::string>()};
 }
 
+// So that the core finds the copy that Python has, wherever that is stored.
+void load_pythons_openssl() {
+  try {
+    py::module_::import("_hashlib");
+  } catch (const py::error_already_set&) {  // a Python without OpenSSL: the system's is tried
+  }
+}
+
 ConnectOptions options_from(const py::kwargs& named) {
   ConnectOptions options;
   options.rank = named["rank"].cast<int>();
@@ -119,6 +127,8 @@ ConnectOptions options_from(const py::kwargs& named) {
   if (named.contains("host")) options.host = named["host"].cast<std::string>();
   options.towards = named["towards"].cast<std::string>();
   options.reproducible = named["reproducible"].cast<bool>();
+  if (named.contains("encrypt")) options.encrypt = named["encrypt"].cast<bool>();
+  if (options.encrypt) load_pythons_openssl();
   if (named.contains("flight")) options.journal.flight = named["flight"].cast<std::string>();
   if (named.contains("trace")) options.journal.trace = named["trace"].cast<std::string>();
   if (named.contains("faults"))

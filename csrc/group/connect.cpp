@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "group/host_group.h"
+#include "os/aes_gcm.h"
 #include "os/interfaces.h"
 #include "os/random.h"
 #include "shared/segment.h"
@@ -137,6 +138,7 @@ void check_options(const ConnectOptions& options) {
            " letters and digits, not \"" + host + "\"");
   check_address(options.address);
   check_files(options.journal);
+  if (options.encrypt) (void)crypto_library();
 }
 
 }  // namespace
@@ -156,7 +158,8 @@ void announce(const Group& group, const ConnectOptions& options) {
               std::to_string(group.host_count()) + " hosts; rank 0 is local rank " +
               std::to_string(group.local_rank()) + " of " + std::to_string(group.local_size()) +
               " on " + group.members()[0].host + ", device cpu" + (by.empty() ? "" : ", " + by) +
-              "; algorithm by size" + (options.reproducible ? ", sums in rank order" : ""));
+              "; algorithm by size" + (options.reproducible ? ", sums in rank order" : "") +
+              (options.encrypt && group.host_count() > 1 ? ", encrypted between hosts" : ""));
 }
 
 std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& exchange,
@@ -174,8 +177,10 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       .memory_bytes = sizeof(Segment),
       // A fault and a line are of channels: all has to go through them.
       .shares = options.faults.empty() && options.line == nullptr,
+      .encrypt = options.encrypt,
+      .open_key = options.open_key,
       .options = std::string(options.reproducible ? "reproducible=True" : "reproducible=False") +
-                 ", heartbeat_s=" +
+                 (options.encrypt ? ", encrypt=True" : ", encrypt=False") + ", heartbeat_s=" +
                  std::to_string(std::chrono::duration<double>(options.heartbeat).count()) +
                  ", full_mesh=" + std::to_string(options.full_mesh),
       .tuned = options.tuned,
@@ -256,6 +261,7 @@ std::shared_ptr<Group> meet(Store& store, ConnectOptions options, std::vector<in
     const auto bytes = random_bytes();
     store.set(key_of_key(options), std::string(bytes.begin(), bytes.end()));
   }
+  options.open_key = options.open_key || options.secret.empty();
   if (options.secret.empty() && options.size > 1)
     options.secret = get_in_slices(store, key_of_key(options), deadline, options.interrupted);
   if (ranks.empty()) {

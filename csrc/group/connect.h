@@ -27,6 +27,8 @@ struct ConnectOptions {
   std::string secret;     // the run's key; rank 0 makes one and leaves it in the store if empty
   std::string transport;  // "local", "shm", "tcp": that one only; empty: the best for each pair
   std::string address;    // which of this host's addresses tcp uses (os/interfaces.h); empty: all
+  bool encrypt = false;   // connections with ranks of other hosts: transport/encrypted.h
+  bool open_key = false;  // set by connect(): the store held the key
   std::string host;       // for tests: of which made-up host of this machine; empty: of this one
   std::string towards;    // rank 0's host, towards which its best address lies; empty: unknown
   bool reproducible =

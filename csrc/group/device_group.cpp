@@ -147,6 +147,7 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
   int local_size() const override { return host_->local_size(); }
   int host_count() const override { return host_->host_count(); }
   const std::vector<int>& hosts() const override { return host_->hosts(); }
+  bool encrypted() const override { return host_->encrypted(); }
   bool reproducible() const override { return host_->reproducible(); }
 
   void run(const Call& given) override;
@@ -368,6 +369,14 @@ bool goes_through_host(const Group& host, const std::vector<Told>& all) {
   return devices.size() < all.size() && !std::ranges::all_of(all, &Told::nccl_shares);
 }
 
+// Throws Unsupported, on all ranks, where NCCL would send in the clear what has to be encrypted.
+void check_encrypted(const Group& host, const Told& first) {
+  if (host.encrypted() && host.host_count() > 1 && first.nccl_between_hosts)
+    throw Unsupported(
+        "encrypt=True: NCCL between hosts does not encrypt; use cuda_between_hosts=\"tcp\" for "
+        "arrays on CUDA devices");
+}
+
 // Throws Unsupported where a rank has no NCCL and needs it: one that is alone on its host, where
 // NCCL is for the ranks of each, does not.
 void check_nccl(const Group& host, const std::vector<Told>& all, const DeviceParts& parts) {
@@ -392,6 +401,7 @@ std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DevicePart
   if (goes_through_host(*host, told)) {
     carrier = carry_through_host(host, parts.device);
   } else {
+    check_encrypted(*host, told[0]);
     check_nccl(*host, told, parts);
     const DeviceLines lines{.lanes = told[0].lanes,
                             .nccl_between_hosts = told[0].nccl_between_hosts};

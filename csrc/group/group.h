@@ -134,6 +134,7 @@ class Group {
   virtual int host_count() const = 0;
   // By rank: which host, numbered from 0 in order of their first ranks.
   virtual const std::vector<int>& hosts() const = 0;
+  virtual bool encrypted() const = 0;     // what leaves a host is
   virtual bool reproducible() const = 0;  // sums in rank order, whatever the size
 
   // InvalidArgument and Unsupported are thrown before anything moves.

@@ -36,6 +36,7 @@ class HostGroup final : public Group {
   int local_size() const override { return local_size_; }
   int host_count() const override { return host_count_; }
   const std::vector<int>& hosts() const override { return hosts_; }
+  bool encrypted() const override { return options_.encrypt; }
   bool reproducible() const override { return options_.reproducible; }
 
   void run(const Call& call) override;

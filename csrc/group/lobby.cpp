@@ -131,7 +131,7 @@ void Lobby::advance_callers() {
     if (!caller.handshake) continue;
     switch (caller.step = caller.handshake->advance()) {
       case Handshake::Step::done:
-        meet(peer, caller.handshake->release());
+        meet(peer, *std::exchange(caller.handshake, nullptr), true);
         break;
       case Handshake::Step::refused:
         if (caller.handshake->declined()) {  // its own call is on its way
@@ -153,19 +153,21 @@ void Lobby::advance_strangers() {
   for (auto at = strangers_.begin(); at != strangers_.end();) {
     at->step = at->handshake.advance();
     const bool done = at->step == Handshake::Step::done;
-    if (done) meet(at->handshake.peer(), at->handshake.release());
+    if (done) meet(at->handshake.peer(), at->handshake, false);
     at = done || at->step == Handshake::Step::refused ? strangers_.erase(at) : std::next(at);
   }
 }
 
-// Both ends have agreed on this connection; a call of our own is over.
-void Lobby::meet(int peer, Fd fd) {
+// Both ends have agreed on this connection; a call of our own is over. `called`: by us.
+void Lobby::meet(int peer, Handshake& handshake, bool called) {
+  Session session{.secret = handshake.session_secret(), .connector = called};
+  Fd fd = handshake.release();
   met_[static_cast<size_t>(peer)] = true;
   if (const auto caller = callers_.find(peer); caller != callers_.end())
     caller->second.handshake.reset();
   try {
     contact(peer).transport->offer(fd.get());
-    waiting_.push_back({peer, std::move(fd)});
+    waiting_.push_back({peer, std::move(fd), std::move(session)});
   } catch (const Error& error) {
     arrivals_.push_back({.peer = peer, .why = error.what()});
   }
@@ -182,6 +184,8 @@ void Lobby::exchange() {
     arrival.peer = at->peer;
     try {
       arrival.channel = by.accept(std::move(at->fd), Deadline(std::chrono::nanoseconds{0}));
+      if (contact(at->peer).encrypted)
+        arrival.channel = make_encrypted(std::move(arrival.channel), at->session);
     } catch (const Error& error) {
       arrival.why = error.what();
     }

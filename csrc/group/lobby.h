@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "engine/dialer.h"
+#include "transport/encrypted.h"
 #include "transport/handshake.h"
 #include "transport/transport.h"
 
@@ -29,6 +30,7 @@ class Lobby {
     SocketTransport* transport = nullptr;
     std::vector<std::string> ways;  // addresses, tried in turn
     std::string name;               // "rank 2 (host a, pid 77)"
+    bool encrypted = false;         // the channel is; both ends say the same
   };
   struct Request {
     int rank = 0;
@@ -68,6 +70,7 @@ class Lobby {
   struct Waiting {  // a peer that we have met and that owes its offer
     int peer;
     Fd fd;
+    Session session;
   };
 
   Handshake shake(Fd fd, int peer, SocketTransport* by);
@@ -78,7 +81,7 @@ class Lobby {
   void accept();
   void advance_callers();
   void advance_strangers();
-  void meet(int peer, Fd fd);
+  void meet(int peer, Handshake& handshake, bool called);
   void exchange();
   const Contact& contact(int peer) const { return request_.contacts[static_cast<size_t>(peer)]; }
 

@@ -63,6 +63,7 @@ class Forming {
     for (const uint8_t byte : random_bytes()) note_.token += static_cast<char>('a' + byte % 16);
     for (const std::string& text : exchange(encode(note_))) notes_.push_back(decode_note(text));
     check_options();
+    check_key();
     Mesh mesh = describe();
     pick_transports(mesh, why, full);
     Lobby::Request lobby{.rank = request_.rank,
@@ -91,6 +92,18 @@ class Forming {
                            notes_[0].options + ", rank " + std::to_string(i) + " has " +
                            notes_[i].options,
                        {.op = "init", .rank = request_.rank, .peer = static_cast<int>(i)});
+  }
+
+  // All ranks find the same.
+  void check_key() const {
+    if (!request_.encrypt || !request_.open_key) return;
+    for (const Note& note : notes_)
+      if (note.host_id != notes_[0].host_id)
+        throw Unsupported(
+            "encrypt=True on several hosts needs a key that is not in the store: rank 0 left the "
+            "run's key there, as there was no PYCOMM_SECRET; set it to the same value on all "
+            "hosts, made by python -c \"import secrets; print(secrets.token_hex(32))\"",
+            {.op = "init", .rank = request_.rank});
   }
 
   Mesh describe() const {
@@ -140,7 +153,9 @@ class Forming {
                 (theirs.empty() ? "the former, " + note.tcp : "this, " + note_.tcp) +
                 ", cannot be reached from there; choose another by GLOO_SOCKET_IFNAME",
             {.op = "init", .rank = request_.rank, .peer = peer});
-      contacts_[static_cast<size_t>(peer)] = {by, std::move(theirs), name(peer)};
+      const bool leaves = note.host_id != note_.host_id;
+      contacts_[static_cast<size_t>(peer)] = {by, std::move(theirs), name(peer),
+                                              request_.encrypt && leaves};
     }
   }
 

@@ -34,6 +34,8 @@ struct MeshRequest {
   std::string towards;       // rank 0's host as this one knows it, or empty
   size_t memory_bytes = 0;   // that ranks of one host lay out for each other
   bool shares = true;        // whether it does; one rank that does not is enough
+  bool encrypt = false;      // connections with ranks of other hosts
+  bool open_key = false;     // the store held the key: it protects nothing from who reads the store
   std::string options;       // must be the same on every rank; shown when it is not
   std::vector<Tuned> tuned;  // what this rank knows of where choices turn
   int full_mesh = 64;        // up to so many ranks each holds a channel to each from the start

@@ -166,7 +166,15 @@ bool Handshake::is_proven(std::string_view proof, Role signer) {
 }
 
 Digest Handshake::proof_of(Role signer) const {
-  const std::string label = signer == Role::listener ? "pycomm 1 listener" : "pycomm 1 connector";
+  return keyed_digest(signer == Role::listener ? "pycomm 1 listener" : "pycomm 1 connector");
+}
+
+std::string Handshake::session_secret() const {
+  check(state_ == Step::done, "a session began before its handshake was done");
+  return text_of(keyed_digest("pycomm 1 session"));
+}
+
+Digest Handshake::keyed_digest(const std::string& label) const {
   // The context has a length in front of it and all else has a fixed size: no two different
   // conversations give the same bytes.
   return hmac_sha256(key_, label + '\0' +

@@ -1,7 +1,7 @@
 // How two ends of a fresh connection prove to each other that they hold the run's key and belong to
 // the same group, before either believes a byte of the other. Who may not is refused with a
-// sentence. Not encryption: what follows travels in the clear. Called by the transports' set-up and
-// the store.
+// sentence. Not encryption: what follows is in the clear unless transport/encrypted.h is put on
+// top. Called by the transports' set-up and the store.
 //
 //   connector                                    listener
 //   nonce C, my rank                      ->
@@ -56,6 +56,9 @@ class Handshake {
   const Deadline& deadline() const { return deadline_; }
   Fd release();                       // after done
   int peer() const { return peer_; }  // after done: the rank that the other proved to be
+  // After done: 32 bytes that both ends derive from the key and from all that they said, of use for
+  // this connection alone. Neither end sends them.
+  std::string session_secret() const;
   const std::string& why() const { return why_; }  // after refused
   bool declined() const { return declined_; }      // after refused: the listener said no
   bool nobody() const { return nobody_; }          // after refused: there is no listener
@@ -70,6 +73,7 @@ class Handshake {
   void check_connector();
   bool is_proven(std::string_view proof, Role signer);
   Digest proof_of(Role signer) const;
+  Digest keyed_digest(const std::string& label) const;
   void expect_bytes(size_t bytes);
   void refuse(const std::string& why);
 

@@ -40,6 +40,7 @@ class Channel {
   virtual std::string_view transport() const = 0;
 
   // Takes as much of `head` and then `body` as fits now, perhaps nothing; gives the bytes taken.
+  // The bytes that were not taken come first in the next send() or hang_up().
   // After the peer hung up bytes are taken and lost.
   virtual size_t send(ConstBytes head, ConstBytes body) = 0;
   // Of the sends to come: whether further ones follow at once, so that the end of what is sent may
