@@ -11,12 +11,18 @@ torch_version: str
 
 class Options(_C10dBackend.Options):
     def __init__(
-        self, timeout: timedelta = ..., cuda_lanes: int = 1, cuda_between_hosts: str = "nccl"
+        self,
+        timeout: timedelta = ...,
+        cuda_lanes: int = 1,
+        cuda_between_hosts: str = "nccl",
+        encrypt: bool | None = None,
     ) -> None: ...
     @property
     def cuda_lanes(self) -> int: ...
     @property
     def cuda_between_hosts(self) -> str: ...
+    @property
+    def encrypt(self) -> bool | None: ...
     def __deepcopy__(self, memo: dict[int, Any]) -> Options: ...
 
 class Backend(_C10dBackend):

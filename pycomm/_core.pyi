@@ -148,6 +148,8 @@ class Group:
     @property
     def host_count(self) -> int: ...
     @property
+    def encrypted(self) -> bool: ...
+    @property
     def hosts(self) -> list[int]:
         """By rank: which host, numbered from 0 in order of their first ranks."""
     @property
@@ -253,4 +255,5 @@ def connect(
     trace: str = "",
     line_bytes_s: float = 0.0,
     host: str = "",
+    encrypt: bool = False,
 ) -> Group: ...

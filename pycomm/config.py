@@ -28,6 +28,7 @@ VARIABLES = {
     "PYCOMM_LOCAL_RANK": "its rank among the processes of its host",
     "PYCOMM_LOCAL_SIZE": "how many processes its host has",
     "PYCOMM_SECRET": f"the run's key, the same for all: {MIN_SECRET} characters or more",
+    "PYCOMM_ENCRYPT": "1: what leaves a host is encrypted, which needs PYCOMM_SECRET; 0 if unset",
     "PYCOMM_LOG": "info: what the group is made of; debug: more; warning if unset",
     "PYCOMM_FLIGHT_RECORD": "a path: what a rank called last goes there when the group breaks",
     "PYCOMM_TRACE": "a folder: all calls of a rank go there, for `pycomm trace`",
@@ -76,6 +77,7 @@ class Config:
         master_host, master_port: where rank 0 can be met.
         agent_store: a launcher (torchrun) already serves torch's TCPStore there.
         secret: the run's key.
+        encrypt: what leaves a host is encrypted.
         address: which of this host's addresses tcp uses: an interface, an address or a prefix, or
             several with commas, of which the first that the host has counts; "" for the best.
         log: one of LOG_LEVELS.
@@ -90,6 +92,7 @@ class Config:
     master_port: int = 0
     agent_store: bool = False
     secret: str = ""
+    encrypt: bool = False
     address: str = ""
     log: str = "warning"
 
@@ -117,6 +120,7 @@ def environment(values: Mapping[str, str] | None = None, secret: str | None = No
         master_port=port,
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         secret=secret or "",
+        encrypt=_choice(env, "PYCOMM_ENCRYPT", ("0", "1"), "0") == "1",
         address=env.get("GLOO_SOCKET_IFNAME", ""),
         log=_choice(env, "PYCOMM_LOG", LOG_LEVELS, "warning"),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import sys
 import threading
@@ -25,6 +26,7 @@ __all__ = [
     "adopt",
     "default",
     "default_core",
+    "default_is_encrypted",
     "host_count",
     "init",
     "is_initialized",
@@ -230,6 +232,7 @@ def init(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     transport: str | None = None,
     secret: str | None = None,
+    encrypt: bool | None = None,
     reproducible: bool = False,
     heartbeat_s: float = DEFAULT_HEARTBEAT_S,
 ) -> Group:
@@ -242,6 +245,9 @@ def init(
         timeout_s: the limit of the forming and of every later call that names none, in seconds.
         transport: "shm" or "tcp": this one only; None: the best for each pair.
         secret: the run's key; None: PYCOMM_SECRET.
+        encrypt: what leaves a host is encrypted and authenticated with AES-256-GCM, in this group
+            and in those that split() and shrink() make of it; needs OpenSSL 3 and, on several
+            hosts, a secret. The same on every rank. None: PYCOMM_ENCRYPT, or no.
         reproducible: sums in rank order whatever the size, so that bits depend on the inputs alone.
         heartbeat_s: a rank that others wait for and that they have not heard of for so many seconds
             is lost: it is stopped or its host is gone. One that is merely busy, be it with the GIL
@@ -249,13 +255,20 @@ def init(
             every rank.
 
     Raises:
-        InvalidArgument: an argument or a variable makes no sense.
+        InvalidArgument: an argument or a variable makes no sense; or there is a default group,
+            which is not encrypted where `encrypt` wants that.
         Timeout: not all ranks came; the text names those that did not.
         PeerLost, Mismatch: a rank died, or was started with other options.
+        Unsupported: `encrypt` without OpenSSL 3, or on several hosts without a secret.
     """
     with _state.lock:
         found = _find()
         if found is not None:
+            if encrypt and not found._core.encrypted:
+                raise InvalidArgument(
+                    "encrypt=True, but the default group is there already and is not encrypted: "
+                    "give encrypt=True where it is made"
+                )
             return found
         if not timeout_s > 0:
             raise InvalidArgument(f"timeout_s is {timeout_s}; it must be more than 0 seconds")
@@ -267,19 +280,21 @@ def init(
             )
         if secret is not None:
             config.check_secret(secret, "secret")
-        _state.group = _form(timeout_s, transport, secret, reproducible, heartbeat_s)
+        here = config.environment(secret=secret)
+        if encrypt is not None:
+            here = dataclasses.replace(here, encrypt=encrypt)
+        _state.group = _form(here, timeout_s, transport, reproducible, heartbeat_s)
         _state.adopted = False
         return _state.group
 
 
 def _form(
+    here: config.Config,
     timeout_s: float,
     transport: str | None,
-    secret: str | None,
     reproducible: bool,
     heartbeat_s: float,
 ) -> Group:
-    here = config.environment(secret=secret)
     log_at(here.log)
     _core.check_address(here.address)
     store = rendezvous.find_store(here, timeout_s)
@@ -290,6 +305,7 @@ def _form(
         name="world",
         timeout_s=timeout_s,
         secret=here.secret,
+        encrypt=here.encrypt,
         transport=transport or "",
         address=here.address,
         towards=here.master_host,
@@ -430,6 +446,12 @@ def default_core() -> _core.Group | None:
     """The engine behind `init` or `run_ranks`, for torch_backend to build on; None without one."""
     group = _thread.forced or (None if _state.adopted else _state.group)
     return None if group is None else group._core
+
+
+def default_is_encrypted() -> bool:
+    """Whether there is a default group, of torch's or ours, that is encrypted."""
+    group = _thread.forced or _state.group
+    return group is not None and not group._core.forked and group._core.encrypted
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
     timeout_s: float = 60.0,
     heartbeat_s: float = 10.0,
     reproducible: bool = False,
+    encrypt: bool = False,
     faults: Sequence[FaultPlan] = (),
     line_bytes_s: float | None = None,
     hosts: Sequence[str] = (),
@@ -54,14 +55,14 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
         transport: "local" (threads only), "shm", "tcp", or "" for the best.
         processes: each rank is a process, started afresh, instead of a thread.
         timeout_s: the group's limit in seconds, for its forming and each call.
-        heartbeat_s, reproducible: as of `pycomm.init`.
+        heartbeat_s, reproducible, encrypt: as of `pycomm.init`.
         faults: what goes wrong, on which rank; "kill" and "stop" want `processes`.
         line_bytes_s: what each rank sends passes a line of so many bytes a second, and what it
             receives another; None: none. For benchmarks: a token bucket in front of the transport,
             which counts frames.
         hosts: by rank: of which made-up host it is, by a name of up to 12 letters and digits.
-            Ranks of different ones go by TCP, which `transport` must allow: "" or "tcp". Empty:
-            all are of this one.
+            Ranks of different ones go by TCP, which `transport` must allow: "" or "tcp"; with
+            `encrypt` that is encrypted. Empty: all are of this one.
         grace_s: for how long after the first failure other processes may go on, in seconds;
             None: 5.
         return_exceptions: failures stand in the list as exceptions; PeerLost for a process that
@@ -76,6 +77,7 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
         "timeout_s": timeout_s,
         "heartbeat_s": heartbeat_s,
         "reproducible": reproducible,
+        "encrypt": encrypt,
         "transport": transport,
         "faults": list(faults),
         "line_bytes_s": line_bytes_s or 0.0,
@@ -225,7 +227,8 @@ class _Threads:
     ) -> None:
         self.results: list[Any] = [None] * n
         self.failures: list[int] = []  # ranks, in the order in which they failed
-        self._fn, self._args, self._options = fn, args, options
+        key = {"secret": secrets.token_hex(32)} if options["encrypt"] else {}
+        self._fn, self._args, self._options = fn, args, {**options, **key}
         self._store = _core.LocalStore()
         self._groups: list[Group] = []
         self._lock = threading.Lock()

@@ -66,13 +66,17 @@ def is_available() -> bool:
 
 
 def Options(  # noqa: N802 - as torch's
-    timeout: timedelta | None = None, cuda_lanes: int = 1, cuda_between_hosts: str = "nccl"
+    timeout: timedelta | None = None,
+    cuda_lanes: int = 1,
+    cuda_between_hosts: str = "nccl",
+    encrypt: bool | None = None,
 ) -> _c10d.Options:
     """Options of a group, as torch's other backends have them.
 
     Args:
         timeout: limits each call; None: torch's own limit.
         cuda_lanes, cuda_between_hosts: as of `pycomm.Group`, for tensors on CUDA devices.
+        encrypt: as of `pycomm.init`; None: as the default group, if there is one.
 
     Raises:
         InvalidArgument: there is no such way between hosts, or no such number of lanes.
@@ -81,7 +85,10 @@ def Options(  # noqa: N802 - as torch's
     device_groups.check_lanes(cuda_lanes)
     given = {} if timeout is None else {"timeout": timeout}
     made: _c10d.Options = _module().Options(
-        **given, cuda_lanes=cuda_lanes, cuda_between_hosts=cuda_between_hosts
+        **given,
+        cuda_lanes=cuda_lanes,
+        cuda_between_hosts=cuda_between_hosts,
+        encrypt=encrypt,
     )
     return made
 
@@ -95,7 +102,8 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
 
     Raises:
         Unsupported: the compiled part does not fit this torch.
-        InvalidArgument: `backend_options` are those of another backend.
+        InvalidArgument: `backend_options` are those of another backend, or want an encryption that
+            the engine of `pycomm.init` does not have.
         Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
     """
     module = _module()
@@ -104,8 +112,9 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
     ours.global_ranks_in_group = options.global_ranks_in_group
     ours.group_name = cast("GroupName", options.group_id)
     shared = None if options.global_ranks_in_group else _engine_of_init(options)
+    encrypt = _encrypt(ours, shared)
     store = rendezvous.TorchStore(options.store)
-    core = _connect(store, options, timeout) if shared is None else shared
+    core = _connect(store, options, timeout, encrypt) if shared is None else shared
     ended = None
     if shared is None:
         enter = groups.attach if options.global_ranks_in_group else groups.adopt
@@ -131,6 +140,19 @@ def _options(given: object, timeout: timedelta) -> _c10d.Options:
     return ours
 
 
+def _encrypt(ours: _c10d.Options, shared: _core.Group | None) -> bool:
+    """Whether a new group is encrypted: as its options say, else as the default group is, so that
+    a part of an encrypted group never is in the clear by oversight."""
+    if shared is not None and ours.encrypt not in (None, shared.encrypted):
+        raise InvalidArgument(
+            f"Options(encrypt={ours.encrypt}), but torch's group uses the engine of pycomm.init, "
+            f"which has encrypt={shared.encrypted}: give both the same"
+        )
+    if ours.encrypt is not None:
+        return bool(ours.encrypt)
+    return config.environment().encrypt or groups.default_is_encrypted()
+
+
 def _seconds(timeout: timedelta | float) -> float:
     return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
 
@@ -144,7 +166,10 @@ def _engine_of_init(options: _DistributedBackendOptions) -> _core.Group | None:
 
 
 def _connect(
-    store: rendezvous.TorchStore, options: _DistributedBackendOptions, timeout: timedelta
+    store: rendezvous.TorchStore,
+    options: _DistributedBackendOptions,
+    timeout: timedelta,
+    encrypt: bool,
 ) -> _core.Group:
     """Forms the group through torch's store; rank 0 leaves the run's key there if there is none."""
     place = config.environment()
@@ -156,6 +181,7 @@ def _connect(
         name=options.group_id or "default",
         timeout_s=timeout.total_seconds(),
         secret=place.secret,
+        encrypt=encrypt,
         transport="",  # the best for each pair
         address=place.address,
         towards=rendezvous.host_of(options.store) or place.master_host,

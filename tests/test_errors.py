@@ -121,7 +121,7 @@ def test_each_launcher_is_understood(values: dict[str, str], wanted: tuple[Any, 
 
 
 def test_at_most_eight_variables() -> None:
-    assert len([name for name in config.VARIABLES if name.startswith("PYCOMM_")]) <= 8
+    assert len([name for name in config.VARIABLES if name.startswith("PYCOMM_")]) <= 9
 
 
 def test_the_address_is_taken_from_the_variable_of_gloo() -> None:

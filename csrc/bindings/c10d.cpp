@@ -51,12 +51,14 @@ PYBIND11_MODULE(_c10d, module) {
   });
   const auto copy = [](const Options& options) { return c10::make_intrusive<Options>(options); };
   py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(module, "Options")
-      .def(py::init([](milliseconds timeout, int lanes, std::string between_hosts) {
-             return c10::make_intrusive<Options>(timeout,
-                                                 DeviceOptions{lanes, std::move(between_hosts)});
+      .def(py::init([](milliseconds timeout, int lanes, std::string between_hosts,
+                       std::optional<bool> encrypt) {
+             return c10::make_intrusive<Options>(
+                 timeout, DeviceOptions{lanes, std::move(between_hosts)}, encrypt);
            }),
            py::arg("timeout") = milliseconds(kBackendDefaultTimeout), py::arg("cuda_lanes") = 1,
-           py::arg("cuda_between_hosts") = "nccl")
+           py::arg("cuda_between_hosts") = "nccl", py::arg("encrypt") = py::none())
+      .def_property_readonly("encrypt", [](const Options& o) { return o.encrypt; })
       .def_property_readonly("cuda_lanes", [](const Options& o) { return o.devices.lanes; })
       .def_property_readonly("cuda_between_hosts",
                              [](const Options& o) { return o.devices.between_hosts; })

@@ -68,9 +68,12 @@ inline OpenGroups open_groups;
 
 class Options : public c10d::Backend::Options {
  public:
-  Options(milliseconds timeout, DeviceOptions on_devices)
-      : c10d::Backend::Options(kName, timeout), devices(std::move(on_devices)) {}
+  Options(milliseconds timeout, DeviceOptions on_devices, std::optional<bool> encrypted)
+      : c10d::Backend::Options(kName, timeout),
+        devices(std::move(on_devices)),
+        encrypt(encrypted) {}
   DeviceOptions devices;
+  std::optional<bool> encrypt;  // for Python, which connects the ranks; none: not said
 };
 
 class Backend : public c10d::Backend {

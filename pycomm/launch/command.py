@@ -36,6 +36,9 @@ def parser() -> argparse.ArgumentParser:
     ours = made.add_argument_group("pycomm")
     ours.add_argument("--nproc", dest="nproc_per_node", metavar="N", help="ranks on this host")
     ours.add_argument("--devices", metavar="0,1", help="GPUs to use; one rank on each")
+    ours.add_argument(
+        "--encrypt", action="store_true", help="encrypt what leaves a host (docs/clusters.md)"
+    )
     ours.add_argument("--cpus-per-rank", type=int, metavar="N", help="bind each to N of its own")
     made.set_defaults(
         nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
@@ -104,6 +107,8 @@ def prepared(said: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[
             raise InvalidArgument(f"--cpus-per-rank {said.cpus_per_rank}: at least 1")
         place.cores_of(count - 1, said.cpus_per_rank)
     os.environ.update(place.threads_for(count, said.cpus_per_rank))
+    if said.encrypt:
+        _encrypt(said)
     _choose_meeting(said)
     everybody = said.tee not in ("0", 0)  # torchrun's option
     said.tee = said.redirects = "0"  # in our logs, not in torch's
@@ -129,6 +134,16 @@ def _choose_devices(said: argparse.Namespace) -> None:
         raise InvalidArgument(f"--devices {said.devices} means --nproc {len(asked)}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked)
     said.nproc_per_node = str(len(asked))
+
+
+def _encrypt(said: argparse.Namespace) -> None:
+    """--encrypt: the ranks are told. On several hosts the key is for the user to give."""
+    if str(said.nnodes) not in ("1", "1:1") and not os.environ.get("PYCOMM_SECRET"):
+        raise InvalidArgument(
+            f"--encrypt with --nnodes {said.nnodes} needs PYCOMM_SECRET, the same on all hosts: "
+            'python -c "import secrets; print(secrets.token_hex(32))" makes one'
+        )
+    os.environ["PYCOMM_ENCRYPT"] = "1"
 
 
 def _choose_meeting(said: argparse.Namespace) -> None:
