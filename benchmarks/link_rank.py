@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
 
 from benchmarks import sockets
-from benchmarks.peers import OURS, PEERS, Groups
+from benchmarks.peers import ENCRYPTED, OURS, PEERS, Groups
 from benchmarks.verbs import VERBS, Arrays, Call, Case
 from benchmarks.worker import Barrier
 
@@ -60,7 +60,8 @@ def main() -> None:
     store = TCPStore(
         orders.master, PORT, is_master=orders.rank == 0, wait_for_workers=False, timeout=TIMEOUT
     )
-    peers = [(OURS | PEERS)[name] for name in orders.peers if name != sockets.NAME]
+    known = OURS | PEERS | {ENCRYPTED.name: ENCRYPTED}
+    peers = [known[name] for name in orders.peers if name != sockets.NAME]
     groups = Groups(peers, store, orders.rank, orders.size)
     ring = None
     if sockets.NAME in orders.peers:

@@ -9,6 +9,7 @@ rate by `tc tbf`; "none" leaves them as fast as the kernel is. At each rate fres
     CPU s/GB    processor seconds of all ranks of a host, the kernel's among them, / bytes (10^9)
 
 `--peers sockets` is no contestant but a bound: the same bytes through plain sockets (sockets.py).
+`--peers pycomm,pycomm-encrypted` compares `Options(encrypt=True)` with plain connections.
 With --training it is steps of a training that are measured, with options of its own (steps.py).
 
 main() is called by benchmarks.__main__ and pycomm.__main__.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from rich.progress import Progress
 
 from benchmarks import sockets, steps, table, worker
 from benchmarks.link_rank import Orders, Said
+from benchmarks.peers import ENCRYPTED
 from benchmarks.plot import COLORS
 from benchmarks.sizes import format_size, parse_sizes
 from benchmarks.verbs import VERBS
@@ -41,7 +44,7 @@ from pycomm.demo.netns import RATE, Network, missing
 
 UNSHAPED = "none"
 MBIT = {"mbit": 1, "gbit": 1000}
-CONTESTANTS = ["pycomm", "pycomm-direct", "gloo", sockets.NAME]
+CONTESTANTS = ["pycomm", "pycomm-direct", ENCRYPTED.name, "gloo", sockets.NAME]
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
         flags.write(bytes(8 * size * worker.SLOT))
         flags.flush()
         ranks = []
+        key = secrets.token_hex(32)
         for rank in range(size):
             host = net.hosts[rank // options.ranks_per_host]
             orders = Orders(
@@ -145,7 +149,7 @@ def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
             )
             process = host.start(
                 [sys.executable, "-m", "benchmarks.link_rank"],
-                {"GLOO_SOCKET_IFNAME": "eth0"},
+                {"GLOO_SOCKET_IFNAME": "eth0", "PYCOMM_SECRET": key},
                 stdin=subprocess.PIPE,
                 stderr=None,
             )

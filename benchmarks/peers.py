@@ -25,6 +25,7 @@ class Peer:
     bypasses_torch: bool = False  # called through pycomm's own functions
     communicates: bool = True  # else its answers are not looked at
     shares: bool = False  # its arrays are pycomm.empty's
+    encrypts: bool = False  # what leaves a host
 
 
 OURS = {
@@ -35,6 +36,7 @@ OURS = {
         Peer("pycomm-shared", "pycomm", True, shares=True),
     )
 }
+ENCRYPTED = Peer("pycomm-encrypted", "pycomm", encrypts=True)  # needs PYCOMM_SECRET
 PEERS = {
     p.name: p
     for p in (
@@ -62,6 +64,12 @@ class Groups:
         self._groups: dict[str, dist.ProcessGroup | None] = {backends[0]: None}
         for name in backends[1:]:
             self._groups[name] = dist.new_group(backend=name)
+        self._encrypted: dist.ProcessGroup | None = None
+        if any(p.encrypts for p in peers):
+            from pycomm import torch_backend
+
+            options = torch_backend.Options(encrypt=True)
+            self._encrypted = dist.new_group(backend="pycomm", pg_options=options)
         if any(p.bypasses_torch for p in peers):
             import pycomm
 
@@ -81,4 +89,5 @@ class Groups:
             return deepspeed.call(arrays)
         if not peer.backend:
             return mpi.call(arrays)
-        return through_torch(arrays, self._groups[peer.backend])
+        group = self._encrypted if peer.encrypts else self._groups[peer.backend]
+        return through_torch(arrays, group)
