@@ -52,6 +52,17 @@ def test_bits_are_those_of_the_host(machine, hosts):
     on_hosts(machine, hosts, same_bits)
 
 
+def refused_in_the_clear(group: pycomm.Group, device: Any) -> None:
+    with pytest.raises(errors.Unsupported, match="NCCL between hosts does not encrypt"):
+        pycomm.all_reduce(device.put(numbers(group.rank, 10)), group=group)
+
+
+@on("emulated", "cuda")
+def test_encrypted(machine):
+    on_hosts(machine, ["a", "a", "b"], every_verb, False, encrypt=True)
+    machine.run(2, refused_in_the_clear, transport="", hosts=["a", "b"], encrypt=True)
+
+
 @on("emulated", "cuda")
 def test_between_processes(machine):
     on_hosts(machine, ["a", "a", "b"], every_verb, False, processes=True)
