@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/cpu_relax.h"
 #include "core/operation.h"
 #include "engine/tasks.h"
 
@@ -181,7 +182,7 @@ void Engine::drive(Task& task, const Deadline& deadline) {
     }
     // Look again for a while: a peer that is about to answer does so sooner than a sleeper wakes.
     if (options_.spin.count() > 0 && worth_looking(task)) {
-      __builtin_ia32_pause();
+      cpu_relax();
       if (++looks % kLooksPerClock != 0) continue;
       idle_until = Clock::now();
       if (idle_since == Clock::time_point{}) {

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <thread>
 
+#include "core/cpu_relax.h"
 #include "kernels/device_kernels.h"
 
 namespace pycomm {
@@ -36,7 +37,7 @@ constexpr std::chrono::microseconds kLook{50};
 template <typename F>
 void look(F&& seen) {
   const auto end = std::chrono::steady_clock::now() + kLook;
-  while (!seen() && std::chrono::steady_clock::now() < end) __builtin_ia32_pause();
+  while (!seen() && std::chrono::steady_clock::now() < end) cpu_relax();
 }
 
 class Crew {
