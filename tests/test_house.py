@@ -25,7 +25,7 @@ MAY_INCLUDE = {
     "core/": ["core/"],
     "os/": ["core/", "os/"],
     "collectives/": ["core/", "collectives/"],
-    "kernels/": ["core/", "kernels/"],
+    "kernels/": ["core/", "kernels/", "os/thread.h"],
     # The store proves who calls with the transports' handshake.
     "rendezvous/": ["core/", "os/", "rendezvous/", "transport/handshake.h"],
     "transport/": ["core/", "os/", "transport/"],
@@ -34,7 +34,7 @@ MAY_INCLUDE = {
         *("transport/transport.h", "transport/frame.h"),
     ],
     # Plans on a GPU's streams; which GPU and which NCCL it is told.
-    "device/": ["core/", "device/", "collectives/plan.h", "nccl/"],
+    "device/": ["core/", "device/", "collectives/plan.h", "nccl/", "os/thread.h"],
     "shared/": [
         *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
         *("os/process_memory.h", "os/random.h", "os/shared_heap.h", "transport/frame.h"),
