@@ -1,6 +1,7 @@
 #include "group/doorman.h"
 
 #include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <utility>

@@ -34,6 +34,9 @@ EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh, Di
     return member.transport == "self" || member.transport == "local";
   });
   if (!alone) engine.heartbeat = options.heartbeat;
+  const int64_t mine = mesh.members[static_cast<size_t>(options.rank)].pid;
+  for (const Member& member : mesh.members)  // the ranks of one process end together
+    engine.pids.push_back(member.visible && member.pid != mine ? member.pid : 0);
   return engine;
 }
 
