@@ -25,16 +25,16 @@ MAY_INCLUDE = {
     "core/": ["core/"],
     "os/": ["core/", "os/"],
     "collectives/": ["core/", "collectives/"],
-    "kernels/": ["core/", "kernels/"],
+    "kernels/": ["core/", "kernels/", "os/thread.h"],
     # The store proves who calls with the transports' handshake.
     "rendezvous/": ["core/", "os/", "rendezvous/", "transport/handshake.h"],
     "transport/": ["core/", "os/", "transport/"],
     "engine/": [
         *("core/", "engine/", "collectives/plan.h", "kernels/kernels.h"),
-        *("transport/transport.h", "transport/frame.h"),
+        *("os/process.h", "transport/transport.h", "transport/frame.h"),
     ],
     # Plans on a GPU's streams; which GPU and which NCCL it is told.
-    "device/": ["core/", "device/", "collectives/plan.h", "nccl/"],
+    "device/": ["core/", "device/", "collectives/plan.h", "nccl/", "os/thread.h"],
     "shared/": [
         *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
         *("os/process_memory.h", "os/random.h", "os/shared_heap.h", "transport/frame.h"),
@@ -46,7 +46,7 @@ MAY_INCLUDE = {
     "bindings/core": [
         *("bindings/core", "core/", "group/group.h", "group/connect.h", "group/device_group.h"),
         *("bindings/kernels.h", "kernels/kernels.h", "kernels/stream.h", "os/shared_heap.h"),
-        *("kernels/lean.h", "rendezvous/"),
+        *("kernels/lean.h", "os/fd.h", "rendezvous/"),
     ],
     "bindings/kernels.h": [
         *("core/", "kernels/device_kernels.h", "kernels/lean.h", "kernels/packet.h"),

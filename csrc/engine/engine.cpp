@@ -20,6 +20,8 @@ constexpr std::chrono::milliseconds kAsk{50};
 constexpr int kLooksPerClock = 32, kStepsPerClock = 1024;
 // Of one peer, before others have their turn: who sends without end holds nobody up.
 constexpr int kFramesPerLook = 4;
+// How long no byte of a process that has ended must have come, until none will.
+constexpr std::chrono::milliseconds kQuiet{50};
 // A wait that sleeps for less would have been over sooner, had it gone on looking.
 constexpr std::chrono::microseconds kShortSleep{200};
 
@@ -76,8 +78,11 @@ bool same_call(const Header& a, const Header& b) {
 Engine::Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions options)
     : options_(std::move(options)), wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   peers_.resize(channels.size());
-  for (size_t i = 0; i < channels.size(); ++i)
-    if (channels[i]) peers_[i].link = std::make_unique<Link>(std::move(channels[i]));
+  for (size_t i = 0; i < channels.size(); ++i) {
+    if (!channels[i]) continue;
+    peers_[i].link = std::make_unique<Link>(std::move(channels[i]));
+    watch_process(static_cast<int>(i));
+  }
 }
 
 Engine::~Engine() { leave(); }
@@ -233,6 +238,14 @@ bool Engine::worth_looking(const Task& task) const {
 bool Engine::sleep(Task& task, const Deadline& deadline) {
   polled_.assign(1, {wake_.get(), POLLIN, 0});
   if (options_.dialer) polled_.push_back({options_.dialer->descriptor(), POLLIN, 0});
+  const size_t first_process = polled_.size();
+  watched_.clear();
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    const Fd& process = peers_[i].process.descriptor();
+    if (!process || peers_[i].departed) continue;
+    watched_.push_back(static_cast<int>(i));
+    polled_.push_back({process.get(), POLLIN, 0});
+  }
   armed_.clear();
   for (size_t i = 0; i < peers_.size(); ++i) {
     const Peer& peer = peers_[i];
@@ -261,10 +274,13 @@ bool Engine::sleep(Task& task, const Deadline& deadline) {
     if (!tend_all()) {
       auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
       if (options_.heartbeat.count() > 0) limit = std::min(limit, pulse_interval());
+      if (ending_) limit = std::min<std::chrono::nanoseconds>(limit, kQuiet);
       woken = ::poll(polled_.data(), polled_.size(),
                      static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
     }
   }
+  if (woken > 0) find_ended(first_process);
+  if (ending_) settle_ended();
   if (woken <= 0) asked_ = {};  // a signal, or nothing happened for long
   if (woken == 0 && task.receiving_from() >= 0) want(task.receiving_from());
   // What is there already comes before what a peer says at its end.
@@ -295,8 +311,46 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
   throw Timeout(text, {.peer = peer});
 }
 
+// Between the end of a process and the sight of it all that it sent has been handed to the kernel,
+// and what is in shared memory is there. A socket that another process holds open may yet deliver
+// what this rank has not made room for: as long as bytes come, a peer is not over.
+void Engine::watch_process(int peer) {
+  const auto i = static_cast<size_t>(peer);
+  const int64_t pid = i < options_.pids.size() ? options_.pids[i] : 0;
+  at(peer).process = Process(pid);
+  if (!at(peer).process.ended()) return;
+  at(peer).quiet_since = Clock::now();
+  ending_ = true;
+}
+
+// Whose processes, of those that polled_ holds from `first` on, have ended.
+void Engine::find_ended(size_t first) {
+  for (size_t i = 0; i < watched_.size(); ++i) {
+    if (polled_[first + i].revents == 0) continue;
+    Peer& who = at(watched_[i]);
+    who.process.found_ended();
+    who.quiet_since = Clock::now();
+    ending_ = true;
+  }
+}
+
+void Engine::settle_ended() {
+  const auto now = Clock::now();
+  ending_ = false;
+  for (Peer& who : peers_) {
+    if (!who.process.ended() || who.ended) continue;
+    who.ended = now - who.quiet_since >= kQuiet;
+    ending_ |= !who.ended;
+  }
+}
+
 // Somebody who has left in peace matters only to those who still need something from it.
 void Engine::check_needed(const Task& task) {
+  const int from = task.receiving_from();
+  // Behind what belongs to a later call no message comes; a call would see that they disagree.
+  if (running_ == nullptr && from >= 0 && at(from).link && over(at(from)) && !at(from).departed &&
+      at(from).link->has_front() && at(from).front == Front::later)
+    hear_out(from);
   for (const int peer : {task.receiving_from(), task.sending_to()})
     if (peer != kNobody && at(peer).departed) throw gone(peer);
   if (awaits() == kAnybody && options_.dialer == nullptr &&
@@ -327,6 +381,7 @@ bool Engine::admit() {
     }
     who.link = std::make_unique<Link>(std::move(arrival.channel));
     who.heard = Clock::now();
+    watch_process(arrival.peer);
     if (!noticed_text_.empty()) who.link->post(noticed_, noticed_text_);
   }
   return !arrivals.empty();
@@ -345,6 +400,7 @@ bool Engine::tend_all() {
     moved = true;
     peers_[i].seen = link.bytes_received();
     peers_[i].heard = Clock::now();
+    if (ending_) peers_[i].quiet_since = peers_[i].heard;
   }
   return moved;
 }
@@ -362,8 +418,7 @@ Engine::Front Engine::tend(int peer) {
   if (!who.link) return Front::nothing;
   Link& link = *who.link;
   for (int frames = 0; frames < kFramesPerLook; ++frames) {
-    const bool last =
-        link.channel().hung_up();  // looked at first: what it sent before is there now
+    const bool last = over(who);  // looked at first: what it sent before is there now
     const Header* header = this->front(peer);
     const Front front = header == nullptr ? Front::nothing : judge(peer, *header);
     who.front = front;
@@ -470,7 +525,7 @@ bool Engine::open(int peer, const Header& header, ConstBytes payload, bool more)
   if (!at(peer).link) want(peer);
   if (!at(peer).link || at(peer).departed) return false;
   Link& link = *at(peer).link;
-  if (link.channel().hung_up()) hear_out(peer);  // who only sends would not learn it otherwise
+  if (over(at(peer))) hear_out(peer);  // who only sends would not learn it otherwise
   if (!link.idle() && !link.flush()) return false;
   link.begin(header, payload, more);
   return true;

@@ -75,7 +75,7 @@ bool Engine::beat() noexcept {
 void Engine::say_alive(Clock::time_point now) {
   if (options_.heartbeat.count() == 0) return;
   for (Peer& who : peers_) {
-    if (!who.link || who.departed || who.link->channel().hung_up()) continue;
+    if (!who.link || who.departed || over(who)) continue;
     Link& link = *who.link;
     if (link.bytes_written() == who.told && now - who.told_at >= pulse_interval() && link.idle()) {
       Header header = last_;
@@ -129,7 +129,7 @@ void Engine::publish(Clock::time_point now) {
   for (const Peer& who : peers_) {
     Sighting seen;
     if (who.link) {
-      seen.connected = !who.departed && !who.link->channel().hung_up();
+      seen.connected = !who.departed && !over(who);
       seen.departed = who.departed;
       seen.silent_s = std::chrono::duration<double>(now - who.heard).count();
       if (who.last) seen.doing = doing_of(*who.last);

@@ -2,7 +2,6 @@
 #include "rendezvous/store_server.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "os/thread.h"
 
 namespace pycomm {
 
@@ -62,10 +62,7 @@ StoreServer::StoreServer(const Address& address, std::string key,
       born_(::getpid()) {
   if (key_.empty()) throw InvalidArgument("the key of a store is empty");
   if (!wake_) throw_errno("making an eventfd");
-  thread_ = std::thread([this] {
-    ::pthread_setname_np(::pthread_self(), "pycomm-store");
-    run();
-  });
+  thread_ = start_thread("pycomm-store", [this] { run(); });
 }
 
 StoreServer::~StoreServer() {

@@ -11,10 +11,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
-#include <thread>
 
 #include "core/cpu_relax.h"
 #include "kernels/device_kernels.h"
+#include "os/thread.h"
 
 namespace pycomm {
 namespace cpu {
@@ -69,8 +69,7 @@ class Crew {
 
  private:
   void enlist() {
-    std::thread([this, seen = job_.load()]() mutable {
-      ::pthread_setname_np(::pthread_self(), "pycomm-kernel");
+    start_thread("pycomm-kernel", [this, seen = job_.load()]() mutable {
       for (;;) member(seen);
     }).detach();
     ++members_;
