@@ -7,10 +7,13 @@ store. Else rank 0 serves a store of ours, which only a holder of PYCOMM_SECRET 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import queue
 import secrets
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -21,6 +24,9 @@ from pycomm.errors import InvalidArgument, Timeout
 
 __all__ = ["find_store", "host_of"]
 
+LIMIT_S = 30.0  # of a call whose caller gives none
+# So long a healthy store may take to answer at the end of a limit, and at the least.
+ANSWER_S, SHORTEST_S = 0.3, 0.1
 PAUSE_S = 0.02  # between two looks at torch's store: its own wait would hold Ctrl-C up
 # What no value of ours begins with: an answer for a key that is not there, and what remove() leaves
 # of a value, with a word of its own.
@@ -28,19 +34,23 @@ ABSENT, GONE = b"\0absent", b"\0gone "
 
 
 class TorchStore:
-    """A torch.distributed store as the core wants one: see _core.pyi, PythonStore."""
+    """A torch.distributed store as the core wants one: see _core.pyi, PythonStore.
+
+    Every call ends within its limit: torch's own wait for a server that does not answer for ever.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store = store
+        self._unanswered = threading.Lock()  # held while a call of torch's runs
 
-    def set(self, key: str, value: bytes) -> None:
-        """Leaves `value` under `key`."""
-        self._store.set(key, value)
+    def set(self, key: str, value: bytes, timeout_s: float = LIMIT_S) -> None:
+        """Leaves `value` under `key`. This and the others raise Timeout after `timeout_s`."""
+        self._call(timeout_s, "set", key, value)
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """The value of `key`, once somebody has set it. Raises Timeout after `timeout_s`."""
         end = time.monotonic() + timeout_s
-        while (value := self._look(key)) is None:
+        while (value := self._look(key, end - time.monotonic() + ANSWER_S)) is None:
             left = end - time.monotonic()
             if left <= 0:
                 raise Timeout(
@@ -51,30 +61,60 @@ class TorchStore:
             time.sleep(min(left, PAUSE_S))  # the store has no wait that Ctrl-C ends
         return value
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, timeout_s: float = LIMIT_S) -> int:
         """Adds to the number under `key`, 0 if there is none; gives the sum."""
-        return int(self._store.add(key, amount))
+        return int(self._call(timeout_s, "add", key, amount))
 
-    def remove(self, key: str) -> bytes | None:
+    def remove(self, key: str, timeout_s: float = LIMIT_S) -> bytes | None:
         """Takes the key away and gives its value to one of those who ask; None to the others."""
-        value = self._look(key)
+        end = time.monotonic() + timeout_s
+        value = self._look(key, timeout_s)
         if value is None:
             return None
         # Not delete_key: it tells several callers that they deleted a key, or deletes a newer one.
         mark = GONE + secrets.token_bytes(8)
-        return value if bytes(self._store.compare_set(key, value, mark)) == mark else None
+        left = end - time.monotonic()
+        return value if bytes(self._call(left, "compare_set", key, value, mark)) == mark else None
 
-    def claim(self, key: str, value: bytes) -> bytes:
+    def claim(self, key: str, value: bytes, timeout_s: float = LIMIT_S) -> bytes:
         """Leaves `value` under `key` unless something is there; gives what is."""
-        return bytes(self._store.compare_set(key, b"", value))
+        return bytes(self._call(timeout_s, "compare_set", key, b"", value))
 
     def settle(self) -> None:
         """Nothing of ours listens."""
 
-    def _look(self, key: str) -> bytes | None:
+    def _look(self, key: str, timeout_s: float) -> bytes | None:
         """The value of `key`, or None, at once."""
-        value = bytes(self._store.compare_set(key, ABSENT, ABSENT))
+        value = bytes(self._call(timeout_s, "compare_set", key, ABSENT, ABSENT))
         return None if value == ABSENT or value.startswith(GONE) else value
+
+    def _call(self, timeout_s: float, method: str, key: str, *given: Any) -> Any:
+        """A method of torch's store, on a thread of its own: it has no limit there."""
+        end = time.monotonic() + max(timeout_s, SHORTEST_S)
+        answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answer.put((True, getattr(self._store, method)(key, *given)))
+            except BaseException as error:  # the caller raises it
+                answer.put((False, error))
+            self._unanswered.release()
+
+        # One call at a time: behind one that has no answer no other would get one.
+        if self._unanswered.acquire(timeout=max(timeout_s, SHORTEST_S)):
+            thread = threading.Thread(target=ask, name="pycomm-torch-store", daemon=True)
+            thread.start()
+            with contextlib.suppress(queue.Empty):
+                done, value = answer.get(timeout=max(end - time.monotonic(), SHORTEST_S))
+                thread.join()
+                if done:
+                    return value
+                raise value
+        raise Timeout(
+            f"torch's store did not answer to {method}({key!r}) within {timeout_s:.1f} s: the "
+            "process that serves it is stopped or cannot be reached",
+            elapsed_s=timeout_s,
+        )
 
 
 def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonStore:
