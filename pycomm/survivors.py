@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import time
 from collections.abc import Iterator, Sequence
@@ -165,13 +166,29 @@ class _Board:
         half = 2 * len(here) == len(alive) and alive[0] in here
         enough = 2 * len(here) > len(alive) or half
         text = " ".join(map(str, sorted(here))) if enough else "none"
-        return _parsed(self._store.claim(self._prefix + "decided", text.encode(), self._left_s()))
+        return self._parsed(
+            self._store.claim(self._prefix + "decided", text.encode(), self._left_s())
+        )
 
     def _decided(self) -> list[int] | None:
         try:
-            return _parsed(self._store.get(self._prefix + "decided", 0.0))
+            text = self._store.get(self._prefix + "decided", 0.0)
         except Timeout:  # nobody has decided yet
             return None
+        return self._parsed(text)
+
+    def _parsed(self, text: bytes) -> list[int]:
+        """The ranks that a decision names; raises GroupBroken for bytes that are none."""
+        if text == b"none":
+            return []
+        words = text.split(b" ") if re.fullmatch(rb"[0-9]{1,9}( [0-9]{1,9})*", text) else []
+        ranks = [int(word) for word in words]
+        if not ranks or ranks != sorted({rank for rank in ranks if rank < self._size}):
+            raise self._error(
+                f"the store names as those who go on {text[:60]!r}, which is no ascending list of "
+                f"ranks below {self._size}: another program, or another version of pycomm, wrote it"
+            )
+        return ranks
 
     def _add(self, kind: str, number: int, amount: int) -> int:
         return self._store.add(f"{self._prefix}{kind}/{number}", amount, self._left_s())
@@ -182,7 +199,3 @@ class _Board:
 
     def _error(self, text: str) -> GroupBroken:
         return GroupBroken(f'shrink: "{self._name}": {text}', op="shrink", rank=self._rank)
-
-
-def _parsed(text: bytes) -> list[int]:
-    return [] if text == b"none" else [int(word) for word in text.split()]
