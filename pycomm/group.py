@@ -12,6 +12,7 @@ import contextlib
 import logging
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -282,13 +283,14 @@ def _form(
     here = config.environment(secret=secret)
     log_at(here.log)
     _core.check_address(here.address)
+    end = time.monotonic() + timeout_s
     store = rendezvous.find_store(here, timeout_s)
     core = _core.connect(
         store,
         rank=here.rank,
         size=here.size,
         name="world",
-        timeout_s=timeout_s,
+        timeout_s=max(0.1, end - time.monotonic()),
         secret=here.secret,
         transport=transport or "",
         address=here.address,
@@ -299,6 +301,7 @@ def _form(
         tuned=tuned.thresholds(),
         **config.journal_files(),
     )
+    core.set_timeout(timeout_s)  # of its calls; the forming had what was left of it
     store.settle()
     return Group(core, store, timeout_s)
 

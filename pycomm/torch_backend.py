@@ -104,7 +104,7 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
     ours.global_ranks_in_group = options.global_ranks_in_group
     ours.group_name = cast("GroupName", options.group_id)
     shared = None if options.global_ranks_in_group else _engine_of_init(options)
-    store = rendezvous.TorchStore(options.store)
+    store = rendezvous.TorchStore(options.store, config.environment().secret)
     core = _connect(store, options, timeout) if shared is None else shared
     ended = None
     if shared is None:

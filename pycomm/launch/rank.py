@@ -67,13 +67,16 @@ def _failed(error: BaseException) -> str:
     one; gives the traceback."""
     env = os.environ
     mine = failure.of_error(int(env["RANK"]), error)
-    cause = None
-    if env["WORLD_SIZE"] != env["LOCAL_WORLD_SIZE"]:
-        cause = failure.post(mine, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
-    if env.get("TORCHELASTIC_ERROR_FILE"):
-        failure.write(env["TORCHELASTIC_ERROR_FILE"], mine, cause)
+    file = env.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        failure.write(file, mine, None)
     with contextlib.suppress(Exception):  # there is no group, or it is broken already
         group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
+    # Last: a store that does not answer, or holds what is not ours, must not hold up the above.
+    if env["WORLD_SIZE"] != env["LOCAL_WORLD_SIZE"]:
+        cause = failure.post(mine, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+        if file and cause:
+            failure.write(file, mine, cause)
     return mine.trace or traceback.format_exc()
 
 
