@@ -106,7 +106,8 @@ void Lobby::wait(std::chrono::nanoseconds limit, std::vector<pollfd>& also) {
     if (!caller.handshake) limit = std::min<std::chrono::nanoseconds>(limit, kRetry);
   }
   for (const Stranger& stranger : strangers_) add(stranger.handshake, stranger.step);
-  if (!strangers_.empty()) limit = std::min<std::chrono::nanoseconds>(limit, kSlice);
+  if (!strangers_.empty() || !callers_.empty())  // handshakes have limits of their own
+    limit = std::min<std::chrono::nanoseconds>(limit, kSlice);
   for (const Waiting& waiting : waiting_) polled.push_back({waiting.fd.get(), POLLIN, 0});
   ::poll(polled.data(), polled.size(),
          static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));

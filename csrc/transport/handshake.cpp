@@ -60,7 +60,7 @@ Handshake::Handshake(Fd fd, Role role, std::string key, Claim claim, std::chrono
 
 Handshake::Step Handshake::advance() {
   while (state_ != Step::done && state_ != Step::refused) {
-    if (deadline_.expired()) {
+    if (deadline_.expired() && !awaits_yes()) {
       refuse(role_ == Role::connector && !connected_
                  ? "nothing answered within the limit"
                  : "the other side did not finish the handshake within its limit");
@@ -73,6 +73,11 @@ Handshake::Step Handshake::advance() {
     }
   }
   return state_;
+}
+
+// The listener may have said yes already: to close the connection now would look like a death.
+bool Handshake::awaits_yes() const {
+  return claim_.patient && role_ == Role::connector && stage_ == 3;
 }
 
 Fd Handshake::release() {

@@ -39,7 +39,7 @@ struct Claim {
 inline constexpr std::chrono::seconds kHandshakeLimit{5};
 
 // A state machine that never blocks: poll fd() for what advance() wants, and call it again then,
-// and also when `limit` has passed: it then refuses.
+// and also when `limit` has passed: it then refuses, unless its claim is patient.
 class Handshake {
  public:
   enum class Role : uint8_t { connector, listener };
@@ -63,6 +63,7 @@ class Handshake {
 
  private:
   bool is_sending() const;
+  bool awaits_yes() const;
   bool transfer();
   void next();
   void answer_greeting();

@@ -280,6 +280,42 @@ const Test kSilence{"handshake: silence is refused at the limit", [] {
                       }
                     }};
 
+// Waits until the limit of `shake` is over; gives its state then.
+Step outlast_limit(Handshake& shake) {
+  while (!shake.deadline().expired())
+    poll_one(shake.fd(), POLLIN, std::max(shake.deadline().left(), std::chrono::nanoseconds{1ms}));
+  return shake.advance();
+}
+
+const Test kPatient{
+    "handshake: a patient connector that sent its proof waits for a late yes", [] {
+      for (const bool patient : {true, false}) {
+        auto [outside, inside] = socket_pair();
+        Claim claim = kConnector.claim;
+        claim.patient = patient;
+        Handshake connector(std::move(outside), Role::connector, "the key", claim, 100ms);
+        Handshake listener(std::move(inside), Role::listener, "the key", kListener.claim);
+        connector.advance();
+        expect(listener.advance() == Step::want_read, "the listener answered");
+        expect(connector.advance() == Step::want_read, "the proof is sent: " + connector.why());
+        const Step late = outlast_limit(connector);
+        expect(late == (patient ? Step::want_read : Step::refused), "after the limit");
+        if (!patient) continue;
+        expect(listener.advance() == Step::done, "the listener said yes: " + listener.why());
+        expect(connector.advance() == Step::done, "the late yes: " + connector.why());
+      }
+    }};
+
+const Test kImpatient{
+    "handshake: before its proof is sent a patient connector has a limit too", [] {
+      auto [outside, inside] = socket_pair();
+      Claim claim = kConnector.claim;
+      claim.patient = true;
+      Handshake connector(std::move(outside), Role::connector, "the key", claim, 50ms);
+      expect(connector.advance() == Step::want_read, "the greeting is sent");
+      expect(outlast_limit(connector) == Step::refused, "it waited for an answer without a limit");
+    }};
+
 const Test kAfter{
     "handshake: what follows it is left for the owner of the socket", [] {
       Wire wire;
