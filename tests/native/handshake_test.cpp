@@ -197,6 +197,23 @@ const Test kWrong{
           [] { Handshake(Fd(), Role::listener, "", kListener.claim).advance(); });
     }};
 
+const Test kAgreed{
+    "handshake: two ranks of the group that know different things of it refuse, and say so", [] {
+      End connector = kConnector, listener = kListener;
+      connector.claim.agreed = std::string(32, 'a');
+      listener.claim.agreed = connector.claim.agreed;
+      const Outcome same = converse(connector, listener);
+      expect(same.connector == Step::done && same.listener == Step::done, same.connector_why);
+      listener.claim.agreed[31] = 'b';
+      const Outcome other = converse(connector, listener);
+      expect(other.connector == Step::refused && other.listener == Step::refused, "let in");
+      expect_says(other.connector_why, "different descriptions of the group");
+      expect_says(other.listener_why, "different descriptions of the group");
+      expect_equal(other.listener_peer, 3, "whom the listener names");
+      connector.key = "a guess";  // who does not hold the key is told nothing of the group
+      expect_says(converse(connector, listener).connector_why, "does not hold the same key");
+    }};
+
 const Test kChanged{
     "handshake: no byte can be changed on the way", [] {
       for (const bool from_connector : {true, false})
