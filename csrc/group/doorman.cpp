@@ -37,7 +37,7 @@ Doorman::Doorman(Lobby::Request request, size_t ring_bytes) : wake_(event()), ar
   for (size_t i = 0; i < local_.size(); ++i)
     if (i != me) (local_[i] ? in_process : by_socket) = true;
   if (in_process)
-    door_.emplace(request.context, request.rank, ring_bytes,
+    door_.emplace(LocalMeeting{request.context, request.agreed}, request.rank, ring_bytes,
                   [this](int peer, std::unique_ptr<Channel> channel) {
                     std::vector<Arrival> one(1);
                     one[0] = {.peer = peer, .channel = std::move(channel)};

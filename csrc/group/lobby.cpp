@@ -43,6 +43,7 @@ std::string Lobby::failure(int peer) const {
 // `peer` is whom we call, or -1: whoever it is has called us.
 Handshake Lobby::shake(Fd fd, int peer, SocketTransport* by) {
   Claim claim{.context = request_.context, .rank = request_.rank, .expected = peer};
+  claim.agreed = request_.agreed;
   claim.patient = true;  // the other end may have said yes when our limit passes
   if (peer != -1)
     return {std::move(fd), Handshake::Role::connector, request_.key, std::move(claim)};
@@ -106,7 +107,8 @@ void Lobby::wait(std::chrono::nanoseconds limit, std::vector<pollfd>& also) {
     if (!caller.handshake) limit = std::min<std::chrono::nanoseconds>(limit, kRetry);
   }
   for (const Stranger& stranger : strangers_) add(stranger.handshake, stranger.step);
-  if (!strangers_.empty()) limit = std::min<std::chrono::nanoseconds>(limit, kSlice);
+  if (!strangers_.empty() || !callers_.empty())  // handshakes have limits of their own
+    limit = std::min<std::chrono::nanoseconds>(limit, kSlice);
   for (const Waiting& waiting : waiting_) polled.push_back({waiting.fd.get(), POLLIN, 0});
   ::poll(polled.data(), polled.size(),
          static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
@@ -139,6 +141,10 @@ void Lobby::advance_callers() {
           caller.retry_at = Clock::now() + kRetry;
           break;
         }
+        if (caller.handshake->differs()) {
+          reject(peer, contact(peer).ways[caller.way] + ": " + caller.handshake->why());
+          break;
+        }
         if (!caller.handshake->connected()) ++caller.refused;
         failed(peer, caller, std::string(caller.handshake->why()));
         break;
@@ -153,9 +159,18 @@ void Lobby::advance_strangers() {
   for (auto at = strangers_.begin(); at != strangers_.end();) {
     at->step = at->handshake.advance();
     const bool done = at->step == Handshake::Step::done;
+    if (at->handshake.differs()) reject(at->handshake.peer(), at->handshake.why());
     if (done) meet(at->handshake.peer(), at->handshake.release());
     at = done || at->step == Handshake::Step::refused ? strangers_.erase(at) : std::next(at);
   }
+}
+
+// A rank of the group that was given another description of it: a further call ends alike.
+void Lobby::reject(int peer, const std::string& why) {
+  const auto i = static_cast<size_t>(peer);
+  if (peer < 0 || i >= met_.size() || met_[i]) return;
+  met_[i] = true;
+  arrivals_.push_back({.peer = peer, .channel = {}, .why = why, .differs = true});
 }
 
 // Both ends have agreed on this connection; a call of our own is over.

@@ -32,8 +32,9 @@ class Lobby {
   };
   struct Request {
     int rank = 0;
-    std::string key;      // for the handshakes
-    std::string context;  // what is unique to the group
+    std::string key;       // for the handshakes
+    std::string context;   // what is unique to the group
+    std::string agreed{};  // what all ranks must know alike: Claim::agreed
     std::vector<std::unique_ptr<SocketTransport>> transports;
     std::vector<Contact> contacts;  // by rank
     int refusals = 100;  // calls that nobody takes, 50 ms apart, before a peer is held to be lost
@@ -78,6 +79,7 @@ class Lobby {
   void accept();
   void advance_callers();
   void advance_strangers();
+  void reject(int peer, const std::string& why);
   void meet(int peer, Fd fd);
   void exchange();
   const Contact& contact(int peer) const { return request_.contacts[static_cast<size_t>(peer)]; }

@@ -67,7 +67,8 @@ class Forming {
     pick_transports(mesh, why, full);
     Lobby::Request lobby{.rank = request_.rank,
                          .key = request_.key,
-                         .context = notes_[0].token + request_.name,
+                         .context = context_of(notes_[0], request_.name),
+                         .agreed = digest_of(notes_),
                          .transports = {},
                          .contacts = std::move(contacts_),
                          .log = request_.log};
@@ -97,7 +98,7 @@ class Forming {
     Mesh mesh;
     mesh.channels.resize(notes_.size());
     mesh.tuned = notes_[0].tuned;
-    const Digest digest = sha256(notes_[0].token + request_.name);
+    const Digest digest = sha256(context_of(notes_[0], request_.name));
     std::memcpy(&mesh.id, digest.data(), sizeof mesh.id);
     for (const Note& note : notes_) {
       const bool visible = on_one_machine(note, note_) && note.pid_space == note_.pid_space;
@@ -121,9 +122,7 @@ class Forming {
       const std::string_view by_note = between(note, note_);
       if (by_note == "local") {
         transport = by_note;
-        if (full)
-          mesh.channels[static_cast<size_t>(peer)] = local_channel(
-              notes_[0].token + request_.name, request_.rank, peer, ring_bytes(request_.size));
+        if (full) meet_thread(mesh, peer);
         continue;
       }
       SocketTransport* by = by_note == "shm" ? shm_.get() : note.tcp.empty() ? nullptr : tcp_.get();
@@ -142,6 +141,15 @@ class Forming {
             {.op = "init", .rank = request_.rank, .peer = peer});
       contacts_[static_cast<size_t>(peer)] = {by, std::move(theirs), name(peer)};
     }
+  }
+
+  void meet_thread(Mesh& mesh, int peer) {
+    const std::string mine = digest_of(notes_);
+    std::string agreed = mine;
+    mesh.channels[static_cast<size_t>(peer)] =
+        local_channel(context_of(notes_[0], request_.name), request_.rank, peer,
+                      ring_bytes(request_.size), &agreed);
+    if (agreed != mine) different_ = peer;
   }
 
   // The addresses by which a rank, this one or a peer of it, may call a peer, or this one.
@@ -171,7 +179,7 @@ class Forming {
         mesh.memories.push_back(nullptr);
       else if (local)
         mesh.memories.push_back(
-            local_memory(notes_[0].token + request_.name, rank, request_.memory_bytes));
+            local_memory(context_of(notes_[0], request_.name), rank, request_.memory_bytes));
       else
         mesh.memories.push_back(rank == request_.rank ? own : mesh.channels[i]->memory());
     }
@@ -235,6 +243,7 @@ class Forming {
     Lobby lobby(std::move(request));
     for (const int peer : missing)
       if (peer < request_.rank) lobby.call(peer);
+    if (different_ != kNobody) throw_different(different_);
     int lost = kNobody;
     std::optional<Deadline> last_meetings;
     while (!missing.empty()) {
@@ -253,6 +262,8 @@ class Forming {
         std::erase(missing, arrival.peer);
       }
       if (request_.heed) request_.heed({});
+      for (const Arrival& arrival : arrivals)
+        if (arrival.differs) throw_different(arrival.peer);
       for (const Arrival& arrival : arrivals)
         if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
           throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
@@ -282,6 +293,15 @@ class Forming {
     throw PeerLost(name(peer) + what, {.op = "init", .rank = request_.rank, .peer = peer});
   }
 
+  [[noreturn]] void throw_different(int peer) const {
+    throw Mismatch("the group \"" + request_.name + "\" did not form: " + name(peer) + " and " +
+                       name(request_.rank) +
+                       " were given different notes of the group's ranks (addresses, hosts, "
+                       "thresholds); the store that passes the notes on was changed meanwhile, or "
+                       "another run uses it too",
+                   {.op = "init", .rank = request_.rank, .peer = peer});
+  }
+
   [[noreturn]] void throw_missing(const std::vector<int>& missing, const Lobby& lobby) const {
     std::string text = "the group \"" + request_.name + "\" did not form in " +
                        std::to_string(deadline_.limit_s()) + " s: no connection with ";
@@ -309,6 +329,7 @@ class Forming {
   std::shared_ptr<SharedHeap> heap_;
   std::unique_ptr<SocketTransport> shm_, tcp_;
   std::vector<Lobby::Contact> contacts_;  // by rank
+  int different_ = kNobody;               // a thread of this process that was given other notes
   Clock::time_point asked_{};             // when request_.interrupted was asked last
 };
 
