@@ -17,7 +17,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pycomm import _core, config, rendezvous, survivors, tuned
+from pycomm import _core, config, launcher_watch, rendezvous, survivors, tuned
+from pycomm import secret as secrets
 from pycomm.errors import GroupBroken, InvalidArgument
 from pycomm.survivors import Store
 
@@ -267,7 +268,7 @@ def init(
                 f"transport is {transport!r}; it must be one of {', '.join(config.TRANSPORTS)}"
             )
         if secret is not None:
-            config.check_secret(secret, "secret")
+            secrets.check(secret, "secret")
         _state.group = _form(timeout_s, transport, secret, reproducible, heartbeat_s)
         _state.adopted = False
         return _state.group
@@ -303,7 +304,15 @@ def _form(
     )
     core.set_timeout(timeout_s)  # of its calls; the forming had what was left of it
     store.settle()
+    launcher_watch.start(_abort_all)
     return Group(core, store, timeout_s)
+
+
+def _abort_all(reason: str) -> None:
+    """Ends every group of this process with an error that carries `reason`."""
+    for group in list(_groups):
+        with contextlib.suppress(Exception):  # closed meanwhile
+            group.abort(reason)
 
 
 def log_at(level: str) -> None:
@@ -404,6 +413,7 @@ def adopt(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], Non
     Where the process has one already, as when ranks are threads, it is that of this thread alone.
     """
     group = Group(core, store, timeout_s)
+    launcher_watch.start(_abort_all)
     own: list[Group] = [group]
     with _state.lock:
         if _state.group is None:

@@ -1,8 +1,8 @@
 """Chooses the store in which the ranks of a run find each other. Called by pycomm.init alone.
 
-Two ways. Where torch's own rendezvous is at hand (a process group that stands already, torchrun, or
-MASTER_ADDR with torch importable and no key), the addresses and the run's key go through torch's
-store. Else rank 0 serves a store of ours, which only a holder of PYCOMM_SECRET can talk to.
+Two ways. With the run's key rank 0 serves a store of ours, which only a holder of the key can talk
+to. Without one, under torchrun, and where a process group of torch's is established already, the
+addresses (and the key, if rank 0 has to make it) are exchanged through torch's store.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import importlib
 import importlib.util
+import ipaddress
 import queue
 import secrets
 import sys
@@ -221,20 +222,32 @@ def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonSt
             "PYCOMM_SECRET is not set, and without torch's rendezvous the processes need a key: "
             'give all the same, made by python -c "import secrets; print(secrets.token_hex(32))"'
         )
-    place = config.master_host, config.master_port, config.secret
+    host, port = config.master_host, config.store_port or config.master_port
     if config.rank == 0:
-        return _core.TcpStore.serve("", config.master_port, config.secret)
-    return _core.TcpStore.connect(*place, timeout_s)
+        return _core.TcpStore.serve(host if _is_loopback(host) else "", port, config.secret)
+    return _core.TcpStore.connect(host, port, config.secret, timeout_s)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether all ranks run on this host, as rank 0 is known by a loopback address. Names are not
+    looked up: a host's own name may be its loopback here and its network address elsewhere."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _store_of_torch(config: Config, timeout_s: float) -> TorchStore | None:
-    """torch's store, where it is there already or is the only way to pass a key on."""
+    """torch's store, where it is there already or is the only way to pass a key on. Where our
+    launcher reserved a port for pycomm's store, a rank with the key does not import torch."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         from torch.distributed import distributed_c10d as c10d
 
         return _prefixed(c10d._get_default_store(), config.secret)
-    wanted = config.agent_store or not config.secret
+    wanted = not config.secret or (config.agent_store and not config.store_port)
     has_address = config.master_host and config.master_port
     if not wanted or not has_address or importlib.util.find_spec("torch") is None:
         return None

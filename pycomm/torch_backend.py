@@ -148,6 +148,8 @@ def _connect(
 ) -> _core.Group:
     """Forms the group through torch's store; rank 0 leaves the run's key there if there is none."""
     place = config.environment()
+    if options.group_size > 1:  # where the program told torch, not the environment, who it is
+        config.take_secret()
     groups.log_at(place.log)
     return _core.connect(
         store,

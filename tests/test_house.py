@@ -70,8 +70,9 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 FLOORS = [
     ["_core", "_cuda", "_c10d"],
     ["errors"],
+    ["secret"],
     ["arrays", "config", "journal", "nccl", "plain"],
-    ["rendezvous", "survivors", "tuned"],
+    ["launcher_watch", "rendezvous", "survivors", "tuned"],
     ["group", "kernels"],
     ["device_groups"],
     ["calls", "memory"],
@@ -102,7 +103,8 @@ MAY_SEE_ENVIRONMENT = [
 
 LONGEST_FILE = 500
 MOST_VARIABLES = 8
-NOT_VARIABLES = {"PYCOMM_TORCH_VERSION"}  # set by setup.py for the compiler
+# Set by setup.py for the compiler, and by our launchers for their ranks: not for users.
+NOT_VARIABLES = {"PYCOMM_TORCH_VERSION", "PYCOMM_STORE_PORT"}
 
 
 def tree(*folders: str, ends: tuple[str, ...]) -> list[Path]:

@@ -19,6 +19,8 @@ from pycomm import Group, _core, errors, plain
 from pycomm.testing import run_ranks
 from pycomm.values import MAX_KEY_BYTES, MAX_VALUE_BYTES
 
+pytestmark = pytest.mark.usefixtures("torchs_first_store")
+
 PLAIN = [
     *(None, True, False, 0, -1, 255, -128, 1 << 200, -(1 << 63), 0.0, -0.0, 1.5e300, math.inf),
     *("", "a\0b", "ä€\U0001f600", "\ud800", b"", b"\0\xff", [], (), {}, [[], ()], (1, "1", b"1")),

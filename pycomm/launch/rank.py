@@ -9,9 +9,11 @@ import argparse
 import contextlib
 import os
 import runpy
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from pycomm import group
 from pycomm.launch import failure, place
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     place.settle(said.parent, int(env["LOCAL_RANK"]), said.cpus_per_rank, said.set_device)
     try:
         if said.kind == "command":
-            os.execvp(said.program, [said.program, *said.rest])
+            _supervise(said.parent, [said.program, *said.rest])
         sys.argv = [said.program, *said.rest]
         if said.kind == "module":
             runpy.run_module(said.program, run_name="__main__", alter_sys=True)
@@ -60,6 +62,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BaseException as error:  # told, whatever it is
         sys.stderr.write(_failed(error))
         sys.exit(1)
+
+
+def _supervise(launcher: int, command: list[str]) -> None:
+    """Becomes the supervisor of a command; does not return."""
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"there is no program {command[0]} that can be executed")
+    script = str(Path(__file__).with_name("supervisor.py"))
+    os.execv(sys.executable, [sys.executable, "-I", "-S", script, str(launcher), *command])
 
 
 def _failed(error: BaseException) -> str:
