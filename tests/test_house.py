@@ -27,7 +27,13 @@ MAY_INCLUDE = {
     "collectives/": ["core/", "collectives/"],
     "kernels/": ["core/", "kernels/", "os/thread.h"],
     # The store proves who calls with the transports' handshake.
-    "rendezvous/": ["core/", "os/", "rendezvous/", "transport/handshake.h"],
+    "rendezvous/": [
+        "core/",
+        "os/",
+        "rendezvous/",
+        "transport/admission.h",
+        "transport/handshake.h",
+    ],
     "transport/": ["core/", "os/", "transport/"],
     "engine/": [
         *("core/", "engine/", "collectives/plan.h", "kernels/kernels.h"),

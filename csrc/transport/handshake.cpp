@@ -108,11 +108,13 @@ bool Handshake::transfer() {
     if (got > 0) {
       moved_ += static_cast<size_t>(got);
     } else if (got == 0) {
+      cut_ = true;
       refuse("the other side closed the connection during the handshake");
       return false;
     } else if (errno == EAGAIN) {
       return false;
     } else if (errno != EINTR) {
+      cut_ = errno == ECONNRESET || errno == EPIPE;
       refuse("the connection broke during the handshake: " + reason(errno));
       return false;
     }

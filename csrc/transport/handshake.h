@@ -63,7 +63,10 @@ class Handshake {
   bool declined() const { return declined_; }      // after refused: the listener said no
   // After refused: both ends hold the key and the context, but not the same `agreed`.
   bool differs() const { return differs_; }
-  bool nobody() const { return nobody_; }        // after refused: there is no listener
+  bool nobody() const { return nobody_; }  // after refused: there is no listener
+  // After refused: the other side closed the connection, which is all that an evicted rank sees.
+  bool was_cut() const { return cut_; }
+  bool greeted() const { return stage_ > 0; }    // a listener's: the greeting is complete
   bool connected() const { return connected_; }  // a connector's call was taken
 
  private:
@@ -88,7 +91,7 @@ class Handshake {
   std::string buffer_;  // the message that is being sent or received
   size_t moved_ = 0;    // of it so far
   int stage_ = 0;       // 0 to 3: which of the four messages
-  bool connected_ = false, declined_ = false, differs_ = false, nobody_ = false;
+  bool connected_ = false, declined_ = false, differs_ = false, nobody_ = false, cut_ = false;
   std::string greeting_;  // what the connector sent first
   std::string answer_;    // what the listener answered, without its proof
   int peer_ = -1;

@@ -74,10 +74,10 @@ ROWS = [
     (
         "room_for_all_strangers",
         "rendezvous/store_server.cpp",
-        "static_cast<size_t>(strangers) >= kMaxStrangers &&",
-        "static_cast<size_t>(strangers) >= 1000 * kMaxStrangers &&",
+        "strangers >= max_strangers_ &&",
+        "strangers >= 1000 * max_strangers_ &&",
         "store",
-        "no more than 64 strangers",
+        "no more unproven connections than",
     ),
     (
         "door_left_open",
