@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import Group, errors
+from pycomm import Group, _core, errors
 from pycomm.testing import run_ranks
 
 RANKS = 4
@@ -209,3 +209,66 @@ def test_what_a_dead_rank_sent_is_still_received(
     assert right
     assert noticed_s < NOTICED_S
     assert ("it closed the group" if orderly else "died") in text
+
+
+class FolderStore:
+    """A store in files, whose rank 2 dies once its note is there and it reads the others'."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self.folder, self.rank = Path(folder), rank
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key.replace("/", "_")
+
+    def set(self, key: str, value: bytes) -> None:
+        new = self._path(key).with_suffix(f".new{self.rank}")
+        new.write_bytes(value)
+        new.rename(self._path(key))
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        if self.rank == VICTIM:
+            (self.folder / "died").write_text(str(time.monotonic()))
+            kill()
+        end = time.monotonic() + timeout_s
+        while not self._path(key).exists():
+            if time.monotonic() > end:
+                raise errors.Timeout(key)
+            time.sleep(0.005)
+        return self._path(key).read_bytes()
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+    def remove(self, key: str) -> bytes | None:
+        return None
+
+
+def form_with_one_that_dies(rank: int, transport: str, folder: str) -> None:
+    try:
+        _core.connect(
+            FolderStore(folder, rank), rank=rank, size=3, name="world", timeout_s=30.0,
+            secret="k" * 32, transport=transport, address="", towards="", reproducible=False,
+            log=False, faults=[], tuned=[], line_bytes_s=0.0, full_mesh=64,
+        )  # fmt: skip
+    except errors.PeerLost as error:
+        Path(folder, f"told{rank}").write_text(f"{time.monotonic()} {error}")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_dies_while_the_group_forms_is_named(transport: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=form_with_one_that_dies, args=(rank, transport, str(tmp_path)))
+        for rank in range(3)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+        process.close()
+    for rank in range(2):
+        at, text = Path(tmp_path, f"told{rank}").read_text().split(" ", 1)
+        began = max(float(Path(tmp_path, "died").read_text()), 0.0)
+        assert f"rank {VICTIM} " in text
+        assert "died while the group formed" in text
+        assert float(at) - began < NOTICED_S

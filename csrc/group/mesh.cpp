@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <utility>
 
 #include "core/sha256.h"
@@ -13,6 +14,7 @@
 #include "group/doorman.h"
 #include "group/lobby.h"
 #include "group/note.h"
+#include "os/process.h"
 #include "os/random.h"
 #include "transport/local.h"
 #include "transport/shm.h"
@@ -233,6 +235,33 @@ class Forming {
     }
   }
 
+  // The processes of the peers, by rank, as far as they can be seen, and the first that has ended.
+  // None of them can be in the group any more; but whoever left in order has told those that it had
+  // met, and they tell this rank, why: for that there is a moment.
+  struct Ends {
+    std::vector<Process> processes;
+    int peer = kNobody;
+    std::optional<Deadline> last_word{};
+
+    void note(std::span<const pollfd> polled) {
+      for (size_t i = 0; i < processes.size(); ++i) {
+        if (polled[i].revents != 0) processes[i].found_ended();
+        if (!processes[i].ended() || last_word) continue;
+        peer = static_cast<int>(i);
+        last_word.emplace(kLastMeetings);
+      }
+    }
+  };
+
+  Ends watch_processes(const Mesh& mesh) const {
+    Ends ends;
+    for (const Member& member : mesh.members) {
+      const bool seen = member.visible && member.pid != note_.pid;
+      ends.processes.emplace_back(seen ? member.pid : 0);
+    }
+    return ends;
+  }
+
   // Each calls those before it and is called by those behind it, until nobody is missing. Gives one
   // who has hung up again, or kNobody. For whom one more step is missing the group may stand
   // already, so those who are about to be met are met first: they have to be told.
@@ -244,6 +273,7 @@ class Forming {
     for (const int peer : missing)
       if (peer < request_.rank) lobby.call(peer);
     if (different_ != kNobody) throw_different(different_);
+    Ends ends = watch_processes(mesh);
     int lost = kNobody;
     std::optional<Deadline> last_meetings;
     while (!missing.empty()) {
@@ -254,8 +284,12 @@ class Forming {
           met.push_back(channel.get());
           also.push_back(channel->arm({}));
         }
+      const size_t first_process = also.size();
+      for (const Process& process : ends.processes)
+        also.push_back({process.descriptor().get(), POLLIN, 0});
       const auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline_.left());
       auto arrivals = lobby.round(limit, also);
+      ends.note(std::span(also).subspan(first_process));
       for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
       for (Arrival& arrival : arrivals) {
         mesh.channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
@@ -273,6 +307,8 @@ class Forming {
           last_meetings.emplace(kLastMeetings);
         }
       if (lost != kNobody && last_meetings->expired()) return lost;
+      if (lost == kNobody && ends.last_word && ends.last_word->expired())
+        throw_lost(ends.peer, " died while the group formed: its process has ended");
       if (lost == kNobody && !missing.empty()) check_world(missing, lobby);
     }
     return lost;
