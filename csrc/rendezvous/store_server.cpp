@@ -140,6 +140,7 @@ void StoreServer::accept_some() {
     Fd fd = accept_from(listener_.get(), &exhausted);
     if (exhausted && !evict()) accept_again_ = Clock::now() + kRest;
     if (!fd) return;
+    keep_alive(fd.get());
     if (strangers >= max_strangers_ && evict()) --strangers;
     const uint64_t source = source_of(fd.get());
     clients_.emplace_back(Handshake(std::move(fd), Handshake::Role::listener, key_,

@@ -104,6 +104,7 @@ Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& 
     short events = POLLIN;
     switch (handshake.advance()) {
       case Handshake::Step::done:
+        keep_alive(handshake.fd());
         return handshake.release();
       case Handshake::Step::refused:
         failure = {handshake.why(), handshake.nobody()};
