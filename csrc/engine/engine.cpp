@@ -12,16 +12,12 @@
 namespace pycomm {
 namespace {
 
-// No sleep is longer, so that signals and deadlines are looked at.
-constexpr std::chrono::milliseconds kSlice{100};
 // How often `interrupted` is asked where much happens: it may take a lock that others hold for
 // long.
 constexpr std::chrono::milliseconds kAsk{50};
 constexpr int kLooksPerClock = 32, kStepsPerClock = 1024;
 // Of one peer, before others have their turn: who sends without end holds nobody up.
 constexpr int kFramesPerLook = 4;
-// How long no byte of a process that has ended must have come, until none will.
-constexpr std::chrono::milliseconds kQuiet{50};
 // A wait that sleeps for less would have been over sooner, had it gone on looking.
 constexpr std::chrono::microseconds kShortSleep{200};
 
@@ -272,9 +268,7 @@ bool Engine::sleep(Task& task, const Deadline& deadline) {
     task.arm();
     if (task.advance()) return true;
     if (!tend_all()) {
-      auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
-      if (options_.heartbeat.count() > 0) limit = std::min(limit, pulse_interval());
-      if (ending_) limit = std::min<std::chrono::nanoseconds>(limit, kQuiet);
+      const auto limit = longest_sleep(deadline);
       woken = ::poll(polled_.data(), polled_.size(),
                      static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
     }
@@ -309,39 +303,6 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
     text += (from != kNobody ? ", waiting for data from " : ", waiting to send to ") + name(peer);
   if (awaits() == kAnybody) text += ", waiting for a message from anybody";
   throw Timeout(text, {.peer = peer});
-}
-
-// Between the end of a process and the sight of it all that it sent has been handed to the kernel,
-// and what is in shared memory is there. A socket that another process holds open may yet deliver
-// what this rank has not made room for: as long as bytes come, a peer is not over.
-void Engine::watch_process(int peer) {
-  const auto i = static_cast<size_t>(peer);
-  const int64_t pid = i < options_.pids.size() ? options_.pids[i] : 0;
-  at(peer).process = Process(pid);
-  if (!at(peer).process.ended()) return;
-  at(peer).quiet_since = Clock::now();
-  ending_ = true;
-}
-
-// Whose processes, of those that polled_ holds from `first` on, have ended.
-void Engine::find_ended(size_t first) {
-  for (size_t i = 0; i < watched_.size(); ++i) {
-    if (polled_[first + i].revents == 0) continue;
-    Peer& who = at(watched_[i]);
-    who.process.found_ended();
-    who.quiet_since = Clock::now();
-    ending_ = true;
-  }
-}
-
-void Engine::settle_ended() {
-  const auto now = Clock::now();
-  ending_ = false;
-  for (Peer& who : peers_) {
-    if (!who.process.ended() || who.ended) continue;
-    who.ended = now - who.quiet_since >= kQuiet;
-    ending_ |= !who.ended;
-  }
 }
 
 // Somebody who has left in peace matters only to those who still need something from it.

@@ -260,6 +260,7 @@ class Engine {
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
   bool has_hung_up(int peer);
+  std::chrono::nanoseconds longest_sleep(const Deadline& deadline) const;
   void watch_process(int peer);
   void find_ended(size_t first);
   void settle_ended();
