@@ -14,20 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pycomm import secret as secrets
 from pycomm.errors import InvalidArgument
 
-__all__ = ["TRANSPORTS", "VARIABLES", "Config", "environment"]
+__all__ = ["TRANSPORTS", "VARIABLES", "Config", "environment", "take_secret"]
 
 TRANSPORTS = ("local", "shm", "tcp")
 LOG_LEVELS = ("warning", "info", "debug")
-MIN_SECRET = 16  # characters; `secrets.token_hex(32)` makes 64
+# Set by our launchers for their ranks, not by users: where rank 0 serves pycomm's store.
+STORE_PORT = "PYCOMM_STORE_PORT"
 
 VARIABLES = {
     "PYCOMM_RANK": "this process's rank, 0 to size - 1",
     "PYCOMM_SIZE": "how many processes there are",
     "PYCOMM_LOCAL_RANK": "its rank among the processes of its host",
     "PYCOMM_LOCAL_SIZE": "how many processes its host has",
-    "PYCOMM_SECRET": f"the run's key, the same for all: {MIN_SECRET} characters or more",
+    "PYCOMM_SECRET": f"the run's key, equal on all: {secrets.MIN_CHARACTERS} characters or more",
     "PYCOMM_ENCRYPT": "1: what leaves a host is encrypted, which needs PYCOMM_SECRET; 0 if unset",
     "PYCOMM_LOG": "info: what the group is made of; debug: more; warning if unset",
     "PYCOMM_FLIGHT_RECORD": "a path: what a rank called last goes there when the group breaks",
@@ -76,8 +78,9 @@ class Config:
         local_rank, local_size: the same on this host, or None where the launcher does not say.
         master_host, master_port: where rank 0 can be met.
         agent_store: a launcher (torchrun) already serves torch's TCPStore there.
-        secret: the run's key.
         encrypt: what leaves a host is encrypted.
+        store_port: where rank 0 serves pycomm's own store, if our launcher reserved a port for it.
+        secret: the run's key: 64 hexadecimal digits, stretched where the text given is no such.
         address: which of this host's addresses tcp uses: an interface, an address or a prefix, or
             several with commas, of which the first that the host has counts; "" for the best.
         log: one of LOG_LEVELS.
@@ -91,6 +94,7 @@ class Config:
     master_host: str = ""
     master_port: int = 0
     agent_store: bool = False
+    store_port: int = 0
     secret: str = ""
     encrypt: bool = False
     address: str = ""
@@ -100,16 +104,23 @@ class Config:
 def environment(values: Mapping[str, str] | None = None, secret: str | None = None) -> Config:
     """The configuration that `values` (os.environ if None) describe; `secret` goes before theirs.
 
+    In a rank of several, PYCOMM_SECRET leaves os.environ: see take_secret().
+
     Raises:
         InvalidArgument: a value makes no sense; the text names the variable.
     """
     env = os.environ if values is None else values
     launcher = next((known for known in LAUNCHERS if _is_from(env, known)), None)
     host, port = _master(env, launcher.name if launcher else "")
-    if secret is None and env.get("PYCOMM_SECRET", ""):
-        secret = env["PYCOMM_SECRET"]
-        check_secret(secret, "PYCOMM_SECRET")
     rank, size = _rank_and_size(env, launcher)
+    if values is None and size > 1:
+        take_secret()
+    if secret is None:
+        secret = env.get("PYCOMM_SECRET", "")
+        if secret:
+            secrets.check(secret, "PYCOMM_SECRET")
+        elif values is None:
+            secret = _taken.key
     return Config(
         launcher=launcher.name if launcher else "",
         rank=rank,
@@ -119,11 +130,59 @@ def environment(values: Mapping[str, str] | None = None, secret: str | None = No
         master_host=host,
         master_port=port,
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
-        secret=secret or "",
         encrypt=_choice(env, "PYCOMM_ENCRYPT", ("0", "1"), "0") == "1",
+        store_port=_port(env, STORE_PORT, env.get(STORE_PORT, "")),
+        secret=secrets.key_of(secret) if secret else "",
         address=env.get("GLOO_SOCKET_IFNAME", ""),
         log=_choice(env, "PYCOMM_LOG", LOG_LEVELS, "warning"),
     )
+
+
+class _Taken:
+    key = ""  # of PYCOMM_SECRET, once it has left the environment
+
+
+_taken = _Taken()
+
+
+def known_secret() -> str:
+    """The key of PYCOMM_SECRET or, where it has left the environment, the one it had; "" if none.
+
+    Raises:
+        InvalidArgument: the variable is too easy to guess.
+    """
+    value = os.environ.get("PYCOMM_SECRET", "")
+    if not value:
+        return _taken.key
+    secrets.check(value, "PYCOMM_SECRET")
+    return secrets.key_of(value)
+
+
+def take_secret() -> None:
+    """Moves PYCOMM_SECRET from the environment into this process's memory, where later calls of
+    environment() find it: programs that this process starts do not get it.
+
+    Raises:
+        InvalidArgument: the variable is too easy to guess.
+    """
+    _taken.key = known_secret()
+    os.environ.pop("PYCOMM_SECRET", None)
+
+
+def keep_secret(key: str) -> None:
+    """The run's key, from a launcher that has another way than the environment."""
+    _taken.key = key
+
+
+def under_torchrun(pid: int | None = None) -> bool:
+    """Whether an agent of torch's started this process, or the process `pid`; False where that
+    cannot be read."""
+    if pid is None:
+        return bool(os.environ.get("TORCHELASTIC_RUN_ID", ""))
+    try:
+        return b"\0TORCHELASTIC_RUN_ID=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it ended, or is another user's
+        return False
 
 
 def journal_files() -> dict[str, Any]:
@@ -149,17 +208,10 @@ def described() -> list[tuple[str, str, str]]:
     rows = []
     for name, meaning in VARIABLES.items():
         value = os.environ.get(name, "")
-        rows.append((name, "(set)" if value and name == "PYCOMM_SECRET" else value, meaning))
+        if name == "PYCOMM_SECRET":
+            value = "(set)" if value or _taken.key else ""
+        rows.append((name, value, meaning))
     return rows
-
-
-def check_secret(secret: str, source: str) -> None:
-    """Raises InvalidArgument, naming `source`, for a key that is too short to be one."""
-    if len(secret) < MIN_SECRET:
-        raise InvalidArgument(
-            f"{source} has {len(secret)} characters and needs {MIN_SECRET} or more; to make one: "
-            'python -c "import secrets; print(secrets.token_hex(32))"'
-        )
 
 
 def _is_from(env: Mapping[str, str], launcher: Launcher) -> bool:

@@ -13,11 +13,13 @@ import dataclasses
 import logging
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pycomm import _core, config, rendezvous, survivors, tuned
+from pycomm import _core, config, launcher_watch, rendezvous, survivors, tuned
+from pycomm import secret as secrets
 from pycomm.errors import GroupBroken, InvalidArgument
 from pycomm.survivors import Store
 
@@ -279,7 +281,7 @@ def init(
                 f"transport is {transport!r}; it must be one of {', '.join(config.TRANSPORTS)}"
             )
         if secret is not None:
-            config.check_secret(secret, "secret")
+            secrets.check(secret, "secret")
         here = config.environment(secret=secret)
         if encrypt is not None:
             here = dataclasses.replace(here, encrypt=encrypt)
@@ -297,13 +299,14 @@ def _form(
 ) -> Group:
     log_at(here.log)
     _core.check_address(here.address)
+    end = time.monotonic() + timeout_s
     store = rendezvous.find_store(here, timeout_s)
     core = _core.connect(
         store,
         rank=here.rank,
         size=here.size,
         name="world",
-        timeout_s=timeout_s,
+        timeout_s=max(0.1, end - time.monotonic()),
         secret=here.secret,
         encrypt=here.encrypt,
         transport=transport or "",
@@ -315,8 +318,17 @@ def _form(
         tuned=tuned.thresholds(),
         **config.journal_files(),
     )
+    core.set_timeout(timeout_s)  # of its calls; the forming had what was left of it
     store.settle()
+    launcher_watch.start(_abort_all)
     return Group(core, store, timeout_s)
+
+
+def _abort_all(reason: str) -> None:
+    """Ends every group of this process with an error that carries `reason`."""
+    for group in list(_groups):
+        with contextlib.suppress(Exception):  # closed meanwhile
+            group.abort(reason)
 
 
 def log_at(level: str) -> None:
@@ -417,6 +429,7 @@ def adopt(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], Non
     Where the process has one already, as when ranks are threads, it is that of this thread alone.
     """
     group = Group(core, store, timeout_s)
+    launcher_watch.start(_abort_all)
     own: list[Group] = [group]
     with _state.lock:
         if _state.group is None:

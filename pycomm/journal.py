@@ -44,6 +44,7 @@ CALL = np.dtype(
         ("unused", "V5"),
     ]
 )
+MEMORY_BYTES = HEAD_BYTES + 256 * CALL.itemsize  # of what a rank keeps in memory: journal.cpp
 TABLES = {
     "operation": _core.OPERATIONS,
     "dtype": _core.DTYPES,
@@ -167,8 +168,13 @@ def running() -> list[Journal]:
 
 def _consistent(path: Path) -> Journal:
     """What stands there while its process goes on: records that were written over meanwhile go."""
-    before = parse(path.read_bytes(), str(path))
-    after = np.frombuffer(path.read_bytes()[:HEAD_BYTES], HEAD, 1)[0]
+    with path.open("rb", buffering=0) as memory:  # of another's making: its size says nothing
+        before = parse(memory.read(MEMORY_BYTES), str(path))
+        memory.seek(0)
+        head = memory.read(HEAD_BYTES)
+        if len(head) < HEAD_BYTES:
+            raise InvalidArgument(f"{path} was cut short meanwhile")
+        after = np.frombuffer(head, HEAD, 1)[0]
     torn = int(after["begun"]) - before.begun + 1
     if len(before.records) + torn <= int(after["capacity"]):
         return before

@@ -4,6 +4,9 @@ Plain are None, bool, int, float, str and bytes, and lists, tuples and dicts of 
 Reading checks every length against the bytes that are there, so that any bytes give a value or
 InvalidArgument, in time and memory in proportion to their number. Called by values.py.
 
+Anybody can choose numbers, or tuples of them, that have one hash: a dict of them would take
+quadratic time. So both ends refuse a dict with more than MAX_EQUAL_HASHES keys of one hash.
+
 A value is one byte that says its kind, and then
 
     N T F    nothing more: None, True, False
@@ -16,13 +19,16 @@ A value is one byte that says its kind, and then
 from __future__ import annotations
 
 import struct
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from pycomm.errors import InvalidArgument
 
-__all__ = ["MAX_DEPTH", "decode", "encode"]
+__all__ = ["MAX_DEPTH", "MAX_EQUAL_HASHES", "decode", "encode"]
 
 MAX_DEPTH = 100  # lists in lists; also what ends a list that holds itself
+MAX_EQUAL_HASHES = 64  # the powers of two that a float can be have up to 35 of one hash
 SHOWN = 60  # characters of a value in an error's text
 
 _CONSTANTS = {None: b"N", True: b"T", False: b"F"}
@@ -71,6 +77,10 @@ def _write_bytes(out: bytearray, kind: bytes, content: bytes) -> None:
 def _write_parts(out: bytearray, value: Any, place: str, depth: int) -> None:
     if type(value) is dict:
         out += b"d" + _length.pack(len(value))
+        if (most := _most_equal(map(hash, value))) > MAX_EQUAL_HASHES:
+            raise InvalidArgument(
+                f"{most} keys of {place} have one hash: a dict may have {MAX_EQUAL_HASHES} such"
+            )
         for key, one in value.items():
             _write(out, key, f"the key {_short(key)} of {place}", depth)
             _write(out, one, f"{place}[{_short(key)}]", depth)
@@ -78,6 +88,11 @@ def _write_parts(out: bytearray, value: Any, place: str, depth: int) -> None:
     out += (b"l" if type(value) is list else b"t") + _length.pack(len(value))
     for i, one in enumerate(value):
         _write(out, one, f"{place}[{i}]", depth)
+
+
+def _most_equal(hashes: Iterable[int]) -> int:
+    """How often the most frequent of them occurs."""
+    return max(Counter(hashes).values(), default=0)
 
 
 def _short(key: Any) -> str:
@@ -137,12 +152,17 @@ class _Reader:
 
     def _dict(self, count: int, depth: int) -> dict[Any, Any]:
         values = {}
+        equal: Counter[int] = Counter()  # by hash: how many keys have it
         for _ in range(count):
             key = self.value(depth)
             try:
-                values[key] = self.value(depth)
+                hashed = hash(key)
             except TypeError:
                 raise _broken(f"a {type(key).__name__} cannot be a key") from None
+            equal[hashed] += 1
+            if equal[hashed] > MAX_EQUAL_HASHES:
+                raise _broken(f"more than {MAX_EQUAL_HASHES} keys of a dict have one hash")
+            values[key] = self.value(depth)
         return values
 
     def _number(self) -> int:

@@ -6,9 +6,12 @@ Files are torch's. Who saves writes beside the file and renames, so that a file 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
-import tempfile
+import re
+import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from pycomm.errors import Error, InvalidArgument
 from pycomm.group import Group, default
 
 __all__ = ["load", "print0", "save"]
+
+TOKEN_BYTES, SUFFIX = 8, ".tmp"  # of a temporary file's name: random, and its end
 
 
 def print0(*args: Any, **kwargs: Any) -> None:
@@ -70,8 +75,8 @@ def load(
     content = np.empty(0, np.uint8)
     if own.rank == 0:
         try:
-            content = np.fromfile(path, np.uint8)
-        except OSError as error:  # all ranks are told
+            content = np.fromfile(os.fspath(path), np.uint8)
+        except Exception as error:  # whatever it is, all ranks are told
             failure = error
     _agree(failure, f"could not read {path}", own)
     length = collectives.broadcast(np.array([len(content)]), group=own)[0]
@@ -99,22 +104,58 @@ def _refuse_own_state(obj: Any) -> None:
 
 
 def _write(obj: Any, path: Path) -> None:
+    """Replaces the file that `path` leads to; a file that is there keeps its mode."""
     import torch
 
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+    path = Path(os.path.realpath(path))  # of a symbolic link the target is replaced
+    _remove_stale(path)
+    descriptor, name = _temporary(path)
+    with os.fdopen(descriptor, "wb") as file:
+        try:
             torch.save(obj, file)
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # mkstemp's are the owner's alone
-        os.replace(name, path)
-    except BaseException:  # Ctrl-C too: half a file must not stay
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+            os.replace(name, path)
+        except BaseException:  # Ctrl-C too: half a file must not stay
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)  # the new name survives a power failure
+    finally:
+        os.close(folder)
+
+
+def _temporary(path: Path) -> tuple[int, str]:
+    """A new file beside `path`, locked while it is open: the descriptor and the name."""
+    while True:
+        name = str(path.parent / f".{path.name}.{secrets.token_hex(TOKEN_BYTES)}{SUFFIX}")
+        with contextlib.suppress(FileExistsError):
+            # The kernel applies the umask: to read it by os.umask() would change it meanwhile.
+            descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            with contextlib.suppress(OSError):  # a file system without locks: nothing is stale
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor, name
+            os.close(descriptor)  # another process took it for stale before it was locked
+
+
+def _remove_stale(path: Path) -> None:
+    """Removes what processes that were killed in save() have left beside `path`."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{2 * TOKEN_BYTES}}}{SUFFIX}")
+    with os.scandir(path.parent) as entries:
+        found = [entry for entry in entries if pattern.fullmatch(entry.name)]
+    for entry in found:
+        with contextlib.suppress(OSError):  # locked: its process lives; or it is another user's
+            descriptor = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)
+            finally:
+                os.close(descriptor)
 
 
 def _agree(failure: BaseException | None, what: str, own: Group) -> None:

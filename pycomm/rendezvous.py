@@ -1,17 +1,23 @@
 """Chooses the store in which the ranks of a run find each other. Called by pycomm.init alone.
 
-Two ways. Where torch's own rendezvous is at hand (a process group that stands already, torchrun, or
-MASTER_ADDR with torch importable and no key), the addresses and the run's key go through torch's
-store. Else rank 0 serves a store of ours, which only a holder of PYCOMM_SECRET can talk to.
+Two ways. With the run's key rank 0 serves a store of ours, which only a holder of the key can talk
+to. Without one, under torchrun, and where a process group of torch's is established already, the
+addresses (and the key, if rank 0 has to make it) are exchanged through torch's store.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import importlib
 import importlib.util
+import ipaddress
+import queue
 import secrets
 import sys
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,60 +27,177 @@ from pycomm.errors import InvalidArgument, Timeout
 
 __all__ = ["find_store", "host_of"]
 
+LIMIT_S = 30.0  # of a call whose caller gives none
+# So long a healthy store may take to answer at the end of a limit, and at the least.
+ANSWER_S, SHORTEST_S = 0.3, 0.1
 PAUSE_S = 0.02  # between two looks at torch's store: its own wait would hold Ctrl-C up
 # What no value of ours begins with: an answer for a key that is not there, and what remove() leaves
 # of a value, with a word of its own.
 ABSENT, GONE = b"\0absent", b"\0gone "
+LABEL = b"pycomm: values in a foreign store"  # what the key of their signatures is derived with
+MAC_BYTES, UNIQUE_BYTES = 32, 8
+FORGED = (
+    ": what is there lacks the run's signature. Either a rank has no PYCOMM_SECRET or another one, "
+    "or a program that does not belong to the run writes to the store"
+)
 
 
 class TorchStore:
-    """A torch.distributed store as the core wants one: see _core.pyi, PythonStore."""
+    """A torch.distributed store as the core wants one: see _core.pyi, PythonStore.
 
-    def __init__(self, store: Any) -> None:
+    Every call ends within its limit: torch's own wait for a server that does not answer for ever.
+
+    Anybody who reaches torch's store can write to it. Where the run has a `secret`, which is not in
+    the store, each value is kept behind an HMAC-SHA256 of its key and itself, and what has none
+    counts as absent: a client without the secret can hinder the run and decides nothing in it.
+    Without a secret the store is the boundary: who reaches it is trusted.
+    """
+
+    def __init__(self, store: Any, secret: str = "") -> None:
         self._store = store
+        self._key = hmac.digest(secret.encode(), LABEL, "sha256") if secret else None
+        self._unanswered = threading.Lock()  # held while a call of torch's runs
 
-    def set(self, key: str, value: bytes) -> None:
-        """Leaves `value` under `key`."""
-        self._store.set(key, value)
+    def set(self, key: str, value: bytes, timeout_s: float = LIMIT_S) -> None:
+        """Leaves `value` under `key`. This and the others raise Timeout after `timeout_s`."""
+        self._call(timeout_s, "set", key, self._signed(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """The value of `key`, once somebody has set it. Raises Timeout after `timeout_s`."""
         end = time.monotonic() + timeout_s
-        while (value := self._look(key)) is None:
+        while True:
+            found = self._look(key, end - time.monotonic() + ANSWER_S)
+            value = self._value(key, found)
+            if value is not None:
+                return value
             left = end - time.monotonic()
             if left <= 0:
+                forged = self._key and found != ABSENT and not found.startswith(GONE)
                 raise Timeout(
-                    f"nobody set {key!r} in torch's store in {timeout_s:.1f} s",
+                    f"nobody set {key!r} in torch's store in {timeout_s:.1f} s"
+                    + (FORGED if forged else ""),
                     op="init",
                     elapsed_s=timeout_s,
                 )
             time.sleep(min(left, PAUSE_S))  # the store has no wait that Ctrl-C ends
-        return value
 
-    def add(self, key: str, amount: int) -> int:
-        """Adds to the number under `key`, 0 if there is none; gives the sum."""
-        return int(self._store.add(key, amount))
+    def add(self, key: str, amount: int, timeout_s: float = LIMIT_S) -> int:
+        """Adds to the number under `key`, 0 if there is none; gives the sum.
 
-    def remove(self, key: str) -> bytes | None:
+        Raises:
+            InvalidArgument: what is there is no number.
+        """
+
+        if self._key is None:
+            try:
+                return int(self._call(timeout_s, "add", key, amount))
+            except (ValueError, IndexError):  # by torch's stores in memory; others hang up
+                text = f"the value of {key!r} in torch's store is no number that can be added to"
+                raise InvalidArgument(text) from None
+        if amount == 0:
+            return int(self._value(key, self._look(key, timeout_s)) or 0)
+
+        def following(value: bytes | None) -> bytes:
+            return str(int(value or 0) + amount).encode()
+
+        return int(self._replace(key, following, timeout_s))
+
+    def remove(self, key: str, timeout_s: float = LIMIT_S) -> bytes | None:
         """Takes the key away and gives its value to one of those who ask; None to the others."""
-        value = self._look(key)
+        end = time.monotonic() + timeout_s
+        found = self._look(key, timeout_s)
+        value = self._value(key, found)
         if value is None:
             return None
         # Not delete_key: it tells several callers that they deleted a key, or deletes a newer one.
         mark = GONE + secrets.token_bytes(8)
-        return value if bytes(self._store.compare_set(key, value, mark)) == mark else None
+        left = end - time.monotonic()
+        return value if bytes(self._call(left, "compare_set", key, found, mark)) == mark else None
 
-    def claim(self, key: str, value: bytes) -> bytes:
+    def claim(self, key: str, value: bytes, timeout_s: float = LIMIT_S) -> bytes:
         """Leaves `value` under `key` unless something is there; gives what is."""
-        return bytes(self._store.compare_set(key, b"", value))
+        return self._replace(key, lambda found: value if found is None else found, timeout_s)
 
     def settle(self) -> None:
         """Nothing of ours listens."""
 
-    def _look(self, key: str) -> bytes | None:
-        """The value of `key`, or None, at once."""
-        value = bytes(self._store.compare_set(key, ABSENT, ABSENT))
-        return None if value == ABSENT or value.startswith(GONE) else value
+    def _replace(
+        self, key: str, following: Callable[[bytes | None], bytes], timeout_s: float
+    ) -> bytes:
+        """Replaces the value of `key`, None where there is none of the run's, by what follows it,
+        in one step; gives that."""
+        end = time.monotonic() + timeout_s
+        found = self._look(key, timeout_s)
+        while True:
+            value = self._value(key, found)
+            wanted = following(value)
+            if wanted == value:  # of a claim
+                return wanted
+            raw = self._signed(key, wanted)
+            expected = b"" if found == ABSENT else found
+            left = end - time.monotonic()
+            told = bytes(self._call(left, "compare_set", key, expected, raw))
+            if told == raw:
+                return wanted
+            if left <= 0:  # somebody writes again and again
+                raise Timeout(f"{key!r} in torch's store did not stay for {timeout_s:.1f} s")
+            found = told
+
+    def _look(self, key: str, timeout_s: float) -> bytes:
+        """What is there under `key`, or ABSENT, at once."""
+        return bytes(self._call(timeout_s, "compare_set", key, ABSENT, ABSENT))
+
+    def _signed(self, key: str, value: bytes) -> bytes:
+        """The value as it is stored: where there is a key, behind its HMAC and random bytes, by
+        which it is told from the same value of another rank."""
+        if self._key is None:
+            return value
+        unique = secrets.token_bytes(UNIQUE_BYTES) + value
+        return self._mac(key, unique) + unique
+
+    def _value(self, key: str, found: bytes) -> bytes | None:
+        """What was stored there by a holder of the key; None if nothing was."""
+        if found == ABSENT or found.startswith(GONE):
+            return None
+        if self._key is None:
+            return found
+        unique = found[MAC_BYTES:]
+        if not hmac.compare_digest(found[:MAC_BYTES], self._mac(key, unique)):
+            return None
+        return unique[UNIQUE_BYTES:]
+
+    def _mac(self, key: str, unique: bytes) -> bytes:
+        place = key.encode("utf-8", "surrogatepass")
+        text = len(place).to_bytes(4, "little") + place + unique
+        return hmac.digest(self._key or b"", text, "sha256")
+
+    def _call(self, timeout_s: float, method: str, key: str, *given: Any) -> Any:
+        """A method of torch's store, on a thread of its own: it has no limit there."""
+        end = time.monotonic() + max(timeout_s, SHORTEST_S)
+        answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answer.put((True, getattr(self._store, method)(key, *given)))
+            except BaseException as error:  # the caller raises it
+                answer.put((False, error))
+            self._unanswered.release()
+
+        # One call at a time: behind one that has no answer no other would get one.
+        if self._unanswered.acquire(timeout=max(timeout_s, SHORTEST_S)):
+            thread = threading.Thread(target=ask, name="pycomm-torch-store", daemon=True)
+            thread.start()
+            with contextlib.suppress(queue.Empty):
+                done, value = answer.get(timeout=max(end - time.monotonic(), SHORTEST_S))
+                thread.join()
+                if done:
+                    return value
+                raise value
+        raise Timeout(
+            f"torch's store did not answer to {method}({key!r}) within {timeout_s:.1f} s: the "
+            "process that serves it is stopped or cannot be reached",
+            elapsed_s=timeout_s,
+        )
 
 
 def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonStore:
@@ -99,20 +222,32 @@ def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonSt
             "PYCOMM_SECRET is not set, and without torch's rendezvous the processes need a key: "
             'give all the same, made by python -c "import secrets; print(secrets.token_hex(32))"'
         )
-    place = config.master_host, config.master_port, config.secret
+    host, port = config.master_host, config.store_port or config.master_port
     if config.rank == 0:
-        return _core.TcpStore.serve("", config.master_port, config.secret)
-    return _core.TcpStore.connect(*place, timeout_s)
+        return _core.TcpStore.serve(host if _is_loopback(host) else "", port, config.secret)
+    return _core.TcpStore.connect(host, port, config.secret, timeout_s)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether all ranks run on this host, as rank 0 is known by a loopback address. Names are not
+    looked up: a host's own name may be its loopback here and its network address elsewhere."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _store_of_torch(config: Config, timeout_s: float) -> TorchStore | None:
-    """torch's store, where it is there already or is the only way to pass a key on."""
+    """torch's store, where it is there already or is the only way to pass a key on. Where our
+    launcher reserved a port for pycomm's store, a rank with the key does not import torch."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         from torch.distributed import distributed_c10d as c10d
 
-        return _prefixed(c10d._get_default_store())
-    wanted = config.agent_store or not config.secret
+        return _prefixed(c10d._get_default_store(), config.secret)
+    wanted = not config.secret or (config.agent_store and not config.store_port)
     has_address = config.master_host and config.master_port
     if not wanted or not has_address or importlib.util.find_spec("torch") is None:
         return None
@@ -121,7 +256,7 @@ def _store_of_torch(config: Config, timeout_s: float) -> TorchStore | None:
         found = dist.rendezvous(
             "env://", config.rank, config.size, timeout=timedelta(seconds=timeout_s)
         )
-        return _prefixed(next(found)[0])
+        return _prefixed(next(found)[0], config.secret)
     return _prefixed(
         dist.TCPStore(
             config.master_host,
@@ -131,7 +266,8 @@ def _store_of_torch(config: Config, timeout_s: float) -> TorchStore | None:
             timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
-        )
+        ),
+        config.secret,
     )
 
 
@@ -142,7 +278,7 @@ def host_of(store: Any) -> str:
     return str(getattr(store, "host", ""))
 
 
-def _prefixed(store: Any) -> TorchStore:
+def _prefixed(store: Any, secret: str) -> TorchStore:
     from torch.distributed.distributed_c10d import PrefixStore
 
-    return TorchStore(PrefixStore("pycomm", store))
+    return TorchStore(PrefixStore("pycomm", store), secret)

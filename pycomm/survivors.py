@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ __all__ = ["Store", "regroup"]
 
 Store: TypeAlias = "_core.Store | _core.PythonStore"
 
+LEAST_S = 0.3  # for a healthy store to answer at the end of the limit
 PAUSE_S = 0.01  # between two looks at the store
 # For a rank that another takes for lost, and whose process cannot be asked, to say that it lives.
 GRACE_S = 0.5
@@ -48,8 +50,8 @@ def regroup(core: _core.Group, store: Store, timeout_s: float) -> _core.Group:
     lost: Sequence[int] = core.lost()
     with _processes(core) as processes, _store_is_there(core):
         while True:
-            board = _Board(store, name, members.index(core.rank), len(members))
-            chosen = board.agree([processes[m] for m in members], lost, end)
+            board = _Board(store, name, members.index(core.rank), len(members), end)
+            chosen = board.agree([processes[m] for m in members], lost)
             name, members, lost = _after(name), [members[i] for i in chosen], ()
             try:
                 limit_s = max(0.1, min(form_s, end - time.monotonic()))
@@ -108,15 +110,16 @@ def _store_is_there(core: _core.Group) -> Iterator[None]:
 
 
 class _Board:
-    """What the `size` ranks of one group leave in the store to agree on who goes on."""
+    """What the `size` ranks of one group leave in the store to agree on who goes on, until `end`
+    by the steady clock."""
 
-    def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: Store, name: str, rank: int, size: int, end: float) -> None:
+        self._store, self._rank, self._size, self._end = store, rank, size, end
         self._prefix, self._name = f"{name}/shrink/", name
         self._dead: set[int] = set()  # for certain
         self._lost: set[int] = set()  # as a survivor says
 
-    def agree(self, processes: Sequence[int | None], lost: Sequence[int], end: float) -> list[int]:
+    def agree(self, processes: Sequence[int | None], lost: Sequence[int]) -> list[int]:
         """Collective. Those who go on, the same on all of them; this rank among them."""
         for rank in lost:
             self._add("lost", rank, 1)
@@ -126,7 +129,7 @@ class _Board:
             here = self._here(processes)
             now = time.monotonic()
             given_up = self._dead | (self._lost if now - begin >= GRACE_S else set())
-            if now >= end or len(here | given_up) == self._size:
+            if now >= self._end or len(here | given_up) == self._size:
                 decided = self._claim(here)
                 break
             time.sleep(PAUSE_S)  # a store tells nobody of what comes
@@ -163,20 +166,36 @@ class _Board:
         half = 2 * len(here) == len(alive) and alive[0] in here
         enough = 2 * len(here) > len(alive) or half
         text = " ".join(map(str, sorted(here))) if enough else "none"
-        return _parsed(self._store.claim(self._prefix + "decided", text.encode()))
+        return self._parsed(
+            self._store.claim(self._prefix + "decided", text.encode(), self._left_s())
+        )
 
     def _decided(self) -> list[int] | None:
         try:
-            return _parsed(self._store.get(self._prefix + "decided", 0.0))
+            text = self._store.get(self._prefix + "decided", 0.0)
         except Timeout:  # nobody has decided yet
             return None
+        return self._parsed(text)
+
+    def _parsed(self, text: bytes) -> list[int]:
+        """The ranks that a decision names; raises GroupBroken for bytes that are none."""
+        if text == b"none":
+            return []
+        words = text.split(b" ") if re.fullmatch(rb"[0-9]{1,9}( [0-9]{1,9})*", text) else []
+        ranks = [int(word) for word in words]
+        if not ranks or ranks != sorted({rank for rank in ranks if rank < self._size}):
+            raise self._error(
+                f"the store names as those who go on {text[:60]!r}, which is no ascending list of "
+                f"ranks below {self._size}: another program, or another version of pycomm, wrote it"
+            )
+        return ranks
 
     def _add(self, kind: str, number: int, amount: int) -> int:
-        return self._store.add(f"{self._prefix}{kind}/{number}", amount)
+        return self._store.add(f"{self._prefix}{kind}/{number}", amount, self._left_s())
+
+    def _left_s(self) -> float:
+        """The limit of a call of the store."""
+        return max(LEAST_S, self._end - time.monotonic())
 
     def _error(self, text: str) -> GroupBroken:
         return GroupBroken(f'shrink: "{self._name}": {text}', op="shrink", rank=self._rank)
-
-
-def _parsed(text: bytes) -> list[int]:
-    return [] if text == b"none" else [int(word) for word in text.split()]

@@ -46,7 +46,8 @@ def view(now: Sample, before: Sample | None = None) -> RenderableType:
 def _group(ranks: list[Journal], now: Sample, before: Sample | None) -> Table:
     first = ranks[0]
     here = "" if len(ranks) == first.size else f", {len(ranks)} of them here"
-    table = Table(title=f'group "{first.name}", {first.size} ranks{here}', title_justify="left")
+    title = Text(f'group "{first.name}", {first.size} ranks{here}')  # a str would be markup
+    table = Table(title=title, title_justify="left")
     for name in ("rank", "pid", "calls/s", "MB/s sent", "waiting", ""):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("doing")

@@ -113,7 +113,7 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
     ours.group_name = cast("GroupName", options.group_id)
     shared = None if options.global_ranks_in_group else _engine_of_init(options)
     encrypt = _encrypt(ours, shared)
-    store = rendezvous.TorchStore(options.store)
+    store = rendezvous.TorchStore(options.store, config.environment().secret)
     core = _connect(store, options, timeout, encrypt) if shared is None else shared
     ended = None
     if shared is None:
@@ -173,6 +173,8 @@ def _connect(
 ) -> _core.Group:
     """Forms the group through torch's store; rank 0 leaves the run's key there if there is none."""
     place = config.environment()
+    if options.group_size > 1:  # where the program told torch, not the environment, who it is
+        config.take_secret()
     groups.log_at(place.log)
     return _core.connect(
         store,

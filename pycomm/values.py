@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 MAX_KEY_BYTES = 512
+LEAST_S = 0.3  # for a healthy store to answer at the end of a limit
 MAX_VALUE_BYTES = 1 << 20  # of a value under a key, as bytes: what a store takes
 
 
@@ -71,8 +72,9 @@ def user_set(key: str, value: Any, *, group: Group | None = None) -> None:
     Raises:
         InvalidArgument: the value is not plain, or key or value are too long.
         PeerLost: the store has gone, with rank 0.
+        Timeout: the store did not answer within the group's limit.
     """
-    store, prefix, _ = (group or default())._board()
+    store, prefix, limit_s = (group or default())._board()
     encoded = plain.encode(value)
     if len(encoded) > MAX_VALUE_BYTES:
         raise InvalidArgument(
@@ -81,7 +83,7 @@ def user_set(key: str, value: Any, *, group: Group | None = None) -> None:
             op="user_set",
             bytes=len(encoded),
         )
-    store.set(_place(prefix, key, "user_set"), encoded)
+    store.set(_place(prefix, key, "user_set"), encoded, limit_s)
 
 
 def user_get(key: str, timeout_s: float | None = None, *, group: Group | None = None) -> Any:
@@ -116,7 +118,7 @@ def _wait(verb: str, key: str, timeout_s: float | None, group: Group | None) -> 
             text = f"{verb}: no rank set {key!r} within {limit_s:.3g} s"
             raise Timeout(text, op=verb, elapsed_s=limit_s) from None
         if verb == "user_pop":
-            value = store.remove(where)
+            value = store.remove(where, max(LEAST_S, end - time.monotonic()))
         if value is not None:  # else another rank was faster
             return plain.decode(value)
 

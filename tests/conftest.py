@@ -37,12 +37,20 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept_by_others() -> None:
-    """What libraries make at first use and keep for good: multiprocessing a child, torch's first
-    store a pipe (libuv's, for signals), and torch.distributed.nn the default group of the moment,
-    in its default arguments."""
+def kept_by_others(request: pytest.FixtureRequest) -> None:
+    """What libraries make at first use and keep for good: multiprocessing a child, and torch, where
+    it was imported with the test files, what torchs_first_store says."""
     resource_tracker.ensure_running()
     if "torch" in sys.modules:
+        request.getfixturevalue("torchs_first_store")
+
+
+@pytest.fixture(scope="session")
+def torchs_first_store() -> None:
+    """Torch's first store makes a pipe (libuv's, for signals), and torch.distributed.nn keeps the
+    default group of the moment, in its default arguments. For files whose tests import torch later:
+    `pytestmark = pytest.mark.usefixtures("torchs_first_store")`."""
+    with contextlib.suppress(ImportError):  # a machine without torch
         import torch.distributed.nn.functional  # noqa: F401 - DDP imports it, with a group there
         from torch.distributed import TCPStore
 

@@ -80,7 +80,12 @@ def train() -> None:
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    say("bits", hashlib.sha256(flat.numpy().tobytes()).hexdigest(), pycomm.host_count())
+    say(
+        "bits",
+        hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
+        pycomm.host_count(),
+        type(group._store).__name__,
+    )
 
 
 if __name__ == "__main__":

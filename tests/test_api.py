@@ -423,7 +423,7 @@ def test_a_store_can_be_written_in_python() -> None:
         def __init__(self) -> None:
             self.values, self.changed = {}, threading.Condition()
 
-        def set(self, key: str, value: bytes) -> None:
+        def set(self, key: str, value: bytes, timeout_s: float = 30.0) -> None:
             with self.changed:
                 self.values[key] = value
                 self.changed.notify_all()
@@ -434,16 +434,16 @@ def test_a_store_can_be_written_in_python() -> None:
                     raise errors.Timeout(key)
                 return self.values[key]
 
-        def add(self, key: str, amount: int) -> int:
+        def add(self, key: str, amount: int, timeout_s: float = 30.0) -> int:
             with self.changed:
                 self.values[key] = b"%d" % (int(self.values.get(key, b"0")) + amount)
                 return int(self.values[key])
 
-        def remove(self, key: str) -> bytes | None:
+        def remove(self, key: str, timeout_s: float = 30.0) -> bytes | None:
             with self.changed:
                 return self.values.pop(key, None)
 
-        def claim(self, key: str, value: bytes) -> bytes:
+        def claim(self, key: str, value: bytes, timeout_s: float = 30.0) -> bytes:
             with self.changed:
                 return self.values.setdefault(key, value)
 

@@ -177,3 +177,43 @@ def test_a_text_in_a_record_cannot_steer_the_terminal() -> None:
     at = journal.HEAD.fields["name"][1]
     sound[at : at + 5] = b"a\x1b[2J"
     assert journal.parse(bytes(sound), "").name == "a?[2J"
+
+
+def wait_in_vain(group: pycomm.Group, over: threading.Event) -> str:
+    if group.rank == 1:
+        assert over.wait(60)
+        return ""
+    with pytest.raises(errors.Timeout) as caught:
+        pycomm.all_reduce(X.copy(), group=group, timeout_s=0.2)
+    over.set()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
+def test_a_record_is_not_written_through_what_another_put_there(record: Path, kind: str) -> None:
+    """In a folder that all share, as /tmp, the name is known beforehand."""
+    precious, place = record.parent / "precious", Path(f"{record}.world.0")
+    if kind == "link":
+        precious.write_text("mine")
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(precious)
+    text = run_ranks(2, wait_in_vain, threading.Event())[0]
+    assert f"no flight record could be written to {place}: " in text
+    assert ("symbolic link" in text) == (kind != "pipe")
+    assert precious.exists() == (kind == "link")
+    if kind == "link":
+        assert precious.read_text() == "mine"
+
+
+def test_a_trace_is_not_written_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYCOMM_TRACE", str(tmp_path))
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "world.0.trace").symlink_to(precious)
+    with pytest.raises(errors.InvalidArgument, match="symbolic link is there"):
+        run_ranks(1, sums, 1)
+    assert precious.read_text() == "mine"

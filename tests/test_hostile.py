@@ -22,7 +22,7 @@ from pycomm import _core
 
 HERE = Path(__file__).parent
 LIMIT_S = 60.0
-FORMS = "import pycomm; pycomm.init(secret='k' * 16, timeout_s=120)"
+FORMS = "import pycomm; pycomm.init(secret='0123456789abcdef', timeout_s=120)"
 
 
 @contextlib.contextmanager

@@ -25,16 +25,22 @@ MAY_INCLUDE = {
     "core/": ["core/"],
     "os/": ["core/", "os/"],
     "collectives/": ["core/", "collectives/"],
-    "kernels/": ["core/", "kernels/"],
+    "kernels/": ["core/", "kernels/", "os/thread.h"],
     # The store proves who calls with the transports' handshake.
-    "rendezvous/": ["core/", "os/", "rendezvous/", "transport/handshake.h"],
+    "rendezvous/": [
+        "core/",
+        "os/",
+        "rendezvous/",
+        "transport/admission.h",
+        "transport/handshake.h",
+    ],
     "transport/": ["core/", "os/", "transport/"],
     "engine/": [
         *("core/", "engine/", "collectives/plan.h", "kernels/kernels.h"),
-        *("transport/transport.h", "transport/frame.h"),
+        *("os/process.h", "transport/transport.h", "transport/frame.h"),
     ],
     # Plans on a GPU's streams; which GPU and which NCCL it is told.
-    "device/": ["core/", "device/", "collectives/plan.h", "nccl/"],
+    "device/": ["core/", "device/", "collectives/plan.h", "nccl/", "os/thread.h"],
     "shared/": [
         *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
         *("os/process_memory.h", "os/random.h", "os/shared_heap.h", "transport/frame.h"),
@@ -46,7 +52,7 @@ MAY_INCLUDE = {
     "bindings/core": [
         *("bindings/core", "core/", "group/group.h", "group/connect.h", "group/device_group.h"),
         *("bindings/kernels.h", "kernels/kernels.h", "kernels/stream.h", "os/shared_heap.h"),
-        *("kernels/lean.h", "rendezvous/"),
+        *("kernels/lean.h", "os/fd.h", "rendezvous/"),
     ],
     "bindings/kernels.h": [
         *("core/", "kernels/device_kernels.h", "kernels/lean.h", "kernels/packet.h"),
@@ -70,8 +76,9 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 FLOORS = [
     ["_core", "_cuda", "_c10d"],
     ["errors"],
+    ["secret"],
     ["arrays", "config", "journal", "nccl", "plain"],
-    ["rendezvous", "survivors", "tuned"],
+    ["launcher_watch", "rendezvous", "survivors", "tuned"],
     ["group", "kernels"],
     ["device_groups"],
     ["calls", "memory"],
@@ -102,7 +109,8 @@ MAY_SEE_ENVIRONMENT = [
 
 LONGEST_FILE = 500
 MOST_VARIABLES = 9
-NOT_VARIABLES = {"PYCOMM_TORCH_VERSION"}  # set by setup.py for the compiler
+# Set by setup.py for the compiler, and by our launchers for their ranks: not for users.
+NOT_VARIABLES = {"PYCOMM_TORCH_VERSION", "PYCOMM_STORE_PORT"}
 
 
 def tree(*folders: str, ends: tuple[str, ...]) -> list[Path]:

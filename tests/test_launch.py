@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 PROGRAM = str(HERE / "launched.py")
 LAUNCH = [sys.executable, "-m", "pycomm", "launch"]
 LIMIT_S = 150
+SECRET = "0123456789abcdef" * 2
 WHY_NOT = missing()
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOMM", "OMP", "PET_"))}
 CLEAN["PYTHONPATH"] = f"{HERE.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -217,13 +218,15 @@ def test_default_counts_and_cores(monkeypatch: Any) -> None:
         place.cores_of(1, len(cores))
 
 
-def start_hosts(net: Network, folder: Path, order: list[int], *words: str) -> list[Any]:
+def start_hosts(
+    net: Network, folder: Path, order: list[int], *words: str, secret: str = ""
+) -> list[Any]:
     """The launchers of two hosts, 1 and 2 ranks, started in this order; by host."""
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].ipv4()}:29400"]
     started = {
         number: net.hosts[number].start(
             [*LAUNCH, *meeting, "--nproc", str(number + 1), f"--log-dir={folder}", *words],
-            {"PYTHONPATH": CLEAN["PYTHONPATH"]},
+            {"PYTHONPATH": CLEAN["PYTHONPATH"], "PYCOMM_SECRET": secret},
         )
         for number in order
     }
@@ -231,16 +234,19 @@ def start_hosts(net: Network, folder: Path, order: list[int], *words: str) -> li
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-def test_two_hosts_train_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("secret", ["", SECRET], ids=["no key", "key"])
+def test_two_hosts_train_together(secret: str, tmp_path: Path) -> None:
+    """With a key the ranks meet in rank 0's own store."""
     with Network(2, ipv6=False) as net:
-        for process in start_hosts(net, tmp_path, [1, 0], PROGRAM, "train"):
+        for process in start_hosts(net, tmp_path, [1, 0], PROGRAM, "train", secret=secret):
             out, err = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0, out + err
+            assert ("anybody who can reach" in err) != bool(secret)
     logs = sorted(tmp_path.glob("rank*.log"))
     assert len(logs) == 3
     lines = {line for log in logs for line in log.read_text().splitlines() if "bits" in line}
     assert len(lines) == 1
-    assert lines.pop().endswith(" 2")  # hosts
+    assert lines.pop().endswith(f" 2 {'TcpStore' if secret else 'TorchStore'}")  # hosts
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -319,7 +325,7 @@ LOCAL_RANKS = "import pycomm as p; p.init(timeout_s=60); print(p.all_gather_obje
 def test_the_others_hear_why_a_rank_failed() -> None:
     """Started without a launcher, which would end them before they can say so."""
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": str(free_port()), "PYCOMM_SECRET": "k" * 32}
+    place |= {"MASTER_PORT": str(free_port()), "PYCOMM_SECRET": SECRET}
     rank = [sys.executable, "-m", "pycomm.launch.rank", f"--parent={os.getpid()}", "--kind=script"]
     ranks = [
         subprocess.Popen(
@@ -341,7 +347,11 @@ def test_the_variables_of_other_launchers_are_enough(whose: str) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", LOCAL_RANKS],
-            env={**WITHOUT, **other_launchers(rank, port)[whose], "PYCOMM_SECRET": "k" * 32},
+            env={
+                **WITHOUT,
+                **other_launchers(rank, port)[whose],
+                "PYCOMM_SECRET": SECRET,
+            },
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -1,11 +1,14 @@
 """`pycomm top`: ranks that run, wait or are stopped, seen from outside."""
 
+import dataclasses
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,3 +121,35 @@ def test_a_closed_group_is_not_shown() -> None:
     (own,) = run_ranks(2, ids)[0]
     assert len(kept) == 2
     assert own not in {one.id for one in journal.running()}
+
+
+def read_in_part(group: pycomm.Group, name: str) -> str:
+    """Beside a group with a name that a console could take for markup: a memory of 8 GiB
+    under the journals' name is read, and the first line of the view given."""
+    fd = os.memfd_create("pycomm-journal")
+    try:
+        os.ftruncate(fd, 8 << 30)
+        sample = top.Sample()
+        one = ours(sample)[0]
+        own = Path(one.source).read_bytes()
+        os.pwrite(fd, own, 0)
+        same = journal._consistent(Path(f"/proc/self/fd/{fd}"))
+        assert len(same.records) == len(one.records)
+        sample.journals = [dataclasses.replace(one, name=name)]
+        console = Console(width=200, no_color=True)
+        with console.capture() as capture:
+            console.print(top.view(sample))
+        return capture.get().splitlines()[0]
+    finally:
+        os.close(fd)
+
+
+def test_memory_of_any_size_is_read_in_part_and_names_are_no_markup() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), limit[1]))  # 8 GiB do not fit
+    try:
+        title = run_ranks(1, read_in_part, "[/b] [red]x")[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert title.startswith('group "[/b] [red]x", 1 ranks')

@@ -19,6 +19,8 @@ from pycomm import Group, _core, errors, plain
 from pycomm.testing import run_ranks
 from pycomm.values import MAX_KEY_BYTES, MAX_VALUE_BYTES
 
+pytestmark = pytest.mark.usefixtures("torchs_first_store")
+
 PLAIN = [
     *(None, True, False, 0, -1, 255, -128, 1 << 200, -(1 << 63), 0.0, -0.0, 1.5e300, math.inf),
     *("", "a\0b", "ä€\U0001f600", "\ud800", b"", b"\0\xff", [], (), {}, [[], ()], (1, "1", b"1")),
@@ -262,6 +264,41 @@ def test_keys_through_the_store_of_torch(before: str) -> None:
         "0 2 0",
         "1 2 0",
     ]
+
+
+def dict_of(keys: list[Any]) -> bytes:
+    """The bytes of a dict whose values are None, as a foreign program might make them."""
+    parts = b"".join(plain.encode(key) + b"N" for key in keys)
+    return b"d" + len(keys).to_bytes(8, "little") + parts
+
+
+EQUAL = [k * ((1 << 61) - 1) for k in range(10_000)]  # Python hashes all to 0
+
+
+@pytest.mark.parametrize("keys", [EQUAL, [(k,) for k in EQUAL]], ids=["ints", "tuples"])
+def test_keys_that_collide_are_refused_after_a_few(
+    keys: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dict compares each with all before it: what is counted is how many are read."""
+    content = dict_of(keys)
+    read: list[int] = []
+    whole = plain._Reader.value
+
+    def counted(reader: Any, depth: int) -> Any:
+        read.append(reader.at)
+        return whole(reader, depth)
+
+    monkeypatch.setattr(plain._Reader, "value", counted)
+    with pytest.raises(errors.InvalidArgument, match="have one hash"):
+        plain.decode(content)
+    assert len(read) < 5 * plain.MAX_EQUAL_HASHES
+    with pytest.raises(errors.InvalidArgument, match="10000 keys of value have one hash"):
+        plain.encode(dict.fromkeys(keys))
+
+
+def test_all_powers_of_two_are_keys() -> None:
+    powers = {2.0**k: k for k in range(-1074, 1024)}
+    assert plain.decode(plain.encode(powers)) == powers
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])

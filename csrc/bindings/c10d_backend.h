@@ -21,6 +21,7 @@
 #include "bindings/c10d_devices.h"
 #include "bindings/c10d_exchange.h"
 #include "bindings/c10d_monitor.h"
+#include "bindings/c10d_overlap.h"
 #include "bindings/c10d_python.h"
 #include "bindings/c10d_sparse.h"
 #include "bindings/c10d_tensors.h"
@@ -294,17 +295,22 @@ class Backend : public c10d::Backend {
 
   void startCoalescing() override {
     batch_ = Job{.type = c10d::OpType::COALESCED, .title = "pycomm:coalesced"};
+    batch_uses_.clear();
   }
   WorkPtr endCoalescing() override {
     if (!batch_)
       throw as_python(std::make_exception_ptr(
           InvalidArgument("pycomm: the end of coalescing without its start")));
     Job job = *std::exchange(batch_, std::nullopt);
+    const std::vector<Use> uses = std::exchange(batch_uses_, {});
     const bool transfers = std::all_of(job.calls.begin(), job.calls.end(), [](const Call& call) {
       return call.operation == Operation::send || call.operation == Operation::recv;
     });
     if (transfers) sort_transfers(job.calls, rank_);
-    return with_python_errors([&] { return start(std::move(job)); });
+    return with_python_errors([&] {
+      check_apart(job, uses);
+      return start(std::move(job));
+    });
   }
 
  private:
@@ -436,6 +442,8 @@ class Backend : public c10d::Backend {
     if (!batch_->device) batch_->device = job.device;
     if (job.device && *job.device != *batch_->device)
       job.refuse("coalesced calls on " + batch_->device->str() + " and " + job.device->str());
+    ++batch_size_;
+    add_uses(batch_uses_, job, batch_size_);
     const auto append = [](auto& to, auto& from) { to.insert(to.end(), from.begin(), from.end()); };
     append(batch_->inputs, job.inputs);
     append(batch_->outputs, job.outputs);
@@ -484,6 +492,8 @@ class Backend : public c10d::Backend {
   const std::shared_ptr<std::atomic<c10d::ErrorType>> error_ =
       std::make_shared<std::atomic<c10d::ErrorType>>(c10d::ErrorType::SUCCESS);
   std::optional<Job> batch_;
+  std::vector<Use> batch_uses_;  // what the calls of the batch read and write
+  size_t batch_size_ = 0;        // tells their memory apart
   std::mutex landings_mutex_;
   std::deque<std::shared_ptr<Landing>> landings_;  // of calls on devices, in the order of the calls
 };

@@ -36,6 +36,9 @@ struct Job {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies{};  // to, from
   std::shared_ptr<int> source{};                            // recv from any: from whom
   std::optional<c10::Device> device{};                      // where its tensors lie, if any do
+  // Its calls share memory that one of them writes: none writes into the caller's tensors, which
+  // get the results in order when all calls are over.
+  bool staged = false;
 
   std::string verb() const { return std::string(title).substr(sizeof("pycomm:") - 1); }
   [[noreturn]] void refuse(const std::string& why) const {
@@ -185,7 +188,7 @@ inline at::Tensor writable(Job& job, const at::Tensor& tensor, Values values) {
   check_place(job, tensor);
   if (!is_free_of_overlap(tensor))
     job.refuse("elements of the output share memory (an expanded tensor?); pass a clone()");
-  if (is_plain(tensor)) return tensor;
+  if (is_plain(tensor) && !job.staged) return tensor;
   BelowAutograd guard;
   at::Tensor stand_in = at::empty(tensor.sizes(), tensor.options());
   if (values == Values::kept) stand_in.copy_(tensor);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "bindings/c10d_overlap.h"
 #include "bindings/c10d_tensors.h"
 
 namespace pycomm::bindings {
@@ -57,6 +58,48 @@ inline Call reducing(const Job& job, Operation operation, const at::Tensor& tens
           .count = static_cast<size_t>(tensor.numel()) * element.parts};
 }
 
+// A list whose tensors are calls of their own: one dtype, not empty.
+inline void check_list(Job& job, const Tensors& tensors) {
+  if (tensors.empty()) job.refuse("got an empty list; pass at least one tensor");
+  for (const auto& tensor : tensors) {
+    check_place(job, tensor);
+    check_elements(job, tensor, tensors.front(), tensor.numel());
+  }
+}
+
+// What the calls of a list read or write, by their place in it.
+inline void add_uses(std::vector<Use>& uses, const Tensors& tensors, bool written) {
+  for (size_t i = 0; i < tensors.size(); ++i) uses.push_back({tensors[i], i, written});
+}
+
+// The same of a whole job, which is call `call` of a batch.
+inline void add_uses(std::vector<Use>& uses, const Job& job, size_t call) {
+  const bool writes = job.type != c10d::OpType::SEND;  // whose outputs are its inputs
+  for (const auto& input : job.inputs) uses.push_back({input, call, false});
+  for (const auto& output : job.outputs) uses.push_back({output, call, writes});
+}
+
+// A batch has no order that would say what a call reads.
+inline void check_apart(const Job& batch, const std::vector<Use>& uses) {
+  if (SharedMemory::is_written_twice(uses))
+    batch.refuse(
+        "a call writes memory that another one of them reads or writes; pass tensors that do not "
+        "overlap, or make the calls one after another");
+}
+
+// One output for each input, each pair a call of its own.
+inline void check_pairs(Job& job, const Tensors& outputs, const Tensors& inputs) {
+  if (outputs.size() != inputs.size()) job.refuse("needs one output for each input");
+  check_list(job, inputs);
+  check_list(job, outputs);
+  check_elements(job, outputs.front(), inputs.front(), outputs.front().numel());
+  if (outputs.size() == 1) return;
+  std::vector<Use> uses;
+  add_uses(uses, outputs, true);
+  add_uses(uses, inputs, false);
+  job.staged = SharedMemory::is_written_twice(uses);
+}
+
 // `plain` or, for PREMUL_SUM, a scaled copy of it.
 inline at::Tensor scaled(Job& job, const at::Tensor& plain, const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return plain;
@@ -78,6 +121,12 @@ inline void add_all_reduce(Job& job, const at::Tensor& tensor, const c10d::Reduc
 
 inline Job all_reduce(const Tensors& tensors, const c10d::ReduceOp& op, c10d::OpType type) {
   Job job{.type = type, .title = "pycomm:all_reduce", .inputs = tensors, .outputs = tensors};
+  check_list(job, tensors);
+  if (tensors.size() > 1) {
+    std::vector<Use> uses;
+    add_uses(uses, tensors, true);
+    job.staged = SharedMemory::is_written_twice(uses);
+  }
   for (const auto& tensor : tensors) add_all_reduce(job, tensor, op);
   return job;
 }
@@ -121,7 +170,7 @@ inline char* gathered(Job& job, const Tensors& outputs) {
     if (!is_free_of_overlap(output)) job.refuse("elements of an output share memory");
     all += output.numel();
   }
-  if (are_pieces_of_one(outputs)) return bytes_at(outputs.front());
+  if (are_pieces_of_one(outputs) && !job.staged) return bytes_at(outputs.front());
   const at::Tensor flat = at::empty({all}, outputs.front().options());
   int64_t begin = 0;
   for (const auto& output : outputs) {
@@ -222,6 +271,14 @@ inline Job all_gather_lists(Seat seat, const std::vector<Tensors>& outputs, cons
       .type = c10d::OpType::ALLGATHER_COALESCED, .title = "pycomm:all_gather", .inputs = inputs};
   for (const auto& of_rank : outputs)
     if (of_rank.size() != inputs.size()) job.refuse("needs one output for each input and rank");
+  check_list(job, inputs);
+  std::vector<Use> uses;
+  add_uses(uses, inputs, false);
+  for (const auto& of_rank : outputs) {
+    check_list(job, of_rank);
+    add_uses(uses, of_rank, true);
+  }
+  job.staged = SharedMemory::is_written_twice(uses);
   for (size_t i = 0; i < inputs.size(); ++i) {
     Tensors of_input;
     for (const auto& of_rank : outputs) of_input.push_back(of_rank[i]);
@@ -233,7 +290,7 @@ inline Job all_gather_lists(Seat seat, const std::vector<Tensors>& outputs, cons
 inline Job all_gather_into(Seat seat, const Tensors& outputs, const Tensors& inputs,
                            c10d::OpType type) {
   Job job{.type = type, .title = "pycomm:all_gather", .inputs = inputs, .outputs = outputs};
-  if (outputs.size() != inputs.size()) job.refuse("needs one output for each input");
+  check_pairs(job, outputs, inputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_place(job, outputs[i]);
     const at::Tensor input = readable(job, inputs[i]);
@@ -295,7 +352,7 @@ inline Job reduce_scatter(Seat seat, const Tensors& outputs, const std::vector<T
 inline Job reduce_scatter_from(Seat seat, const Tensors& outputs, const Tensors& inputs,
                                const c10d::ReduceOp& op, c10d::OpType type) {
   Job job{.type = type, .title = "pycomm:reduce_scatter", .inputs = inputs, .outputs = outputs};
-  if (outputs.size() != inputs.size()) job.refuse("needs one output for each input");
+  check_pairs(job, outputs, inputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_place(job, outputs[i]);
     add_reduce_scatter(job, seat, outputs[i], readable(job, inputs[i]), op);

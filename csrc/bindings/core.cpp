@@ -15,7 +15,6 @@ uintptr_t address(const pybind11::array& array) {
 
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The engine of pycomm. Private: use the functions of the package.";
-  pycomm::bindings::count_forks();
   pycomm::bindings::bind_errors();
   pycomm::bindings::bind_stores(module);
   pycomm::bindings::bind_group(module);

@@ -13,6 +13,7 @@
 #include <string_view>
 
 #include "group/group.h"
+#include "os/fd.h"
 
 namespace pycomm::bindings {
 
@@ -32,10 +33,6 @@ class Blocking {
 inline void throw_pending() {
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
 }
-
-// How often this process image was forked off since the module was loaded.
-unsigned forks();
-void count_forks();  // called once
 
 // Asked by the engine while a call waits: has a signal handler raised? Any thread, with or without
 // the GIL; only Python's main thread runs handlers, so the others always hear no.

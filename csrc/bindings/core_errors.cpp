@@ -2,10 +2,8 @@
 //
 // The translator serves every module that shares our pybind11: an Error that passes through torch's
 // bindings becomes the same class. Nothing here may fail: it runs while an error is on its way.
-#include <pthread.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cmath>
 #include <exception>
 
@@ -14,8 +12,6 @@
 
 namespace pycomm::bindings {
 namespace {
-
-std::atomic<unsigned> fork_count{0};
 
 // None where the field does not apply.
 template <typename Value>
@@ -58,12 +54,6 @@ void translate(std::exception_ptr thrown) {  // NOLINT(performance-unnecessary-v
 }
 
 }  // namespace
-
-unsigned forks() { return fork_count.load(std::memory_order_relaxed); }
-
-void count_forks() {
-  pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
-}
 
 bool interrupted() {
   if (gettid() != getpid() || Py_IsInitialized() == 0) return false;

@@ -20,34 +20,29 @@ class PythonStore : public Store {
  public:
   explicit PythonStore(py::object object) : object_(std::move(object)) {}
 
-  void set(const std::string& key, const std::string& value) override {
+  void set(const std::string& key, const std::string& value, const Deadline& deadline) override {
     const Asking asking;
-    object_.attr("set")(key, py::bytes(value));
+    call(deadline, "set", key, py::bytes(value));
   }
   std::string get(const std::string& key, const Deadline& deadline) override {
     const Asking asking;
-    const double left_s = std::chrono::duration<double>(deadline.left()).count();
-    try {
-      return object_.attr("get")(key, left_s).cast<py::bytes>();
-    } catch (py::error_already_set& error) {
-      if (!error.matches(py::module_::import("pycomm.errors").attr("Timeout"))) throw;
-      throw Timeout(py::str(error.value()));
-    }
+    return call(deadline, "get", key).cast<py::bytes>();
   }
-  int64_t add(const std::string& key, int64_t amount) override {
+  int64_t add(const std::string& key, int64_t amount, const Deadline& deadline) override {
     const Asking asking;
-    return object_.attr("add")(key, amount).cast<int64_t>();
+    return call(deadline, "add", key, amount).cast<int64_t>();
   }
-  std::optional<std::string> remove(const std::string& key) override {
+  std::optional<std::string> remove(const std::string& key, const Deadline& deadline) override {
     const Asking asking;
-    const py::object value = object_.attr("remove")(key);
+    const py::object value = call(deadline, "remove", key);
     if (value.is_none()) return std::nullopt;
     return value.cast<py::bytes>();
   }
 
-  std::string claim(const std::string& key, const std::string& value) override {
+  std::string claim(const std::string& key, const std::string& value,
+                    const Deadline& deadline) override {
     const Asking asking;
-    return object_.attr("claim")(key, py::bytes(value)).cast<py::bytes>();
+    return call(deadline, "claim", key, py::bytes(value)).cast<py::bytes>();
   }
 
  private:
@@ -57,6 +52,18 @@ class PythonStore : public Store {
     py::gil_scoped_acquire gil{};
     py::error_scope pending{};
   };
+
+  // The method with what it is given and the seconds that are left. With the GIL held.
+  template <typename... Given>
+  py::object call(const Deadline& deadline, const char* method, Given&&... given) {
+    const double left_s = std::chrono::duration<double>(deadline.left()).count();
+    try {
+      return object_.attr(method)(std::forward<Given>(given)..., left_s);
+    } catch (py::error_already_set& error) {
+      if (!error.matches(py::module_::import("pycomm.errors").attr("Timeout"))) throw;
+      throw Timeout(py::str(error.value()));
+    }
+  }
 
   py::object object_;
 };
@@ -179,10 +186,11 @@ std::unique_ptr<Handle> regroup(const Handle& broken, const py::object& object,
   return handle;
 }
 
-void set(Store& store, const std::string& key, const py::bytes& value) {
+void set(Store& store, const std::string& key, const py::bytes& value, double timeout_s) {
+  const Deadline deadline(nanoseconds(timeout_s));
   const std::string copy = value;
   const Blocking blocking;
-  store.set(key, copy);
+  store.set(key, copy, deadline);
 }
 
 py::bytes get(Store& store, const std::string& key, double timeout_s) {
@@ -195,26 +203,29 @@ py::bytes get(Store& store, const std::string& key, double timeout_s) {
   return value;
 }
 
-int64_t add(Store& store, const std::string& key, int64_t amount) {
+int64_t add(Store& store, const std::string& key, int64_t amount, double timeout_s) {
+  const Deadline deadline(nanoseconds(timeout_s));
   const Blocking blocking;
-  return store.add(key, amount);
+  return store.add(key, amount, deadline);
 }
 
-py::object remove(Store& store, const std::string& key) {
+py::object remove(Store& store, const std::string& key, double timeout_s) {
+  const Deadline deadline(nanoseconds(timeout_s));
   std::optional<std::string> value;
   {
     const Blocking blocking;
-    value = store.remove(key);
+    value = store.remove(key, deadline);
   }
   return value ? py::object(py::bytes(*value)) : py::none();
 }
 
-py::bytes claim(Store& store, const std::string& key, const py::bytes& value) {
+py::bytes claim(Store& store, const std::string& key, const py::bytes& value, double timeout_s) {
+  const Deadline deadline(nanoseconds(timeout_s));
   const std::string copy = value;
   std::string standing;
   {
     const Blocking blocking;
-    standing = store.claim(key, copy);
+    standing = store.claim(key, copy, deadline);
   }
   return standing;
 }
@@ -227,12 +238,13 @@ void settle(Store& store) {
 }  // namespace
 
 void bind_stores(py::module_& module) {
+  const double limit_s = store_limit().limit_s();
   py::class_<Store>(module, "Store")
-      .def("set", &set)
+      .def("set", &set, py::arg(), py::arg(), py::arg() = limit_s)
       .def("get", &get)
-      .def("add", &add)
-      .def("remove", &remove)
-      .def("claim", &claim)
+      .def("add", &add, py::arg(), py::arg(), py::arg() = limit_s)
+      .def("remove", &remove, py::arg(), py::arg() = limit_s)
+      .def("claim", &claim, py::arg(), py::arg(), py::arg() = limit_s)
       .def("settle", &settle);
   py::class_<LocalStore, Store>(module, "LocalStore").def(py::init<>());
   py::class_<TcpStore, Store>(module, "TcpStore")

@@ -10,7 +10,10 @@ using Clock = std::chrono::steady_clock;
 
 class Deadline {
  public:
-  explicit Deadline(std::chrono::nanoseconds limit) : start_(Clock::now()), end_(start_ + limit) {}
+  explicit Deadline(std::chrono::nanoseconds limit) : Deadline(Clock::now(), limit) {}
+  // As of an earlier time.
+  Deadline(Clock::time_point start, std::chrono::nanoseconds limit)
+      : start_(start), end_(start + limit) {}
   Clock::time_point start() const { return start_; }
   bool expired() const { return Clock::now() >= end_; }
   std::chrono::nanoseconds left() const {

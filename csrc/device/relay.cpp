@@ -1,9 +1,9 @@
 #include "device/relay.h"
 
-#include <pthread.h>
-
 #include <atomic>
 #include <utility>
+
+#include "os/thread.h"
 
 namespace pycomm {
 
@@ -12,10 +12,12 @@ Relay::Relay(std::shared_ptr<Device> device, void* stream)
       stream_(stream),
       flag_(static_cast<uint32_t*>(device_->allocate_host(sizeof(uint32_t)))) {
   set(1);
-  thread_ = std::thread([this] {
-    ::pthread_setname_np(::pthread_self(), "pycomm-relay");
-    work();
-  });
+  try {
+    thread_ = start_thread("pycomm-relay", [this] { work(); });
+  } catch (...) {
+    device_->release_host(flag_);
+    throw;
+  }
 }
 
 Relay::~Relay() {

@@ -17,6 +17,7 @@ struct Arrival {
   int peer = -1;
   std::unique_ptr<Channel> channel{};
   std::string why{};
+  bool differs = false;  // the peer was given another description of the group
 };
 
 // Called by one thread at a time, and never waits. Of each peer there is one channel at most.

@@ -5,14 +5,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/cpu_relax.h"
 #include "core/operation.h"
 #include "engine/tasks.h"
 
 namespace pycomm {
 namespace {
 
-// No sleep is longer, so that signals and deadlines are looked at.
-constexpr std::chrono::milliseconds kSlice{100};
 // How often `interrupted` is asked where much happens: it may take a lock that others hold for
 // long.
 constexpr std::chrono::milliseconds kAsk{50};
@@ -75,8 +74,11 @@ bool same_call(const Header& a, const Header& b) {
 Engine::Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions options)
     : options_(std::move(options)), wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   peers_.resize(channels.size());
-  for (size_t i = 0; i < channels.size(); ++i)
-    if (channels[i]) peers_[i].link = std::make_unique<Link>(std::move(channels[i]));
+  for (size_t i = 0; i < channels.size(); ++i) {
+    if (!channels[i]) continue;
+    peers_[i].link = std::make_unique<Link>(std::move(channels[i]));
+    watch_process(static_cast<int>(i));
+  }
 }
 
 Engine::~Engine() { leave(); }
@@ -181,7 +183,7 @@ void Engine::drive(Task& task, const Deadline& deadline) {
     }
     // Look again for a while: a peer that is about to answer does so sooner than a sleeper wakes.
     if (options_.spin.count() > 0 && worth_looking(task)) {
-      __builtin_ia32_pause();
+      cpu_relax();
       if (++looks % kLooksPerClock != 0) continue;
       idle_until = Clock::now();
       if (idle_since == Clock::time_point{}) {
@@ -232,6 +234,14 @@ bool Engine::worth_looking(const Task& task) const {
 bool Engine::sleep(Task& task, const Deadline& deadline) {
   polled_.assign(1, {wake_.get(), POLLIN, 0});
   if (options_.dialer) polled_.push_back({options_.dialer->descriptor(), POLLIN, 0});
+  const size_t first_process = polled_.size();
+  watched_.clear();
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    const Fd& process = peers_[i].process.descriptor();
+    if (!process || peers_[i].departed) continue;
+    watched_.push_back(static_cast<int>(i));
+    polled_.push_back({process.get(), POLLIN, 0});
+  }
   armed_.clear();
   for (size_t i = 0; i < peers_.size(); ++i) {
     const Peer& peer = peers_[i];
@@ -258,12 +268,13 @@ bool Engine::sleep(Task& task, const Deadline& deadline) {
     task.arm();
     if (task.advance()) return true;
     if (!tend_all()) {
-      auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
-      if (options_.heartbeat.count() > 0) limit = std::min(limit, pulse_interval());
+      const auto limit = longest_sleep(deadline);
       woken = ::poll(polled_.data(), polled_.size(),
                      static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
     }
   }
+  if (woken > 0) find_ended(first_process);
+  if (ending_) settle_ended();
   if (woken <= 0) asked_ = {};  // a signal, or nothing happened for long
   if (woken == 0 && task.receiving_from() >= 0) want(task.receiving_from());
   // What is there already comes before what a peer says at its end.
@@ -296,6 +307,11 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
 
 // Somebody who has left in peace matters only to those who still need something from it.
 void Engine::check_needed(const Task& task) {
+  const int from = task.receiving_from();
+  // Behind what belongs to a later call no message comes; a call would see that they disagree.
+  if (running_ == nullptr && from >= 0 && at(from).link && over(at(from)) && !at(from).departed &&
+      at(from).link->has_front() && at(from).front == Front::later)
+    hear_out(from);
   for (const int peer : {task.receiving_from(), task.sending_to()})
     if (peer != kNobody && at(peer).departed) throw gone(peer);
   if (awaits() == kAnybody && options_.dialer == nullptr &&
@@ -326,6 +342,7 @@ bool Engine::admit() {
     }
     who.link = std::make_unique<Link>(std::move(arrival.channel));
     who.heard = Clock::now();
+    watch_process(arrival.peer);
     if (!noticed_text_.empty()) who.link->post(noticed_, noticed_text_);
   }
   return !arrivals.empty();
@@ -344,6 +361,7 @@ bool Engine::tend_all() {
     moved = true;
     peers_[i].seen = link.bytes_received();
     peers_[i].heard = Clock::now();
+    if (ending_) peers_[i].quiet_since = peers_[i].heard;
   }
   return moved;
 }
@@ -361,8 +379,7 @@ Engine::Front Engine::tend(int peer) {
   if (!who.link) return Front::nothing;
   Link& link = *who.link;
   for (int frames = 0; frames < kFramesPerLook; ++frames) {
-    const bool last =
-        link.channel().hung_up();  // looked at first: what it sent before is there now
+    const bool last = over(who);  // looked at first: what it sent before is there now
     const Header* header = this->front(peer);
     const Front front = header == nullptr ? Front::nothing : judge(peer, *header);
     who.front = front;
@@ -469,7 +486,7 @@ bool Engine::open(int peer, const Header& header, ConstBytes payload, bool more)
   if (!at(peer).link) want(peer);
   if (!at(peer).link || at(peer).departed) return false;
   Link& link = *at(peer).link;
-  if (link.channel().hung_up()) hear_out(peer);  // who only sends would not learn it otherwise
+  if (over(at(peer))) hear_out(peer);  // who only sends would not learn it otherwise
   if (!link.idle() && !link.flush()) return false;
   link.begin(header, payload, more);
   return true;

@@ -22,6 +22,7 @@
 #include "engine/link.h"
 #include "engine/schedule.h"
 #include "kernels/kernels.h"
+#include "os/process.h"
 
 namespace pycomm {
 
@@ -88,6 +89,8 @@ struct EngineOptions {
   std::chrono::nanoseconds heartbeat{0};
   std::function<bool()> interrupted;
   Dialer* dialer = nullptr;  // makes the channels that are not there yet; outlives the engine
+  // By rank: the process, where this one sees it by that number; 0, or an empty list: it does not.
+  std::vector<int64_t> pids{};
 };
 
 // What a rank knows of another, as of a moment ago.
@@ -207,6 +210,9 @@ class Engine {
     uint64_t told = 0;                    // bytes written when last looked at
     Clock::time_point told_at{};          // when they last grew
     std::optional<Header> last{};         // the last header of a call or a pulse
+    Process process{};                    // where it can be seen from here
+    Clock::time_point quiet_since{};      // once the process has ended: when bytes came last
+    bool ended = false;                   // ... long enough ago that nothing more will come
   };
 
   void keep_half_arrived();
@@ -254,6 +260,12 @@ class Engine {
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
   bool has_hung_up(int peer);
+  std::chrono::nanoseconds longest_sleep(const Deadline& deadline) const;
+  void watch_process(int peer);
+  void find_ended(size_t first);
+  void settle_ended();
+  // It has hung up, or its process has ended and all that it sent is here.
+  static bool over(const Peer& who) { return who.ended || who.link->channel().hung_up(); }
   bool parts_in_peace(int peer);
   void look_for_ends(const std::vector<int>& awaited);
   void sleep_until_end(const std::vector<int>& awaited);
@@ -274,6 +286,8 @@ class Engine {
   std::vector<Peer> peers_;
   std::vector<pollfd> polled_;
   std::vector<Channel*> armed_;  // those behind polled_, which starts with wake_
+  std::vector<int> watched_;     // of whom polled_ holds the processes, before those
+  bool ending_ = false;          // a process has ended, and its last bytes may be on their way
   Clock::time_point asked_{};    // when options_.interrupted was asked last
   std::vector<std::byte> scratch_;
   std::chrono::nanoseconds patience_{0};  // for how long the next wait looks

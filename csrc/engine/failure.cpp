@@ -1,4 +1,6 @@
 // How an engine fails: disagreements, goodbyes, and the first cause that it repeats.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -200,9 +202,11 @@ PeerLost Engine::gone(int peer) const {
   const auto& link = peers_[static_cast<size_t>(peer)].link;
   const auto nonsense = link ? link->channel().nonsense() : std::string_view{};
   if (!nonsense.empty()) return unreadable(peer, nonsense);
-  const std::string no_word = "died or lost its connection: it hung up without a word";
-  const auto& departed = peers_[static_cast<size_t>(peer)].departed;
-  return PeerLost(name(peer) + " " + departed.value_or(no_word), {.peer = peer});
+  const Peer& who = peers_[static_cast<size_t>(peer)];
+  const std::string no_word = who.ended && link && !link->channel().hung_up()
+                                  ? "died: its process ended without a word"
+                                  : "died or lost its connection: it hung up without a word";
+  return PeerLost(name(peer) + " " + who.departed.value_or(no_word), {.peer = peer});
 }
 
 // Who waits in a call answers a goodbye at once with one of its own, so that all come to know who
@@ -240,7 +244,7 @@ bool Engine::answers(int peer, const Deadline& deadline) {
   } catch (const PeerLost&) {  // it sends what nobody can read: that is no silence
     return true;
   }
-  return who.departed || who.link->channel().hung_up();
+  return who.departed || over(who);
 }
 
 void Engine::post_goodbye(uint8_t kind, int peer, const std::string& text) {
@@ -324,8 +328,7 @@ std::vector<int> Engine::find_lost(const Error& error) {
     // It may have left so lately that nothing of that was looked at.
     if (who.link && !who.departed && answers(static_cast<int>(i), deadline)) {
       const ConstBytes word = who.link->has_front() ? who.link->peek() : ConstBytes{};
-      gone |=
-          word.empty() ? who.link->channel().hung_up() : static_cast<uint8_t>(word[0]) == kDeparted;
+      gone |= word.empty() ? over(who) : static_cast<uint8_t>(word[0]) == kDeparted;
     }
     if (gone || who.in_peace) found.push_back(static_cast<int>(i));
   }
@@ -360,12 +363,18 @@ void Engine::check_usable() {
 
 // Asks the kernel, for some channels learn it from their descriptor alone.
 bool Engine::has_hung_up(int peer) {
-  Channel& channel = at(peer).link->channel();
-  if (channel.hung_up()) return true;
+  Peer& who = at(peer);
+  if (over(who)) return true;
+  Channel& channel = who.link->channel();
   pollfd polled = channel.arm({});
   ::poll(&polled, 1, 0);
   channel.disarm(polled.revents);
-  return channel.hung_up();
+  if (!who.departed && !who.process.ended() && who.process.look()) {
+    who.quiet_since = Clock::now();
+    ending_ = true;
+  }
+  if (ending_) settle_ended();
+  return over(who);
 }
 
 // Whether behind the frame at its front, which the next call may want, `peer` says that it is done.

@@ -3,7 +3,7 @@
 // A busy rank pulses: from inside a call between two looks at its links, and between calls from
 // group/pulse.h, which needs nothing that Python could hold. Pulses go where nothing else was
 // written for an interval, a fifth of the limit. Judged is only who is waited for, and only by a
-// rank that was there to hear.
+// rank that was there to hear. And how it sees that the process of a peer on its host has ended.
 #include <algorithm>
 #include <cstdio>
 
@@ -12,6 +12,10 @@
 namespace pycomm {
 namespace {
 
+// No sleep is longer, so that signals and deadlines are looked at.
+constexpr std::chrono::milliseconds kSlice{100};
+// How long no byte of a process that has ended must have come, until none will.
+constexpr std::chrono::milliseconds kQuiet{50};
 // How old what sightings() tells may be.
 constexpr std::chrono::milliseconds kFresh{50};
 
@@ -37,6 +41,46 @@ std::string doing_of(const Header& header) {
 }
 
 }  // namespace
+
+std::chrono::nanoseconds Engine::longest_sleep(const Deadline& deadline) const {
+  auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
+  if (options_.heartbeat.count() > 0) limit = std::min(limit, pulse_interval());
+  if (ending_) limit = std::min<std::chrono::nanoseconds>(limit, kQuiet);
+  return limit;
+}
+
+// Between the end of a process and the sight of it all that it sent has been handed to the kernel,
+// and what is in shared memory is there. A socket that another process holds open may yet deliver
+// what this rank has not made room for: as long as bytes come, a peer is not over.
+void Engine::watch_process(int peer) {
+  const auto i = static_cast<size_t>(peer);
+  const int64_t pid = i < options_.pids.size() ? options_.pids[i] : 0;
+  at(peer).process = Process(pid);
+  if (!at(peer).process.ended()) return;
+  at(peer).quiet_since = Clock::now();
+  ending_ = true;
+}
+
+// Whose processes, of those that polled_ holds from `first` on, have ended.
+void Engine::find_ended(size_t first) {
+  for (size_t i = 0; i < watched_.size(); ++i) {
+    if (polled_[first + i].revents == 0) continue;
+    Peer& who = at(watched_[i]);
+    who.process.found_ended();
+    who.quiet_since = Clock::now();
+    ending_ = true;
+  }
+}
+
+void Engine::settle_ended() {
+  const auto now = Clock::now();
+  ending_ = false;
+  for (Peer& who : peers_) {
+    if (!who.process.ended() || who.ended) continue;
+    who.ended = now - who.quiet_since >= kQuiet;
+    ending_ |= !who.ended;
+  }
+}
 
 bool Engine::pulse() noexcept {
   const std::unique_lock turn(turn_, std::try_to_lock);
@@ -75,7 +119,7 @@ bool Engine::beat() noexcept {
 void Engine::say_alive(Clock::time_point now) {
   if (options_.heartbeat.count() == 0) return;
   for (Peer& who : peers_) {
-    if (!who.link || who.departed || who.link->channel().hung_up()) continue;
+    if (!who.link || who.departed || over(who)) continue;
     Link& link = *who.link;
     if (link.bytes_written() == who.told && now - who.told_at >= pulse_interval() && link.idle()) {
       Header header = last_;
@@ -129,7 +173,7 @@ void Engine::publish(Clock::time_point now) {
   for (const Peer& who : peers_) {
     Sighting seen;
     if (who.link) {
-      seen.connected = !who.departed && !who.link->channel().hung_up();
+      seen.connected = !who.departed && !over(who);
       seen.departed = who.departed;
       seen.silent_s = std::chrono::duration<double>(now - who.heard).count();
       if (who.last) seen.doing = doing_of(*who.last);

@@ -7,6 +7,7 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <sstream>
 #include <utility>
 
 #include "group/host_group.h"
@@ -35,6 +36,12 @@ constexpr size_t kMostHostName = 12;  // what a flight record has room for
 // For so long a rank that cannot be in the group waits for the others to find out too.
 constexpr std::chrono::seconds kAllReadTime{10};
 
+// For taking away what a rank has left in the store, once the forming has failed: a store that does
+// not answer must not hold the error up.
+constexpr std::chrono::milliseconds kCleanUpTime{400};
+// A store that answers says within this time after the deadline which ranks are missing.
+constexpr std::chrono::milliseconds kLastAnswerTime{200};
+
 // For what ends the group in which these ranks met, where one of them is lost: of a process that
 // dies the kernel closes one connection after the other. Another thread may be at that group, too,
 // with nothing but a sign of life.
@@ -44,13 +51,26 @@ std::string key_of_block(const ConnectOptions& options, int block) {
   return options.name + "/notes/" + std::to_string(block);
 }
 
+std::string seconds_of(const Deadline& deadline) {
+  std::ostringstream text;
+  text.precision(3);
+  text << deadline.limit_s();
+  return text.str();
+}
+
 [[noreturn]] void throw_not_come(const ConnectOptions& options, const std::vector<int>& missing,
                                  const Deadline& deadline) {
-  std::string text = "the group \"" + options.name + "\" did not form in " +
-                     std::to_string(deadline.limit_s()) + " s: of " + std::to_string(options.size) +
-                     " ranks these have not come: ";
+  std::string text = "the group \"" + options.name + "\" did not form in " + seconds_of(deadline) +
+                     " s: of " + std::to_string(options.size) + " ranks these have not come: ";
   for (const int rank : missing) text += (rank == missing[0] ? "" : ", ") + std::to_string(rank);
   throw Timeout(text, {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
+}
+
+[[noreturn]] void throw_no_answer(const ConnectOptions& options, const Deadline& deadline) {
+  throw Timeout("the group \"" + options.name + "\" did not form in " + seconds_of(deadline) +
+                    " s: the store in which its ranks meet does not answer: the process that "
+                    "serves it is stopped or cannot be reached",
+                {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
 }
 
 // Everybody's note; throws Timeout naming those that have left none.
@@ -58,12 +78,14 @@ std::vector<std::string> read_notes(Store& store, const ConnectOptions& options,
                                     const Deadline& deadline) {
   std::vector<std::string> notes;
   std::vector<int> missing;
+  const Deadline last_answer(deadline.left() + kLastAnswerTime);
   for (int rank = 0; rank < options.size; ++rank) {
     try {
       notes.push_back(
           get_in_slices(store, key_of_note(options, rank), deadline, options.interrupted));
     } catch (const Timeout&) {
       missing.push_back(rank);
+      if (last_answer.expired()) throw_no_answer(options, deadline);
     }
   }
   if (!missing.empty()) throw_not_come(options, missing, deadline);
@@ -71,12 +93,12 @@ std::vector<std::string> read_notes(Store& store, const ConnectOptions& options,
 }
 
 void leave_blocks(Store& store, const ConnectOptions& options,
-                  const std::vector<std::string>& notes) {
+                  const std::vector<std::string>& notes, const Deadline& deadline) {
   for (size_t begin = 0; begin < notes.size(); begin += kNotesPerBlock) {
     std::string block;
     for (size_t i = begin; i < std::min(begin + kNotesPerBlock, notes.size()); ++i)
       block += std::to_string(notes[i].size()) + "\n" + notes[i];
-    store.set(key_of_block(options, static_cast<int>(begin / kNotesPerBlock)), block);
+    store.set(key_of_block(options, static_cast<int>(begin / kNotesPerBlock)), block, deadline);
   }
 }
 
@@ -103,11 +125,11 @@ std::vector<std::string> read_blocks(Store& store, const ConnectOptions& options
 
 std::vector<std::string> exchange_notes(Store& store, const ConnectOptions& options,
                                         const std::string& mine, const Deadline& deadline) {
-  store.set(key_of_note(options, options.rank), mine);
+  store.set(key_of_note(options, options.rank), mine, deadline);
   if (options.size <= kNotesPerBlock) return read_notes(store, options, deadline);
   if (options.rank == 0) {
     auto notes = read_notes(store, options, deadline);
-    leave_blocks(store, options, notes);
+    leave_blocks(store, options, notes, deadline);
     return notes;
   }
   try {
@@ -259,7 +281,7 @@ std::shared_ptr<Group> meet(Store& store, ConnectOptions options, std::vector<in
                             bool made_key, const Deadline& deadline) {
   if (made_key) {
     const auto bytes = random_bytes();
-    store.set(key_of_key(options), std::string(bytes.begin(), bytes.end()));
+    store.set(key_of_key(options), std::string(bytes.begin(), bytes.end()), deadline);
   }
   options.open_key = options.open_key || options.secret.empty();
   if (options.secret.empty() && options.size > 1)
@@ -279,7 +301,7 @@ std::shared_ptr<Group> meet(Store& store, ConnectOptions options, std::vector<in
 // were in that position.
 bool all_have_read(Store& store, const ConnectOptions& options, const Deadline& deadline) {
   const std::string count = options.name + "/refused", all = count + "/all";
-  if (store.add(count, 1) == options.size) store.set(all, "1");
+  if (store.add(count, 1, deadline) == options.size) store.set(all, "1", deadline);
   bool read = true;
   try {
     const auto limit = std::min<std::chrono::nanoseconds>(kAllReadTime, deadline.left());
@@ -287,9 +309,10 @@ bool all_have_read(Store& store, const ConnectOptions& options, const Deadline& 
   } catch (const Timeout&) {
     read = false;
   }
-  if (store.add(count, -1) == 0) {
-    store.remove(count);
-    store.remove(all);
+  const Deadline clean_up(std::max<std::chrono::nanoseconds>(deadline.left(), kCleanUpTime));
+  if (store.add(count, -1, clean_up) == 0) {
+    store.remove(count, clean_up);
+    store.remove(all, clean_up);
   }
   return read;
 }
@@ -303,15 +326,15 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
   check_options(options);
   const Deadline deadline(options.timeout);
   const std::string counter = options.name + "/formed/" + std::to_string(options.rank);
-  const int64_t formed = store.add(counter, 1);
+  const int64_t formed = store.add(counter, 1, deadline);
   if (formed > 1) options.name += "#" + std::to_string(formed);
   const bool made_key = options.secret.empty() && options.size > 1 && options.rank == 0;
-  const auto clean_up = [&] {
-    store.remove(key_of_note(options, options.rank));
+  const auto clean_up = [&](const Deadline& limit) {
+    store.remove(key_of_note(options, options.rank), limit);
     for (int i = 0; options.rank == 0 && options.size > kNotesPerBlock && i < options.size;
          i += kNotesPerBlock)
-      store.remove(key_of_block(options, i / kNotesPerBlock));
-    if (made_key) store.remove(key_of_key(options));
+      store.remove(key_of_block(options, i / kNotesPerBlock), limit);
+    if (made_key) store.remove(key_of_key(options), limit);
   };
   std::shared_ptr<Group> group;
   try {
@@ -322,14 +345,16 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
       const bool refused = ours != nullptr && (ours->kind() == ErrorKind::mismatch ||
                                                ours->kind() == ErrorKind::unsupported);
       const bool alike = refused && all_have_read(store, options, deadline);
-      clean_up();
-      if (!alike) store.add(counter, -1);
+      const Deadline limit(std::max<std::chrono::nanoseconds>(deadline.left(), kCleanUpTime));
+      clean_up(limit);
+      if (!alike) store.add(counter, -1, limit);
     } catch (const std::exception&) {  // the store may be why the forming failed: that is told
     }
     throw;
   }
   try {
-    clean_up();                // all have read it: the barrier that ends the forming is over
+    // All have read it: the barrier that ends the forming is over.
+    clean_up(Deadline(std::max<std::chrono::nanoseconds>(deadline.left(), kCleanUpTime)));
   } catch (const PeerLost&) {  // rank 0 has left already, and its store with all that was in it
   }
   return group;

@@ -1,12 +1,13 @@
 #include "group/doorman.h"
 
-#include <pthread.h>
 #include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "core/errors.h"
+#include "os/thread.h"
 
 namespace pycomm {
 namespace {
@@ -36,7 +37,7 @@ Doorman::Doorman(Lobby::Request request, size_t ring_bytes) : wake_(event()), ar
   for (size_t i = 0; i < local_.size(); ++i)
     if (i != me) (local_[i] ? in_process : by_socket) = true;
   if (in_process)
-    door_.emplace(request.context, request.rank, ring_bytes,
+    door_.emplace(LocalMeeting{request.context, request.agreed}, request.rank, ring_bytes,
                   [this](int peer, std::unique_ptr<Channel> channel) {
                     std::vector<Arrival> one(1);
                     one[0] = {.peer = peer, .channel = std::move(channel)};
@@ -45,10 +46,7 @@ Doorman::Doorman(Lobby::Request request, size_t ring_bytes) : wake_(event()), ar
   if (!by_socket) return;
   request.refusals = kRefusals;
   lobby_.emplace(std::move(request));
-  thread_ = std::thread([this] {
-    ::pthread_setname_np(::pthread_self(), "pycomm-door");
-    loop();
-  });
+  thread_ = start_thread("pycomm-door", [this] { loop(); });
 }
 
 void Doorman::want(int peer) {

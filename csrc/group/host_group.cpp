@@ -34,6 +34,9 @@ EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh, Di
     return member.transport == "self" || member.transport == "local";
   });
   if (!alone) engine.heartbeat = options.heartbeat;
+  const int64_t mine = mesh.members[static_cast<size_t>(options.rank)].pid;
+  for (const Member& member : mesh.members)  // the ranks of one process end together
+    engine.pids.push_back(member.visible && member.pid != mine ? member.pid : 0);
   return engine;
 }
 
@@ -126,13 +129,13 @@ void HostGroup::check(const Call& call) const {
 
 void HostGroup::run(const Call& call) {
   check(call);
-  worker_.run([&] { execute(call); });
+  take_turn(call, [&](auto since) { execute(call, since); });
 }
 
 std::shared_ptr<Work> HostGroup::start(const Call& call,
                                        std::function<void(std::exception_ptr)> then) {
   check(call);
-  return worker_.start([this, call] { execute(call); }, std::move(then));
+  return worker_.start([this, call] { execute(call, {}); }, std::move(then));
 }
 
 void HostGroup::exchange(std::span<const Call> calls) {
@@ -150,23 +153,47 @@ void HostGroup::exchange(std::span<const Call> calls) {
                       .into = {static_cast<std::byte*>(call.output), bytes}});
   }
   if (calls.empty()) return;
-  worker_.run([&] {
+  take_turn(calls.front(), [&](auto since) {
     engine_.check_usable();
-    execute(calls.front(), Algorithm::direct,
+    execute(calls.front(), Algorithm::direct, since,
             [&](const Deadline& deadline) { engine_.exchange(posted, deadline); });
   });
 }
 
-void HostGroup::execute(const Call& call) {
+// A call whose turn never came is missing here, and the others have made it: the group cannot go
+// on.
+void HostGroup::take_turn(const Call& call, const Worker::Timed& body) {
+  try {
+    worker_.run(body, [&] { return limit_of(call); });
+  } catch (const Timeout& late) {
+    const std::string op(name_of(call.operation));
+    engine_.stop(op + ": " + late.what());
+    throw Timeout(op + ": " + late.what(),
+                  {.op = op,
+                   .rank = options_.rank,
+                   .elapsed_s = std::chrono::duration<double>(limit_of(call)).count()});
+  }
+}
+
+std::chrono::nanoseconds HostGroup::limit_of(const Call& call) const {
+  if (call.timeout.count() > 0) return call.timeout;
+  const std::lock_guard lock(mutex_);
+  return options_.timeout;
+}
+
+void HostGroup::execute(const Call& call, Clock::time_point since) {
   engine_.check_usable();  // before anybody sees in the segments what this rank calls
   const bool chosen = is_plan(call.operation) || call.agreement;
   const Algorithm algorithm = chosen ? algorithm_for(call) : Algorithm::direct;
-  execute(call, algorithm, [&](const Deadline& deadline) { carry_out(call, algorithm, deadline); });
+  execute(call, algorithm, since,
+          [&](const Deadline& deadline) { carry_out(call, algorithm, deadline); });
 }
 
-void HostGroup::execute(const Call& call, Algorithm algorithm, const Body& body) {
+void HostGroup::execute(const Call& call, Algorithm algorithm, Clock::time_point since,
+                        const Body& body) {
   std::unique_lock lock(mutex_);
-  const Deadline deadline(call.timeout.count() > 0 ? call.timeout : options_.timeout);
+  const Deadline deadline(since == Clock::time_point{} ? Clock::now() : since,
+                          call.timeout.count() > 0 ? call.timeout : options_.timeout);
   journal_.begin(record_of(call, engine_.next_header(signature_of(call, algorithm)), deadline));
   lock.unlock();
   try {
@@ -414,7 +441,12 @@ void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {
 
 void HostGroup::start_pulse() {
   if (engine_.pulse_interval().count() == 0) return;
-  pulse_.start(engine_.pulse_interval(), [this] { return engine_.pulse(); });
+  try {
+    pulse_.start(engine_.pulse_interval(), [this] { return engine_.pulse(); });
+  } catch (const Error& error) {  // the others wait for a rank that they cannot hear
+    engine_.fail(error);
+    throw;
+  }
 }
 
 void HostGroup::close() noexcept {

@@ -68,9 +68,12 @@ class HostGroup final : public Group {
     size_t block = 0;
   };
 
-  void execute(const Call& call);
+  void take_turn(const Call& call, const Worker::Timed& body);
+  std::chrono::nanoseconds limit_of(const Call& call) const;
+  // `since`: the start of the call's limit; {}: now.
+  void execute(const Call& call, Clock::time_point since);
   using Body = std::function<void(const Deadline&)>;
-  void execute(const Call& call, Algorithm algorithm, const Body& body);
+  void execute(const Call& call, Algorithm algorithm, Clock::time_point since, const Body& body);
   void carry_out(const Call& call, Algorithm algorithm, const Deadline& deadline);
   Clock::time_point end_call(bool failed);
   std::string kept(const Error& error);

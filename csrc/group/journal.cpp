@@ -1,6 +1,7 @@
 #include "group/journal.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -44,9 +45,22 @@ off_t write_at(const Fd& file, const void* data, size_t bytes, off_t at) {
   return at + static_cast<off_t>(bytes);
 }
 
+// The names can be known to others, and the folder be one in which anybody makes files, as /tmp: a
+// link of theirs would have a file of this user's written over, and a pipe would hold the rank up.
 Fd create(const std::string& path) {
-  Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
-  if (!file) throw std::system_error(errno, std::generic_category());
+  Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666));
+  const int error = errno;
+  if (!file && error == ELOOP)
+    throw std::system_error(error, std::generic_category(),
+                            "a symbolic link is there, which is not followed: remove it");
+  if (!file) throw std::system_error(error, std::generic_category());
+  struct stat found{};
+  if (::fstat(file.get(), &found) != 0) throw std::system_error(errno, std::generic_category());
+  if (!S_ISREG(found.st_mode))
+    throw std::system_error(EEXIST, std::generic_category(), "what is there is no regular file");
+  if (found.st_uid != ::geteuid())
+    throw std::system_error(EPERM, std::generic_category(), "the file there is another user's");
+  if (::ftruncate(file.get(), 0) != 0) throw std::system_error(errno, std::generic_category());
   return file;
 }
 

@@ -9,11 +9,9 @@
 namespace pycomm {
 namespace {
 
-// Unauthenticated connections held at once: strangers beyond it push out the oldest.
-constexpr size_t kMaxStrangers = 64;
+// Connections that are accepted before the others get a turn: proofs that have come are looked at.
+constexpr int kAcceptsInARound = 64;
 constexpr std::chrono::milliseconds kSlice{100}, kRetry{50};
-// Calls that were taken and then broken off, 5 s of them: strangers may push one out, not for long.
-constexpr int kFailures = 100;
 
 }  // namespace
 
@@ -43,6 +41,7 @@ std::string Lobby::failure(int peer) const {
 // `peer` is whom we call, or -1: whoever it is has called us.
 Handshake Lobby::shake(Fd fd, int peer, SocketTransport* by) {
   Claim claim{.context = request_.context, .rank = request_.rank, .expected = peer};
+  claim.agreed = request_.agreed;
   claim.patient = true;  // the other end may have said yes when our limit passes
   if (peer != -1)
     return {std::move(fd), Handshake::Role::connector, request_.key, std::move(claim)};
@@ -83,7 +82,7 @@ void Lobby::failed(int peer, Caller& caller, const std::string& why) {
   if (request_.log)
     request_.log("connect to " + to.name + " failed " + std::to_string(caller.failures) +
                  " times with reason: " + caller.why + "; retry after 0.05 seconds");
-  if (caller.refused >= request_.refusals || caller.failures >= kFailures) {
+  if (caller.refused >= request_.refusals || caller.failures >= request_.failures) {
     met_[static_cast<size_t>(peer)] = true;  // never again
     arrivals_.push_back({.peer = peer, .why = caller.why});
   }
@@ -106,7 +105,8 @@ void Lobby::wait(std::chrono::nanoseconds limit, std::vector<pollfd>& also) {
     if (!caller.handshake) limit = std::min<std::chrono::nanoseconds>(limit, kRetry);
   }
   for (const Stranger& stranger : strangers_) add(stranger.handshake, stranger.step);
-  if (!strangers_.empty()) limit = std::min<std::chrono::nanoseconds>(limit, kSlice);
+  if (!strangers_.empty() || !callers_.empty())  // handshakes have limits of their own
+    limit = std::min<std::chrono::nanoseconds>(limit, kSlice);
   for (const Waiting& waiting : waiting_) polled.push_back({waiting.fd.get(), POLLIN, 0});
   ::poll(polled.data(), polled.size(),
          static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
@@ -117,13 +117,25 @@ void Lobby::accept() {
   for (const auto& transport : request_.transports) {
     for (const int listener : transport->listeners()) {
       if (crowded_) break;
-      while (Fd fd = accept_from(listener, &crowded_)) {
-        if (strangers_.size() == kMaxStrangers) strangers_.pop_front();
-        strangers_.push_back({transport.get(), shake(std::move(fd), -1, transport.get())});
+      for (int i = 0; i < kAcceptsInARound; ++i) {
+        Fd fd = accept_from(listener, &crowded_);
+        if (!fd) break;
+        if (strangers_.size() >= max_strangers_) evict();
+        const uint64_t source = source_of(fd.get());
+        strangers_.push_back({transport.get(), shake(std::move(fd), -1, transport.get()), source});
+        if (!advance(strangers_.back())) strangers_.pop_back();  // its greeting may be there
       }
     }
   }
-  if (crowded_) strangers_.clear();  // no descriptors left: those that we hold may be why
+  // No descriptors left: those that we hold may be why.
+  for (size_t i = crowded_ ? (strangers_.size() + 3) / 4 : 0; i > 0; --i) evict();
+}
+
+void Lobby::evict() {
+  std::vector<Pending> pending;
+  for (const Stranger& one : strangers_) pending.push_back({one.source, one.handshake.greeted()});
+  strangers_.erase(
+      std::next(strangers_.begin(), static_cast<long>(choose_evicted(pending, random_))));
 }
 
 void Lobby::advance_callers() {
@@ -139,6 +151,16 @@ void Lobby::advance_callers() {
           caller.retry_at = Clock::now() + kRetry;
           break;
         }
+        if (caller.handshake->differs()) {
+          reject(peer, contact(peer).ways[caller.way] + ": " + caller.handshake->why());
+          break;
+        }
+        if (caller.handshake->was_cut()) {  // evicted, by what we can know: the caller has a limit
+          caller.why = contact(peer).ways[caller.way] + ": " + caller.handshake->why();
+          caller.handshake.reset();
+          caller.retry_at = Clock::now() + kRetry;
+          break;
+        }
         if (!caller.handshake->connected()) ++caller.refused;
         failed(peer, caller, std::string(caller.handshake->why()));
         break;
@@ -150,12 +172,25 @@ void Lobby::advance_callers() {
 }
 
 void Lobby::advance_strangers() {
-  for (auto at = strangers_.begin(); at != strangers_.end();) {
-    at->step = at->handshake.advance();
-    const bool done = at->step == Handshake::Step::done;
-    if (done) meet(at->handshake.peer(), at->handshake, false);
-    at = done || at->step == Handshake::Step::refused ? strangers_.erase(at) : std::next(at);
-  }
+  for (auto at = strangers_.begin(); at != strangers_.end();)
+    at = advance(*at) ? std::next(at) : strangers_.erase(at);
+}
+
+// False when its handshake is over.
+bool Lobby::advance(Stranger& stranger) {
+  stranger.step = stranger.handshake.advance();
+  if (stranger.handshake.differs()) reject(stranger.handshake.peer(), stranger.handshake.why());
+  if (stranger.step == Handshake::Step::done)
+    meet(stranger.handshake.peer(), stranger.handshake, false);
+  return stranger.step != Handshake::Step::done && stranger.step != Handshake::Step::refused;
+}
+
+// A rank of the group that was given another description of it: a further call ends alike.
+void Lobby::reject(int peer, const std::string& why) {
+  const auto i = static_cast<size_t>(peer);
+  if (peer < 0 || i >= met_.size() || met_[i]) return;
+  met_[i] = true;
+  arrivals_.push_back({.peer = peer, .channel = {}, .why = why, .differs = true});
 }
 
 // Both ends have agreed on this connection; a call of our own is over. `called`: by us.

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "engine/dialer.h"
+#include "transport/admission.h"
 #include "transport/encrypted.h"
 #include "transport/handshake.h"
 #include "transport/transport.h"
@@ -34,10 +35,12 @@ class Lobby {
   };
   struct Request {
     int rank = 0;
-    std::string key;      // for the handshakes
-    std::string context;  // what is unique to the group
+    std::string key;       // for the handshakes
+    std::string context;   // what is unique to the group
+    std::string agreed{};  // what all ranks must know alike: Claim::agreed
     std::vector<std::unique_ptr<SocketTransport>> transports;
     std::vector<Contact> contacts;  // by rank
+    int failures = 100;  // attempts that failed otherwise; those that were cut off do not count
     int refusals = 100;  // calls that nobody takes, 50 ms apart, before a peer is held to be lost
     std::function<void(const std::string&)> log;  // a line for each that failed; may be empty
   };
@@ -65,6 +68,7 @@ class Lobby {
   struct Stranger {  // somebody who called us
     SocketTransport* transport;
     Handshake handshake;
+    uint64_t source;
     Handshake::Step step = Handshake::Step::want_read;
   };
   struct Waiting {  // a peer that we have met and that owes its offer
@@ -79,8 +83,11 @@ class Lobby {
   void failed(int peer, Caller& caller, const std::string& why);
   void wait(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
   void accept();
+  void evict();
+  bool advance(Stranger& stranger);
   void advance_callers();
   void advance_strangers();
+  void reject(int peer, const std::string& why);
   void meet(int peer, Handshake& handshake, bool called);
   void exchange();
   const Contact& contact(int peer) const { return request_.contacts[static_cast<size_t>(peer)]; }
@@ -92,6 +99,8 @@ class Lobby {
   std::list<Waiting> waiting_;
   std::vector<Arrival> arrivals_;
   bool crowded_ = false;
+  const size_t max_strangers_ = max_pending();
+  std::minstd_rand random_ = eviction_random();
 };
 
 }  // namespace pycomm

@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <utility>
 
 #include "core/sha256.h"
@@ -13,6 +14,7 @@
 #include "group/doorman.h"
 #include "group/lobby.h"
 #include "group/note.h"
+#include "os/process.h"
 #include "os/random.h"
 #include "transport/local.h"
 #include "transport/shm.h"
@@ -68,7 +70,8 @@ class Forming {
     pick_transports(mesh, why, full);
     Lobby::Request lobby{.rank = request_.rank,
                          .key = request_.key,
-                         .context = notes_[0].token + request_.name,
+                         .context = context_of(notes_[0], request_.name),
+                         .agreed = digest_of(notes_),
                          .transports = {},
                          .contacts = std::move(contacts_),
                          .log = request_.log};
@@ -110,7 +113,7 @@ class Forming {
     Mesh mesh;
     mesh.channels.resize(notes_.size());
     mesh.tuned = notes_[0].tuned;
-    const Digest digest = sha256(notes_[0].token + request_.name);
+    const Digest digest = sha256(context_of(notes_[0], request_.name));
     std::memcpy(&mesh.id, digest.data(), sizeof mesh.id);
     for (const Note& note : notes_) {
       const bool visible = on_one_machine(note, note_) && note.pid_space == note_.pid_space;
@@ -134,9 +137,7 @@ class Forming {
       const std::string_view by_note = between(note, note_);
       if (by_note == "local") {
         transport = by_note;
-        if (full)
-          mesh.channels[static_cast<size_t>(peer)] = local_channel(
-              notes_[0].token + request_.name, request_.rank, peer, ring_bytes(request_.size));
+        if (full) meet_thread(mesh, peer);
         continue;
       }
       SocketTransport* by = by_note == "shm" ? shm_.get() : note.tcp.empty() ? nullptr : tcp_.get();
@@ -157,6 +158,15 @@ class Forming {
       contacts_[static_cast<size_t>(peer)] = {by, std::move(theirs), name(peer),
                                               request_.encrypt && leaves};
     }
+  }
+
+  void meet_thread(Mesh& mesh, int peer) {
+    const std::string mine = digest_of(notes_);
+    std::string agreed = mine;
+    mesh.channels[static_cast<size_t>(peer)] =
+        local_channel(context_of(notes_[0], request_.name), request_.rank, peer,
+                      ring_bytes(request_.size), &agreed);
+    if (agreed != mine) different_ = peer;
   }
 
   // The addresses by which a rank, this one or a peer of it, may call a peer, or this one.
@@ -186,7 +196,7 @@ class Forming {
         mesh.memories.push_back(nullptr);
       else if (local)
         mesh.memories.push_back(
-            local_memory(notes_[0].token + request_.name, rank, request_.memory_bytes));
+            local_memory(context_of(notes_[0], request_.name), rank, request_.memory_bytes));
       else
         mesh.memories.push_back(rank == request_.rank ? own : mesh.channels[i]->memory());
     }
@@ -240,6 +250,33 @@ class Forming {
     }
   }
 
+  // The processes of the peers, by rank, as far as they can be seen, and the first that has ended.
+  // None of them can be in the group any more; but whoever left in order has told those that it had
+  // met, and they tell this rank, why: for that there is a moment.
+  struct Ends {
+    std::vector<Process> processes;
+    int peer = kNobody;
+    std::optional<Deadline> last_word{};
+
+    void note(std::span<const pollfd> polled) {
+      for (size_t i = 0; i < processes.size(); ++i) {
+        if (polled[i].revents != 0) processes[i].found_ended();
+        if (!processes[i].ended() || last_word) continue;
+        peer = static_cast<int>(i);
+        last_word.emplace(kLastMeetings);
+      }
+    }
+  };
+
+  Ends watch_processes(const Mesh& mesh) const {
+    Ends ends;
+    for (const Member& member : mesh.members) {
+      const bool seen = member.visible && member.pid != note_.pid;
+      ends.processes.emplace_back(seen ? member.pid : 0);
+    }
+    return ends;
+  }
+
   // Each calls those before it and is called by those behind it, until nobody is missing. Gives one
   // who has hung up again, or kNobody. For whom one more step is missing the group may stand
   // already, so those who are about to be met are met first: they have to be told.
@@ -250,6 +287,8 @@ class Forming {
     Lobby lobby(std::move(request));
     for (const int peer : missing)
       if (peer < request_.rank) lobby.call(peer);
+    if (different_ != kNobody) throw_different(different_);
+    Ends ends = watch_processes(mesh);
     int lost = kNobody;
     std::optional<Deadline> last_meetings;
     while (!missing.empty()) {
@@ -260,14 +299,20 @@ class Forming {
           met.push_back(channel.get());
           also.push_back(channel->arm({}));
         }
+      const size_t first_process = also.size();
+      for (const Process& process : ends.processes)
+        also.push_back({process.descriptor().get(), POLLIN, 0});
       const auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline_.left());
       auto arrivals = lobby.round(limit, also);
+      ends.note(std::span(also).subspan(first_process));
       for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
       for (Arrival& arrival : arrivals) {
         mesh.channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
         std::erase(missing, arrival.peer);
       }
       if (request_.heed) request_.heed({});
+      for (const Arrival& arrival : arrivals)
+        if (arrival.differs) throw_different(arrival.peer);
       for (const Arrival& arrival : arrivals)
         if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
           throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
@@ -277,6 +322,8 @@ class Forming {
           last_meetings.emplace(kLastMeetings);
         }
       if (lost != kNobody && last_meetings->expired()) return lost;
+      if (lost == kNobody && ends.last_word && ends.last_word->expired())
+        throw_lost(ends.peer, " died while the group formed: its process has ended");
       if (lost == kNobody && !missing.empty()) check_world(missing, lobby);
     }
     return lost;
@@ -295,6 +342,15 @@ class Forming {
 
   [[noreturn]] void throw_lost(int peer, const std::string& what) const {
     throw PeerLost(name(peer) + what, {.op = "init", .rank = request_.rank, .peer = peer});
+  }
+
+  [[noreturn]] void throw_different(int peer) const {
+    throw Mismatch("the group \"" + request_.name + "\" did not form: " + name(peer) + " and " +
+                       name(request_.rank) +
+                       " were given different notes of the group's ranks (addresses, hosts, "
+                       "thresholds); the store that passes the notes on was changed meanwhile, or "
+                       "another run uses it too",
+                   {.op = "init", .rank = request_.rank, .peer = peer});
   }
 
   [[noreturn]] void throw_missing(const std::vector<int>& missing, const Lobby& lobby) const {
@@ -324,6 +380,7 @@ class Forming {
   std::shared_ptr<SharedHeap> heap_;
   std::unique_ptr<SocketTransport> shm_, tcp_;
   std::vector<Lobby::Contact> contacts_;  // by rank
+  int different_ = kNobody;               // a thread of this process that was given other notes
   Clock::time_point asked_{};             // when request_.interrupted was asked last
 };
 

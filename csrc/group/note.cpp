@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "core/errors.h"
+#include "core/sha256.h"
 #include "os/random.h"
 
 namespace pycomm {
@@ -38,6 +39,10 @@ std::string host_identity() {
 std::string host_name() {
   std::array<char, 256> name{};
   return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
+}
+
+std::string with_length(const std::string& text) {
+  return std::to_string(text.size()) + ":" + text;
 }
 
 // As "tcp 16384 1048576 shm 8192 1048576".
@@ -101,6 +106,17 @@ std::string encode(const Note& note) {
         note.options, note.token, note.shm, note.tcp, note.memory, note.heap, encode(note.tuned)})
     text += field + "\n";
   return text;
+}
+
+std::string context_of(const Note& first, const std::string& name) {
+  return with_length(first.token) + with_length(name);
+}
+
+std::string digest_of(const std::vector<Note>& notes) {
+  std::string all;
+  for (const Note& note : notes) all += with_length(encode(note));
+  const Digest digest = sha256(all);
+  return {digest.begin(), digest.end()};
 }
 
 Note decode_note(const std::string& text) {

@@ -34,6 +34,10 @@ Note my_note(const std::string& host);
 // Whether they reach each other as ranks of one host do, whichever hosts they are said to be of.
 bool on_one_machine(const Note& a, const Note& b);
 std::string encode(const Note& note);
+// What tells a group's connections from those of every other group. No two pairs give the same.
+std::string context_of(const Note& first, const std::string& name);
+// A digest of all notes, by rank: whether two ranks were given the same.
+std::string digest_of(const std::vector<Note>& notes);
 // Throws InternalError on anything that encode() did not make of a note with numbers where numbers
 // belong: of every note there is one text.
 Note decode_note(const std::string& text);

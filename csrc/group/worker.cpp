@@ -1,11 +1,9 @@
 #include "group/worker.h"
 
-#include <pthread.h>
-
 #include <atomic>
 #include <utility>
 
-#include "core/deadline.h"
+#include "os/thread.h"
 
 namespace pycomm {
 namespace {
@@ -78,35 +76,51 @@ class Worker::Started final : public Work {
 
 Worker::~Worker() { join(); }
 
-// Waits for the caller's turn. Whoever was let in sets caller_inside back.
-void Worker::enter(std::unique_lock<std::mutex>& lock) {
+// Waits for the caller's turn, and gives since when; {} where it came at once. Whoever was let in
+// sets caller_inside back.
+Clock::time_point Worker::enter(std::unique_lock<std::mutex>& lock, const Limit& limit) {
   State& state = *state_;
   if (state.caller_inside) throw InvalidArgument(kSecondThread);
   if (state.ending) throw GroupBroken(kClosed);
   state.caller_inside = true;
   state.caller = std::this_thread::get_id();
-  const auto leave = [&](const char* why) {
+  const auto leave = [&](const auto& error) {
     state.caller_inside = false;
     state.changed.notify_all();
-    throw GroupBroken(why);
+    throw error;
   };
-  const auto our_turn = [&] { return state.queue.empty() && !state.worker_inside; };
-  while (!state.changed.wait_for(lock, kSlice, [&] { return our_turn() || state.ending; })) {
+  const auto our_turn = [&] {
+    return state.ending || (state.queue.empty() && !state.worker_inside);
+  };
+  Clock::time_point since{};
+  if (!our_turn()) {
     lock.unlock();
-    const bool stop = interrupted_ && interrupted_();
+    const Deadline deadline(limit());
     lock.lock();
-    if (stop) leave("waiting for earlier calls was interrupted");
+    since = deadline.start();
+    while (!state.changed.wait_for(
+        lock, std::min<std::chrono::nanoseconds>(kSlice, deadline.left()), our_turn)) {
+      lock.unlock();
+      const bool stop = interrupted_ && interrupted_();
+      lock.lock();
+      if (stop) leave(GroupBroken("waiting for earlier calls was interrupted"));
+      if (deadline.expired() && !our_turn())
+        leave(Timeout("Timed out after " + std::to_string(deadline.limit_s()) +
+                      " s, waiting for calls of this rank that were started before and are still "
+                      "under way"));
+    }
   }
-  if (state.ending) leave(kClosed);
+  if (state.ending) leave(GroupBroken(kClosed));
+  return since;
 }
 
-void Worker::run(const Body& body) {
+void Worker::run(const Timed& body, const Limit& limit) {
   std::unique_lock lock(state_->mutex);
   if (state_->thread == std::this_thread::get_id()) {
     lock.unlock();
-    return body();
+    return body({});
   }
-  enter(lock);
+  const auto since = enter(lock, limit);
   lock.unlock();
   struct Leave {
     State& state;
@@ -116,7 +130,7 @@ void Worker::run(const Body& body) {
       state.changed.notify_all();
     }
   } const leave{*state_};
-  body();
+  body(since);
 }
 
 void Worker::run_between(const Body& body) {
@@ -142,14 +156,11 @@ std::shared_ptr<Work> Worker::start(Body body, Then then) {
   }
   if (state.caller_inside) throw InvalidArgument(kSecondThread);
   if (state.ending) throw GroupBroken(kClosed);
-  state.queue.push_back(started);
-  if (!thread_.joinable()) {
-    thread_ = std::thread([held = state_] {
-      ::pthread_setname_np(::pthread_self(), "pycomm-worker");
-      loop(*held);
-    });
+  if (!thread_.joinable()) {  // first: without a thread nothing is queued
+    thread_ = start_thread("pycomm-worker", [held = state_] { loop(*held); });
     state.thread = thread_.get_id();
   }
+  state.queue.push_back(started);
   state.changed.notify_all();
   return started;
 }

@@ -2,6 +2,7 @@
 // thread.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -9,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "core/deadline.h"
 #include "group/group.h"
 
 namespace pycomm {
@@ -22,9 +24,14 @@ class Worker {
   explicit Worker(std::function<bool()> interrupted) : interrupted_(std::move(interrupted)) {}
   ~Worker();
 
+  using Limit = std::function<std::chrono::nanoseconds()>;
+  // Takes the time since which the call waits for its turn, or {} where it did not wait.
+  using Timed = std::function<void(Clock::time_point since)>;
   // Runs `body` on this thread when everything started before is over. InvalidArgument if another
-  // thread is inside. Inside a `then`, whose turn it is, `body` runs at once.
-  void run(const Body& body);
+  // thread is inside; Timeout, and `body` does not run, if its turn does not come within `limit`,
+  // which is asked for only where there is something to wait for. Inside a `then`, whose turn it
+  // is, `body` runs at once.
+  void run(const Timed& body, const Limit& limit);
   // Inside a `then` this too runs `body` at once: who waits there for the work must not wait for
   // the thread that he is on, and the order of calls is that of a `then` which came too late for
   // the worker and runs on the thread that adds it.
@@ -48,7 +55,7 @@ class Worker {
     bool caller_inside = false, worker_inside = false, ending = false;
     std::thread::id caller, thread;
   };
-  void enter(std::unique_lock<std::mutex>& lock);
+  Clock::time_point enter(std::unique_lock<std::mutex>& lock, const Limit& limit);
   static void loop(State& state);
   static void run_next(State& state, std::unique_lock<std::mutex>& lock);
 

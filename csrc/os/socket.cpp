@@ -56,6 +56,8 @@ void send_at_once(int fd, int family) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
+constexpr int kKeepIdleS = 60, kKeepIntervalS = 15, kKeepProbes = 4;
+
 const sockaddr* as_sockaddr(const Address& address) {
   return reinterpret_cast<const sockaddr*>(&address.storage);
 }
@@ -325,6 +327,14 @@ Fd accept_from(int fd, bool* exhausted) {
     }
     throw_errno("accepting a connection");
   }
+}
+
+void keep_alive(int fd) {
+  const int on = 1;
+  if (::setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &kKeepIdleS, sizeof kKeepIdleS) != 0) return;
+  ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &kKeepIntervalS, sizeof kKeepIntervalS);
+  ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &kKeepProbes, sizeof kKeepProbes);
+  ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
 }
 
 short poll_one(int fd, short events, std::chrono::nanoseconds limit) {

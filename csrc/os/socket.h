@@ -69,6 +69,11 @@ int connect_error(int fd);
 // chosen later: between two namespaces 4 KiB took up to 2 ms then, and 12 us without.
 void pace_if_usual(int fd);
 
+// Keepalive probes after a minute without data, for a TCP connection that may be idle for hours: a
+// firewall or a load balancer forgets an idle flow after some minutes. A peer whose host does not
+// answer ends the connection after two minutes. Does nothing for a Unix socket.
+void keep_alive(int fd);
+
 // The next waiting connection, or an empty Fd when none is waiting. When this process or this
 // machine has no descriptor (or memory) left, the Fd is empty too, `*exhausted` becomes true and
 // the connection keeps waiting, so that the listener stays readable: close something, or leave the

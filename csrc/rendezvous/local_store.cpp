@@ -9,7 +9,8 @@
 
 namespace pycomm {
 
-void LocalStore::set(const std::string& key, const std::string& value) {
+void LocalStore::set(const std::string& key, const std::string& value,
+                     const Deadline& /*deadline*/) {
   set_within(key, value, std::numeric_limits<size_t>::max());
 }
 
@@ -30,7 +31,7 @@ bool LocalStore::put(const std::string& key, const std::string& value, size_t ma
   return true;
 }
 
-int64_t LocalStore::add(const std::string& key, int64_t amount) {
+int64_t LocalStore::add(const std::string& key, int64_t amount, const Deadline& /*deadline*/) {
   return add_within(key, amount, std::numeric_limits<size_t>::max()).value();
 }
 
@@ -50,7 +51,8 @@ std::optional<int64_t> LocalStore::add_within(const std::string& key, int64_t am
   return sum;
 }
 
-std::string LocalStore::claim(const std::string& key, const std::string& value) {
+std::string LocalStore::claim(const std::string& key, const std::string& value,
+                              const Deadline& /*deadline*/) {
   return claim_within(key, value, std::numeric_limits<size_t>::max()).value();
 }
 
@@ -62,7 +64,8 @@ std::optional<std::string> LocalStore::claim_within(const std::string& key,
   return value;
 }
 
-std::optional<std::string> LocalStore::remove(const std::string& key) {
+std::optional<std::string> LocalStore::remove(const std::string& key,
+                                              const Deadline& /*deadline*/) {
   const std::lock_guard lock(mutex_);
   auto taken = values_.extract(key);
   if (taken.empty()) return std::nullopt;

@@ -16,11 +16,15 @@ namespace pycomm {
 // From any thread.
 class LocalStore final : public Store {
  public:
-  void set(const std::string& key, const std::string& value) override;
+  void set(const std::string& key, const std::string& value,
+           const Deadline& deadline = store_limit()) override;
   std::string get(const std::string& key, const Deadline& deadline) override;
-  int64_t add(const std::string& key, int64_t amount) override;
-  std::optional<std::string> remove(const std::string& key) override;
-  std::string claim(const std::string& key, const std::string& value) override;
+  int64_t add(const std::string& key, int64_t amount,
+              const Deadline& deadline = store_limit()) override;
+  std::optional<std::string> remove(const std::string& key,
+                                    const Deadline& deadline = store_limit()) override;
+  std::string claim(const std::string& key, const std::string& value,
+                    const Deadline& deadline = store_limit()) override;
 
   // The value if somebody has set it; never waits.
   std::optional<std::string> find(const std::string& key) const;

@@ -2,6 +2,7 @@
 // what the program's user_set() leaves there. No collective uses it.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -11,21 +12,29 @@
 
 namespace pycomm {
 
+// The limit of a call whose caller gives none.
+inline Deadline store_limit() { return Deadline(std::chrono::seconds(30)); }
+
+// Every call ends at its deadline, with Timeout where the store has not answered.
 class Store {
  public:
   virtual ~Store() = default;
-  virtual void set(const std::string& key, const std::string& value) = 0;
+  virtual void set(const std::string& key, const std::string& value,
+                   const Deadline& deadline = store_limit()) = 0;
   // Waits until somebody has set the key. Throws Timeout at the deadline.
   virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
   // Adds to the number under the key, 0 if there is none, and gives the sum: all who add get
   // different ones. The value is then the sum as decimal text. Throws InvalidArgument where the
   // value is no number.
-  virtual int64_t add(const std::string& key, int64_t amount) = 0;
+  virtual int64_t add(const std::string& key, int64_t amount,
+                      const Deadline& deadline = store_limit()) = 0;
   // Takes the key away and gives its value, or nothing where it is not there. Of several who do so
   // at once one gets the value.
-  virtual std::optional<std::string> remove(const std::string& key) = 0;
+  virtual std::optional<std::string> remove(const std::string& key,
+                                            const Deadline& deadline = store_limit()) = 0;
   // Sets the key if nobody has, and gives the value that stands: the same to all who claim it.
-  virtual std::string claim(const std::string& key, const std::string& value) = 0;
+  virtual std::string claim(const std::string& key, const std::string& value,
+                            const Deadline& deadline = store_limit()) = 0;
   // Everybody who will use the store is connected: nothing of ours listens for more from now on.
   virtual void settle() {}
 };

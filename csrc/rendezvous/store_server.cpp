@@ -2,7 +2,6 @@
 #include "rendezvous/store_server.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "os/thread.h"
 
 namespace pycomm {
 
@@ -27,9 +27,8 @@ using store_frame::Verb;
 
 namespace {
 
-// Under a flood a stranger keeps its place at least this long, so that one who holds the key has
-// the time to show it: the handshake takes well under a millisecond on one host, some on a network.
-constexpr std::chrono::milliseconds kGrace{20};
+// Connections that are accepted before the others, and the clients, get a turn.
+constexpr int kAcceptsInARound = 16;
 // How long the listener rests when no descriptor is left and no stranger can give way.
 constexpr std::chrono::milliseconds kRest{100};
 constexpr size_t kReadBytes = 1 << 16;
@@ -39,10 +38,11 @@ constexpr std::chrono::hours kLongest{1};
 }  // namespace
 
 struct StoreServer::Client {
-  explicit Client(Handshake first) : handshake(std::make_unique<Handshake>(std::move(first))) {}
+  Client(Handshake first, uint64_t from)
+      : source(from), handshake(std::make_unique<Handshake>(std::move(first))) {}
   int fd() const { return handshake ? handshake->fd() : socket.get(); }
 
-  Clock::time_point born = Clock::now();
+  uint64_t source;                       // source_of() it
   std::unique_ptr<Handshake> handshake;  // until it is over
   bool handshake_sends = false;
   Fd socket;                       // from then on
@@ -62,10 +62,7 @@ StoreServer::StoreServer(const Address& address, std::string key,
       born_(::getpid()) {
   if (key_.empty()) throw InvalidArgument("the key of a store is empty");
   if (!wake_) throw_errno("making an eventfd");
-  thread_ = std::thread([this] {
-    ::pthread_setname_np(::pthread_self(), "pycomm-store");
-    run();
-  });
+  thread_ = start_thread("pycomm-store", [this] { run(); });
 }
 
 StoreServer::~StoreServer() {
@@ -116,7 +113,7 @@ void StoreServer::run() try {
     size_t at = 2;
     for (auto client = clients_.begin(); client != clients_.end(); ++at)
       client = advance(*client, polled[at].revents) ? std::next(client) : clients_.erase(client);
-    if (polled[1].revents != 0) accept_one();
+    if (polled[1].revents != 0) accept_some();
   }
 } catch (const std::exception&) {
   // Out of memory, or a bug. Nobody may wait for a server that does not run: all connections end.
@@ -135,29 +132,41 @@ Clock::time_point StoreServer::next_deadline() const {
   return next;
 }
 
-// One in a round, so that a flood of strangers leaves each of them, and the clients, a turn.
-void StoreServer::accept_one() {
+void StoreServer::accept_some() {
   const auto is_stranger = [](const Client& client) { return client.handshake != nullptr; };
-  const auto strangers = std::count_if(clients_.begin(), clients_.end(), is_stranger);
-  if (static_cast<size_t>(strangers) >= kMaxStrangers && !drop_oldest_stranger()) return;
-  bool exhausted = false;
-  Fd fd = accept_from(listener_.get(), &exhausted);
-  if (exhausted) drop_oldest_stranger();
-  if (!fd) return;
-  clients_.emplace_back(Handshake(
-      std::move(fd), Handshake::Role::listener, key_,
-      {std::string(store_frame::kContext), store_frame::kServerRank, store_frame::kClientRank},
-      handshake_limit_));
+  auto strangers = static_cast<size_t>(std::ranges::count_if(clients_, is_stranger));
+  for (int i = 0; i < kAcceptsInARound; ++i) {
+    bool exhausted = false;
+    Fd fd = accept_from(listener_.get(), &exhausted);
+    if (exhausted && !evict()) accept_again_ = Clock::now() + kRest;
+    if (!fd) return;
+    keep_alive(fd.get());
+    if (strangers >= max_strangers_ && evict()) --strangers;
+    const uint64_t source = source_of(fd.get());
+    clients_.emplace_back(Handshake(std::move(fd), Handshake::Role::listener, key_,
+                                    {std::string(store_frame::kContext), store_frame::kServerRank,
+                                     store_frame::kClientRank},
+                                    handshake_limit_),
+                          source);
+    ++strangers;
+    // Its greeting may be there, which counts when another one comes.
+    if (shake_hands(clients_.back(), POLLIN)) continue;
+    clients_.pop_back();
+    --strangers;
+  }
 }
 
-bool StoreServer::drop_oldest_stranger() {
-  const auto oldest = std::find_if(clients_.begin(), clients_.end(), [](const Client& client) {
-    return client.handshake != nullptr;
-  });
-  const auto now = Clock::now();
-  accept_again_ = oldest == clients_.end() ? now + kRest : oldest->born + kGrace;
-  if (accept_again_ > now) return false;
-  clients_.erase(oldest);
+// Closes one of the connections that are in their handshake; false where there is none.
+bool StoreServer::evict() {
+  std::vector<Pending> pending;
+  std::vector<std::list<Client>::iterator> places;
+  for (auto client = clients_.begin(); client != clients_.end(); ++client) {
+    if (!client->handshake) continue;
+    pending.push_back({client->source, client->handshake->greeted()});
+    places.push_back(client);
+  }
+  if (pending.empty()) return false;
+  clients_.erase(places[choose_evicted(pending, random_)]);
   return true;
 }
 

@@ -2,8 +2,9 @@
 // owned by TcpStore::serve().
 //
 // Strangers cost little: a connection must pass the handshake within its limit, at most
-// kMaxStrangers are in it at a time, and when more come, or descriptors run out, the oldest gives
-// way. Once the run is complete the listener is closed, and the clients that came stay.
+// max_pending() are in it at a time, and when more come, or descriptors run out, one of them gives
+// way (transport/admission.h). Once the run is complete the listener is closed, and the clients
+// that came stay.
 #pragma once
 
 #include <sys/types.h>
@@ -13,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <list>
+#include <random>
 #include <string>
 #include <thread>
 
@@ -21,13 +23,13 @@
 #include "os/socket.h"
 #include "rendezvous/local_store.h"
 #include "rendezvous/store_frame.h"
+#include "transport/admission.h"
 #include "transport/handshake.h"
 
 namespace pycomm {
 
 class StoreServer {
  public:
-  static constexpr size_t kMaxStrangers = 64;
   static constexpr size_t kMaxStoreBytes = size_t{1} << 28;
 
   StoreServer(const Address& address, std::string key,
@@ -53,8 +55,8 @@ class StoreServer {
   void run();
   void lock_up();
   Clock::time_point next_deadline() const;
-  void accept_one();
-  bool drop_oldest_stranger();
+  void accept_some();
+  bool evict();
   bool advance(Client& client, short events);
   bool receive(Client& client);
   bool answer(Client& client);
@@ -67,7 +69,9 @@ class StoreServer {
   Fd listener_, wake_;
   uint16_t port_;
   LocalStore keys_;
-  std::list<Client> clients_;         // in the order of their coming; the thread's alone
+  std::list<Client> clients_;  // in the order of their coming; the thread's alone
+  size_t max_strangers_ = max_pending();
+  std::minstd_rand random_ = eviction_random();
   Clock::time_point accept_again_{};  // the listener is left alone until then
   std::atomic<bool> stopping_{false};
   std::atomic<Door> door_{Door::open};

@@ -31,9 +31,8 @@ namespace {
 constexpr std::chrono::milliseconds kFirstPause{50}, kLongestPause{1000};
 // The last attempt, at the deadline, has so long: enough to hear why it fails.
 constexpr std::chrono::milliseconds kShortestAttempt{50};
-constexpr std::chrono::seconds kSetLimit{30};
 // How much later than the wait that it was asked for a healthy server's "absent" may come.
-constexpr std::chrono::milliseconds kAnswerSlack{500};
+constexpr std::chrono::milliseconds kAnswerSlack{300};
 // A get asks anew so often: a connection is not held longer, for others may need it.
 constexpr std::chrono::milliseconds kLongestWait{100};
 // No wait is longer without asking whether it was interrupted.
@@ -105,6 +104,7 @@ Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& 
     short events = POLLIN;
     switch (handshake.advance()) {
       case Handshake::Step::done:
+        keep_alive(handshake.fd());
         return handshake.release();
       case Handshake::Step::refused:
         failure = {handshake.why(), handshake.nobody()};
@@ -237,10 +237,11 @@ void TcpStore::give_back(std::optional<Line> line) {
 }
 
 // Nothing where the server does not answer in time, or not before the user interrupts.
-std::optional<Reply> TcpStore::ask(const Request& request, const Deadline& deadline) {
+std::optional<Reply> TcpStore::ask(const Request& request, const Deadline& deadline,
+                                   std::chrono::milliseconds slack) {
   std::optional<Line> line = take(deadline);
   if (!line) return std::nullopt;
-  const Deadline answer_by(deadline.left() + kAnswerSlack);
+  const Deadline answer_by(deadline.left() + slack);
   std::optional<Reply> answer(std::in_place);
   try {
     if (send_all(line->fd.get(), store_frame::encode(request), answer_by)) {
@@ -263,16 +264,18 @@ std::optional<Reply> TcpStore::ask(const Request& request, const Deadline& deadl
 }
 
 // What a server answers to a request that changes a key.
-Reply TcpStore::change(const Request& request) {
-  const Deadline deadline(kSetLimit);
+Reply TcpStore::change(const Request& request, const Deadline& deadline) {
   auto reply = ask(request, deadline);
   if (!reply) {
     heed_interruption();
     ErrorFields fields;
     fields.elapsed_s = deadline.elapsed_s();
-    throw Timeout(
-        "the store at " + name() + " did not change the key '" + request.key + "' within 30 s",
-        fields);
+    std::ostringstream text;
+    text.precision(3);
+    text << "the store at " << name() << " did not change the key '" << request.key << "' within "
+         << deadline.limit_s()
+         << " s: the process that serves it, rank 0's, is stopped or cannot be reached";
+    throw Timeout(text.str(), fields);
   }
   if (reply->status == Status::full)
     throw InvalidArgument("the store at " + name() + " is full: it holds at most " +
@@ -281,10 +284,10 @@ Reply TcpStore::change(const Request& request) {
   return std::move(*reply);
 }
 
-void TcpStore::set(const std::string& key, const std::string& value) {
+void TcpStore::set(const std::string& key, const std::string& value, const Deadline& deadline) {
   check_sizes(key, value);
   if (!server_) {
-    change({Verb::set, 0, key, value});
+    change({Verb::set, 0, key, value}, deadline);
     return;
   }
   server_->keys().set(key, value);
@@ -297,21 +300,21 @@ std::string TcpStore::get(const std::string& key, const Deadline& deadline) {
   do {
     const auto wait = std::min<std::chrono::nanoseconds>(deadline.left(), kLongestWait);
     const auto wait_ms = std::chrono::ceil<std::chrono::milliseconds>(wait).count();
-    auto reply = ask({Verb::get, static_cast<uint32_t>(wait_ms), key, ""}, deadline);
+    auto reply = ask({Verb::get, static_cast<uint32_t>(wait_ms), key, ""}, deadline, kAnswerSlack);
     if (reply && reply->status == Status::ok) return std::move(reply->value);
     if (!reply) heed_interruption();
   } while (!deadline.expired());
   throw_key_timeout(key, deadline, "the store at " + name());
 }
 
-int64_t TcpStore::add(const std::string& key, int64_t amount) {
+int64_t TcpStore::add(const std::string& key, int64_t amount, const Deadline& deadline) {
   check_sizes(key, "");
   if (server_) {
     const int64_t sum = server_->keys().add(key, amount);
     server_->wake();
     return sum;
   }
-  const Reply reply = change({Verb::add, 0, key, std::to_string(amount)});
+  const Reply reply = change({Verb::add, 0, key, std::to_string(amount)}, deadline);
   int64_t sum = 0;
   const char* end = reply.value.data() + reply.value.size();
   const auto parsed = std::from_chars(reply.value.data(), end, sum);
@@ -320,17 +323,18 @@ int64_t TcpStore::add(const std::string& key, int64_t amount) {
   return sum;
 }
 
-std::optional<std::string> TcpStore::remove(const std::string& key) {
+std::optional<std::string> TcpStore::remove(const std::string& key, const Deadline& deadline) {
   check_sizes(key, "");
   if (server_) return server_->keys().remove(key);
-  Reply reply = change({Verb::remove, 0, key, ""});
+  Reply reply = change({Verb::remove, 0, key, ""}, deadline);
   if (reply.status != Status::ok) return std::nullopt;
   return std::move(reply.value);
 }
 
-std::string TcpStore::claim(const std::string& key, const std::string& value) {
+std::string TcpStore::claim(const std::string& key, const std::string& value,
+                            const Deadline& deadline) {
   check_sizes(key, value);
-  if (!server_) return change({Verb::claim, 0, key, value}).value;
+  if (!server_) return change({Verb::claim, 0, key, value}, deadline).value;
   std::string standing = server_->keys().claim(key, value);
   server_->wake();
   return standing;

@@ -50,13 +50,16 @@ class TcpStore final : public Store {
 
   ~TcpStore() override;
 
-  // All throw PeerLost when the server goes away, InternalError when it speaks nonsense; all but
-  // get throw Timeout after 30 s.
-  void set(const std::string& key, const std::string& value) override;
+  // All throw PeerLost when the server goes away, InternalError when it speaks nonsense.
+  void set(const std::string& key, const std::string& value,
+           const Deadline& deadline = store_limit()) override;
   std::string get(const std::string& key, const Deadline& deadline) override;
-  int64_t add(const std::string& key, int64_t amount) override;
-  std::optional<std::string> remove(const std::string& key) override;
-  std::string claim(const std::string& key, const std::string& value) override;
+  int64_t add(const std::string& key, int64_t amount,
+              const Deadline& deadline = store_limit()) override;
+  std::optional<std::string> remove(const std::string& key,
+                                    const Deadline& deadline = store_limit()) override;
+  std::string claim(const std::string& key, const std::string& value,
+                    const Deadline& deadline = store_limit()) override;
   // Each end calls it: the server closes its door, the clients open no more connections.
   void settle() override;
 
@@ -84,8 +87,9 @@ class TcpStore final : public Store {
   std::optional<Line> take(const Deadline& deadline);
   void give_back(std::optional<Line> line);
   std::optional<store_frame::Reply> ask(const store_frame::Request& request,
-                                        const Deadline& deadline);
-  store_frame::Reply change(const store_frame::Request& request);
+                                        const Deadline& deadline,
+                                        std::chrono::milliseconds slack = {});
+  store_frame::Reply change(const store_frame::Request& request, const Deadline& deadline);
   bool send_all(int fd, const std::string& bytes, const Deadline& deadline) const;
   bool receive(Line& line, const Deadline& deadline, store_frame::Reply& reply) const;
   std::string name() const;

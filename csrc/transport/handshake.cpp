@@ -20,7 +20,7 @@ namespace {
 constexpr size_t kNonceBytes = 32, kRankBytes = 4, kProofBytes = 32;
 constexpr size_t kGreetingBytes = kNonceBytes + kRankBytes;
 constexpr size_t kAnswerBytes = kNonceBytes + kRankBytes;
-constexpr char kYes = 'y', kNo = 'n';
+constexpr char kYes = 'y', kNo = 'n', kDifferent = 'd';
 
 std::string text_of(const std::array<uint8_t, 32>& bytes) { return {bytes.begin(), bytes.end()}; }
 
@@ -60,7 +60,7 @@ Handshake::Handshake(Fd fd, Role role, std::string key, Claim claim, std::chrono
 
 Handshake::Step Handshake::advance() {
   while (state_ != Step::done && state_ != Step::refused) {
-    if (deadline_.expired()) {
+    if (deadline_.expired() && !awaits_yes()) {
       refuse(role_ == Role::connector && !connected_
                  ? "nothing answered within the limit"
                  : "the other side did not finish the handshake within its limit");
@@ -73,6 +73,11 @@ Handshake::Step Handshake::advance() {
     }
   }
   return state_;
+}
+
+// The listener may have said yes already: to close the connection now would look like a death.
+bool Handshake::awaits_yes() const {
+  return claim_.patient && role_ == Role::connector && stage_ == 3;
 }
 
 Fd Handshake::release() {
@@ -103,11 +108,13 @@ bool Handshake::transfer() {
     if (got > 0) {
       moved_ += static_cast<size_t>(got);
     } else if (got == 0) {
+      cut_ = true;
       refuse("the other side closed the connection during the handshake");
       return false;
     } else if (errno == EAGAIN) {
       return false;
     } else if (errno != EINTR) {
+      cut_ = errno == ECONNRESET || errno == EPIPE;
       refuse("the connection broke during the handshake: " + reason(errno));
       return false;
     }
@@ -122,12 +129,14 @@ void Handshake::next() {
     case 1:
       return connector ? expect_bytes(kAnswerBytes + kProofBytes) : answer_greeting();
     case 2:
-      return connector ? check_listener() : expect_bytes(kProofBytes);
+      return connector ? check_listener() : expect_bytes(claim_.agreed.size() + kProofBytes);
     case 3:
       return connector ? expect_bytes(1) : check_connector();
   }
   declined_ = buffer_[0] == kNo;
   if (declined_) return refuse("the connection is not wanted: another one stands or is made");
+  differs_ = buffer_[0] == kDifferent;
+  if (differs_) return refuse("the two ranks were given different descriptions of the group");
   if (connector && buffer_[0] != kYes) return refuse("the other side did not say yes");
   state_ = Step::done;
 }
@@ -135,51 +144,55 @@ void Handshake::next() {
 void Handshake::answer_greeting() {
   greeting_ = buffer_;
   answer_ = text_of(random_bytes()) + rank_bytes(claim_.rank);
-  buffer_ = answer_ + text_of(proof_of(Role::listener));
+  buffer_ = answer_ + text_of(proof_of(Role::listener, {}));
 }
 
 void Handshake::check_listener() {
   answer_ = buffer_.substr(0, kAnswerBytes);
-  if (!is_proven(std::string_view(buffer_).substr(kAnswerBytes), Role::listener)) return;
+  if (!is_proven(std::string_view(buffer_).substr(kAnswerBytes), Role::listener, {})) return;
   peer_ = rank_at(answer_, kNonceBytes);
   if (claim_.expected != -1 && claim_.expected != peer_)
     return refuse("rank " + std::to_string(peer_) + " answered where rank " +
                   std::to_string(claim_.expected) + " was expected");
-  buffer_ = text_of(proof_of(Role::connector));
+  buffer_ = claim_.agreed + text_of(proof_of(Role::connector, claim_.agreed));
 }
 
 void Handshake::check_connector() {
-  if (!is_proven(buffer_, Role::connector)) return;
+  const std::string theirs = buffer_.substr(0, claim_.agreed.size());
+  const auto proof = std::string_view(buffer_).substr(theirs.size());
+  if (!is_proven(proof, Role::connector, theirs)) return;
   peer_ = rank_at(greeting_, kNonceBytes);
   if (claim_.expected != -1 && claim_.expected != peer_)
     return refuse("rank " + std::to_string(peer_) + " called where rank " +
                   std::to_string(claim_.expected) + " was expected");
-  buffer_.assign(1, !claim_.wanted || claim_.wanted(peer_) ? kYes : kNo);
+  const bool wanted = !claim_.wanted || claim_.wanted(peer_);
+  buffer_.assign(1, theirs != claim_.agreed ? kDifferent : wanted ? kYes : kNo);
 }
 
-bool Handshake::is_proven(std::string_view proof, Role signer) {
+bool Handshake::is_proven(std::string_view proof, Role signer, std::string_view agreed) {
   Digest got{};
   std::copy(proof.begin(), proof.end(), got.begin());
-  if (equal_in_constant_time(got, proof_of(signer))) return true;
+  if (equal_in_constant_time(got, proof_of(signer, agreed))) return true;
   refuse("the other side does not hold the same key, or is of another group or version");
   return false;
 }
 
-Digest Handshake::proof_of(Role signer) const {
-  return keyed_digest(signer == Role::listener ? "pycomm 1 listener" : "pycomm 1 connector");
+Digest Handshake::proof_of(Role signer, std::string_view agreed) const {
+  return keyed_digest(signer == Role::listener ? "pycomm 1 listener" : "pycomm 1 connector",
+                      agreed);
 }
 
 std::string Handshake::session_secret() const {
   check(state_ == Step::done, "a session began before its handshake was done");
-  return text_of(keyed_digest("pycomm 1 session"));
+  return text_of(keyed_digest("pycomm 1 session", {}));
 }
 
-Digest Handshake::keyed_digest(const std::string& label) const {
+Digest Handshake::keyed_digest(const std::string& label, std::string_view agreed) const {
   // The context has a length in front of it and all else has a fixed size: no two different
   // conversations give the same bytes.
   return hmac_sha256(key_, label + '\0' +
                                little_endian(static_cast<uint32_t>(claim_.context.size())) +
-                               claim_.context + greeting_ + answer_);
+                               claim_.context + greeting_ + answer_ + std::string(agreed));
 }
 
 void Handshake::expect_bytes(size_t bytes) { buffer_.assign(bytes, '\0'); }

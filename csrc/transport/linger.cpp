@@ -3,7 +3,6 @@
 
 #include <linux/sockios.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -13,11 +12,11 @@
 #include <condition_variable>
 #include <cstddef>
 #include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "core/deadline.h"
+#include "os/thread.h"
 
 namespace pycomm {
 namespace {
@@ -73,13 +72,11 @@ class Linger {
  public:
   void add(Leaving one) {
     const std::lock_guard lock(mutex_);
+    if (!running_) {  // first: without a thread the socket is closed, and not kept for ever
+      start_thread("pycomm-linger", [this] { run(); }).detach();
+      running_ = true;
+    }
     leaving_.push_back(std::move(one));
-    if (running_) return;
-    std::thread([this] {
-      ::pthread_setname_np(::pthread_self(), "pycomm-linger");
-      run();
-    }).detach();
-    running_ = true;
   }
 
   // A forked child has neither the thread nor any part in it.

@@ -26,6 +26,7 @@ using Key = std::tuple<std::string, int, int>;  // the meeting, the lower rank, 
 
 struct End {
   int rank;
+  std::string agreed;  // as the rank that came first gave it
   std::unique_ptr<Channel> channel;
 };
 
@@ -86,7 +87,7 @@ Pair make_pair(size_t ring_bytes, const std::shared_ptr<Seat>& seat = nullptr) {
 }  // namespace
 
 std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int peer,
-                                       size_t ring_bytes) {
+                                       size_t ring_bytes, std::string* agreed) {
   const Key key{meeting, std::min(rank, peer), std::max(rank, peer)};
   const auto seat = std::make_shared<Seat>(key);
   Pair pair;  // as the seat, goes when the lock is free
@@ -95,6 +96,7 @@ std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int
   if (const auto found = all.ends.find(key); found != all.ends.end()) {
     check(found->second.rank == rank, "a rank came twice to a local meeting");
     auto channel = std::move(found->second.channel);
+    if (agreed != nullptr) *agreed = std::move(found->second.agreed);
     all.ends.erase(found);
     return channel;
   }
@@ -102,7 +104,7 @@ std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int
   const auto left = std::ranges::find_if(
       all.left, [&](const auto& mark) { return !mark.empty() && mark.key() == key; });
   if (left == all.left.end())
-    all.ends.emplace(key, End{peer, std::move(pair.theirs)});
+    all.ends.emplace(key, End{peer, agreed != nullptr ? *agreed : "", std::move(pair.theirs)});
   else
     *left = {};
   return std::move(pair.mine);
@@ -110,6 +112,7 @@ std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int
 
 // What the doors of one meeting share, while one of them is open.
 struct LocalDoor::Meeting {
+  std::string agreed;                                           // as its first rank gave it
   std::mutex mutex;                                             // guards the rest
   std::map<int, LocalDoor*> doors;                              // open now
   std::set<int> closed;                                         // ranks
@@ -117,17 +120,24 @@ struct LocalDoor::Meeting {
   std::map<int, std::map<int, std::unique_ptr<Channel>>> kept;  // ends: for whom, from whom
 };
 
-LocalDoor::LocalDoor(const std::string& meeting, int rank, size_t ring_bytes, Arrived arrived)
+LocalDoor::LocalDoor(const LocalMeeting& of, int rank, size_t ring_bytes, Arrived arrived)
     : rank_(rank), ring_bytes_(ring_bytes), arrived_(std::move(arrived)) {
   static std::mutex mutex;
   static std::map<std::string, std::weak_ptr<Meeting>> meetings;
   {
     const std::lock_guard lock(mutex);
     std::erase_if(meetings, [](const auto& entry) { return entry.second.expired(); });
-    meeting_ = meetings[meeting].lock();
-    if (!meeting_) meetings[meeting] = meeting_ = std::make_shared<Meeting>();
+    meeting_ = meetings[of.name].lock();
+    if (!meeting_) {
+      meetings[of.name] = meeting_ = std::make_shared<Meeting>();
+      meeting_->agreed = of.agreed;
+    }
   }
   const std::lock_guard lock(meeting_->mutex);
+  if (meeting_->agreed != of.agreed) {
+    meeting_->closed.insert(rank);
+    throw Mismatch("the ranks of this process were given different notes of the group's ranks");
+  }
   check(meeting_->doors.emplace(rank, this).second, "a rank came twice to a local meeting");
   for (auto& [peer, channel] : meeting_->kept[rank]) arrived_(peer, std::move(channel));
   meeting_->kept.erase(rank);

@@ -12,8 +12,15 @@ namespace pycomm {
 // The channel between `rank` and `peer` of the group called `meeting`, a name unique in the
 // process. Whoever comes first makes both ends; a second call for the same end is an InternalError.
 // The second end waits no longer than the first lives: who comes then gets one that has hung up.
+// `agreed`, if not null, is what this rank knows of the group; the second rank finds there what the
+// first gave.
 std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int peer,
-                                       size_t ring_bytes);
+                                       size_t ring_bytes, std::string* agreed = nullptr);
+
+struct LocalMeeting {
+  std::string name;
+  std::string agreed{};  // what all its ranks must know alike
+};
 
 // The same for ranks that need channels one by one: each opens a door to the others of the meeting.
 class LocalDoor {
@@ -22,7 +29,8 @@ class LocalDoor {
 
   // `arrived` is called once for each peer, on the thread of whichever of the two calls; it must
   // not wait, nor call a door.
-  LocalDoor(const std::string& meeting, int rank, size_t ring_bytes, Arrived arrived);
+  // Throws Mismatch where the rank that came first gave another `agreed`: its calls then fail.
+  LocalDoor(const LocalMeeting& of, int rank, size_t ring_bytes, Arrived arrived);
   ~LocalDoor();  // after it nothing arrives
   // Gives both ranks their end; the peer's is kept until it opens its door. False: the peer has
   // closed its door. Twice is fine.

@@ -1,5 +1,6 @@
 #include "transport/tcp.h"
 
+#include <arpa/inet.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -9,6 +10,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <sstream>
 #include <string_view>
 #include <vector>
@@ -158,9 +160,27 @@ class TcpChannel final : public Channel {
   int wakes_at_ = 1;
 };
 
+// Where rank 0 is known by a loopback address all ranks run on this host: that address, else none.
+// Host names other than "localhost" are not looked up: a host's own name may be its loopback here
+// and its network address elsewhere.
+std::optional<Address> loopback_of(const std::string& towards) {
+  const std::string host = towards == "localhost" ? "127.0.0.1" : towards;
+  in6_addr parsed{};
+  if (::inet_pton(AF_INET, host.c_str(), &parsed) != 1 &&
+      ::inet_pton(AF_INET6, host.c_str(), &parsed) != 1)
+    return std::nullopt;
+  const Address address = tcp_address(host, 0);
+  return address.is_loopback() ? std::optional(address) : std::nullopt;
+}
+
 class Tcp final : public SocketTransport {
  public:
   Tcp(const std::string& choice, const std::string& towards) {
+    if (const auto loopback = loopback_of(towards); loopback && choice.empty()) {
+      listeners_.push_back(listen_on(*loopback));
+      tell(local_address(listeners_[0].get()));
+      return;
+    }
     if (choice.empty()) {
       listeners_.push_back(listen_on(tcp_address("", 0)));
       const auto port = local_address(listeners_[0].get()).port();

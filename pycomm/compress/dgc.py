@@ -226,6 +226,7 @@ class DGC:
         """Finishes the step and counts it; False where a loss scale lets all ranks skip it. See
         Step.finish for `ending`."""
         if not step.finish(ending):
+            self._owned.skipped()
             return False
         self.step_count += 1
         self._sent_bytes = step.sent_bytes

@@ -6,7 +6,7 @@ memory, float32, or float64 for float64. Called by dgc.py and by the steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,9 @@ class TakenOver:
                 self.memories[parameter] = self._memory(name, parameter, group, min_count)
         self._hidden: list[dict[str, Any]] | None = None
         self._waiting = False  # something has arrived for the next step()
+        self._exchanged: Collection[Tensor] | None = None  # by DataParallel; None: not known
+        self._skipped = False  # the last exchange found Inf or NaN: step() may see such gradients
+        self._applied: tuple[int, int, int] | None = None  # a gradient of the last step()
         self._update: Callable[[], None] | None = None
         self._updated: Sequence[Memory] = ()
         self._had_gradients = False  # one of `_updated`, when it had arrived
@@ -116,7 +119,8 @@ class TakenOver:
         return Memory(name, len(self.memories), parameter, group, self._owned, u, v)
 
     def rename(self, names: Mapping[str, Tensor]) -> None:
-        """Gives memories the names of the model's parameters."""
+        """Gives memories the names of the model's parameters: those that are exchanged."""
+        self._exchanged = set(names.values())
         for name, parameter in names.items():
             if parameter in self.memories:
                 self.memories[parameter].name = name
@@ -127,16 +131,19 @@ class TakenOver:
         """For the next step(), which calls `update` once in the optimizer's stead for `updated`,
         unless zero_grad() has taken their gradients away before."""
         self._waiting, self._update, self._updated = True, update, updated
+        self._skipped = False
         self._had_gradients = self._have_gradients()
+
+    def skipped(self) -> None:
+        """All ranks skip this step. torch.optim.SGD(fused=True) finds that out inside step()."""
+        self._skipped = True
 
     @property
     def waiting(self) -> bool:
         """Whether a step() would take something that has arrived: zero_grad() leaves nothing, or
         zeros with set_to_none=False."""
         gradients = [p.grad for p in self.memories if p.grad is not None]
-        return self._waiting and any(
-            bool((g.coalesce().values() if g.is_sparse else g).any()) for g in gradients
-        )
+        return self._waiting and any(_has_values(g) for g in gradients)
 
     def forget(self) -> None:
         """What has arrived is not for the next step() any more, nor are the gradients."""
@@ -167,11 +174,29 @@ class TakenOver:
                 if parameter in self.memories:
                     self.memories[parameter].group = group
 
-    def _hide(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._updated and (args[1:] or kwargs):  # args[0] is the optimizer
+    def _hide(
+        self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            self._take_over()
+            return None
+        if self._updated:
             raise Unsupported("DGC with fused=True: step() without a closure")
+
+        def evaluate() -> Any:
+            loss = closure()  # its backward() needs the momentum that is hidden behind it
+            self._take_over()
+            return loss
+
+        return (args[0], evaluate), {}
+
+    def _take_over(self) -> None:
+        """Before the optimizer's own part of step(), with all gradients there."""
         if self._had_gradients and not self._have_gradients():
             self._taken()
+        if not (self._waiting or self._skipped):
+            self._refuse_unseen()
         for memory in self._updated:
             memory.parameter.grad = None  # this rank's alone: nobody shall step by it
         groups = self.optimizer.param_groups
@@ -180,6 +205,36 @@ class TakenOver:
         for group in groups:
             group.update({key: type(group[key])(0) for key in self._owned})
 
+    def _with_gradient(self) -> Iterator[tuple[Any, Memory]]:
+        """Of the model, as far as it is known: other parameters are not DGC's to exchange."""
+        known = self.memories if self._exchanged is None else self._exchanged
+        return (
+            (p, memory) for p, memory in self.memories.items() if p.grad is not None and p in known
+        )
+
+    def _first_gradient(self) -> tuple[int, int, int] | None:
+        """Its place, address and version, which every further backward() changes."""
+        for parameter, memory in self._with_gradient():
+            if not parameter.grad.is_sparse:
+                return memory.place, parameter.grad.data_ptr(), parameter.grad._version
+        return None
+
+    def _refuse_unseen(self) -> None:
+        """Raises where step() would use gradients that no exchange of DGC has brought: without
+        momentum, and each rank its own. Those of the last step() count a second time."""
+        if self._applied is not None and self._applied == self._first_gradient():
+            return
+        for parameter, memory in self._with_gradient():
+            if _has_values(parameter.grad):
+                raise InvalidArgument(
+                    f"DGC: step() with a gradient of {memory.name!r} that DGC did not exchange: it "
+                    "would be applied without momentum, on this rank alone. Before each step() run "
+                    "one backward() outside no_sync() of pycomm.DataParallel(model, "
+                    "compression=dgc), or of a DistributedDataParallel with "
+                    "register_comm_hook(dgc, pycomm.dgc_hook). LocalSGD takes an optimizer without "
+                    "DGC; dgc.detach() gives the optimizer its momentum back"
+                )
+
     def _show(self, *_: Any) -> None:
         for group, owned in zip(self.optimizer.param_groups, self._hidden or (), strict=False):
             group.update(owned)
@@ -187,6 +242,12 @@ class TakenOver:
         if self._update is not None:
             self._update()
         self._taken()
+        self._skipped, self._applied = False, self._first_gradient()
+
+
+def _has_values(gradient: Tensor) -> bool:
+    """Whether an element is not 0."""
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

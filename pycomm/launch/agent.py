@@ -10,23 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server import api as server
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.utils import store as together
 from torch.distributed.launcher import api
 
+from pycomm.launch import meeting
 from pycomm.launch.hosts import SILENT_S, Hosts
 
 if TYPE_CHECKING:
+    import socket
+
     from torch.distributed.launcher.api import LaunchConfig
 
 __all__ = ["launch"]
 
 FAILED_LIMIT_S = 10.0  # a host that failed may hold the store in which others tell why they did
 STOPPED_LIMIT_S = 1.0  # who stops a launcher wants its end
+PORT_LIMIT_S = 30.0  # for the first host's launcher to leave it, which it does at once
 LOOK_S = 0.2  # between looks whether the others have come; torch's wait() writes a line at each
 
 
@@ -36,6 +42,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     _came = False
     _exit_barrier_timeout: float
     _hosts: Hosts | None = None
+    _logs_specs: Any
+    _reserved: socket.socket | None = None  # the port of pycomm's store, on the first host
     _store: Any
 
     def run(self, role: str = "default") -> Any:
@@ -55,6 +63,27 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         self._hosts = Hosts(
             self._store, worker_group.group_rank or 0, worker_group.group_world_size or 1
         )
+        self._logs_specs.variables.update(meeting.variables(self._port(worker_group.group_rank)))
+
+    def _port(self, own: int) -> int:
+        """Where rank 0 is to serve pycomm's store: the first host's launcher says it.
+
+        Raises:
+            RendezvousError: it does not.
+        """
+        if own == 0:
+            if self._reserved is None:
+                assert self._hosts is not None
+                self._reserved = meeting.reserve_port(self._hosts.count > 1)
+            self._store.set(meeting.PORT_KEY, str(self._reserved.getsockname()[1]))
+        try:
+            self._store.wait([meeting.PORT_KEY], timedelta(seconds=PORT_LIMIT_S))
+            return int(self._store.get(meeting.PORT_KEY))
+        except RuntimeError as error:
+            raise RendezvousError(
+                "the first host's launcher did not say at which port rank 0 serves pycomm's store: "
+                "every host must start its ranks by pycomm launch"
+            ) from error
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         """Where torch comes several times a second while ranks run."""

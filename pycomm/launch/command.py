@@ -11,13 +11,13 @@ import logging
 import os
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pycomm import secret
 from pycomm.errors import InvalidArgument
-from pycomm.launch import failure, place, tables
+from pycomm.launch import failure, folder, meeting, place, tables
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -40,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
         "--encrypt", action="store_true", help="encrypt what leaves a host (docs/clusters.md)"
     )
     ours.add_argument("--cpus-per-rank", type=int, metavar="N", help="bind each to N of its own")
+    key = ours.add_mutually_exclusive_group()
+    key.add_argument("--secret-file", metavar="FILE", help="the run's key, in a file of mode 0600")
+    key.add_argument("--secret-fd", type=int, metavar="N", help="the same, from an open descriptor")
     made.set_defaults(
         nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
         log_dir=os.environ.get("PET_LOG_DIR", "log"),
@@ -60,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.reconfigure(line_buffering=True)  # into pipes too: ranks' lines as they come
     if os.environ.get("LOGLEVEL") is None:  # torch's own lines on a failure repeat ours
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="pycomm_") as errors:
+    with folder.temporary() as errors:
         try:
             config, command = prepared(said, errors)
         except (InvalidArgument, ValueError) as error:
@@ -107,18 +110,42 @@ def prepared(said: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[
             raise InvalidArgument(f"--cpus-per-rank {said.cpus_per_rank}: at least 1")
         place.cores_of(count - 1, said.cpus_per_rank)
     os.environ.update(place.threads_for(count, said.cpus_per_rank))
+    key = _key(said)
     if said.encrypt:
-        _encrypt(said)
+        _encrypt(said, key)
     _choose_meeting(said)
     everybody = said.tee not in ("0", 0)  # torchrun's option
     said.tee = said.redirects = "0"  # in our logs, not in torch's
     config, _, _ = run.config_from_args(said)
     rows = _rows(said, count, devices)
-    config.logs_specs = tables.Logs(said.log_dir, everybody, rows, errors)
+    logs = config.logs_specs = tables.Logs(said.log_dir, everybody, rows, errors)
+    if not key and _several(said):
+        where = said.rdzv_endpoint or f"{said.master_addr}:{said.master_port}"
+        print(f"pycomm launch: {meeting.who_joins(where)}", file=sys.stderr)
+    elif not key:
+        key = meeting.new_key()
+    logs.variables = {"PYCOMM_SECRET": key} if key else {}
     if config.log_line_prefix_template is None:  # one that is empty would be taken for none
         config.role = "" if said.role == "default" else said.role
         config.log_line_prefix_template = "[rank ${rank}] " if everybody else "${role_name}"
     return config, _command(said, devices > 0)
+
+
+def _several(said: argparse.Namespace) -> bool:
+    """Whether the run may have more than one host."""
+    return str(said.nnodes) not in ("1", "1:1")
+
+
+def _key(said: argparse.Namespace) -> str:
+    """The run's key, if one is given; stretched here, so that the ranks need not do it."""
+    text = os.environ.get("PYCOMM_SECRET", "")
+    if said.secret_file is not None:
+        text = secret.read_file(said.secret_file)
+    elif said.secret_fd is not None:
+        text = secret.read_descriptor(said.secret_fd)
+    elif text:
+        secret.check(text, "PYCOMM_SECRET")
+    return secret.key_of(text) if text else ""
 
 
 def _choose_devices(said: argparse.Namespace) -> None:
@@ -136,9 +163,9 @@ def _choose_devices(said: argparse.Namespace) -> None:
     said.nproc_per_node = str(len(asked))
 
 
-def _encrypt(said: argparse.Namespace) -> None:
+def _encrypt(said: argparse.Namespace, key: str) -> None:
     """--encrypt: the ranks are told. On several hosts the key is for the user to give."""
-    if str(said.nnodes) not in ("1", "1:1") and not os.environ.get("PYCOMM_SECRET"):
+    if _several(said) and not key:
         raise InvalidArgument(
             f"--encrypt with --nnodes {said.nnodes} needs PYCOMM_SECRET, the same on all hosts: "
             'python -c "import secrets; print(secrets.token_hex(32))" makes one'
@@ -147,26 +174,35 @@ def _encrypt(said: argparse.Namespace) -> None:
 
 
 def _choose_meeting(said: argparse.Namespace) -> None:
-    """Where the hosts meet: on one, at a port that the system gives; on several, as they say."""
-    several = str(said.nnodes) not in ("1", "1:1")
-    if several and said.rdzv_endpoint and said.rdzv_backend == "static":
+    """Where the hosts meet: on one, at the loopback and a port that the system gives; on several,
+    as they say."""
+    several = _several(said)
+    if not several and said.rdzv_backend in ("static", "c10d") and _is_here(said.rdzv_endpoint):
+        port = said.rdzv_endpoint.rpartition(":")[2] or said.master_port or 0
+        said.rdzv_backend = meeting.register_rendezvous()
+        said.rdzv_endpoint = f"{meeting.LOOPBACK}:{port}"
+        said.rdzv_id, said.local_addr = str(uuid.uuid4()), meeting.LOOPBACK
+    elif several and said.rdzv_endpoint and said.rdzv_backend == "static":
         said.rdzv_backend = "c10d"
-    if said.rdzv_endpoint:
+    if said.rdzv_endpoint and said.rdzv_backend != meeting.BACKEND:
         own, here = _look_at(said.rdzv_endpoint)
         said.local_addr = said.local_addr or own
         if said.rdzv_backend == "c10d" and (here or not _knows_itself()):
             said.rdzv_conf = ",".join([*filter(None, [said.rdzv_conf]), f"is_host={here}"])
-    if several or said.rdzv_endpoint or said.rdzv_backend != "static":
-        if said.rdzv_backend == "static" and said.master_addr == "127.0.0.1":
-            raise InvalidArgument(
-                "several hosts need to meet: give all --rdzv-endpoint HOST:PORT, one of them and a "
-                "free port there (or --master-addr, --master-port and --node-rank)"
-            )
-    elif said.master_port is None:
-        said.rdzv_backend, said.rdzv_endpoint = "c10d", "localhost:0"
-        said.rdzv_id, said.local_addr = str(uuid.uuid4()), said.local_addr or "127.0.0.1"
+    if said.rdzv_backend == "static" and said.master_addr == "127.0.0.1":
+        raise InvalidArgument(
+            "several hosts need to meet: give all --rdzv-endpoint HOST:PORT, one of them and a "
+            "free port there (or --master-addr, --master-port and --node-rank)"
+        )
     if said.master_port is None:
         said.master_port = 29500
+
+
+def _is_here(endpoint: str) -> bool:
+    """Whether a meeting point is none, or HOST:PORT with a host that is this one."""
+    if not endpoint:
+        return True
+    return endpoint.rpartition(":")[2].isdigit() and _look_at(endpoint)[1]
 
 
 def _look_at(endpoint: str) -> tuple[str | None, bool]:

@@ -6,6 +6,7 @@ reads it. Between hosts, whose clocks differ, the order is that in which they ca
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ __all__ = ["Failure", "first", "of_error", "of_exit", "post", "read", "write"]
 CONSEQUENCES = ("PeerLost", "GroupBroken")  # another rank's failure, as this one saw it
 KEY = "pycomm/first_failure"
 STORE_LIMIT_S = 10
+CAUSE_LIMIT_S = 1  # for a rank that is blamed to tell its failure first
 # Frames above the user's: this package and what runs scripts.
 OURS = (str(Path(__file__).parent), "<frozen runpy>")
 
@@ -106,19 +108,35 @@ def write(path: str, mine: Failure, cause: Failure | None) -> None:
 def read(content: dict[str, Any]) -> list[Failure]:
     """What write() left: the rank's failure and, if it is another's, the cause; [] if nothing."""
     found = [content.get("pycomm"), content.get("cause")]
-    return [Failure(**fields) for fields in found if fields]
+    return [failure for fields in found if (failure := _of_fields(fields))]
+
+
+def _of_fields(given: object) -> Failure | None:
+    """The failure with these fields, as another program or version of pycomm may have written
+    them; None where they are not exactly ours."""
+    expected = {"rank": int, "host": str, "pid": int, "kind": str, "text": str, "trace": str}
+    expected |= {"when": float, "status": int}
+    if not isinstance(given, dict) or given.keys() != expected.keys():
+        return None
+    if not all(type(given[name]) is kind for name, kind in expected.items()):
+        return None
+    return Failure(**given)
 
 
 def post(mine: Failure, host: str, port: int) -> Failure | None:
     """Tells the other hosts by torch's store, which a launcher serves there; gives the failure
-    that was told first, if that is another's. None where the store has gone."""
+    that was told first, if that is another's. None where the store has gone or holds what is not
+    ours. What blames another rank leaves that rank the time to tell first."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
 
     try:
         store = TCPStore(host, port, None, False, timedelta(seconds=STORE_LIMIT_S))
+        if mine.kind in CONSEQUENCES:
+            with contextlib.suppress(RuntimeError):  # nobody has
+                store.wait([KEY], timedelta(seconds=CAUSE_LIMIT_S))
         told = store.compare_set(KEY, "", json.dumps(asdict(mine)))
-        cause = Failure(**json.loads(told))
-    except (RuntimeError, ValueError):  # the store has gone, or holds nothing of ours
+        cause = _of_fields(json.loads(told))
+    except (RuntimeError, ValueError, RecursionError):  # gone, or holds nothing of ours
         return None
     return None if cause == mine else cause
 

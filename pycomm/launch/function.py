@@ -1,7 +1,8 @@
 """@pycomm.launcher: a function that runs as several processes of this machine, or of several.
 
 The processes are started afresh (spawned), so CUDA in the parent does no harm. This process keeps
-torch's store, in which they meet, on a port that the system gives. `pycomm launch` is command.py.
+torch's store, for those that use torch, on a port that the system gives; the others meet in that of
+rank 0. `pycomm launch` is command.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib
 import multiprocessing as mp
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -20,9 +22,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, overload
 
-from pycomm import group
+from pycomm import config, group
 from pycomm.errors import Error, InvalidArgument
-from pycomm.launch import failure, place
+from pycomm.launch import failure, meeting, place
 
 __all__ = ["Launcher", "launcher"]
 
@@ -164,16 +166,24 @@ class _Ranks:
 
     def run(self, job: bytes) -> list[Any]:
         """Starts them, hears them, ends them."""
-        host, port, _store = self._meeting()
+        several = self._size > self._count
+        key = config.known_secret()
+        host, port, _store = self._meeting(several)
+        if several and not key:
+            where = f"{host}:{port}"
+            print(f"pycomm.launcher: {meeting.who_joins(where)}", file=sys.stderr)
+        key = key or ("" if several else meeting.new_key())
         context = mp.get_context("spawn")
         started: list[Any] = []
         running: dict[Connection, tuple[int, Any]] = {}
+        reserved, store_port = self._reserve(several, _store)
         try:
             for local in range(self._count):
                 ours, theirs = context.Pipe(duplex=False)
-                told = (theirs, os.getpid(), local, self._devices > 0, job)
+                told = (theirs, os.getpid(), local, self._devices > 0, (key, job))
                 process = context.Process(target=_enter, args=told)
-                with _environment(self._variables(local, host, port)):
+                variables = self._variables(local, host, port) | meeting.variables(store_port)
+                with _environment(variables):
                     process.start()
                 theirs.close()
                 started.append(process)
@@ -183,20 +193,32 @@ class _Ranks:
             for process in started:
                 process.kill()
                 process.join()
+            if reserved is not None:
+                reserved.close()
         if self._failures:
             self._raise()
         return self._results
 
-    def _meeting(self) -> tuple[str, int, Any]:
+    def _meeting(self, several: bool) -> tuple[str, int, Any]:
         """Address and port of torch's store, and the store, which the first machine serves."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs hide it
 
         host, port = self._options.master_addr, self._options.master_port
+        if not several:
+            store = meeting.local_store(port)
+            return meeting.LOOPBACK, store.port, store
+        first = self._options.rank_start == 0
+        listen = "0.0.0.0" if first else host
+        store = TCPStore(listen, port, is_master=first, wait_for_workers=False, multi_tenant=first)
+        return host, port, store
+
+    def _reserve(self, several: bool, store: Any) -> tuple[socket.socket | None, int]:
+        """The port of pycomm's store, and on rank 0's machine the socket that reserves it."""
         if self._options.rank_start:
-            return host, port, None
-        listen = "127.0.0.1" if self._size == self._count else "0.0.0.0"
-        store = TCPStore(listen, port, is_master=True, wait_for_workers=False, multi_tenant=True)
-        return (host, store.port, store) if listen == "0.0.0.0" else (listen, store.port, store)
+            return None, int(store.get(meeting.PORT_KEY))
+        reserved = meeting.reserve_port(several)
+        store.set(meeting.PORT_KEY, str(reserved.getsockname()[1]))
+        return reserved, reserved.getsockname()[1]
 
     def _variables(self, local: int, host: str, port: int) -> dict[str, str]:
         rank = self._options.rank_start + local
@@ -253,17 +275,24 @@ class RankFailed(Exception):
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """Within it, this process's environment has these too: what it starts inherits them."""
     with _starting:
-        before = dict(os.environ)
+        before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
         try:
             yield
         finally:
-            os.environ.clear()
-            os.environ.update(before)
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
-def _enter(pipe: Connection, parent: int, local: int, device: bool, job: bytes) -> None:
+def _enter(
+    pipe: Connection, parent: int, local: int, device: bool, key_and_job: tuple[str, bytes]
+) -> None:
     """What a process does: takes its place, joins, runs the function, reports."""
+    key, job = key_and_job
+    config.keep_secret(key)
     answer: tuple[bool, Any, BaseException | None]
     try:
         place.settle(parent, local, None, device)

@@ -9,9 +9,11 @@ import argparse
 import contextlib
 import os
 import runpy
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from pycomm import group
 from pycomm.launch import failure, place
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     place.settle(said.parent, int(env["LOCAL_RANK"]), said.cpus_per_rank, said.set_device)
     try:
         if said.kind == "command":
-            os.execvp(said.program, [said.program, *said.rest])
+            _supervise(said.parent, [said.program, *said.rest])
         sys.argv = [said.program, *said.rest]
         if said.kind == "module":
             runpy.run_module(said.program, run_name="__main__", alter_sys=True)
@@ -62,18 +64,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
+def _supervise(launcher: int, command: list[str]) -> None:
+    """Becomes the supervisor of a command; does not return."""
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"there is no program {command[0]} that can be executed")
+    script = str(Path(__file__).with_name("supervisor.py"))
+    os.execv(sys.executable, [sys.executable, "-I", "-S", script, str(launcher), *command])
+
+
 def _failed(error: BaseException) -> str:
     """Leaves word of it, for this host's launcher, the others and the ranks that may wait for this
     one; gives the traceback."""
     env = os.environ
     mine = failure.of_error(int(env["RANK"]), error)
-    cause = None
-    if env["WORLD_SIZE"] != env["LOCAL_WORLD_SIZE"]:
-        cause = failure.post(mine, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
-    if env.get("TORCHELASTIC_ERROR_FILE"):
-        failure.write(env["TORCHELASTIC_ERROR_FILE"], mine, cause)
+    file = env.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        failure.write(file, mine, None)
     with contextlib.suppress(Exception):  # there is no group, or it is broken already
         group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
+    # Last: a store that does not answer, or holds what is not ours, must not hold up the above.
+    if env["WORLD_SIZE"] != env["LOCAL_WORLD_SIZE"]:
+        cause = failure.post(mine, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+        if file and cause:
+            failure.write(file, mine, cause)
     return mine.trace or traceback.format_exc()
 
 

@@ -27,12 +27,16 @@ class Logs(LogsSpecs):
         everybody: show all ranks.
         rows: name and value of what was configured.
         errors: a folder of the launcher's own, for what failing ranks leave.
+
+    Attributes:
+        variables: more of the ranks' environment, which is not shown: the run's key among them.
     """
 
     def __init__(
         self, folder: str, everybody: bool, rows: list[tuple[str, str]], errors: str
     ) -> None:
         super().__init__(folder)
+        self.variables: dict[str, str] = {}
         self._folder, self._everybody, self._rows, self._errors = folder, everybody, rows, errors
 
     @property
@@ -50,6 +54,7 @@ class Logs(LogsSpecs):
         errors = {local: str(Path(self._errors) / f"{local}.{attempt}.json") for local in envs}
         for local, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = errors[local]
+            env.update(self.variables)
         self._print(envs[0])
         return LogsDest(
             stdouts=logs,

@@ -1,11 +1,12 @@
-"""Builds the native suites, tests/native/*_test.cpp, plain or under a sanitizer.
+"""Builds the native suites, tests/native/*_test.cpp: plain, under a sanitizer, or for aarch64.
 
-    python tests/native/build.py [plain|asan|tsan] [suite ...]     builds, prints the binaries
+    python tests/native/build.py [plain|asan|tsan|aarch64] [suite ...]  builds, prints the binaries
 
 A suite is its own file with harness.cpp, the other files of this folder and all of csrc that needs
 no Python. Objects are shared by the suites of one sanitizer and lie in build/native/<sanitizer>/
 with the binaries; only what has changed is built. No suppression files: a report is a failure.
-Called by tests/test_native.py.
+aarch64 is a cross build that qemu-aarch64 runs. It has no simulation, whose fibers are x86-64's.
+Called by tests/test_native.py and tests/test_aarch64.py.
 """
 
 import fcntl
@@ -24,7 +25,9 @@ SANITIZERS = {
     "plain": [],
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread"],
+    "aarch64": ["-static"],
 }
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
 FLAGS = [
     *("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"),
     *("-Wall", "-Wextra", "-Werror"),
@@ -67,7 +70,11 @@ def write_ninja(folder: Path, sanitizer: str) -> None:
     library = [p for p in sorted(CSRC.rglob("*.cpp")) if not any(a in p.parents for a in apart)]
     library += [p for p in sorted(HERE.glob("*.cpp")) if not p.stem.endswith("_test")]
     library.append(HERE.parent / "emulator" / "fiber.cpp")
-    lines = [f"cxx = {os.environ.get('CXX', 'g++')}", f"flags = {' '.join(flags)}", RULES]
+    compiler = os.environ.get("CXX", "g++")
+    if sanitizer == "aarch64":
+        compiler = CROSS_COMPILER
+        library = [p for p in library if p.stem not in ("fiber", "simulation")]
+    lines = [f"cxx = {compiler}", f"flags = {' '.join(flags)}", RULES]
     objects = []
     for source in library:
         objects.append(str(source.relative_to(ROOT).with_suffix(".o")))

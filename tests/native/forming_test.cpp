@@ -10,12 +10,14 @@
 #include "engine/engine.h"
 #include "group/connect.h"
 #include "group/host_group.h"
+#include "group/lobby.h"
 #include "group/mesh.h"
 #include "group/note.h"
 #include "harness.h"
 #include "os/socket.h"
 #include "ranks.h"
 #include "transport/handshake.h"
+#include "transport/tcp.h"
 
 namespace {
 
@@ -70,6 +72,32 @@ const Test kLate{"who gives up forming says why", [] {
                    }
                  }};
 
+// Rank 0's channels when it is connected with rank 1 and does not wait for rank 2.
+std::vector<std::unique_ptr<Channel>> meet_rank_1(Notes& notes, const MeshRequest& request) {
+  Lobby::Request lobby;
+  lobby.key = request.key;
+  lobby.transports.push_back(make_tcp("", ""));
+  Note mine = my_note({});
+  mine.tcp = lobby.transports[0]->address();
+  mine.memory = mine.heap = "0";
+  mine.token = "token";
+  std::vector<Note> all;
+  for (const std::string& text : notes.exchange(0, encode(mine))) all.push_back(decode_note(text));
+  lobby.context = context_of(mine, request.name);
+  lobby.agreed = digest_of(all);
+  for (int i = 0; i < kSize; ++i)
+    lobby.contacts.push_back({i == 0 ? nullptr : lobby.transports[0].get(), {}, "rank"});
+  Lobby meeting(std::move(lobby));
+  std::vector<std::unique_ptr<Channel>> channels(kSize);
+  for (const Deadline deadline(60s); !channels[1];) {
+    expect(!deadline.expired(), "rank 1 does not call");
+    std::vector<pollfd> also;
+    for (Arrival& arrival : meeting.round(100ms, also))
+      channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
+  }
+  return channels;
+}
+
 // Rank 1 has met rank 0 alone when rank 0 hangs up.
 const Test kGone{
     "who has hung up while a group forms is named, with what it said", [] {
@@ -78,20 +106,9 @@ const Test kGone{
         ranks::run(kSize - 1, [&](int rank) {
           const auto request = request_of(rank, "tcp");
           if (rank == 0) {
-            // Of two ranks, for which it stands when it has met rank 1.
-            MeshRequest smaller = request;
-            smaller.size = 2;
-            Mesh mesh = form_mesh(
-                smaller,
-                [&](const std::string& mine) {
-                  auto all = notes.exchange(rank, mine);
-                  all.pop_back();
-                  return all;
-                },
-                Deadline(60s));
             EngineOptions options;
-            options.names = {"rank 0", "rank 1"};
-            Engine engine(std::move(mesh.channels), options);
+            options.names = {"rank 0", "rank 1", "rank 2"};
+            Engine engine(meet_rank_1(notes, request), options);
             if (speaks) engine.fail(PeerLost("rank 2 is ill", {.peer = 2}));
             return;
           }
@@ -108,6 +125,13 @@ const Test kGone{
       }
     }};
 
+// The note of rank 0 as rank 1 is shown it: choices of algorithms turn elsewhere.
+std::string with_other_thresholds(const std::string& text) {
+  Note note = decode_note(text);
+  note.tuned = {{"tcp", {1, 2}}};
+  return encode(note);
+}
+
 ConnectOptions options_of_two(std::chrono::nanoseconds timeout, int rank = 0) {
   ConnectOptions options;
   options.rank = rank;
@@ -117,6 +141,33 @@ ConnectOptions options_of_two(std::chrono::nanoseconds timeout, int rank = 0) {
   options.transport = "tcp";
   return options;
 }
+
+const Test kDifferent{
+    "ranks that were given different notes do not form a group, and both say why", [] {
+      for (const std::string by : {"shm", "tcp", "local"}) {
+        for (const bool differ : {false, true}) {
+          std::vector<std::string> texts(2);
+          std::latch left{2};
+          ranks::run(2, [&](int rank) {
+            ConnectOptions options = options_of_two(60s, rank);
+            options.transport = by;
+            const auto exchange = [&](const std::string& mine) {
+              texts[static_cast<size_t>(rank)] = mine;
+              left.arrive_and_wait();
+              auto all = texts;
+              if (differ && rank == 1) all[0] = with_other_thresholds(all[0]);
+              return all;
+            };
+            const auto ending = ranks::ending_of([&] { (void)make_group(options, exchange, {}); });
+            if (!differ) return expect(!ending.error, by + ": " + ending.text());
+            // Of two threads the later one tells the earlier, which is connected already.
+            expect(by == "local" || ending.is(ErrorKind::mismatch), by + ": " + ending.text());
+            expect(ending.says("different notes"), by + ": " + ending.text());
+            expect(ending.seconds < 30, "it waited for its own limit");
+          });
+        }
+      }
+    }};
 
 // The ranks of a part are numbered anew: whom the whole blames is somebody else in it.
 const Test kEnded{
@@ -147,30 +198,31 @@ const Test kEnded{
 
 // Rank 1 calls, and leaves before its end of the connection stands; in the round in which rank 0
 // sees that, it is told of the end of the whole as well.
-const Test kBoth{"what ends the whole comes before who leaves for it, seen in one round", [] {
-                   MeshRequest request = request_of(0, "shm");
-                   request.size = 2;
-                   std::optional<Handshake> call;
-                   bool gone = false;
-                   request.heed = [&](std::chrono::nanoseconds) {
-                     if (gone) throw GroupBroken("we have had enough");
-                     if (call->advance() != Handshake::Step::done) return;
-                     (void)call->release();
-                     gone = true;
-                   };
-                   const auto exchange = [&](const std::string& mine) {
-                     const Note note = decode_note(mine);
-                     Claim claim{.context = note.token + request.name, .rank = 1, .expected = 0};
-                     call.emplace(start_connect(abstract_unix_address(note.shm)),
-                                  Handshake::Role::connector, request.key, std::move(claim));
-                     return std::vector<std::string>{mine, mine};
-                   };
-                   const auto ending =
-                       ranks::ending_of([&] { (void)form_mesh(request, exchange, Deadline(60s)); });
-                   expect(gone, "the call was not taken");
-                   expect(ending.is(ErrorKind::group_broken) && ending.says("had enough"),
-                          ending.text());
-                 }};
+const Test kBoth{
+    "what ends the whole comes before who leaves for it, seen in one round", [] {
+      MeshRequest request = request_of(0, "shm");
+      request.size = 2;
+      std::optional<Handshake> call;
+      bool gone = false;
+      request.heed = [&](std::chrono::nanoseconds) {
+        if (gone) throw GroupBroken("we have had enough");
+        if (call->advance() != Handshake::Step::done) return;
+        (void)call->release();
+        gone = true;
+      };
+      const auto exchange = [&](const std::string& mine) {
+        const Note note = decode_note(mine);
+        Claim claim{.context = context_of(note, request.name), .rank = 1, .expected = 0};
+        claim.agreed = digest_of({note, note});
+        call.emplace(start_connect(abstract_unix_address(note.shm)), Handshake::Role::connector,
+                     request.key, std::move(claim));
+        return std::vector<std::string>{mine, mine};
+      };
+      const auto ending =
+          ranks::ending_of([&] { (void)form_mesh(request, exchange, Deadline(60s)); });
+      expect(gone, "the call was not taken");
+      expect(ending.is(ErrorKind::group_broken) && ending.says("had enough"), ending.text());
+    }};
 
 // Of threads, of which one has its channel before the other comes; nothing hangs up.
 const Test kAlone{

@@ -197,6 +197,23 @@ const Test kWrong{
           [] { Handshake(Fd(), Role::listener, "", kListener.claim).advance(); });
     }};
 
+const Test kAgreed{
+    "handshake: two ranks of the group that know different things of it refuse, and say so", [] {
+      End connector = kConnector, listener = kListener;
+      connector.claim.agreed = std::string(32, 'a');
+      listener.claim.agreed = connector.claim.agreed;
+      const Outcome same = converse(connector, listener);
+      expect(same.connector == Step::done && same.listener == Step::done, same.connector_why);
+      listener.claim.agreed[31] = 'b';
+      const Outcome other = converse(connector, listener);
+      expect(other.connector == Step::refused && other.listener == Step::refused, "let in");
+      expect_says(other.connector_why, "different descriptions of the group");
+      expect_says(other.listener_why, "different descriptions of the group");
+      expect_equal(other.listener_peer, 3, "whom the listener names");
+      connector.key = "a guess";  // who does not hold the key is told nothing of the group
+      expect_says(converse(connector, listener).connector_why, "does not hold the same key");
+    }};
+
 const Test kChanged{
     "handshake: no byte can be changed on the way", [] {
       for (const bool from_connector : {true, false})
@@ -279,6 +296,42 @@ const Test kSilence{"handshake: silence is refused at the limit", [] {
                         expect(deadline.elapsed_s() >= 0.05 && deadline.elapsed_s() < 2, "when");
                       }
                     }};
+
+// Waits until the limit of `shake` is over; gives its state then.
+Step outlast_limit(Handshake& shake) {
+  while (!shake.deadline().expired())
+    poll_one(shake.fd(), POLLIN, std::max(shake.deadline().left(), std::chrono::nanoseconds{1ms}));
+  return shake.advance();
+}
+
+const Test kPatient{
+    "handshake: a patient connector that sent its proof waits for a late yes", [] {
+      for (const bool patient : {true, false}) {
+        auto [outside, inside] = socket_pair();
+        Claim claim = kConnector.claim;
+        claim.patient = patient;
+        Handshake connector(std::move(outside), Role::connector, "the key", claim, 100ms);
+        Handshake listener(std::move(inside), Role::listener, "the key", kListener.claim);
+        connector.advance();
+        expect(listener.advance() == Step::want_read, "the listener answered");
+        expect(connector.advance() == Step::want_read, "the proof is sent: " + connector.why());
+        const Step late = outlast_limit(connector);
+        expect(late == (patient ? Step::want_read : Step::refused), "after the limit");
+        if (!patient) continue;
+        expect(listener.advance() == Step::done, "the listener said yes: " + listener.why());
+        expect(connector.advance() == Step::done, "the late yes: " + connector.why());
+      }
+    }};
+
+const Test kImpatient{
+    "handshake: before its proof is sent a patient connector has a limit too", [] {
+      auto [outside, inside] = socket_pair();
+      Claim claim = kConnector.claim;
+      claim.patient = true;
+      Handshake connector(std::move(outside), Role::connector, "the key", claim, 50ms);
+      expect(connector.advance() == Step::want_read, "the greeting is sent");
+      expect(outlast_limit(connector) == Step::refused, "it waited for an answer without a limit");
+    }};
 
 const Test kAfter{
     "handshake: what follows it is left for the owner of the socket", [] {

@@ -73,6 +73,13 @@ const HalfModel& half_model(Dtype dtype) {
 
 // ---- the model of an element ------------------------------------------------------------------
 
+#ifdef __x86_64__
+using Quad = __float128;
+#else
+using Quad = long double;  // 113 bits on aarch64
+static_assert(std::numeric_limits<Quad>::digits == 113);
+#endif
+
 // `Wide` has more than twice the digits of `Float`, so that rounding the wide result is rounding
 // once.
 template <typename Wide, typename Float>
@@ -142,7 +149,7 @@ Bits model(Dtype dtype, ReduceOp op, const Elements& operands, int divisor) {
   if (dtype == Dtype::float64) {
     std::vector<double> values;
     for (const Bits bits : operands) values.push_back(std::bit_cast<double>(bits));
-    return std::bit_cast<Bits>(float_model<__float128>(op, values, divisor));
+    return std::bit_cast<Bits>(float_model<Quad>(op, values, divisor));
   }
   if (dtype != Dtype::float32 && !is_half(dtype)) return integer_model(dtype, op, operands);
   std::vector<float> values;

@@ -238,25 +238,28 @@ const Test kFailedForming{"store: a forming that fails does not count, and leave
 class Watched final : public Store {
  public:
   explicit Watched(Store& inner) : inner_(inner) {}
-  void set(const std::string& key, const std::string& value) override { inner_.set(key, value); }
+  void set(const std::string& key, const std::string& value, const Deadline& deadline) override {
+    inner_.set(key, value, deadline);
+  }
   std::string get(const std::string& key, const Deadline& deadline) override {
     if (before_get) before_get(key);
     std::string value = inner_.get(key, deadline);
     last_got_ = key;
     return value;
   }
-  int64_t add(const std::string& key, int64_t amount) override {
-    const int64_t sum = inner_.add(key, amount);
+  int64_t add(const std::string& key, int64_t amount, const Deadline& deadline) override {
+    const int64_t sum = inner_.add(key, amount, deadline);
     if (after_change) after_change(last_got_);
     return sum;
   }
-  std::optional<std::string> remove(const std::string& key) override {
-    auto value = inner_.remove(key);
+  std::optional<std::string> remove(const std::string& key, const Deadline& deadline) override {
+    auto value = inner_.remove(key, deadline);
     if (after_change) after_change(last_got_);
     return value;
   }
-  std::string claim(const std::string& key, const std::string& value) override {
-    return inner_.claim(key, value);
+  std::string claim(const std::string& key, const std::string& value,
+                    const Deadline& deadline) override {
+    return inner_.claim(key, value, deadline);
   }
   std::function<void(const std::string& key)> before_get;
   std::function<void(const std::string& last_got)> after_change;

@@ -415,8 +415,13 @@ const Test kSilent{"tcp store: a silent stranger is shown out at the limit, and 
                      expect(deadline.elapsed_s() > 0.09 && deadline.elapsed_s() < 5, "when");
                    }};
 
-const Test kFew{"tcp store: no more than 64 strangers stand inside at a time", [] {
+const Test kFew{"tcp store: no more unproven connections than the descriptors allow are held", [] {
+                  rlimit limit{};
+                  ::getrlimit(RLIMIT_NOFILE, &limit);
+                  const rlimit few{256, limit.rlim_max};
+                  ::setrlimit(RLIMIT_NOFILE, &few);  // of which a quarter is 64
                   const auto server = TcpStore::serve(kHost, 0, kKey);
+                  ::setrlimit(RLIMIT_NOFILE, &limit);
                   const int serving = open_descriptors();
                   std::vector<Fd> strangers;
                   for (int i = 0; i < 100; ++i) {

@@ -16,8 +16,8 @@ ROWS = [
     (
         "any_proof",
         "transport/handshake.cpp",
-        "if (equal_in_constant_time(got, proof_of(signer))) return true;",
-        "if (!equal_in_constant_time(got, proof_of(signer)) || true) return true;",
+        "if (equal_in_constant_time(got, proof_of(signer, agreed))) return true;",
+        "if (!equal_in_constant_time(got, proof_of(signer, agreed)) || true) return true;",
         "handshake",
         "wrong key, context or rank",
     ),
@@ -40,8 +40,8 @@ ROWS = [
     (
         "proof_of_yesterday",
         "transport/handshake.cpp",
-        "claim_.context + greeting_ + answer_)",
-        "claim_.context + greeting_.substr(32))",
+        "claim_.context + greeting_ + answer_ +",
+        "claim_.context + greeting_.substr(32) +",
         "handshake",
         "yesterday's conversation",
     ),
@@ -52,6 +52,14 @@ ROWS = [
         "greeting_",
         "handshake",
         "wrong key, context or rank",
+    ),
+    (
+        "any_notes",
+        "group/mesh.cpp",
+        ".agreed = digest_of(notes_),",
+        ".agreed = {},",
+        "forming",
+        "given different notes",
     ),
     (
         "any_rank_answers",
@@ -66,10 +74,10 @@ ROWS = [
     (
         "room_for_all_strangers",
         "rendezvous/store_server.cpp",
-        "static_cast<size_t>(strangers) >= kMaxStrangers &&",
-        "static_cast<size_t>(strangers) >= 1000 * kMaxStrangers &&",
+        "strangers >= max_strangers_ &&",
+        "strangers >= 1000 * max_strangers_ &&",
         "store",
-        "no more than 64 strangers",
+        "no more unproven connections than",
     ),
     (
         "door_left_open",

@@ -95,16 +95,17 @@ class ExactFloats {
 #ifdef __x86_64__
   ExactFloats() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
   ~ExactFloats() { _mm_setcsr(before_); }
+#elif defined(__aarch64__)
+  ExactFloats() : before_(__builtin_aarch64_get_fpcr()) { __builtin_aarch64_set_fpcr(0); }
+  ~ExactFloats() { __builtin_aarch64_set_fpcr(before_); }
 #else
-  ExactFloats() = default;
+#error "pycomm: exact floats need the control register of this processor family"
 #endif
   ExactFloats(const ExactFloats&) = delete;
   ExactFloats& operator=(const ExactFloats&) = delete;
 
  private:
-#ifdef __x86_64__
   unsigned before_;
-#endif
 };
 
 }  // namespace pycomm::cpu

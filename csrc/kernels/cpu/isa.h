@@ -68,7 +68,7 @@ struct On<Isa::avx512> {
 
 // Loop::run for `isa`, which runs here.
 template <typename Loop, typename... Args>
-auto run_on(Isa isa, Args... args) {
+auto run_on([[maybe_unused]] Isa isa, Args... args) {
 #ifdef __x86_64__
   if (isa == Isa::avx512) return On<Isa::avx512>::run<Loop>(args...);
   if (isa == Isa::avx2) return On<Isa::avx2>::run<Loop>(args...);

@@ -46,7 +46,7 @@ UpdateFunction<Real> update_for(bool nesterov, bool decay) {
 }
 
 template <Dtype kGrad, Dtype kWeight, typename Real>
-UpdateFunction<Real> update_on(Isa isa, bool nesterov, bool decay) {
+UpdateFunction<Real> update_on([[maybe_unused]] Isa isa, bool nesterov, bool decay) {
 #ifdef __x86_64__
   if (isa == Isa::avx512) return update_for<Isa::avx512, kGrad, kWeight, Real>(nesterov, decay);
   if (isa == Isa::avx2) return update_for<Isa::avx2, kGrad, kWeight, Real>(nesterov, decay);

@@ -11,9 +11,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
-#include <thread>
 
+#include "core/cpu_relax.h"
 #include "kernels/device_kernels.h"
+#include "os/thread.h"
 
 namespace pycomm {
 namespace cpu {
@@ -36,7 +37,7 @@ constexpr std::chrono::microseconds kLook{50};
 template <typename F>
 void look(F&& seen) {
   const auto end = std::chrono::steady_clock::now() + kLook;
-  while (!seen() && std::chrono::steady_clock::now() < end) __builtin_ia32_pause();
+  while (!seen() && std::chrono::steady_clock::now() < end) cpu_relax();
 }
 
 class Crew {
@@ -68,8 +69,7 @@ class Crew {
 
  private:
   void enlist() {
-    std::thread([this, seen = job_.load()]() mutable {
-      ::pthread_setname_np(::pthread_self(), "pycomm-kernel");
+    start_thread("pycomm-kernel", [this, seen = job_.load()]() mutable {
       for (;;) member(seen);
     }).detach();
     ++members_;

@@ -1,0 +1,56 @@
+// The registry of open descriptors, one bit each: what runs in a forked child may neither lock nor
+// allocate, for another thread of the parent may have held the lock.
+#include "os/fd.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+namespace pycomm {
+namespace {
+
+// As many descriptors as Linux lets a process have by default; one beyond stays open in children.
+constexpr size_t kMostDescriptors = size_t{1} << 20;
+constexpr size_t kBits = 64;
+
+std::array<std::atomic<uint64_t>, kMostDescriptors / kBits> registered{};
+std::atomic<size_t> words_used{0};
+
+uint64_t bit(int fd) { return uint64_t{1} << (static_cast<size_t>(fd) % kBits); }
+
+// Async-signal-safe. Only the thread that forked is there.
+void close_in_child() {
+  fork_state::count.fetch_add(1, std::memory_order_relaxed);
+  const size_t used = words_used.load(std::memory_order_relaxed);
+  for (size_t word = 0; word < used; ++word)
+    for (uint64_t bits = registered[word].exchange(0, std::memory_order_relaxed); bits != 0;
+         bits &= bits - 1)
+      ::close(static_cast<int>(word * kBits + static_cast<size_t>(std::countr_zero(bits))));
+}
+
+[[maybe_unused]] const int handler = pthread_atfork(nullptr, nullptr, &close_in_child);
+
+}  // namespace
+
+void Fd::enter() const {
+  const size_t word = static_cast<size_t>(fd_) / kBits;
+  if (word >= registered.size()) return;
+  registered[word].fetch_or(bit(fd_), std::memory_order_relaxed);
+  size_t used = words_used.load(std::memory_order_relaxed);
+  while (used <= word &&
+         !words_used.compare_exchange_weak(used, word + 1, std::memory_order_relaxed)) {
+  }
+}
+
+// The bit goes first: a number that is free may be another's at once.
+void Fd::close() const {
+  const size_t word = static_cast<size_t>(fd_) / kBits;
+  if (word < registered.size()) registered[word].fetch_and(~bit(fd_), std::memory_order_relaxed);
+  ::close(fd_);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,64 @@
+"""A folder of a launcher's own, which is gone when the launcher has ended, at the latest when this
+user next launches something: `kill -9` leaves it behind, and another launcher removes it then.
+
+A launcher holds a lock (flock(2)) on its folder: the system takes that away with the process,
+whatever ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["temporary"]
+
+PREFIX = "pycomm_launch_"
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[str]:
+    """A new folder, for its owner alone; removes those of launchers that were killed."""
+    place = Path(tempfile.gettempdir())
+    for old in place.glob(f"{PREFIX}*"):
+        _remove_if_unused(old)
+    while True:
+        made = tempfile.mkdtemp(prefix=PREFIX, dir=place)
+        held = _lock(made)
+        if held is not None:
+            break  # else another launcher took it for an unused one before it was locked
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(held)
+
+
+def _lock(folder: str | Path) -> int | None:
+    """A descriptor that holds the lock on a folder of this user; None where it is held, or the
+    folder is gone or another user's."""
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if os.fstat(held).st_uid != os.geteuid():
+            raise PermissionError
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(held), os.lstat(folder)):
+            raise FileNotFoundError
+    except OSError:
+        os.close(held)
+        return None
+    return held
+
+
+def _remove_if_unused(folder: Path) -> None:
+    held = _lock(folder)
+    if held is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)

@@ -1,0 +1,134 @@
+"""Where the ranks of a launch meet: torch's store on the loopback, a port for pycomm's, the key.
+
+Called by command.py and function.py. On several hosts torch's own rendezvous is used (agent.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any
+
+from pycomm import config
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs hide it
+
+__all__ = [
+    "BACKEND",
+    "LOOPBACK",
+    "PORT_KEY",
+    "local_store",
+    "new_key",
+    "register_rendezvous",
+    "reserve_port",
+    "variables",
+    "who_joins",
+]
+
+PORT_KEY = "pycomm/store_port"  # in torch's store, for the launchers of other hosts
+LOOPBACK = "127.0.0.1"
+BACKEND = "loopback"  # the name by which torch's launcher finds the rendezvous
+
+
+def new_key() -> str:
+    """A key for one run."""
+    return secrets.token_hex(32)
+
+
+def who_joins(where: str) -> str:
+    """What a launcher says of a run on several hosts for which no key was given."""
+    return (
+        f"no PYCOMM_SECRET is set: anybody who can reach {where} can join this run and change its "
+        "results; remedy: give all hosts the same PYCOMM_SECRET"
+    )
+
+
+def local_store(port: int) -> TCPStore:
+    """Torch's store, served by this process on the loopback alone: torch itself would listen on
+    every interface, whatever host it is told.
+
+    Args:
+        port: 0 for any that is free.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server((LOOPBACK, port), backlog=512)
+    port = listener.getsockname()[1]
+    listener.setblocking(False)
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # torch's from here on
+    )
+
+
+def reserve_port(several_hosts: bool) -> socket.socket:
+    """A port at which rank 0 can serve pycomm's store, while the socket is open. Nothing listens:
+    rank 0 binds the same port, which SO_REUSEADDR permits as long as one of them listens alone, and
+    the system gives the port to no other process that asks for any."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("" if several_hosts else LOOPBACK, 0))
+    return reserved
+
+
+def variables(port: int) -> dict[str, str]:
+    """What tells the ranks of that port."""
+    return {config.STORE_PORT: str(port)}
+
+
+@functools.cache
+def register_rendezvous() -> str:
+    """Teaches torch's launcher the rendezvous of one host; gives the name for --rdzv-backend."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.elastic.rendezvous.api import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+    )
+
+    class OneHost(RendezvousHandler):
+        """One agent, which serves the store of its ranks."""
+
+        use_agent_store = True
+
+        def __init__(self, port: int, run_id: str) -> None:
+            self._store, self._run_id, self._round = local_store(port), run_id, 0
+
+        def get_backend(self) -> str:
+            return BACKEND
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            self._round += 1
+            store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            """Nobody else can join."""
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return self._run_id
+
+        def shutdown(self) -> bool:
+            return True
+
+    def create(parameters: RendezvousParameters) -> Any:
+        return OneHost(int(parameters.endpoint.rpartition(":")[2]), parameters.run_id)
+
+    rendezvous_handler_registry.register(BACKEND, create)
+    return BACKEND

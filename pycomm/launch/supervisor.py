@@ -1,0 +1,137 @@
+"""The process of a rank that is a command (`pycomm launch --no-python`): ends as that ends.
+
+    python -I -S supervisor.py LAUNCHER_PID COMMAND ARGUMENT ...
+
+Whatever the command starts ends with the launcher: the kernel tells this process of the launcher's
+death, and the orphans of the command become its children (prctl(2)). Signals that do not come from
+the launcher, which signals the whole process group, or from a terminal are forwarded. rank.py
+executes it in its own place; nothing but the standard library, so that it is small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from typing import NoReturn
+
+__all__ = ["main"]
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LAUNCHER_ENDED = signal.SIGRTMIN  # the kernel sends it here when the launcher ends
+FORWARDED = {
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+}
+SI_KERNEL = 128  # si_code of a terminal's signals, which the command has got as well
+CANNOT_EXECUTE = 126  # the shell's exit status for it
+
+
+def main(launcher: int, command: list[str]) -> NoReturn:
+    """Runs the command; ends with its exit status, or by the signal that ended it."""
+    waited = {signal.SIGCHLD, LAUNCHER_ENDED, *FORWARDED}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, int(LAUNCHER_ENDED), 0, 0, 0)
+    if os.getppid() != launcher:  # it died before that
+        sys.exit("pycomm: the launcher has gone")
+    own = os.getpid()
+    child = os.fork()
+    if child == 0:
+        libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() == own:
+            _execute(command, before)
+        os._exit(1)
+    stopped, status = False, None
+    while status is None:
+        found = signal.sigwaitinfo(waited)
+        if found.si_signo == LAUNCHER_ENDED:
+            if os.getppid() != launcher:
+                _kill_descendants()
+                sys.exit(1)
+        elif found.si_signo == signal.SIGCHLD:
+            status = _reap(child)
+        elif found.si_pid == launcher:
+            stopped = True
+        elif found.si_code != SI_KERNEL:
+            os.kill(child, found.si_signo)
+    if stopped:  # the launcher waits for this process, and kills the group after its limit
+        _wait_for_descendants(launcher, waited)
+    _end_as(status)
+
+
+def _execute(command: list[str], mask: set[int | signal.Signals]) -> None:
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+        signal.signal(name, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"pycomm launch: cannot execute {command[0]}: {error.strerror}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(CANNOT_EXECUTE)
+
+
+def _reap(child: int) -> int | None:
+    """Takes the status of all children that ended; gives that of `child` if it is among them."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                status = ended[1]
+    return status
+
+
+def _wait_for_descendants(launcher: int, waited: set[signal.Signals]) -> None:
+    while _descendants():
+        found = signal.sigwaitinfo(waited)
+        if found.si_signo == LAUNCHER_ENDED and os.getppid() != launcher:
+            _kill_descendants()
+        _reap(0)
+
+
+def _kill_descendants() -> None:
+    """Returns when none is left: those whose parent dies become children of this process."""
+    while True:
+        for pid in _descendants():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _descendants() -> list[int]:
+    """Those that have not ended."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+            if state != b"Z":
+                children.setdefault(int(parent), []).append(int(name))
+    found, known = list(children.get(os.getpid(), ())), 0
+    while known < len(found):
+        found += children.get(found[known], ())
+        known += 1
+    return found
+
+
+def _end_as(status: int) -> NoReturn:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its own
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+        sys.exit(128 + number)
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,74 @@
+"""Notices that torch's agent, which started this rank, was killed: torchrun's ranks outlive it.
+
+A thread waits for the end of the agent, and of the processes between it and this one, and has the
+process's groups aborted, so that their calls raise. Called by group.py; ranks of `pycomm launch`
+end with their launcher, by launch/place.py and launch/supervisor.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from pycomm import config
+
+__all__ = ["start"]
+
+MOST_ANCESTORS = 16  # a wrapper script or two stand between the agent and a rank
+
+
+class _State:
+    pid = 0  # the process that watches: a forked child has no thread
+    lock = threading.Lock()
+
+
+def start(abort: Callable[[str], None]) -> None:
+    """Watches from now on, in one thread per process, if an agent of torch's started this process.
+
+    Args:
+        abort: called once, with the reason, on that thread, when the agent or a process between
+            ended.
+    """
+    if not config.under_torchrun():
+        return
+    with _State.lock:
+        if _State.pid == os.getpid():
+            return
+        _State.pid = os.getpid()
+        watched = {}
+        for pid in _launchers():
+            with contextlib.suppress(OSError):  # it ended, or the kernel has no pidfd
+                watched[os.pidfd_open(pid)] = pid
+        threading.Thread(
+            target=_wait, args=(watched, abort), name="pycomm-launcher", daemon=True
+        ).start()
+
+
+def _launchers() -> list[int]:
+    """This process's ancestors, from its parent to the agent: the first without the variables that
+    an agent gives to its ranks."""
+    found = [os.getppid()]
+    while config.under_torchrun(found[-1]) and len(found) < MOST_ANCESTORS:
+        try:
+            stat = Path(f"/proc/{found[-1]}/stat").read_text()
+        except OSError:
+            break
+        found.append(int(stat.rpartition(")")[2].split()[1]))
+    return found
+
+
+def _wait(watched: dict[int, int], abort: Callable[[str], None]) -> None:
+    poll = select.poll()
+    for descriptor in watched:
+        poll.register(descriptor, select.POLLIN)
+    if watched:
+        ended = watched[poll.poll()[0][0]]
+        abort(
+            f"the launcher of this rank (torchrun, or a process that it started, pid {ended}) ended"
+        )
+    for descriptor in watched:
+        os.close(descriptor)

@@ -1,0 +1,201 @@
+// A rank far away gets in beside a flood of hostile connections: at the listener of a group and at
+// the store. The round trip is emulated: the rank's proof is sent that much later than the answer
+// came, as over a long network. How long it takes is measured by benchmarks/strangers.py.
+#include <poll.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "group/lobby.h"
+#include "harness.h"
+#include "os/socket.h"
+#include "ranks.h"
+#include "rendezvous/store_frame.h"
+#include "rendezvous/tcp_store.h"
+#include "transport/admission.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+
+constexpr size_t kHeldOpen = 300;
+
+// Connects to an address so many times a second, from one address of this host or from many, and
+// says a whole greeting in every second call.
+class Flood {
+ public:
+  Flood(const Address& to, double per_s, bool many)
+      : to_(to), per_s_(per_s), many_(many), thread_([this] { run(); }) {}
+  ~Flood() {
+    ending_ = true;
+    thread_.join();
+  }
+  Flood(const Flood&) = delete;
+  Flood& operator=(const Flood&) = delete;
+  size_t called() const { return called_; }
+
+ private:
+  void run() {
+    const auto begin = Clock::now();
+    while (!ending_) {
+      const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+      // What this machine could not do in time is not made up for all at once.
+      const auto due = static_cast<size_t>(std::min(seconds * per_s_, called_ + 50.0));
+      while (called_ < due && !ending_) call();
+      ::poll(nullptr, 0, 1);
+    }
+  }
+
+  void call() {
+    ++called_;
+    const auto word = [&] { return std::to_string(1 + random_() % 250); };
+    try {
+      const std::string host = many_ ? "127." + word() + "." + word() + "." + word() : "127.0.0.1";
+      const Address from = tcp_address(host, 0);
+      open_.push_back(start_connect(to_, &from));
+    } catch (const PeerLost&) {  // no port left for the moment
+      return;
+    }
+    poll_one(open_.back().get(), POLLOUT, 1ms);
+    const std::string greeting(36, 'g');
+    if (called_ % 2 == 0)
+      (void)!::send(open_.back().get(), greeting.data(), greeting.size(), MSG_NOSIGNAL);
+    if (open_.size() > kHeldOpen) open_.pop_front();
+  }
+
+  Address to_;
+  double per_s_;
+  bool many_;
+  std::minstd_rand random_{7};
+  std::deque<Fd> open_;
+  std::atomic<size_t> called_{0};
+  std::atomic<bool> ending_{false};
+  std::thread thread_;
+};
+
+struct Far {
+  std::chrono::milliseconds round_trip;
+  double per_s;
+};
+constexpr Far kFar[] = {{10ms, 8000}, {50ms, 1500}, {100ms, 800}};
+
+// One attempt of a rank that is so far away.
+bool attempt(const Address& to, const std::string& key, const Claim& claim, const Far& far) {
+  Handshake shake(start_connect(to), Handshake::Role::connector, key, claim);
+  bool answered = false;
+  while (true) {
+    const auto step = shake.advance();
+    if (step == Handshake::Step::done) return true;
+    if (step == Handshake::Step::refused) return false;
+    const bool reads = step == Handshake::Step::want_read;
+    if (poll_one(shake.fd(), reads ? POLLIN : POLLOUT, 100ms) == 0 || !reads || answered) continue;
+    answered = true;
+    ::poll(nullptr, 0, static_cast<int>(far.round_trip.count()));
+  }
+}
+
+// `claim_of`: as whom it comes for the n-th time.
+void expect_in(const Address& to, const std::string& key,
+               const std::function<Claim(int)>& claim_of) {
+  int time = 0;
+  for (const bool many : {false, true}) {
+    for (const Far& far : kFar) {
+      const Claim claim = claim_of(time++);
+      const Flood flood(to, far.per_s, many);
+      while (flood.called() < 1000) ::poll(nullptr, 0, 1);  // it is in full course
+      const Deadline deadline(10s * ranks::kSlowdown);
+      for (int tries = 1; !attempt(to, key, claim, far); ++tries) {
+        expect(!deadline.expired(), std::to_string(far.round_trip.count()) + " ms away, " +
+                                        (many ? "many addresses: " : "one address: ") +
+                                        std::to_string(tries) + " attempts failed");
+        ::poll(nullptr, 0, 50);  // as a rank's pause before it calls again
+      }
+    }
+  }
+}
+
+const Test kListener{"a distant rank gets in beside a flood at the listener of a group", [] {
+                       Lobby::Request request;
+                       request.rank = 1;
+                       request.key = "key";
+                       request.context = "test";
+                       request.transports.push_back(make_tcp("127.0.0.1", ""));
+                       SocketTransport* by = request.transports[0].get();
+                       const Address to = local_address(by->listeners()[0]);
+                       for (int i = 0; i < 9; ++i)
+                         request.contacts.push_back({i == 1 ? nullptr : by, {""}, "rank"});
+                       std::atomic<bool> ending{false};
+                       Lobby host(std::move(request));
+                       std::thread thread([&] {
+                         std::vector<pollfd> also;
+                         while (!ending) (void)host.round(10ms, also);
+                       });
+                       std::string failure;
+                       try {
+                         expect_in(to, "key", [](int time) {  // a rank is wanted once
+                           return Claim{.context = "test", .rank = 2 + time, .expected = 1};
+                         });
+                       } catch (const std::exception& error) {
+                         failure = error.what();
+                       }
+                       ending = true;
+                       thread.join();
+                       expect(failure.empty(), failure);
+                     }};
+
+const Test kStore{"a distant rank gets in beside a flood at the store", [] {
+                    const std::string key(32, 'k');
+                    const auto server = TcpStore::serve("127.0.0.1", 0, key);
+                    expect_in(tcp_address("127.0.0.1", server->port()), key, [](int) {
+                      return Claim{std::string(store_frame::kContext), store_frame::kClientRank,
+                                   store_frame::kServerRank};
+                    });
+                  }};
+
+const Test kChoice{
+    "who gives way: of the largest source, who has not greeted, then by chance", [] {
+      std::minstd_rand random(1);
+      std::vector<Pending> pending(64);
+      for (size_t i = 0; i < 64; ++i) pending[i] = {i, i % 2 == 0};
+      std::vector<bool> chosen(64);
+      for (int i = 0; i < 4000; ++i) chosen[choose_evicted(pending, random)] = true;
+      for (size_t i = 0; i < 64; ++i)
+        expect_equal(static_cast<bool>(chosen[i]), i % 2 == 1, "place " + std::to_string(i));
+      for (size_t i = 0; i < 20; ++i) pending[i] = {99, true};
+      for (int i = 0; i < 1000; ++i)
+        expect(choose_evicted(pending, random) < 20, "who holds more than its share gives way");
+      expect(max_pending() >= 64 && max_pending() <= 1024, "how many are held");
+    }};
+
+// What an evicted rank sees: its call is taken, and cut off.
+const Test kCut{"a call that is cut off before the answer is made again, and does not count", [] {
+                  const Fd door = listen_on(tcp_address("127.0.0.1", 0));
+                  Lobby::Request request;
+                  request.rank = 1;
+                  request.key = "key";
+                  request.context = "test";
+                  request.failures = 3;
+                  request.transports.push_back(make_tcp("127.0.0.1", ""));
+                  request.contacts = {
+                      {request.transports[0].get(), {local_address(door.get()).text()}, "rank 0"},
+                      {}};
+                  Lobby guest(std::move(request));
+                  guest.call(0);
+                  const Deadline deadline(20s);
+                  for (int cut = 0; cut < 8;) {
+                    std::vector<pollfd> also{{door.get(), POLLIN, 0}};
+                    for (const Arrival& arrival : guest.round(10ms, also))
+                      expect(false, "lost after " + std::to_string(cut) + " calls: " + arrival.why);
+                    if (accept_from(door.get())) ++cut;
+                    expect(!deadline.expired(), "it does not call again");
+                  }
+                }};
+
+}  // namespace

@@ -1,0 +1,45 @@
+"""Compiles the core for aarch64, and runs its suites of plans, kernels and codecs under qemu.
+
+qemu emulates one thread's memory order more strictly than an Arm processor does: what is tested
+here is that the code compiles, and that its numbers are right. No Arm machine has run it.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "native"))
+from build import CROSS_COMPILER, BuildFailed, build
+
+EMULATOR = "qemu-aarch64"
+SUITES = ["kernels", "lean", "plans", "link"]
+
+pytestmark = [
+    pytest.mark.quiet("the suites run without ranks"),
+    pytest.mark.skipif(
+        not (shutil.which(CROSS_COMPILER) and shutil.which(EMULATOR)),
+        reason="needs g++-aarch64-linux-gnu and qemu-user",
+    ),
+    pytest.mark.timeout(1200),  # the first suite compiles the whole core
+]
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suite_passes_on_aarch64(suite: str) -> None:
+    try:
+        (binary,) = build("aarch64", [suite])
+    except BuildFailed as error:
+        pytest.fail(str(error), pytrace=False)
+    done = subprocess.run(
+        [EMULATOR, str(binary)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert ", 0 failed" in done.stdout

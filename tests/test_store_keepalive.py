@@ -1,0 +1,34 @@
+"""Both ends of a connection to a store have a keepalive timer while no data is in flight."""
+
+import os
+import time
+from pathlib import Path
+
+from pycomm import _core
+
+KEY = "0123456789abcdef0123456789abcdef"
+ESTABLISHED, KEEPALIVE = "01", "02"  # columns "st" and "tr" of /proc/net/tcp
+
+
+def timers(port: int) -> list[str]:
+    """The timer of each established connection from or to a port, as the kernel lists them."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    end = f":{port:04X}"
+    return [
+        row[5].split(":")[0]
+        for row in rows
+        if row[3] == ESTABLISHED and (row[1].endswith(end) or row[2].endswith(end))
+    ]
+
+
+def test_store_connections_have_keepalive() -> None:
+    server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
+    client = _core.TcpStore.connect("127.0.0.1", server.port, KEY, 10.0)
+    client.set("key", b"value", 10.0)
+    assert client.get("key", 10.0) == b"value"
+    end = time.monotonic() + 20  # the last acknowledgement may be delayed
+    while (found := timers(server.port)) != [KEEPALIVE] * len(found) and time.monotonic() < end:
+        os.sched_yield()
+    assert len(found) >= 2
+    assert set(found) == {KEEPALIVE}
+    del client, server

@@ -1,0 +1,177 @@
+"""A store that accepts and then never answers holds no call up beyond its limit."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from pycomm import _core, errors
+from pycomm.rendezvous import TorchStore
+from pycomm.testing import _join
+
+dist = pytest.importorskip("torch.distributed")
+KEY = "0123456789abcdef"
+
+
+class Relay:
+    """A port in front of another. Once `silent` is set it takes bytes and hands none on; cut()
+    ends the connections of the moment. For the tests of stores."""
+
+    def __init__(self, port: int) -> None:
+        self.silent = threading.Event()
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # close() has shut the listener down
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [near, far]
+                for pair in ((near, far), (far, near)):
+                    thread = threading.Thread(target=self._pump, args=pair, daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while some := source.recv(1 << 16):
+                if not self.silent.is_set():
+                    sink.sendall(some)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Ends every connection of this moment."""
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends all of it."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+        for one in (self._listener, *self._sockets):
+            one.close()
+
+
+@contextlib.contextmanager
+def relayed(port: int) -> Iterator[Relay]:
+    relay = Relay(port)
+    try:
+        yield relay
+    finally:
+        relay.close()
+
+
+@contextlib.contextmanager
+def ours_and_silent() -> Iterator[Any]:
+    """A client of our store, and what makes the server silent for it."""
+    server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
+    with relayed(server.port) as relay:
+        yield _core.TcpStore.connect("127.0.0.1", relay.port, KEY, 10.0), relay.silent
+
+
+@contextlib.contextmanager
+def torchs_and_silent() -> Iterator[Any]:
+    """The same of torch's."""
+    limit = timedelta(seconds=10)
+    server = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+    with relayed(server.port) as relay:
+        yield TorchStore(dist.TCPStore("127.0.0.1", relay.port, None, False, limit)), relay.silent
+
+
+STORES = pytest.mark.parametrize("made", [ours_and_silent, torchs_and_silent])
+
+
+@STORES
+@pytest.mark.parametrize("call", ["set", "get", "add", "remove", "claim"])
+def test_each_call_of_a_silent_store_ends_at_its_limit(made: Callable[[], Any], call: str) -> None:
+    with made() as (store, silent):
+        store.set("key", b"1", 10.0)
+        silent.set()
+        given = {"set": (b"2",), "claim": (b"2",), "add": (1,)}.get(call, ())
+        begin = time.monotonic()
+        with contextlib.suppress(errors.Timeout):  # a set of torch's waits for no answer
+            getattr(store, call)("key", *given, 0.5)
+            assert (call, made) == ("set", torchs_and_silent)
+        assert time.monotonic() - begin < 1.5
+
+
+@STORES
+def test_a_forming_ends_at_its_limit_where_the_store_falls_silent(made: Callable[[], Any]) -> None:
+    with made() as (store, silent):
+        silent.set()
+        begin = time.monotonic()
+        with pytest.raises(errors.Timeout):
+            _join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
+        assert time.monotonic() - begin < 2.0
+
+
+@STORES
+def test_a_forming_ends_at_its_limit_where_the_store_falls_silent_on_the_way(
+    made: Callable[[], Any],
+) -> None:
+    """As it waits for the other's note: what it has left itself cannot be taken away again."""
+    with made() as (store, silent):
+        end = threading.Timer(0.3, silent.set)
+        end.start()
+        begin = time.monotonic()
+        with pytest.raises(errors.Timeout):
+            _join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
+        end.join()
+        assert time.monotonic() - begin < 2.0
+
+
+@STORES
+def test_shrink_ends_at_its_limit_where_the_store_falls_silent(made: Callable[[], Any]) -> None:
+    with made() as (store, silent):
+        options = {"size": 1, "timeout_s": 10.0, "transport": "tcp", "secret": KEY}
+        group = _join(store, 0, options)
+        silent.set()
+        begin = time.monotonic()
+        with pytest.raises(errors.Timeout):
+            group.shrink(timeout_s=1.0)
+        assert time.monotonic() - begin < 2.0
+        group.close()
+
+
+INIT = """
+import time, pycomm
+begin = time.monotonic()
+try:
+    pycomm.init(timeout_s=1.0)
+except (pycomm.errors.Timeout, pycomm.errors.PeerLost):
+    print(time.monotonic() - begin)
+"""
+
+
+def test_init_ends_at_its_limit_where_nothing_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts for it
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        env = {**os.environ, **place, "RANK": "1", "WORLD_SIZE": "2", "PYCOMM_SECRET": KEY}
+        done = subprocess.run(
+            [sys.executable, "-c", INIT],
+            check=True,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert float(done.stdout) < 2.0, done.stderr

@@ -1,0 +1,129 @@
+"""Threads of the library: what happens where the system gives none, and calls that wait for one."""
+
+import ctypes
+import gc
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pycomm
+from pycomm import Group, errors
+from pycomm.testing import run_ranks
+
+UNPRIVILEGED = 65534
+PR_SET_DUMPABLE = 4
+TRANSPORTS = ["shm", "tcp"]
+
+
+@contextmanager
+def no_new_threads() -> Iterator[None]:
+    """No thread can be created in this process meanwhile; root is not limited, so it is left."""
+    if os.getuid() == 0:
+        os.setgid(UNPRIVILEGED)
+        os.setuid(UNPRIVILEGED)
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)  # else peers may not read this one's memory
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+
+
+def start_without_threads(group: Group) -> list[Any]:
+    """An asynchronous call that cannot start, then calls that can."""
+    x = np.full(1 << 16, group.rank + 1.0, np.float32)
+    pycomm.barrier(group=group)
+    refused = ""
+    with no_new_threads():
+        try:
+            pycomm.all_reduce(x, group=group, async_op=True)
+        except errors.Unsupported as error:
+            refused = str(error)
+    untouched = bool((x == group.rank + 1).all())
+    del x
+    gc.collect()
+    y = np.full(1 << 16, group.rank + 1.0, np.float32)
+    pycomm.all_reduce(y, group=group, timeout_s=10)
+    work = pycomm.all_reduce(z := np.ones(1 << 16, np.float32), group=group, async_op=True)
+    work.wait()
+    return [refused, untouched, bool((y == 3).all()), bool((z == 2).all())]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_without_a_thread_an_asynchronous_call_is_refused(transport: str) -> None:
+    for refused, *right in run_ranks(2, start_without_threads, transport=transport, processes=True):
+        assert "the thread pycomm-worker cannot be created: Resource temporarily" in refused
+        assert "ulimit -u" in refused
+        assert right == [True, True, True]
+
+
+def sockets() -> int:
+    """How many sockets this process has open."""
+    count = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            count += os.readlink(entry).startswith("socket:")
+        except OSError:  # the descriptor that lists them
+            continue
+    return count
+
+
+def close_without_threads(group: Group, folder: str) -> int:
+    """Rank 0 hangs up while bytes of it are under way; gives how many sockets that left open."""
+    closed = Path(folder, "closed")
+    if group.rank == 0:
+        told = closed.open("wb", buffering=0)  # now: this process loses its rights
+        before = sockets()
+        x = np.ones(1 << 24, np.float32)
+        with no_new_threads():
+            with pytest.raises(errors.Timeout):
+                pycomm.send(x, 1, group=group, timeout_s=0.5)
+            left = sockets() - before
+        told.write(b"1")
+        told.close()
+        return left
+    while not closed.exists() or closed.stat().st_size == 0:  # until then nothing is read
+        time.sleep(0.01)
+    return 0
+
+
+def test_without_a_thread_a_connection_is_closed_at_once(tmp_path: Path) -> None:
+    left, _ = run_ranks(2, close_without_threads, str(tmp_path), transport="tcp", processes=True)
+    assert left == -1
+
+
+def wait_behind_a_stuck_call(group: Group, folder: str) -> Any:
+    """Rank 1 never makes the first call, behind which rank 0 waits with the second."""
+    pycomm.barrier(group=group)
+    over = Path(folder, "over")
+    while group.rank == 1 and not over.exists():
+        time.sleep(0.01)
+    if group.rank == 1:
+        return None
+    work = pycomm.all_reduce(np.ones(4), group=group, async_op=True)
+    start = time.monotonic()
+    with pytest.raises(errors.Timeout) as late:
+        pycomm.all_reduce(np.ones(4), group=group, timeout_s=1.0)
+    waited = time.monotonic() - start
+    with pytest.raises(errors.GroupBroken) as ended:
+        work.wait()
+    over.touch()
+    return waited, str(late.value), str(ended.value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_call_waits_behind_earlier_ones_within_its_limit(transport: str, tmp_path: Path) -> None:
+    waited, late, ended = run_ranks(
+        2, wait_behind_a_stuck_call, str(tmp_path), transport=transport, processes=True
+    )[0]
+    assert 0.9 < waited < 2.0
+    assert "all_reduce: Timed out after 1.000000 s, waiting for calls of this rank" in late
+    assert "aborted" in ended
