@@ -436,8 +436,8 @@ def test_the_velocity_comes_from_the_optimizer_and_goes_back(nesterov: bool, beg
         for step in range(3):
             step_on(model, data(group.rank, step, torch.float64), optimizer)
         dgc = pycomm.DGC(optimizer, begin, sparsity=[0.0], masking=False, **EVERYTHING)
-        compressed = pycomm.DataParallel(module, compression=dgc)
         del model
+        compressed = pycomm.DataParallel(module, compression=dgc)
         for step in range(3, 6):
             step_on(compressed, data(group.rank, step, torch.float64), optimizer)
         dgc.detach()

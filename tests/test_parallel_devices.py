@@ -67,8 +67,8 @@ def dense(model: nn.Module, optimizer: Any) -> Any:
 
 
 def checked(model: nn.Module, optimizer: Any) -> Any:
-    equal = pycomm.DataParallel(model, find_unused_parameters=True)
-    return pycomm.DataParallel(equal.module, init="check", bucket_mb=0.001), optimizer
+    module = pycomm.DataParallel(model, find_unused_parameters=True).module
+    return pycomm.DataParallel(module, init="check", bucket_mb=0.001), optimizer
 
 
 def compressed(**options: Any) -> Callable[[nn.Module, Any], Any]:

@@ -19,7 +19,7 @@ from pycomm.group import Group
 from pycomm.lanes import Lanes
 from pycomm.parallel.buckets import Limits, slots_of
 from pycomm.parallel.exchange import Exchange, Mean
-from pycomm.parallel.reducer import Reducer
+from pycomm.parallel.reducer import Reducer, check_unwrapped
 from pycomm.parallel.replicas import check_equal, check_layout
 from pycomm.regroup import Left, furthest, left
 
@@ -54,6 +54,8 @@ class DataParallel(nn.Module):
             a parameter raises at the end of backward.
 
     Raises:
+        InvalidArgument: an argument is invalid, or another live DataParallel has a parameter of
+            the module.
         Unsupported: parameters or buffers elsewhere.
         Mismatch: on every rank, where names, shapes, dtypes or kinds of device (with "check":
             values) differ.
@@ -76,6 +78,7 @@ class DataParallel(nn.Module):
         if init not in ("broadcast", "check"):
             raise InvalidArgument(f'init={init!r}: "broadcast" or "check"')
         slots = slots_of(module)
+        check_unwrapped(slots)
         limits = Limits.of(bucket_mb, bucket_layers, sum(slot.bytes for slot in slots))
         self.module = module
         self._broadcast_buffers = broadcast_buffers

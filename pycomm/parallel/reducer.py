@@ -11,6 +11,8 @@ data_parallel.py.
 
 from __future__ import annotations
 
+import gc
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +27,10 @@ from pycomm.parallel.buckets import Bucket, Limits, Slot, fuse
 from pycomm.parallel.exchange import Exchange
 from pycomm.parallel.rows import average_rows
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "check_unwrapped"]
+
+_lock, _collecting = threading.Lock(), threading.Lock()  # ranks may be threads
+_live: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 class Reducer:
@@ -63,6 +68,18 @@ class Reducer:
             register: Any = slot.parameter.register_post_accumulate_grad_hook
             handles.append(register(_hook(weakref.ref(self), slot)))
         weakref.finalize(self, _remove, handles)
+        with _lock:
+            _live.add(self)
+
+    @property
+    def parameters(self) -> set[int]:
+        """Identities of the parameters whose gradients this exchanges."""
+        return {id(slot.parameter) for slot in self._slots}
+
+    @property
+    def usable(self) -> bool:
+        """Whether the group is open."""
+        return self._group._store is not None
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -199,6 +216,31 @@ class Reducer:
         for bucket in self._buckets:
             bucket.missing = len(bucket.slots)
         self._next, self._running, self._exchange.idle = 0, False, False
+
+
+def check_unwrapped(slots: Sequence[Slot]) -> None:
+    """Raises InvalidArgument where a live Reducer already exchanges the gradient of a slot."""
+    if _first_wrapped(slots) is None:
+        return
+    with _collecting:  # gc.collect() returns at once while another thread collects
+        gc.collect()  # a deleted wrapper may be part of a reference cycle
+    slot = _first_wrapped(slots)
+    if slot is not None:
+        raise InvalidArgument(
+            f"DataParallel: parameter {slot.name!r} belongs to another live DataParallel, which "
+            "exchanges its gradient already; use that one, or delete it (del model) or close its "
+            "group first"
+        )
+
+
+def _first_wrapped(slots: Sequence[Slot]) -> Slot | None:
+    with _lock:
+        live = list(_live)
+    taken: set[int] = set()
+    for reducer in live:
+        if reducer.usable:
+            taken |= reducer.parameters
+    return next((slot for slot in slots if id(slot.parameter) in taken), None)
 
 
 def _adopt(slot: Slot, gradient: Tensor, view: Tensor) -> None:
