@@ -17,7 +17,7 @@ from typing import Any
 from pycomm import _core
 from pycomm.group import Group
 
-HANDSHAKE = {"connector": 36 + 32, "listener": 68 + 1}  # bytes that each end sends first
+HANDSHAKE = {"connector": 36 + 32 + 32, "listener": 68 + 1}  # bytes that each end sends first
 KEY = secrets.token_hex(32)
 TCP_FIELD = 9  # of a note: the line with the addresses
 
@@ -108,11 +108,11 @@ class Forger:
     def __init__(self, relay: Relay) -> None:
         self._store, self._relay = _core.LocalStore(), relay
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, timeout_s: float = 30.0) -> None:
         """Leaves `value`, or its forgery."""
         if key.endswith("/note/0"):
             value = self._relay.stand_before(value)
-        self._store.set(key, value)
+        self._store.set(key, value, timeout_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)

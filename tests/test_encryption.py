@@ -18,7 +18,7 @@ from pycomm import _core, config, group, torch_backend
 from pycomm.errors import InvalidArgument, Mismatch, PeerLost, Unsupported
 from pycomm.launch import command
 from pycomm.testing import FaultPlan, run_ranks
-from tests.encrypted_relay import Records, Relay, two_ranks
+from tests.encrypted_relay import KEY, Records, Relay, two_ranks
 from tests.torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 HOSTS = ["a", "a", "b", "b"]
@@ -189,7 +189,7 @@ def test_launcher_asks_for_the_key_of_several_hosts(monkeypatch: pytest.MonkeyPa
     with pytest.raises(InvalidArgument, match="--nnodes 2 needs PYCOMM_SECRET"):
         command.prepared(command.parser().parse_args(several), "")
     assert not config.environment().encrypt
-    monkeypatch.setenv("PYCOMM_SECRET", "k" * 32)
+    monkeypatch.setenv("PYCOMM_SECRET", KEY)
     command.prepared(command.parser().parse_args(several), "")
     assert config.environment().encrypt
 
