@@ -304,10 +304,14 @@ ROWS = [
         "group/mesh.cpp",
         """      if (request_.heed) request_.heed({});
       for (const Arrival& arrival : arrivals)
+        if (arrival.differs) throw_different(arrival.peer);
+      for (const Arrival& arrival : arrivals)
         if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
           throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
 """,
         """      for (const Arrival& arrival : arrivals)
+        if (arrival.differs) throw_different(arrival.peer);
+      for (const Arrival& arrival : arrivals)
         if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
           throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
       if (request_.heed) request_.heed({});
