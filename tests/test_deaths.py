@@ -220,7 +220,7 @@ class FolderStore:
     def _path(self, key: str) -> Path:
         return self.folder / key.replace("/", "_")
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, timeout_s: float = 30.0) -> None:
         new = self._path(key).with_suffix(f".new{self.rank}")
         new.write_bytes(value)
         new.rename(self._path(key))
@@ -236,10 +236,10 @@ class FolderStore:
             time.sleep(0.005)
         return self._path(key).read_bytes()
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, timeout_s: float = 30.0) -> int:
         return amount
 
-    def remove(self, key: str) -> bytes | None:
+    def remove(self, key: str, timeout_s: float = 30.0) -> bytes | None:
         return None
 
 

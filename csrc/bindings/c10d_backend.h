@@ -36,8 +36,7 @@ inline constexpr const char* kName = "pycomm";
 
 inline std::atomic<unsigned> fork_count{0};
 
-// Frees the GIL, if this thread has it: goodbyes may wait, and the worker may need it to say its
-// own.
+// Frees the GIL, if this thread has it: goodbyes may wait, and the worker may need the GIL.
 template <typename Body>
 void without_gil(const Body& body) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return body();

@@ -12,8 +12,7 @@
 namespace pycomm {
 namespace {
 
-// How often `interrupted` is asked where much happens: it may take a lock that others hold for
-// long.
+// How often `interrupted` is asked where much happens: it may wait for a lock for long.
 constexpr std::chrono::milliseconds kAsk{50};
 constexpr int kLooksPerClock = 32, kStepsPerClock = 1024;
 // Of one peer, before others have their turn: who sends without end holds nobody up.
