@@ -236,7 +236,7 @@ def test_ages(select: str, exchange: str) -> None:
             assert said["max"] == every.max()
             assert said["mean"] == pytest.approx(every.mean().item())
         assert said["max"] == 7 > said["mean"] > 1
-        plain = compressed(module)[2]
+        plain = compressed(perceptron())[2]
         assert plain.stats()["age"] is None
 
     run_ranks(2, program)

@@ -28,11 +28,15 @@ FLAGS = [
     "-Wno-deprecated-declarations",  # of libstdc++, in itself
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{CSRC}", f"-I{HERE}"),
 ]
-ENGINE = ["engine"]
+ENGINE = ["engine", "os/fd.cpp", "os/process.cpp"]
 NEEDS = {
     "frames": ENGINE,
-    "handshake": ["core", "os/random.cpp", "os/socket.cpp", "transport/handshake.cpp"],
-    "note": ["group/note.cpp", "os/random.cpp", "os/socket.cpp"],
+    "handshake": [
+        "core",
+        *(f"os/{name}.cpp" for name in ("fd", "random", "socket")),
+        "transport/handshake.cpp",
+    ],
+    "note": ["core", "group/note.cpp", *(f"os/{name}.cpp" for name in ("fd", "random", "socket"))],
     "offers": [
         *ENGINE,
         "shared",

@@ -304,13 +304,16 @@ class Child {
   explicit Child(const std::function<int(uint16_t)>& body) {
     int ends[2];
     if (::pipe2(ends, O_CLOEXEC) != 0) throw_errno("making a pipe");
-    Fd read_end(ends[0]);
-    write_end_ = Fd(ends[1]);
+    write_end_ = ends[1];  // neither is an Fd: those are closed in a forked child
     pid_ = ::fork();
-    if (pid_ != 0) return;
+    if (pid_ != 0) {
+      ::close(ends[0]);
+      return;
+    }
+    ::close(ends[1]);
     ::alarm(60);
     uint16_t port = 0;
-    if (::read(read_end.get(), &port, sizeof port) != sizeof port) ::_exit(98);
+    if (::read(ends[0], &port, sizeof port) != sizeof port) ::_exit(98);
     int status = 99;
     try {
       status = body(port);
@@ -319,8 +322,11 @@ class Child {
     }
     ::_exit(status);
   }
+  ~Child() { ::close(write_end_); }
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
   void start(uint16_t port) {
-    if (::write(write_end_.get(), &port, sizeof port) != sizeof port) throw_errno("writing");
+    if (::write(write_end_, &port, sizeof port) != sizeof port) throw_errno("writing");
   }
   int wait() {
     int status = 0;
@@ -329,7 +335,7 @@ class Child {
   }
 
  private:
-  Fd write_end_;
+  int write_end_ = -1;
   pid_t pid_ = -1;
 };
 
