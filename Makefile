@@ -4,7 +4,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: help venv build demo test lint format sanitize bench peers faults soak gpu fuzz simulate clean
+.PHONY: help venv build demo test lint format sanitize bench peers faults soak gpu fuzz simulate alone clean
 
 help:
 	@echo "make demo      train a small model on 2 processes: gloo beside pycomm (draws demo.png)"
@@ -19,6 +19,7 @@ help:
 	@echo "make gpu       everything that wants a GPU, for a machine with one or eight (up to an hour)"
 	@echo "make fuzz      any bytes into every parser of bytes from outside (6 minutes, needs clang)"
 	@echo "make simulate  deaths in every order of events, and a million by chance (long)"
+	@echo "make alone     each test file in a process of its own (for a night)"
 	@echo "make clean     what was built (.venv stays)"
 
 venv:
@@ -46,6 +47,10 @@ lint: venv
 
 format: venv
 	$(PY) tools/lint.py --fix
+
+# What a file needs must not come from another one that happened to run before it.
+alone: build .venv/programs
+	$(PY) tools/test_alone.py --jobs $(AT_ONCE)
 
 sanitize: venv
 	$(PY) -m pytest tests/test_native.py

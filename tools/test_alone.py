@@ -1,0 +1,88 @@
+"""Runs each test file in a pytest process of its own, as what it needs must not come from another.
+
+    python tools/test_alone.py [--jobs N] [tests/test_x.py ...]     make alone runs all, for a night
+
+Prints one line for each file as it ends, and the last lines of those that failed, whose number is
+the exit status (1 at most).
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 3600.0  # of one file
+NO_TESTS = 5  # pytest's exit status where a file has none for this machine
+SHOWN_LINES = 30
+
+
+@dataclass(frozen=True)
+class Result:
+    path: Path
+    passed: bool
+    seconds: float
+    text: str
+
+    @property
+    def summary(self) -> str:
+        """pytest's last line, "3 passed in 2.04s", without its frame."""
+        lines = self.text.strip().splitlines()
+        return lines[-1].strip("= ") if lines else "no output"
+
+
+def run(path: Path) -> Result:
+    """Runs the tests of one file; one that passes LIMIT_S counts as failed."""
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        passed, text = done.returncode in (0, NO_TESTS), done.stdout + done.stderr
+    except subprocess.TimeoutExpired:
+        passed, text = False, f"not over after {LIMIT_S:g} s"
+    return Result(path, passed, time.monotonic() - begin, text)
+
+
+def run_all(paths: list[Path], jobs: int) -> list[Result]:
+    results = []
+    with ThreadPoolExecutor(jobs) as pool:
+        for result in pool.map(run, paths):
+            results.append(result)
+            mark = "ok    " if result.passed else "FAILED"
+            place = f"{len(results)}/{len(paths)}"
+            print(f"{place:>8} {mark} {result.path.name:36} {result.seconds:6.1f} s", flush=True)
+    return results
+
+
+def report(results: Iterable[Result]) -> int:
+    """Prints what the failed files said; how many they are."""
+    failed = [result for result in results if not result.passed]
+    for result in failed:
+        print(f"\n{result.path.name}: {result.summary}")
+        print("\n".join(result.text.splitlines()[-SHOWN_LINES:]))
+    return len(failed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, help="all of tests/ if none is given")
+    parser.add_argument("--jobs", type=int, default=1, help="files at a time")
+    options = parser.parse_args()
+    paths = options.files or sorted((ROOT / "tests").glob("test_*.py"))
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        parser.error(f"there is no {', '.join(missing)}")
+    results = run_all([path.resolve() for path in paths], max(1, options.jobs))
+    return min(1, report(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
