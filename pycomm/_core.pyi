@@ -114,12 +114,14 @@ class Stats:
 
 class Member:
     """Who a rank is; `transport` is what this rank reaches it by, and `visible` says whether `pid`
-    names its process here."""
+    names its process here. `started`: when that process began, field 22 of /proc/PID/stat; 0:
+    unknown."""
 
     host: str
     pid: int
     transport: str
     visible: bool
+    started: int
 
 class Work:
     def done(self) -> bool: ...
@@ -160,6 +162,7 @@ class Group:
     # `stream` is the caller's, of a group on a device;
     # a recv with peer -1 takes from anybody. Counts, in elements: all_gather: what each rank gives;
     # all_to_all: what goes to each rank, and behind that what comes from each; `count` is then 0.
+    # `counts_fit`: the ranks have exchanged these counts, so that the call does not compare them.
     def run(
         self,
         operation: str,
@@ -174,6 +177,7 @@ class Group:
         timeout_s: float,
         counts: Sequence[int] | None = None,
         stream: int = 0,
+        counts_fit: bool = False,
         /,
     ) -> int | None:
         """Gives the sender of what a recv has received, and None for every other call."""
@@ -192,6 +196,7 @@ class Group:
         timeout_s: float,
         counts: Sequence[int] | None = None,
         stream: int = 0,
+        counts_fit: bool = False,
         /,
     ) -> Work:
         """The same, on the group's own thread; `arrays` are kept alive until the call is over."""

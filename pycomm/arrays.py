@@ -29,6 +29,7 @@ __all__ = [
     "copied",
     "current_stream",
     "empty_like",
+    "in_host_memory",
     "located",
     "new",
     "on_gpu",
@@ -396,6 +397,19 @@ def _torch_view(x: Any, write: bool) -> View:
 def on_gpu(x: Any) -> bool:
     """Whether a torch tensor lies on a CUDA device."""
     return bool(x.device.type == torch_kind)
+
+
+def in_host_memory(x: Any) -> Any:
+    """A contiguous torch tensor of the same elements in host memory: `x` itself where it is one.
+
+    Raises:
+        Unsupported: a dtype, layout or device that pycomm does not send.
+    """
+    if x.dtype not in _torch_names:
+        _learn_torch(x)
+    if x.layout is not sys.modules["torch"].strided or not (x.is_cpu or on_gpu(x)):
+        raise Unsupported(_why_not(x))
+    return x.detach().cpu().contiguous().resolve_neg()
 
 
 def current_stream(index: int) -> Any:

@@ -100,10 +100,12 @@ def go(
     output: View | None,
     result: Any,
     counts: Sequence[int] | None = None,
+    counts_fit: bool = False,
 ) -> Any:
     """Makes the call, or starts it, and copies back where that is needed.
 
-    `counts` are the elements of each rank, where they differ.
+    `counts` are the elements of each rank, where they differ. `counts_fit`, of an all_to_all: the
+    ranks have exchanged them, so that the call does not compare them again.
     """
     group = group or default()
     limit_s = 0.0 if timeout_s is None else limit(timeout_s)
@@ -113,9 +115,9 @@ def go(
         core = device_groups.core(group, array.device)
         stream = device_groups.stream(array.device, array.array)
     if async_op:
-        work = core.start((source, output), *call, limit_s, counts, stream)
+        work = core.start((source, output), *call, limit_s, counts, stream, counts_fit)
         return Work(work, output, result, array)
-    core.run(*call, limit_s, counts, stream)
+    core.run(*call, limit_s, counts, stream, counts_fit)
     if output is not None and output.target is not None:
         output.finish()
     return result

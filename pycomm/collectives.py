@@ -316,7 +316,10 @@ def send(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Sends `x` to rank `dst`, which calls recv with the same tag, count and dtype."""
+    """Sends `x` to rank `dst`, which calls recv with the same tag, count and dtype.
+
+    Waits while `dst` keeps more than 64 MiB of this rank's messages that it has not received.
+    """
     v = arrays.view(x)
     call = ("send", v.dtype, "sum", v.pointer, 0, v.count, dst, _tag(tag), "auto")
     return calls.go(group, call, timeout_s, async_op, v, None, None)

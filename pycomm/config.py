@@ -31,6 +31,7 @@ VARIABLES = {
     "PYCOMM_LOCAL_SIZE": "how many processes its host has",
     "PYCOMM_SECRET": f"the run's key, equal on all: {secrets.MIN_CHARACTERS} characters or more",
     "PYCOMM_ENCRYPT": "1: what leaves a host is encrypted, which needs PYCOMM_SECRET; 0 if unset",
+    "PYCOMM_TRANSPORT": "shm or tcp: this one only; the best for each pair of ranks if unset",
     "PYCOMM_LOG": "info: what the group is made of; debug: more; warning if unset",
     "PYCOMM_FLIGHT_RECORD": "a path: what a rank called last goes there when the group breaks",
     "PYCOMM_TRACE": "a folder: all calls of a rank go there, for `pycomm trace`",
@@ -83,6 +84,7 @@ class Config:
         secret: the run's key: 64 hexadecimal digits, stretched where the text given is no such.
         address: which of this host's addresses tcp uses: an interface, an address or a prefix, or
             several with commas, of which the first that the host has counts; "" for the best.
+        transport: the only one that ranks use, or "" for the best for each pair.
         log: one of LOG_LEVELS.
     """
 
@@ -98,6 +100,7 @@ class Config:
     secret: str = ""
     encrypt: bool = False
     address: str = ""
+    transport: str = ""
     log: str = "warning"
 
 
@@ -134,6 +137,7 @@ def environment(values: Mapping[str, str] | None = None, secret: str | None = No
         store_port=_port(env, STORE_PORT, env.get(STORE_PORT, "")),
         secret=secrets.key_of(secret) if secret else "",
         address=env.get("GLOO_SOCKET_IFNAME", ""),
+        transport=_choice(env, "PYCOMM_TRANSPORT", ("shm", "tcp"), ""),
         log=_choice(env, "PYCOMM_LOG", LOG_LEVELS, "warning"),
     )
 

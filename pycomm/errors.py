@@ -42,6 +42,7 @@ class Error(RuntimeError):
     sequence: int | None
     rank: int | None
     peer: int | None
+    unreachable: int | None = None  # set while forming: a peer that this rank could not connect to
     elapsed_s: float | None
     bytes: int | None
 

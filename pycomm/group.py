@@ -245,7 +245,7 @@ def init(
 
     Args:
         timeout_s: the limit of the forming and of every later call that names none, in seconds.
-        transport: "shm" or "tcp": this one only; None: the best for each pair.
+        transport: "shm" or "tcp": this one only; None: PYCOMM_TRANSPORT, or the best for each pair.
         secret: the run's key; None: PYCOMM_SECRET.
         encrypt: what leaves a host is encrypted and authenticated with AES-256-GCM, in this group
             and in those that split() and shrink() make of it; needs OpenSSL 3 and, on several
@@ -309,7 +309,7 @@ def _form(
         timeout_s=max(0.1, end - time.monotonic()),
         secret=here.secret,
         encrypt=here.encrypt,
-        transport=transport or "",
+        transport=transport or here.transport,
         address=here.address,
         towards=here.master_host,
         reproducible=reproducible,

@@ -93,13 +93,15 @@ class Lanes:
 
     def all_to_all_v(self, x: Any, out: Any, give: Sequence[int], take: Sequence[int]) -> Work:
         """Starts an all_to_all in the next lane: of the line `x`, `give[i]` elements go to rank i,
-        in order; `take[i]` come from it, into the line `out`."""
+        in order; `take[i]` come from it, into the line `out`. The ranks have exchanged the counts,
+        which the call does not compare again."""
         return self._uneven("all_to_all", x, out, [*give, *take])
 
     def _uneven(self, verb: str, x: Any, out: Any, counts: Sequence[int]) -> Work:
         source, target = arrays.view(x), arrays.view(out, write=True)
         call = (verb, source.dtype, "sum", source.pointer, target.pointer, 0, 0, 0, "auto")
-        work: Work = calls.go(self._next(), call, None, True, source, target, out, counts)
+        to_all = verb == "all_to_all"
+        work: Work = calls.go(self._next(), call, None, True, source, target, out, counts, to_all)
         return work
 
     def _next(self) -> Group:

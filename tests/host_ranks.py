@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +146,21 @@ def form() -> dict[str, Any]:
     return {"transports": [member.transport for member in group.members]}
 
 
+def shrinking() -> dict[str, Any]:
+    """Forms a group and, when told, calls shrink(): the error, and how long that took."""
+    group = pycomm.init(timeout_s=TIMEOUT_S)
+    say("ready")
+    sys.stdin.readline()
+    begin = time.monotonic()
+    try:
+        return {"ranks": group.shrink(timeout_s=TIMEOUT_S).ranks}
+    except Error as error:
+        took_s = time.monotonic() - begin
+        return {
+            "error": type(error).__name__, "text": str(error), "peer": error.peer, "took_s": took_s,
+        }  # fmt: skip
+
+
 def training() -> dict[str, Any]:
     """Ten steps of DDP, or of HIERARCHICAL DataParallel; what became of the parameters."""
     import torch
@@ -211,6 +227,7 @@ def two_level() -> dict[str, Any]:
 
 PROGRAMS = {
     "verbs": verbs, "traffic": traffic, "form": form, "training": training, "two_level": two_level,
+    "shrinking": shrinking,
 }  # fmt: skip
 
 if __name__ == "__main__":

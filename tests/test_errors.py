@@ -120,8 +120,15 @@ def test_each_launcher_is_understood(values: dict[str, str], wanted: tuple[Any, 
     assert got == wanted
 
 
-def test_at_most_eight_variables() -> None:
-    assert len([name for name in config.VARIABLES if name.startswith("PYCOMM_")]) <= 9
+def test_at_most_ten_variables() -> None:
+    assert len([name for name in config.VARIABLES if name.startswith("PYCOMM_")]) <= 10
+
+
+def test_the_transport_is_taken_from_the_environment() -> None:
+    assert config.environment({"PYCOMM_TRANSPORT": "tcp"}).transport == "tcp"
+    assert config.environment({}).transport == ""
+    with pytest.raises(errors.InvalidArgument, match="PYCOMM_TRANSPORT is 'rdma'"):
+        config.environment({"PYCOMM_TRANSPORT": "rdma"})
 
 
 def test_the_address_is_taken_from_the_variable_of_gloo() -> None:

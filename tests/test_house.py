@@ -108,7 +108,7 @@ MAY_SEE_ENVIRONMENT = [
 ]
 
 LONGEST_FILE = 500
-MOST_VARIABLES = 9
+MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by our launchers for their ranks: not for users.
 NOT_VARIABLES = {"PYCOMM_TORCH_VERSION", "PYCOMM_STORE_PORT"}
 

@@ -71,6 +71,28 @@ def test_torchs_group_stands_on_the_same_engine() -> None:
     assert with_torch() == [([1.0, 1.0], True)] * 2
 
 
+@pycomm.launcher(nproc=2, device="cpu")
+def with_transports() -> Any:
+    """By which transport each rank reaches the other; also makes a group of torch's."""
+    import torch.distributed as dist
+
+    ours = pycomm.init().members[1 - pycomm.rank()].transport
+    dist.init_process_group("pycomm")
+    dist.barrier(dist.new_group([0, 1]))  # has an engine of its own
+    dist.destroy_process_group()
+    return ours
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_environment_chooses_the_transport(
+    transport: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
+    monkeypatch.setenv("PYCOMM_LOG", "info")
+    assert with_transports() == [transport] * 2
+    assert capfd.readouterr().err.count(f"1 peers by {transport}") == 2
+
+
 @pytest.mark.parametrize(
     ("how", "kind", "text"),
     [

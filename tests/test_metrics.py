@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import pycomm
 from pycomm import Group
-from pycomm.errors import Error, InvalidArgument
+from pycomm.errors import Error, InvalidArgument, Unsupported
 from pycomm.metrics import Accuracy, Mean
 from pycomm.testing import run_ranks
 
@@ -208,3 +208,23 @@ def test_what_cannot_be_sent() -> None:
             pycomm.remote_send(torch.ones([1] * 9), 1)
 
     run_ranks(1, program)
+
+
+def test_the_receiver_is_not_told_of_what_cannot_be_sent() -> None:
+    """A further tensor is received as if the wrong ones had not been tried."""
+    wrong = [
+        torch.ones(2, device="meta"),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, 2).to_sparse(),
+    ]
+
+    def program(group: Group) -> None:
+        if group.rank == 0:
+            for x in wrong:
+                with pytest.raises(Unsupported):
+                    pycomm.remote_send(x, 1)
+            pycomm.remote_send(torch.ones(3), 1)
+        else:
+            assert torch.equal(pycomm.remote_recv(0), torch.ones(3))
+
+    run_ranks(2, program)

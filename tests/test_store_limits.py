@@ -19,14 +19,17 @@ from pycomm.testing import _join
 
 dist = pytest.importorskip("torch.distributed")
 KEY = "0123456789abcdef"
+LATE_S = 2.0  # of a busy machine; calls without a limit took 26 s and more
 
 
 class Relay:
-    """A port in front of another. Once `silent` is set it takes bytes and hands none on; cut()
-    ends the connections of the moment. For the tests of stores."""
+    """A port in front of another. Once `silent` is set it takes bytes and hands none on; once
+    `drop_replies` is, it ends a connection instead of handing a reply on; cut() ends the
+    connections of the moment. For the tests of stores."""
 
     def __init__(self, port: int) -> None:
         self.silent = threading.Event()
+        self.drop_replies = threading.Event()
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -38,16 +41,20 @@ class Relay:
         with contextlib.suppress(OSError):  # close() has shut the listener down
             while True:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._target))
+                except ConnectionRefusedError:  # nothing listens there yet, or any more
+                    near.close()
+                    continue
                 self._sockets += [near, far]
-                for pair in ((near, far), (far, near)):
+                for pair in ((near, far, threading.Event()), (far, near, self.drop_replies)):
                     thread = threading.Thread(target=self._pump, args=pair, daemon=True)
                     self._threads.append(thread)
                     thread.start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, drop: threading.Event) -> None:
         with contextlib.suppress(OSError):
-            while some := source.recv(1 << 16):
+            while (some := source.recv(1 << 16)) and not drop.is_set():
                 if not self.silent.is_set():
                     sink.sendall(some)
         for end in (source, sink):
@@ -111,7 +118,7 @@ def test_each_call_of_a_silent_store_ends_at_its_limit(made: Callable[[], Any], 
         with contextlib.suppress(errors.Timeout):  # a set of torch's waits for no answer
             getattr(store, call)("key", *given, 0.5)
             assert (call, made) == ("set", torchs_and_silent)
-        assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < 0.5 + LATE_S
 
 
 @STORES
@@ -121,7 +128,7 @@ def test_a_forming_ends_at_its_limit_where_the_store_falls_silent(made: Callable
         begin = time.monotonic()
         with pytest.raises(errors.Timeout):
             _join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 1.0 + LATE_S
 
 
 @STORES
@@ -136,7 +143,7 @@ def test_a_forming_ends_at_its_limit_where_the_store_falls_silent_on_the_way(
         with pytest.raises(errors.Timeout):
             _join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
         end.join()
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 1.0 + LATE_S
 
 
 @STORES
@@ -148,7 +155,7 @@ def test_shrink_ends_at_its_limit_where_the_store_falls_silent(made: Callable[[]
         begin = time.monotonic()
         with pytest.raises(errors.Timeout):
             group.shrink(timeout_s=1.0)
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 1.0 + LATE_S
         group.close()
 
 
@@ -174,4 +181,4 @@ def test_init_ends_at_its_limit_where_nothing_answers() -> None:
             text=True,
             timeout=60,
         )
-    assert float(done.stdout) < 2.0, done.stderr
+    assert float(done.stdout) < 1.0 + LATE_S, done.stderr

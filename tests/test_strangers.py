@@ -32,7 +32,7 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
     (flood,), (cycles,) = stored["flood"], stored["cycles"]
     assert flood["error"] == ""
     assert flood["stood"] >= 100, "strangers were let in while the group formed"
-    assert flood["refused"] >= 200, "and met nobody once it stood"
+    assert flood["refused"] >= 100, "and met nobody at the store's public port once it was closed"
     assert flood["descriptors"] <= flood["descriptors_quiet"]
     assert min(flood["forming_s"], flood["steps_per_s"]) > 0
     assert (cycles["cycles"], cycles["failures"], cycles["files"]) == (24, [], 0)

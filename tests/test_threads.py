@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import Group, errors
+from pycomm import Group, _core, errors
 from pycomm.testing import run_ranks
 
 UNPRIVILEGED = 65534
@@ -127,3 +127,49 @@ def test_a_call_waits_behind_earlier_ones_within_its_limit(transport: str, tmp_p
     assert 0.9 < waited < 2.0
     assert "all_reduce: Timed out after 1.000000 s, waiting for calls of this rank" in late
     assert "aborted" in ended
+
+
+def threads_and_descriptors() -> tuple[int, int]:
+    return len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
+
+
+def serve_without_threads(group: Group) -> list[Any]:
+    """Serves a store whose thread cannot be created; gives the error, and whether all is left."""
+    pycomm.barrier(group=group)
+    before = threads_and_descriptors()
+    refused = ""
+    with no_new_threads():
+        try:
+            _core.TcpStore.serve("127.0.0.1", 0, "0123456789abcdef")
+        except errors.Unsupported as error:
+            refused = str(error)
+        same = threads_and_descriptors() == before
+    _core.TcpStore.serve("127.0.0.1", 0, "0123456789abcdef").set("key", b"value", 1.0)
+    return [refused, same]
+
+
+def test_without_a_thread_a_store_is_refused_and_leaves_nothing() -> None:
+    ((refused, same),) = run_ranks(1, serve_without_threads, processes=True)
+    assert "the thread pycomm-store cannot be created: Resource temporarily" in refused
+    assert same
+
+
+def split_without_threads(group: Group) -> list[Any]:
+    """Forms a group whose pulse thread cannot be created."""
+    pycomm.barrier(group=group)
+    before = threads_and_descriptors()
+    refused = ""
+    with no_new_threads():
+        try:
+            group.split(0)
+        except errors.Unsupported as error:
+            refused = str(error)
+        gc.collect()
+        same = threads_and_descriptors() == before
+    return [refused, same]
+
+
+def test_without_a_thread_for_the_heartbeat_a_group_is_refused_and_leaves_nothing() -> None:
+    for refused, same in run_ranks(2, split_without_threads, transport="tcp", processes=True):
+        assert "the thread pycomm-pulse cannot be created: Resource temporarily" in refused
+        assert same

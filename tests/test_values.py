@@ -248,9 +248,10 @@ def together(code: str, **environment: str) -> list[str]:
     return [line for output in outputs for line in output.splitlines()]
 
 
-def test_keys_after_init_with_a_key_and_nothing_listens() -> None:
+def test_keys_after_init_with_a_key_and_one_port_stays_open() -> None:
+    """Rank 0's store listens for ranks that lose their connection to it, and nothing else does."""
     assert together(TOGETHER.format(before=""), PYCOMM_SECRET="0123456789abcdef") == [
-        "0 2 0",
+        "0 2 1",
         "1 2 0",
     ]
 

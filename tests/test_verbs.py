@@ -10,6 +10,7 @@ import pytest
 import pycomm
 from pycomm import Group, errors
 from pycomm._core import DTYPES
+from pycomm.lanes import Lanes
 from pycomm.testing import run_ranks
 
 TRANSPORTS = ["local", "shm", "tcp"]
@@ -286,3 +287,29 @@ def test_a_death_is_noticed_in_an_exchange() -> None:
     results = run_ranks(3, dies_in_the_middle, transport="", processes=True, return_exceptions=True)
     assert results[0] == results[2] == 1
     assert isinstance(results[1], errors.PeerLost)
+
+
+def exchanged(group: Group) -> list[int]:
+    """Frames that an all_to_all sends: without counts, with counts, and with counts by Lanes."""
+    x, out = np.ones(12, np.float32), np.zeros(12, np.float32)
+    counts = [12 // group.size] * group.size
+    call = ("all_to_all", "float32", "sum", x.ctypes.data, out.ctypes.data, 0, 0, 0, "auto", 0.0)
+    calls = [
+        lambda: pycomm.all_to_all(x.reshape(group.size, -1), group=group),
+        lambda: group._core.run(*call, [*counts, *counts]),
+        lambda: Lanes(group, 1).all_to_all_v(x, out, counts, counts).wait(),
+    ]
+    frames = []
+    for made in calls:
+        before = group.stats().frames_sent
+        made()
+        frames.append(group.stats().frames_sent - before)
+    assert (out == 1).all()
+    with pytest.raises(errors.Mismatch):  # some compare the counts and others do not
+        group._core.run(*call, [*counts, *counts], 0, group.rank == 0)
+    return frames
+
+
+def test_counts_that_were_exchanged_are_not_gathered_again() -> None:
+    for without, compared, known in run_ranks(3, exchanged, transport="tcp"):
+        assert known == without < compared

@@ -34,6 +34,7 @@ py::object to_python(const Error& error) {
   raised.attr("peer") = field(fields.peer, -1);
   raised.attr("elapsed_s") = field(fields.elapsed_s, 0.0);
   raised.attr("bytes") = field<int64_t>(fields.bytes, -1);
+  raised.attr("unreachable") = field(fields.unreachable, -1);
   return raised;
 }
 

@@ -53,7 +53,7 @@ std::vector<size_t> counts_from(const py::handle& given) {
 
 // The arguments of run() and start(), in the order that _core.pyi gives.
 Call call_from(const py::args& args) {
-  check(args.size() >= 10 && args.size() <= 12, "a call takes ten to twelve arguments");
+  check(args.size() >= 10 && args.size() <= 13, "a call takes ten to thirteen arguments");
   const auto text = [&](size_t i) { return args[i].cast<std::string_view>(); };
   Call call;
   call.operation = find<Operation>(kOperations, text(0), "operation");
@@ -68,6 +68,7 @@ Call call_from(const py::args& args) {
   call.timeout = nanoseconds(args[9].cast<double>());
   if (args.size() > 10) call.counts = counts_from(args[10]);
   if (args.size() > 11) call.stream = reinterpret_cast<void*>(args[11].cast<uintptr_t>());
+  if (args.size() > 12) call.counts_fit = args[12].cast<bool>();
   return call;
 }
 
@@ -204,6 +205,7 @@ void bind_records(py::module_& module) {
       .def_readonly("pid", &Member::pid)
       .def_readonly("transport", &Member::transport)
       .def_readonly("visible", &Member::visible)
+      .def_readonly("started", &Member::started)
       .def("__repr__", [](const Member& m) {
         return py::str("Member(host={!r}, pid={}, transport={!r})")
             .format(m.host, m.pid, m.transport);

@@ -38,6 +38,7 @@ struct ErrorFields {
   int peer = -1;          // who is to blame
   double elapsed_s = 0;
   int64_t bytes = -1;
+  int unreachable = -1;  // a peer with which this rank itself could not connect while forming
 };
 
 class [[gnu::visibility("default")]] Error : public std::runtime_error {

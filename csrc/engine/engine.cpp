@@ -20,10 +20,6 @@ constexpr int kFramesPerLook = 4;
 // A wait that sleeps for less would have been over sooner, had it gone on looking.
 constexpr std::chrono::microseconds kShortSleep{200};
 
-bool is_message(const Header& header) {
-  return header.operation == static_cast<uint8_t>(Operation::send) || is_answer(header);
-}
-
 // The hash of the calls so far, and of `call`. How much an all_to_all moves is another number on
 // each rank.
 uint64_t followed_by(uint64_t past, const Header& call) {
@@ -417,6 +413,7 @@ Engine::Front Engine::judge(int peer, const Header& header) {
       return Front::nothing;
   }
   if (!is_message(header)) return judge_data(peer, header);
+  if (!has_room(peer, header)) return Front::later;
   absorb(peer, header);
   return Front::nothing;
 }

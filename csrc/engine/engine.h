@@ -72,6 +72,15 @@ struct Message {
   size_t bytes = 0, have = 0;
 };
 
+// What it takes of the memory of a rank that has not received it.
+inline size_t memory_of(const Message& message) {
+  return sizeof(Message) + (message.into == nullptr ? message.bytes : 0);
+}
+
+// Of messages that no receive has taken a rank keeps so many bytes from each peer, and one message
+// more. Then it reads no further from that peer, whose sends wait.
+inline constexpr size_t kMostKeptBytes = size_t{64} << 20;
+
 // One of messages that travel at once.
 struct Posted {
   int peer = 0;
@@ -173,6 +182,9 @@ class Engine {
   // everybody's oldest, as far as they are whole, the one that began to arrive first; `from` then
   // says whose.
   std::optional<Message> take_message(int& from, const Header& wanted);
+  // Throws Mismatch where no message for `wanted` can arrive: unreceived messages before it take
+  // kMostKeptBytes.
+  void check_arrives(int from, const Header& wanted);
   // Of exchange(): takes the messages that are whole and awaited, each into its place. True if
   // there was one.
   bool take_awaited();
@@ -204,6 +216,7 @@ class Engine {
     std::optional<std::string> departed;  // what became of it: "has left the group: ..."
     bool in_peace = false;                // it has left, and that is all
     std::deque<Message> messages;         // arrived, or (the last) arriving
+    size_t kept = 0;                      // their memory_of() together
     Front front = Front::nothing;         // what stood there when last looked at
     uint64_t seen = 0;                    // bytes received when last looked at
     Clock::time_point heard{};            // when they last grew
@@ -243,6 +256,7 @@ class Engine {
   void take_pulse(int peer, const Header& header);
   bool contradicts(const Header& pulse) const;
   bool has_offered_past(int peer) const;
+  bool has_room(int peer, const Header& header) const;
   void absorb(int peer, const Header& header);
   std::optional<Message> take_kept(int& from, const Header& wanted);
   bool only_awaits() const { return !awaited_.empty() && !sending_; }
@@ -334,8 +348,9 @@ int order(const Header& frame, uint16_t epoch, uint32_t sequence);
 // What a header says a call is: "all_reduce(float32, sum, count 10)".
 std::string describe(const Header& header);
 
-// Of a message: whether it tells of one between devices, and nothing follows the header; whether it
-// is the word of who receives there.
+// Whether a frame is of a message; of a message, whether it tells of one between devices, and
+// nothing follows the header; whether it is the word of who receives there.
+bool is_message(const Header& header);
 bool is_agreement(const Header& message);
 bool is_answer(const Header& message);
 

@@ -70,7 +70,8 @@ std::string describe(const Header& header) {
                                : ", counts of a list with sum " + count + " and hash " + peer;
       break;
     case Operation::all_to_all:
-      text += ", count " + count + " from the one to the other";
+      text +=
+          header.peer == 1 ? ", counts by rank" : ", count " + count + " from the one to the other";
       break;
     case Operation::barrier:
       break;
@@ -135,7 +136,9 @@ void Engine::new_epoch(const Header& notice, const std::string& text) {
   noticed_ = notice;
   noticed_text_ = text;
   for (Peer& who : peers_) {
-    std::erase_if(who.messages, [](const Message& m) { return is_agreement(m.header); });
+    const auto gone =
+        std::erase_if(who.messages, [](const Message& m) { return is_agreement(m.header); });
+    who.kept -= gone * sizeof(Message);
     if (!who.link) continue;
     who.link->abandon();  // what was half received is of an old epoch and is dropped
     who.link->post(notice, text);

@@ -30,6 +30,10 @@ bool is_meant(const Header& message, const Header& wanted) {
 
 }  // namespace
 
+bool is_message(const Header& header) {
+  return header.operation == static_cast<uint8_t>(Operation::send) || is_answer(header);
+}
+
 bool is_answer(const Header& message) {
   return message.operation == static_cast<uint8_t>(Operation::recv);
 }
@@ -134,8 +138,35 @@ void Engine::offer(int to, const Header& signature, const Deadline& deadline) {
                  {.op = "send", .rank = options_.rank, .peer = to});
 }
 
-// A message that nobody waits for is kept until somebody does, so that a sender is never stuck on a
-// peer that is busy with something else.
+// Whether the message at the front of a link may be read, though no receive may want it. A
+// collective reads all messages, as its own frames arrive behind them. A rank that sends to this
+// peer does too: the peer may have stopped reading as well. A dead peer sends no more.
+bool Engine::has_room(int peer, const Header& header) const {
+  const Peer& who = peers_[static_cast<size_t>(peer)];
+  if (who.kept < kMostKeptBytes || running_ != nullptr || is_agreement(header)) return true;
+  const Message& last = who.messages.back();
+  if (last.have < last.bytes || !who.link->idle() || over(who)) return true;
+  return std::ranges::any_of(awaited_, [&](const Awaited& one) {
+    return (one.from == peer || one.from == kAnybody) &&
+           (is_meant(header, one.signature) || is_answer(one.signature));
+  });
+}
+
+void Engine::check_arrives(int from, const Header& wanted) {
+  const Peer& who = at(from);
+  if (!who.link || who.front != Front::later || !who.link->has_front()) return;
+  if (!is_message(*who.link->front())) return;
+  throw Mismatch(name(from) + " has sent " + std::to_string(who.messages.size()) +
+                     " messages that " + name(options_.rank) + " has not received, the first " +
+                     describe(who.messages.front().header) + ", and they fill the " +
+                     std::to_string(kMostKeptBytes >> 20) +
+                     " MiB that a rank keeps of each peer's; no " + describe(wanted) +
+                     " is among them; receive those first",
+                 {.op = "recv", .rank = options_.rank, .peer = from});
+}
+
+// A message that no receive waits for is kept for a later one, so that its sender does not wait for
+// a peer that is in another call.
 void Engine::absorb(int peer, const Header& header) {
   Peer& who = at(peer);
   Link& link = *who.link;
@@ -149,6 +180,7 @@ void Engine::absorb(int peer, const Header& header) {
       return link.finish();  // its sender has given it up, or hears that this rank has
     Message message{.header = header, .arrival = ++arrivals_, .bytes = bytes};
     message.into = place_for(peer, header);
+    who.kept += memory_of(message);
     if (message.bytes == 0) {  // whole already: mark it so that an empty message counts
       link.finish();
       who.messages.push_back(std::move(message));
@@ -191,6 +223,7 @@ void Engine::keep_half_arrived() {
       if (message.into == nullptr || message.into != one.into.data()) continue;
       message.kept.assign(message.into, message.into + message.have);
       message.into = nullptr;
+      at(one.from).kept += message.bytes;
     }
   }
 }
@@ -218,6 +251,7 @@ std::optional<Message> Engine::take_kept(int& from, const Header& wanted) {
   from = chosen;
   Message message = std::move(*oldest(chosen));
   at(chosen).messages.erase(oldest(chosen));
+  at(chosen).kept -= memory_of(message);
   return message;
 }
 

@@ -192,6 +192,7 @@ int ExchangeMessages::sending_to() const {
 
 bool ReceiveMessage::advance() {
   message_ = engine_.take_message(from_, wanted_);
+  if (!message_ && from_ != kAnybody) engine_.check_arrives(from_, wanted_);
   return message_.has_value();
 }
 

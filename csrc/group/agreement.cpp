@@ -4,6 +4,11 @@
 //
 // No rank leaves a barrier before it has heard of every other, directly or through ranks that went
 // on only because what they heard was the same. So either all ranks pass, or none does.
+//
+// And how they compare the counts of an all_to_all before an output changes.
+#include <string>
+#include <vector>
+
 #include "collectives/choose.h"
 #include "group/check.h"
 #include "group/host_group.h"
@@ -13,9 +18,10 @@ namespace pycomm {
 
 void HostGroup::agree(const Call& call, const Deadline& deadline) {
   const Header signature = signature_of(call, call.algorithm);
-  // What ranks exchange by counts differs from pair to pair, so that every pair must meet.
-  const bool pairs = call.operation == Operation::all_to_all && !call.counts.empty();
-  if (arena_ && host_count_ == 1 && !pairs) {
+  // Returns when all ranks have given their counts, as a barrier does.
+  if (call.operation == Operation::all_to_all && !call.counts.empty())
+    return check_splits(call, signature, deadline);
+  if (arena_ && host_count_ == 1) {
     const SharedJob nothing{.operation = Operation::barrier, .element_bytes = 1};
     const Header header = engine_.next_header(signature);
     arena_->begin(header);
@@ -23,15 +29,80 @@ void HostGroup::agree(const Call& call, const Deadline& deadline) {
     return engine_.run(run, header, deadline);
   }
   const Call barrier;
-  const Algorithm by =
-      pairs ? Algorithm::direct : choose({.size = options_.size, .hosts = host_count_});
+  const Algorithm by = choose({.size = options_.size, .hosts = host_count_});
   Job job;
   job.schedule = &planned(barrier, by, 0).schedule;
   job.signature = signature;
   job.element_bytes = 1;
   job.size = options_.size;
-  if (pairs) job.claims = call.counts;
   run_plan(job, deadline);
+}
+
+// Gathers the counts of all ranks, as a part of the call: its frames carry the call's signature. A
+// frame of the call itself tells a rank only the counts towards that rank, so that a rank whose own
+// counts fit would not learn of two others whose counts differ. All ranks get the same table, so
+// all throw or none does, and the epoch goes on.
+//
+// Cost: one all_gather of 2 size() counts from each rank.
+void HostGroup::check_splits(const Call& call, const Header& signature, const Deadline& deadline) {
+  const auto size = static_cast<size_t>(options_.size);
+  const uint32_t sequence = engine_.next_header({}).sequence;
+  const std::vector<size_t> table = gather_splits(call, signature, deadline);
+  for (size_t from = 0; from < size; ++from)
+    for (size_t to = 0; to < size; ++to) {
+      const size_t sent = table[from * 2 * size + to];
+      const size_t expected = table[to * 2 * size + size + from];
+      if (sent == expected) continue;
+      const int sender = static_cast<int>(from), receiver = static_cast<int>(to);
+      const std::string op(name_of(call.operation));
+      throw Mismatch("ranks disagree about call " + std::to_string(sequence) + ": in " + op + " " +
+                         name_of(sender, members_[from]) + " sends " + std::to_string(sent) +
+                         " elements to " + name_of(receiver, members_[to]) + ", which expects " +
+                         std::to_string(expected) +
+                         "; no array was changed; compare the input splits of the sender with the "
+                         "output splits of the receiver",
+                     {.op = op,
+                      .sequence = sequence,
+                      .rank = options_.rank,
+                      .peer = options_.rank == sender ? receiver : sender});
+    }
+}
+
+// By rank: its call.counts.
+std::vector<size_t> HostGroup::gather_splits(const Call& call, const Header& signature,
+                                             const Deadline& deadline) {
+  const size_t count = call.counts.size();
+  std::vector<size_t> table(count * static_cast<size_t>(options_.size));
+  const auto* input = reinterpret_cast<const std::byte*>(call.counts.data());
+  auto* output = reinterpret_cast<std::byte*>(table.data());
+  if (arena_ && host_count_ == 1) {
+    const SharedJob shared{.operation = Operation::all_gather,
+                           .input = input,
+                           .output = output,
+                           .count = count,
+                           .element_bytes = sizeof(size_t)};
+    const Header header = engine_.next_header(signature);
+    arena_->begin(header);
+    SharedCall run(engine_, *arena_, shared, header);
+    engine_.run(run, header, deadline);
+    return table;
+  }
+  const Call gather{.operation = Operation::all_gather, .dtype = Dtype::int64, .count = count};
+  const Algorithm by = choose({.operation = gather.operation,
+                               .dtype = gather.dtype,
+                               .size = options_.size,
+                               .count = count,
+                               .hosts = host_count_,
+                               .thresholds = thresholds_});
+  Job job;
+  job.schedule = &planned(gather, by, count).schedule;
+  job.signature = signature;
+  job.input = input;
+  job.output = output;
+  job.element_bytes = sizeof(size_t);
+  job.size = options_.size;
+  run_plan(job, deadline);
+  return table;
 }
 
 }  // namespace pycomm

@@ -165,6 +165,10 @@ Header signature_of(const Call& call, Algorithm algorithm) {
     header.count = total(call.counts);
     header.peer = hash_of(call.counts);
   }
+  // An all_to_all with counts differs from one without, also where the counts are equal, and one
+  // that gathers them from one that does not.
+  if (call.operation == Operation::all_to_all && !call.counts.empty())
+    header.peer = call.counts_fit ? 2 : 1;
   return header;
 }
 

@@ -13,6 +13,7 @@
 #include "group/host_group.h"
 #include "os/aes_gcm.h"
 #include "os/interfaces.h"
+#include "os/process.h"
 #include "os/random.h"
 #include "shared/segment.h"
 
@@ -73,16 +74,80 @@ std::string seconds_of(const Deadline& deadline) {
                 {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
 }
 
+// So many notes behind the one that is waited for are looked for in each slice of the wait.
+constexpr int kLooksPerSlice = 8;
+constexpr std::chrono::milliseconds kLookTime{100};
+
+// The processes of the ranks whose notes are there, while others are waited for.
+class FormingProcesses {
+ public:
+  FormingProcesses(Store& store, const ConnectOptions& options)
+      : store_(store),
+        options_(options),
+        mine_(my_note(options.host)),
+        known_(static_cast<size_t>(options.size)),
+        next_(options.rank) {}
+
+  // Opens the process of a rank, where it can be seen from here.
+  void add(int rank, const std::string& text) {
+    auto& known = known_[static_cast<size_t>(rank)];
+    if (known) return;
+    const Note note = decode_note(text);
+    const bool visible = on_one_machine(note, mine_) && note.pid_space == mine_.pid_space;
+    known.emplace(note, Process(visible && note.pid != mine_.pid ? note.pid : 0));
+  }
+
+  // Throws PeerLost where one has ended. A rank that fails in order takes its note away first, and
+  // counts as one that has not come.
+  void check() {
+    const Deadline answered(kLookTime);  // a store that does not answer must not add up
+    for (int i = 0; i < std::min(kLooksPerSlice, options_.size) && !answered.expired(); ++i) {
+      next_ = (next_ + 1) % options_.size;
+      if (known_[static_cast<size_t>(next_)]) continue;
+      if (const auto text = find(next_)) add(next_, *text);
+    }
+    for (int rank = 0; rank < options_.size; ++rank) {
+      auto& known = known_[static_cast<size_t>(rank)];
+      if (!known || !known->second.look() || !find(rank)) continue;
+      const Note& note = known->first;
+      throw PeerLost("the group \"" + options_.name + "\" did not form: " +
+                         name_of(rank, {.host = note.host, .pid = note.pid, .transport = {}}) +
+                         " died while the group formed: its process has ended",
+                     {.op = "init", .rank = options_.rank, .peer = rank});
+    }
+  }
+
+ private:
+  std::optional<std::string> find(int rank) {
+    try {
+      return store_.get(key_of_note(options_, rank), Deadline(std::chrono::nanoseconds{0}));
+    } catch (const Timeout&) {
+      return std::nullopt;
+    }
+  }
+
+  Store& store_;
+  const ConnectOptions& options_;
+  Note mine_;
+  std::vector<std::optional<std::pair<Note, Process>>> known_;  // by rank
+  int next_;  // the rank whose note was looked for last
+};
+
 // Everybody's note; throws Timeout naming those that have left none.
 std::vector<std::string> read_notes(Store& store, const ConnectOptions& options,
                                     const Deadline& deadline) {
   std::vector<std::string> notes;
   std::vector<int> missing;
   const Deadline last_answer(deadline.left() + kLastAnswerTime);
+  FormingProcesses processes(store, options);
+  const auto interrupted = [&] {
+    processes.check();
+    return options.interrupted && options.interrupted();
+  };
   for (int rank = 0; rank < options.size; ++rank) {
     try {
-      notes.push_back(
-          get_in_slices(store, key_of_note(options, rank), deadline, options.interrupted));
+      notes.push_back(get_in_slices(store, key_of_note(options, rank), deadline, interrupted));
+      processes.add(rank, notes.back());
     } catch (const Timeout&) {
       missing.push_back(rank);
       if (last_answer.expired()) throw_no_answer(options, deadline);

@@ -55,6 +55,10 @@ struct Call {
   // elements that go to each rank, and behind them those that come from each. They lie after one
   // another in rank order, and `count` is then 0.
   std::vector<size_t> counts{};
+  // all_to_all with counts, on all ranks alike: the caller knows that what each rank sends is what
+  // its receiver expects, as where the ranks have just told each other their counts. Else the call
+  // gathers the counts of all ranks first, so that all get Mismatch where two differ.
+  bool counts_fit = false;
   int* source = nullptr;  // recv: told from whom, if not null
   // Of a group on devices: the caller's stream there, behind whose work the call begins and whose
   // later work begins behind the call.
@@ -118,6 +122,9 @@ struct Member {
   int64_t pid = 0;
   std::string transport;  // what this rank reaches it by: "self", "local", "shm", "tcp"
   bool visible = false;   // its process id means the same process here
+  // When its process began, in clock ticks since the machine did (field 22 of /proc/PID/stat): with
+  // the process id it names one process for good. 0: unknown.
+  int64_t started = 0;
 };
 
 class Group {

@@ -336,7 +336,10 @@ void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadli
       call.operation == Operation::all_reduce)
     return two_levels_->all_reduce(job, place(options_.rank, call, call.count), deadline);
   if (call.counts.empty()) return execute_blocks(call, job, deadline);
-  if (call.operation == Operation::all_to_all) job.claims = call.counts;
+  if (call.operation == Operation::all_to_all) {
+    if (options_.size > 1 && !call.counts_fit) check_splits(call, job.signature, deadline);
+    job.claims = call.counts;
+  }
   // Lists change from call to call: plans with counts are not kept.
   const Schedule schedule = schedule_of(call, algorithm, 0);
   job.schedule = &schedule;

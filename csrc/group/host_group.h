@@ -83,6 +83,11 @@ class HostGroup final : public Group {
   void run_plan(const Job& job, const Deadline& deadline);
   void check(const Call& call) const;
   void agree(const Call& call, const Deadline& deadline);
+  // Of an all_to_all with counts: throws Mismatch, on all ranks, where what one rank sends another
+  // is not what that one expects.
+  void check_splits(const Call& call, const Header& signature, const Deadline& deadline);
+  std::vector<size_t> gather_splits(const Call& call, const Header& signature,
+                                    const Deadline& deadline);
   void execute_shared(const Call& call, const Deadline& deadline);
   void execute_blocks(const Call& call, Job& job, const Deadline& deadline);
   const Planned& planned(const Call& call, Algorithm algorithm, size_t count);

@@ -36,7 +36,8 @@ ConnectOptions HostGroup::part_of(const std::vector<int>& members, const std::st
   part.name = name;
   part.size = static_cast<int>(members.size());
   part.rank = static_cast<int>(std::ranges::find(members, options_.rank) - members.begin());
-  const Digest digest = hmac_sha256(options_.secret, name);
+  // The label keeps it apart from all else that the key is used for.
+  const Digest digest = hmac_sha256(options_.secret, "pycomm group key\n" + name);
   part.secret.assign(digest.begin(), digest.end());
   return part;
 }

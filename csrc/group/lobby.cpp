@@ -84,7 +84,11 @@ void Lobby::failed(int peer, Caller& caller, const std::string& why) {
                  " times with reason: " + caller.why + "; retry after 0.05 seconds");
   if (caller.refused >= request_.refusals || caller.failures >= request_.failures) {
     met_[static_cast<size_t>(peer)] = true;  // never again
-    arrivals_.push_back({.peer = peer, .why = caller.why});
+    const std::string_view hint = to.transport->name() == "shm"
+                                      ? "; where the system lets no Unix socket connect these "
+                                        "processes, set PYCOMM_TRANSPORT=tcp on every rank"
+                                      : "";
+    arrivals_.push_back({.peer = peer, .why = caller.why + std::string(hint)});
   }
 }
 

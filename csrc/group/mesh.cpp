@@ -117,7 +117,8 @@ class Forming {
     std::memcpy(&mesh.id, digest.data(), sizeof mesh.id);
     for (const Note& note : notes_) {
       const bool visible = on_one_machine(note, note_) && note.pid_space == note_.pid_space;
-      mesh.members.push_back({note.host, note.pid, "self", visible});
+      mesh.members.push_back(
+          {note.host, note.pid, "self", visible, visible ? start_time(note.pid) : 0});
       mesh.hosts.push_back(note.host_id);
     }
     return mesh;
@@ -315,7 +316,7 @@ class Forming {
         if (arrival.differs) throw_different(arrival.peer);
       for (const Arrival& arrival : arrivals)
         if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
-          throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
+          throw_unreachable(arrival.peer, arrival.why);
       for (size_t i = 0; i < mesh.channels.size(); ++i)
         if (lost == kNobody && mesh.channels[i] && mesh.channels[i]->hung_up()) {
           lost = static_cast<int>(i);
@@ -344,6 +345,11 @@ class Forming {
     throw PeerLost(name(peer) + what, {.op = "init", .rank = request_.rank, .peer = peer});
   }
 
+  [[noreturn]] void throw_unreachable(int peer, const std::string& why) const {
+    throw PeerLost(name(peer) + " cannot be reached at " + why,
+                   {.op = "init", .rank = request_.rank, .peer = peer, .unreachable = peer});
+  }
+
   [[noreturn]] void throw_different(int peer) const {
     throw Mismatch("the group \"" + request_.name + "\" did not form: " + name(peer) + " and " +
                        name(request_.rank) +
@@ -360,7 +366,10 @@ class Forming {
       if (peer != missing[0]) text += ", ";
       text += name(peer) + (peer < request_.rank ? lobby.failure(peer) : call_awaited(lobby, peer));
     }
-    throw Timeout(text, {.op = "init", .rank = request_.rank});
+    throw Timeout(text, {.op = "init",
+                         .rank = request_.rank,
+                         .peer = missing.size() == 1 ? missing[0] : kNobody,
+                         .unreachable = missing[0]});
   }
 
   // Of a rank that was to call us: by which addresses.

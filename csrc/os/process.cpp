@@ -5,6 +5,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+#include <string>
 
 namespace pycomm {
 
@@ -26,6 +30,18 @@ bool Process::look() {
   pollfd polled{fd_.get(), POLLIN, 0};
   if (::poll(&polled, 1, 0) > 0 && (polled.revents & POLLIN) != 0) found_ended();
   return ended_;
+}
+
+int64_t start_time(int64_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const size_t name_end = text.rfind(')');  // the name may hold blanks and brackets
+  if (name_end == std::string::npos) return 0;
+  std::istringstream fields(text.substr(name_end + 1));  // from field 3 on
+  std::string field;
+  for (int number = 3; number < 22; ++number) fields >> field;
+  int64_t started = 0;
+  return fields >> started ? started : 0;
 }
 
 }  // namespace pycomm

@@ -33,4 +33,8 @@ class Process {
   bool ended_ = false;
 };
 
+// When a process began, in clock ticks since the machine did: field 22 of /proc/PID/stat. 0: it
+// cannot be seen. A process id that was given out again has another.
+int64_t start_time(int64_t pid);
+
 }  // namespace pycomm

@@ -323,10 +323,22 @@ Fd accept_from(int fd, bool* exhausted) {
       case ENETUNREACH:
       case EHOSTDOWN:
       case EHOSTUNREACH:
+      case ENOPROTOOPT:
+      case ENONET:
+      case EOPNOTSUPP:
         continue;
     }
     throw_errno("accepting a connection");
   }
+}
+
+bool is_our_user(int fd, uint32_t& user) {
+  ucred peer{};
+  socklen_t bytes = sizeof peer;
+  if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0)
+    throw_errno("asking for the user of a peer");
+  user = peer.uid;
+  return user == ::geteuid();
 }
 
 void keep_alive(int fd) {

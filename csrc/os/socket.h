@@ -69,6 +69,10 @@ int connect_error(int fd);
 // chosen later: between two namespaces 4 KiB took up to 2 ms then, and 12 us without.
 void pace_if_usual(int fd);
 
+// Whether the process at the other end of a Unix socket had this process's user id when it
+// connected or began to listen. `user` becomes its id.
+bool is_our_user(int fd, uint32_t& user);
+
 // Keepalive probes after a minute without data, for a TCP connection that may be idle for hours: a
 // firewall or a load balancer forgets an idle flow after some minutes. A peer whose host does not
 // answer ends the connection after two minutes. Does nothing for a Unix socket.

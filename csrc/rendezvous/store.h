@@ -35,7 +35,7 @@ class Store {
   // Sets the key if nobody has, and gives the value that stands: the same to all who claim it.
   virtual std::string claim(const std::string& key, const std::string& value,
                             const Deadline& deadline = store_limit()) = 0;
-  // Everybody who will use the store is connected: nothing of ours listens for more from now on.
+  // All ranks are connected: the store takes no new clients from now on, only those that reconnect.
   virtual void settle() {}
 };
 

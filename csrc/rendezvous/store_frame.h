@@ -4,10 +4,16 @@
 // store_server.cpp.
 //
 //   request: verb (1 byte), bytes of key (4), bytes of value (4), how long to wait in ms (4),
-//            key, value
+//            client (8), number (8), oldest (8), key, value
 //   reply:   status (1 byte), bytes of value (4), value
 //
 // What is added, and the sum, are numbers in decimal text.
+//
+// A client that loses a connection sends the request again on another one. So that no change is
+// applied twice, the server keeps the reply to each change by client and number until the client
+// says that it needs it no longer: `oldest` is the lowest number that the client still waits for.
+// `hello` is the first request on each connection: the reply names the server and the port at which
+// its clients reconnect.
 #pragma once
 
 #include <cstddef>
@@ -18,11 +24,11 @@
 namespace pycomm::store_frame {
 
 inline constexpr size_t kMaxKeyBytes = 1024, kMaxValueBytes = size_t{1} << 20;
-inline constexpr size_t kRequestHeadBytes = 13, kReplyHeadBytes = 5;
+inline constexpr size_t kRequestHeadBytes = 37, kReplyHeadBytes = 5;
 inline constexpr std::string_view kContext = "pycomm store";  // of the handshake's claim
 inline constexpr int kServerRank = 0, kClientRank = 1;        // and its ranks
 
-enum class Verb : uint8_t { set = 1, get = 2, add = 3, remove = 4, claim = 5 };
+enum class Verb : uint8_t { set = 1, get = 2, add = 3, remove = 4, claim = 5, hello = 6 };
 // refused: the value is a sentence that says why.
 enum class Status : uint8_t { ok = 1, absent = 2, full = 3, refused = 4 };
 
@@ -30,6 +36,9 @@ struct Request {
   Verb verb = Verb::get;
   uint32_t wait_ms = 0;  // get: after so long without the key the reply is `absent`
   std::string key, value;
+  uint64_t client = 0;  // a random number of the sender's
+  uint64_t number = 0;  // of a change, from 1 on; 0: the reply is not kept
+  uint64_t oldest = 0;  // replies to changes with lower numbers are not needed any more
 };
 
 struct Reply {
@@ -52,10 +61,19 @@ inline void put_u32(std::string& bytes, size_t value) {
   for (int shift = 0; shift < 32; shift += 8) bytes.push_back(static_cast<char>(value >> shift));
 }
 
+inline void put_u64(std::string& bytes, uint64_t value) {
+  put_u32(bytes, value & 0xffff'ffff);
+  put_u32(bytes, value >> 32);
+}
+
 inline uint32_t u32_at(std::string_view bytes, size_t at) {
   uint32_t value = 0;
   for (size_t i = 0; i < 4; ++i) value |= uint32_t{static_cast<uint8_t>(bytes[at + i])} << (8 * i);
   return value;
+}
+
+inline uint64_t u64_at(std::string_view bytes, size_t at) {
+  return u32_at(bytes, at) | uint64_t{u32_at(bytes, at + 4)} << 32;
 }
 
 inline std::string encode(const Request& request) {
@@ -63,6 +81,8 @@ inline std::string encode(const Request& request) {
   put_u32(bytes, request.key.size());
   put_u32(bytes, request.value.size());
   put_u32(bytes, request.wait_ms);
+  for (const uint64_t field : {request.client, request.number, request.oldest})
+    put_u64(bytes, field);
   return bytes + request.key + request.value;
 }
 
@@ -78,7 +98,7 @@ inline Parsed<Request> parse_request(std::string_view bytes) {
   const auto verb = static_cast<Verb>(bytes[0]);
   const size_t key_bytes = u32_at(bytes, 1), value_bytes = u32_at(bytes, 5);
   const bool brings_value = verb == Verb::set || verb == Verb::add || verb == Verb::claim;
-  const bool asks = verb == Verb::get || verb == Verb::remove;
+  const bool asks = verb == Verb::get || verb == Verb::remove || verb == Verb::hello;
   const bool known = brings_value || (asks && value_bytes == 0);
   if (!known || key_bytes > kMaxKeyBytes || value_bytes > kMaxValueBytes) {
     parsed.parse = Parse::broken;
@@ -87,8 +107,13 @@ inline Parsed<Request> parse_request(std::string_view bytes) {
   parsed.needed = kRequestHeadBytes + key_bytes + value_bytes;
   if (bytes.size() < parsed.needed) return parsed;
   parsed.parse = bytes.size() == parsed.needed ? Parse::complete : Parse::broken;
-  parsed.frame = {verb, u32_at(bytes, 9), std::string(bytes.substr(kRequestHeadBytes, key_bytes)),
-                  std::string(bytes.substr(kRequestHeadBytes + key_bytes, value_bytes))};
+  parsed.frame = {verb,
+                  u32_at(bytes, 9),
+                  std::string(bytes.substr(kRequestHeadBytes, key_bytes)),
+                  std::string(bytes.substr(kRequestHeadBytes + key_bytes, value_bytes)),
+                  u64_at(bytes, 13),
+                  u64_at(bytes, 21),
+                  u64_at(bytes, 29)};
   return parsed;
 }
 

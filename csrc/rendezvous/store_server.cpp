@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "os/random.h"
 #include "os/thread.h"
 
 namespace pycomm {
@@ -34,6 +35,12 @@ constexpr std::chrono::milliseconds kRest{100};
 constexpr size_t kReadBytes = 1 << 16;
 // Waits longer than this are asked anew: nothing overflows.
 constexpr std::chrono::hours kLongest{1};
+
+std::string random_name() {
+  std::string name;
+  for (const uint8_t byte : random_bytes()) name += static_cast<char>('a' + byte % 16);
+  return name;
+}
 
 }  // namespace
 
@@ -57,8 +64,10 @@ StoreServer::StoreServer(const Address& address, std::string key,
     : key_(std::move(key)),
       handshake_limit_(handshake_limit),
       listener_(listen_on(address)),
+      reconnect_listener_(listen_on(address.with_port(0))),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       port_(local_address(listener_.get()).port()),
+      hello_(random_name() + " " + std::to_string(local_address(reconnect_listener_.get()).port())),
       born_(::getpid()) {
   if (key_.empty()) throw InvalidArgument("the key of a store is empty");
   if (!wake_) throw_errno("making an eventfd");
@@ -84,7 +93,8 @@ void StoreServer::close_door() {
   door_.wait(Door::closing);
 }
 
-// Closes the listener, on the thread that polls it; who has not shown the key by now is out.
+// Closes the public listener, on the thread that polls it, and the connections that have not shown
+// the key by now.
 void StoreServer::lock_up() {
   listener_.reset();
   std::erase_if(clients_, [](const Client& client) { return client.handshake != nullptr; });
@@ -98,8 +108,9 @@ void StoreServer::run() try {
     if (door_ == Door::closing) lock_up();
     polled.clear();
     polled.push_back({wake_.get(), POLLIN, 0});
-    const bool listening = listener_ && Clock::now() >= accept_again_;
-    polled.push_back({listening ? listener_.get() : -1, POLLIN, 0});
+    const bool listening = Clock::now() >= accept_again_;
+    for (Fd* listener : {&listener_, &reconnect_listener_})
+      polled.push_back({listening ? listener->get() : -1, POLLIN, 0});
     for (const Client& client : clients_) {
       const bool sends = client.handshake ? client.handshake_sends : !client.out.empty();
       polled.push_back({client.fd(), static_cast<short>(sends ? POLLOUT : POLLIN), 0});
@@ -110,21 +121,23 @@ void StoreServer::run() try {
       throw_errno("polling the store's sockets");
     eventfd_t ignored = 0;
     if (polled[0].revents != 0) ::eventfd_read(wake_.get(), &ignored);
-    size_t at = 2;
+    size_t at = 3;
     for (auto client = clients_.begin(); client != clients_.end(); ++at)
       client = advance(*client, polled[at].revents) ? std::next(client) : clients_.erase(client);
-    if (polled[1].revents != 0) accept_some();
+    if (polled[1].revents != 0) accept_some(listener_);
+    if (polled[2].revents != 0) accept_some(reconnect_listener_);
   }
 } catch (const std::exception&) {
   // Out of memory, or a bug. Nobody may wait for a server that does not run: all connections end.
   clients_.clear();
+  reconnect_listener_.reset();
   lock_up();
 }
 
 Clock::time_point StoreServer::next_deadline() const {
   const auto now = Clock::now();
   auto next = now + kLongest;
-  if (listener_ && accept_again_ > now) next = accept_again_;
+  if (accept_again_ > now) next = accept_again_;
   for (const Client& client : clients_) {
     if (client.handshake) next = std::min(next, now + client.handshake->deadline().left());
     if (client.waiting) next = std::min(next, client.wait_end);
@@ -132,12 +145,12 @@ Clock::time_point StoreServer::next_deadline() const {
   return next;
 }
 
-void StoreServer::accept_some() {
+void StoreServer::accept_some(Fd& listener) {
   const auto is_stranger = [](const Client& client) { return client.handshake != nullptr; };
   auto strangers = static_cast<size_t>(std::ranges::count_if(clients_, is_stranger));
   for (int i = 0; i < kAcceptsInARound; ++i) {
     bool exhausted = false;
-    Fd fd = accept_from(listener_.get(), &exhausted);
+    Fd fd = accept_from(listener.get(), &exhausted);
     if (exhausted && !evict()) accept_again_ = Clock::now() + kRest;
     if (!fd) return;
     keep_alive(fd.get());
@@ -219,8 +232,10 @@ bool StoreServer::receive(Client& client) {
 bool StoreServer::answer(Client& client) {
   const Request& request = *client.waiting;
   Reply reply;
-  if (request.verb != Verb::get) {
-    reply = change(request);
+  if (request.verb == Verb::hello) {
+    reply.value = hello_;
+  } else if (request.verb != Verb::get) {
+    reply = change_once(request);
     // It may be what other clients wait for, also those whose turn in this round is over.
     wake();
   } else if (auto value = keys_.find(request.key)) {
@@ -233,6 +248,19 @@ bool StoreServer::answer(Client& client) {
   client.out = store_frame::encode(reply);
   client.sent = 0;
   return send(client);
+}
+
+// Applies a change, but where it was applied before, and gives the same reply then.
+Reply StoreServer::change_once(const Request& request) {
+  if (request.number == 0) return change(request);
+  Kept& kept = kept_[request.client];
+  kept.oldest = std::max(kept.oldest, request.oldest);
+  kept.replies.erase(kept.replies.begin(), kept.replies.lower_bound(kept.oldest));
+  if (request.number < kept.oldest)
+    return {Status::refused, "the request is older than those that its client waits for"};
+  const auto found = kept.replies.find(request.number);
+  if (found != kept.replies.end()) return found->second;
+  return kept.replies.emplace(request.number, change(request)).first->second;
 }
 
 // Does what a set, add, remove or claim asks for.

@@ -3,8 +3,11 @@
 //
 // Strangers cost little: a connection must pass the handshake within its limit, at most
 // max_pending() are in it at a time, and when more come, or descriptors run out, one of them gives
-// way (transport/admission.h). Once the run is complete the listener is closed, and the clients
-// that came stay.
+// way (transport/admission.h).
+//
+// It listens at two ports. Once the run is complete the public one is closed: another run may have
+// it. The other one, which the kernel chose and which clients learn from the reply to `hello`,
+// stays open, so that a client whose connection was lost can reconnect.
 #pragma once
 
 #include <sys/types.h>
@@ -14,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <list>
+#include <map>
 #include <random>
 #include <string>
 #include <thread>
@@ -43,7 +47,7 @@ class StoreServer {
   // The keys; safe from any thread, but tell the thread of a new one with wake().
   LocalStore& keys() { return keys_; }
   void wake();
-  // Takes in nobody any more; nothing listens when it returns.
+  // The public port is closed when it returns; clients reconnect at the other one.
   void close_door();
 
  private:
@@ -55,21 +59,29 @@ class StoreServer {
   void run();
   void lock_up();
   Clock::time_point next_deadline() const;
-  void accept_some();
+  void accept_some(Fd& listener);
   bool evict();
   bool advance(Client& client, short events);
   bool receive(Client& client);
   bool answer(Client& client);
+  store_frame::Reply change_once(const store_frame::Request& request);
   store_frame::Reply change(const store_frame::Request& request);
   bool send(Client& client);
   bool shake_hands(Client& client, short events);
 
   std::string key_;
   std::chrono::nanoseconds handshake_limit_;
-  Fd listener_, wake_;
+  Fd listener_, reconnect_listener_, wake_;
   uint16_t port_;
+  std::string hello_;  // the reply to `hello`: the server's random name, a blank, the port
   LocalStore keys_;
   std::list<Client> clients_;  // in the order of their coming; the thread's alone
+  // By the client's number: which replies it still needs, and those.
+  struct Kept {
+    uint64_t oldest = 0;
+    std::map<uint64_t, store_frame::Reply> replies;
+  };
+  std::map<uint64_t, Kept> kept_;
   size_t max_strangers_ = max_pending();
   std::minstd_rand random_ = eviction_random();
   Clock::time_point accept_again_{};  // the listener is left alone until then

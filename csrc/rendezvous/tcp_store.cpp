@@ -7,12 +7,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cstring>
 #include <sstream>
 #include <system_error>
 #include <thread>
 #include <utility>
 
 #include "core/errors.h"
+#include "os/random.h"
 #include "os/socket.h"
 #include "rendezvous/local_store.h"
 #include "rendezvous/store_server.h"
@@ -35,6 +37,11 @@ constexpr std::chrono::milliseconds kShortestAttempt{50};
 constexpr std::chrono::milliseconds kAnswerSlack{300};
 // A get asks anew so often: a connection is not held longer, for others may need it.
 constexpr std::chrono::milliseconds kLongestWait{100};
+// On a connection without an answer for so long, twice as long each time, another one is tried: a
+// firewall or load balancer that has forgotten a flow drops what is sent on it.
+constexpr std::chrono::seconds kSilence{3};
+// So many connections in a row may be lost in one call.
+constexpr int kMostLost = 5;
 // No wait is longer without asking whether it was interrupted.
 constexpr std::chrono::milliseconds kSlice{100};
 
@@ -48,10 +55,21 @@ void check_sizes(const std::string& key, const std::string& value) {
                           "' has " + std::to_string(value.size()));
 }
 
+uint64_t random_number() {
+  const auto bytes = random_bytes();
+  uint64_t number = 0;
+  std::memcpy(&number, bytes.data(), sizeof number);
+  return number;
+}
+
 }  // namespace
 
 TcpStore::TcpStore(std::string host, uint16_t port, std::string key, StoreHooks hooks)
-    : host_(std::move(host)), port_(port), key_(std::move(key)), hooks_(std::move(hooks)) {}
+    : host_(std::move(host)),
+      port_(port),
+      key_(std::move(key)),
+      hooks_(std::move(hooks)),
+      client_(random_number()) {}
 
 TcpStore::~TcpStore() = default;
 
@@ -92,8 +110,42 @@ void TcpStore::heed_interruption() const {
   if (interrupted()) throw GroupBroken("waiting for the store at " + name() + " was interrupted");
 }
 
+// Asks at the other end of a new connection which server it is. An empty Fd and the reason where it
+// is not the one of the first connection.
+Fd TcpStore::greet(Fd fd, const Deadline& deadline, Failure& failure) {
+  Line line{std::move(fd), {}, 0};
+  bool usable = true;
+  std::optional<Reply> reply;
+  try {
+    reply = exchange(line, {Verb::hello, 0, "", ""}, deadline, usable);
+  } catch (const PeerLost& error) {
+    failure = {error.what()};
+    return {};
+  }
+  if (!reply) {
+    failure = {"the server did not answer in time"};
+    return {};
+  }
+  std::istringstream text(reply->value);
+  std::string name;
+  uint16_t port = 0;
+  if (!(text >> name >> port)) {
+    failure = {"the server did not say which one it is"};
+    return {};
+  }
+  if (!server_name_.empty() && name != server_name_) {
+    failure = {"another server listens there", true};
+    return {};
+  }
+  if (server_name_.empty()) {  // in connect(): no other thread has the store yet
+    server_name_ = name;
+    reconnect_port_ = port;
+  }
+  return std::move(line.fd);
+}
+
 // Connects and shakes hands once. An empty Fd and the reason if that fails.
-Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& failure) const {
+Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& failure) {
   const auto limit =
       std::clamp<std::chrono::nanoseconds>(deadline.left(), kShortestAttempt, kHandshakeLimit);
   Handshake handshake(
@@ -105,7 +157,7 @@ Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& 
     switch (handshake.advance()) {
       case Handshake::Step::done:
         keep_alive(handshake.fd());
-        return handshake.release();
+        return greet(handshake.release(), handshake.deadline(), failure);
       case Handshake::Step::refused:
         failure = {handshake.why(), handshake.nobody()};
         return {};
@@ -119,22 +171,37 @@ Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& 
   }
 }
 
-Fd TcpStore::open(const Deadline& deadline) const {
-  std::chrono::nanoseconds pause = kFirstPause;
-  for (int attempts = 1;; ++attempts) {
-    Failure last;
+// Each address of the server's once. A lost connection is made again at the port that stays open.
+Fd TcpStore::attempt_all(const Deadline& deadline, Failure& failure) {
+  bool settled = false;
+  {
+    const std::lock_guard lock(mutex_);
+    settled = settled_;
+  }
+  std::vector<uint16_t> ports;
+  if (!settled) ports.push_back(port_);
+  if (reconnect_port_ != 0) ports.push_back(reconnect_port_);
+  for (const uint16_t port : ports) {
     try {
-      const auto addresses = tcp_addresses(host_, port_);
-      for (const Address& address : addresses) {
+      for (const Address& address : tcp_addresses(host_, port)) {
         try {
-          if (Fd fd = attempt(address, deadline, last)) return fd;
+          if (Fd fd = attempt(address, deadline, failure)) return fd;
         } catch (const PeerLost& error) {  // no route yet
-          last = {error.what()};
+          failure = {error.what()};
         }
       }
     } catch (const InvalidArgument& error) {  // a name not known yet
-      last = {error.what()};
+      failure = {error.what()};
     }
+  }
+  return {};
+}
+
+Fd TcpStore::open(const Deadline& deadline) {
+  std::chrono::nanoseconds pause = kFirstPause;
+  for (int attempts = 1;; ++attempts) {
+    Failure last;
+    if (Fd fd = attempt_all(deadline, last)) return fd;
     if (was_there_ && last.nobody_listens)
       throw PeerLost("the store at " + name() + " has gone: " + last.why);
     pause = std::min(pause, deadline.left());
@@ -203,8 +270,7 @@ bool TcpStore::receive(Line& line, const Deadline& deadline, Reply& reply) const
 std::optional<TcpStore::Line> TcpStore::take(const Deadline& deadline) {
   {
     std::unique_lock lock(mutex_);
-    while (idle_.empty() && settled_) {
-      if (in_use_ == 0) throw PeerLost("the store at " + name() + " has gone");
+    while (idle_.empty() && settled_ && in_use_ > 0) {
       if (deadline.expired()) return std::nullopt;
       given_back_.wait_for(lock, std::min<std::chrono::nanoseconds>(kSlice, deadline.left()));
       lock.unlock();
@@ -236,36 +302,73 @@ void TcpStore::give_back(std::optional<Line> line) {
   given_back_.notify_all();
 }
 
-// Nothing where the server does not answer in time, or not before the user interrupts.
-std::optional<Reply> TcpStore::ask(const Request& request, const Deadline& deadline,
-                                   std::chrono::milliseconds slack) {
-  std::optional<Line> line = take(deadline);
-  if (!line) return std::nullopt;
-  const Deadline answer_by(deadline.left() + slack);
-  std::optional<Reply> answer(std::in_place);
-  try {
-    if (send_all(line->fd.get(), store_frame::encode(request), answer_by)) {
-      ++line->owed;
-      while (line->owed > 0 && receive(*line, answer_by, *answer)) --line->owed;
-      if (line->owed > 0) answer.reset();
-    } else {  // with half a request on it, the connection is of no more use
-      line.reset();
-      answer.reset();
-    }
-  } catch (const PeerLost& error) {
-    give_back(std::nullopt);
-    throw PeerLost("the store at " + name() + " has gone: " + error.what());
-  } catch (...) {
-    give_back(std::nullopt);
-    throw;
-  }
-  give_back(std::move(line));
+// One request and its reply. Nothing where none comes in time, or not before the user interrupts;
+// `usable`: whether the connection can be used again.
+std::optional<Reply> TcpStore::exchange(Line& line, const Request& request,
+                                        const Deadline& answer_by, bool& usable) const {
+  usable = send_all(line.fd.get(), store_frame::encode(request), answer_by);
+  if (!usable) return std::nullopt;  // half a request is on it
+  ++line.unread_replies;
+  Reply answer;
+  while (line.unread_replies > 0 && receive(line, answer_by, answer)) --line.unread_replies;
+  if (line.unread_replies > 0) return std::nullopt;
   return answer;
 }
 
+// Nothing where the server does not answer in time, or not before the user interrupts.
+std::optional<Reply> TcpStore::ask(const Request& request, const Deadline& deadline,
+                                   std::chrono::milliseconds slack) {
+  const Deadline answer_by(deadline.left() + slack);
+  std::chrono::nanoseconds silence = kSilence;
+  for (int lost = 0;;) {
+    std::optional<Line> line = take(deadline);
+    if (!line) return std::nullopt;
+    const bool last = answer_by.left() <= silence;
+    std::optional<Reply> answer;
+    bool usable = true;
+    try {
+      answer = exchange(*line, request, last ? answer_by : Deadline(silence), usable);
+    } catch (const PeerLost& error) {
+      give_back(std::nullopt);
+      if (++lost == kMostLost)
+        throw PeerLost("the store at " + name() + " has gone: " + error.what());
+      continue;
+    } catch (...) {
+      give_back(std::nullopt);
+      throw;
+    }
+    const bool over = answer || last || interrupted();
+    if (!over || !usable) line.reset();
+    give_back(std::move(line));
+    if (over) return answer;
+    silence *= 2;
+  }
+}
+
+void TcpStore::finish(uint64_t number) {
+  const std::lock_guard lock(mutex_);
+  in_flight_.erase(number);
+}
+
 // What a server answers to a request that changes a key.
-Reply TcpStore::change(const Request& request, const Deadline& deadline) {
-  auto reply = ask(request, deadline);
+Reply TcpStore::change(Request request, const Deadline& deadline) {
+  {
+    const std::lock_guard lock(mutex_);
+    request.client = client_;
+    request.number = next_number_++;
+    in_flight_.insert(request.number);
+    request.oldest = *in_flight_.begin();
+  }
+  const auto ask_once = [&] {
+    try {
+      return ask(request, deadline);
+    } catch (...) {
+      finish(request.number);
+      throw;
+    }
+  };
+  auto reply = ask_once();
+  finish(request.number);
   if (!reply) {
     heed_interruption();
     ErrorFields fields;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -32,12 +33,16 @@ struct StoreHooks {
 // From any thread; calls of several threads do not wait for each other, but after settle() they
 // share the connections that are there, so that one may wait 100 ms for another. A key has 1 to
 // 1024 bytes, a value at most 1 MiB (InvalidArgument).
+//
+// A connection that is lost, or on which no answer comes for some seconds, is replaced by a new one
+// within the call's limit, and the request is sent again: the server applies no change twice.
 class TcpStore final : public Store {
  public:
   // This process serves, and the object is a store of its own server. An empty host: every
-  // interface; port 0: any that is free. Nothing listens any more after settle() or the destructor,
-  // and clients that wait at the destructor get PeerLost. Throws InvalidArgument: address taken or
-  // unknown, empty key.
+  // interface; port 0: any that is free. After settle() that port is closed, and the server listens
+  // at another one, which the kernel chose, for clients that lost their connection. After the
+  // destructor nothing listens, and clients that wait get PeerLost. Throws InvalidArgument: address
+  // taken or unknown, empty key.
   static std::unique_ptr<TcpStore> serve(const std::string& host, uint16_t port,
                                          const std::string& key);
 
@@ -50,7 +55,8 @@ class TcpStore final : public Store {
 
   ~TcpStore() override;
 
-  // All throw PeerLost when the server goes away, InternalError when it speaks nonsense.
+  // All throw PeerLost when the server's process has ended, Timeout where it cannot be reached
+  // within the limit, InternalError when its reply is invalid.
   void set(const std::string& key, const std::string& value,
            const Deadline& deadline = store_limit()) override;
   std::string get(const std::string& key, const Deadline& deadline) override;
@@ -60,17 +66,17 @@ class TcpStore final : public Store {
                                     const Deadline& deadline = store_limit()) override;
   std::string claim(const std::string& key, const std::string& value,
                     const Deadline& deadline = store_limit()) override;
-  // Each end calls it: the server closes its door, the clients open no more connections.
+  // Each end calls it: the server closes its public port, a client uses one connection.
   void settle() override;
 
   uint16_t port() const { return port_; }
 
  private:
-  // A connection. `owed`: replies to come that nobody waits for any more.
+  // A connection.
   struct Line {
     Fd fd;
-    std::string in;  // a reply in part
-    size_t owed = 0;
+    std::string in;             // a reply in part
+    size_t unread_replies = 0;  // to requests sent so far
   };
 
   struct Failure {
@@ -82,14 +88,19 @@ class TcpStore final : public Store {
   bool wait(int fd, short events, const Deadline& deadline) const;
   bool interrupted() const { return hooks_.interrupted && hooks_.interrupted(); }
   void heed_interruption() const;
-  Fd attempt(const Address& address, const Deadline& deadline, Failure& failure) const;
-  Fd open(const Deadline& deadline) const;
+  Fd attempt(const Address& address, const Deadline& deadline, Failure& failure);
+  Fd attempt_all(const Deadline& deadline, Failure& failure);
+  Fd greet(Fd fd, const Deadline& deadline, Failure& failure);
+  Fd open(const Deadline& deadline);
+  std::optional<store_frame::Reply> exchange(Line& line, const store_frame::Request& request,
+                                             const Deadline& answer_by, bool& usable) const;
   std::optional<Line> take(const Deadline& deadline);
   void give_back(std::optional<Line> line);
   std::optional<store_frame::Reply> ask(const store_frame::Request& request,
                                         const Deadline& deadline,
                                         std::chrono::milliseconds slack = {});
-  store_frame::Reply change(const store_frame::Request& request, const Deadline& deadline);
+  store_frame::Reply change(store_frame::Request request, const Deadline& deadline);
+  void finish(uint64_t number);
   bool send_all(int fd, const std::string& bytes, const Deadline& deadline) const;
   bool receive(Line& line, const Deadline& deadline, store_frame::Reply& reply) const;
   std::string name() const;
@@ -104,7 +115,12 @@ class TcpStore final : public Store {
   std::vector<Line> idle_;  // connections that no call uses now
   size_t in_use_ = 0;       // and how many are used
   bool settled_ = false;
-  bool was_there_ = false;  // the server: if nobody listens there now, it has gone for good
+  bool was_there_ = false;          // a connection was made: a refused one now means its end
+  std::string server_name_;         // its random name, from the first connection on
+  uint16_t reconnect_port_ = 0;     // where it listens for clients that lost a connection
+  uint64_t client_;                 // this client's random number
+  uint64_t next_number_ = 1;        // of the next change
+  std::set<uint64_t> in_flight_{};  // numbers of the changes that a call waits for
 };
 
 }  // namespace pycomm

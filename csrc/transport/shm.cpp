@@ -2,6 +2,7 @@
 
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <array>
 #include <cstring>
@@ -26,6 +27,11 @@ std::string random_name() {
     name += kDigits[byte & 15];
   }
   return name;
+}
+
+std::string not_our_user(uint32_t user) {
+  return "it runs as user " + std::to_string(user) + ", this rank as user " +
+         std::to_string(::geteuid()) + ": shared memory is for ranks of one user";
 }
 
 // A message of one byte with descriptors beside it: the ring that its sender reads, the memory that
@@ -79,12 +85,14 @@ std::array<Fd, kMostFds> take_passed(int socket, const Deadline& deadline) {
   std::array<Fd, kMostFds> fds;
   if (head == nullptr || head->cmsg_type != SCM_RIGHTS) throw PeerLost("it sent no shared memory");
   const size_t count = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-  for (size_t i = 0; i < count && i < kMostFds; ++i) {
+  for (size_t i = 0; i < count; ++i) {
     int fd = -1;
     std::memcpy(&fd, CMSG_DATA(head) + i * sizeof fd, sizeof fd);
-    fds[i] = Fd(fd);
+    Fd one(fd);  // those beyond the last are closed
+    if (i < kMostFds) fds[i] = std::move(one);
   }
-  if (count < kLeastFds) throw PeerLost("it sent no shared memory");
+  if (count < kLeastFds || count > kMostFds)
+    throw PeerLost("it sent " + std::to_string(count) + " descriptors and not shared memory");
   return fds;
 }
 
@@ -109,8 +117,10 @@ class Shm final : public SocketTransport {
     return start_connect(abstract_unix_address(way));
   }
 
-  // Each side makes the ring that it reads, and gives the other the same memory to write.
+  // Each side makes the ring that it reads, and gives the other the same memory to write. Both
+  // sides check the user before that: the memory is writable.
   void offer(int fd) override {
+    if (uint32_t user = 0; !is_our_user(fd, user)) throw PeerLost(not_our_user(user));
     Fd memory = make_shared_memory(RingMemory::file_bytes(ring_bytes_));
     const std::array<int, kMostFds> fds{memory.get(), memory_.get(),
                                         heap_ ? heap_->descriptor() : -1};

@@ -215,13 +215,32 @@ inline std::pair<uint64_t, uint64_t> traffic(const Case& c, const pycomm::Group&
   return {bytes, frames};
 }
 
+// What an all_to_all with counts sends before its plan: payload, and frames. As much as an
+// all_gather of the counts of all ranks, which this makes. Collective.
+inline std::pair<uint64_t, uint64_t> traffic_of_counts(const Case& c, pycomm::Group& group) {
+  if (c.operation != pycomm::Operation::all_to_all || c.counts.empty()) return {0, 0};
+  std::vector<size_t> counts = c.told_counts(group.rank(), group.size());
+  std::vector<size_t> table(counts.size() * static_cast<size_t>(group.size()));
+  const pycomm::Stats before = group.stats();
+  group.run({.operation = pycomm::Operation::all_gather,
+             .dtype = pycomm::Dtype::int64,
+             .input = counts.data(),
+             .output = table.data(),
+             .count = counts.size()});
+  const pycomm::Stats after = group.stats();
+  return {after.bytes_sent - before.bytes_sent, after.frames_sent - before.frames_sent};
+}
+
 inline void run_case(pycomm::Group& group, const Case& c) {
   Arrays arrays(c, group.rank(), group.size());
+  const auto [count_bytes, count_frames] = traffic_of_counts(c, group);
   const pycomm::Stats before = group.stats();
   group.run(arrays.call);
   const pycomm::Stats after = group.stats();
   expect_result(c, arrays, group.rank(), group.size());
-  const auto [bytes, frames] = traffic(c, group);
+  auto [bytes, frames] = traffic(c, group);
+  bytes += count_bytes;
+  frames += count_frames;
   const uint64_t sent = after.bytes_sent - before.bytes_sent;
   expect_equal(sent, bytes, c.text() + ": payload bytes");
   expect_equal(after.frames_sent - before.frames_sent, frames, c.text() + ": frames");

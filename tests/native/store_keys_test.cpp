@@ -113,7 +113,7 @@ const Test kRoom{"local store: what is removed makes room, what is added takes i
                  }};
 
 const Test kSettled{
-    "tcp store: after settle nothing listens, and who came can go on", [] {
+    "tcp store: after settle the public port is closed, and clients that came can go on", [] {
       const auto server = TcpStore::serve(kHost, 0, kKey);
       const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
       const auto other = TcpStore::connect(kHost, server->port(), kKey, within(10s));
@@ -121,7 +121,7 @@ const Test kSettled{
       for (Store* store : {static_cast<Store*>(client.get()), static_cast<Store*>(server.get()),
                            static_cast<Store*>(server.get())})
         store->settle();
-      expect_equal(open_descriptors(), before - 1, "descriptors without the listener");
+      expect_equal(open_descriptors(), before - 1, "descriptors without the public listener");
       expect_says(expect_throws<Timeout>(
                       [&] { TcpStore::connect(kHost, server->port(), kKey, within(100ms)); }),
                   "Connection refused");

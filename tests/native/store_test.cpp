@@ -226,12 +226,12 @@ const Test kFrames{
       for (size_t cut = 0; cut < reply.size(); ++cut)
         expect(store_frame::parse_reply(reply.substr(0, cut)).parse == Parse::more, "a cut reply");
       expect(store_frame::parse_request(set + "x").parse == Parse::broken, "a byte too many");
-      for (const char verb : {0, 6}) {
+      for (const char bad : {0, 7}) {
         std::string other = set;
-        other[0] = verb;
+        other[0] = bad;
         expect(store_frame::parse_request(other).parse == Parse::broken, "no verb of ours");
         other = reply;
-        other[0] = verb;
+        other[0] = bad;
         expect(store_frame::parse_reply(other).parse == Parse::broken, "no status of ours");
       }
       for (const char verb : {2, 4}) {
@@ -249,7 +249,8 @@ const Test kFrames{
           bytes[random() % bytes.size()] = static_cast<char>(random());
         bytes.resize(random() % (bytes.size() + 1));
         const auto request = store_frame::parse_request(bytes);
-        expect(request.needed <= 13 + 1024 + (1 << 20), "how much a request may make us hold");
+        expect(request.needed <= store_frame::kRequestHeadBytes + 1024 + (1 << 20),
+               "how much a request may make us hold");
         expect(store_frame::parse_reply(bytes).needed <= 5 + (1 << 20), "and a reply");
       }
     }};
@@ -279,24 +280,24 @@ const Test kAbsent{
              "absent");
     }};
 
-const Test kNonsense{"tcp store: a client that speaks nonsense loses its connection alone", [] {
-                       const auto server = TcpStore::serve(kHost, 0, kKey);
-                       const auto client =
-                           TcpStore::connect(kHost, server->port(), kKey, within(10s));
-                       std::mt19937 random(2);
-                       for (int i = 0; i < 50; ++i) {
-                         const Fd fd = friendly_socket(server->port());
-                         std::string bytes(1 + random() % 100, '\0');
-                         for (char& byte : bytes) byte = static_cast<char>(random());
-                         bytes[0] = '\x7f';  // no verb
-                         bytes.resize(std::max<size_t>(bytes.size(), 13));
-                         ::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
-                         expect(poll_one(fd.get(), POLLIN, 5s) != 0,
-                                "the server keeps a client that speaks nonsense");
-                       }
-                       client->set("key", "value");
-                       expect_equal(server->get("key", within(1s)), "value", "another client");
-                     }};
+const Test kNonsense{
+    "tcp store: a client that speaks nonsense loses its connection alone", [] {
+      const auto server = TcpStore::serve(kHost, 0, kKey);
+      const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+      std::mt19937 random(2);
+      for (int i = 0; i < 50; ++i) {
+        const Fd fd = friendly_socket(server->port());
+        std::string bytes(1 + random() % 100, '\0');
+        for (char& byte : bytes) byte = static_cast<char>(random());
+        bytes[0] = '\x7f';  // no verb
+        bytes.resize(std::max<size_t>(bytes.size(), store_frame::kRequestHeadBytes));
+        ::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+        expect(poll_one(fd.get(), POLLIN, 5s) != 0,
+               "the server keeps a client that speaks nonsense");
+      }
+      client->set("key", "value");
+      expect_equal(server->get("key", within(1s)), "value", "another client");
+    }};
 
 // Another process, so that its descriptors are its own: `body` gives the exit status.
 class Child {

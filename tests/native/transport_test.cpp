@@ -3,9 +3,11 @@
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <random>
@@ -421,6 +423,22 @@ void expect_offer_refused(const std::function<void(Fd&)>& offer) {
   expect_throws<Wanted>([&] { transport->accept(std::move(mine), Deadline(200ms)); });
 }
 
+// Needs root: this process takes another user id for a moment.
+const Test kUsers{"shm passes no memory to a process of another user", [] {
+                    if (::geteuid() != 0) return;
+                    std::string why;
+                    const auto transport = make_shm(kRing, page_bytes(), why);
+                    expect(transport != nullptr, why);
+                    int ends[2];
+                    expect_equal(::seteuid(65534), 0, "seteuid");
+                    const int made = ::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends);
+                    expect_equal(::seteuid(0), 0, "seteuid");
+                    expect_equal(made, 0, "socketpair");
+                    const Fd mine(ends[0]), theirs(ends[1]);
+                    expect_throws<PeerLost>([&] { transport->offer(mine.get()); });
+                    expect_equal(poll_one(theirs.get(), POLLIN, 0ns), short{0}, "what was passed");
+                  }};
+
 const Test kRefuses{
     "shm refuses memory that is not what was agreed", [] {
       const size_t page = page_bytes(), ring = RingMemory::file_bytes(kRing);
@@ -437,6 +455,15 @@ const Test kRefuses{
       refused(right_ring.get(), unsealed_memory(page).get());
       expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {peer.get(), peer.get()}); });
       expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {right_ring.get()}); });
+      const auto open_files = [] {
+        return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+      };
+      const auto before = open_files();
+      expect_offer_refused<PeerLost>([&](Fd& peer) {
+        const int one = right_ring.get();
+        pass(peer.get(), {one, right_page.get(), one, one});
+      });
+      expect_equal(open_files(), before, "open descriptors after one too many was passed");
       expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {}); });
       expect_offer_refused<PeerLost>([&](Fd& peer) { peer.reset(); });
       expect_offer_refused<Timeout>([&](Fd&) {});

@@ -175,11 +175,65 @@ const ByTransport kLists{
           const Ending ending = ending_of([&] { group.run(call); });
           expect(ending.is(ErrorKind::mismatch) && ending.says("no array was changed"),
                  ending.text());
-          expect(ending.says(to_all ? "from the one to the other" : "counts of a list"),
+          expect(ending.says(to_all ? "sends 3 elements to rank 0" : "counts of a list"),
                  ending.text());
           expect(out == before, "an array was changed");
           expect_sound(group);
         }
+      });
+    }};
+
+// Only one pair differs: the counts of the other ranks fit, and so do all frames that they receive.
+const ByTransport kSplits{
+    "every rank learns of splits that do not fit, and no output changes",
+    [](const std::string& by) {
+      for (const size_t size : {2, 3, 4})
+        ranks::run_groups(static_cast<int>(size), by, [&](Group& group) {
+          const auto me = static_cast<size_t>(group.rank());
+          for (size_t from = 0; from < size; ++from)
+            for (size_t to = 0; to < size; ++to) {
+              if (from == to) continue;
+              Array in(Dtype::int64, 13 * size + 4), out(Dtype::int64, 13 * size);
+              const Array before = out;
+              Call call{.operation = Operation::all_to_all,
+                        .dtype = Dtype::int64,
+                        .input = in.data(),
+                        .output = out.data(),
+                        .counts = std::vector<size_t>(2 * size, 13)};
+              if (me == from) call.counts[to] = 17;
+              const Ending ending = ending_of([&] { group.run(call); });
+              expect(ending.is(ErrorKind::mismatch) && ending.says("no array was changed"),
+                     ending.text());
+              expect(ending.says("rank " + std::to_string(from) + " (") &&
+                         ending.says("sends 17 elements to rank " + std::to_string(to) + " (") &&
+                         ending.says("which expects 13;"),
+                     ending.text());
+              expect(out == before, "an output was changed");
+              expect_sound(group);
+            }
+        });
+    }};
+
+const ByTransport kEqualSplits{
+    "an all_to_all with counts does not fit one without", [](const std::string& by) {
+      ranks::run_groups(3, by, [](Group& group) {
+        for (int odd = 0; odd < 3; ++odd)
+          for (const bool given : {false, true}) {
+            Array in(Dtype::int64, 12), out(Dtype::int64, 12);
+            const Array before = out;
+            Call call{.operation = Operation::all_to_all,
+                      .dtype = Dtype::int64,
+                      .input = in.data(),
+                      .output = out.data()};
+            if ((group.rank() == odd) == given)
+              call.counts = std::vector<size_t>(6, 4);
+            else
+              call.count = 4;
+            const Ending ending = ending_of([&] { group.run(call); });
+            expect(ending.is(ErrorKind::mismatch) && ending.says("counts by rank"), ending.text());
+            expect(out == before, "an output was changed");
+            expect_sound(group);
+          }
       });
     }};
 

@@ -85,7 +85,7 @@ ROWS = [
         "  listener_.reset();\n  std::erase_if",
         "  std::erase_if",
         "store_keys",
-        "after settle nothing listens",
+        "after settle the public port is closed",
     ),
     # ---- what arrives
     (
@@ -188,7 +188,7 @@ ROWS = [
         "announced_and_given_up",
         "engine/failure.cpp",
         "std::erase_if(who.messages, [](const Message& m) { return is_agreement(m.header); });",
-        "",
+        "size_t{0};",
         "simulation",
         "while one goes astray",
     ),
@@ -240,6 +240,14 @@ ROWS = [
         "hash = (hash ^ (word & 0)) * 0x9e3779b97f4a7c15;",
         "shared",
         "a disagreement changes nothing",
+    ),
+    (
+        "any_splits",
+        "group/host_group.cpp",
+        "if (options_.size > 1 && !call.counts_fit) check_splits(call, job.signature, deadline);",
+        "",
+        "verbs",
+        "every rank learns of splits that do not fit",
     ),
     (
         "any_options",
@@ -307,13 +315,13 @@ ROWS = [
         if (arrival.differs) throw_different(arrival.peer);
       for (const Arrival& arrival : arrivals)
         if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
-          throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
+          throw_unreachable(arrival.peer, arrival.why);
 """,
         """      for (const Arrival& arrival : arrivals)
         if (arrival.differs) throw_different(arrival.peer);
       for (const Arrival& arrival : arrivals)
         if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
-          throw_lost(arrival.peer, " cannot be reached at " + arrival.why);
+          throw_unreachable(arrival.peer, arrival.why);
       if (request_.heed) request_.heed({});
 """,
         "forming",
