@@ -18,8 +18,10 @@ NAME = "pycomm"
 
 
 def register(_module: object = None) -> None:
-    """Gives torch.distributed the name "pycomm", for CPU and CUDA tensors. Twice is fine."""
+    """Gives torch.distributed the name "pycomm", for CPU tensors and, where this torch was built
+    for CUDA or HIP, for CUDA tensors. Twice is fine."""
     try:
+        import torch
         import torch.distributed as dist
         from torch.autograd import profiler
 
@@ -28,7 +30,10 @@ def register(_module: object = None) -> None:
         calls.profiler = profiler
         if not dist.is_available() or NAME in dist.Backend.backend_list:
             return
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        # torch and programs choose a tensor's device from this list, so it names no device type
+        # that this torch lacks.
+        devices = ["cpu", "cuda"] if torch.version.cuda or torch.version.hip else ["cpu"]
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
     except Exception:  # torch must stay importable, whatever is wrong with us
         import logging
 

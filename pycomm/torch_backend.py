@@ -21,12 +21,12 @@ from pycomm import group as groups
 from pycomm.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import _DistributedBackendOptions
+    from torch._C._distributed_c10d import Store, _DistributedBackendOptions
     from torch.distributed.distributed_c10d import GroupName
 
     from pycomm import _c10d
 
-__all__ = ["Options", "create", "is_available", "stats"]
+__all__ = ["Options", "create", "is_available", "merge", "stats"]
 
 REBUILD = "rebuild it in its folder: `pip install --no-build-isolation --no-deps .`"
 
@@ -106,20 +106,60 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
             the engine of `pycomm.init` does not have.
         Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
     """
-    module = _module()
     timeout = timedelta(seconds=_seconds(options.timeout))
     ours = _options(backend_options, timeout)
     ours.global_ranks_in_group = options.global_ranks_in_group
     ours.group_name = cast("GroupName", options.group_id)
-    shared = None if options.global_ranks_in_group else _engine_of_init(options)
-    encrypt = _encrypt(ours, shared)
-    store = rendezvous.TorchStore(options.store, config.environment().secret)
-    core = _connect(store, options, timeout, encrypt) if shared is None else shared
-    ended = None
+    if options.global_ranks_in_group:
+        return _form(options, ours, groups.attach)
+    shared = _engine_of_init(options)
     if shared is None:
-        enter = groups.attach if options.global_ranks_in_group else groups.adopt
-        ended = enter(core, store, timeout.total_seconds())
-    backend: _c10d.Backend = module.Backend(core._capsule(), ours, shared is None, ended)
+        return _form(options, ours, groups.adopt)
+    _encrypt(ours, shared)
+    backend: _c10d.Backend = _module().Backend(shared._capsule(), ours, False, None)
+    return backend
+
+
+def merge(store: Store, ours: _c10d.Options, rank: int, size: int) -> _c10d.Backend:
+    """Connects ranks of several torch groups, or of several runs, that meet in `store`, and gives
+    the backend of their group, which ends where the default group does. Collective over them.
+
+    Called by the compiled backend for `ProcessGroup.merge_remote_group`, which numbers the ranks as
+    they come to the store.
+
+    Args:
+        ours: of the new group, whose name and limit they have.
+
+    Raises:
+        InvalidArgument: more ranks have come to the store than the group has.
+        Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
+    """
+    if rank >= size:
+        raise InvalidArgument(
+            f"merge_remote_group: this is rank {rank} of those that have met in the store, and the "
+            f"group has {size}: give each merge a store, or a PrefixStore, of its own"
+        )
+    from torch._C import _distributed_c10d as c10d
+
+    options = c10d._DistributedBackendOptions()
+    options.store, options.group_id = store, str(ours.group_name)
+    options.group_rank, options.group_size, options.timeout = rank, size, ours._timeout
+    ours.global_ranks_in_group = []
+    return _form(options, ours, groups.attach)
+
+
+def _form(
+    options: _DistributedBackendOptions,
+    ours: _c10d.Options,
+    enter: Callable[[_core.Group, rendezvous.TorchStore, float], Callable[[], None]],
+) -> _c10d.Backend:
+    """Connects the ranks of a new group, which `enter` gives its place beside the default group."""
+    module, timeout = _module(), ours._timeout
+    encrypt = _encrypt(ours, None)
+    store = rendezvous.TorchStore(options.store, config.environment().secret)
+    core = _connect(store, options, timeout, encrypt)
+    ended = enter(core, store, timeout.total_seconds())
+    backend: _c10d.Backend = module.Backend(core._capsule(), ours, True, ended)
     return backend
 
 
@@ -184,7 +224,7 @@ def _connect(
         timeout_s=timeout.total_seconds(),
         secret=place.secret,
         encrypt=encrypt,
-        transport="",  # the best for each pair
+        transport=place.transport,
         address=place.address,
         towards=rendezvous.host_of(options.store) or place.master_host,
         reproducible=False,

@@ -334,13 +334,18 @@ def _disagree(at: Any) -> None:
     with pytest.raises(errors.Mismatch):
         future.wait()
     assert (x.cpu() == 1).all()
+    gives = [2, 2, 3 if dist.get_rank() == 1 else 2]  # what rank 0 gives and takes fits
+    z = torch.zeros(6, device=at.device)
+    with pytest.raises(errors.Mismatch, match=r"rank 1 \(.* sends 3 elements to rank 2 \("):
+        dist.all_to_all_single(z, torch.ones(sum(gives), device=at.device), [2, 2, 2], gives)
+    assert not z.cpu().any()
     y = torch.ones(10, device=at.device)
     dist.all_reduce(y)
     assert (y.cpu() == dist.get_world_size()).all()
 
 
 def test_a_disagreement_changes_nothing(run: Run) -> None:
-    run(2, _disagree)
+    run(3, _disagree)
 
 
 def _refused(at: Any) -> None:

@@ -257,6 +257,29 @@ def test_lists_of_uneven_sizes(run: Run, size: int) -> None:
     run(size, _uneven)
 
 
+def _splits_that_do_not_fit() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gives, takes = [13] * size, [13] * size
+    if rank == 1:
+        gives[2] = 17
+    words = r"rank 1 \(.* sends 17 elements to rank 2 \(.*, which expects 13;"
+    out = torch.full((sum(takes),), -1.0)
+    with pytest.raises(Mismatch, match=words):
+        dist.all_to_all_single(out, torch.ones(sum(gives)), takes, gives)
+    assert (out == -1).all()
+    outputs = [torch.full((n,), -1.0) for n in takes]
+    with pytest.raises(Mismatch, match=words):
+        dist.all_to_all(outputs, [torch.ones(n) for n in gives])
+    assert all((x == -1).all() for x in outputs)
+    gives[2] = 13
+    dist.all_to_all_single(out, torch.full((sum(gives),), float(rank)), takes, gives)
+    same(out, torch.arange(float(size)).repeat_interleave(13), "the group goes on")
+
+
+def test_all_to_all_whose_splits_differ_is_a_mismatch_on_every_rank(run: Run) -> None:
+    run(3, _splits_that_do_not_fit)
+
+
 def _reduce_scatters() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     every = [values(r, (size, 4), torch.float32) for r in range(size)]

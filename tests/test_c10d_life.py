@@ -327,6 +327,29 @@ def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("True pycomm [1.0, 1.0]\n", 0), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("cuda", "hip", "devices"),
+    [("", "", "['cpu']"), ("12.8", "", "['cpu', 'cuda']"), ("", "6.4", "['cpu', 'cuda']")],
+)
+def test_cuda_is_registered_where_torch_was_built_for_it(
+    cuda: str, hip: str, devices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch places ShardedTensor and others on the devices that the backend names."""
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    done = _program(
+        """
+        import sys, torch, torch.distributed as dist
+        torch.version.cuda, torch.version.hip = (version or None for version in sys.argv[1:])
+        import pycomm.torch_backend
+        dist.init_process_group("pycomm", rank=0, world_size=1, store=dist.HashStore())
+        print(sorted(device.type for device in dist.group.WORLD._device_types))
+        """,
+        cuda,
+        hip,
+    )
+    assert (done.stdout, done.returncode) == (f"{devices}\n", 0), done.stderr
+
+
 ALONE = """
     import sys, torch, torch.distributed as dist
     from torch.distributed import Backend

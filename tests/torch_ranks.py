@@ -41,6 +41,8 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
                 timeout=timedelta(seconds=20),
             )
             try:
+                if backend == "gloo":
+                    dist.barrier()  # a rank that ends before all are connected fails the others
                 result = fn(*args)
             finally:
                 dist.destroy_process_group()

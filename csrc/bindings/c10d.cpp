@@ -68,7 +68,7 @@ PYBIND11_MODULE(_c10d, module) {
   py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(module, "Backend")
       .def(py::init(&backend_from), py::arg("capsule"), py::arg("options"), py::arg("owner"),
            py::arg("ended") = py::none())
-      .def_property_readonly("options", &Backend::getBackendOptions)
+      .def_property_readonly("options", &Backend::options)
       .def(
           "perform_nocolor_split", [](Backend&, const py::object& /*device*/) {},
           "For the ranks that a new group leaves out: it forms without them.")

@@ -21,6 +21,7 @@
 #include "bindings/c10d_devices.h"
 #include "bindings/c10d_exchange.h"
 #include "bindings/c10d_monitor.h"
+#include "bindings/c10d_open_groups.h"
 #include "bindings/c10d_overlap.h"
 #include "bindings/c10d_python.h"
 #include "bindings/c10d_sparse.h"
@@ -33,38 +34,6 @@ namespace pycomm::bindings {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 inline constexpr const char* kName = "pycomm";
-
-inline std::atomic<unsigned> fork_count{0};
-
-// Frees the GIL, if this thread has it: goodbyes may wait, and the worker may need the GIL.
-template <typename Body>
-void without_gil(const Body& body) {
-  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return body();
-  const py::gil_scoped_release release;
-  body();
-}
-
-// The groups that backends own, for the end of the interpreter.
-class OpenGroups {
- public:
-  void add(const std::shared_ptr<Group>& group) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(groups_, [](const auto& old) { return old.expired(); });
-    groups_.push_back(group);
-  }
-  // The last ones first: groups on devices stand on those of their hosts.
-  void close_all() {
-    const std::lock_guard lock(mutex_);
-    for (auto weak = groups_.rbegin(); weak != groups_.rend(); ++weak)
-      if (const auto group = weak->lock()) group->close();
-    groups_.clear();
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<std::weak_ptr<Group>> groups_;
-};
-inline OpenGroups open_groups;
 
 class Options : public c10d::Backend::Options {
  public:
@@ -104,7 +73,11 @@ class Backend : public c10d::Backend {
   }
 
   const std::string getBackendName() const override { return kName; }
-  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  // A copy: torch writes the name and the limit of a split or merged group into what this gives.
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
+    return c10::make_intrusive<bindings::Options>(*options_);
+  }
+  const c10::intrusive_ptr<bindings::Options>& options() const { return options_; }
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return true; }
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
@@ -178,6 +151,17 @@ class Backend : public c10d::Backend {
       auto ended = attach(part, theirs->timeout);
       return c10::make_intrusive<Backend>(
           std::move(part), c10::make_intrusive<bindings::Options>(*theirs), true, std::move(ended));
+    });
+  }
+
+  // Collective over the ranks that meet in `store`, of any groups: a backend of their own. The
+  // options are a copy of this one's with the new group's name and limit.
+  c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>& opts,
+                                          const int& rank, const int& size) override {
+    return with_python_errors([&]() -> c10::intrusive_ptr<c10d::Backend> {
+      check_process();
+      return merged<c10::intrusive_ptr<Backend>>(store, opts, rank, size);
     });
   }
 

@@ -8,6 +8,8 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "group/group.h"
 
@@ -44,6 +46,18 @@ inline std::function<void()> attach(const std::shared_ptr<Group>& part,
     return py::module_::import("pycomm.torch_backend")
         .attr("attach")(in_capsule(part), std::chrono::duration<double>(timeout).count())
         .cast<std::function<void()>>();
+  });
+}
+
+// The backend, a pointer of the type `Made`, of a new group of the ranks that meet in `store`.
+// Collective over them.
+template <typename Made>
+Made merged(const c10::intrusive_ptr<c10d::Store>& store,
+            const c10::intrusive_ptr<c10d::Backend::Options>& options, int rank, int size) {
+  return in_python([&] {
+    return py::module_::import("pycomm.torch_backend")
+        .attr("merge")(store, options, rank, size)
+        .template cast<Made>();
   });
 }
 
