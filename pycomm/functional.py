@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycomm import _core, collectives
+from pycomm import _core, arrays, collectives
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
 
@@ -32,9 +32,14 @@ def remote_send(x: Tensor, dst: int, *, group: Group | None = None) -> Tensor:
     The handle is a 0, so it can be added to a loss of this rank.
 
     Args:
-        x: a CPU tensor of at most 8 dimensions. Shape and dtype travel along.
+        x: a tensor of at most 8 dimensions, in host memory or on a CUDA device: a copy in host
+            memory is sent, with its shape and dtype. The gradient is given on the device of `x`.
         dst: another rank.
         group: of `dst`; None is the default group.
+
+    Raises:
+        InvalidArgument: too many dimensions, or this very rank.
+        Unsupported: a dtype, layout or device that pycomm does not send.
     """
     own = group or default()
     if own.rank == dst or x.dim() > MOST_DIMENSIONS:
@@ -47,8 +52,9 @@ def remote_send(x: Tensor, dst: int, *, group: Group | None = None) -> Tensor:
 
 
 def remote_recv(src: int, *, group: Group | None = None) -> Tensor:
-    """What rank `src` sends by remote_send. Its gradient goes back there in the backward pass, for
-    which `src` waits if the tensor that it sent needs one: use the result once in a loss.
+    """What rank `src` sends by remote_send, in host memory wherever it was there; `.to(device)`
+    moves it, and its gradient back. That is sent to `src` in the backward pass, which waits for it
+    if the tensor that it sent needs one: use the result once in a loss.
 
     Args:
         src: another rank.
@@ -76,14 +82,13 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dst: int, group: Group) -> Tensor:
         ctx.dst, ctx.group = dst, group
         ctx.save_for_backward(x)
-        name = str(x.dtype).removeprefix("torch.")
-        if name not in _core.DTYPES:
-            raise InvalidArgument(f"remote_send: dtype {x.dtype} does not travel")
+        there = arrays.in_host_memory(x)  # raises before anything is sent
+        kind = _core.DTYPES.index(arrays.view(there).dtype)
         words = torch.zeros(3 + MOST_DIMENSIONS, dtype=torch.int64)
-        words[:3] = torch.tensor([_core.DTYPES.index(name), x.dim(), ctx.needs_input_grad[0]])
+        words[:3] = torch.tensor([kind, x.dim(), ctx.needs_input_grad[0]])
         words[3 : 3 + x.dim()] = torch.tensor(x.shape)
         collectives.send(words, dst, FORWARD, group=group)
-        collectives.send(x, dst, FORWARD, group=group)
+        collectives.send(there, dst, FORWARD, group=group)
         return x.new_zeros(())
 
     @staticmethod
@@ -91,7 +96,7 @@ class _Send(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         gradient = torch.empty(x.shape, dtype=x.dtype)
         collectives.recv(gradient, ctx.dst, BACKWARD, group=ctx.group)
-        return gradient, None, None
+        return gradient.to(x.device), None, None
 
 
 class _Received(torch.autograd.Function):
@@ -104,5 +109,6 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        collectives.send(gradients[0].contiguous(), ctx.src, BACKWARD, group=ctx.group)
+        gradient = arrays.in_host_memory(gradients[0])
+        collectives.send(gradient, ctx.src, BACKWARD, group=ctx.group)
         return None, None, None

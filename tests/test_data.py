@@ -183,6 +183,9 @@ def test_a_loader_that_fails_is_heard_everywhere() -> None:
             list(ScatterLoader(odd if group.rank == 0 else None))
         with pytest.raises(InvalidArgument, match="for rank 0 alone"):
             ScatterLoader(None if group.rank == 0 else [])
+        for x in (torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64)):
+            with pytest.raises((Unsupported, RuntimeError), match=r"pass (x\.cpu|torch\.view)"):
+                list(ScatterLoader([x] if group.rank == 0 else None))
         return True
 
     assert run_ranks(2, program) == [True, True]

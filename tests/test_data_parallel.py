@@ -428,6 +428,20 @@ def test_a_model_elsewhere_is_refused(init: str) -> None:
     run_ranks(2, program)
 
 
+def test_a_wrong_compression_is_refused_before_anything_is_sent() -> None:
+    """The module stays free, and the group has made no call."""
+
+    def program(group: pycomm.Group) -> None:
+        model, before = nn.Linear(2, 2), group.stats().calls
+        if group.rank == 0:
+            with pytest.raises(InvalidArgument, match="compression"):
+                pycomm.DataParallel(model, compression="dgc")
+            assert group.stats().calls == before
+        pycomm.DataParallel(model)
+
+    run_ranks(2, program)
+
+
 def test_bad_arguments() -> None:
     def program(group: pycomm.Group) -> None:
         for wrong in ({"init": "hope"}, {"bucket_mb": -1}, {"lanes": 0}):
@@ -435,6 +449,11 @@ def test_bad_arguments() -> None:
                 pycomm.DataParallel(nn.Linear(2, 2), **wrong)
         with pytest.raises(InvalidArgument, match="no parameter"):
             pycomm.DataParallel(nn.Tanh())
+        for compression in ("dgc", 0.999, {"sparsity": 0.9}, pycomm.DGC, pycomm.dgc_hook, False):
+            with pytest.raises(InvalidArgument, match=r"allowed are None and a pycomm\.DGC"):
+                pycomm.DataParallel(nn.Linear(2, 2), compression=compression)
+        with pytest.raises(InvalidArgument, match="DGC of type type"):
+            pycomm.DataParallel(nn.Linear(2, 2), compression=pycomm.DGC)
         with pytest.raises(InvalidArgument):
             pycomm.make_allreduce_cb("max")
 

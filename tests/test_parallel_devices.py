@@ -3,6 +3,7 @@
 Torch's device is an emulated GPU with a fake NCCL and emulated kernels (tests/torch_devices.py).
 """
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch_ranks import Run
 
 import pycomm
 from pycomm import errors
+from pycomm.data import ScatterLoader
 
 pytestmark = [
     pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
@@ -233,3 +235,51 @@ def rare(at: Any) -> None:
 
 def test_what_is_rare_works_on_devices(run: Run) -> None:
     run(2, rare)
+
+
+def upper_half(x: Tensor, layer: nn.Module) -> Tensor:
+    return layer(x).square().mean()
+
+
+def sends_to_another(at: Any) -> None:
+    """A model whose halves are on the devices of two ranks has the gradients of one in memory."""
+    group = pycomm.init()
+    torch.manual_seed(0)
+    lower, upper = nn.Linear(6, 4), nn.Linear(4, 3)
+    data = torch.randn(5, 6)
+    upper_half(lower(data), upper).backward()
+    wanted = [x.grad.clone() for x in (lower, upper)[group.rank].parameters()]
+    for there, here in (("cpu", at.device), (at.device, "cpu"), (at.device, at.device)):
+        place = (there, here)[group.rank]
+        model = copy.deepcopy((lower, upper)[group.rank]).to(place)
+        model.zero_grad()
+        if group.rank == 0:
+            handle = pycomm.remote_send(model(data.to(place)), 1)
+            assert handle.device == torch.device(place)
+            handle.backward()
+        else:
+            upper_half(pycomm.remote_recv(0).to(place), model).backward()
+        for found, right in zip(model.parameters(), wanted, strict=True):
+            assert found.grad.device == torch.device(place)
+            torch.testing.assert_close(found.grad.cpu(), right)
+
+
+def test_a_tensor_on_a_device_is_sent_and_its_gradient_comes_back_there(run: Run) -> None:
+    run(2, sends_to_another)
+
+
+def scatters(at: Any) -> None:
+    """Noncontiguous rows and empty ones too."""
+    group = pycomm.init()
+    wholes = [torch.arange(rows * 4.0).reshape(rows, 4) for rows in (6, 5, 1)]
+    batches = [{"x": x.to(at.device)[:, 1:3], "y": x[:, 0]} for x in wholes]
+    given = list(ScatterLoader(batches if group.rank == 1 else None, src=1))
+    for x, batch in zip(wholes, given, strict=True):
+        assert batch["x"].device == (at.device if group.rank == 1 else torch.device("cpu"))
+        rows = torch.tensor_split(x, 2)[group.rank]
+        assert torch.equal(batch["x"].cpu(), rows[:, 1:3])
+        assert torch.equal(batch["y"], rows[:, 0])
+
+
+def test_batches_on_a_device_are_scattered(run: Run) -> None:
+    run(2, scatters)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycomm import collectives, values
+from pycomm import arrays, collectives, values
 from pycomm.data.nested import flattened
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
@@ -29,7 +29,9 @@ class ScatterLoader:
 
     For data that only one rank can read. Every batch is a tensor, or a list, tuple or dict of
     tensors and plain values; rows are divided in order, the first ranks having one more where they
-    do not divide evenly. Iterating is collective.
+    do not divide evenly. Iterating is collective. A batch may be on a CUDA device: the other ranks
+    get their rows in host memory, and rank `src` keeps its own where they are (a Prefetcher moves
+    them to each rank's device).
 
     Args:
         loader: on `src` any iterable of batches of all ranks; elsewhere None.
@@ -70,6 +72,7 @@ class ScatterLoader:
             try:
                 tensors, outline = flattened(next(batches))
                 sizes = _rows(tensors, self._group.size)
+                sent = [arrays.in_host_memory(x) for x in tensors]
                 kinds = [(list(x.shape[1:]), str(x.dtype).removeprefix("torch.")) for x in tensors]
             except StopIteration:  # the others are told of the end
                 self._told((END, None))
@@ -78,22 +81,20 @@ class ScatterLoader:
                 self._told((FAILED, f"{type(error).__name__}: {error}"))
                 raise
             self._told((BATCH, (sizes, kinds, outline)))
-            yield _filled(outline, self._give_out(tensors, sizes))
+            self._give_out(sent, sizes)
+            yield _filled(outline, [torch.split(x, sizes)[self._src] for x in tensors])
 
-    def _give_out(self, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """Sends the others their rows; gives this rank's."""
-        own, under_way = [], []
+    def _give_out(self, tensors: list[Tensor], sizes: list[int]) -> None:
+        """Sends the others their rows, from host memory."""
+        under_way = []
         for x in tensors:
             for rank, part in enumerate(torch.split(x, sizes)):
-                if rank == self._src:
-                    own.append(part)
-                elif part.numel():
+                if rank != self._src and part.numel():
                     under_way.append(
                         collectives.send(part, rank, TAG, group=self._group, async_op=True)
                     )
         for work in under_way:
             work.wait()
-        return own
 
     def _received(self, sizes: list[int], kinds: list[Any], outline: Any) -> Any:
         parts = []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import arrays, collectives
+from pycomm.compress.dgc import DGC
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.fused import bcast_list_, bcast_value
 from pycomm.group import Group
@@ -64,7 +65,7 @@ class DataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        compression: Any = None,
+        compression: DGC | None = None,
         bucket_mb: float | str = 25,
         bucket_layers: int | None = None,
         lanes: int | None = None,
@@ -77,6 +78,7 @@ class DataParallel(nn.Module):
         super().__init__()
         if init not in ("broadcast", "check"):
             raise InvalidArgument(f'init={init!r}: "broadcast" or "check"')
+        _check_compression(compression)
         slots = slots_of(module)
         check_unwrapped(slots)
         limits = Limits.of(bucket_mb, bucket_layers, sum(slot.bytes for slot in slots))
@@ -209,3 +211,13 @@ class DataParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+
+def _check_compression(compression: object) -> None:
+    """Raises InvalidArgument for what is not a DGC."""
+    if compression is not None and not isinstance(compression, DGC):
+        name = compression.__name__ if isinstance(compression, type) else repr(compression)
+        raise InvalidArgument(
+            f"DataParallel: compression is {name} of type {type(compression).__name__}; allowed "
+            "are None and a pycomm.DGC made for the optimizer: compression=pycomm.DGC(optimizer)"
+        )
