@@ -221,12 +221,15 @@ def on_device(
     nccl_shares: bool,
     lines: tuple[int, bool],
     timeout_s: float,
+    limit_s: float,
     /,
 ) -> Group:
-    """Collective. The group of the same ranks for arrays on devices. `group` is a capsule of a
-    group, `device` and `nccl` are those of the module that has CUDA; `why_no_nccl`: where there is
-    none; `nccl_shares`: NCCL was told to let ranks share a device; `lanes`: of rings over large
-    arrays, by rank 0's word."""
+    """Collective. The group of the same ranks for arrays on devices.
+
+    `group` is a capsule of a group, `device` and `nccl` are those of the module that has CUDA;
+    `why_no_nccl`: where there is none; `nccl_shares`: NCCL was told to let ranks share a device;
+    `lines`: the number of rings over large arrays, and whether NCCL is used between hosts, as rank
+    0 gives them; `timeout_s`: of later calls; `limit_s`: until all ranks have come."""
 
 def check_address(address: str, /) -> None: ...
 def regroup(

@@ -112,7 +112,7 @@ def go(
     array = _on_device(source, output)
     core, stream = group._core, 0
     if array is not None:
-        core = device_groups.core(group, array.device)
+        core = device_groups.core(group, array.device, limit_s)
         stream = device_groups.stream(array.device, array.array)
     if async_op:
         work = core.start((source, output), *call, limit_s, counts, stream, counts_fit)

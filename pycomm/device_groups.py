@@ -33,20 +33,23 @@ class _Source:
     module: Any = None  # what stands in for _cuda
 
 
-def core(group: Group, device: Device) -> _core.Group:
+def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Group:
     """The group of `group`'s ranks, each on a device; collective where it is not yet.
+
+    All ranks have to come within `limit_s`, or within the group's limit if that is 0.
 
     Raises:
         Unsupported: no driver, no such GPU; where no ranks share one, a rank has no NCCL, which
             all ranks are told, or one that refuses this device.
-        Timeout: not all ranks came to make it.
+        Timeout: not all ranks came to make it, as where the first call is a send or a recv of two.
     """
     if device.kind == "cpu":
         return group._core
     found = group._devices.get(device.index)
     if found is None:
         lines = group.cuda_lanes, group.cuda_between_hosts
-        found = _meet(group._core._capsule(), device.index, group._timeout_s, *lines)
+        timeout_s = group._timeout_s
+        found = _meet(group._core._capsule(), device.index, timeout_s, limit_s or timeout_s, *lines)
         group._devices[device.index] = found
     return found
 
@@ -63,7 +66,7 @@ def on_device(
         raise Unsupported(
             f"pycomm takes tensors in host memory and on CUDA devices, not on {kind}: move them"
         )
-    return _meet(host, index, timeout_s, lanes, between_hosts)._capsule()
+    return _meet(host, index, timeout_s, timeout_s, lanes, between_hosts)._capsule()
 
 
 def stream(device: Device, array: Any) -> int:
@@ -86,7 +89,7 @@ def check_between_hosts(way: str) -> None:
 
 
 def _meet(
-    host: object, index: int, timeout_s: float, lanes: int, between_hosts: str
+    host: object, index: int, timeout_s: float, limit_s: float, lanes: int, between_hosts: str
 ) -> _core.Group:
     check_lanes(lanes)
     check_between_hosts(between_hosts)
@@ -99,7 +102,7 @@ def _meet(
         why_none = str(error)
     shares = config.nccl_shares_gpus()
     lines = lanes, between_hosts == "nccl"
-    made = _core.on_device(host, opened, library, why_none, shares, lines, timeout_s)
+    made = _core.on_device(host, opened, library, why_none, shares, lines, timeout_s, limit_s)
     if made.rank == 0 and made.stats().algorithm == "staged":
         logging.getLogger("pycomm").warning(
             "ranks of the group %r share a GPU, which NCCL refuses: their arrays there travel "

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch_devices import programs, runner
+from torch_devices import programs, runner, share_a_device
 from torch_ranks import Run, values
 
 from pycomm import device_groups, errors, torch_backend
@@ -75,12 +75,8 @@ def test_verbs(run: Run, size: int) -> None:
     run(size, _verbs)
 
 
-def _share_a_device(at: Any) -> None:
-    at.index, at.device = 0, torch.device("privateuseone", 0)
-
-
 def _one_device(at: Any) -> None:
-    _share_a_device(at)
+    share_a_device(at)
     _verbs(at)
     assert at.counts()["groups"] == 0
     x = torch.ones(1000, device=at.device)
@@ -91,68 +87,6 @@ def _one_device(at: Any) -> None:
 
 def test_verbs_of_ranks_that_share_a_device(run: Run) -> None:
     run(2, _one_device)
-
-
-def _messages(at: Any, shared: bool) -> None:
-    if shared:
-        _share_a_device(at)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % size, (rank - 1) % size
-
-    def of(r: int) -> torch.Tensor:
-        return torch.full((1000,), float(r), device=at.device)
-
-    def is_(found: torch.Tensor, r: int) -> None:
-        assert (found.cpu() == r).all()
-
-    y = torch.zeros(10, 2, dtype=torch.int32, device=at.device)[:, 1]  # not contiguous
-    z = torch.full((10,), rank, dtype=torch.int32).to(at.device)
-    if rank == 0:
-        dist.recv(y, left)
-        dist.send(z, right)
-    else:
-        dist.send(z, right)
-        dist.recv(y, left)
-    is_(y, left)
-    y, z, mine = of(9), of(9), of(rank)
-    ops = [
-        dist.P2POp(dist.irecv, z, right, tag=3),
-        dist.P2POp(dist.isend, mine, left, tag=3),
-        dist.P2POp(dist.isend, mine, right),
-        dist.P2POp(dist.irecv, y, left),
-    ]
-    y.cpu()  # all before is over
-    go_on = at.delay()
-    for work in dist.batch_isend_irecv(ops if rank % 2 else ops[::-1]):
-        work.wait()  # not for the device
-        assert not work.is_completed()
-    go_on()
-    is_(y, left)
-    is_(z, right)
-    if rank == 0:
-        got = [of(9) for _ in range(1, size)]
-        who = [dist.recv(got[0])]
-        for x in got[1:]:
-            work = dist.irecv(x)
-            work.wait()
-            who.append(work._source_rank())
-        assert sorted(who) == list(range(1, size))
-        for x, r in zip(got, who, strict=True):
-            is_(x, r)
-    else:
-        dist.isend(of(rank), 0).wait()
-    x = of(rank)
-    if rank < 2:
-        with pytest.raises(errors.Mismatch, match="nothing has moved"):
-            dist.recv(x[:500], 0) if rank else dist.send(x, 1)
-        is_(x, rank)
-    dist.all_reduce(x)
-    is_(x, sum(range(size)))
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["own devices", "one device"])
-def test_messages(run: Run, shared: bool) -> None:
-    run(3, _messages, shared)
 
 
 def _orders_streams(at: Any, async_op: bool) -> None:
@@ -468,7 +402,7 @@ def _options(at: Any) -> None:
     met, plain = [], device_groups._meet
 
     def noted(*given: Any) -> Any:
-        met.append(given[3:])
+        met.append(given[4:])
         return plain(*given)
 
     device_groups._meet = noted

@@ -239,3 +239,28 @@ def test_a_message_that_hangs_on_a_device_is_named_and_ended(machine):
     assert f"send{of_both} to rank 1" in sender
     assert f"recv{of_both} from rank 0" in receiver
     assert any("not over on the device after 1" in text for text in (sender, receiver))
+
+
+def first_of_two(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    if group.rank == 2:
+        assert told.wait(60), "the other two wait on"
+        return ""
+    with pytest.raises(errors.Timeout) as caught:
+        pycomm.send(x, 1, timeout_s=1) if group.rank == 0 else pycomm.recv(x, 0, timeout_s=1)
+    told.set()
+    return str(caught.value)
+
+
+told = threading.Event()
+
+
+@on(*EMULATED)
+def test_a_first_message_says_that_it_needs_all_ranks(machine):
+    told.clear()
+    began = time.monotonic()
+    said = machine.run(3, first_of_two)
+    assert time.monotonic() - began < 30  # the call's limit, not the group's
+    for text in said[:2]:
+        assert "needs all ranks of the group" in text
+        assert "rank 2" in text

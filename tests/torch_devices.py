@@ -1,8 +1,7 @@
 """Torch tensors on emulated GPUs, for the tests of the backend and of DataParallel.
 
 A process of a pool (torch_ranks.py) has one device, whose number is its rank. No test itself:
-test_c10d_devices.py and test_parallel_devices.py
-import it.
+test_c10d_device*.py and test_parallel_devices.py import it.
 """
 
 from __future__ import annotations
@@ -107,6 +106,11 @@ def on_emulated(fn: Callable[..., Any], *args: Any) -> Any:
             return fn(at, *args)
         finally:
             at.end()
+
+
+def share_a_device(at: Any) -> None:
+    """The rank's tensors lie on device 0, as those of the other ranks."""
+    at.index, at.device = 0, torch.device("privateuseone", 0)
 
 
 def runner(folder: Path, before: Any) -> Run:

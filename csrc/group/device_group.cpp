@@ -170,6 +170,7 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
     timeout_ = timeout;
   }
   void close() noexcept override;
+  void hear(std::chrono::nanoseconds limit) override { host_->hear(limit); }
   void abort(const std::string& reason) noexcept override {
     fail(GroupBroken("the group was aborted: " + reason, {.rank = rank()}));
   }
@@ -334,6 +335,11 @@ Stats DeviceGroup::stats() const {
   return stats;
 }
 
+constexpr const char* kAllRanks =
+    "the first call with arrays on devices, a send or recv as well, needs all ranks of the group, "
+    "each with an array on its device; begin with a collective call on devices, or for torch with "
+    "init_process_group(device_id=...): ";
+
 // What a rank tells the others of its parts.
 struct Told {
   std::array<char, 28> bus_id;  // and zeros
@@ -342,7 +348,9 @@ struct Told {
 };
 static_assert(sizeof(Told) == 32);
 
-std::vector<Told> exchange_parts(Group& host, const DeviceParts& parts) {
+// Which the first call with arrays on devices does, whatever the call is.
+std::vector<Told> exchange_parts(Group& host, const DeviceParts& parts,
+                                 std::chrono::nanoseconds limit) {
   const auto [lanes, nccl_between_hosts] = parts.lines;
   check(lanes >= 1 && lanes <= 255, "a number of lanes that is none");
   Told mine{{},
@@ -353,10 +361,16 @@ std::vector<Told> exchange_parts(Group& host, const DeviceParts& parts) {
   const std::string bus_id = parts.device->bus_id();
   std::copy_n(bus_id.begin(), std::min(bus_id.size(), mine.bus_id.size()), mine.bus_id.begin());
   std::vector<Told> all(static_cast<size_t>(host.size()));
-  host.run({.operation = Operation::all_gather,
-            .input = &mine,
-            .output = all.data(),
-            .count = sizeof(Told)});
+  try {
+    host.run({.operation = Operation::all_gather,
+              .input = &mine,
+              .output = all.data(),
+              .count = sizeof(Told),
+              .timeout = limit});
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::timeout) throw;
+    throw Timeout(kAllRanks + std::string(error.what()), error.fields());
+  }
   return all;
 }
 
@@ -395,8 +409,9 @@ void check_nccl(const Group& host, const std::vector<Told>& all, const DevicePar
 }  // namespace
 
 std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceParts parts,
-                                         std::chrono::nanoseconds timeout) {
-  const auto told = exchange_parts(*host, parts);
+                                         std::chrono::nanoseconds timeout,
+                                         std::chrono::nanoseconds limit) {
+  const auto told = exchange_parts(*host, parts, limit);
   std::unique_ptr<Carrier> carrier;
   if (goes_through_host(*host, told)) {
     carrier = carry_through_host(host, parts.device);

@@ -41,12 +41,14 @@ struct DeviceParts {
   DeviceLines lines{};
 };
 
-// Collective over `host`, whose calls and this group's make one order. `timeout` is the limit of
-// its forming, and of calls that name none: to agree, and to be over on the device. Splits and
+// Collective over `host`, whose calls and this group's make one order. Until `limit` all ranks have
+// to come; `timeout` is the limit of NCCL's forming, and of calls that name none: to agree, and to
+// be over on the device. Splits and
 // memory are the host group's. Throws what calls of `host` throw; Unsupported where a device is no
 // good for NCCL, and on every rank where one that needs NCCL has none; Timeout where ranks do not
 // come.
 std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceParts parts,
-                                         std::chrono::nanoseconds timeout);
+                                         std::chrono::nanoseconds timeout,
+                                         std::chrono::nanoseconds limit);
 
 }  // namespace pycomm

@@ -182,6 +182,9 @@ class Group {
   // Leaves in peace: peers that need nothing more from this rank do not notice. Twice is fine.
   // Later calls raise GroupBroken.
   virtual void close() noexcept = 0;
+  // Between calls: throws what a peer has reported that ends the group, and that a peer has died;
+  // waits for either for as long as the limit.
+  virtual void hear(std::chrono::nanoseconds limit) = 0;
   // From any thread: the call that runs, here and on every peer, ends with an error that carries
   // `reason`, and the group is broken for good.
   virtual void abort(const std::string& reason) noexcept = 0;

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "collectives/choose.h"
 #include "group/check.h"
@@ -459,6 +461,13 @@ void HostGroup::close() noexcept {
   engine_.leave();
   const std::lock_guard lock(mutex_);
   journal_.close();
+}
+
+void HostGroup::hear(std::chrono::nanoseconds limit) {
+  std::vector<int> others(static_cast<size_t>(options_.size));
+  std::iota(others.begin(), others.end(), 0);
+  std::erase(others, options_.rank);
+  engine_.heed(limit, others);
 }
 
 void HostGroup::abort(const std::string& reason) noexcept {

@@ -56,6 +56,7 @@ class HostGroup final : public Group {
   void set_timeout(std::chrono::nanoseconds timeout) override;
   void close() noexcept override;
   void abort(const std::string& reason) noexcept override;
+  void hear(std::chrono::nanoseconds limit) override;
 
   // Says to the others from now on that this rank lives. Called once, when the group stands.
   void start_pulse();

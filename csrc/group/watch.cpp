@@ -11,6 +11,10 @@ namespace {
 // others may take to end after that; later it is missed.
 constexpr std::chrono::seconds kGrace{2};
 
+// A rank that aborts ends the carrier first: its reason arrives on the host group after the
+// carrier's error, within this time.
+constexpr std::chrono::seconds kReasonTime{1};
+
 }  // namespace
 
 void Watch::add(std::string what, int peer, const Deadline& deadline, std::shared_ptr<Event> over,
@@ -39,8 +43,7 @@ std::optional<Error> Watch::look() {
     return std::nullopt;  // an error of the carrier's ends the next call
   }
   const Entry& oldest = under_way_.front();
-  if (trouble)
-    return Error(trouble->kind(), trouble->what(), fields(oldest, trouble->fields().peer));
+  if (trouble) return explained(*trouble, oldest);
   if (auto error = lost(oldest)) return error;
   if (!oldest.deadline.expired()) return std::nullopt;
   return Timeout(oldest.what + " was enqueued and is not over on the device after " +
@@ -92,6 +95,19 @@ std::optional<Error> Watch::lost(const Entry& oldest) {
                     fields(oldest, peer));
   }
   return std::nullopt;
+}
+
+// The carrier's error, and why the other rank has ended its part, where that rank says it.
+Error Watch::explained(const Error& trouble, const Entry& oldest) {
+  if (trouble.kind() == ErrorKind::peer_lost) {
+    try {
+      host_.hear(kReasonTime);
+    } catch (const Error& error) {
+      return Error(error.kind(), trouble.what() + std::string("; ") + error.what(),
+                   fields(oldest, error.fields().peer));
+    }
+  }
+  return Error(trouble.kind(), trouble.what(), fields(oldest, trouble.fields().peer));
 }
 
 bool Watch::missed_for_long() {

@@ -24,7 +24,7 @@ namespace pycomm {
 class Watch {
  public:
   // `host` tells who is lost, `carrier` what became of calls.
-  Watch(const Group& host, Carrier& carrier) : host_(host), carrier_(carrier) {}
+  Watch(Group& host, Carrier& carrier) : host_(host), carrier_(carrier) {}
 
   // `peer`: the only other rank that a call needs, or kEverybody. `failed` is told, by end(), if
   // the call was not over by then; it may be empty.
@@ -49,11 +49,12 @@ class Watch {
     std::function<void(std::exception_ptr)> failed;
   };
   std::optional<Error> lost(const Entry& oldest);
+  Error explained(const Error& trouble, const Entry& oldest);
   bool missed_for_long();
   std::optional<Error> forget_passed();
   ErrorFields fields(const Entry& oldest, int peer) const;
 
-  const Group& host_;
+  Group& host_;
   Carrier& carrier_;
   std::mutex mutex_;
   std::deque<Entry> under_way_;
