@@ -6,6 +6,8 @@ shrink the group, and tell when their first call without the dead has come to th
 backends take turns.
 
     inside     the rank is in the calls too
+    workers    the same, and each rank has two DataLoader workers: forked processes, which outlive
+               it by seconds and hold copies of what it had open
     idle       it has stopped calling; the others wait for it in one
     parting    instead of calls all make a group of themselves, one after another (split(), gloo's
                by new_group()): nearly always it dies while one forms
@@ -28,7 +30,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -42,6 +44,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs hide it
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.utils.data import DataLoader, TensorDataset
 
 import pycomm
 import pycomm.torch_backend  # registers the backend
@@ -50,7 +53,7 @@ from pycomm.demo import machine
 
 BACKENDS = {"pycomm-shm": "shm", "pycomm-tcp": "tcp", "gloo": ""}
 """By which transport pycomm goes; gloo has tcp."""
-MOMENTS = ("inside", "idle", "parting")
+MOMENTS = ("inside", "workers", "idle", "parting")
 CALL_LIMIT_S = 10.0
 """Of a call of gloo: who is told nothing waits as long."""
 FORM_LIMIT_S = 60.0
@@ -162,18 +165,19 @@ def job(backend: str, moment: str, ranks: int, seed: int) -> list[Death]:
     with tempfile.TemporaryDirectory() as folder:
         kind = Kind(backend, moment, ranks, folder, seed, secrets.token_hex(32), _free_port())
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-        processes = [
-            context.Process(target=_rank, args=(way_out, kind, rank), daemon=True)
+        processes = [  # a daemon is allowed no workers
+            context.Process(target=_rank, args=(way_out, kind, rank), daemon=moment != "workers")
             for rank, (_, way_out) in enumerate(pipes)
         ]
-        for process, (_, way_out) in zip(processes, pipes, strict=True):
-            process.start()
-            way_out.close()
-        found = [_heard(way_in, kind) for way_in, _ in pipes[:-1]]
-        for process in processes:
-            process.kill()
-            process.join()
-    return found
+        try:
+            for process, (_, way_out) in zip(processes, pipes, strict=True):
+                process.start()
+                way_out.close()
+            return [_heard(way_in, kind) for way_in, _ in pipes[:-1]]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def _free_port() -> int:
@@ -204,6 +208,7 @@ def _rank(way_out: Connection, kind: Kind, rank: int) -> None:
     x = torch.ones(COUNT)
     group = _form(kind, rank)
     dist.all_reduce(x)
+    workers = _workers() if kind.moment == "workers" else None
     way_out.send(STANDS)
     if rank == kind.ranks - 1:
         threading.Timer(random.Random(kind.seed).uniform(0.0, 0.05), _die, [died]).start()
@@ -222,7 +227,8 @@ def _rank(way_out: Connection, kind: Kind, rank: int) -> None:
     works_ms = 1e3 * (works_s - death_s) if works_s >= 0 else -1.0
     way_out.send(kind.death(1e3 * (noticed_s - death_s), works_ms, text))
     way_out.close()
-    signal.pause()  # an exit would tell the others
+    signal.pause()  # an exit would tell the others, and end the workers
+    del workers
 
 
 def _form(kind: Kind, rank: int) -> pycomm.Group | None:
@@ -246,6 +252,19 @@ def _form(kind: Kind, rank: int) -> pycomm.Group | None:
     if not transport:  # of the calls; pycomm has one limit for both
         _set_pg_timeout(limit)
     return group
+
+
+def _workers() -> Iterator[torch.Tensor]:
+    """Of a loader that has begun: two processes, which live as long as this."""
+    loader = DataLoader(
+        TensorDataset(torch.ones(1000)),
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    )
+    batches = iter(loader)
+    next(batches)
+    return batches
 
 
 def _part(group: pycomm.Group | None) -> None:

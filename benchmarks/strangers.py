@@ -7,8 +7,14 @@
     cycles     rank 0 starts and stops a group on one port in one process, with a rank 1 that is
                another process each time and is killed in every second one
 
-Both by pycomm and by gloo, in turn. Ends with 1 where pycomm failed, kept something open, or made
-less than nine tenths of the steps. main() is called by benchmarks.__main__ and pycomm.__main__.
+    distant    ranks that are 10, 50 and 100 ms away come to a group, and in mid-run to a rank that
+               they have not met, beside 8,000, 1,500 and 800 hostile connections a second
+               (distant.py): by pycomm alone, since gloo forms no group among strangers
+
+The first two by pycomm and by gloo, in turn. Ends with 1 where pycomm failed, kept something open,
+made less than nine tenths of the steps, or held a distant rank up for more than 2 s.
+
+main() is called by benchmarks.__main__ and pycomm.__main__.
 """
 
 from __future__ import annotations
@@ -32,6 +38,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import stranger_rank
+from benchmarks.distant import CASES, measure, missing
+from benchmarks.distant import table as distant_table
 from benchmarks.stranger_rank import FORM_LIMIT_S, STANDS, Held, Place
 from pycomm.demo import machine
 
@@ -83,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--connections", type=int, default=10_000, help="(%(default)s)")
     parser.add_argument("--cycles", type=int, default=1000, help="(%(default)s)")
     parser.add_argument("--peers", default=",".join(BACKENDS), help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each distance (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to store what was found")
     options = parser.parse_args(argv)
     peers = options.peers.split(",")
@@ -93,23 +102,29 @@ def main(argv: Sequence[str]) -> int:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.stranger_rank"])
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=len(peers) * (2 + options.cycles))
+        task = bar.add_task("", total=len(peers) * (2 + options.cycles) + CASES)
         for backend in peers:
             bar.update(task, description=f"{backend}: {options.connections} strangers")
             floods.append(flood(context, backend, options.connections))
             bar.update(task, advance=2, description=f"{backend}: starts and stops")
             rounds.append(cycles(context, backend, options.cycles, lambda: bar.advance(task)))
+        bar.update(task, description="ranks far away")
+        why_not = "no rounds" if options.rounds < 1 else missing()
+        far = [] if why_not else measure(options.rounds, lambda: bar.advance(task))
     console.print(_flood_table(floods))
     console.print(_cycle_table(rounds))
+    console.print(distant_table(far) if far else f"no distant ranks: {why_not}")
     if options.json:
         content = {
             "machine": machine.describe(),
             "flood": [asdict(one) for one in floods],
             "cycles": [asdict(one) for one in rounds],
+            "distant": [asdict(one) for one in far],
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(content, indent=1) + "\n")
-    return 0 if all(map(_kept, floods)) and all(map(_clean, rounds)) else 1
+    kept = all(map(_kept, floods)) and all(map(_clean, rounds))
+    return 0 if kept and all(one.kept() for one in far) else 1
 
 
 def _kept(one: Flood) -> bool:

@@ -172,7 +172,7 @@ def test_the_command_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str
         assert f"no 'explode': --{wrong} takes some of " in capsys.readouterr().err
 
 
-@pytest.mark.timeout(300)  # nine processes import torch
+@pytest.mark.timeout(300)  # twelve processes import torch
 def test_survivors_of_a_torch_job_know_who_died(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,7 +181,7 @@ def test_survivors_of_a_torch_job_know_who_died(
     chosen += ["--plot", str(tmp_path / "deaths.png")]
     assert deaths.main(chosen) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert [row["moment"] for row in rows] == ["inside"] * 2 + ["idle"] * 2 + ["parting"] * 2
+    assert [row["moment"] for row in rows] == [name for name in deaths.MOMENTS for _ in range(2)]
     assert all(row["named"] and 0 <= row["noticed_ms"] < row["works_ms"] for row in rows)
     for row in rows:
         assert ("all_reduce" in row["text"]) == (row["moment"] != "parting"), row

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import strangers
+from benchmarks import distant, strangers
+from benchmarks.distant import Distant
 from benchmarks.stranger_rank import Held
 from benchmarks.strangers import Cycles, Flood
 
@@ -26,7 +27,8 @@ def server() -> None:
 
 def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "strangers.json"
-    chosen = ["--peers", "pycomm", "--connections", "200", "--cycles", "24", "--json", str(path)]
+    chosen = ["--peers", "pycomm", "--connections", "200", "--cycles", "24"]
+    chosen += ["--rounds", "0", "--json", str(path)]
     strangers.main(chosen)  # its status tells of the speed too, on a machine that others use
     stored = json.loads(path.read_text())
     (flood,), (cycles,) = stored["flood"], stored["cycles"]
@@ -69,3 +71,26 @@ def test_a_flood_that_does_harm_is_seen(found: Flood, kept: bool) -> None:
 )
 def test_a_cycle_that_leaves_something_is_seen(found: Cycles, clean: bool) -> None:
     assert strangers._clean(found) == clean
+
+
+@pytest.mark.skipif(bool(distant.missing()), reason=distant.missing() or "it is there")
+@pytest.mark.parametrize("where", distant.FORMING)
+def test_a_distant_rank_joins_beside_a_flood(where: str) -> None:
+    """How soon is for the benchmark: here the machine may be busy."""
+    found = Distant(where, 50, 500)
+    distant._form(found)
+    assert min(*found.quiet_s, *found.flooded_s) > 2 * 0.05, "packets were not delayed"
+    assert found.reached_per_s[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [
+        (Distant("mesh", 10, 8000, quiet_s=[0.2, 0.3, 9.0], flooded_s=[0.4, 2.2]), True),
+        (Distant("mesh", 10, 8000, quiet_s=[0.2, 0.3, 9.0], flooded_s=[0.4, 2.4]), False),
+        (Distant("mesh", 10, 8000, quiet_s=[0.2], flooded_s=[0.4], error="PeerLost"), False),
+        (Distant("mesh", 10, 8000, quiet_s=[0.2]), False),
+    ],
+)
+def test_a_flood_that_holds_distant_ranks_up_is_seen(found: Distant, kept: bool) -> None:
+    assert found.kept() == kept

@@ -1,0 +1,236 @@
+"""Ranks far away come to a group, and to a rank that they have not met, beside hostile connections.
+
+Two hosts in namespaces, a round-trip time apart (distance.py), and strangers on the first, who call
+one listener at a rate of hostile connections a second:
+
+    store     four ranks form a group, two on each host; they call rank 0's store
+    mesh      the same; they call the listener of rank 1, on the first host too
+    mid-run   a rank on the second host sends to ranks of the 65 on the first, to which it has no
+              connection yet, one by one; they call the listener of the rank that it sends to
+
+Each with strangers and without, in turn. Called by strangers.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.distance import TUN, Distance
+from pycomm.demo import netns
+from pycomm.demo.netns import Host, Network
+
+FLOODS = ((10, 8000), (50, 1500), (100, 800))
+"""Milliseconds of a round trip, and hostile connections a second."""
+FORMING, MID_RUN = ("store", "mesh"), "mid-run"
+PORT = 29500
+CASES = (len(FORMING) + 1) * len(FLOODS)
+NEAR = 65  # ranks on the first host in mid-run: with the other one they are no full mesh
+MOST_LATE_S = 2.0  # by which strangers may hold up who is far away
+
+
+@dataclass
+class Distant:
+    """How long ranks far away took, in seconds, without and with strangers."""
+
+    where: str
+    round_trip_ms: int
+    per_s: int  # hostile connections asked for
+    reached_per_s: list[float] = field(default_factory=list)  # and made
+    quiet_s: list[float] = field(default_factory=list)
+    flooded_s: list[float] = field(default_factory=list)
+    error: str = ""
+
+    def kept(self) -> bool:
+        """Whether strangers never held a rank up for longer than promised."""
+        late = max(self.flooded_s, default=0.0) - statistics.median(self.quiet_s or [0.0])
+        return not self.error and bool(self.flooded_s) and late <= MOST_LATE_S
+
+
+def missing() -> str:
+    """Why this cannot run here, or ""."""
+    return netns.missing() or ("" if TUN.exists() else f"needs {TUN}")
+
+
+def measure(rounds: int, advance: Callable[[], None]) -> list[Distant]:
+    """All cases, in `rounds` rounds each; calls `advance` after each of CASES."""
+    found = []
+    for where in FORMING:
+        for round_trip_ms, per_s in FLOODS:
+            found.append(Distant(where, round_trip_ms, per_s))
+            for _ in range(rounds):
+                _try(found[-1], _form)
+            advance()
+    found += _mid_run(rounds, advance)
+    return found
+
+
+def _try(one: Distant, case: Callable[[Distant], None]) -> None:
+    """A case; what failed stands in the table."""
+    try:
+        case(one)
+    except (RuntimeError, OSError) as error:
+        one.error = str(error)
+
+
+def _form(one: Distant) -> None:
+    for flooded in (False, True):
+        with Network(2, links=0) as net, Distance(*net.hosts) as line:
+            line.set(one.round_trip_ms / 1e3)
+            ranks = [_Process(net.hosts[i // 2], ["rank"], _place(net, i, 4)) for i in range(4)]
+            for rank in ranks:
+                rank.hears("ready")
+            for rank in ranks[:2]:
+                rank.says("go")
+                rank.hears("forms")
+            called = 0 if one.where == "store" else 1
+            with _strangers(one, net.hosts[0], ranks[called].pid, 0 if called else PORT, flooded):
+                for rank in ranks[2:]:
+                    rank.says("go")
+                    rank.hears("forms")
+                took = [rank.figure() for rank in ranks]
+            (one.flooded_s if flooded else one.quiet_s).append(max(took[2:]))
+
+
+def _mid_run(rounds: int, advance: Callable[[], None]) -> list[Distant]:
+    found = [Distant(MID_RUN, *flood) for flood in FLOODS]
+    with Network(2, links=0) as net, Distance(*net.hosts) as line:
+        hosts = [net.hosts[0]] * NEAR + [net.hosts[1]]
+        ranks = [
+            _Process(host, ["rank"], _place(net, rank, len(hosts)))
+            for rank, host in enumerate(hosts)
+        ]
+        far = ranks[-1]
+        try:
+            for word in ("ready", "forms"):
+                for rank in ranks:
+                    rank.hears(word)
+                    rank.says("go")
+            for rank in ranks:
+                rank.figure()
+            far.says("unmet")
+            unmet = [rank for rank in far.answer() if 0 < rank < NEAR]  # rank 0 has more listeners
+        except RuntimeError as error:
+            found[0].error = str(error)
+            return found
+        for one in found:
+            line.set(one.round_trip_ms / 1e3)
+            for _ in range(rounds):
+                _try(one, lambda one: _meet(one, net.hosts[0], ranks, unmet))
+            advance()
+    return found
+
+
+def _meet(one: Distant, host: Host, ranks: Sequence[_Process], unmet: list[int]) -> None:
+    far = ranks[-1]
+    for flooded in (False, True):
+        if not unmet:
+            raise RuntimeError("no rank is left that was not met")
+        met = unmet.pop()
+        with _strangers(one, host, ranks[met].pid, 0, flooded):
+            ranks[met].says(f"answer {len(ranks) - 1}")
+            far.says(f"meet {met}")
+            took = far.figure()
+            ranks[met].hears("answered")
+        (one.flooded_s if flooded else one.quiet_s).append(took)
+
+
+def _place(net: Network, rank: int, size: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": net.hosts[0].ipv4(),
+        "MASTER_PORT": str(PORT),
+        "PYCOMM_SECRET": SECRET,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+SECRET = secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def _strangers(one: Distant, host: Host, pid: int, port: int, there: bool) -> Iterator[None]:
+    """Who call at full rate within it; nobody where they are not wanted."""
+    if not there:
+        yield
+        return
+    words = ["stranger", str(one.per_s), str(pid), str(port), host.ipv4()]
+    strangers = _Process(host, words, {})
+    try:
+        strangers.hears("in full course")
+        yield
+        strangers.says("enough")
+        one.reached_per_s.append(strangers.figure())
+    finally:
+        strangers.end()
+
+
+class _Process:
+    """A process of distant_rank.py on a host."""
+
+    def __init__(self, host: Host, words: Sequence[str], env: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "benchmarks.distant_rank", *words]
+        self._process = host.start(command, env, stdin=subprocess.PIPE, stderr=None)
+        self.pid = self._process.pid  # `ip netns exec` becomes the command
+
+    def says(self, word: str) -> None:
+        """Tells it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: so its answer will say
+            self._process.stdin.write(word + "\n")
+            self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        """What it says next. Raises RuntimeError where it has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a process has ended without a word")
+        return json.loads(line)
+
+    def hears(self, wanted: str) -> None:
+        """Waits for this answer. Raises RuntimeError for any other."""
+        if (said := self.answer()) != wanted:
+            raise RuntimeError(str(said))
+
+    def figure(self) -> float:
+        """Waits for a number. Raises RuntimeError for anything else."""
+        said = self.answer()
+        if not isinstance(said, float):
+            raise RuntimeError(str(said))
+        return said
+
+    def end(self) -> None:
+        """Kills it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def table(found: Sequence[Distant]) -> Table:
+    """A line for each case."""
+    shown = Table()
+    for name in ("far ranks", "round trip", "strangers", "reached", "alone", "median", "worst", ""):
+        shown.add_column(name)
+    for one in found:
+        times = one.flooded_s or [-1.0]
+        shown.add_row(
+            one.where,
+            f"{one.round_trip_ms} ms",
+            f"{one.per_s}/s",
+            f"{statistics.median(one.reached_per_s or [0.0]):.0f}/s",
+            f"{statistics.median(one.quiet_s or [-1.0]):.3f} s",
+            f"{statistics.median(times):.3f} s",
+            f"{max(times):.3f} s",
+            one.error[:60],
+        )
+    return shown

@@ -1,0 +1,103 @@
+"""What the processes of distant.py do: ranks that wait for a word to go on, and the strangers.
+
+    python -m benchmarks.distant_rank rank
+    python -m benchmarks.distant_rank stranger RATE PID PORT ADDRESS
+
+A rank finds the others by the variables of its environment. The stranger calls a process of its
+host at ADDRESS, at PORT, or where that is 0 wherever the process listens. Each reads words from its standard input and answers by a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import sys
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+import pycomm
+from benchmarks.stranger import GREETING, inodes, listeners
+from pycomm.testing import status
+
+FORM_LIMIT_S, CALL_LIMIT_S = 60.0, 60.0
+HELD = 300  # connections that strangers hold open
+LOOK_S = 0.1  # between two looks at where the process listens
+
+
+def rank() -> None:
+    """Forms the group when told to, then calls whom it is told to."""
+    _say("ready")
+    sys.stdin.readline()
+    _say("forms")
+    begin = time.monotonic()
+    try:
+        group = pycomm.init(transport="tcp", timeout_s=FORM_LIMIT_S, heartbeat_s=60.0)
+        _say(time.monotonic() - begin)
+        x = np.zeros(1, np.float32)
+        for line in sys.stdin:
+            word, *given = line.split()
+            if word == "unmet":
+                peers = status(group)["peers"]
+                _say([peer["rank"] for peer in peers if not peer["connected"]])
+            elif word == "meet":
+                begin = time.monotonic()
+                pycomm.send(x, int(given[0]), timeout_s=CALL_LIMIT_S)
+                pycomm.recv(x, int(given[0]), timeout_s=CALL_LIMIT_S)
+                _say(time.monotonic() - begin)
+            elif word == "answer":
+                pycomm.recv(x, -1, timeout_s=CALL_LIMIT_S)  # from any, which connects to none
+                pycomm.send(x, int(given[0]), timeout_s=CALL_LIMIT_S)
+                _say("answered")
+    except pycomm.errors.Error as error:
+        _say(f"{type(error).__name__}: {error}")
+
+
+def stranger(per_s: float, pid: int, port: int, address: str) -> None:
+    """Connects so many times a second, sends a greeting in every second call, and holds some open.
+
+    Tells when a thousand connections were made, and at its end how many a second followed.
+    """
+    open_: deque[socket.socket] = deque()
+    ports, looked, calls, told = [port] if port else [], 0.0, 0, False
+    begin = busy = time.monotonic()
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        now = time.monotonic()
+        if not port and now - looked > LOOK_S:
+            theirs, looked = inodes([pid]), now
+            ports = [one.address[1] for inode, one in listeners().items() if inode in theirs]
+        due = int(min((now - begin) * per_s, calls + 50)) if ports else calls
+        if not ports:
+            begin = now - calls / per_s
+        while calls < due:
+            caller = socket.socket()
+            try:
+                caller.connect((address, ports[calls % len(ports)]))
+                calls += 1
+                if calls % 2:
+                    caller.send(b"g" * GREETING)
+            except OSError:  # nobody listens now, or has shown it out
+                caller.close()
+                break
+            open_.append(caller)
+            if len(open_) > HELD:
+                open_.popleft().close()
+        if calls >= 1000 and not told:
+            told, busy = True, time.monotonic()
+            _say("in full course")
+        time.sleep(0.0005)  # its rate
+    _say((calls - 1000) / (time.monotonic() - busy) if told else 0.0)
+
+
+def _say(what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        rank()
+    else:
+        stranger(float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
