@@ -4,7 +4,8 @@
     python -m benchmarks.distant_rank stranger RATE PID PORT ADDRESS
 
 A rank finds the others by the variables of its environment. The stranger calls a process of its
-host at ADDRESS, at PORT, or where that is 0 wherever the process listens. Each reads words from its standard input and answers by a line of JSON each.
+host at ADDRESS: at PORT, or where that is 0 wherever the process listens. Each reads words from its
+standard input and answers by a line of JSON each.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@
                in both
     cycles     rank 0 starts and stops a group on one port in one process, with a rank 1 that is
                another process each time and is killed in every second one
-
     distant    ranks that are 10, 50 and 100 ms away come to a group, and in mid-run to a rank that
                they have not met, beside 8,000, 1,500 and 800 hostile connections a second
                (distant.py): by pycomm alone, since gloo forms no group among strangers
