@@ -84,10 +84,26 @@ def tell(group: pycomm.Group) -> bool:
     return bool((got.reshape(2, -1) == words).all())
 
 
+def tell_on_demand(group: pycomm.Group) -> bool:
+    """In a group whose ranks connect when one first sends to the other."""
+    words = np.frombuffer(SECRET_WORD * 200, dtype=np.uint8).copy()
+    got = np.zeros_like(words)
+    if group.rank:
+        pycomm.send(words, 0, group=group)
+        return True
+    pycomm.recv(got, -1, group=group)
+    return bool((got == words).all())
+
+
+@pytest.mark.parametrize(
+    ("body", "full_mesh"), [(tell, 64), (tell_on_demand, 1)], ids=["at once", "on demand"]
+)
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_network_sees_plaintext_only_without_encryption(encrypt: bool) -> None:
+def test_network_sees_plaintext_only_without_encryption(
+    encrypt: bool, body: Any, full_mesh: int
+) -> None:
     relay = Relay(lambda records: records, bare=True)
-    assert two_ranks(relay, tell, encrypt) == [True, True]
+    assert two_ranks(relay, body, encrypt, full_mesh) == [True, True]
     assert len(relay.seen) > 2 * len(SECRET_WORD) * 100
     assert (SECRET_WORD in relay.seen) is not encrypt
 

@@ -20,6 +20,7 @@ from pycomm.testing import run_ranks
 UNPRIVILEGED = 65534
 PR_SET_DUMPABLE = 4
 TRANSPORTS = ["shm", "tcp"]
+KEY = "0123456789abcdef"
 
 
 @contextmanager
@@ -172,4 +173,34 @@ def split_without_threads(group: Group) -> list[Any]:
 def test_without_a_thread_for_the_heartbeat_a_group_is_refused_and_leaves_nothing() -> None:
     for refused, same in run_ranks(2, split_without_threads, transport="tcp", processes=True):
         assert "the thread pycomm-pulse cannot be created: Resource temporarily" in refused
+        assert same
+
+
+def connect_on_demand_without_threads(group: Group) -> list[Any]:
+    """Forms a group whose ranks connect on demand, for which a thread would have to listen."""
+    served = _core.TcpStore.serve("127.0.0.1", 0, KEY) if group.rank == 0 else None
+    port = np.array([served.port if served else 0])
+    pycomm.broadcast(port, 0, group=group)
+    store = served or _core.TcpStore.connect("127.0.0.1", int(port[0]), KEY, 10.0)
+    pycomm.barrier(group=group)
+    before = threads_and_descriptors()
+    refused = ""
+    with no_new_threads():
+        try:
+            _core.connect(
+                store, rank=group.rank, size=2, name="world", timeout_s=20.0, secret=KEY,
+                transport="tcp", address="", towards="", reproducible=False, log=False, full_mesh=1,
+            )  # fmt: skip
+        except errors.Unsupported as error:
+            refused = str(error)
+        gc.collect()
+        same = threads_and_descriptors() == before
+    pycomm.barrier(group=group)
+    return [refused, same]
+
+
+def test_without_a_thread_a_group_that_connects_on_demand_is_refused() -> None:
+    ranks = run_ranks(2, connect_on_demand_without_threads, transport="tcp", processes=True)
+    for refused, same in ranks:
+        assert "the thread pycomm-door cannot be created: Resource temporarily" in refused
         assert same

@@ -134,6 +134,7 @@ ConnectOptions options_from(const py::kwargs& named) {
   if (named.contains("host")) options.host = named["host"].cast<std::string>();
   options.towards = named["towards"].cast<std::string>();
   options.reproducible = named["reproducible"].cast<bool>();
+  if (named.contains("full_mesh")) options.full_mesh = named["full_mesh"].cast<int>();
   if (named.contains("encrypt")) options.encrypt = named["encrypt"].cast<bool>();
   if (options.encrypt) load_pythons_openssl();
   if (named.contains("flight")) options.journal.flight = named["flight"].cast<std::string>();

@@ -17,7 +17,8 @@ struct Arrival {
   int peer = -1;
   std::unique_ptr<Channel> channel{};
   std::string why{};
-  bool differs = false;  // the peer was given another description of the group
+  bool differs = false;    // the peer was given another description of the group
+  bool forbidden = false;  // the system refuses connections to it by this transport
 };
 
 // Called by one thread at a time, and never waits. Of each peer there is one channel at most.

@@ -52,6 +52,38 @@ std::string key_of_block(const ConnectOptions& options, int block) {
   return options.name + "/notes/" + std::to_string(block);
 }
 
+// Where the system lets no Unix socket connect two ranks of a host, one of them leaves word in the
+// store, and all ranks form the group once more, by TCP. A forming that waits looks for the word.
+constexpr std::chrono::milliseconds kLookForWord{100};
+
+class WordOfTcp {
+ public:
+  WordOfTcp(Store& store, std::string key) : store_(&store), key_(std::move(key)) {}
+
+  void leave(const std::string& why) {
+    if (store_ != nullptr) store_->set(key_, why, Deadline(kCleanUpTime));
+  }
+  // Whether it is there, as far as was seen kLookForWord ago, or `now`.
+  bool is_there(bool now) {
+    if (store_ == nullptr || !why_.empty()) return !why_.empty();
+    if (!now && Clock::now() - looked_ < kLookForWord) return false;
+    looked_ = Clock::now();
+    try {
+      why_ = store_->get(key_, Deadline(std::chrono::nanoseconds{0}));
+    } catch (const Timeout&) {  // no rank has left it
+    }
+    return !why_.empty();
+  }
+  const std::string& why() const { return why_; }
+  // The group is formed, or will not be: the store may go.
+  void end() { store_ = nullptr; }
+
+ private:
+  Store* store_;
+  std::string key_, why_;
+  Clock::time_point looked_ = Clock::now();
+};
+
 std::string seconds_of(const Deadline& deadline) {
   std::ostringstream text;
   text.precision(3);
@@ -274,7 +306,8 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       .full_mesh = options.full_mesh,
       .interrupted = options.interrupted,
       .log = options.log,
-      .heed = heed};
+      .heed = heed,
+      .forbidden = options.forbidden};
   Mesh mesh = form_mesh(request, exchange, deadline);
   if (options.line != nullptr)
     for (auto& channel : mesh.channels)
@@ -390,7 +423,8 @@ bool all_have_read(Store& store, const ConnectOptions& options, const Deadline& 
 std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector<int> ranks) {
   check_options(options);
   const Deadline deadline(options.timeout);
-  const std::string counter = options.name + "/formed/" + std::to_string(options.rank);
+  const std::string name = options.name;
+  const std::string counter = name + "/formed/" + std::to_string(options.rank);
   const int64_t formed = store.add(counter, 1, deadline);
   if (formed > 1) options.name += "#" + std::to_string(formed);
   const bool made_key = options.secret.empty() && options.size > 1 && options.rank == 0;
@@ -401,21 +435,44 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
       store.remove(key_of_block(options, i / kNotesPerBlock), limit);
     if (made_key) store.remove(key_of_key(options), limit);
   };
+  const std::string key_of_word = options.name + "/by tcp";
+  const auto word = std::make_shared<WordOfTcp>(store, key_of_word);
+  ConnectOptions watching = options;
+  const bool may_go_by_tcp = options.size > 1 && options.transport.empty();
+  if (may_go_by_tcp) {
+    watching.forbidden = [word](const std::string& why) { word->leave(why); };
+    watching.interrupted = [word, ask = options.interrupted] {
+      return word->is_there(false) || (ask && ask());
+    };
+  }
   std::shared_ptr<Group> group;
+  bool by_tcp = false;
   try {
-    group = meet(store, options, std::move(ranks), made_key, deadline);
+    group = meet(store, watching, ranks, made_key, deadline);
   } catch (const std::exception& error) {
     try {
+      by_tcp = may_go_by_tcp && !deadline.expired() && word->is_there(true);
       const auto* ours = dynamic_cast<const Error*>(&error);
       const bool refused = ours != nullptr && (ours->kind() == ErrorKind::mismatch ||
                                                ours->kind() == ErrorKind::unsupported);
       const bool alike = refused && all_have_read(store, options, deadline);
       const Deadline limit(std::max<std::chrono::nanoseconds>(deadline.left(), kCleanUpTime));
       clean_up(limit);
-      if (!alike) store.add(counter, -1, limit);
+      if (!alike && !by_tcp) store.add(counter, -1, limit);
     } catch (const std::exception&) {  // the store may be why the forming failed: that is told
+      by_tcp = false;
     }
-    throw;
+    if (!by_tcp) throw;
+  }
+  word->end();
+  if (by_tcp) {
+    if (options.log) options.log(word->why() + ": all ranks use TCP");
+    options.name = name;
+    options.transport = "tcp";
+    options.timeout = deadline.left();
+    group = connect(store, options, std::move(ranks));
+    if (options.rank == 0) store.remove(key_of_word, Deadline(kCleanUpTime));
+    return group;
   }
   try {
     // All have read it: the barrier that ends the forming is over.

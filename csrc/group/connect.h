@@ -29,8 +29,9 @@ struct ConnectOptions {
   std::string address;    // which of this host's addresses tcp uses (os/interfaces.h); empty: all
   bool encrypt = false;   // connections with ranks of other hosts: transport/encrypted.h
   bool open_key = false;  // set by connect(): the store held the key
-  std::string host;       // for tests: of which made-up host of this machine; empty: of this one
-  std::string towards;    // rank 0's host, towards which its best address lies; empty: unknown
+  std::function<void(const std::string& why)> forbidden;  // set by connect(): MeshRequest's
+  std::string host;     // for tests: of which made-up host of this machine; empty: of this one
+  std::string towards;  // rank 0's host, towards which its best address lies; empty: unknown
   bool reproducible =
       false;  // sums in rank order whatever the size: bits depend on the inputs alone
   std::vector<Tuned> tuned;   // where choices turn by transport, if measured; rank 0's count

@@ -17,8 +17,8 @@ constexpr std::chrono::milliseconds kSlice{100}, kRetry{50};
 
 Lobby::Lobby(Request request) : request_(std::move(request)), met_(request_.contacts.size()) {}
 
-void Lobby::call(int peer) {
-  if (!met_[static_cast<size_t>(peer)]) callers_.try_emplace(peer);
+void Lobby::call(int peer, bool loses) {
+  if (!met_[static_cast<size_t>(peer)]) callers_.try_emplace(peer, Caller{.loses = loses});
 }
 
 std::vector<Arrival> Lobby::round(std::chrono::nanoseconds limit, std::vector<pollfd>& also) {
@@ -53,7 +53,9 @@ bool Lobby::wants(int peer, const SocketTransport* by) const {
   const auto i = static_cast<size_t>(peer);
   if (peer < 0 || i >= met_.size() || met_[i] || request_.contacts[i].transport != by) return false;
   const auto caller = callers_.find(peer);
-  return peer < request_.rank || caller == callers_.end() || !caller->second.handshake;
+  // A call of ours that is not connected has said nothing, so the peer cannot have said yes to it.
+  return peer < request_.rank || caller == callers_.end() || !caller->second.handshake ||
+         !caller->second.handshake->connected();
 }
 
 void Lobby::dial() {
@@ -65,6 +67,11 @@ void Lobby::dial() {
       caller.step = Handshake::Step::want_write;
       caller.handshake = std::make_unique<Handshake>(
           shake(to.transport->call(to.ways[caller.way]), peer, to.transport));
+    } catch (const Forbidden& error) {
+      // Another address may be allowed.
+      caller.forbidden = request_.forbidden_is_final && to.ways.size() == 1;
+      ++caller.refused;
+      failed(peer, caller, error.what());
     } catch (const Error& error) {
       ++caller.refused;
       failed(peer, caller, error.what());
@@ -82,13 +89,16 @@ void Lobby::failed(int peer, Caller& caller, const std::string& why) {
   if (request_.log)
     request_.log("connect to " + to.name + " failed " + std::to_string(caller.failures) +
                  " times with reason: " + caller.why + "; retry after 0.05 seconds");
-  if (caller.refused >= request_.refusals || caller.failures >= request_.failures) {
+  const bool hopeless = caller.forbidden || caller.refused >= request_.refusals ||
+                        caller.failures >= request_.failures;
+  if (hopeless && caller.loses) {
     met_[static_cast<size_t>(peer)] = true;  // never again
     const std::string_view hint = to.transport->name() == "shm"
                                       ? "; where the system lets no Unix socket connect these "
                                         "processes, set PYCOMM_TRANSPORT=tcp on every rank"
                                       : "";
-    arrivals_.push_back({.peer = peer, .why = caller.why + std::string(hint)});
+    arrivals_.push_back(
+        {.peer = peer, .why = caller.why + std::string(hint), .forbidden = caller.forbidden});
   }
 }
 

@@ -42,13 +42,17 @@ class Lobby {
     std::vector<Contact> contacts;  // by rank
     int failures = 100;  // attempts that failed otherwise; those that were cut off do not count
     int refusals = 100;  // calls that nobody takes, 50 ms apart, before a peer is held to be lost
+    // Whether a peer is lost at once where the system forbids connections to it. Else it is called
+    // as often as one that refuses them: who fails sooner takes its note away before all have read
+    // it.
+    bool forbidden_is_final = false;
     std::function<void(const std::string&)> log;  // a line for each that failed; may be empty
   };
 
   explicit Lobby(Request request);
 
-  // Calls `peer` until it is met. Twice is fine.
-  void call(int peer);
+  // Calls `peer` until it is met. Twice is fine. `loses`: a peer that cannot be reached is lost.
+  void call(int peer, bool loses = true);
   // Waits until something happens, here or on the descriptors of `also`, and for at most `limit`;
   // deals with it, and gives whom it has met or lost.
   std::vector<Arrival> round(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
@@ -63,6 +67,8 @@ class Lobby {
     Clock::time_point retry_at{};
     size_t way = 0;
     int failures = 0, refused = 0;
+    bool loses = true;
+    bool forbidden = false;  // by the system: it is not called again
     std::string why{};
   };
   struct Stranger {  // somebody who called us

@@ -31,6 +31,10 @@ constexpr std::chrono::milliseconds kSlice{100};
 // takes.
 constexpr std::chrono::milliseconds kLastMeetings{200};
 
+// A rank that others should have called by now calls them: a firewall may let connections pass in
+// one direction alone.
+constexpr std::chrono::seconds kCallsBack{1};
+
 // Up to so many ranks the rings that one reads stay under 8 MiB together; beyond, where a rank has
 // rings to those that it has met, they are no smaller.
 constexpr int kManyRanks = 64;
@@ -74,6 +78,7 @@ class Forming {
                          .agreed = digest_of(notes_),
                          .transports = {},
                          .contacts = std::move(contacts_),
+                         .forbidden_is_final = request_.forbidden != nullptr,
                          .log = request_.log};
     const auto own = shm_ ? shm_->memory() : nullptr;
     if (shm_) lobby.transports.push_back(std::move(shm_));
@@ -292,7 +297,14 @@ class Forming {
     Ends ends = watch_processes(mesh);
     int lost = kNobody;
     std::optional<Deadline> last_meetings;
+    const Deadline awaited(kCallsBack);
+    bool calls_back = false;
     while (!missing.empty()) {
+      if (!calls_back && awaited.expired()) {
+        calls_back = true;
+        for (const int peer : missing)
+          if (peer > request_.rank) lobby.call(peer, false);
+      }
       std::vector<Channel*> met;
       std::vector<pollfd> also;
       for (const auto& channel : mesh.channels)
@@ -315,8 +327,12 @@ class Forming {
       for (const Arrival& arrival : arrivals)
         if (arrival.differs) throw_different(arrival.peer);
       for (const Arrival& arrival : arrivals)
-        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
+        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
+          const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
+          if (arrival.forbidden && inside && request_.forbidden)
+            request_.forbidden(name(arrival.peer) + " cannot be reached at " + arrival.why);
           throw_unreachable(arrival.peer, arrival.why);
+        }
       for (size_t i = 0; i < mesh.channels.size(); ++i)
         if (lost == kNobody && mesh.channels[i] && mesh.channels[i]->hung_up()) {
           lost = static_cast<int>(i);

@@ -42,6 +42,9 @@ struct MeshRequest {
   std::function<bool()> interrupted{};          // asked every 100 ms while it waits; may be empty
   std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
   Heed heed{};                                  // asked in each round; may be empty
+  // Told, before PeerLost is thrown, that the system refuses Unix sockets to a rank of this host,
+  // and why; may be empty.
+  std::function<void(const std::string& why)> forbidden{};
 };
 
 struct Mesh {

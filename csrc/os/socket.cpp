@@ -268,8 +268,10 @@ Fd start_connect(const Address& address, const Address* from) {
   // A refusal at once (the loopback, a Unix name nobody has, a Unix backlog that is full) leaves a
   // socket that hangs up when polled: connect_error() knows it by that.
   if (error == EINPROGRESS || error == EINTR || error == ECONNREFUSED || error == EAGAIN) return fd;
-  throw PeerLost("cannot connect to " + address.text() + ": " + reason(error) + " (errno " +
-                 std::to_string(error) + ")");
+  const std::string why = "cannot connect to " + address.text() + ": " + reason(error) +
+                          " (errno " + std::to_string(error) + ")";
+  if (error == EACCES || error == EPERM) throw Forbidden(why);
+  throw PeerLost(why);
 }
 
 bool source_towards(const Address& address, Address& source) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "core/errors.h"
 #include "os/fd.h"
 
 namespace pycomm {
@@ -51,9 +52,15 @@ Fd listen_on(const Address& address, int backlog = kBacklog);
 
 Address local_address(int fd);
 
+// The system's policy lets this process connect to nobody at that address (EACCES, EPERM).
+class Forbidden : public PeerLost {
+ public:
+  using PeerLost::PeerLost;
+};
+
 // Begins to connect; the socket is writable, or in error, when that is over, and connect_error()
 // then says how. Throws PeerLost when the connection cannot even be begun (no route, no local port
-// left). `from` is the address of this host to connect from; null: the route's.
+// left), and Forbidden. `from` is the address of this host to connect from; null: the route's.
 Fd start_connect(const Address& address, const Address* from = nullptr);
 
 // The address of this host from which a packet to that one would leave. Sends nothing. False where
