@@ -301,7 +301,7 @@ def _form(
     _core.check_address(here.address)
     end = time.monotonic() + timeout_s
     store = rendezvous.find_store(here, timeout_s)
-    core = connect(
+    core = rendezvous.connect(
         store,
         rank=here.rank,
         size=here.size,
@@ -329,22 +329,6 @@ def _abort_all(reason: str) -> None:
     for group in list(_groups):
         with contextlib.suppress(Exception):  # closed meanwhile
             group.abort(reason)
-
-
-def connect(store: _core.Store | _core.PythonStore, **given: Any) -> _core.Group:
-    """_core.connect(), with a warning where ranks of this host get no shared memory."""
-    core = _core.connect(store, **given)
-    places = zip(core.members, core.hosts, strict=True)
-    here = core.hosts[core.rank]
-    by_tcp = [member for member, host in places if host == here and member.transport == "tcp"]
-    if by_tcp and not given["transport"] and core.local_rank == 0:
-        logging.getLogger("pycomm").warning(
-            "%d ranks of this host are reached by TCP, which is slower: the system refuses shared "
-            "memory or Unix sockets between these processes; PYCOMM_TRANSPORT=tcp says that this "
-            "is intended",
-            len(by_tcp),
-        )
-    return core
 
 
 def log_at(level: str) -> None:

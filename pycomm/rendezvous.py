@@ -12,6 +12,7 @@ import hmac
 import importlib
 import importlib.util
 import ipaddress
+import logging
 import queue
 import secrets
 import sys
@@ -25,7 +26,7 @@ from pycomm import _core
 from pycomm.config import Config
 from pycomm.errors import InvalidArgument, Timeout
 
-__all__ = ["find_store", "host_of"]
+__all__ = ["connect", "find_store", "host_of"]
 
 LIMIT_S = 30.0  # of a call whose caller gives none
 # So long a healthy store may take to answer at the end of a limit, and at the least.
@@ -198,6 +199,22 @@ class TorchStore:
             "process that serves it is stopped or cannot be reached",
             elapsed_s=timeout_s,
         )
+
+
+def connect(store: _core.Store | _core.PythonStore, **given: Any) -> _core.Group:
+    """_core.connect(), with a warning where ranks of this host get no shared memory."""
+    core = _core.connect(store, **given)
+    places = zip(core.members, core.hosts, strict=True)
+    here = core.hosts[core.rank]
+    by_tcp = [member for member, host in places if host == here and member.transport == "tcp"]
+    if by_tcp and not given["transport"] and core.local_rank == 0:
+        logging.getLogger("pycomm").warning(
+            "%d ranks of this host are reached by TCP, which is slower: the system refuses shared "
+            "memory or Unix sockets between these processes; PYCOMM_TRANSPORT=tcp says that this "
+            "is intended",
+            len(by_tcp),
+        )
+    return core
 
 
 def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonStore:

@@ -216,7 +216,7 @@ def _connect(
     if options.group_size > 1:  # where the program told torch, not the environment, who it is
         config.take_secret()
     groups.log_at(place.log)
-    return groups.connect(
+    return rendezvous.connect(
         store,
         rank=options.group_rank,
         size=options.group_size,
