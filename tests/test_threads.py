@@ -199,6 +199,7 @@ def connect_on_demand_without_threads(group: Group) -> list[Any]:
     return [refused, same]
 
 
+@pytest.mark.quiet("who calls the store is a descriptor of rank 0, and those are counted")
 def test_without_a_thread_a_group_that_connects_on_demand_is_refused() -> None:
     ranks = run_ranks(2, connect_on_demand_without_threads, transport="tcp", processes=True)
     for refused, same in ranks:
