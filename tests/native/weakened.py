@@ -314,14 +314,22 @@ ROWS = [
       for (const Arrival& arrival : arrivals)
         if (arrival.differs) throw_different(arrival.peer);
       for (const Arrival& arrival : arrivals)
-        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
+        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
+          const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
+          if (arrival.forbidden && inside && request_.forbidden)
+            request_.forbidden(name(arrival.peer) + " cannot be reached at " + arrival.why);
           throw_unreachable(arrival.peer, arrival.why);
+        }
 """,
         """      for (const Arrival& arrival : arrivals)
         if (arrival.differs) throw_different(arrival.peer);
       for (const Arrival& arrival : arrivals)
-        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)])
+        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
+          const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
+          if (arrival.forbidden && inside && request_.forbidden)
+            request_.forbidden(name(arrival.peer) + " cannot be reached at " + arrival.why);
           throw_unreachable(arrival.peer, arrival.why);
+        }
       if (request_.heed) request_.heed({});
 """,
         "forming",
