@@ -83,7 +83,7 @@ def _open(namespace: str) -> int:
 
 
 def _forward(ends: tuple[int, int]) -> None:
-    """Until whoever started this process ends it, or leaves."""
+    """Forwards until the parent ends this process or closes its input."""
     delay_s = 0.0
     waiting: deque[tuple[float, int, bytes]] = deque()
     incoming = select.poll()

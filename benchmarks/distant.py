@@ -1,14 +1,14 @@
 """Ranks far away come to a group, and to a rank that they have not met, beside hostile connections.
 
-Two hosts in namespaces, a round-trip time apart (distance.py), and strangers on the first, who call
-one listener at a rate of hostile connections a second:
+Two hosts in namespaces have a round-trip time between them (distance.py). A process on the first
+opens hostile connections to one listener, at a given rate:
 
-    store     four ranks form a group, two on each host; they call rank 0's store
-    mesh      the same; they call the listener of rank 1, on the first host too
+    store     four ranks form a group, two on each host; the connections are to rank 0's store
+    mesh      the same; to the listener of rank 1, which is on the first host too
     mid-run   a rank on the second host sends to ranks of the 65 on the first, to which it has no
-              connection yet, one by one; they call the listener of the rank that it sends to
+              connection yet, one by one; to the listener of the rank that it sends to
 
-Each with strangers and without, in turn. Called by strangers.py.
+Each with hostile connections and without, in turn. Called by strangers.py.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ FORMING, MID_RUN = ("store", "mesh"), "mid-run"
 PORT = 29500
 CASES = (len(FORMING) + 1) * len(FLOODS)
 NEAR = 65  # ranks on the first host in mid-run: with the other one they are no full mesh
-MOST_LATE_S = 2.0  # by which strangers may hold up who is far away
+MOST_LATE_S = 2.0  # by which hostile connections may delay a distant rank
 
 
 @dataclass
 class Distant:
-    """How long ranks far away took, in seconds, without and with strangers."""
+    """Seconds that distant ranks took, without and with hostile connections."""
 
     where: str
     round_trip_ms: int
@@ -51,7 +51,7 @@ class Distant:
     error: str = ""
 
     def kept(self) -> bool:
-        """Whether strangers never held a rank up for longer than promised."""
+        """Whether no rank was delayed for longer than promised."""
         late = max(self.flooded_s, default=0.0) - statistics.median(self.quiet_s or [0.0])
         return not self.error and bool(self.flooded_s) and late <= MOST_LATE_S
 
@@ -160,7 +160,7 @@ SECRET = secrets.token_hex(32)
 
 @contextlib.contextmanager
 def _strangers(one: Distant, host: Host, pid: int, port: int, there: bool) -> Iterator[None]:
-    """Who call at full rate within it; nobody where they are not wanted."""
+    """Hostile connections at the full rate meanwhile, if they are wanted."""
     if not there:
         yield
         return

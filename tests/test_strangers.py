@@ -25,6 +25,7 @@ def server() -> None:
     forkserver.ensure_running()
 
 
+@pytest.mark.quiet("descriptors of its ranks are counted, and it makes such calls itself")
 def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "strangers.json"
     chosen = ["--peers", "pycomm", "--connections", "200", "--cycles", "24"]
