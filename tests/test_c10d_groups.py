@@ -338,3 +338,5 @@ def test_ranks_as_threads(size: int) -> None:
     assert not pycomm.is_initialized()
     Threads(size).run(_as_a_thread)
     assert not pycomm.is_initialized()
+    # torch keeps the module whose forward() runs in its class; one thread restores another's.
+    torch.nn.parallel.DistributedDataParallel._active_ddp_module = None

@@ -70,7 +70,13 @@ class WordOfTcp {
     looked_ = Clock::now();
     try {
       why_ = store_->get(key_, Deadline(std::chrono::nanoseconds{0}));
-    } catch (const Timeout&) {  // no rank has left it
+    } catch (const Error& error) {
+      // A timeout: no rank has left it. The store is gone: the forming needs it no more, and its
+      // error would hide which ranks cannot be reached.
+      if (error.kind() == ErrorKind::peer_lost)
+        store_ = nullptr;
+      else if (error.kind() != ErrorKind::timeout)
+        throw;
     }
     return !why_.empty();
   }
