@@ -1,0 +1,243 @@
+"""Holds the words of the project: docs, docstrings, comments, texts of errors and names of tests.
+
+    python tools/language.py                 counts, and fails above the limits of ALLOWED
+    python tools/language.py docs/errors.md  each finding of one file or more, with its line
+
+A banned word is a private metaphor where the field has a term; docs/glossary.md has the terms.
+Prose of docs has at most LONGEST words a sentence, and a median of at most MEDIAN. Subjects of
+commits name their area, are in the imperative and have at most SUBJECT characters.
+"""
+
+import ast
+import io
+import re
+import statistics
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LONGEST, MEDIAN, SUBJECT = 30, 18, 72
+
+# What is banned, and what to write instead. The patterns are matched without regard to case.
+BANNED = {
+    r"nobody|no one": "no rank, no process",
+    r"whoever|whomever": "the rank that, the peer that",
+    r"strangers?": "unauthenticated client",
+    r"owed?|owes|owing": "residual, unsent",
+    r"lobby|doorman": "connector",
+    r"bells?": "wake-up socket",
+    r"errands?": "pending callback",
+    r"parcels?": "packet",
+    r"last words?": "goodbye message",
+    r"in peace": "cleanly",
+    r"hung up|hangs up": "connection closed",
+    r"(?:has|have|had|having) given up|gives? up|gave up|giving up": "abort",
+    r"stands|stood": "is established, is",
+    r"travel(?:s|led|ling)?": "is sent",
+    r"(?:lies|lay|lain)": "is stored, is",
+    r"lean": "compact",
+    r"dear": "expensive",
+    r"(?:comes?|came) to nothing": "fails",
+    r"are told|is told|was told|were told": "receives the error, is notified",
+    r"heed(?:s|ed)?": "check",
+    r"faces": "APIs, front ends",
+    r"made-up": "simulated",
+    r"a number that is none|that is none|that are none": "invalid X: got V, expected R",
+    r"whereabouts": "call state",
+    r"goes by|go by|went by": "uses",
+    r"goes on|go on|went on": "continues",
+    r"for (?:ever|good)": "permanently",
+    r"way back": "all-gather phase",
+    r"house|rooms?|floors?": "layer, folder",
+    r"roll call": "liveness check",
+    r"gone astray|go astray|went astray": "differs",
+    r"of (?:its|their|our) own accord": "without being asked",
+}
+BANNED_RE = {re.compile(rf"\b(?:{p})\b", re.IGNORECASE): hint for p, hint in BANNED.items()}
+
+# Findings that are still there, by area: they may only become fewer. Empty at the end.
+ALLOWED: dict[str, int] = {}
+# Sentences above LONGEST that are still there, by page of docs.
+ALLOWED_LONG: dict[str, int] = {}
+# Commits up to this one were made under earlier rules.
+FIRST = ""
+
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+CODE = ["csrc", "pycomm", "benchmarks", "tests", "tools", "examples"]
+
+
+class Finding(NamedTuple):
+    """A line of a file, and what is wrong with it."""
+
+    path: Path
+    line: int
+    what: str
+
+
+def pages() -> list[Path]:
+    """Everything that is written for readers."""
+    return [ROOT / p for p in PAGES] + sorted((ROOT / "docs").rglob("*.md"))
+
+
+def sources() -> Iterator[Path]:
+    """Every file of code."""
+    for folder in CODE:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in {".py", ".h", ".cpp", ".hpp", ".cu", ".cuh"} and path != Path(__file__):
+                yield path
+
+
+def python_text(source: str) -> Iterator[tuple[int, str]]:
+    """Comments, strings and names of tests, with their lines."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in {tokenize.COMMENT, tokenize.STRING}:
+            for i, line in enumerate(token.string.splitlines()):
+                yield token.start[0] + i, line
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.lineno, node.name.replace("_", " ")
+
+
+NATIVE_TEXT = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+
+
+def native_text(source: str) -> Iterator[tuple[int, str]]:
+    """Comments and strings, with their lines."""
+    for match in NATIVE_TEXT.finditer(source):
+        first = source.count("\n", 0, match.start()) + 1
+        if not source[source.rfind("\n", 0, match.start()) + 1 :].startswith("#include"):
+            for i, line in enumerate(match[0].splitlines()):
+                yield first + i, line
+
+
+def text_of(path: Path) -> Iterator[tuple[int, str]]:
+    """What a person reads of a file, line by line; of pages everything but blocks of code."""
+    source = path.read_text()
+    if path.suffix == ".py":
+        yield from python_text(source)
+    elif path.suffix == ".md":
+        code = False
+        for i, line in enumerate(source.splitlines(), 1):
+            code ^= line.lstrip().startswith("```")
+            if not code:
+                yield i, re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)
+    else:
+        yield from native_text(source)
+
+
+def banned_of(path: Path) -> list[Finding]:
+    """Every banned word of a file."""
+    return [
+        Finding(path, line, f'"{match[0]}": write {hint}')
+        for line, text in text_of(path)
+        for pattern, hint in BANNED_RE.items()
+        for match in pattern.finditer(text)
+    ]
+
+
+def sentences(path: Path) -> list[tuple[int, str]]:
+    """The sentences of a page's paragraphs and lists; tables, headings and code are none."""
+    found: list[tuple[int, str]] = []
+    block: list[str] = []
+    first = 0
+
+    def end() -> None:
+        text = re.sub(r"\s+", " ", " ".join(block))
+        text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
+        cut = re.split(r"(?<=[.!?:;])\s+(?=[A-Z\[*`\d(])|(?<=[.!?])[)*_]*\s+", text)
+        found.extend((first, s) for s in cut if s.strip())
+        block.clear()
+
+    code = False
+    for i, line in enumerate(path.read_text().splitlines(), 1):
+        bare = line.strip()
+        if bare.startswith("```"):
+            code = not code
+        item = re.match(r"(?:[*+-]|\d+\.)\s+", bare)
+        if code or not bare or item or bare.startswith(("```", "#", "|", "<", "!", ">")):
+            end()
+        if code or not bare or bare.startswith(("```", "#", "|", "<", "!", ">")):
+            continue
+        if not block:
+            first = i
+        block.append(bare[item.end() :] if item else bare)
+    end()
+    return found
+
+
+def long_of(path: Path) -> list[Finding]:
+    """Sentences of a page that are too long."""
+    return [
+        Finding(path, line, f"{n} words: {text[:90]}")
+        for line, text in sentences(path)
+        if (n := len(text.split())) > LONGEST
+    ]
+
+
+def words_of(path: Path) -> int:
+    """Words of a page, tables and code included, as `wc -w` counts."""
+    return len(path.read_text().split())
+
+
+def subjects() -> list[str]:
+    """What is wrong with the subjects of the commits since FIRST."""
+    git = ["git", "-C", str(ROOT), "log", "--no-merges", "--format=%h %s", f"{FIRST}..HEAD"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    wrong = []
+    for line in done.stdout.splitlines() if done.returncode == 0 else ():  # a copy without history
+        commit, _, subject = line.partition(" ")
+        if len(subject) > SUBJECT:
+            wrong.append(f"commit {commit}: {len(subject)} characters in the subject: {subject}")
+        if not re.match(r"[a-z0-9_, ]+: [a-z]", subject):
+            wrong.append(f"commit {commit}: no `area: imperative` in the subject: {subject}")
+    return wrong
+
+
+def summary() -> bool:
+    """Prints the state, and whether it is within the limits."""
+    good = True
+    print(f"{'page':34}{'words':>7}{'median':>8}{'long':>6}{'banned':>8}")
+    total: Counter[str] = Counter()
+    for page in pages():
+        lengths = [len(text.split()) for _, text in sentences(page)]
+        name, long, banned = str(page.relative_to(ROOT)), len(long_of(page)), len(banned_of(page))
+        median = statistics.median(lengths) if lengths else 0
+        print(f"{name:34}{words_of(page):7}{median:8.0f}{long:6}{banned:8}")
+        total.update(words=words_of(page), long=long, banned=banned)
+        if long > ALLOWED_LONG.get(name, 0) or (median > MEDIAN and name not in ALLOWED_LONG):
+            print(f"  {name}: at most {LONGEST} words a sentence, and {MEDIAN} in the median")
+            good = False
+    print(f"{'all pages':34}{total['words']:7}{'':8}{total['long']:6}{total['banned']:8}")
+    counts = Counter({"docs": total["banned"]})
+    for path in sources():
+        counts[path.relative_to(ROOT).parts[0]] += len(banned_of(path))
+    for area, count in counts.items():
+        print(f"banned words in {area:18}{count:7} of {ALLOWED.get(area, 0)} allowed")
+        good &= count <= ALLOWED.get(area, 0)
+    for wrong in subjects():
+        print(wrong)
+        good = False
+    return good
+
+
+def main() -> None:
+    """The summary, or the findings of the files that are named."""
+    paths = [Path(p).resolve() for p in sys.argv[1:]]
+    for path in paths:
+        long = long_of(path) if path.suffix == ".md" else []
+        for finding in sorted(banned_of(path) + long):
+            print(f"{finding.path.relative_to(ROOT)}:{finding.line}: {finding.what}")
+        if long or path.suffix == ".md":
+            lengths = [len(text.split()) for _, text in sentences(path)] or [0]
+            print(f"{path.name}: {words_of(path)} words, median {statistics.median(lengths):.0f}")
+    if not paths and not summary():
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
