@@ -4,11 +4,15 @@ PYTHON ?= python3
 PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: help venv build demo test lint format sanitize bench peers faults soak gpu fuzz simulate alone clean
+.PHONY: help venv build demo test-unit test test-all nightly lint format sanitize bench peers faults
+.PHONY: soak gpu fuzz simulate alone clean
 
 help:
 	@echo "make demo      train a small model on 2 processes: gloo beside pycomm (draws demo.png)"
-	@echo "make test      build, lint, all tests"
+	@echo "make test      build, then the quick tests: below six minutes on two processors"
+	@echo "make test-unit build, then the tests of one process alone: about a minute"
+	@echo "make test-all  build, lint, all tests, with connections of unauthenticated clients"
+	@echo "make nightly   each test file alone, long simulations, a fuzz hunt, faults, a soak (hours)"
 	@echo "make build     the compiled modules, in place"
 	@echo "make lint      format, lint and types       make format    let the formatters rewrite"
 	@echo "make sanitize  the native suites under address, undefined and thread sanitizers"
@@ -39,8 +43,19 @@ demo: build
 	$(PY) -m pycomm demo
 
 # Most tests wait for ranks that wait for each other: one more at a time than there are processors.
-test: build lint .venv/programs
-	$(PY) -m pytest --numprocesses=$(AT_ONCE) --dist=worksteal
+PYTEST := $(PY) -m pytest --numprocesses=$(AT_ONCE) --dist=worksteal
+
+test-unit: build
+	$(PYTEST) --no-strangers -m unit
+
+test: build
+	$(PYTEST) --no-strangers -m "unit or quick"
+
+# The quick tests, too: here unauthenticated clients connect to their ranks.
+test-all: build lint .venv/programs
+	$(PYTEST)
+
+nightly: alone simulate fuzz faults soak
 
 lint: venv
 	$(PY) tools/lint.py

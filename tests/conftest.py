@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hostile import Hostility, quiet
+from tiers import tier_of
 
 from benchmarks.held import held, left
 
@@ -92,6 +93,13 @@ def nothing_left(request: pytest.FixtureRequest, spared: None) -> Iterator[Befor
     failed = request.session.testsfailed > failures  # the error holds what its frames hold
     if not failed and (found := left(before.held)):
         pytest.fail(f"left behind: {found}", pytrace=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives each test the marker of its tier (tiers.py)."""
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        item.add_marker(tier_of(item.path.stem, name))
 
 
 @pytest.hookimpl(trylast=True)

@@ -67,7 +67,9 @@ ALLOWED_LONG: dict[str, int] = {}
 # Commits up to this one were made under earlier rules.
 FIRST = ""
 
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md"]
+PAGES += ["benchmarks/RESULTS.md"]
+SUFFIXES = {".py", ".h", ".cpp", ".hpp", ".cu", ".cuh"}
 CODE = ["csrc", "pycomm", "benchmarks", "tests", "tools", "examples"]
 
 
@@ -88,7 +90,7 @@ def sources() -> Iterator[Path]:
     """Every file of code."""
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in {".py", ".h", ".cpp", ".hpp", ".cu", ".cuh"} and path != Path(__file__):
+            if path.suffix in SUFFIXES and path != Path(__file__):
                 yield path
 
 

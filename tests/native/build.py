@@ -1,6 +1,9 @@
 """Builds the native suites, tests/native/*_test.cpp: plain, under a sanitizer, or for aarch64.
 
-    python tests/native/build.py [plain|asan|tsan|aarch64] [suite ...]  builds, prints the binaries
+    python tests/native/build.py [VARIANT] [suite ...]    builds, prints the binaries
+
+VARIANT is plain, product, asan, tsan or aarch64. product links the objects of the module _core, as
+`make build` left them, so that only the suites are compiled.
 
 A suite is its own file with harness.cpp, the other files of this folder and all of csrc that needs
 no Python. Objects are shared by the suites of one sanitizer and lie in build/native/<sanitizer>/
@@ -15,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -23,6 +27,7 @@ CSRC = ROOT / "csrc"
 
 SANITIZERS = {
     "plain": [],
+    "product": [],
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread"],
     "aarch64": ["-static"],
@@ -68,6 +73,11 @@ def write_ninja(folder: Path, sanitizer: str) -> None:
     flags = [*FLAGS, *SANITIZERS[sanitizer], f"-I{CSRC}", f"-I{HERE}", f"-I{HERE.parent}"]
     apart = (CSRC / "bindings", CSRC / "cuda")
     library = [p for p in sorted(CSRC.rglob("*.cpp")) if not any(a in p.parents for a in apart)]
+    built = ROOT / "build" / str(sysconfig.get_config_var("SOABI")) / "_core"
+    objects = []
+    if sanitizer == "product":
+        objects = [str(built / p.relative_to(CSRC).with_suffix(".o")) for p in library]
+        library = []
     library += [p for p in sorted(HERE.glob("*.cpp")) if not p.stem.endswith("_test")]
     library.append(HERE.parent / "emulator" / "fiber.cpp")
     compiler = os.environ.get("CXX", "g++")
@@ -75,7 +85,6 @@ def write_ninja(folder: Path, sanitizer: str) -> None:
         compiler = CROSS_COMPILER
         library = [p for p in library if p.stem not in ("fiber", "simulation")]
     lines = [f"cxx = {compiler}", f"flags = {' '.join(flags)}", RULES]
-    objects = []
     for source in library:
         objects.append(str(source.relative_to(ROOT).with_suffix(".o")))
         lines.append(f"build {objects[-1]}: compile {source}")
