@@ -15,6 +15,7 @@ import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
 from group_devices import EMULATED, KINDS, machine_fixture, numbers, on  # noqa: F401
+from test_threads import no_new_threads
 
 import pycomm
 from pycomm import errors
@@ -298,3 +299,25 @@ def test_what_waits_on_a_device_ends_with_the_group_of_the_hosts(machine):
     found = machine.run(3, told_by_the_host)
     # Whoever is first ends its communicator, which may be what the others see.
     assert any("waits on the device for rank" in said for said in found), found
+
+
+def reduce_without_threads(group: pycomm.Group, device: Any) -> tuple[str, bool]:
+    """A first call whose threads cannot be created; the error, and whether the next is right."""
+    x = device.put(numbers(group.rank))
+    refused = ""
+    with no_new_threads():
+        try:
+            pycomm.all_reduce(x, group=group, timeout_s=20)
+        except errors.Unsupported as error:
+            refused = str(error)
+        pycomm.barrier(group=group)
+    pycomm.all_reduce(x, group=group, timeout_s=20)
+    return refused, bool((device.get(x) == numbers(0) + numbers(1)).all())
+
+
+@on("emulated, shared")  # the fake NCCL, too, needs threads
+def test_without_threads_a_first_call_on_devices_is_refused(machine: Any) -> None:
+    options = {"transport": "shm", "processes": True}
+    for refused, right in machine.run(2, reduce_without_threads, **options):
+        assert "the thread pycomm-pulse cannot be created: Resource temporarily" in refused
+        assert right
