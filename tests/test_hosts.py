@@ -273,7 +273,7 @@ def test_an_address_that_does_not_answer_is_named(two_links: Network, how: str) 
     else:
         two_links.hosts[1].ip("route", "add", "unreachable", f"{target}/32")
     run = Run(two_links, [0, 1], "form", {"GLOO_SOCKET_IFNAME": "eth1", "FORM_S": "3"})
-    run.start(0, {"FORM_S": "2"})  # so the store, which rank 0 serves, is gone before rank 1's limit
+    run.start(0, {"FORM_S": "2"})  # its store is gone before the limit of rank 1
     zero, one = run.start_all().told()
     assert one["error"] == "Timeout"
     assert "rank 0 (host " in one["text"]
