@@ -1,9 +1,11 @@
 """The site: the pages of docs/ and a reference from the docstrings. `make docs` builds it.
 
-Three small extensions: docstrings are adapted to reStructuredText, links of pages to files outside
-docs/ become links to the checkout (or to SOURCE_URL), and commands print their own help.
+Its extensions: docstrings are adapted to reStructuredText, links of pages to files outside
+docs/ become links to the checkout (or to SOURCE_URL), and directives read what autodoc cannot: the
+help of commands, the variables of the environment, and classes of the compiled core.
 """
 
+import ast
 import contextlib
 import io
 import os
@@ -22,6 +24,7 @@ from sphinx.ext.napoleon import Config
 from sphinx.ext.napoleon.docstring import GoogleDocstring
 from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import make_refnode
 
 DOCS = Path(__file__).resolve().parent
@@ -154,15 +157,26 @@ class SourceLinks(SphinxTransform):
             link.replace_self(reference)
 
 
+def match_exactly(_app: Sphinx, doctree: nodes.document) -> None:
+    """Keeps the type `bytes` from being taken for an attribute of that name of any class."""
+    for node in doctree.findall(addnodes.pending_xref):
+        if node.get("refspecific") is False:  # Sphinx asks whether it is there
+            del node["refspecific"]
+
+
 def resolve_short(app: Sphinx, env: Any, node: addnodes.pending_xref, content: Any) -> Any:
     """Finds a class by its name alone: `Timeout`, or a private path to a public class."""
     if node.get("refdomain") != "py":
         return None
     last = node["reftarget"].rpartition(".")[2]
-    found = [item for item in env.domains["py"].objects.items() if item[0].endswith(f".{last}")]
+    found = {
+        name: entry
+        for name, entry in env.domains["py"].objects.items()
+        if name.endswith(f".{last}") and entry.objtype in {"class", "exception"}
+    }
     if len(found) != 1:
         return None
-    name, entry = found[0]
+    name, entry = found.popitem()
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, name)
 
 
@@ -177,6 +191,31 @@ def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
             continue
         link = make_refnode(app.builder, page, entry.docname, entry.node_id, code.deepcopy())
         code.replace_self(link)
+
+
+class CoreClass(SphinxDirective):
+    """A class of the compiled core that calls return, as pycomm/_core.pyi declares it."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Writes the directives that autodoc would."""
+        stub = ROOT / "pycomm" / "_core.pyi"
+        self.env.note_dependency(str(stub))
+        name = self.arguments[0]
+        for node in ast.parse(stub.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                break
+        else:
+            raise self.error(f"{stub.name} has no class {name}")
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+        lines = [f".. py:class:: {name}()", "   :module: pycomm._core", ""]
+        lines += [f"   {line}" for line in escaped(ast.get_docstring(node) or "").split("\n")]
+        for field in fields:
+            lines += ["", f"   .. py:attribute:: {ast.unparse(field.target)}"]
+            lines += ["      :module: pycomm._core"]
+            lines += [f"      :type: {ast.unparse(field.annotation)}"]
+        return self.parse_text_to_nodes("\n".join(lines))
 
 
 class CommandHelp(Directive):
@@ -220,9 +259,11 @@ class Variables(Directive):
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", adapt_docstring)
+    app.connect("doctree-read", match_exactly)
     app.connect("missing-reference", resolve_short)
     app.connect("doctree-resolved", link_names)
     app.add_transform(SourceLinks)
+    app.add_directive("core-class", CoreClass)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("environment-variables", Variables)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
