@@ -5,7 +5,7 @@ PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
 .PHONY: help venv build demo test-unit test test-all nightly lint format sanitize bench peers faults
-.PHONY: soak gpu fuzz simulate alone clean
+.PHONY: soak gpu fuzz docs simulate alone clean
 
 help:
 	@echo "make demo      train a small model on 2 processes: gloo beside pycomm (draws demo.png)"
@@ -22,6 +22,7 @@ help:
 	@echo "make soak      anything happens to groups at work, for MINUTES=60"
 	@echo "make gpu       everything that wants a GPU, for a machine with one or eight (up to an hour)"
 	@echo "make fuzz      any bytes into every parser of bytes from outside (6 minutes, needs clang)"
+	@echo "make docs      the pages and the reference of every public name as a site, build/docs"
 	@echo "make simulate  deaths in every order of events, and a million by chance (long)"
 	@echo "make alone     each test file in a process of its own (for a night)"
 	@echo "make clean     what was built (.venv stays)"
@@ -95,6 +96,15 @@ gpu: build
 
 fuzz: venv
 	$(PY) tests/fuzz/hunt.py
+
+# Fails on every warning, as a link without a target or a docstring that cannot be read.
+docs: build .venv/docs
+	$(PY) -m sphinx -q -E -W --keep-going -b html -d build/doctrees docs build/docs
+	@echo "build/docs/index.html"
+
+.venv/docs: pyproject.toml | build
+	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[docs]'
+	@touch $@
 
 simulate: venv
 	bin=$$($(PY) tests/native/build.py plain simulation) && $$bin && $$bin long

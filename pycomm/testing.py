@@ -69,8 +69,8 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
             died.
 
     Raises:
-        The first failure of any rank, with a note that names the rank; where it blames a rank that
-        failed too, that one's. The other ranks' groups are aborted then, so that nobody waits.
+        Exception: the first failure of any rank, with a note that names the rank; where it blames a
+            rank that failed too, that one's. The other ranks' groups are aborted then.
     """
     options = {
         "size": n,

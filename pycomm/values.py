@@ -99,8 +99,7 @@ def user_get(key: str, timeout_s: float | None = None, *, group: Group | None = 
 def user_pop(key: str, timeout_s: float | None = None, *, group: Group | None = None) -> Any:
     """As user_get, and takes the value away: of several ranks that pop it one gets it.
 
-    Raises:
-        As user_get.
+    The errors are those of user_get.
     """
     return _wait("user_pop", key, timeout_s, group)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 CLEAN = ROOT / "build" / "lint"
-PYTHON = ["pycomm", "benchmarks", "examples", "tests", "tools", "setup.py"]
+PYTHON = ["pycomm", "benchmarks", "docs", "examples", "tests", "tools", "setup.py"]
 TYPED = ["pycomm", "benchmarks"]
 NATIVE = [".cpp", ".hpp", ".h", ".cu", ".cuh"]
 # torch's headers cost a minute and are not ours; g++ -Wall -Werror looks at these.

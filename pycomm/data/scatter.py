@@ -38,7 +38,9 @@ class ScatterLoader:
         src: the rank that reads.
         group: whose ranks; None is the default group.
 
-    Raises (when iterated, on every rank):
+    Iterating raises on every rank.
+
+    Raises:
         InvalidArgument: a batch has no rows, or parts that do not travel.
         RuntimeError: the loader failed; on `src` its own error.
     """

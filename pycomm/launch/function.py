@@ -89,9 +89,12 @@ def launcher(
         device: "cuda": each process has the device of its local rank; "cpu": none; None: what the
             machine has.
 
-    Raises (when called):
+    A call of the function raises these errors.
+
+    Raises:
         InvalidArgument: the numbers do not fit, or the function cannot be imported.
-        Whatever a rank raised first, with its rank, host and traceback; the others are ended.
+        Exception: the first error of a rank, with its rank, host and traceback; the other ranks are
+            ended.
     """
     options = Options(nproc, size, rank_start, master_addr, master_port, device)
     if function is not None:
