@@ -4,9 +4,7 @@ The functions `_...` are what the processes of torch_ranks.py run; test_c10d.py 
 on every dtype, test_c10d_groups.py has groups.
 """
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -478,12 +476,3 @@ def _numbers() -> None:
 
 def test_sequence_numbers(run: Run) -> None:
     run(2, _numbers)
-
-
-def test_the_table_of_forms_names_tests_that_are_there() -> None:
-    tests = Path(__file__).parent
-    page = (tests.parent / "docs" / "torch_backend.md").read_text()
-    named = re.findall(r"^\|.*\| `(test_\w+)` \|$", page, re.MULTILINE)
-    there = "".join(path.read_text() for path in tests.glob("test_*.py"))
-    assert len(named) > 20
-    assert [name for name in named if f"def {name}(" not in there] == []

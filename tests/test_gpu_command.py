@@ -23,7 +23,7 @@ def test_every_part_is_a_command_that_is_there() -> None:
         assert part.limit_s > 0
         for word in part.command:
             assert not word.startswith("tests/") or (gpu.ROOT / word).exists(), word
-    page = (gpu.ROOT / "docs" / "gpu.md").read_text()
+    page = (gpu.ROOT / "docs" / "internals" / "cuda_testing.md").read_text()
     assert all(f"| `{part.name}` |" in page for part in eight)
 
 

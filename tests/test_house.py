@@ -292,7 +292,7 @@ def test_files_are_short() -> None:
 
 
 def test_every_command_is_documented() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text() for page in pages)
     help_text = subprocess.run(
         [sys.executable, "-m", "pycomm", "--help"],

@@ -367,7 +367,7 @@ import pycomm
 print(pycomm.all_gather_object(dist.get_rank()))
 dist.destroy_process_group()
 """
-# What docs/clusters.md says of init_process_group, whose variables are torchrun's.
+# What docs/launching.md says of init_process_group, whose variables are torchrun's.
 AS_TORCHRUN = ["sh", "-c", 'RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE exec "$0" "$@"']
 
 

@@ -9,7 +9,7 @@
 // The nonce is the direction's 12-byte IV, its last 8 bytes XORed with the number of the record,
 // counted from 0. After so many records both ends derive the next key of the direction. Keys come
 // from the secret of the connection's handshake by HKDF-SHA-256 (RFC 5869), so that each direction
-// of each connection has its own. docs/wire.md has the labels.
+// of each connection has its own. docs/internals/wire.md has the labels.
 //
 // There is no forward secrecy: a holder of the run's key who recorded a connection can decrypt it.
 // Called by group/lobby.cpp for connections that leave a host.

@@ -64,7 +64,7 @@ def _script(name: str, *options: str) -> None:
 
 
 def table() -> str:
-    """The table and what differs, as Markdown."""
+    """The table, as Markdown."""
     lines = ["| program | gloo | pycomm |", "|---|---|---|"]
     suites = [{b: _read(suite_file(kind, b)) for b in BACKENDS} for kind in SUITES]
     for suite in suites:
@@ -75,11 +75,8 @@ def table() -> str:
         ran = [results[name] for results in programs]
         called = f"{ran[1]['package']} {ran[1].get('version', '')}".strip()
         lines.append(f"| {called}, {title} | {' | '.join(r['status'] for r in ran)} |")
-    for one, other in (BACKENDS, BACKENDS[::-1]):
-        found = _passed_alone(suites, one, other)
-        lines += ["", f"Passed on {one} and not on {other}{':' if found else ': nothing.'}", ""]
-        lines += [f"* {line}" for line in found]
-    return "\n".join(lines).rstrip() + "\n"
+    return "
+".join(lines).rstrip() + "\n"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -97,22 +94,6 @@ def _counts(result: dict[str, Any]) -> str:
     totals = result["totals"]
     ran = sum(count for status, count in totals.items() if status != "left out")
     return f"{totals['passed']} of {ran}"
-
-
-def _passed_alone(suites: Sequence[dict[str, Any]], one: str, other: str) -> list[str]:
-    """The tests that passed on one backend and ran without success on the other: at how many
-    processes, and what the other said last."""
-    where: dict[str, list[str]] = {}
-    why: dict[str, str] = {}
-    for suite in suites:
-        for test, outcome in suite[one]["tests"].items():
-            theirs = suite[other]["tests"][test]
-            if outcome["status"] == "passed" and theirs["status"] not in ("passed", "left out"):
-                options = suite[one]["options"]
-                kind = " with GPU tests" if options["cuda_as_cpu"] else ""
-                where.setdefault(test, []).append(f"{options['world_size']}{kind}")
-                why[test] = theirs["reason"].partition(": ")[2] or theirs["reason"]
-    return [f"`{test}` ({', '.join(where[test])}): `{why[test]}`" for test in where]
 
 
 def written(page: str) -> str:
