@@ -57,7 +57,7 @@ Plan direct_all_reduce(int rank, int size, size_t count) {
 Plan direct_broadcast(int rank, int size, size_t count, int root) {
   const Range whole{Space::output, 0, count};
   Plan plan;
-  if (rank != root) plan.moves.push_back({kNobody, {}, root, whole});
+  if (rank != root) plan.moves.push_back({kNoRank, {}, root, whole});
   for (int step = 1; rank == root && step < size; ++step)
     plan.moves.push_back({ahead(root, size, step), whole});
   return plan;
@@ -127,7 +127,7 @@ Plan direct_reduce(int rank, int size, size_t count, int root) {
   plan.moves.push_back({rank, input, rank, part(Space::scratch, count, {}, rank)});
   for (int step = 1; step < size; ++step) {
     const int from = ahead(rank, size, step);
-    plan.moves.push_back({kNobody, {}, from, part(Space::scratch, count, {}, from)});
+    plan.moves.push_back({kNoRank, {}, from, part(Space::scratch, count, {}, from)});
   }
   plan.moves.push_back({rank, {Space::scratch, 0, plan.scratch}, rank, output, Combine::fold});
   return plan;

@@ -146,7 +146,7 @@ Plan hierarchical_reduce(const Place& at) {
                 .finishes = true});
   if (levels.host == home && !at_root) plan.moves.push_back({at.root, sum});
   for (int lane = 1; at_root && lane < levels.lanes; ++lane)
-    plan.moves.push_back({kNobody, {}, levels.here()[static_cast<size_t>(lane)], own(lane)});
+    plan.moves.push_back({kNoRank, {}, levels.here()[static_cast<size_t>(lane)], own(lane)});
   return plan;
 }
 
@@ -174,7 +174,7 @@ Plan hierarchical_broadcast(const Place& at) {
   if (levels.in_lane()) {
     const Range mine = own(levels.index);
     if (levels.host == home && at.rank != at.root)
-      plan.moves.push_back({kNobody, {}, at.root, mine});
+      plan.moves.push_back({kNoRank, {}, at.root, mine});
     append_stage(plan, one_level(levels.host, levels.hosts(), mine.count, home),
                  {.members = levels.lane(levels.index), .output_at = mine.begin});
   }
@@ -201,7 +201,7 @@ Plan hierarchical_barrier(const Place& at) {
     plan.scratch = 1;
     return plan;
   }
-  for (size_t i = 1; i < here.size(); ++i) plan.moves.push_back({kNobody, {}, here[i], {}});
+  for (size_t i = 1; i < here.size(); ++i) plan.moves.push_back({kNoRank, {}, here[i], {}});
   append_stage(plan, halving_barrier(levels.host, levels.hosts()), {.members = levels.lane(0)});
   const Range token = plan.moves.back().in;
   for (size_t i = 1; i < here.size(); ++i) plan.moves.push_back({here[i], token});

@@ -83,7 +83,7 @@ Plan hierarchical_all_gather(const Place& at) {
     for (const int rank : followers(levels)) {
       const bool own = rank == at.rank;
       plan.moves.push_back(
-          {own ? rank : kNobody, own ? input : Range{}, rank, {Space::scratch, place, at.count}});
+          {own ? rank : kNoRank, own ? input : Range{}, rank, {Space::scratch, place, at.count}});
       place += at.count;
     }
     append_stage(plan, collect(lane),
@@ -147,7 +147,7 @@ Plan hierarchical_reduce_scatter(const Place& at) {
                   .output = Space::scratch,
                   .scratch_at = plan.scratch});
   if (!levels.in_lane()) {
-    plan.moves.push_back({kNobody, {}, speaker(levels), output});
+    plan.moves.push_back({kNoRank, {}, speaker(levels), output});
     return plan;
   }
   const auto mine = followers(levels);
@@ -164,7 +164,7 @@ Plan hierarchical_reduce_scatter(const Place& at) {
   for (size_t i = 0; !straight && i < mine.size(); ++i) {
     const Range done{Space::scratch, done_at + i * at.count, at.count};
     const bool own = mine[i] == at.rank;
-    plan.moves.push_back({mine[i], done, own ? at.rank : kNobody, own ? output : Range{}});
+    plan.moves.push_back({mine[i], done, own ? at.rank : kNoRank, own ? output : Range{}});
   }
   return plan;
 }

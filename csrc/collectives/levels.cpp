@@ -12,7 +12,7 @@ Levels::Levels(const Place& at, int first) {
     members.resize(std::max(members.size(), host_at(rank) + 1));
     members[host_at(rank)].push_back(rank);
   }
-  if (first != kNobody) {
+  if (first != kNoRank) {
     auto& there = members[host_at(first)];
     const auto found = std::ranges::find(there, first);
     std::rotate(there.begin(), found, found + 1);
@@ -40,7 +40,7 @@ std::vector<int> Levels::lane(int lane) const {
 
 void append_stage(Plan& plan, const Plan& part, const Stage& stage) {
   const auto rank_of = [&](int member) {
-    return member == kNobody ? kNobody : stage.members[static_cast<size_t>(member)];
+    return member == kNoRank ? kNoRank : stage.members[static_cast<size_t>(member)];
   };
   const auto place_of = [&](Range range) {
     switch (range.space) {

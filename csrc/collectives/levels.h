@@ -16,8 +16,8 @@ struct Levels {
   int lanes = 0;
   int host = 0, index = 0;  // of this rank
 
-  // `first` gets index 0 on its host; kNobody: nobody is preferred.
-  explicit Levels(const Place& at, int first = kNobody);
+  // `first` gets index 0 on its host; kNoRank: nobody is preferred.
+  explicit Levels(const Place& at, int first = kNoRank);
 
   int hosts() const { return static_cast<int>(members.size()); }
   const std::vector<int>& here() const { return members[static_cast<size_t>(host)]; }

@@ -60,7 +60,7 @@ void append_pipelined_reduce(Plan& plan, const Place& at) {
     Range sum = own;
     for (const int child : children) {
       const bool last = me.node == 0 && child == children.back();
-      plan.moves.push_back({kNobody,
+      plan.moves.push_back({kNoRank,
                             {},
                             child,
                             last ? piece(Space::output, at.count, pieces, i) : slot,
@@ -79,7 +79,7 @@ void append_pipelined_broadcast(Plan& plan, const Place& at) {
   const int pieces = tree_pieces(at.size, at.count);
   for (int i = 0; i < pieces; ++i) {
     const Range part = piece(Space::output, at.count, pieces, i);
-    if (me.node != 0) plan.moves.push_back({kNobody, {}, me.parent(), part});
+    if (me.node != 0) plan.moves.push_back({kNoRank, {}, me.parent(), part});
     for (const int child : me.children()) plan.moves.push_back({child, part});
   }
 }

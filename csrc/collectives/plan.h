@@ -32,19 +32,19 @@ struct Range {
 //           once
 enum class Combine : uint8_t { copy, reduce, finish, fold };
 
-inline constexpr int kNobody = -1;
+inline constexpr int kNoRank = -1;
 
 // One step of one rank: send `out` to `to` while what `from` sends is combined into `in`. Either
-// peer may be kNobody. A move to and from oneself is local: `out` is what arrives, and a copy of
+// peer may be kNoRank. A move to and from oneself is local: `out` is what arrives, and a copy of
 // nothing fills `in` with zeros.
 //
 // Sends happen in the order of the moves, and so do receives, but the two orders advance on their
 // own: the send of move i+1 may start as soon as the elements that it reads are there. `in` never
 // overlaps the `out` of the same move. Two ranks agree on the order of what travels between them.
 struct Move {
-  int to = kNobody;
+  int to = kNoRank;
   Range out{};
-  int from = kNobody;
+  int from = kNoRank;
   Range in{};
   Combine combine = Combine::copy;
   Range with{};  // of in.count elements; read by reduce and finish only

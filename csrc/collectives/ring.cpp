@@ -86,7 +86,7 @@ Plan ring_broadcast(int rank, int size, size_t count, int root) {
   Plan plan;
   for (int i = 0; i < pieces; ++i) {
     const Range part = piece(Space::output, count, pieces, i);
-    if (rank != root) plan.moves.push_back({kNobody, {}, left_of(rank, size), part});
+    if (rank != root) plan.moves.push_back({kNoRank, {}, left_of(rank, size), part});
     if (right != root) plan.moves.push_back({right, part});
   }
   return plan;
@@ -113,10 +113,10 @@ Plan ring_reduce(int rank, int size, size_t count, int root) {
     const Range sum{Space::scratch, i % 2 == 0 ? 0 : longest, own.count};
     if (rank == root) {
       plan.moves.push_back(
-          {kNobody, {}, left, piece(Space::output, count, pieces, i), Combine::finish, own});
+          {kNoRank, {}, left, piece(Space::output, count, pieces, i), Combine::finish, own});
       continue;
     }
-    if (adds) plan.moves.push_back({kNobody, {}, left, sum, Combine::reduce, own});
+    if (adds) plan.moves.push_back({kNoRank, {}, left, sum, Combine::reduce, own});
     plan.moves.push_back({right, adds ? sum : own});
     if (adds) plan.scratch = std::max(plan.scratch, sum.begin + sum.count);
   }

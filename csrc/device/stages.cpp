@@ -27,8 +27,8 @@ class Maker {
 
   // What a move sends and receives travels in one stage: its counterparts may need both at once.
   void exchange(const Move& move, int rank) {
-    const bool sends = move.to != kNobody && move.to != rank && move.out.count > 0;
-    const bool receives = move.from != kNobody && move.from != rank && move.in.count > 0;
+    const bool sends = move.to != kNoRank && move.to != rank && move.out.count > 0;
+    const bool receives = move.from != kNoRank && move.from != rank && move.in.count > 0;
     const bool lands = receives && move.combine == Combine::copy;
     begin_if((sends && any(writes_, move.out)) ||
              (lands && (any(writes_, move.in) || any(reads_, move.in))));

@@ -117,7 +117,7 @@ void StreamEngine::meet(std::span<const NcclId> ids, FarRanks far, const Deadlin
   if (size_ == 1) return;
   near_ = std::move(far.near);
   const auto together =
-      near_.empty() ? size_ : size_ - static_cast<int>(std::ranges::count(near_, kNobody));
+      near_.empty() ? size_ : size_ - static_cast<int>(std::ranges::count(near_, kNoRank));
   while (lanes_.size() < ids.size()) lanes_.push_back(std::make_unique<Lane>(device_));
   for (size_t i = 0; i < ids.size(); ++i) {
     Lane& lane = *lanes_[i];
@@ -181,7 +181,7 @@ size_t StreamEngine::staged_bytes(const Stages& stages, Dtype dtype) const {
     size_t bytes = 0;
     for (const auto* messages : {&stage.sends, &stage.receives})
       for (const auto& [peer, range] : *messages)
-        if (near(peer) == kNobody) bytes += Bridge::staged_bytes(range.count * bytes_of(dtype));
+        if (near(peer) == kNoRank) bytes += Bridge::staged_bytes(range.count * bytes_of(dtype));
     most = std::max(most, bytes);
   }
   return most;
@@ -254,7 +254,7 @@ std::vector<Parcel> StreamEngine::parcels_of(const Part& part, const Stage& stag
   std::vector<Parcel> parcels;
   const auto add = [&](const std::vector<Stage::Message>& messages, bool sends) {
     for (const auto& [peer, range] : messages)
-      if (near(peer) == kNobody)
+      if (near(peer) == kNoRank)
         parcels.push_back(
             {peer, sends, place(part, range), range.count * bytes_of(part.job.dtype)});
   };
@@ -272,10 +272,10 @@ void StreamEngine::launch(const Part& part, const Stage& stage, const Deadline& 
       if (result == NcclResult::success || result == NcclResult::in_progress) result = one;
     };
     for (const auto& [peer, range] : stage.sends)
-      if (const int to = near(peer); to != kNobody)
+      if (const int to = near(peer); to != kNoRank)
         keep(nccl.send({place(part, range), nullptr, range.count * each, dtype}, to, queue));
     for (const auto& [peer, range] : stage.receives)
-      if (const int from = near(peer); from != kNobody)
+      if (const int from = near(peer); from != kNoRank)
         keep(nccl.recv({nullptr, place(part, range), range.count * each, dtype}, from, queue));
     return result;
   };

@@ -48,7 +48,7 @@ struct StreamJob {
 
 // Whom communicators do not join, where that is anybody.
 struct FarRanks {
-  std::vector<int> near{};  // by rank: its rank in the communicators, or kNobody; empty: all are
+  std::vector<int> near{};  // by rank: its rank in the communicators, or kNoRank; empty: all are
   std::vector<std::unique_ptr<HostPost>> posts{};  // of each lane, to the others
 };
 
@@ -115,7 +115,7 @@ class StreamEngine {
   void reduce(const Part& part, const Stage::Step& step);
   void run_nccl(const StreamJob& job, const Deadline& deadline);  // a collective
   static std::byte* place(const Part& part, const Range& range);
-  // In the communicators, or kNobody; so of a rank that is not known yet.
+  // In the communicators, or kNoRank; so of a rank that is not known yet.
   int near(int rank) const {
     return near_.empty() || rank < 0 ? rank : near_[static_cast<size_t>(rank)];
   }

@@ -118,12 +118,12 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
   const std::lock_guard turn(turn_);
   last_ = signature;
   last_.sequence = sequence_;
-  last_.kind = FrameKind::pulse;
-  last_.context = static_cast<uint16_t>(Whereabouts::inside);
+  last_.kind = FrameKind::heartbeat;
+  last_.context = static_cast<uint16_t>(CallState::in_call);
   struct Clear {
     Engine& engine;
     ~Clear() {
-      engine.last_.context = static_cast<uint16_t>(Whereabouts::between);
+      engine.last_.context = static_cast<uint16_t>(CallState::idle);
       engine.running_ = nullptr;
       engine.claims_ = {};
       engine.keep_half_arrived();
@@ -219,10 +219,10 @@ void Engine::learn(Clock::time_point idle_since) {
 
 // Not where a look costs much and a sleep little: while much is on its way by a socket.
 bool Engine::worth_looking(const Task& task) const {
-  const int from = task.receiving_from(), peer = from != kNobody ? from : task.sending_to();
-  if (peer < 0 || (from != kNobody && task.receiving_bytes() < kSegmentBytes)) return true;
+  const int from = task.receiving_from(), peer = from != kNoRank ? from : task.sending_to();
+  if (peer < 0 || (from != kNoRank && task.receiving_bytes() < kSegmentBytes)) return true;
   const auto& link = peers_[static_cast<size_t>(peer)].link;
-  return !link || !link->channel().looks_are_dear();
+  return !link || !link->channel().polling_is_expensive();
 }
 
 // Arms, looks once more, and only then sleeps: so no wake-up is lost. True if the task moved.
@@ -240,7 +240,7 @@ bool Engine::sleep(Task& task, const Deadline& deadline) {
   armed_.clear();
   for (size_t i = 0; i < peers_.size(); ++i) {
     const Peer& peer = peers_[i];
-    if (!peer.link || peer.link->channel().hung_up()) continue;
+    if (!peer.link || peer.link->channel().is_closed()) continue;
     armed_.push_back(&peer.link->channel());
     const bool awaited = task.receiving_from() == static_cast<int>(i);
     polled_.push_back(armed_.back()->arm({.receive = !must_wait(static_cast<int>(i), task),
@@ -292,10 +292,10 @@ void Engine::check_world(const Task& task, const Deadline& deadline) {
   }
   if (!deadline.expired()) return;
   const int from = task.receiving_from(), to = task.sending_to();
-  const int peer = from != kNobody ? from : to;
+  const int peer = from != kNoRank ? from : to;
   std::string text = "Timed out after " + std::to_string(deadline.limit_s()) + " s";
-  if (peer != kNobody)
-    text += (from != kNobody ? ", waiting for data from " : ", waiting to send to ") + name(peer);
+  if (peer != kNoRank)
+    text += (from != kNoRank ? ", waiting for data from " : ", waiting to send to ") + name(peer);
   if (awaits() == kAnybody) text += ", waiting for a message from anybody";
   throw Timeout(text, {.peer = peer});
 }
@@ -308,7 +308,7 @@ void Engine::check_needed(const Task& task) {
       at(from).link->has_front() && at(from).front == Front::later)
     hear_out(from);
   for (const int peer : {task.receiving_from(), task.sending_to()})
-    if (peer != kNobody && at(peer).departed) throw gone(peer);
+    if (peer != kNoRank && at(peer).departed) throw gone(peer);
   if (awaits() == kAnybody && options_.dialer == nullptr &&
       std::ranges::all_of(peers_, [](const Peer& who) { return !who.link || who.departed; }))
     throw PeerLost("everybody else has left the group, and no message came before");
@@ -395,7 +395,7 @@ Engine::Front Engine::judge(int peer, const Header& header) {
     case FrameKind::data:
       at(peer).last = header;
       break;
-    case FrameKind::pulse:
+    case FrameKind::heartbeat:
       take_pulse(peer, header);
       if (contradicts(*at(peer).last)) disagree(peer, *at(peer).last);
       return Front::nothing;
@@ -452,7 +452,7 @@ void Engine::take_pulse(int peer, const Header& header) {
 // Whether its sender waits in another call than ours, perhaps for us while we wait for it. Of an
 // all_to_all a pulse does not tell the counts between the two.
 bool Engine::contradicts(const Header& pulse) const {
-  if (running_ == nullptr || pulse.context != static_cast<uint16_t>(Whereabouts::inside) ||
+  if (running_ == nullptr || pulse.context != static_cast<uint16_t>(CallState::in_call) ||
       is_message(pulse) || order(pulse, epoch_, sequence_) != 0)
     return false;
   const auto to_all = static_cast<uint8_t>(Operation::all_to_all);

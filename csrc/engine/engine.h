@@ -33,7 +33,7 @@ class Task {
   // Does what can be done now without waiting; true if anything moved.
   virtual bool advance() = 0;
   virtual bool done() const = 0;
-  // Whom it waits for, or kNobody.
+  // Whom it waits for, or kNoRank.
   virtual int sending_to() const = 0;
   virtual int receiving_from() const = 0;
   // How much is still to come from there, at least.
@@ -188,8 +188,8 @@ class Engine {
   // Of exchange(): takes the messages that are whole and awaited, each into its place. True if
   // there was one.
   bool take_awaited();
-  // Whose message is awaited first, or kNobody.
-  int awaits() const { return awaited_.empty() ? kNobody : awaited_.front().from; }
+  // Whose message is awaited first, or kNoRank.
+  int awaits() const { return awaited_.empty() ? kNoRank : awaited_.front().from; }
   // Nothing of exchange() is left to send: only now may a notice cut it short.
   void sent_all() { sending_ = false; }
   // `peer` says that the call under way is another: ends it on every rank with Mismatch.
@@ -203,7 +203,7 @@ class Engine {
   // What `peer` sent makes sense: else throws PeerLost, as the fault is its own.
   void believe(int peer, bool sound, std::string_view what) const;
   // Wakes `peer`, which shares memory with us, if it sleeps.
-  void ring(int peer) { at(peer).link->channel().ring(); }
+  void wake_peer(int peer) { at(peer).link->channel().wake_peer(); }
   Bytes scratch(size_t bytes);
   int rank() const { return options_.rank; }
 
@@ -273,13 +273,13 @@ class Engine {
   void new_epoch(const Header& notice, const std::string& text);
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
-  bool has_hung_up(int peer);
+  bool has_closed(int peer);
   std::chrono::nanoseconds longest_sleep(const Deadline& deadline) const;
   void watch_process(int peer);
   void find_ended(size_t first);
   void settle_ended();
   // It has hung up, or its process has ended and all that it sent is here.
-  static bool over(const Peer& who) { return who.ended || who.link->channel().hung_up(); }
+  static bool over(const Peer& who) { return who.ended || who.link->channel().is_closed(); }
   bool parts_in_peace(int peer);
   void look_for_ends(const std::vector<int>& awaited);
   void sleep_until_end(const std::vector<int>& awaited);
@@ -307,13 +307,13 @@ class Engine {
   std::chrono::nanoseconds patience_{0};  // for how long the next wait looks
   uint16_t epoch_ = 0;
   uint32_t sequence_ = 0;
-  uint64_t past_ = 0;                      // a hash of the calls of this epoch, for their frames
-  Header before_{};                        // the last of them
-  uint64_t arrivals_ = 0;                  // messages that began to arrive
-  const Header* running_ = nullptr;        // the run under way, if any
-  std::span<const size_t> claims_;         // its job's
-  Header last_{.kind = FrameKind::pulse};  // what was called last, as pulses tell it
-  Clock::time_point listened_{};           // when listen() was called last
+  uint64_t past_ = 0;                // a hash of the calls of this epoch, for their frames
+  Header before_{};                  // the last of them
+  uint64_t arrivals_ = 0;            // messages that began to arrive
+  const Header* running_ = nullptr;  // the run under way, if any
+  std::span<const size_t> claims_;   // its job's
+  Header last_{.kind = FrameKind::heartbeat};  // what was called last, as pulses tell it
+  Clock::time_point listened_{};               // when listen() was called last
   struct Awaited {
     int from;
     Header signature;

@@ -175,7 +175,7 @@ PeerLost Engine::unreadable(int peer, std::string_view what) const {
 void Engine::heed_goodbye(int peer, const std::string& payload) {
   believe(peer, payload.size() >= 1 + sizeof(int32_t), "a goodbye is too short");
   const auto kind = static_cast<uint8_t>(payload[0]);
-  int32_t blamed = kNobody;
+  int32_t blamed = kNoRank;
   std::memcpy(&blamed, payload.data() + 1, sizeof blamed);
   const std::string text = payload.substr(1 + sizeof blamed);
   at(peer).departed = "has left the group: " + text;
@@ -186,7 +186,7 @@ void Engine::heed_goodbye(int peer, const std::string& payload) {
   if (blamed == options_.rank)
     throw PeerLost(name(peer) + " gave up on this rank: " + text, {.peer = peer});
   if (kind == static_cast<uint8_t>(ErrorKind::peer_lost)) throw PeerLost(told, {.peer = blamed});
-  throw GroupBroken(told, {.peer = blamed == kNobody ? peer : blamed});
+  throw GroupBroken(told, {.peer = blamed == kNoRank ? peer : blamed});
 }
 
 void Engine::hear_out(int peer) {
@@ -203,10 +203,10 @@ void Engine::hear_out(int peer) {
 
 PeerLost Engine::gone(int peer) const {
   const auto& link = peers_[static_cast<size_t>(peer)].link;
-  const auto nonsense = link ? link->channel().nonsense() : std::string_view{};
-  if (!nonsense.empty()) return unreadable(peer, nonsense);
+  const auto protocol_error = link ? link->channel().protocol_error() : std::string_view{};
+  if (!protocol_error.empty()) return unreadable(peer, protocol_error);
   const Peer& who = peers_[static_cast<size_t>(peer)];
-  const std::string no_word = who.ended && link && !link->channel().hung_up()
+  const std::string no_word = who.ended && link && !link->channel().is_closed()
                                   ? "died: its process ended without a word"
                                   : "died or lost its connection: it hung up without a word";
   return PeerLost(name(peer) + " " + who.departed.value_or(no_word), {.peer = peer});
@@ -268,7 +268,7 @@ void Engine::say_goodbye(uint8_t kind, int peer, const std::string& text) noexce
   } catch (...) {  // out of memory: the closed connection must say it alone
   }
   for (Peer& who : peers_)
-    if (who.link) who.link->hang_up();
+    if (who.link) who.link->close();
 }
 
 // Sends what is owed to everybody, for at most `limit`. Does not read: peers that wait for us do.
@@ -278,7 +278,7 @@ bool Engine::flush_all(std::chrono::nanoseconds limit) {
     std::vector<pollfd> waiting;
     std::vector<Channel*> armed;
     for (Peer& who : peers_) {
-      if (!who.link || who.link->channel().hung_up() || who.link->flush()) continue;
+      if (!who.link || who.link->channel().is_closed() || who.link->flush()) continue;
       waiting.push_back(who.link->channel().arm({false, true}));
       armed.push_back(&who.link->channel());
       if (who.link->flush()) waiting.back().fd = -1;  // room came between: do not sleep for it
@@ -298,7 +298,7 @@ void Engine::leave() noexcept {
     if (!broken_.empty()) return;
     broken_ = "it was closed";
   }
-  say_goodbye(kDeparted, kNobody, "it closed the group");
+  say_goodbye(kDeparted, kNoRank, "it closed the group");
 }
 
 void Engine::fail(const Error& error) noexcept {
@@ -322,7 +322,7 @@ void Engine::give_up(const Error& error) noexcept {
 // Who is blamed, unless it has said itself why it gave up; who hung up without a word; and who has
 // left in peace.
 std::vector<int> Engine::find_lost(const Error& error) {
-  const int blamed = error.kind() == ErrorKind::peer_lost ? error.fields().peer : kNobody;
+  const int blamed = error.kind() == ErrorKind::peer_lost ? error.fields().peer : kNoRank;
   const Deadline deadline(kLastLook);
   std::vector<int> found;
   for (size_t i = 0; i < peers_.size(); ++i) {
@@ -365,7 +365,7 @@ void Engine::check_usable() {
 }
 
 // Asks the kernel, for some channels learn it from their descriptor alone.
-bool Engine::has_hung_up(int peer) {
+bool Engine::has_closed(int peer) {
   Peer& who = at(peer);
   if (over(who)) return true;
   Channel& channel = who.link->channel();
@@ -410,9 +410,9 @@ void Engine::heed(std::chrono::nanoseconds limit, const std::vector<int>& awaite
 void Engine::look_for_ends(const std::vector<int>& awaited) {
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     if (!at(peer).link) continue;
-    const bool last = std::ranges::count(awaited, peer) > 0 && has_hung_up(peer);
+    const bool last = std::ranges::count(awaited, peer) > 0 && has_closed(peer);
     const Header* header = front(peer);
-    for (; header != nullptr && header->kind == FrameKind::pulse; header = front(peer))
+    for (; header != nullptr && header->kind == FrameKind::heartbeat; header = front(peer))
       take_pulse(peer, *header);
     if (header != nullptr && header->kind == FrameKind::goodbye) read_notice(peer, *header);
     if (last && !at(peer).departed && (header == nullptr || !parts_in_peace(peer))) hear_out(peer);
@@ -424,7 +424,7 @@ void Engine::sleep_until_end(const std::vector<int>& awaited) {
   std::vector<pollfd> polled;
   std::vector<Channel*> armed;
   for (const int peer : awaited) {
-    if (!at(peer).link || at(peer).link->channel().hung_up()) continue;
+    if (!at(peer).link || at(peer).link->channel().is_closed()) continue;
     armed.push_back(&at(peer).link->channel());
     polled.push_back(armed.back()->arm({}));
   }

@@ -29,12 +29,12 @@ std::string seconds(std::chrono::nanoseconds time) {
 std::string doing_of(const Header& header) {
   const std::string call = "call " + std::to_string(header.sequence) + ", " + describe(header);
   if (header.kind == FrameKind::data) return "with a frame of " + call;
-  switch (static_cast<Whereabouts>(header.context)) {
-    case Whereabouts::nowhere:
+  switch (static_cast<CallState>(header.context)) {
+    case CallState::not_started:
       return "before its first call";
-    case Whereabouts::inside:
+    case CallState::in_call:
       return "inside " + call;
-    case Whereabouts::between:
+    case CallState::idle:
       return "outside of calls, after " + call;
   }
   return {};
@@ -101,7 +101,7 @@ bool Engine::beat() noexcept {
       Peer& who = peers_[i];
       if (!who.link) continue;
       const Header* header = front(static_cast<int>(i));
-      while (header != nullptr && header->kind == FrameKind::pulse) {
+      while (header != nullptr && header->kind == FrameKind::heartbeat) {
         take_pulse(static_cast<int>(i), *header);
         header = front(static_cast<int>(i));
       }
@@ -151,7 +151,7 @@ void Engine::check_silence(const Task& task) {
   listen(now);
   if (options_.heartbeat.count() == 0) return;
   for (const int peer : {task.receiving_from(), task.sending_to()})
-    if (peer != kNobody && (at(peer).link || at(peer).wanted) &&
+    if (peer != kNoRank && (at(peer).link || at(peer).wanted) &&
         now - at(peer).heard >= options_.heartbeat)
       throw PeerLost(name(peer) + " has not been heard of for " + seconds(options_.heartbeat) +
                          ": it is stopped or its host is gone",
@@ -184,7 +184,7 @@ void Engine::publish(Clock::time_point now) {
   }
   const std::lock_guard lock(mutex_);
   published_ = now;
-  doing_ = last_.context == static_cast<uint16_t>(Whereabouts::nowhere) ? "" : doing_of(last_);
+  doing_ = last_.context == static_cast<uint16_t>(CallState::not_started) ? "" : doing_of(last_);
   sightings_ = std::move(all);
 }
 

@@ -88,7 +88,7 @@ void Engine::exchange(std::span<const Posted> messages, const Deadline& deadline
       else
         awaited_.push_back({one.peer, one.signature, one.into});
     }
-    sending_ = task.sending_to() != kNobody;
+    sending_ = task.sending_to() != kNoRank;
   }
   guard(task, messages.front().signature, deadline);
   for (const auto& [from, theirs, mine] : refused_)
@@ -240,14 +240,14 @@ std::optional<Message> Engine::take_kept(int& from, const Header& wanted) {
     return std::ranges::find_if(at(peer).messages,
                                 [&](const Message& m) { return is_meant(m.header, wanted); });
   };
-  int chosen = kNobody;
+  int chosen = kNoRank;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     if (from != kAnybody && from != peer) continue;
     const auto found = oldest(peer);
     if (found == at(peer).messages.end() || found->have < found->bytes) continue;
-    if (chosen == kNobody || found->arrival < oldest(chosen)->arrival) chosen = peer;
+    if (chosen == kNoRank || found->arrival < oldest(chosen)->arrival) chosen = peer;
   }
-  if (chosen == kNobody) return std::nullopt;
+  if (chosen == kNoRank) return std::nullopt;
   from = chosen;
   Message message = std::move(*oldest(chosen));
   at(chosen).messages.erase(oldest(chosen));

@@ -35,17 +35,17 @@ std::byte* Run::place_out(const Range& range) const {
 
 // Both cursors step over the moves that are not theirs; local moves are the receiving cursor's.
 void Run::skip() {
-  while (sending_ < end() && (move(sending_).to == kNobody || move(sending_).to == rank_))
+  while (sending_ < end() && (move(sending_).to == kNoRank || move(sending_).to == rank_))
     ++sending_;
-  while (receiving_ < end() && move(receiving_).from == kNobody) ++receiving_;
+  while (receiving_ < end() && move(receiving_).from == kNoRank) ++receiving_;
 }
 
-int Run::sending_to() const { return may_send() ? move(sending_).to : kNobody; }
+int Run::sending_to() const { return may_send() ? move(sending_).to : kNoRank; }
 
 // While a place is not free yet it is the send before it that the run waits for.
 int Run::receiving_from() const {
-  if (!may_receive() || needs(receiving_).land_after >= static_cast<int>(sending_)) return kNobody;
-  return move(receiving_).from != rank_ ? move(receiving_).from : kNobody;
+  if (!may_receive() || needs(receiving_).land_after >= static_cast<int>(sending_)) return kNoRank;
+  return move(receiving_).from != rank_ ? move(receiving_).from : kNoRank;
 }
 
 size_t Run::receiving_bytes() const {
@@ -187,7 +187,7 @@ bool ExchangeMessages::advance() {
 int ExchangeMessages::sending_to() const {
   for (const SendMessage& one : sends_)
     if (!one.done()) return one.sending_to();
-  return kNobody;
+  return kNoRank;
 }
 
 bool ReceiveMessage::advance() {

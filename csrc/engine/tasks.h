@@ -61,7 +61,7 @@ class SendMessage final : public Task {
   bool advance() override;
   bool done() const override { return done_; }
   int sending_to() const override { return to_; }
-  int receiving_from() const override { return kNobody; }
+  int receiving_from() const override { return kNoRank; }
 
  private:
   Engine& engine_;
@@ -78,8 +78,8 @@ class ReceiveMessage final : public Task {
       : engine_(engine), from_(from), wanted_(wanted) {}
   bool advance() override;
   bool done() const override { return message_.has_value(); }
-  int sending_to() const override { return kNobody; }
-  int receiving_from() const override { return from_ == kAnybody ? kNobody : from_; }
+  int sending_to() const override { return kNoRank; }
+  int receiving_from() const override { return from_ == kAnybody ? kNoRank : from_; }
   Message& message() { return *message_; }
   int sender() const { return from_; }  // once it is done
 
@@ -98,7 +98,7 @@ class ExchangeMessages final : public Task {
     sends_.emplace_back(engine_, to, header, bytes);
   }
   bool advance() override;
-  bool done() const override { return sending_to() == kNobody && engine_.awaits() == kNobody; }
+  bool done() const override { return sending_to() == kNoRank && engine_.awaits() == kNoRank; }
   int sending_to() const override;
   int receiving_from() const override { return engine_.awaits(); }
 

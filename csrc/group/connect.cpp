@@ -317,7 +317,7 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
   Mesh mesh = form_mesh(request, exchange, deadline);
   if (options.line != nullptr)
     for (auto& channel : mesh.channels)
-      if (channel) channel = make_throttled(std::move(channel), options.line);
+      if (channel) channel = make_rate_limited(std::move(channel), options.line);
   if (!options.faults.empty()) {
     const auto faults = make_faults(options.faults);
     for (size_t i = 0; i < mesh.channels.size(); ++i)

@@ -12,7 +12,7 @@
 #include "group/note.h"
 #include "rendezvous/store.h"
 #include "transport/faulty.h"
-#include "transport/throttled.h"
+#include "transport/rate_limited.h"
 
 namespace pycomm {
 
@@ -37,7 +37,7 @@ struct ConnectOptions {
   std::vector<Tuned> tuned;   // where choices turn by transport, if measured; rank 0's count
   JournalFiles journal;       // where a flight record and a trace go
   std::vector<Fault> faults;  // for tests: what goes wrong on this rank
-  std::shared_ptr<Line>
+  std::shared_ptr<RateLimitedLink>
       line;  // for benchmarks: behind which all channels of this rank lie; or null
   // Up to so many ranks each is connected to each from the start and nothing listens once the group
   // stands; in a larger group two ranks connect when one first sends to the other. The same on all.

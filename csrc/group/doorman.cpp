@@ -37,12 +37,12 @@ Doorman::Doorman(Lobby::Request request, size_t ring_bytes) : wake_(event()), ar
   for (size_t i = 0; i < local_.size(); ++i)
     if (i != me) (local_[i] ? in_process : by_socket) = true;
   if (in_process)
-    door_.emplace(LocalMeeting{request.context, request.agreed}, request.rank, ring_bytes,
-                  [this](int peer, std::unique_ptr<Channel> channel) {
-                    std::vector<Arrival> one(1);
-                    one[0] = {.peer = peer, .channel = std::move(channel)};
-                    deliver(std::move(one));
-                  });
+    listener_.emplace(InProcessGroup{request.context, request.agreed}, request.rank, ring_bytes,
+                      [this](int peer, std::unique_ptr<Channel> channel) {
+                        std::vector<Arrival> one(1);
+                        one[0] = {.peer = peer, .channel = std::move(channel)};
+                        deliver(std::move(one));
+                      });
   if (!by_socket) return;
   request.refusals = kRefusals;
   lobby_.emplace(std::move(request));
@@ -51,7 +51,7 @@ Doorman::Doorman(Lobby::Request request, size_t ring_bytes) : wake_(event()), ar
 
 void Doorman::want(int peer) {
   if (local_[static_cast<size_t>(peer)]) {
-    if (door_->call(peer)) return;
+    if (listener_->call(peer)) return;
     std::vector<Arrival> none(1);
     none[0] = {.peer = peer, .why = "it has left"};
     return deliver(std::move(none));
@@ -80,7 +80,7 @@ void Doorman::deliver(std::vector<Arrival> arrivals) {
 }
 
 void Doorman::close() noexcept {
-  door_.reset();
+  listener_.reset();
   ending_.store(true);
   ring(wake_);
   if (thread_.joinable()) thread_.join();

@@ -42,7 +42,7 @@ class Doorman final : public Dialer {
   std::vector<Arrival> inbox_;     // not yet taken
   std::atomic<bool> news_{false};  // the inbox holds something
   std::atomic<bool> ending_{false};
-  std::optional<LocalDoor> door_;
+  std::optional<InProcessListener> listener_;
   std::optional<Lobby> lobby_;  // the thread's, while that runs
   std::thread thread_;
 };

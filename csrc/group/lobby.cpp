@@ -40,13 +40,13 @@ std::string Lobby::failure(int peer) const {
 
 // `peer` is whom we call, or -1: whoever it is has called us.
 Handshake Lobby::shake(Fd fd, int peer, SocketTransport* by) {
-  Claim claim{.context = request_.context, .rank = request_.rank, .expected = peer};
-  claim.agreed = request_.agreed;
-  claim.patient = true;  // the other end may have said yes when our limit passes
+  HandshakeParams params{.context = request_.context, .rank = request_.rank, .expected = peer};
+  params.agreed = request_.agreed;
+  params.patient = true;  // the other end may have said yes when our limit passes
   if (peer != -1)
-    return {std::move(fd), Handshake::Role::connector, request_.key, std::move(claim)};
-  claim.wanted = [this, by](int caller) { return wants(caller, by); };
-  return {std::move(fd), Handshake::Role::listener, request_.key, std::move(claim)};
+    return {std::move(fd), Handshake::Role::connector, request_.key, std::move(params)};
+  params.wanted = [this, by](int caller) { return wants(caller, by); };
+  return {std::move(fd), Handshake::Role::listener, request_.key, std::move(params)};
 }
 
 bool Lobby::wants(int peer, const SocketTransport* by) const {
@@ -169,7 +169,8 @@ void Lobby::advance_callers() {
           reject(peer, contact(peer).ways[caller.way] + ": " + caller.handshake->why());
           break;
         }
-        if (caller.handshake->was_cut()) {  // evicted, by what we can know: the caller has a limit
+        if (caller.handshake
+                ->was_disconnected()) {  // evicted, by what we can know: the caller has a limit
           caller.why = contact(peer).ways[caller.way] + ": " + caller.handshake->why();
           caller.handshake.reset();
           caller.retry_at = Clock::now() + kRetry;
@@ -215,7 +216,7 @@ void Lobby::meet(int peer, Handshake& handshake, bool called) {
   if (const auto caller = callers_.find(peer); caller != callers_.end())
     caller->second.handshake.reset();
   try {
-    contact(peer).transport->offer(fd.get());
+    contact(peer).transport->send_memory(fd.get());
     waiting_.push_back({peer, std::move(fd), std::move(session)});
   } catch (const Error& error) {
     arrivals_.push_back({.peer = peer, .why = error.what()});

@@ -37,7 +37,7 @@ class Lobby {
     int rank = 0;
     std::string key;       // for the handshakes
     std::string context;   // what is unique to the group
-    std::string agreed{};  // what all ranks must know alike: Claim::agreed
+    std::string agreed{};  // what all ranks must know alike: HandshakeParams::agreed
     std::vector<std::unique_ptr<SocketTransport>> transports;
     std::vector<Contact> contacts;  // by rank
     int failures = 100;  // attempts that failed otherwise; those that were cut off do not count

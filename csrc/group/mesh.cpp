@@ -231,11 +231,11 @@ class Forming {
 
   // Who cannot form the group tells those that it has met: one of them may stand already.
   void meet(Mesh& mesh, Lobby::Request request) {
-    int lost = kNobody;
+    int lost = kNoRank;
     std::optional<Error> failure;
     try {
       lost = meet_all(mesh, std::move(request));
-      if (lost == kNobody) return;
+      if (lost == kNoRank) return;
     } catch (const Error& error) {
       failure = error;
     }
@@ -261,7 +261,7 @@ class Forming {
   // met, and they tell this rank, why: for that there is a moment.
   struct Ends {
     std::vector<Process> processes;
-    int peer = kNobody;
+    int peer = kNoRank;
     std::optional<Deadline> last_word{};
 
     void note(std::span<const pollfd> polled) {
@@ -284,7 +284,7 @@ class Forming {
   }
 
   // Each calls those before it and is called by those behind it, until nobody is missing. Gives one
-  // who has hung up again, or kNobody. For whom one more step is missing the group may stand
+  // who has hung up again, or kNoRank. For whom one more step is missing the group may stand
   // already, so those who are about to be met are met first: they have to be told.
   int meet_all(Mesh& mesh, Lobby::Request request) {
     std::vector<int> missing;
@@ -293,9 +293,9 @@ class Forming {
     Lobby lobby(std::move(request));
     for (const int peer : missing)
       if (peer < request_.rank) lobby.call(peer);
-    if (different_ != kNobody) throw_different(different_);
+    if (different_ != kNoRank) throw_different(different_);
     Ends ends = watch_processes(mesh);
-    int lost = kNobody;
+    int lost = kNoRank;
     std::optional<Deadline> last_meetings;
     const Deadline awaited(kCallsBack);
     bool calls_back = false;
@@ -308,7 +308,7 @@ class Forming {
       std::vector<Channel*> met;
       std::vector<pollfd> also;
       for (const auto& channel : mesh.channels)
-        if (channel && !channel->hung_up()) {
+        if (channel && !channel->is_closed()) {
           met.push_back(channel.get());
           also.push_back(channel->arm({}));
         }
@@ -327,21 +327,21 @@ class Forming {
       for (const Arrival& arrival : arrivals)
         if (arrival.differs) throw_different(arrival.peer);
       for (const Arrival& arrival : arrivals)
-        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
+        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
           const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
           if (arrival.forbidden && inside && request_.forbidden)
             request_.forbidden(name(arrival.peer) + " cannot be reached at " + arrival.why);
           throw_unreachable(arrival.peer, arrival.why);
         }
       for (size_t i = 0; i < mesh.channels.size(); ++i)
-        if (lost == kNobody && mesh.channels[i] && mesh.channels[i]->hung_up()) {
+        if (lost == kNoRank && mesh.channels[i] && mesh.channels[i]->is_closed()) {
           lost = static_cast<int>(i);
           last_meetings.emplace(kLastMeetings);
         }
-      if (lost != kNobody && last_meetings->expired()) return lost;
-      if (lost == kNobody && ends.last_word && ends.last_word->expired())
+      if (lost != kNoRank && last_meetings->expired()) return lost;
+      if (lost == kNoRank && ends.last_word && ends.last_word->expired())
         throw_lost(ends.peer, " died while the group formed: its process has ended");
-      if (lost == kNobody && !missing.empty()) check_world(missing, lobby);
+      if (lost == kNoRank && !missing.empty()) check_world(missing, lobby);
     }
     return lost;
   }
@@ -384,7 +384,7 @@ class Forming {
     }
     throw Timeout(text, {.op = "init",
                          .rank = request_.rank,
-                         .peer = missing.size() == 1 ? missing[0] : kNobody,
+                         .peer = missing.size() == 1 ? missing[0] : kNoRank,
                          .unreachable = missing[0]});
   }
 
@@ -405,7 +405,7 @@ class Forming {
   std::shared_ptr<SharedHeap> heap_;
   std::unique_ptr<SocketTransport> shm_, tcp_;
   std::vector<Lobby::Contact> contacts_;  // by rank
-  int different_ = kNobody;               // a thread of this process that was given other notes
+  int different_ = kNoRank;               // a thread of this process that was given other notes
   Clock::time_point asked_{};             // when request_.interrupted was asked last
 };
 

@@ -90,7 +90,7 @@ class NcclCarrier final : public Carrier {
       plans_;
 };
 
-// Of the ranks of its host, in order, where communicators are of those: by rank, or kNobody. Else
+// Of the ranks of its host, in order, where communicators are of those: by rank, or kNoRank. Else
 // empty.
 std::vector<int> NcclCarrier::near_ranks(const DeviceLines& lines) const {
   if (lines.nccl_between_hosts || host_->host_count() == 1) return {};
@@ -98,7 +98,7 @@ std::vector<int> NcclCarrier::near_ranks(const DeviceLines& lines) const {
   const int mine = hosts[static_cast<size_t>(host_->rank())];
   std::vector<int> near;
   int next = 0;
-  for (const int host : hosts) near.push_back(host == mine ? next++ : kNobody);
+  for (const int host : hosts) near.push_back(host == mine ? next++ : kNoRank);
   return near;
 }
 

@@ -39,11 +39,11 @@ class TwoLevelRun final : public Task {
   int sending_to() const override { return across_.sending_to(); }
   // While blocks cross, whoever is waited for inside waits for the same.
   int receiving_from() const override {
-    if (const int from = across_.receiving_from(); from != kNobody) return from;
-    return inside_ && sending_to() == kNobody ? inside_->receiving_from() : kNobody;
+    if (const int from = across_.receiving_from(); from != kNoRank) return from;
+    return inside_ && sending_to() == kNoRank ? inside_->receiving_from() : kNoRank;
   }
   size_t receiving_bytes() const override {
-    return across_.receiving_from() == kNobody ? 0 : across_.receiving_bytes();
+    return across_.receiving_from() == kNoRank ? 0 : across_.receiving_bytes();
   }
   void arm() override {
     if (inside_) inside_->arm();

@@ -159,7 +159,7 @@ Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& 
         keep_alive(handshake.fd());
         return greet(handshake.release(), handshake.deadline(), failure);
       case Handshake::Step::refused:
-        failure = {handshake.why(), handshake.nobody()};
+        failure = {handshake.why(), handshake.has_no_listener()};
         return {};
       case Handshake::Step::want_write:
         events = POLLOUT;

@@ -99,7 +99,7 @@ void FlagTask::publish(std::atomic<uint64_t>& flag, uint64_t value) {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     auto& sleeps = arena_.of(peer).sleeps;
-    if (sleeps.load() != 0 && sleeps.exchange(0) != 0) engine_.ring(arena_.member(peer));
+    if (sleeps.load() != 0 && sleeps.exchange(0) != 0) engine_.wake_peer(arena_.member(peer));
   }
 }
 
@@ -110,7 +110,7 @@ void FlagTask::arm() {
     if (peer != rank_ && arena_.differs(peer, header_, theirs))
       engine_.disagree(arena_.member(peer), theirs);
   // Whoever is in a later call has done what it does in this one: what is not there will not come.
-  if (awaited_ != kNobody && awaited_flag_ != nullptr &&
+  if (awaited_ != kNoRank && awaited_flag_ != nullptr &&
       arena_.is_past(awaited_, header_, theirs) &&
       awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
     engine_.disagree_on_end(arena_.member(awaited_), theirs);

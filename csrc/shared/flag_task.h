@@ -28,9 +28,9 @@ struct SharedJob {
 
 class FlagTask : public Task {
  public:
-  int sending_to() const override { return kNobody; }
+  int sending_to() const override { return kNoRank; }
   int receiving_from() const override {
-    return awaited_ == kNobody ? kNobody : arena_.member(awaited_);
+    return awaited_ == kNoRank ? kNoRank : arena_.member(awaited_);
   }
   void arm() override;
   void disarm() override;
@@ -56,7 +56,7 @@ class FlagTask : public Task {
   const Header& header_;
   int rank_, size_;  // as the arena counts
   uint64_t first_;   // ticket
-  int awaited_ = kNobody;
+  int awaited_ = kNoRank;
 
  private:
   [[noreturn]] void disagree(int peer, uint64_t ticket);

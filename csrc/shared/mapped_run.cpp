@@ -29,7 +29,7 @@ MappedRun::MappedRun(Engine& engine, Arena& arena, const SharedJob& job, const H
 }
 
 bool MappedRun::advance() {
-  awaited_ = kNobody;
+  awaited_ = kNoRank;
   if (at_ < end_) {
     if (!are_all_here()) return false;
     work_more();

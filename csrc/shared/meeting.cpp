@@ -73,7 +73,7 @@ Meeting::Meeting(Engine& engine, Arena& arena, const SharedJob& job, const Heade
     : FlagTask(engine, arena, header, 1), job_(job), prefers_pulled_(prefers_pulled) {}
 
 bool Meeting::advance() {
-  awaited_ = kNobody;
+  awaited_ = kNoRank;
   if (!offered_) {
     if (!may_fill(first_)) return false;
     offer();

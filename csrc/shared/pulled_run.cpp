@@ -27,7 +27,7 @@ PulledRun::PulledRun(Engine& engine, Arena& arena, const SharedJob& job, const H
 }
 
 bool PulledRun::advance() {
-  awaited_ = kNobody;
+  awaited_ = kNoRank;
   if (at_ < end_) return sum_more();
   if (!told_) {
     publish(arena_.own().reduced[first_ % kSlots].flag, first_ + 1);

@@ -24,7 +24,7 @@ class SharedCall final : public Task {
 
   bool advance() override;
   bool done() const override { return !std::holds_alternative<Meeting>(tasks_) && now_->done(); }
-  int sending_to() const override { return kNobody; }
+  int sending_to() const override { return kNoRank; }
   int receiving_from() const override { return now_->receiving_from(); }
   void arm() override { now_->arm(); }
   void disarm() override { now_->disarm(); }

@@ -132,7 +132,7 @@ bool SharedRun::collects() const {
 
 // What others wait for comes first, and what is still in the caches.
 bool SharedRun::advance() {
-  awaited_ = kNobody;
+  awaited_ = kNoRank;
   if (collected_ < reduced_) {
     const Chunk at = chunk(collected_);
     if (!collects() || (two_shots_ ? have_reduced(at.ticket) : have_filled(at.ticket))) {

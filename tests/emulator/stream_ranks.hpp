@@ -146,7 +146,7 @@ inline FarRanks far_ranks(int rank, const std::vector<int>& hosts,
   FarRanks far;
   int next = 0;
   for (const int host : hosts)
-    far.near.push_back(host == hosts[static_cast<size_t>(rank)] ? next++ : kNobody);
+    far.near.push_back(host == hosts[static_cast<size_t>(rank)] ? next++ : kNoRank);
   for (const auto& mail : mails)
     if (!hosts.empty()) far.posts.push_back(std::make_unique<MailPost>(rank, mail));
   return far;
@@ -273,7 +273,7 @@ inline void run_case(Rank& r, const Case& one) {
       expect_equal(got[i], wanted(one, r, i), text_of(one, r) + ", element " + std::to_string(i));
   size_t planned = 0, by_nccl = 0;
   for (const Move& move : plan.moves)
-    if (move.to != kNobody && move.to != r.rank) {
+    if (move.to != kNoRank && move.to != r.rank) {
       planned += move.out.count * 4;
       if (r.is_near(move.to)) by_nccl += move.out.count * 4;
     }

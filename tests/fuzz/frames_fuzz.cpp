@@ -37,16 +37,16 @@ class Tape final : public Channel {
     take(n);
     return n;
   }
-  bool hung_up() const override { return hung_up_; }
+  bool is_closed() const override { return closed_; }
   pollfd arm(Want) override { return {awake_.get(), POLLIN, 0}; }
-  void disarm(short revents) override { hung_up_ |= revents != 0; }
-  void hang_up(ConstBytes) override { hung_up_ = true; }
+  void disarm(short revents) override { closed_ |= revents != 0; }
+  void close(ConstBytes) override { closed_ = true; }
 
  private:
   fuzz::Input tape_;
   size_t grain_;
   Fd awake_;
-  bool hung_up_ = false;
+  bool closed_ = false;
 };
 
 // What arrives lies anywhere, so that no float may be looked at in place.

@@ -38,13 +38,15 @@ EngineOptions options_of(int rank) {
   return options;
 }
 
-std::vector<std::unique_ptr<Channel>> nobody() { return std::vector<std::unique_ptr<Channel>>(2); }
+std::vector<std::unique_ptr<Channel>> has_no_listener() {
+  return std::vector<std::unique_ptr<Channel>>(2);
+}
 
 // A rank, as far as the task asks for one.
 struct Rank {
   Rank(int rank, const std::vector<std::shared_ptr<Segment>>& segments,
        const std::vector<HeapView>& heaps, Operation operation)
-      : engine(nobody(), options_of(rank)), arena(segments, {0, 1}, rank) {
+      : engine(has_no_listener(), options_of(rank)), arena(segments, {0, 1}, rank) {
     arena.set_heaps(heaps);
     std::byte* const heap = heaps[static_cast<size_t>(rank)].base.get();
     job = {.operation = operation, .input = heap, .output = heap, .count = kCount};

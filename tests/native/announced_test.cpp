@@ -159,7 +159,7 @@ const ByTransport kBothSend{
       });
     }};
 
-const ByTransport kNobody{
+const ByTransport kNoRank{
     "who waits for an answer hears of the limit, and of a rank that leaves",
     [](const std::string& by) {
       for (const bool leaves : {false, true}) {

@@ -208,7 +208,7 @@ inline std::pair<uint64_t, uint64_t> traffic(const Case& c, const pycomm::Group&
                             .counts = counts,
                             .hosts = group.hosts()};
   for (const pycomm::Move& move : make_plan(c.algorithm, c.operation, place).moves) {
-    if (move.to == pycomm::kNobody || move.to == rank) continue;
+    if (move.to == pycomm::kNoRank || move.to == rank) continue;
     bytes += move.out.count * bytes_of(c.dtype);
     frames += pycomm::frames_for(move.out.count * bytes_of(c.dtype));
   }

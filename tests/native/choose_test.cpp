@@ -116,7 +116,7 @@ void links_test() {
           for (const Move& move :
                make_plan(choose(question), operation, {.rank = rank, .size = size, .count = count})
                    .moves)
-            if (move.to != kNobody && move.to != rank) peers.insert(move.to);
+            if (move.to != kNoRank && move.to != rank) peers.insert(move.to);
           links += peers.size();
         }
         expect(links <= static_cast<size_t>(2 * 7 * size),

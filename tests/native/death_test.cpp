@@ -181,13 +181,13 @@ void send_garbage(Channel& channel, Header before, bool hangs_up) {
   const std::vector<std::byte> noise(64, std::byte{'G'});
   const auto head = std::as_bytes(std::span(&before, 1));
   expect_equal(channel.send(head, noise), head.size() + noise.size(), "bytes that fit");
-  channel.ring();
-  if (hangs_up) channel.hang_up({});
+  channel.wake_peer();
+  if (hangs_up) channel.close({});
 }
 
 void wait_for_end(Channel& channel) {
   const Deadline deadline(20s);
-  while (!channel.hung_up() && !deadline.expired()) {
+  while (!channel.is_closed() && !deadline.expired()) {
     pollfd polled = channel.arm({true, false});
     ::poll(&polled, 1, 10);
     channel.disarm(polled.revents);
@@ -256,13 +256,13 @@ class Late final : public Channel {
   ConstBytes peek(size_t) override { return {}; }
   void take(size_t) override {}
   size_t receive(Bytes) override { return 0; }
-  bool hung_up() const override { return looks_ > 5; }
+  bool is_closed() const override { return looks_ > 5; }
   pollfd arm(Want) override {
     ++looks_;
     return {-1, 0, 0};
   }
   void disarm(short) override {}
-  void hang_up(ConstBytes) override {}
+  void close(ConstBytes) override {}
 
  private:
   int looks_ = 0;

@@ -145,7 +145,7 @@ Arrival wait_for_one(Doorman& doorman) {
   return std::move(arrivals[0]);
 }
 
-const BySocket kNobody{"whoever has gone is given up within two seconds",
+const BySocket kNoRank{"whoever has gone is given up within two seconds",
                        [](const std::string& by) {
                          auto all = requests(2, by);
                          all.pop_back();  // its listener closes

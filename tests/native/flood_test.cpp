@@ -87,8 +87,9 @@ struct Far {
 constexpr Far kFar[] = {{10ms, 8000}, {50ms, 1500}, {100ms, 800}};
 
 // One attempt of a rank that is so far away.
-bool attempt(const Address& to, const std::string& key, const Claim& claim, const Far& far) {
-  Handshake shake(start_connect(to), Handshake::Role::connector, key, claim);
+bool attempt(const Address& to, const std::string& key, const HandshakeParams& params,
+             const Far& far) {
+  Handshake shake(start_connect(to), Handshake::Role::connector, key, params);
   bool answered = false;
   while (true) {
     const auto step = shake.advance();
@@ -101,17 +102,17 @@ bool attempt(const Address& to, const std::string& key, const Claim& claim, cons
   }
 }
 
-// `claim_of`: as whom it comes for the n-th time.
+// `params_of`: as whom it comes for the n-th time.
 void expect_in(const Address& to, const std::string& key,
-               const std::function<Claim(int)>& claim_of) {
+               const std::function<HandshakeParams(int)>& params_of) {
   int time = 0;
   for (const bool many : {false, true}) {
     for (const Far& far : kFar) {
-      const Claim claim = claim_of(time++);
+      const HandshakeParams params = params_of(time++);
       const Flood flood(to, far.per_s, many);
       while (flood.called() < 1000) ::poll(nullptr, 0, 1);  // it is in full course
       const Deadline deadline(10s * ranks::kSlowdown);
-      for (int tries = 1; !attempt(to, key, claim, far); ++tries) {
+      for (int tries = 1; !attempt(to, key, params, far); ++tries) {
         expect(!deadline.expired(), std::to_string(far.round_trip.count()) + " ms away, " +
                                         (many ? "many addresses: " : "one address: ") +
                                         std::to_string(tries) + " attempts failed");
@@ -140,7 +141,8 @@ const Test kListener{"a distant rank gets in beside a flood at the listener of a
                        std::string failure;
                        try {
                          expect_in(to, "key", [](int time) {  // a rank is wanted once
-                           return Claim{.context = "test", .rank = 2 + time, .expected = 1};
+                           return HandshakeParams{
+                               .context = "test", .rank = 2 + time, .expected = 1};
                          });
                        } catch (const std::exception& error) {
                          failure = error.what();
@@ -154,8 +156,8 @@ const Test kStore{"a distant rank gets in beside a flood at the store", [] {
                     const std::string key(32, 'k');
                     const auto server = TcpStore::serve("127.0.0.1", 0, key);
                     expect_in(tcp_address("127.0.0.1", server->port()), key, [](int) {
-                      return Claim{std::string(store_frame::kContext), store_frame::kClientRank,
-                                   store_frame::kServerRank};
+                      return HandshakeParams{std::string(store_frame::kContext),
+                                             store_frame::kClientRank, store_frame::kServerRank};
                     });
                   }};
 

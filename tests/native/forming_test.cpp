@@ -212,10 +212,10 @@ const Test kBoth{
       };
       const auto exchange = [&](const std::string& mine) {
         const Note note = decode_note(mine);
-        Claim claim{.context = context_of(note, request.name), .rank = 1, .expected = 0};
-        claim.agreed = digest_of({note, note});
+        HandshakeParams params{.context = context_of(note, request.name), .rank = 1, .expected = 0};
+        params.agreed = digest_of({note, note});
         call.emplace(start_connect(abstract_unix_address(note.shm)), Handshake::Role::connector,
-                     request.key, std::move(claim));
+                     request.key, std::move(params));
         return std::vector<std::string>{mine, mine};
       };
       const auto ending =

@@ -75,8 +75,8 @@ class Short final : public Task {
     return done_ = true;
   }
   bool done() const override { return done_; }
-  int sending_to() const override { return kNobody; }
-  int receiving_from() const override { return kNobody; }
+  int sending_to() const override { return kNoRank; }
+  int receiving_from() const override { return kNoRank; }
 
  private:
   std::function<void()> body_;

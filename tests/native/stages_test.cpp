@@ -126,7 +126,7 @@ class Streams {
 size_t sent_by_plan(const Case& one, int rank) {
   size_t sent = 0;
   for (const Move& move : make_plan(one.algorithm, one.operation, one.at(rank)).moves)
-    if (move.to != kNobody && move.to != rank) sent += move.out.count;
+    if (move.to != kNoRank && move.to != rank) sent += move.out.count;
   return sent;
 }
 

@@ -40,15 +40,15 @@ ROWS = [
     (
         "proof_of_yesterday",
         "transport/handshake.cpp",
-        "claim_.context + greeting_ + answer_ +",
-        "claim_.context + greeting_.substr(32) +",
+        "params_.context + greeting_ + answer_ +",
+        "params_.context + greeting_.substr(32) +",
         "handshake",
         "yesterday's conversation",
     ),
     (
         "any_group",
         "transport/handshake.cpp",
-        "claim_.context + greeting_",
+        "params_.context + greeting_",
         "greeting_",
         "handshake",
         "wrong key, context or rank",
@@ -64,7 +64,7 @@ ROWS = [
     (
         "any_rank_answers",
         "transport/handshake.cpp",
-        """  if (claim_.expected != -1 && claim_.expected != peer_)
+        """  if (params_.expected != -1 && params_.expected != peer_)
     return refuse("rank " + std::to_string(peer_) + " answered""",
         """  if (false)
     return refuse("rank " + std::to_string(peer_) + " answered""",
@@ -314,7 +314,7 @@ ROWS = [
       for (const Arrival& arrival : arrivals)
         if (arrival.differs) throw_different(arrival.peer);
       for (const Arrival& arrival : arrivals)
-        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
+        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
           const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
           if (arrival.forbidden && inside && request_.forbidden)
             request_.forbidden(name(arrival.peer) + " cannot be reached at " + arrival.why);
@@ -324,7 +324,7 @@ ROWS = [
         """      for (const Arrival& arrival : arrivals)
         if (arrival.differs) throw_different(arrival.peer);
       for (const Arrival& arrival : arrivals)
-        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
+        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
           const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
           if (arrival.forbidden && inside && request_.forbidden)
             request_.forbidden(name(arrival.peer) + " cannot be reached at " + arrival.why);

@@ -15,11 +15,11 @@
 namespace pycomm {
 
 // Fills at so many bytes a second, up to a burst. Used by any thread.
-class Bucket {
+class TokenBucket {
  public:
-  explicit Bucket(double bytes_per_s);
+  explicit TokenBucket(double bytes_per_s);
   // What may pass now.
-  size_t here();
+  size_t available();
   void take(size_t bytes);
 
  private:
@@ -29,12 +29,13 @@ class Bucket {
   Clock::time_point filled_ = Clock::now();
 };
 
-struct Line {
-  explicit Line(double bytes_per_s) : out(bytes_per_s), in(bytes_per_s) {}
-  Bucket out, in;
+struct RateLimitedLink {
+  explicit RateLimitedLink(double bytes_per_s) : out(bytes_per_s), in(bytes_per_s) {}
+  TokenBucket out, in;
 };
 
 // `inner` behind `line`.
-std::unique_ptr<Channel> make_throttled(std::unique_ptr<Channel> inner, std::shared_ptr<Line> line);
+std::unique_ptr<Channel> make_rate_limited(std::unique_ptr<Channel> inner,
+                                           std::shared_ptr<RateLimitedLink> link);
 
 }  // namespace pycomm

@@ -2,7 +2,7 @@
 //
 // A TCP socket that is closed while bytes of the peer are unread, or come later, is reset: the
 // kernel throws away what it had not delivered yet. So a thread, which is there only while it has
-// something to do, sends what is still owed, shuts the sending side, and reads and drops what the
+// something to do, sends what is still unsent, shuts the sending side, and reads and drops what the
 // peer still sends until the peer has all of ours. Called by the TCP transport.
 #pragma once
 
@@ -15,6 +15,6 @@ namespace pycomm {
 // kernel has acknowledged all of that, or the peer has hung up, or after 2 s. The end of the
 // process waits for those that are on their way; a process that is killed, or leaves without
 // running destructors, does not.
-void see_off(Fd socket, ConstBytes owed);
+void close_gracefully(Fd socket, ConstBytes unsent);
 
 }  // namespace pycomm
