@@ -36,7 +36,7 @@ REMOVED = {
     "shared/flag_task.cpp": [
         ("before_ = std::exchange(arena.last, header);", ""),
         ("signature_ = arena.signature = signature_of(header, arena.signature);", ""),
-        ("if (filled.signature != signature_) disagree(peer, ticket);", ""),
+        ("if (filled.signature != signature_) throw_mismatch(peer, ticket);", ""),
         ("filled.signature = signature_;", ""),
         ("own.reduced[ticket % kSlots].header.store(header_);", ""),
         ("own.reduced[ticket % kSlots].before.store(before_);", ""),
@@ -49,8 +49,8 @@ REMOVED = {
     "engine/engine.cpp": [
         ("past_ = followed_by(past_, header);", ""),
         ("signature.context = static_cast<uint16_t>(past_);", ""),
-        ("if (!same_call(header, expected_from(peer))) disagree(peer, header);", ""),
-        ("if (header.context != running_->context) disagree_on_past(peer);", ""),
+        ("if (!same_call(header, expected_from(peer))) throw_mismatch(peer, header);", ""),
+        ("if (header.context != running_->context) throw_mismatch_on_past(peer);", ""),
         ("uint64_t followed_by(", "[[maybe_unused]] uint64_t followed_by("),
     ],
 }

@@ -30,7 +30,7 @@ void HostGroup::agree(const Call& call, const Deadline& deadline) {
   }
   const Call barrier;
   const Algorithm by = choose({.size = options_.size, .hosts = host_count_});
-  Job job;
+  PlanJob job;
   job.schedule = &planned(barrier, by, 0).schedule;
   job.signature = signature;
   job.element_bytes = 1;
@@ -94,7 +94,7 @@ std::vector<size_t> HostGroup::gather_splits(const Call& call, const Header& sig
                                .count = count,
                                .hosts = host_count_,
                                .thresholds = thresholds_});
-  Job job;
+  PlanJob job;
   job.schedule = &planned(gather, by, count).schedule;
   job.signature = signature;
   job.input = input;

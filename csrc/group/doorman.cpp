@@ -39,7 +39,7 @@ Doorman::Doorman(Lobby::Request request, size_t ring_bytes) : wake_(event()), ar
   if (in_process)
     listener_.emplace(InProcessGroup{request.context, request.agreed}, request.rank, ring_bytes,
                       [this](int peer, std::unique_ptr<Channel> channel) {
-                        std::vector<Arrival> one(1);
+                        std::vector<ConnectResult> one(1);
                         one[0] = {.peer = peer, .channel = std::move(channel)};
                         deliver(std::move(one));
                       });
@@ -49,10 +49,10 @@ Doorman::Doorman(Lobby::Request request, size_t ring_bytes) : wake_(event()), ar
   thread_ = start_thread("pycomm-door", [this] { loop(); });
 }
 
-void Doorman::want(int peer) {
+void Doorman::request(int peer) {
   if (local_[static_cast<size_t>(peer)]) {
     if (listener_->call(peer)) return;
-    std::vector<Arrival> none(1);
+    std::vector<ConnectResult> none(1);
     none[0] = {.peer = peer, .why = "it has left"};
     return deliver(std::move(none));
   }
@@ -63,7 +63,7 @@ void Doorman::want(int peer) {
   ring(wake_);
 }
 
-std::vector<Arrival> Doorman::take() {
+std::vector<ConnectResult> Doorman::take() {
   if (!news_.load()) return {};
   const std::lock_guard lock(mutex_);
   silence(arrived_);
@@ -71,10 +71,10 @@ std::vector<Arrival> Doorman::take() {
   return std::exchange(inbox_, {});
 }
 
-void Doorman::deliver(std::vector<Arrival> arrivals) {
+void Doorman::deliver(std::vector<ConnectResult> arrivals) {
   if (arrivals.empty()) return;
   const std::lock_guard lock(mutex_);
-  for (Arrival& arrival : arrivals) inbox_.push_back(std::move(arrival));
+  for (ConnectResult& arrival : arrivals) inbox_.push_back(std::move(arrival));
   news_.store(true);
   ring(arrived_);
 }
@@ -93,7 +93,7 @@ void Doorman::loop() noexcept {
   try {
     serve();
   } catch (const std::exception& error) {
-    std::vector<Arrival> nobody;
+    std::vector<ConnectResult> nobody;
     for (size_t i = 0; i < local_.size(); ++i)
       if (!local_[i])
         nobody.push_back({.peer = static_cast<int>(i),

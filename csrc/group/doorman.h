@@ -13,34 +13,34 @@
 #include <thread>
 #include <vector>
 
-#include "engine/dialer.h"
+#include "engine/peer_connector.h"
 #include "group/lobby.h"
 #include "transport/local.h"
 
 namespace pycomm {
 
-class Doorman final : public Dialer {
+class Doorman final : public PeerConnector {
  public:
   // Contacts without a transport are ranks of this process, met in rings of `ring_bytes`.
   Doorman(Lobby::Request request, size_t ring_bytes);
   ~Doorman() override { close(); }
 
-  void want(int peer) override;
-  std::vector<Arrival> take() override;
+  void request(int peer) override;
+  std::vector<ConnectResult> take() override;
   int descriptor() const override { return arrived_.get(); }
   void close() noexcept override;
 
  private:
   void loop() noexcept;
   void serve();
-  void deliver(std::vector<Arrival> arrivals);
+  void deliver(std::vector<ConnectResult> arrivals);
 
-  std::vector<bool> local_;        // by rank
-  Fd wake_, arrived_;              // wakes the thread; readable while something has arrived
-  std::mutex mutex_;               // guards the next two
-  std::vector<int> wanted_;        // not yet called
-  std::vector<Arrival> inbox_;     // not yet taken
-  std::atomic<bool> news_{false};  // the inbox holds something
+  std::vector<bool> local_;           // by rank
+  Fd wake_, arrived_;                 // wakes the thread; readable while something has arrived
+  std::mutex mutex_;                  // guards the next two
+  std::vector<int> wanted_;           // not yet called
+  std::vector<ConnectResult> inbox_;  // not yet taken
+  std::atomic<bool> news_{false};     // the inbox holds something
   std::atomic<bool> ending_{false};
   std::optional<InProcessListener> listener_;
   std::optional<Lobby> lobby_;  // the thread's, while that runs

@@ -23,9 +23,12 @@ constexpr size_t kMaxPlans = 256;
 // alone, but 110, 180 and 400 us beside a busy process (benchmarks/results/spin.json).
 constexpr std::chrono::microseconds kSpin{20};
 
-EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh, Dialer* dialer) {
-  EngineOptions engine{
-      .rank = options.rank, .names = {}, .interrupted = options.interrupted, .dialer = dialer};
+EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh,
+                             PeerConnector* connector) {
+  EngineOptions engine{.rank = options.rank,
+                       .names = {},
+                       .interrupted = options.interrupted,
+                       .connector = connector};
   for (size_t i = 0; i < mesh.members.size(); ++i)
     engine.names.push_back(name_of(static_cast<int>(i), mesh.members[i]));
   const auto here = std::ranges::count(mesh.hosts, mesh.hosts[static_cast<size_t>(options.rank)]);
@@ -79,8 +82,8 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
     : options_(std::move(options)),
       members_(mesh.members),
       ranks_(std::move(ranks)),
-      dialer_(std::move(mesh.dialer)),
-      engine_(std::move(mesh.channels), engine_options(options_, mesh, dialer_.get())),
+      connector_(std::move(mesh.connector)),
+      engine_(std::move(mesh.channels), engine_options(options_, mesh, connector_.get())),
       journal_(head_of(options_, mesh), options_.journal),
       worker_(options_.interrupted) {
   thresholds_ = thresholds_of(mesh);
@@ -141,7 +144,7 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
 }
 
 void HostGroup::exchange(std::span<const Call> calls) {
-  std::vector<Posted> posted;
+  std::vector<MessageRequest> posted;
   for (const Call& call : calls) {
     if (is_plan(call.operation) || call.agreement || call.peer == kAnySource)
       throw InvalidArgument("an exchange is of sends, and of receives from one rank each",
@@ -223,13 +226,13 @@ void HostGroup::carry_out(const Call& call, Algorithm algorithm, const Deadline&
   switch (call.operation) {
     case Operation::send:
       if (call.agreement)
-        engine_.offer(call.peer, signature_of(call, algorithm), deadline);
+        engine_.announce_send(call.peer, signature_of(call, algorithm), deadline);
       else
         engine_.send(call.peer, signature_of(call, algorithm),
                      {static_cast<const std::byte*>(call.input), bytes}, deadline);
       break;
     case Operation::recv: {
-      const int source = engine_.receive(call.peer == kAnySource ? kAnybody : call.peer,
+      const int source = engine_.receive(call.peer == kAnySource ? kAnyPeer : call.peer,
                                          signature_of(call, algorithm),
                                          {static_cast<std::byte*>(call.output), bytes}, deadline);
       if (call.source != nullptr) *call.source = source;
@@ -327,7 +330,7 @@ void HostGroup::execute_shared(const Call& call, const Deadline& deadline) {
 }
 
 void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline) {
-  Job job;
+  PlanJob job;
   job.signature = signature_of(call, algorithm);
   job.input = static_cast<const std::byte*>(call.input);
   job.output = static_cast<std::byte*>(call.output);
@@ -340,7 +343,7 @@ void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadli
   if (call.counts.empty()) return execute_blocks(call, job, deadline);
   if (call.operation == Operation::all_to_all) {
     if (options_.size > 1 && !call.counts_fit) check_splits(call, job.signature, deadline);
-    job.claims = call.counts;
+    job.peer_counts = call.counts;
   }
   // Lists change from call to call: plans with counts are not kept.
   const Schedule schedule = schedule_of(call, algorithm, 0);
@@ -348,12 +351,12 @@ void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadli
   run_plan(job, deadline);
 }
 
-void HostGroup::run_plan(const Job& job, const Deadline& deadline) {
+void HostGroup::run_plan(const PlanJob& job, const Deadline& deadline) {
   if (arena_) arena_->begin(engine_.next_header(job.signature));
   engine_.run(job, deadline);
 }
 
-void HostGroup::execute_blocks(const Call& call, Job& job, const Deadline& deadline) {
+void HostGroup::execute_blocks(const Call& call, PlanJob& job, const Deadline& deadline) {
   const auto algorithm = static_cast<Algorithm>(job.signature.algorithm);
   const size_t block = planned(call, algorithm, call.count).block;
   size_t begin = 0;
@@ -427,11 +430,11 @@ Stats HostGroup::stats() const {
 
 Status HostGroup::status() const {
   Status status{.doing = engine_.doing(), .broken = engine_.broken(), .peers = {}};
-  for (Sighting& seen : engine_.sightings())
+  for (PeerStatus& seen : engine_.peer_statuses())
     status.peers.push_back({.connected = seen.connected,
-                            .departed = seen.departed.value_or(""),
-                            .silent_s = seen.silent_s,
-                            .doing = std::move(seen.doing),
+                            .departed = seen.left_reason.value_or(""),
+                            .silent_s = seen.last_seen_s,
+                            .doing = std::move(seen.current_call),
                             .bytes_written = seen.bytes_written,
                             .bytes_received = seen.bytes_received});
   status.peers.resize(static_cast<size_t>(options_.size));
@@ -445,9 +448,9 @@ void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {
 }
 
 void HostGroup::start_pulse() {
-  if (engine_.pulse_interval().count() == 0) return;
+  if (engine_.heartbeat_interval().count() == 0) return;
   try {
-    pulse_.start(engine_.pulse_interval(), [this] { return engine_.pulse(); });
+    pulse_.start(engine_.heartbeat_interval(), [this] { return engine_.heartbeat(); });
   } catch (const Error& error) {  // the others wait for a rank that they cannot hear
     engine_.fail(error);
     throw;
@@ -467,7 +470,7 @@ void HostGroup::hear(std::chrono::nanoseconds limit) {
   std::vector<int> others(static_cast<size_t>(options_.size));
   std::iota(others.begin(), others.end(), 0);
   std::erase(others, options_.rank);
-  engine_.heed(limit, others);
+  engine_.check_for_failures(limit, others);
 }
 
 void HostGroup::abort(const std::string& reason) noexcept {

@@ -81,7 +81,7 @@ class HostGroup final : public Group {
   Algorithm algorithm_for(const Call& call) const;
   void make_arena(const std::vector<std::shared_ptr<std::byte>>& memories);
   void execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline);
-  void run_plan(const Job& job, const Deadline& deadline);
+  void run_plan(const PlanJob& job, const Deadline& deadline);
   void check(const Call& call) const;
   void agree(const Call& call, const Deadline& deadline);
   // Of an all_to_all with counts: throws Mismatch, on all ranks, where what one rank sends another
@@ -90,7 +90,7 @@ class HostGroup final : public Group {
   std::vector<size_t> gather_splits(const Call& call, const Header& signature,
                                     const Deadline& deadline);
   void execute_shared(const Call& call, const Deadline& deadline);
-  void execute_blocks(const Call& call, Job& job, const Deadline& deadline);
+  void execute_blocks(const Call& call, PlanJob& job, const Deadline& deadline);
   const Planned& planned(const Call& call, Algorithm algorithm, size_t count);
   Place place(int rank, const Call& call, size_t count) const;
   Schedule schedule_of(const Call& call, Algorithm algorithm, size_t count) const;
@@ -106,7 +106,7 @@ class HostGroup final : public Group {
   int local_rank_ = 0, local_size_ = 1, host_count_ = 1;
   Thresholds thresholds_;  // the same on all ranks
   int splits_ = 0;
-  std::unique_ptr<Dialer> dialer_;  // null where all ranks have met
+  std::unique_ptr<PeerConnector> connector_;  // null where all ranks have met
   Engine engine_;
   std::shared_ptr<SharedHeap> heap_;  // of this process, where the arena has heaps
   std::unique_ptr<Arena> arena_;      // of this host's ranks, if several, where hosts share memory

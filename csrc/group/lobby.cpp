@@ -21,14 +21,14 @@ void Lobby::call(int peer, bool loses) {
   if (!met_[static_cast<size_t>(peer)]) callers_.try_emplace(peer, Caller{.loses = loses});
 }
 
-std::vector<Arrival> Lobby::round(std::chrono::nanoseconds limit, std::vector<pollfd>& also) {
+std::vector<ConnectResult> Lobby::round(std::chrono::nanoseconds limit, std::vector<pollfd>& also) {
   dial();
   wait(arrivals_.empty() ? limit : std::chrono::nanoseconds{0}, also);
   accept();
   advance_callers();
   advance_strangers();
   exchange();
-  for (const Arrival& arrival : arrivals_) callers_.erase(arrival.peer);
+  for (const ConnectResult& arrival : arrivals_) callers_.erase(arrival.peer);
   return std::exchange(arrivals_, {});
 }
 
@@ -230,7 +230,7 @@ void Lobby::exchange() {
       ++at;
       continue;
     }
-    Arrival& arrival = arrivals_.emplace_back();
+    ConnectResult& arrival = arrivals_.emplace_back();
     arrival.peer = at->peer;
     try {
       arrival.channel = by.accept(std::move(at->fd), Deadline(std::chrono::nanoseconds{0}));

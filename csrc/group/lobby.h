@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/dialer.h"
+#include "engine/peer_connector.h"
 #include "transport/admission.h"
 #include "transport/encrypted.h"
 #include "transport/handshake.h"
@@ -55,7 +55,7 @@ class Lobby {
   void call(int peer, bool loses = true);
   // Waits until something happens, here or on the descriptors of `also`, and for at most `limit`;
   // deals with it, and gives whom it has met or lost.
-  std::vector<Arrival> round(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
+  std::vector<ConnectResult> round(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
   // Of a peer that is still called: " at <address> (last failure: <why>)".
   std::string failure(int peer) const;
   const SocketTransport& transport(int peer) const { return *contact(peer).transport; }
@@ -103,7 +103,7 @@ class Lobby {
   std::map<int, Caller> callers_;
   std::list<Stranger> strangers_;
   std::list<Waiting> waiting_;
-  std::vector<Arrival> arrivals_;
+  std::vector<ConnectResult> arrivals_;
   bool crowded_ = false;
   const size_t max_strangers_ = max_pending();
   std::minstd_rand random_ = eviction_random();

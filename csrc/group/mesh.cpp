@@ -87,7 +87,7 @@ class Forming {
       meet(mesh, std::move(lobby));
       share(mesh, own);
     } else {
-      mesh.dialer = std::make_unique<Doorman>(std::move(lobby), ring_bytes(request_.size));
+      mesh.connector = std::make_unique<Doorman>(std::move(lobby), ring_bytes(request_.size));
     }
     return mesh;
   }
@@ -244,7 +244,7 @@ class Forming {
     Engine engine(std::move(mesh.channels), std::move(options));
     try {
       if (failure) throw Error(*failure);
-      engine.hear_out(lost);
+      engine.throw_peer_error(lost);
     } catch (const Error& error) {
       ErrorFields fields = error.fields();
       fields.op = "init";
@@ -319,14 +319,14 @@ class Forming {
       auto arrivals = lobby.round(limit, also);
       ends.note(std::span(also).subspan(first_process));
       for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
-      for (Arrival& arrival : arrivals) {
+      for (ConnectResult& arrival : arrivals) {
         mesh.channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
         std::erase(missing, arrival.peer);
       }
       if (request_.heed) request_.heed({});
-      for (const Arrival& arrival : arrivals)
+      for (const ConnectResult& arrival : arrivals)
         if (arrival.differs) throw_different(arrival.peer);
-      for (const Arrival& arrival : arrivals)
+      for (const ConnectResult& arrival : arrivals)
         if (lost == kNoRank && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
           const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
           if (arrival.forbidden && inside && request_.forbidden)

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/deadline.h"
-#include "engine/dialer.h"
+#include "engine/peer_connector.h"
 #include "group/group.h"
 #include "group/note.h"
 #include "os/shared_heap.h"
@@ -49,7 +49,7 @@ struct MeshRequest {
 
 struct Mesh {
   std::vector<std::unique_ptr<Channel>> channels;  // by rank; null for oneself and who is not met
-  std::unique_ptr<Dialer> dialer;                  // meets those; null where all are met
+  std::unique_ptr<PeerConnector> connector;        // meets those; null where all are met
   std::vector<Member> members;                     // by rank
   // By rank, where ranks that share a host share memory, on every host: what each of this one's
   // lays out for the others, and null for ranks of other hosts. Else empty.

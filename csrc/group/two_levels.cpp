@@ -19,7 +19,7 @@ constexpr size_t kMaxPlans = 64;
 
 class TwoLevelRun final : public Task {
  public:
-  TwoLevelRun(Engine& engine, Arena* arena, const Job& job, const Header& header,
+  TwoLevelRun(Engine& engine, Arena* arena, const PlanJob& job, const Header& header,
               const std::vector<Crossing::Block>& blocks)
       : engine_(engine),
         arena_(arena),
@@ -102,10 +102,10 @@ class TwoLevelRun final : public Task {
 
   Engine& engine_;
   Arena* arena_;
-  const Job& job_;
+  const PlanJob& job_;
   const Header& header_;
   const std::vector<Crossing::Block>& blocks_;
-  Run across_;
+  PlanTask across_;
   size_t summed_ = 0, spread_ = 0;  // blocks
   bool spreads_ = false;            // what inside_ does; else it sums
   SharedJob step_;
@@ -123,7 +123,7 @@ const TwoLevels::Planned& TwoLevels::planned(const Place& at, size_t element_byt
   return plans_.emplace(key, std::move(made)).first->second;
 }
 
-void TwoLevels::all_reduce(Job job, Place at, const Deadline& deadline) {
+void TwoLevels::all_reduce(PlanJob job, Place at, const Deadline& deadline) {
   size_t left = at.count;
   do {
     at.count = std::min(left, kPartBytes / job.element_bytes);

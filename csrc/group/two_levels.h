@@ -24,7 +24,7 @@ class TwoLevels {
   TwoLevels(Engine& engine, Arena* arena) : engine_(engine), arena_(arena) {}
 
   // `job` without a schedule; `at` has the hosts, and the elements of the array.
-  void all_reduce(Job job, Place at, const Deadline& deadline);
+  void all_reduce(PlanJob job, Place at, const Deadline& deadline);
 
  private:
   struct Planned {

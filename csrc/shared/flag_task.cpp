@@ -54,24 +54,24 @@ bool FlagTask::has_filled(int peer, uint64_t ticket) {
   if (peer == rank_) return true;
   const auto& filled = arena_.of(peer).filled[ticket % kSlots];
   if (lacks(peer, filled.flag, ticket + 1)) return false;
-  if (filled.signature != signature_) disagree(peer, ticket);
+  if (filled.signature != signature_) throw_mismatch(peer, ticket);
   return true;
 }
 
 // A call in which data flows one way can be over where nobody has heard of the others: then it is
 // the next one that shows it.
-void FlagTask::disagree(int peer, uint64_t ticket) {
+void FlagTask::throw_mismatch(int peer, uint64_t ticket) {
   const auto& theirs = arena_.of(peer).reduced[ticket % kSlots];
   const Header header = theirs.header.load(), before = theirs.before.load();
   const int member = arena_.member(peer);
-  if (!same_call(header, header_)) engine_.disagree(member, header);
+  if (!same_call(header, header_)) engine_.throw_mismatch(member, header);
   const std::string other = same_call(before, before_)
                                 ? std::string("not the last one")
                                 : "this rank called " + describe(before_) + ", rank " +
                                       std::to_string(member) + " called " + describe(before);
-  engine_.give_up_call(member, before_.sequence,
-                       "ranks disagree about a call before " + describe(header_) + ": " + other +
-                           "; what it writes is undefined");
+  engine_.abort_call(member, before_.sequence,
+                     "ranks disagree about a call before " + describe(header_) + ": " + other +
+                         "; what it writes is undefined");
 }
 
 bool FlagTask::have_reduced(uint64_t ticket) {
@@ -108,12 +108,12 @@ void FlagTask::arm() {
   Header theirs;
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_ && arena_.differs(peer, header_, theirs))
-      engine_.disagree(arena_.member(peer), theirs);
+      engine_.throw_mismatch(arena_.member(peer), theirs);
   // Whoever is in a later call has done what it does in this one: what is not there will not come.
   if (awaited_ != kNoRank && awaited_flag_ != nullptr &&
       arena_.is_past(awaited_, header_, theirs) &&
       awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
-    engine_.disagree_on_end(arena_.member(awaited_), theirs);
+    engine_.throw_mismatch_on_end(arena_.member(awaited_), theirs);
 }
 
 void FlagTask::disarm() { arena_.own().sleeps.store(0); }

@@ -59,7 +59,7 @@ class FlagTask : public Task {
   int awaited_ = kNoRank;
 
  private:
-  [[noreturn]] void disagree(int peer, uint64_t ticket);
+  [[noreturn]] void throw_mismatch(int peer, uint64_t ticket);
 
   Header before_{};
   uint32_t signature_ = 0;

@@ -131,9 +131,9 @@ Offered Meeting::place_of(int peer, const Offer& offer) const {
   const auto at = [&](uint64_t address, size_t bytes) -> std::byte* {
     const uint64_t offset = address - offer.heap;
     if (bytes == 0) return nullptr;
-    engine_.believe(arena_.member(peer),
-                    heap.holds(offset, bytes) && offset % job_.element_bytes == 0,
-                    "an offer of memory outside its heap");
+    engine_.require_valid(arena_.member(peer),
+                          heap.holds(offset, bytes) && offset % job_.element_bytes == 0,
+                          "an offer of memory outside its heap");
     return heap.base.get() + offset;
   };
   const Needed needed = Needed::of(job_, size_);

@@ -81,7 +81,7 @@ void call(Engine& engine, int what) {
   if (what == 0) {
     signature.operation = static_cast<uint8_t>(Operation::all_reduce);
     const Schedule schedule = exchange();
-    Job job{.schedule = &schedule, .signature = signature};
+    PlanJob job{.schedule = &schedule, .signature = signature};
     job.input = job.output = bytes.data();
     job.element_bytes = sizeof(float);
     job.reducer = &kAdd;
@@ -92,11 +92,11 @@ void call(Engine& engine, int what) {
   signature.peer = 7;
   if (what == 1) return engine.send(1, signature, bytes, deadline);
   if (what < 4) {
-    (void)engine.receive(what == 2 ? 1 : kAnybody, signature, bytes, deadline);
+    (void)engine.receive(what == 2 ? 1 : kAnyPeer, signature, bytes, deadline);
     return;
   }
   signature.algorithm = kOnDevice;
-  if (what == 4) return engine.offer(1, signature, deadline);
+  if (what == 4) return engine.announce_send(1, signature, deadline);
   (void)engine.receive(1, signature, {}, deadline);
 }
 
@@ -120,6 +120,6 @@ void fuzz::one(Input input) {
       if (error.kind() != ErrorKind::mismatch) break;
     }
   }
-  (void)engine.pulse();
+  (void)engine.heartbeat();
   (void)engine.lost();
 }

@@ -93,7 +93,7 @@ const BySocket kAtOnce{
           if (turn != silent && calls_in[turn]-- == 0)
             lobbies[turn]->call(1 - static_cast<int>(turn));
           std::vector<pollfd> also;
-          for (Arrival& arrival : lobbies[turn]->round(random() % 2 * 1ms, also)) {
+          for (ConnectResult& arrival : lobbies[turn]->round(random() % 2 * 1ms, also)) {
             expect(arrival.channel && !met[turn], what + ": " + arrival.why);
             met[turn] = std::move(arrival.channel);
           }
@@ -120,10 +120,10 @@ const BySocket kThreads{
           const auto me = static_cast<size_t>(rank);
           met[me].resize(kSize);
           for (int peer = 0; peer < kSize; ++peer)
-            if (peer != rank) doormen[me]->want(peer);
+            if (peer != rank) doormen[me]->request(peer);
           for (int missing = kSize - 1; missing > 0;) {
             expect(poll_one(doormen[me]->descriptor(), POLLIN, 20s) != 0, "somebody is not met");
-            for (Arrival& arrival : doormen[me]->take()) {
+            for (ConnectResult& arrival : doormen[me]->take()) {
               auto& place = met[me][static_cast<size_t>(arrival.peer)];
               expect(arrival.channel && !place, "met twice, or lost: " + arrival.why);
               place = std::move(arrival.channel);
@@ -138,7 +138,7 @@ const BySocket kThreads{
       }
     }};
 
-Arrival wait_for_one(Doorman& doorman) {
+ConnectResult wait_for_one(Doorman& doorman) {
   expect(poll_one(doorman.descriptor(), POLLIN, 20s) != 0, "nothing arrives");
   auto arrivals = doorman.take();
   expect_equal(arrivals.size(), size_t{1}, "arrivals");
@@ -151,8 +151,8 @@ const BySocket kNoRank{"whoever has gone is given up within two seconds",
                          all.pop_back();  // its listener closes
                          Doorman doorman(std::move(all[0]), kRing);
                          const auto begin = Clock::now();
-                         doorman.want(1);
-                         const Arrival arrival = wait_for_one(doorman);
+                         doorman.request(1);
+                         const ConnectResult arrival = wait_for_one(doorman);
                          expect(!arrival.channel && !arrival.why.empty(), "it was not lost");
                          expect(Clock::now() - begin < 2s * ranks::kSlowdown, "it took long");
                        }};
@@ -183,8 +183,8 @@ const BySocket kStrangers{
       expect(host.take().empty(), "a stranger was let in");
       more();
       Doorman guest(std::move(all[0]), kRing);
-      guest.want(1);
-      const Arrival a = wait_for_one(guest), b = wait_for_one(host);
+      guest.request(1);
+      const ConnectResult a = wait_for_one(guest), b = wait_for_one(host);
       expect(a.channel && b.channel && a.peer == 1 && b.peer == 0, a.why + b.why);
       expect_joined(*a.channel, *b.channel, "behind strangers");
     }};

@@ -193,7 +193,7 @@ const Test kCut{"a call that is cut off before the answer is made again, and doe
                   const Deadline deadline(20s);
                   for (int cut = 0; cut < 8;) {
                     std::vector<pollfd> also{{door.get(), POLLIN, 0}};
-                    for (const Arrival& arrival : guest.round(10ms, also))
+                    for (const ConnectResult& arrival : guest.round(10ms, also))
                       expect(false, "lost after " + std::to_string(cut) + " calls: " + arrival.why);
                     if (accept_from(door.get())) ++cut;
                     expect(!deadline.expired(), "it does not call again");

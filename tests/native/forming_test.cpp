@@ -92,7 +92,7 @@ std::vector<std::unique_ptr<Channel>> meet_rank_1(Notes& notes, const MeshReques
   for (const Deadline deadline(60s); !channels[1];) {
     expect(!deadline.expired(), "rank 1 does not call");
     std::vector<pollfd> also;
-    for (Arrival& arrival : meeting.round(100ms, also))
+    for (ConnectResult& arrival : meeting.round(100ms, also))
       channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
   }
   return channels;

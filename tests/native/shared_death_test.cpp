@@ -126,7 +126,7 @@ void reduce_scatter_mapped(Engine& engine, Arena* arena, const Scene& scene, flo
 }
 
 void all_reduce_two_levels(Engine& engine, Arena* arena, const Scene& scene, float* x) {
-  Job job;
+  PlanJob job;
   job.signature = header_of(Operation::all_reduce, scene.count);
   job.input = job.output = reinterpret_cast<std::byte*>(x);
   job.element_bytes = sizeof(float);

@@ -187,7 +187,7 @@ ROWS = [
     (
         "announced_and_given_up",
         "engine/failure.cpp",
-        "std::erase_if(who.messages, [](const Message& m) { return is_agreement(m.header); });",
+        "std::erase_if(state.messages, [](const Message& m) { return is_agreement(m.header); });",
         "size_t{0};",
         "simulation",
         "while one goes astray",
@@ -195,8 +195,8 @@ ROWS = [
     (
         "offered_and_withdrawn",
         "engine/engine.cpp",
-        "return is_answer(awaited_.front().signature) && awaits() != peer;",
-        "return awaits() == -100 - peer;",
+        "return is_answer(awaited_.front().signature) && awaited_peer() != peer;",
+        "return awaited_peer() == -100 - peer;",
         "simulation",
         "while one goes astray",
     ),
@@ -228,7 +228,7 @@ ROWS = [
     (
         "past_forgotten",
         "engine/engine.cpp",
-        "if (header.context != running_->context) disagree_on_past(peer);",
+        "if (header.context != running_->context) throw_mismatch_on_past(peer);",
         "",
         "verbs",
         "who sees nothing of a wrong root",
@@ -278,7 +278,7 @@ ROWS = [
     (
         "end_behind_a_frame",
         "engine/failure.cpp",
-        "(header == nullptr || !parts_in_peace(peer))",
+        "(header == nullptr || !closed_cleanly(peer))",
         "header == nullptr",
         "death",
         "an end that stands behind a frame",
@@ -286,7 +286,7 @@ ROWS = [
     (
         "peace_taken_for_death",
         "engine/failure.cpp",
-        "!parts_in_peace(peer)",
+        "!closed_cleanly(peer)",
         "true",
         "death",
         "an end that stands behind a frame",
@@ -294,8 +294,8 @@ ROWS = [
     (
         "one_look_for_an_end",
         "engine/failure.cpp",
-        "    while (!deadline.expired()) {\n      sleep_until_end(awaited);",
-        "    if (false) {\n      sleep_until_end(awaited);",
+        "    while (!deadline.expired()) {\n      wait_for_close(awaited);",
+        "    if (false) {\n      wait_for_close(awaited);",
         "death",
         "comes within its limit",
     ),
@@ -311,9 +311,9 @@ ROWS = [
         "reason_after_its_consequence",
         "group/mesh.cpp",
         """      if (request_.heed) request_.heed({});
-      for (const Arrival& arrival : arrivals)
+      for (const ConnectResult& arrival : arrivals)
         if (arrival.differs) throw_different(arrival.peer);
-      for (const Arrival& arrival : arrivals)
+      for (const ConnectResult& arrival : arrivals)
         if (lost == kNoRank && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
           const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
           if (arrival.forbidden && inside && request_.forbidden)
@@ -321,9 +321,9 @@ ROWS = [
           throw_unreachable(arrival.peer, arrival.why);
         }
 """,
-        """      for (const Arrival& arrival : arrivals)
+        """      for (const ConnectResult& arrival : arrivals)
         if (arrival.differs) throw_different(arrival.peer);
-      for (const Arrival& arrival : arrivals)
+      for (const ConnectResult& arrival : arrivals)
         if (lost == kNoRank && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
           const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
           if (arrival.forbidden && inside && request_.forbidden)
@@ -338,9 +338,9 @@ ROWS = [
     (
         "silence_for_ever",
         "engine/heartbeat.cpp",
-        "now - at(peer).heard >= options_.heartbeat)",
-        "now - at(peer).heard >= 100 * options_.heartbeat)",
-        "pulse",
+        "now - at(peer).last_received_at >= options_.heartbeat)",
+        "now - at(peer).last_received_at >= 100 * options_.heartbeat)",
+        "heartbeat",
         "who is silent for the limit",
     ),
 ]

@@ -1,6 +1,6 @@
 // How an engine comes by links that it does not have yet. Pure: group/doorman.h makes them.
 //
-// An engine without a dialer holds a link to every peer from the start.
+// An engine without a connector holds a link to every peer from the start.
 #pragma once
 
 #include <memory>
@@ -13,7 +13,7 @@ namespace pycomm {
 
 // A channel that now stands at both ends, asked for or not; or, without one, why a peer is not to
 // be had.
-struct Arrival {
+struct ConnectResult {
   int peer = -1;
   std::unique_ptr<Channel> channel{};
   std::string why{};
@@ -22,13 +22,13 @@ struct Arrival {
 };
 
 // Called by one thread at a time, and never waits. Of each peer there is one channel at most.
-class Dialer {
+class PeerConnector {
  public:
-  virtual ~Dialer() = default;
+  virtual ~PeerConnector() = default;
   // Asks for a channel to `peer`; take() gives it, or says why there is none.
-  virtual void want(int peer) = 0;
+  virtual void request(int peer) = 0;
   // What has arrived since the last call. Cheap when nothing has.
-  virtual std::vector<Arrival> take() = 0;
+  virtual std::vector<ConnectResult> take() = 0;
   // Readable while take() has something to give.
   virtual int descriptor() const = 0;
   // Nobody is let in any more, and nobody called; take() gives what has arrived until then.

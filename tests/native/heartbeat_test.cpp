@@ -1,7 +1,5 @@
 // Signs of life: that a silent rank is named by who waits for it, that a busy one is not, and that
 // the pace-maker's thread and the calls do each other no harm.
-#include "group/pulse.h"
-
 #include <array>
 #include <atomic>
 #include <future>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "group/pulse.h"
 #include "harness.h"
 #include "ranks.h"
 
@@ -59,7 +58,7 @@ const Test kPulses{"who pulses is not named, and a call's limit still holds", []
                        const auto waits = engine_of(0, std::move(a));
                        const auto busy = engine_of(1, std::move(b));
                        Pulse pulse;
-                       pulse.start(busy->pulse_interval(), [&] { return busy->pulse(); });
+                       pulse.start(busy->heartbeat_interval(), [&] { return busy->heartbeat(); });
                        const Ending ending = receive(*waits, 2 * kLimit);
                        pulse.join();
                        expect(ending.is(ErrorKind::timeout), ending.text());
@@ -89,12 +88,12 @@ const Test kDue{"a pulse that is due during a call goes at its end", [] {
                     auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
                     const auto idle = engine_of(0, std::move(a));
                     const auto busy = engine_of(1, std::move(b));
-                    Short call([&] { std::thread([&] { busy->pulse(); }).join(); });
+                    Short call([&] { std::thread([&] { busy->heartbeat(); }).join(); });
                     const Header header = busy->next_header({});
                     busy->run(call, header, Deadline(kLong));
                     expect(busy->bytes_written() > 0, "nothing was said");
                     const auto limit = Deadline(kLong);
-                    while (idle->bytes_received() == 0 && !limit.expired()) idle->pulse();
+                    while (idle->bytes_received() == 0 && !limit.expired()) idle->heartbeat();
                     expect(idle->bytes_received() > 0, "nothing was heard");
                   }
                 }};
