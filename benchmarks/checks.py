@@ -34,15 +34,15 @@ CSRC = ROOT / "csrc"
 
 REMOVED = {
     "shared/flag_task.cpp": [
-        ("before_ = std::exchange(arena.last, header);", ""),
-        ("signature_ = arena.signature = signature_of(header, arena.signature);", ""),
+        ("before_ = std::exchange(region.last, header);", ""),
+        ("signature_ = region.signature = signature_of(header, region.signature);", ""),
         ("if (filled.signature != signature_) throw_mismatch(peer, ticket);", ""),
         ("filled.signature = signature_;", ""),
         ("own.reduced[ticket % kSlots].header.store(header_);", ""),
         ("own.reduced[ticket % kSlots].before.store(before_);", ""),
         ("uint32_t signature_of(", "[[maybe_unused]] uint32_t signature_of("),
     ],
-    "shared/arena.cpp": [
+    "shared/shared_memory_region.cpp": [
         ("begun.header.store(header);", ""),
         ("return !same_call(theirs, mine);", "return false;"),
     ],

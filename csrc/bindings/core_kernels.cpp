@@ -98,7 +98,7 @@ void bind_bundles(py::module_& module) {
       Free());
 }
 
-// The loops of stream.h, for benchmarks.
+// The loops of nontemporal_copy.h, for benchmarks.
 void bind_streams(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(

@@ -1,6 +1,6 @@
-// See stream.h. A block takes a tile of 4096 elements, a thread four rows of 16 bytes, all of which
-// are on their way before the first one is needed: as in the pass of a step (update.cuh), but with
-// nothing else to do.
+// See nontemporal_copy.h. A block takes a tile of 4096 elements, a thread four rows of 16 bytes,
+// all of which are on their way before the first one is needed: as in the pass of a step
+// (update.cuh), but with nothing else to do.
 #include "cuda/host.hpp"
 #include "cuda/stream.h"
 

@@ -100,13 +100,13 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
     if (found == known.end()) known.push_back(host);
   }
   host_count_ = static_cast<int>(known.size());
-  if (!mesh.memories.empty()) make_arena(mesh.memories);
-  if (!arena_ || mesh.heaps.empty()) return;  // heaps are of one host
-  arena_->set_heaps(std::move(mesh.heaps));
+  if (!mesh.memories.empty()) make_region(mesh.memories);
+  if (!region_ || mesh.heaps.empty()) return;  // heaps are of one host
+  region_->set_heaps(std::move(mesh.heaps));
   heap_ = std::move(mesh.heap);
 }
 
-void HostGroup::make_arena(const std::vector<std::shared_ptr<std::byte>>& memories) {
+void HostGroup::make_region(const std::vector<std::shared_ptr<std::byte>>& memories) {
   std::vector<std::shared_ptr<Segment>> segments;
   std::vector<int> here;
   for (size_t i = 0; i < memories.size(); ++i) {
@@ -115,8 +115,9 @@ void HostGroup::make_arena(const std::vector<std::shared_ptr<std::byte>>& memori
     here.push_back(static_cast<int>(i));
   }
   if (here.size() > 1)
-    arena_ = std::make_unique<Arena>(std::move(segments), std::move(here), local_rank_);
-  if (host_count_ > 1) two_levels_.emplace(engine_, arena_.get());
+    region_ =
+        std::make_unique<SharedMemoryRegion>(std::move(segments), std::move(here), local_rank_);
+  if (host_count_ > 1) two_levels_.emplace(engine_, region_.get());
 }
 
 HostGroup::~HostGroup() { close(); }
@@ -124,7 +125,7 @@ HostGroup::~HostGroup() { close(); }
 void HostGroup::check(const Call& call) const {
   if (call.agreement) return;  // whose group has
   check_call(call, options_.rank, options_.size);
-  const bool shared = arena_ && host_count_ == 1;
+  const bool shared = region_ && host_count_ == 1;
   if (call.algorithm == Algorithm::shared_memory && !shared && options_.size > 1)
     throw Unsupported(
         "the algorithm shared_memory needs all ranks on one host, and connections "
@@ -261,10 +262,10 @@ Clock::time_point HostGroup::end_call(bool failed) {
   stats_.bytes_sent = engine_.payload_sent();
   stats_.bytes_written = engine_.bytes_written();
   stats_.bytes_received = engine_.bytes_received();
-  if (arena_) {
-    stats_.bytes_sent += arena_->bytes_sent;
-    stats_.bytes_written += arena_->bytes_sent;
-    stats_.bytes_received += arena_->bytes_received;
+  if (region_) {
+    stats_.bytes_sent += region_->bytes_sent;
+    stats_.bytes_written += region_->bytes_sent;
+    stats_.bytes_received += region_->bytes_received;
   }
   const auto now = Clock::now();
   journal_.end({.now = now,
@@ -300,7 +301,7 @@ std::string HostGroup::kept(const Error& error) {
 Algorithm HostGroup::algorithm_for(const Call& call) const {
   if (options_.size == 1 && call.algorithm == Algorithm::shared_memory) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
-  if (arena_ && host_count_ == 1 && call.counts.empty()) return Algorithm::shared_memory;
+  if (region_ && host_count_ == 1 && call.counts.empty()) return Algorithm::shared_memory;
   return choose({.operation = call.operation,
                  .dtype = call.dtype,
                  .op = call.op,
@@ -324,8 +325,8 @@ void HostGroup::execute_shared(const Call& call, const Deadline& deadline) {
     job.folds = is_half(call.dtype);
   }
   const Header header = engine_.next_header(signature_of(call, Algorithm::shared_memory));
-  arena_->begin(header);
-  SharedCall run(engine_, *arena_, job, header);
+  region_->begin(header);
+  SharedCall run(engine_, *region_, job, header);
   engine_.run(run, header, deadline);
 }
 
@@ -352,7 +353,7 @@ void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadli
 }
 
 void HostGroup::run_plan(const PlanJob& job, const Deadline& deadline) {
-  if (arena_) arena_->begin(engine_.next_header(job.signature));
+  if (region_) region_->begin(engine_.next_header(job.signature));
   engine_.run(job, deadline);
 }
 

@@ -17,7 +17,7 @@
 #include "group/pulse.h"
 #include "group/two_levels.h"
 #include "group/worker.h"
-#include "shared/arena.h"
+#include "shared/shared_memory_region.h"
 
 namespace pycomm {
 
@@ -79,7 +79,7 @@ class HostGroup final : public Group {
   Clock::time_point end_call(bool failed);
   std::string kept(const Error& error);
   Algorithm algorithm_for(const Call& call) const;
-  void make_arena(const std::vector<std::shared_ptr<std::byte>>& memories);
+  void make_region(const std::vector<std::shared_ptr<std::byte>>& memories);
   void execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline);
   void run_plan(const PlanJob& job, const Deadline& deadline);
   void check(const Call& call) const;
@@ -108,8 +108,9 @@ class HostGroup final : public Group {
   int splits_ = 0;
   std::unique_ptr<PeerConnector> connector_;  // null where all ranks have met
   Engine engine_;
-  std::shared_ptr<SharedHeap> heap_;  // of this process, where the arena has heaps
-  std::unique_ptr<Arena> arena_;      // of this host's ranks, if several, where hosts share memory
+  std::shared_ptr<SharedHeap> heap_;  // of this process, where the region has heaps
+  std::unique_ptr<SharedMemoryRegion>
+      region_;  // of this host's ranks, if several, where hosts share memory
   std::optional<TwoLevels> two_levels_;  // the same, where there are several hosts
   Journal journal_;
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;

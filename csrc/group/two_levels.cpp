@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "engine/tasks.h"
-#include "shared/shared_run.h"
+#include "shared/staged_task.h"
 
 namespace pycomm {
 namespace {
@@ -19,15 +19,15 @@ constexpr size_t kMaxPlans = 64;
 
 class TwoLevelRun final : public Task {
  public:
-  TwoLevelRun(Engine& engine, Arena* arena, const PlanJob& job, const Header& header,
+  TwoLevelRun(Engine& engine, SharedMemoryRegion* region, const PlanJob& job, const Header& header,
               const std::vector<Crossing::Block>& blocks)
       : engine_(engine),
-        arena_(arena),
+        region_(region),
         job_(job),
         header_(header),
         blocks_(blocks),
         across_(engine, job, header) {
-    if (arena_ == nullptr) summed_ = spread_ = blocks_.size();
+    if (region_ == nullptr) summed_ = spread_ = blocks_.size();
     allow();
   }
 
@@ -77,7 +77,7 @@ class TwoLevelRun final : public Task {
     spreads_ = summed_ == blocks_.size() || summed_ == spread_ + kSumsAhead;
     const Crossing::Block& block = blocks_[spreads_ ? spread_ : summed_];
     if (spreads_ && across_.passed() < block.end) return false;
-    const auto mine = static_cast<size_t>(arena_->rank());
+    const auto mine = static_cast<size_t>(region_->rank());
     const size_t piece = block.count / static_cast<size_t>(block.lanes);
     step_ = {.operation = Operation::reduce_scatter,
              .input = job_.input + bytes(block.begin),
@@ -89,19 +89,19 @@ class TwoLevelRun final : public Task {
     if (spreads_) {
       step_.operation = Operation::all_gather;
       step_.output = job_.output + bytes(block.begin);
-      step_.input = step_.output + (arena_->rank() < block.lanes ? mine * bytes(piece) : 0);
-    } else if (arena_->rank() < block.lanes) {
+      step_.input = step_.output + (region_->rank() < block.lanes ? mine * bytes(piece) : 0);
+    } else if (region_->rank() < block.lanes) {
       step_.output =
           engine_.scratch(bytes(job_.schedule->plan.scratch)).data() + bytes(block.sum_at);
     }
-    inside_.emplace(engine_, *arena_, step_, header_);
+    inside_.emplace(engine_, *region_, step_, header_);
     return true;
   }
 
   size_t bytes(size_t count) const { return count * job_.element_bytes; }
 
   Engine& engine_;
-  Arena* arena_;
+  SharedMemoryRegion* region_;
   const PlanJob& job_;
   const Header& header_;
   const std::vector<Crossing::Block>& blocks_;
@@ -109,7 +109,7 @@ class TwoLevelRun final : public Task {
   size_t summed_ = 0, spread_ = 0;  // blocks
   bool spreads_ = false;            // what inside_ does; else it sums
   SharedJob step_;
-  std::optional<SharedRun> inside_;
+  std::optional<StagedTask> inside_;
 };
 
 }  // namespace
@@ -130,8 +130,8 @@ void TwoLevels::all_reduce(PlanJob job, Place at, const Deadline& deadline) {
     const Planned& plan = planned(at, job.element_bytes);
     job.schedule = &plan.schedule;
     const Header header = engine_.next_header(job.signature);
-    if (arena_ != nullptr) arena_->begin(header);
-    TwoLevelRun run(engine_, arena_, job, header, plan.blocks);
+    if (region_ != nullptr) region_->begin(header);
+    TwoLevelRun run(engine_, region_, job, header, plan.blocks);
     engine_.run(run, header, deadline);
     left -= at.count;
     job.input += at.count * job.element_bytes;

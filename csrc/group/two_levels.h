@@ -14,14 +14,14 @@
 #include "collectives/collectives.h"
 #include "core/deadline.h"
 #include "engine/engine.h"
-#include "shared/arena.h"
+#include "shared/shared_memory_region.h"
 
 namespace pycomm {
 
 class TwoLevels {
  public:
-  // `arena` is null where this rank is alone on its host.
-  TwoLevels(Engine& engine, Arena* arena) : engine_(engine), arena_(arena) {}
+  // `region` is null where this rank is alone on its host.
+  TwoLevels(Engine& engine, SharedMemoryRegion* region) : engine_(engine), region_(region) {}
 
   // `job` without a schedule; `at` has the hosts, and the elements of the array.
   void all_reduce(PlanJob job, Place at, const Deadline& deadline);
@@ -34,7 +34,7 @@ class TwoLevels {
   const Planned& planned(const Place& at, size_t element_bytes);
 
   Engine& engine_;
-  Arena* arena_;
+  SharedMemoryRegion* region_;
   std::map<std::pair<size_t, size_t>, Planned> plans_;  // by elements and their bytes
 };
 

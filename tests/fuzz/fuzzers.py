@@ -37,7 +37,7 @@ NEEDS = {
         "transport/handshake.cpp",
     ],
     "note": ["core", "group/note.cpp", *(f"os/{name}.cpp" for name in ("fd", "random", "socket"))],
-    "offers": [
+    "buffer_exchange": [
         *ENGINE,
         "shared",
         *(f"os/{name}.cpp" for name in ("process_memory", "random", "socket")),

@@ -1,4 +1,4 @@
-// See stream.h.
+// See nontemporal_copy.h.
 #include "kernels/stream.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-#include "shared/pulled_run.h"
+#include "shared/remote_read_task.h"
 
 #include <algorithm>
 #include <cstring>
@@ -16,9 +16,9 @@ constexpr size_t kStepBytes = size_t{256} << 10;
 
 }  // namespace
 
-PulledRun::PulledRun(Engine& engine, Arena& arena, const SharedJob& job, const Header& header,
-                     std::vector<Offered> places)
-    : FlagTask(engine, arena, header, 1), job_(job), places_(std::move(places)) {
+RemoteReadTask::RemoteReadTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                               const Header& header, std::vector<RemoteBuffer> buffers)
+    : FlagTask(engine, region, header, 1), job_(job), buffers_(std::move(buffers)) {
   if (job.operation == Operation::reduce_scatter) end_ = job.count;
   if (job.operation != Operation::all_reduce) return;
   const Range mine = piece(Space::output, job.count, size_, rank_);
@@ -26,26 +26,26 @@ PulledRun::PulledRun(Engine& engine, Arena& arena, const SharedJob& job, const H
   end_ = mine.begin + mine.count;
 }
 
-bool PulledRun::advance() {
+bool RemoteReadTask::advance() {
   awaited_ = kNoRank;
   if (at_ < end_) return sum_more();
-  if (!told_) {
-    publish(arena_.own().reduced[first_ % kSlots].flag, first_ + 1);
-    return told_ = true;
+  if (!published_) {
+    publish(region_.own().reduced[first_ % kSlots].flag, first_ + 1);
+    return published_ = true;
   }
   if (turn_ < size_) return collect_more();
   if (!shown_) {
-    if (!are_all_here()) return false;  // else what was read may be anything
+    if (!all_in_call()) return false;  // else what was read may be anything
     keep_own_row();
     count();
-    publish(arena_.own().done, first_ + 1);
+    publish(region_.own().done, first_ + 1);
     return shown_ = true;
   }
   return ended_ = have_all_read();
 }
 
 // Of all ranks' pieces, this rank's: those of the others are read into scratch side by side.
-bool PulledRun::sum_more() {
+bool RemoteReadTask::sum_more() {
   const size_t element = job_.element_bytes, others = static_cast<size_t>(size_ - 1);
   const size_t n = std::min(end_ - at_, std::max<size_t>(1, kStepBytes / others / element));
   const size_t row = job_.operation == Operation::reduce_scatter ? job_.count : 0;
@@ -68,7 +68,7 @@ bool PulledRun::sum_more() {
   return true;
 }
 
-PulledRun::Take PulledRun::take_from(int peer) const {
+RemoteReadTask::Take RemoteReadTask::take_from(int peer) const {
   const size_t element = job_.element_bytes, whole = job_.count * element;
   switch (job_.operation) {
     case Operation::all_reduce: {
@@ -94,12 +94,12 @@ PulledRun::Take PulledRun::take_from(int peer) const {
   return {};
 }
 
-bool PulledRun::collect_more() {
+bool RemoteReadTask::collect_more() {
   const int from = peer(turn_);
   const Take take = take_from(from);
   if (taken_ < take.bytes) {
     const bool summed = job_.operation == Operation::all_reduce;
-    if (summed && lacks(from, arena_.of(from).reduced[first_ % kSlots].flag, first_ + 1))
+    if (summed && is_missing(from, region_.of(from).reduced[first_ % kSlots].flag, first_ + 1))
       return false;
     const size_t n = std::min(take.bytes - taken_, kStepBytes);
     if (!pull(from, take.from + taken_, take.into + taken_, n)) return false;
@@ -112,7 +112,7 @@ bool PulledRun::collect_more() {
   return true;
 }
 
-void PulledRun::keep_own_row() {
+void RemoteReadTask::keep_own_row() {
   if (job_.operation != Operation::all_gather) return;
   const size_t bytes = job_.count * job_.element_bytes;
   std::byte* const into = job_.output + static_cast<size_t>(rank_) * bytes;
@@ -120,29 +120,29 @@ void PulledRun::keep_own_row() {
 }
 
 // Until then others may still read what is this rank's.
-bool PulledRun::have_all_read() {
+bool RemoteReadTask::have_all_read() {
   for (int peer = 0; peer < size_; ++peer)
-    if (peer != rank_ && lacks(peer, arena_.of(peer).done, first_ + 1)) return false;
+    if (peer != rank_ && is_missing(peer, region_.of(peer).done, first_ + 1)) return false;
   return true;
 }
 
 // What this rank gave, as if it had laid it out for others.
-void PulledRun::count() {
+void RemoteReadTask::count() {
   const size_t whole = job_.count * job_.element_bytes;
   if (job_.operation == Operation::reduce_scatter)
-    arena_.bytes_sent += whole * static_cast<size_t>(size_ - 1);
+    region_.bytes_sent += whole * static_cast<size_t>(size_ - 1);
   else if (job_.operation != Operation::broadcast || rank_ == job_.root)
-    arena_.bytes_sent += whole;
+    region_.bytes_sent += whole;
 }
 
 // A peer that cannot be read has died or given up, which is the engine's to find out: its arrays
 // could be read when the ranks met.
-bool PulledRun::pull(int peer, uint64_t from, std::byte* into, size_t bytes) {
+bool RemoteReadTask::pull(int peer, uint64_t from, std::byte* into, size_t bytes) {
   if (!read_process(of(peer).process, from, into, bytes)) {
     awaited_ = peer;
     return false;
   }
-  arena_.bytes_received += bytes;
+  region_.bytes_received += bytes;
   return true;
 }
 

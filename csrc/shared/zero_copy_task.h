@@ -17,28 +17,28 @@
 
 #include <vector>
 
-#include "shared/meeting.h"
+#include "shared/buffer_exchange.h"
 
 namespace pycomm {
 
-class MappedRun final : public FlagTask {
+class ZeroCopyTask final : public FlagTask {
  public:
-  MappedRun(Engine& engine, Arena& arena, const SharedJob& job, const Header& header,
-            std::vector<Offered> places);
+  ZeroCopyTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+               const Header& header, std::vector<RemoteBuffer> buffers);
 
   bool advance() override;
   bool done() const override { return ended_; }
 
  private:
-  const Offered& of(int rank) const { return places_[static_cast<size_t>(rank)]; }
+  const RemoteBuffer& of(int rank) const { return buffers_[static_cast<size_t>(rank)]; }
   void work_more();
   void add_up_piece(size_t begin, size_t count);
   void spread(const std::byte* from, size_t begin, size_t bytes, int owner);
   void gather(size_t begin, size_t bytes);
 
   const SharedJob& job_;
-  std::vector<Offered> places_;  // by rank
-  bool told_ = false, ended_ = false;
+  std::vector<RemoteBuffer> buffers_;  // by rank
+  bool published_ = false, ended_ = false;
   size_t at_ = 0, end_;  // elements of this rank's work that are still to do
 };
 

@@ -30,11 +30,11 @@ struct Rank {
   Rank(int rank, const std::vector<std::shared_ptr<Segment>>& segments, std::vector<int> members)
       : engine(std::vector<std::unique_ptr<Channel>>(segments.size()),
                {.rank = rank, .names = {}, .interrupted = {}}),
-        arena(segments, std::move(members), rank) {
-    arena.set_heaps(std::vector<HeapView>(segments.size(), SharedHeap::own()->view()));
+        region(segments, std::move(members), rank) {
+    region.set_heaps(std::vector<HeapView>(segments.size(), SharedHeap::own()->view()));
   }
   Engine engine;
-  Arena arena;
+  SharedMemoryRegion region;
   std::vector<float> input, output, result;
   SharedJob job;
   Header header;
@@ -78,8 +78,8 @@ class Host {
       rank.header.sequence = calls_;
       rank.header.operation = static_cast<uint8_t>(operation);
       rank.header.count = count;
-      rank.arena.begin(rank.header);
-      rank.call.emplace(rank.engine, rank.arena, rank.job, rank.header);
+      rank.region.begin(rank.header);
+      rank.call.emplace(rank.engine, rank.region, rank.job, rank.header);
     }
     ++calls_;
   }
@@ -104,18 +104,19 @@ class Host {
   }
 
   // The whole call, its results, and the way that all of them took.
-  Way run(Operation operation, size_t count, bool in_place = false) {
+  AccessMode run(Operation operation, size_t count, bool in_place = false) {
     begin(operation, count, in_place);
     while (advance(calls_ % 3 > 0)) {
     }
     for (int i = 0; i < size(); ++i) {
       expect(of(i).call->done(), "rank " + std::to_string(i) + " does not come to its end");
-      expect(of(i).call->way() == of(0).call->way(), "the ranks took different ways");
+      expect(of(i).call->access_mode() == of(0).call->access_mode(),
+             "the ranks took different ways");
       expect_result(i);
     }
-    const Way way = *of(0).call->way();
+    const AccessMode mode = *of(0).call->access_mode();
     for (const auto& rank : ranks_) rank->call.reset();
-    return way;
+    return mode;
   }
 
   static float value(int rank, size_t i) { return static_cast<float>((i % 97 + 1) * (rank + 1)); }
@@ -144,8 +145,9 @@ class Host {
 // Until every slot was in use: before that nothing is tried. The first call finds who may read
 // whom.
 void warm(Host& host) {
-  while (!host.of(0).arena.is_warm())
-    expect(host.run(Operation::all_reduce, 65'539) == Way::staged, "tried while slots are new");
+  while (!host.of(0).region.is_warm())
+    expect(host.run(Operation::all_reduce, 65'539) == AccessMode::staged,
+           "tried while slots are new");
 }
 
 void verbs_test() {
@@ -154,12 +156,13 @@ void verbs_test() {
                                       Operation::all_gather, Operation::reduce_scatter})
       for (const size_t count : {size_t{65'539}, kCount}) {
         Host host(size);
-        expect(host.run(operation, count) == Way::staged, "read before they knew that they may");
+        expect(host.run(operation, count) == AccessMode::staged,
+               "read before they knew that they may");
         warm(host);
-        std::vector<Way> ways;
+        std::vector<AccessMode> ways;
         for (int i = 0; i < 8; ++i) ways.push_back(host.run(operation, count, i % 2 == 0));
-        expect_equal(std::ranges::count(ways, Way::pulled), 4, "tries by reading");
-        expect_equal(std::ranges::count(ways, Way::staged), 4, "tries through slots");
+        expect_equal(std::ranges::count(ways, AccessMode::remote_read), 4, "tries by reading");
+        expect_equal(std::ranges::count(ways, AccessMode::staged), 4, "tries through slots");
       }
 }
 const Test kVerbs{"private arrays are read where they lie, in half of the tries", verbs_test};
@@ -168,7 +171,7 @@ void small_test() {
   Host host(2);
   warm(host);
   for (int i = 0; i < 10; ++i)
-    expect(host.run(Operation::all_reduce, 65'535, i % 2 == 0) == Way::staged, "is read");
+    expect(host.run(Operation::all_reduce, 65'535, i % 2 == 0) == AccessMode::staged, "is read");
 }
 const Test kSmall{"what is less than the kernel's calls cost goes through slots", small_test};
 
@@ -183,15 +186,15 @@ void counters_test() {
       std::vector<uint64_t> before, moved;
       const auto counts = [&](std::vector<uint64_t>& into) {
         for (int rank = 0; rank < 2; ++rank) {
-          into.push_back(host.of(rank).arena.bytes_sent);
-          into.push_back(host.of(rank).arena.bytes_received);
+          into.push_back(host.of(rank).region.bytes_sent);
+          into.push_back(host.of(rank).region.bytes_received);
         }
       };
       counts(before);
-      const Way way = host.run(operation, 400'000);
+      const AccessMode mode = host.run(operation, 400'000);
       counts(moved);
       for (size_t j = 0; j < moved.size(); ++j) moved[j] -= before[j];
-      by_way[way == Way::pulled ? 1 : 0] = moved;
+      by_way[mode == AccessMode::remote_read ? 1 : 0] = moved;
     }
     expect(by_way[0] == by_way[1] && !by_way[0].empty(),
            std::string(name_of(operation)) + ": the ways count differently");
@@ -202,18 +205,20 @@ const Test kCounters{"bytes are counted alike, whatever the way", counters_test}
 // Runs until all know that they may read each other, and the next call will.
 void until_pulled(Host& host) {
   warm(host);
-  expect(host.run(Operation::all_reduce, kCount) == Way::staged, "the first try");
+  expect(host.run(Operation::all_reduce, kCount) == AccessMode::staged, "the first try");
 }
 
 void trials_test() {
-  Trials trials(256, 8);
-  for (const auto& [first, second] : {std::pair{2.0, 1.0}, {1.0, 2.0}}) {
+  OnlineTuner trials(256, 8);
+  for (const auto& [first, prefers_second] : {std::pair{2.0, 1.0}, {1.0, 2.0}}) {
     for (uint64_t i = 0; i < 256; ++i, ++trials.turns) {
       expect_equal(trials.tries(trials.turns), i < 8, "whether it is a try");
-      if (i >= 8) expect_equal(trials.way(trials.turns), second < first, "the faster way");
+      if (i >= 8)
+        expect_equal(trials.uses_second(trials.turns), prefers_second < first, "the faster way");
       if (i >= 8) continue;
       const double luck = i < 4 ? 5 : 0;
-      trials.took(trials.turns, (trials.way(trials.turns) ? second : first) + luck);
+      trials.record_cost(trials.turns,
+                         (trials.uses_second(trials.turns) ? prefers_second : first) + luck);
     }
   }
 }
@@ -222,9 +227,10 @@ const Test kTrials{"the way whose fastest try was faster is taken until the next
 
 void unreached_test() {
   Host host(3);
-  host.of(1).arena.reaches = Arena::Reach::not_all;
+  host.of(1).region.reaches = SharedMemoryRegion::Reach::not_all;
   for (int i = 0; i < 10; ++i)
-    expect(host.run(Operation::all_reduce, kCount) == Way::staged, "read what not all may read");
+    expect(host.run(Operation::all_reduce, kCount) == AccessMode::staged,
+           "read what not all may read");
 }
 const Test kUnreached{"where one rank may not read the others, none does", unreached_test};
 
@@ -233,11 +239,12 @@ void stranger_test() {
   Host host(2);
   host.begin(Operation::all_reduce, kCount, true);
   expect(host.advance(), "an offer");
-  host.of(1).arena.token ^= 1;
+  host.of(1).region.token ^= 1;
   while (host.advance()) {
   }
   for (int rank = 0; rank < 2; ++rank)
-    expect(host.of(rank).arena.reaches == Arena::Reach::not_all, "takes another one's memory");
+    expect(host.of(rank).region.reaches == SharedMemoryRegion::Reach::not_all,
+           "takes another one's memory");
 }
 const Test kStranger{"a process that does not hold the token is not read", stranger_test};
 
@@ -266,7 +273,8 @@ void unreadable_test() {
       job.input = page;
     for (int step = 0; step < 2; ++step) expect(host.advance(), "an offer, and what all offer");
     for (int rank = 0; rank < 2; ++rank)
-      expect(host.of(rank).call->way() == Way::staged, "would read a page that nobody can read");
+      expect(host.of(rank).call->access_mode() == AccessMode::staged,
+             "would read a page that nobody can read");
   }
   munmap(memory, bytes);
 }
@@ -285,8 +293,8 @@ void left_test() {
     gone.call.reset();
     std::ranges::fill(gone.input, 0.0F);
     ++gone.header.epoch;
-    gone.arena.begin(gone.header);
-    gone.call.emplace(gone.engine, gone.arena, gone.job, gone.header);
+    gone.region.begin(gone.header);
+    gone.call.emplace(gone.engine, gone.region, gone.job, gone.header);
     SharedCall& late = *host.of(1).call;
     while (!late.done() && late.advance()) {
     }

@@ -1,4 +1,4 @@
-#include "shared/mapped_run.h"
+#include "shared/zero_copy_task.h"
 
 #include <algorithm>
 #include <cstring>
@@ -19,35 +19,38 @@ bool has_pieces(Operation operation) {
 
 }  // namespace
 
-MappedRun::MappedRun(Engine& engine, Arena& arena, const SharedJob& job, const Header& header,
-                     std::vector<Offered> places)
-    : FlagTask(engine, arena, header, 1), job_(job), places_(std::move(places)), end_(job.count) {
+ZeroCopyTask::ZeroCopyTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                           const Header& header, std::vector<RemoteBuffer> buffers)
+    : FlagTask(engine, region, header, 1),
+      job_(job),
+      buffers_(std::move(buffers)),
+      end_(job.count) {
   if (!has_pieces(job.operation)) return;
   const Range mine = piece(Space::output, job.count, size_, rank_);
   at_ = mine.begin;
   end_ = mine.begin + mine.count;
 }
 
-bool MappedRun::advance() {
+bool ZeroCopyTask::advance() {
   awaited_ = kNoRank;
   if (at_ < end_) {
-    if (!are_all_here()) return false;
+    if (!all_in_call()) return false;
     work_more();
     return true;
   }
-  if (!told_) {
-    if (!are_all_here()) return false;  // else what the last step has read may be anything
-    publish(arena_.own().reduced[first_ % kSlots].flag, first_ + 1);
-    told_ = true;
+  if (!published_) {
+    if (!all_in_call()) return false;  // else what the last step has read may be anything
+    publish(region_.own().reduced[first_ % kSlots].flag, first_ + 1);
+    published_ = true;
     return true;
   }
   if (!have_reduced(first_)) return false;
-  publish(arena_.own().done, first_ + 1);
+  publish(region_.own().done, first_ + 1);
   ended_ = true;
   return true;
 }
 
-void MappedRun::work_more() {
+void ZeroCopyTask::work_more() {
   const size_t element = job_.element_bytes;
   const size_t count = std::min(end_ - at_, kStepBytes / element);
   if (job_.operation == Operation::broadcast)
@@ -60,7 +63,7 @@ void MappedRun::work_more() {
 }
 
 // Of all_reduce and reduce_scatter, whose row of the inputs is this rank's alone.
-void MappedRun::add_up_piece(size_t begin, size_t count) {
+void ZeroCopyTask::add_up_piece(size_t begin, size_t count) {
   const bool for_all = job_.operation == Operation::all_reduce;
   const size_t row = for_all ? 0 : static_cast<size_t>(rank_) * job_.count * job_.element_bytes;
   add_up(
@@ -69,26 +72,26 @@ void MappedRun::add_up_piece(size_t begin, size_t count) {
       [&](size_t offset, size_t bytes) {
         if (for_all) spread(job_.output, begin + offset, bytes, rank_);
       });
-  arena_.bytes_received += static_cast<uint64_t>(size_ - 1) * count * job_.element_bytes;
+  region_.bytes_received += static_cast<uint64_t>(size_ - 1) * count * job_.element_bytes;
 }
 
 // From the array of `owner` at `from` into the outputs of all others.
-void MappedRun::spread(const std::byte* from, size_t begin, size_t bytes, int owner) {
+void ZeroCopyTask::spread(const std::byte* from, size_t begin, size_t bytes, int owner) {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == owner) continue;
     std::memcpy(of(peer).output + begin, from + begin, bytes);
-    if (peer != rank_) arena_.bytes_sent += bytes;
+    if (peer != rank_) region_.bytes_sent += bytes;
   }
-  if (owner != rank_) arena_.bytes_received += bytes;
+  if (owner != rank_) region_.bytes_received += bytes;
 }
 
-void MappedRun::gather(size_t begin, size_t bytes) {
+void ZeroCopyTask::gather(size_t begin, size_t bytes) {
   for (int peer = 0; peer < size_; ++peer) {
     const size_t row = static_cast<size_t>(peer) * job_.count * job_.element_bytes;
     std::byte* const into = job_.output + row + begin;
     if (const std::byte* from = of(peer).input + begin; into != from)
       std::memcpy(into, from, bytes);
-    if (peer != rank_) arena_.bytes_received += bytes;
+    if (peer != rank_) region_.bytes_received += bytes;
   }
 }
 

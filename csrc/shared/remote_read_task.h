@@ -19,14 +19,14 @@
 
 #include <vector>
 
-#include "shared/meeting.h"
+#include "shared/buffer_exchange.h"
 
 namespace pycomm {
 
-class PulledRun final : public FlagTask {
+class RemoteReadTask final : public FlagTask {
  public:
-  PulledRun(Engine& engine, Arena& arena, const SharedJob& job, const Header& header,
-            std::vector<Offered> places);
+  RemoteReadTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                 const Header& header, std::vector<RemoteBuffer> buffers);
 
   bool advance() override;
   bool done() const override { return ended_; }
@@ -38,7 +38,7 @@ class PulledRun final : public FlagTask {
     std::byte* into = nullptr;
     size_t bytes = 0;
   };
-  const Offered& of(int rank) const { return places_[static_cast<size_t>(rank)]; }
+  const RemoteBuffer& of(int rank) const { return buffers_[static_cast<size_t>(rank)]; }
   int peer(int turn) const { return (rank_ + turn) % size_; }
   bool sum_more();
   Take take_from(int peer) const;
@@ -49,11 +49,11 @@ class PulledRun final : public FlagTask {
   bool pull(int peer, uint64_t from, std::byte* into, size_t bytes);
 
   const SharedJob& job_;
-  std::vector<Offered> places_;          // by rank
+  std::vector<RemoteBuffer> buffers_;    // by rank
   size_t begin_ = 0, at_ = 0, end_ = 0;  // elements that this rank sums, and has summed
   int turn_ = 1;                         // whose array is read now: peer(turn_)
   size_t taken_ = 0;                     // bytes of it
-  bool told_ = false, shown_ = false, ended_ = false;
+  bool published_ = false, shown_ = false, ended_ = false;
 };
 
 }  // namespace pycomm

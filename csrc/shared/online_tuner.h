@@ -10,18 +10,18 @@
 
 namespace pycomm {
 
-class Trials {
+class OnlineTuner {
  public:
-  Trials(uint64_t period, uint64_t tries) : period_(period), tries_(tries) {}
+  OnlineTuner(uint64_t period, uint64_t tries) : period_(period), tries_(tries) {}
 
   bool tries(uint64_t turn) const { return turn % period_ < tries_; }
   // True: the second way. Tries change in an order without a period, as calls may have one.
-  bool way(uint64_t turn) const { return tries(turn) ? tried(turn) == 1 : second_; }
-  bool second() const { return second_; }
+  bool uses_second(uint64_t turn) const { return tries(turn) ? tried(turn) == 1 : second_; }
+  bool prefers_second() const { return second_; }
 
   // What a try cost, turns in their order. The least of each way counts: nothing makes a turn cost
   // too little.
-  void took(uint64_t turn, double cost) {
+  void record_cost(uint64_t turn, double cost) {
     if (turn % period_ == 0) least_.fill(std::numeric_limits<double>::infinity());
     double& least = least_[tried(turn)];
     least = std::min(least, cost);

@@ -1,4 +1,4 @@
-#include "shared/arena.h"
+#include "shared/shared_memory_region.h"
 
 #include "engine/engine.h"
 
@@ -16,20 +16,20 @@ uint64_t number_of(const Header& header) {
 
 }  // namespace
 
-void Arena::begin(const Header& header) {
+void SharedMemoryRegion::begin(const Header& header) {
   Segment::Begun& begun = own().begun;
   begun.call.store(0, std::memory_order_relaxed);
   begun.header.store(header);
   begun.call.store(number_of(header), std::memory_order_release);
 }
 
-void Arena::leave() { own().begun.call.store(0); }
+void SharedMemoryRegion::leave() { own().begun.call.store(0); }
 
-bool Arena::is_in(int peer, const Header& header) const {
+bool SharedMemoryRegion::is_in(int peer, const Header& header) const {
   return of(peer).begun.call.load(std::memory_order_acquire) == number_of(header);
 }
 
-bool Arena::enter(uint16_t epoch) {
+bool SharedMemoryRegion::enter(uint16_t epoch) {
   const auto epochs = static_cast<uint16_t>(epoch - epoch_);
   if (epochs == 0) return false;
   epoch_ = epoch;
@@ -40,7 +40,7 @@ bool Arena::enter(uint16_t epoch) {
   return true;
 }
 
-bool Arena::differs(int peer, const Header& mine, Header& theirs) const {
+bool SharedMemoryRegion::differs(int peer, const Header& mine, Header& theirs) const {
   const Segment::Begun& begun = of(peer).begun;
   if (begun.call.load(std::memory_order_acquire) != number_of(mine)) return false;
   theirs = begun.header.load();
@@ -48,7 +48,7 @@ bool Arena::differs(int peer, const Header& mine, Header& theirs) const {
   return !same_call(theirs, mine);
 }
 
-bool Arena::is_past(int peer, const Header& mine, Header& theirs) const {
+bool SharedMemoryRegion::is_past(int peer, const Header& mine, Header& theirs) const {
   const Segment::Begun& begun = of(peer).begun;
   const uint64_t call = begun.call.load(std::memory_order_acquire);
   theirs = begun.header.load();

@@ -254,16 +254,16 @@ void left_test(int steps_before, Gone gone_has) {
     Rank(int rank, const std::vector<std::shared_ptr<Segment>>& segments)
         : engine(std::vector<std::unique_ptr<Channel>>(2),
                  {.rank = rank, .names = {}, .interrupted = {}}),
-          arena(segments, {0, 1}, rank) {
+          region(segments, {0, 1}, rank) {
       x.fill(rank);
-      arena.set_heaps({SharedHeap::own()->view(), SharedHeap::own()->view()});
+      region.set_heaps({SharedHeap::own()->view(), SharedHeap::own()->view()});
       job.input = job.output = reinterpret_cast<std::byte*>(x.data());
-      arena.begin(header);
-      run.emplace(engine, arena, job, header);
+      region.begin(header);
+      run.emplace(engine, region, job, header);
     }
     Floats x{kCount, true};
     Engine engine;
-    Arena arena;
+    SharedMemoryRegion region;
     SharedJob job{.operation = Operation::all_reduce,
                   .count = kCount,
                   .element_bytes = sizeof(float),

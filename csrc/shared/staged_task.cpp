@@ -1,4 +1,4 @@
-#include "shared/shared_run.h"
+#include "shared/staged_task.h"
 
 #include <algorithm>
 #include <array>
@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "collectives/plan.h"
-#include "shared/stream.h"
+#include "shared/nontemporal_copy.h"
 #include "shared/sum.h"
 
 namespace pycomm {
@@ -48,8 +48,9 @@ void copy_bytes(std::byte* into, const std::byte* from, size_t bytes) {
 
 }  // namespace
 
-SharedRun::SharedRun(Engine& engine, Arena& arena, const SharedJob& job, const Header& header)
-    : FlagTask(engine, arena, header, chunks_of(job, arena.size())),
+StagedTask::StagedTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                       const Header& header)
+    : FlagTask(engine, region, header, chunks_of(job, region.size())),
       job_(job),
       parts_(parts_of(job, size_)),
       chunk_count_(chunk_count_of(job, size_)),
@@ -61,33 +62,33 @@ SharedRun::SharedRun(Engine& engine, Arena& arena, const SharedJob& job, const H
   begin_stores(whole);
 }
 
-SharedRun::Chunk SharedRun::chunk(uint64_t i) const {
+StagedTask::Chunk StagedTask::chunk(uint64_t i) const {
   const size_t begin = i * chunk_count_;
   return {first_ + i, begin, std::min(chunk_count_, job_.count - begin)};
 }
 
-std::byte* SharedRun::slot(int rank, uint64_t ticket) const {
-  Segment& segment = arena_.of(rank);
+std::byte* StagedTask::slot(int rank, uint64_t ticket) const {
+  Segment& segment = region_.of(rank);
   return tiny_ ? segment.filled[ticket % kSlots].tiny.data()
                : segment.slots[ticket % kSlots].data();
 }
 
-const std::byte* SharedRun::row(int i, const Chunk& chunk) const {
+const std::byte* StagedTask::row(int i, const Chunk& chunk) const {
   return job_.input + bytes(static_cast<size_t>(i) * job_.count + chunk.begin);
 }
 
-std::byte* SharedRun::out_row(int i, const Chunk& chunk) const {
+std::byte* StagedTask::out_row(int i, const Chunk& chunk) const {
   return job_.output + bytes(static_cast<size_t>(i) * job_.count + chunk.begin);
 }
 
-bool SharedRun::fills() const {
+bool StagedTask::fills() const {
   const bool one_way =
       job_.operation == Operation::broadcast || job_.operation == Operation::scatter;
   if (job_.operation == Operation::all_gather) return rank_ < parts_;
   return !one_way || rank_ == job_.root;
 }
 
-bool SharedRun::reduces() const {
+bool StagedTask::reduces() const {
   switch (job_.operation) {
     case Operation::all_reduce:
       return true;
@@ -108,7 +109,7 @@ bool SharedRun::reduces() const {
   return false;
 }
 
-bool SharedRun::collects() const {
+bool StagedTask::collects() const {
   switch (job_.operation) {
     case Operation::all_reduce:
       return two_shots_;
@@ -131,22 +132,22 @@ bool SharedRun::collects() const {
 }
 
 // What others wait for comes first, and what is still in the caches.
-bool SharedRun::advance() {
+bool StagedTask::advance() {
   awaited_ = kNoRank;
   if (collected_ < reduced_) {
     const Chunk at = chunk(collected_);
     if (!collects() || (two_shots_ ? have_reduced(at.ticket) : have_filled(at.ticket))) {
-      if (collects()) work(collected_, &SharedRun::collect);
-      end_try(collected_);
+      if (collects()) work(collected_, &StagedTask::collect);
+      record_try(collected_);
       ++collected_;
-      publish(arena_.own().done, at.ticket + 1);
+      publish(region_.own().done, at.ticket + 1);
       return true;
     }
   }
   if (reduced_ < filled_) {
     const Chunk at = chunk(reduced_);
     if (!reduces() || have_filled(at.ticket)) {
-      if (reduces()) work(reduced_, &SharedRun::reduce);
+      if (reduces()) work(reduced_, &StagedTask::reduce);
       ++reduced_;
       return true;
     }
@@ -154,7 +155,7 @@ bool SharedRun::advance() {
   if (filled_ < chunks_ && filled_ < collected_ + kAhead) {
     const Chunk at = chunk(filled_);
     if (!fills() || may_fill(at.ticket)) {
-      if (fills()) work(filled_, &SharedRun::fill);
+      if (fills()) work(filled_, &StagedTask::fill);
       ++filled_;
       return true;
     }
@@ -162,7 +163,7 @@ bool SharedRun::advance() {
   return false;
 }
 
-bool SharedRun::have_filled(uint64_t ticket) {
+bool StagedTask::have_filled(uint64_t ticket) {
   const bool one_way =
       job_.operation == Operation::broadcast || job_.operation == Operation::scatter;
   if (one_way) return has_filled(job_.root, ticket);
@@ -174,9 +175,9 @@ bool SharedRun::have_filled(uint64_t ticket) {
 
 // Only where every rank both writes and reads can it tell by itself which way is faster; the other
 // verbs take what those have found.
-void SharedRun::begin_stores(size_t call_bytes) {
+void StagedTask::begin_stores(size_t call_bytes) {
   if (call_bytes <= kOneShotBytes) return;
-  stores_ = &arena_.stores(call_bytes);
+  stores_ = &region_.store_tuner(call_bytes);
   switch (job_.operation) {
     case Operation::all_reduce:
     case Operation::all_gather:
@@ -197,9 +198,10 @@ void SharedRun::begin_stores(size_t call_bytes) {
 }
 
 // Does a step of chunk `i`.
-void SharedRun::work(uint64_t i, void (SharedRun::*step)(const Chunk&)) {
+void StagedTask::work(uint64_t i, void (StagedTask::*step)(const Chunk&)) {
   const uint64_t turn = counted_ + i;
-  if (stores_ != nullptr) streaming_ = tries_ ? stores_->way(turn) : stores_->second();
+  if (stores_ != nullptr)
+    nontemporal_ = tries_ ? stores_->uses_second(turn) : stores_->prefers_second();
   if (!tries_ || !stores_->tries(turn)) return (this->*step)(chunk(i));
   const auto start = Clock::now();
   (this->*step)(chunk(i));
@@ -207,35 +209,35 @@ void SharedRun::work(uint64_t i, void (SharedRun::*step)(const Chunk&)) {
 }
 
 // Chunk `i` is over.
-void SharedRun::end_try(uint64_t i) {
+void StagedTask::record_try(uint64_t i) {
   const uint64_t turn = counted_ + i;
   if (!tries_ || !stores_->tries(turn)) return;
   const auto spent = std::exchange(spent_[i % kSlots], {});
-  stores_->took(turn, std::chrono::duration<double, std::nano>(spent).count() /
-                          static_cast<double>(bytes(chunk(i).count)));
+  stores_->record_cost(turn, std::chrono::duration<double, std::nano>(spent).count() /
+                                 static_cast<double>(bytes(chunk(i).count)));
 }
 
 // What was laid out is behind the flags that come now.
-void SharedRun::end_streams() {
-  if (std::exchange(streaming_, false)) end_stream();
+void StagedTask::end_nontemporal() {
+  if (std::exchange(nontemporal_, false)) nontemporal_fence();
 }
 
 // From an array of ours into a slot, for others to read.
-void SharedRun::lay_out(std::byte* into, const std::byte* from, size_t bytes) {
-  if (streaming_ && bytes >= kLeastStream)
-    stream(into, from, bytes);
+void StagedTask::lay_out(std::byte* into, const std::byte* from, size_t bytes) {
+  if (nontemporal_ && bytes >= kLeastStream)
+    nontemporal_copy(into, from, bytes);
   else
     copy_bytes(into, from, bytes);
-  arena_.bytes_sent += bytes;
+  region_.bytes_sent += bytes;
 }
 
 // From another rank's slot into an array of ours.
-void SharedRun::take(std::byte* into, const std::byte* from, size_t bytes) {
+void StagedTask::take(std::byte* into, const std::byte* from, size_t bytes) {
   copy_bytes(into, from, bytes);
-  arena_.bytes_received += bytes;
+  region_.bytes_received += bytes;
 }
 
-void SharedRun::fill(const Chunk& at) {
+void StagedTask::fill(const Chunk& at) {
   std::byte* into = slot(rank_, at.ticket);
   const size_t row_bytes = bytes(at.count);
   if (has_row_per_rank(job_.operation)) {
@@ -253,20 +255,20 @@ void SharedRun::fill(const Chunk& at) {
   } else if (row_bytes > 0) {
     lay_out(into, row(0, at), row_bytes);
   }
-  end_streams();
+  end_nontemporal();
   show_filled(at.ticket);
 }
 
 // into = the sum of what lies `at` bytes from the beginning of every other rank's slot and, for
 // this rank, at `own`; `into` may be `own`. `again`: where it is laid out for others, or null.
-struct SharedRun::Sum {
+struct StagedTask::Sum {
   std::byte* into;
   const std::byte* own;
   size_t at, count;
   std::byte* again = nullptr;
 };
 
-void SharedRun::reduce(const Chunk& at) {
+void StagedTask::reduce(const Chunk& at) {
   std::byte* mine = slot(rank_, at.ticket);
   if (job_.operation == Operation::reduce_scatter) {
     const size_t place = static_cast<size_t>(rank_) * bytes(at.count);
@@ -280,12 +282,12 @@ void SharedRun::reduce(const Chunk& at) {
     combine({out_row(0, at) + place, own, place, part.count, mine + place}, at.ticket);
   else
     combine({mine + place, own, place, part.count}, at.ticket);
-  end_streams();
-  publish(arena_.own().reduced[at.ticket % kSlots].flag, at.ticket + 1);
+  end_nontemporal();
+  publish(region_.own().reduced[at.ticket % kSlots].flag, at.ticket + 1);
 }
 
-void SharedRun::combine(const Sum& to, uint64_t ticket) {
-  arena_.bytes_received += static_cast<uint64_t>(size_ - 1) * bytes(to.count);
+void StagedTask::combine(const Sum& to, uint64_t ticket) {
+  region_.bytes_received += static_cast<uint64_t>(size_ - 1) * bytes(to.count);
   add_up(
       job_, size_, to.into, to.count,
       [&](int i) { return i == rank_ ? to.own : slot(i, ticket) + to.at; },
@@ -294,7 +296,7 @@ void SharedRun::combine(const Sum& to, uint64_t ticket) {
       });
 }
 
-void SharedRun::collect(const Chunk& at) {
+void StagedTask::collect(const Chunk& at) {
   const size_t row_bytes = bytes(at.count);
   switch (job_.operation) {
     case Operation::all_reduce:

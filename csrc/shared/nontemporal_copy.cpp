@@ -1,4 +1,4 @@
-#include "shared/stream.h"
+#include "shared/nontemporal_copy.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -18,7 +18,7 @@ constexpr size_t kLine = 64;
 }  // namespace
 
 // Whole lines go round the caches, what is before and behind them does not.
-void stream(std::byte* into, const std::byte* from, size_t bytes) {
+void nontemporal_copy(std::byte* into, const std::byte* from, size_t bytes) {
   const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(into) % kLine);
   std::memcpy(into, from, head);
   size_t i = head;
@@ -38,12 +38,12 @@ void stream(std::byte* into, const std::byte* from, size_t bytes) {
   std::memcpy(into + i, from + i, bytes - i);
 }
 
-void end_stream() { _mm_sfence(); }
+void nontemporal_fence() { _mm_sfence(); }
 #else
-void stream(std::byte* into, const std::byte* from, size_t bytes) {
+void nontemporal_copy(std::byte* into, const std::byte* from, size_t bytes) {
   std::memcpy(into, from, bytes);
 }
-void end_stream() {}
+void nontemporal_fence() {}
 #endif
 
 }  // namespace pycomm

@@ -22,10 +22,11 @@
 
 namespace pycomm {
 
-class SharedRun final : public FlagTask {
+class StagedTask final : public FlagTask {
  public:
   // `header` with its epoch and sequence.
-  SharedRun(Engine& engine, Arena& arena, const SharedJob& job, const Header& header);
+  StagedTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+             const Header& header);
 
   bool advance() override;
   bool done() const override { return collected_ == chunks_; }
@@ -42,8 +43,8 @@ class SharedRun final : public FlagTask {
   bool collects() const;
   bool have_filled(uint64_t ticket);
   void begin_stores(size_t call_bytes);
-  void work(uint64_t i, void (SharedRun::*step)(const Chunk&));
-  void end_try(uint64_t i);
+  void work(uint64_t i, void (StagedTask::*step)(const Chunk&));
+  void record_try(uint64_t i);
   void lay_out(std::byte* into, const std::byte* from, size_t bytes);
   void take(std::byte* into, const std::byte* from, size_t bytes);
   void fill(const Chunk& chunk);
@@ -51,7 +52,7 @@ class SharedRun final : public FlagTask {
   void collect(const Chunk& chunk);
   struct Sum;
   void combine(const Sum& sum, uint64_t ticket);
-  void end_streams();
+  void end_nontemporal();
   std::byte* slot(int rank, uint64_t ticket) const;
   size_t bytes(size_t count) const { return count * job_.element_bytes; }
   const std::byte* row(int i, const Chunk& chunk) const;
@@ -61,10 +62,10 @@ class SharedRun final : public FlagTask {
   int parts_;          // ranks that have one
   bool tiny_ = false;  // slots are the flags' own lines
   bool two_shots_ = false;
-  Trials* stores_ = nullptr;                     // null: plain ones
+  OnlineTuner* stores_ = nullptr;                // null: plain ones
   bool tries_ = false;                           // whether this call's chunks count there
   uint64_t counted_ = 0;                         // chunks before this call
-  bool streaming_ = false;                       // what is laid out now
+  bool nontemporal_ = false;                     // what is laid out now
   std::array<Clock::duration, kSlots> spent_{};  // in a try, on each chunk under way
   size_t chunk_count_ = 0;                       // elements of a row in a chunk
   uint64_t chunks_ = 1;

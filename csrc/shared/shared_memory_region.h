@@ -13,15 +13,16 @@
 #include "core/operation.h"
 #include "os/random.h"
 #include "os/shared_heap.h"
+#include "shared/online_tuner.h"
 #include "shared/segment.h"
-#include "shared/trials.h"
 
 namespace pycomm {
 
-class Arena {
+class SharedMemoryRegion {
  public:
   // By number, this rank's own among them, at `rank`; `members` has their ranks in the group.
-  Arena(std::vector<std::shared_ptr<Segment>> segments, std::vector<int> members, int rank)
+  SharedMemoryRegion(std::vector<std::shared_ptr<Segment>> segments, std::vector<int> members,
+                     int rank)
       : segments_(std::move(segments)),
         members_(std::move(members)),
         rank_(rank),
@@ -68,13 +69,13 @@ class Arena {
   // was written is read from there. Between distant ones they lose by four times (1 MiB on an EPYC,
   // 160 ns apart), as each store first takes its line away from the reader's cache. Chunks are
   // counted, the same number on all ranks, so all try at the same time.
-  Trials& stores(size_t bytes) {
+  OnlineTuner& store_tuner(size_t bytes) {
     return stores_[bytes < (size_t{256} << 10) ? 0 : bytes < (size_t{4} << 20) ? 1 : 2];
   }
   // Whether private arrays go through slots or are read out of the others' processes; what the
   // lowest rank finds counts, by verb and size of the call. Calls are counted.
-  Trials& pulls(Operation operation, size_t bytes) {
-    return pulls_.try_emplace({operation, std::bit_width(bytes)}, 256, 8).first->second;
+  OnlineTuner& read_tuner(Operation operation, size_t bytes) {
+    return read_tuners_.try_emplace({operation, std::bit_width(bytes)}, 256, 8).first->second;
   }
   // Whether this rank may read the processes of all others, as its first meeting has shown.
   enum class Reach { unknown, not_all, all } reaches = Reach::unknown;
@@ -90,8 +91,9 @@ class Arena {
   int rank_;
   std::vector<uint64_t> known_done_;
   // Of 2,048 chunks 16 are tries, half of them in the slower way; of 256 calls 8.
-  std::array<Trials, 3> stores_{Trials{2048, 16}, Trials{2048, 16}, Trials{2048, 16}};
-  std::map<std::pair<Operation, int>, Trials> pulls_;
+  std::array<OnlineTuner, 3> stores_{OnlineTuner{2048, 16}, OnlineTuner{2048, 16},
+                                     OnlineTuner{2048, 16}};
+  std::map<std::pair<Operation, int>, OnlineTuner> read_tuners_;
   uint16_t epoch_ = 0;
   uint64_t base_ = 0, next_ = 0;
 };

@@ -9,8 +9,8 @@
 #include "core/operation.h"
 #include "engine/engine.h"
 #include "fuzz.h"
-#include "shared/arena.h"
 #include "shared/shared_call.h"
+#include "shared/shared_memory_region.h"
 
 namespace {
 
@@ -46,8 +46,8 @@ std::vector<std::unique_ptr<Channel>> has_no_listener() {
 struct Rank {
   Rank(int rank, const std::vector<std::shared_ptr<Segment>>& segments,
        const std::vector<HeapView>& heaps, Operation operation)
-      : engine(has_no_listener(), options_of(rank)), arena(segments, {0, 1}, rank) {
-    arena.set_heaps(heaps);
+      : engine(has_no_listener(), options_of(rank)), region(segments, {0, 1}, rank) {
+    region.set_heaps(heaps);
     std::byte* const heap = heaps[static_cast<size_t>(rank)].base.get();
     job = {.operation = operation, .input = heap, .output = heap, .count = kCount};
     if (operation == Operation::reduce_scatter) job.count /= 2;
@@ -56,13 +56,13 @@ struct Rank {
     job.reducer = &kAdd;
     header.operation = static_cast<uint8_t>(operation);
     header.count = job.count;
-    arena.begin(header);
-    arena.reaches = Arena::Reach::all;
-    arena.pulls(operation, job.count * sizeof(float)).turns = 1;  // would rather read
-    task.emplace(engine, arena, job, header);
+    region.begin(header);
+    region.reaches = SharedMemoryRegion::Reach::all;
+    region.read_tuner(operation, job.count * sizeof(float)).turns = 1;  // would rather read
+    task.emplace(engine, region, job, header);
   }
   Engine engine;
-  Arena arena;
+  SharedMemoryRegion region;
   SharedJob job;
   Header header;
   std::vector<std::byte> gathered = std::vector<std::byte>(2 * kCount * sizeof(float));
@@ -89,7 +89,8 @@ void fuzz::one(Input input) {
   auto& line = segments[1]->filled[0].tiny;
   std::memcpy(line.data(), input.data() + 1, std::min(line.size(), input.size() - 1));
   try {
-    while (!mine.task->done() && mine.task->way() != Way::staged && mine.task->advance()) {
+    while (!mine.task->done() && mine.task->access_mode() != AccessMode::staged &&
+           mine.task->advance()) {
     }
   } catch (const PeerLost&) {
   }
