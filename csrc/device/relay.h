@@ -5,7 +5,7 @@
 //
 // The body has a thread of its own: what CUDA calls when a stream gets there may share its thread
 // with what other streams call, so that one that waited for another rank could keep that rank from
-// coming. Called by bridge.cpp and group/staged_carrier.cpp.
+// coming. Called by bridge.cpp and group/host_staged_executor.cpp.
 #pragma once
 
 #include <condition_variable>

@@ -1,9 +1,10 @@
 // How an engine tells a rank that is stopped, or whose host is gone, from one that is merely busy.
 //
 // A busy rank pulses: from inside a call between two looks at its links, and between calls from
-// group/pulse.h, which needs nothing that Python could hold. Pulses go where nothing else was
-// written for an interval, a fifth of the limit. Judged is only who is waited for, and only by a
-// rank that was there to hear. And how it sees that the process of a peer on its host has ended.
+// group/heartbeat_thread.h, which needs nothing that Python could hold. Pulses go where nothing
+// else was written for an interval, a fifth of the limit. Judged is only who is waited for, and
+// only by a rank that was there to hear. And how it sees that the process of a peer on its host has
+// ended.
 #include <algorithm>
 #include <cstdio>
 

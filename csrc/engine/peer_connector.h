@@ -1,4 +1,5 @@
-// How an engine comes by links that it does not have yet. Pure: group/doorman.h makes them.
+// How an engine comes by links that it does not have yet. Pure: group/on_demand_connector.h makes
+// them.
 //
 // An engine without a connector holds a link to every peer from the start.
 #pragma once

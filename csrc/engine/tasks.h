@@ -1,5 +1,5 @@
 // What an engine does: a plan, a message out, a message in, messages both ways. The plan is also a
-// part of what group/two_levels.cpp does.
+// part of what group/hierarchical_all_reduce.cpp does.
 #pragma once
 
 #include <algorithm>

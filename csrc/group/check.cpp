@@ -95,7 +95,7 @@ Extent extent_of(const Call& call, int rank, int size) {
   return {};
 }
 
-void lacks(const Call& call, const std::string& what) {
+void throw_unsupported(const Call& call, const std::string& what) {
   const std::string op(name_of(call.operation));
   throw Unsupported(op + " of CUDA arrays: " + what, {.op = op});
 }

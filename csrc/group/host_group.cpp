@@ -51,7 +51,7 @@ Thresholds thresholds_of(const Mesh& mesh) {
     return std::ranges::count(mesh.members, name, &Member::transport) > 0;
   };
   const std::string_view by = uses("tcp") ? "tcp" : uses("shm") ? "shm" : "local";
-  const auto found = std::ranges::find(mesh.tuned, by, &Tuned::transport);
+  const auto found = std::ranges::find(mesh.tuned, by, &TunedThresholds::transport);
   return found == mesh.tuned.end() ? Thresholds{} : found->thresholds;
 }
 
@@ -60,9 +60,9 @@ void put(std::array<char, kSize>& into, const std::string& text) {
   std::copy_n(text.begin(), std::min(text.size(), kSize - 1), into.begin());
 }
 
-JournalHead head_of(const ConnectOptions& options, const Mesh& mesh) {
+FlightRecorderHead head_of(const ConnectOptions& options, const Mesh& mesh) {
   const auto me = static_cast<size_t>(options.rank);
-  JournalHead head;
+  FlightRecorderHead head;
   head.steady_ns = nanoseconds_of(Clock::now());
   head.wall_ns =
       std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
@@ -84,7 +84,7 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
       ranks_(std::move(ranks)),
       connector_(std::move(mesh.connector)),
       engine_(std::move(mesh.channels), engine_options(options_, mesh, connector_.get())),
-      journal_(head_of(options_, mesh), options_.journal),
+      recorder_(head_of(options_, mesh), options_.recorder),
       worker_(options_.interrupted) {
   thresholds_ = thresholds_of(mesh);
   options_.tuned = std::move(mesh.tuned);  // for split()
@@ -117,7 +117,7 @@ void HostGroup::make_region(const std::vector<std::shared_ptr<std::byte>>& memor
   if (here.size() > 1)
     region_ =
         std::make_unique<SharedMemoryRegion>(std::move(segments), std::move(here), local_rank_);
-  if (host_count_ > 1) two_levels_.emplace(engine_, region_.get());
+  if (host_count_ > 1) hierarchical_.emplace(engine_, region_.get());
 }
 
 HostGroup::~HostGroup() { close(); }
@@ -200,14 +200,14 @@ void HostGroup::execute(const Call& call, Algorithm algorithm, Clock::time_point
   std::unique_lock lock(mutex_);
   const Deadline deadline(since == Clock::time_point{} ? Clock::now() : since,
                           call.timeout.count() > 0 ? call.timeout : options_.timeout);
-  journal_.begin(record_of(call, engine_.next_header(signature_of(call, algorithm)), deadline));
+  recorder_.begin(record_of(call, engine_.next_header(signature_of(call, algorithm)), deadline));
   lock.unlock();
   try {
     body(deadline);
   } catch (const Error& error) {
     lock.lock();
     end_call(true);
-    const std::string where = kept(error);
+    const std::string where = record_failure(error);
     if (where.empty()) throw;
     throw Error(error.kind(), error.what() + where, error.fields());
   } catch (...) {  // of memory that there is not, or of Python
@@ -268,19 +268,19 @@ Clock::time_point HostGroup::end_call(bool failed) {
     stats_.bytes_received += region_->bytes_received;
   }
   const auto now = Clock::now();
-  journal_.end({.now = now,
-                .bytes_written = stats_.bytes_written,
-                .bytes_received = stats_.bytes_received,
-                .waited = engine_.waited()},
-               failed);
+  recorder_.end({.now = now,
+                 .bytes_written = stats_.bytes_written,
+                 .bytes_received = stats_.bytes_received,
+                 .waited = engine_.waited()},
+                failed);
   return now;
 }
 
 // What an error says of the flight record that it leaves. A disagreement leaves one that the error
 // which breaks the group writes over. With mutex_.
-std::string HostGroup::kept(const Error& error) {
+std::string HostGroup::record_failure(const Error& error) {
   const auto keep = [&](bool breaking) {
-    const std::string said = journal_.keep(error.what(), breaking);
+    const std::string said = recorder_.keep(error.what(), breaking);
     return said.empty() ? said : "; " + said;
   };
   switch (error.kind()) {
@@ -338,9 +338,9 @@ void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadli
   job.element_bytes = bytes_of(call.dtype);
   job.size = options_.size;
   if (reduces(call.operation)) job.reducer = &reducer(call.dtype, call.op);
-  if (two_levels_ && algorithm == Algorithm::hierarchical &&
+  if (hierarchical_ && algorithm == Algorithm::hierarchical &&
       call.operation == Operation::all_reduce)
-    return two_levels_->all_reduce(job, place(options_.rank, call, call.count), deadline);
+    return hierarchical_->all_reduce(job, place(options_.rank, call, call.count), deadline);
   if (call.counts.empty()) return execute_blocks(call, job, deadline);
   if (call.operation == Operation::all_to_all) {
     if (options_.size > 1 && !call.counts_fit) check_splits(call, job.signature, deadline);
@@ -448,10 +448,10 @@ void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {
   options_.timeout = timeout;
 }
 
-void HostGroup::start_pulse() {
+void HostGroup::start_heartbeat() {
   if (engine_.heartbeat_interval().count() == 0) return;
   try {
-    pulse_.start(engine_.heartbeat_interval(), [this] { return engine_.heartbeat(); });
+    heartbeat_.start(engine_.heartbeat_interval(), [this] { return engine_.heartbeat(); });
   } catch (const Error& error) {  // the others wait for a rank that they cannot hear
     engine_.fail(error);
     throw;
@@ -461,10 +461,10 @@ void HostGroup::start_pulse() {
 void HostGroup::close() noexcept {
   if (worker_.busy()) engine_.stop("it was closed while a call ran");
   worker_.join();
-  pulse_.join();
+  heartbeat_.join();
   engine_.leave();
   const std::lock_guard lock(mutex_);
-  journal_.close();
+  recorder_.close();
 }
 
 void HostGroup::hear(std::chrono::nanoseconds limit) {
@@ -476,13 +476,13 @@ void HostGroup::hear(std::chrono::nanoseconds limit) {
 
 void HostGroup::abort(const std::string& reason) noexcept {
   engine_.stop(reason);  // ends the call that runs, and those that wait behind it
-  worker_.run_between([&] {
+  worker_.run_exclusive([&] {
     const GroupBroken error("the group was aborted: " + reason);
     engine_.fail(error);
     const std::lock_guard lock(mutex_);
-    (void)kept(error);
+    (void)record_failure(error);
   });
-  pulse_.join();
+  heartbeat_.join();
 }
 
 }  // namespace pycomm

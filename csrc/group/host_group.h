@@ -11,11 +11,11 @@
 
 #include "engine/engine.h"
 #include "group/connect.h"
+#include "group/flight_recorder.h"
 #include "group/group.h"
-#include "group/journal.h"
+#include "group/heartbeat_thread.h"
+#include "group/hierarchical_all_reduce.h"
 #include "group/mesh.h"
-#include "group/pulse.h"
-#include "group/two_levels.h"
 #include "group/worker.h"
 #include "shared/shared_memory_region.h"
 
@@ -59,7 +59,7 @@ class HostGroup final : public Group {
   void hear(std::chrono::nanoseconds limit) override;
 
   // Says to the others from now on that this rank lives. Called once, when the group stands.
-  void start_pulse();
+  void start_heartbeat();
 
  private:
   // A plan for blocks of `block` elements, of which a call has several if its scratch would be
@@ -77,7 +77,7 @@ class HostGroup final : public Group {
   void execute(const Call& call, Algorithm algorithm, Clock::time_point since, const Body& body);
   void carry_out(const Call& call, Algorithm algorithm, const Deadline& deadline);
   Clock::time_point end_call(bool failed);
-  std::string kept(const Error& error);
+  std::string record_failure(const Error& error);
   Algorithm algorithm_for(const Call& call) const;
   void make_region(const std::vector<std::shared_ptr<std::byte>>& memories);
   void execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline);
@@ -111,18 +111,18 @@ class HostGroup final : public Group {
   std::shared_ptr<SharedHeap> heap_;  // of this process, where the region has heaps
   std::unique_ptr<SharedMemoryRegion>
       region_;  // of this host's ranks, if several, where hosts share memory
-  std::optional<TwoLevels> two_levels_;  // the same, where there are several hosts
-  Journal journal_;
+  std::optional<HierarchicalAllReduce> hierarchical_;  // the same, where there are several hosts
+  FlightRecorder recorder_;
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;
-  mutable std::mutex mutex_;  // guards stats_, journal_ and the timeout
+  mutable std::mutex mutex_;  // guards stats_, recorder_ and the timeout
   Stats stats_;
   Worker worker_;  // the last members: their threads end before what they use
-  Pulse pulse_;
+  HeartbeatThread heartbeat_;
 };
 
-// Forms the mesh, makes the group of it, and returns when all its ranks have. `heed` is
+// Forms the mesh, makes the group of it, and returns when all its ranks have. `check_aborted` is
 // MeshRequest's; where it throws, that is the error, and not that a peer has gone.
 std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
-                                  std::vector<int> ranks, const Heed& heed = {});
+                                  std::vector<int> ranks, const CheckAborted& check_aborted = {});
 
 }  // namespace pycomm

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "group/lobby.h"
+#include "group/connector.h"
 #include "harness.h"
 #include "os/socket.h"
 #include "ranks.h"
@@ -123,7 +123,7 @@ void expect_in(const Address& to, const std::string& key,
 }
 
 const Test kListener{"a distant rank gets in beside a flood at the listener of a group", [] {
-                       Lobby::Request request;
+                       Connector::Options request;
                        request.rank = 1;
                        request.key = "key";
                        request.context = "test";
@@ -131,12 +131,12 @@ const Test kListener{"a distant rank gets in beside a flood at the listener of a
                        SocketTransport* by = request.transports[0].get();
                        const Address to = local_address(by->listeners()[0]);
                        for (int i = 0; i < 9; ++i)
-                         request.contacts.push_back({i == 1 ? nullptr : by, {""}, "rank"});
+                         request.addresses.push_back({i == 1 ? nullptr : by, {""}, "rank"});
                        std::atomic<bool> ending{false};
-                       Lobby host(std::move(request));
+                       Connector host(std::move(request));
                        std::thread thread([&] {
                          std::vector<pollfd> also;
-                         while (!ending) (void)host.round(10ms, also);
+                         while (!ending) (void)host.poll(10ms, also);
                        });
                        std::string failure;
                        try {
@@ -179,21 +179,21 @@ const Test kChoice{
 // What an evicted rank sees: its call is taken, and cut off.
 const Test kCut{"a call that is cut off before the answer is made again, and does not count", [] {
                   const Fd door = listen_on(tcp_address("127.0.0.1", 0));
-                  Lobby::Request request;
+                  Connector::Options request;
                   request.rank = 1;
                   request.key = "key";
                   request.context = "test";
                   request.failures = 3;
                   request.transports.push_back(make_tcp("127.0.0.1", ""));
-                  request.contacts = {
+                  request.addresses = {
                       {request.transports[0].get(), {local_address(door.get()).text()}, "rank 0"},
                       {}};
-                  Lobby guest(std::move(request));
-                  guest.call(0);
+                  Connector guest(std::move(request));
+                  guest.dial(0);
                   const Deadline deadline(20s);
                   for (int cut = 0; cut < 8;) {
                     std::vector<pollfd> also{{door.get(), POLLIN, 0}};
-                    for (const ConnectResult& arrival : guest.round(10ms, also))
+                    for (const ConnectResult& arrival : guest.poll(10ms, also))
                       expect(false, "lost after " + std::to_string(cut) + " calls: " + arrival.why);
                     if (accept_from(door.get())) ++cut;
                     expect(!deadline.expired(), "it does not call again");

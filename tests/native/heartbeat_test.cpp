@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "group/pulse.h"
+#include "group/heartbeat_thread.h"
 #include "harness.h"
 #include "ranks.h"
 
@@ -57,7 +57,7 @@ const Test kPulses{"who pulses is not named, and a call's limit still holds", []
                        auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
                        const auto waits = engine_of(0, std::move(a));
                        const auto busy = engine_of(1, std::move(b));
-                       Pulse pulse;
+                       HeartbeatThread pulse;
                        pulse.start(busy->heartbeat_interval(), [&] { return busy->heartbeat(); });
                        const Ending ending = receive(*waits, 2 * kLimit);
                        pulse.join();
@@ -156,7 +156,7 @@ const Test kThrough{
 
 const Test kEnds{"a pace-maker ends by itself, by join, and twice", [] {
                    std::atomic<int> beats{0};
-                   Pulse ends, joined;
+                   HeartbeatThread ends, joined;
                    ends.start(1ms, [&] { return ++beats < 3; });
                    joined.start(1h, [] { return true; });
                    joined.join();

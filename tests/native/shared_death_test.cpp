@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "group/two_levels.h"
+#include "group/hierarchical_all_reduce.h"
 #include "harness.h"
 #include "kernels/kernels.h"
 #include "mortal.h"
@@ -135,7 +135,7 @@ void all_reduce_two_levels(Engine& engine, SharedMemoryRegion* region, const Sce
   job.element_bytes = sizeof(float);
   job.reducer = &kFatal;
   job.size = static_cast<int>(scene.hosts.size());
-  TwoLevels(engine, region)
+  HierarchicalAllReduce(engine, region)
       .all_reduce(
           job,
           {.rank = engine.rank(), .size = job.size, .count = scene.count, .hosts = scene.hosts},

@@ -56,7 +56,7 @@ ROWS = [
     (
         "any_notes",
         "group/mesh.cpp",
-        ".agreed = digest_of(notes_),",
+        ".agreed = digest_of(infos_),",
         ".agreed = {},",
         "forming",
         "given different notes",
@@ -114,8 +114,8 @@ ROWS = [
     ),
     (
         "note_in_other_words",
-        "group/note.cpp",
-        "check(encode(note) == text,",
+        "group/rank_info.cpp",
+        "check(encode(info) == text,",
         "check(!text.empty(),",
         "forming",
         "of a note there is one text",
@@ -252,8 +252,8 @@ ROWS = [
     (
         "any_options",
         "group/mesh.cpp",
-        "if (notes_[i].options != notes_[0].options)",
-        "if (notes_[i].options.empty())",
+        "if (infos_[i].options != infos_[0].options)",
+        "if (infos_[i].options.empty())",
         "engine",
         "ranks with different options",
     ),
@@ -302,7 +302,7 @@ ROWS = [
     (
         "cause_asked_for_again",
         "group/connect.cpp",
-        "    if (!noted) throw;\n",
+        "    if (!exchanged) throw;\n",
         "",
         "forming",
         "what ends the exchange of notes",
@@ -310,27 +310,27 @@ ROWS = [
     (
         "reason_after_its_consequence",
         "group/mesh.cpp",
-        """      if (request_.heed) request_.heed({});
-      for (const ConnectResult& arrival : arrivals)
-        if (arrival.differs) throw_different(arrival.peer);
-      for (const ConnectResult& arrival : arrivals)
-        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
-          const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
-          if (arrival.forbidden && inside && request_.forbidden)
-            request_.forbidden(name(arrival.peer) + " cannot be reached at " + arrival.why);
-          throw_unreachable(arrival.peer, arrival.why);
+        """      if (request_.check_aborted) request_.check_aborted({});
+      for (const ConnectResult& result : results)
+        if (result.differs) throw_different(result.peer);
+      for (const ConnectResult& result : results)
+        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
+          const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
+          if (result.forbidden && inside && request_.forbidden)
+            request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);
+          throw_unreachable(result.peer, result.why);
         }
 """,
-        """      for (const ConnectResult& arrival : arrivals)
-        if (arrival.differs) throw_different(arrival.peer);
-      for (const ConnectResult& arrival : arrivals)
-        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
-          const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
-          if (arrival.forbidden && inside && request_.forbidden)
-            request_.forbidden(name(arrival.peer) + " cannot be reached at " + arrival.why);
-          throw_unreachable(arrival.peer, arrival.why);
+        """      for (const ConnectResult& result : results)
+        if (result.differs) throw_different(result.peer);
+      for (const ConnectResult& result : results)
+        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
+          const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
+          if (result.forbidden && inside && request_.forbidden)
+            request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);
+          throw_unreachable(result.peer, result.why);
         }
-      if (request_.heed) request_.heed({});
+      if (request_.check_aborted) request_.check_aborted({});
 """,
         "forming",
         "what ends the whole comes before who leaves for it",

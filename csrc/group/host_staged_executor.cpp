@@ -2,7 +2,7 @@
 // where a group of the same ranks runs the collective.
 //
 //   caller   ... x is ready | event                                          event | ...
-//   carrier                   wait | copy to the host | wait | copy back    |
+//   executor                   wait | copy to the host | wait | copy back    |
 //   relay                                              the collective
 //
 // That group is one of its own, as its calls come when the devices get to them, between calls of
@@ -13,8 +13,8 @@
 
 #include "device/relay.h"
 #include "device/workspace.h"
-#include "group/carrier.h"
 #include "group/check.h"
+#include "group/device_executor.h"
 
 namespace pycomm {
 namespace {
@@ -23,23 +23,23 @@ constexpr size_t kAligned = 64;
 
 size_t aligned(size_t bytes) { return (bytes + kAligned - 1) / kAligned * kAligned; }
 
-class StagedCarrier final : public Carrier {
+class HostStagedExecutor final : public DeviceExecutor {
  public:
-  StagedCarrier(std::shared_ptr<Device> device, std::shared_ptr<Group> data)
+  HostStagedExecutor(std::shared_ptr<Device> device, std::shared_ptr<Group> data)
       : device_(std::move(device)),
         data_(std::move(data)),
         stream_(device_),
         events_(std::make_shared<EventPool>(device_)),
         staging_(device_, Workspace::Where::host),
         relay_(device_, stream_.raw()) {}
-  ~StagedCarrier() override {
+  ~HostStagedExecutor() override {
     if (relay_.stop()) data_->abort("the group on devices ended during the call");
   }
 
   Algorithm algorithm_for(const Call& call) const override;
-  Carried prepare(const Call& call) override;
+  DeviceCall prepare(const Call& call) override;
   std::shared_ptr<Event> event() override { return events_->take(); }
-  std::shared_ptr<Event> enqueue(const Carried& carried, Event& before,
+  std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
                                  const Deadline& deadline) override;
   Stats stats() const override {
     const Stats sent = data_->stats();
@@ -73,28 +73,29 @@ class StagedCarrier final : public Carrier {
   Relay relay_;                 // the last member: its thread ends before what it uses
 };
 
-Algorithm StagedCarrier::algorithm_for(const Call& call) const {
+Algorithm HostStagedExecutor::algorithm_for(const Call& call) const {
   if (call.algorithm == Algorithm::nccl)
-    lacks(call, "NCCL refuses ranks that share a GPU; leave the algorithm out, or name another");
+    throw_unsupported(
+        call, "NCCL refuses ranks that share a GPU; leave the algorithm out, or name another");
   return call.algorithm == Algorithm::automatic ? Algorithm::staged : call.algorithm;
 }
 
-StagedCarrier::Layout StagedCarrier::layout_of(const Call& call) const {
+HostStagedExecutor::Layout HostStagedExecutor::layout_of(const Call& call) const {
   const Extent extent = extent_of(call, data_->rank(), data_->size());
   const size_t each = bytes_of(call.dtype);
   const bool in_place = call.input == call.output;
   return {extent.input * each, extent.output * each, in_place ? 0 : aligned(extent.input * each)};
 }
 
-Carried StagedCarrier::prepare(const Call& call) {
+DeviceCall HostStagedExecutor::prepare(const Call& call) {
   const Layout layout = layout_of(call);
   staging_.reserve(std::max(layout.input, layout.output_at + layout.output), call.stream);
   return {.call = call};
 }
 
-std::shared_ptr<Event> StagedCarrier::enqueue(const Carried& carried, Event& before,
-                                              const Deadline& /*deadline*/) {
-  const Call& call = carried.call;
+std::shared_ptr<Event> HostStagedExecutor::enqueue(const DeviceCall& device_call, Event& before,
+                                                   const Deadline& /*deadline*/) {
+  const Call& call = device_call.call;
   const Layout layout = layout_of(call);
   const bool gives_output = call.operation == Operation::broadcast && call.peer == data_->rank();
   std::byte* const staging = staging_.data();
@@ -118,7 +119,7 @@ std::shared_ptr<Event> StagedCarrier::enqueue(const Carried& carried, Event& bef
 }
 
 // On the relay's thread. The error is known before the stream goes on.
-void StagedCarrier::run(const Call& call) noexcept {
+void HostStagedExecutor::run(const Call& call) noexcept {
   std::optional<Error> error;
   try {
     data_->run(call);
@@ -131,7 +132,7 @@ void StagedCarrier::run(const Call& call) noexcept {
   if (!error_) error_ = std::move(error);
 }
 
-std::optional<Error> StagedCarrier::trouble(const std::string& what) {
+std::optional<Error> HostStagedExecutor::trouble(const std::string& what) {
   const std::lock_guard lock(mutex_);
   if (!error_) return std::nullopt;
   return Error(error_->kind(), what + ", staged in host memory: " + error_->what(),
@@ -140,9 +141,9 @@ std::optional<Error> StagedCarrier::trouble(const std::string& what) {
 
 }  // namespace
 
-std::unique_ptr<Carrier> carry_through_host(const std::shared_ptr<Group>& host,
-                                            std::shared_ptr<Device> device) {
-  return std::make_unique<StagedCarrier>(std::move(device), host->split(0, host->rank()));
+std::unique_ptr<DeviceExecutor> make_host_staged_executor(const std::shared_ptr<Group>& host,
+                                                          std::shared_ptr<Device> device) {
+  return std::make_unique<HostStagedExecutor>(std::move(device), host->split(0, host->rank()));
 }
 
 }  // namespace pycomm

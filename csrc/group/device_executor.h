@@ -2,7 +2,7 @@
 // between the devices, or staged in host memory.
 //
 // It checks no arrays, agrees with nobody and watches nothing. Called by device_group.cpp and
-// watch.cpp.
+// watchdog.cpp.
 #pragma once
 
 #include <chrono>
@@ -22,17 +22,17 @@
 namespace pycomm {
 
 // A call that can be enqueued.
-struct Carried {
+struct DeviceCall {
   Call call;                                          // with its algorithm and its limit
   std::shared_ptr<const std::vector<Stages>> plan{};  // by lane, where one runs between devices
 };
 
-class Carrier {
+class DeviceExecutor {
  public:
-  Carrier() = default;
-  Carrier(const Carrier&) = delete;
-  Carrier& operator=(const Carrier&) = delete;
-  virtual ~Carrier() = default;  // ends what is under way
+  DeviceExecutor() = default;
+  DeviceExecutor(const DeviceExecutor&) = delete;
+  DeviceExecutor& operator=(const DeviceExecutor&) = delete;
+  virtual ~DeviceExecutor() = default;  // ends what is under way
 
   // One thread at a time calls those from here to stats().
 
@@ -40,10 +40,10 @@ class Carrier {
   virtual Algorithm algorithm_for(const Call& call) const = 0;
   // Before the ranks agree: sees to memory. Throws Unsupported where the call's stream is being
   // captured and there is too little of it.
-  virtual Carried prepare(const Call& call) = 0;
+  virtual DeviceCall prepare(const Call& call) = 0;
   virtual std::shared_ptr<Event> event() = 0;
   // Enqueues the call behind `before`, an event of its stream; gives the event of its end.
-  virtual std::shared_ptr<Event> enqueue(const Carried& carried, Event& before,
+  virtual std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
                                          const Deadline& deadline) = 0;
   virtual Stats stats() const = 0;  // without the calls
 
@@ -58,12 +58,14 @@ class Carrier {
 
 // Collective over `host`; `lines` are the same on all ranks. Throws Unsupported where NCCL refuses,
 // Timeout where ranks do not come.
-std::unique_ptr<Carrier> carry_by_nccl(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
-                                       std::shared_ptr<NcclApi> nccl, const DeviceLines& lines,
-                                       std::chrono::nanoseconds timeout);
+std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<Group> host,
+                                                   std::shared_ptr<Device> device,
+                                                   std::shared_ptr<NcclApi> nccl,
+                                                   const DeviceOptions& options,
+                                                   std::chrono::nanoseconds timeout);
 
 // Collective over `host`: for ranks of which some share a device.
-std::unique_ptr<Carrier> carry_through_host(const std::shared_ptr<Group>& host,
-                                            std::shared_ptr<Device> device);
+std::unique_ptr<DeviceExecutor> make_host_staged_executor(const std::shared_ptr<Group>& host,
+                                                          std::shared_ptr<Device> device);
 
 }  // namespace pycomm

@@ -18,10 +18,11 @@
 
 namespace pycomm {
 
-class TwoLevels {
+class HierarchicalAllReduce {
  public:
   // `region` is null where this rank is alone on its host.
-  TwoLevels(Engine& engine, SharedMemoryRegion* region) : engine_(engine), region_(region) {}
+  HierarchicalAllReduce(Engine& engine, SharedMemoryRegion* region)
+      : engine_(engine), region_(region) {}
 
   // `job` without a schedule; `at` has the hosts, and the elements of the array.
   void all_reduce(PlanJob job, Place at, const Deadline& deadline);

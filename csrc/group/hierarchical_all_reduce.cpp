@@ -1,4 +1,4 @@
-#include "group/two_levels.h"
+#include "group/hierarchical_all_reduce.h"
 
 #include <algorithm>
 #include <optional>
@@ -17,10 +17,10 @@ constexpr size_t kBlockBytes = size_t{1} << 20;
 constexpr size_t kPartBytes = size_t{64} << 20;
 constexpr size_t kMaxPlans = 64;
 
-class TwoLevelRun final : public Task {
+class HierarchicalTask final : public Task {
  public:
-  TwoLevelRun(Engine& engine, SharedMemoryRegion* region, const PlanJob& job, const Header& header,
-              const std::vector<Crossing::Block>& blocks)
+  HierarchicalTask(Engine& engine, SharedMemoryRegion* region, const PlanJob& job,
+                   const Header& header, const std::vector<Crossing::Block>& blocks)
       : engine_(engine),
         region_(region),
         job_(job),
@@ -114,7 +114,8 @@ class TwoLevelRun final : public Task {
 
 }  // namespace
 
-const TwoLevels::Planned& TwoLevels::planned(const Place& at, size_t element_bytes) {
+const HierarchicalAllReduce::Planned& HierarchicalAllReduce::planned(const Place& at,
+                                                                     size_t element_bytes) {
   const auto key = std::pair(at.count, element_bytes);
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
   if (plans_.size() >= kMaxPlans) plans_.clear();
@@ -123,7 +124,7 @@ const TwoLevels::Planned& TwoLevels::planned(const Place& at, size_t element_byt
   return plans_.emplace(key, std::move(made)).first->second;
 }
 
-void TwoLevels::all_reduce(PlanJob job, Place at, const Deadline& deadline) {
+void HierarchicalAllReduce::all_reduce(PlanJob job, Place at, const Deadline& deadline) {
   size_t left = at.count;
   do {
     at.count = std::min(left, kPartBytes / job.element_bytes);
@@ -131,7 +132,7 @@ void TwoLevels::all_reduce(PlanJob job, Place at, const Deadline& deadline) {
     job.schedule = &plan.schedule;
     const Header header = engine_.next_header(job.signature);
     if (region_ != nullptr) region_->begin(header);
-    TwoLevelRun run(engine_, region_, job, header, plan.blocks);
+    HierarchicalTask run(engine_, region_, job, header, plan.blocks);
     engine_.run(run, header, deadline);
     left -= at.count;
     job.input += at.count * job.element_bytes;

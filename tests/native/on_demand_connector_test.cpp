@@ -1,7 +1,7 @@
 // Ranks that meet on demand: two that call each other at once, strangers at the door, whom nobody
 // answers; the engine before it has a link; a wide group, and how little it opens; processes that
 // die. What a group does otherwise is in group_demand_test.cpp and engine_demand_test.cpp.
-#include "group/doorman.h"
+#include "group/on_demand_connector.h"
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -16,7 +16,7 @@
 
 #include "collectives/choose.h"
 #include "engine/engine.h"
-#include "group/lobby.h"
+#include "group/connector.h"
 #include "harness.h"
 #include "os/shared_memory.h"
 #include "ranks.h"
@@ -40,8 +40,8 @@ struct BySocket {
 };
 
 // What `size` ranks need to meet by one transport; those with another key are strangers.
-std::vector<Lobby::Request> requests(int size, const std::string& transport) {
-  std::vector<Lobby::Request> all(static_cast<size_t>(size));
+std::vector<Connector::Options> requests(int size, const std::string& transport) {
+  std::vector<Connector::Options> all(static_cast<size_t>(size));
   std::string why;
   for (auto& request : all)
     request.transports.push_back(transport == "shm" ? make_shm(kRing, page_bytes(), why)
@@ -51,9 +51,9 @@ std::vector<Lobby::Request> requests(int size, const std::string& transport) {
     all[i].key = "key";
     all[i].context = "test";
     for (size_t j = 0; j < all.size(); ++j)
-      all[i].contacts.push_back({j == i ? nullptr : all[i].transports[0].get(),
-                                 {all[j].transports[0]->address()},
-                                 "rank " + std::to_string(j)});
+      all[i].addresses.push_back({j == i ? nullptr : all[i].transports[0].get(),
+                                  {all[j].transports[0]->address()},
+                                  "rank " + std::to_string(j)});
   }
   return all;
 }
@@ -79,8 +79,9 @@ const BySocket kAtOnce{
         std::mt19937 random(seed);
         const std::string what = "seed " + std::to_string(seed);
         auto all = requests(2, by);
-        std::vector<std::unique_ptr<Lobby>> lobbies;
-        for (auto& request : all) lobbies.push_back(std::make_unique<Lobby>(std::move(request)));
+        std::vector<std::unique_ptr<Connector>> connectors;
+        for (auto& request : all)
+          connectors.push_back(std::make_unique<Connector>(std::move(request)));
         // Each calls before one of its first rounds; at times one of them never does.
         int calls_in[2] = {static_cast<int>(random() % 8), static_cast<int>(random() % 8)};
         const size_t silent = random() % 4;
@@ -91,9 +92,9 @@ const BySocket kAtOnce{
           expect(!deadline.expired(), what + ": they do not meet");
           const size_t turn = random() % 2;
           if (turn != silent && calls_in[turn]-- == 0)
-            lobbies[turn]->call(1 - static_cast<int>(turn));
+            connectors[turn]->dial(1 - static_cast<int>(turn));
           std::vector<pollfd> also;
-          for (ConnectResult& arrival : lobbies[turn]->round(random() % 2 * 1ms, also)) {
+          for (ConnectResult& arrival : connectors[turn]->poll(random() % 2 * 1ms, also)) {
             expect(arrival.channel && !met[turn], what + ": " + arrival.why);
             met[turn] = std::move(arrival.channel);
           }
@@ -101,7 +102,7 @@ const BySocket kAtOnce{
         expect_joined(*met[0], *met[1], what);
         for (int i = 0; i < 20; ++i) {  // and no second one follows
           std::vector<pollfd> also;
-          expect(lobbies[random() % 2]->round(0ns, also).empty(), what + ": they meet again");
+          expect(connectors[random() % 2]->poll(0ns, also).empty(), what + ": they meet again");
         }
       }
       expect(both > 10, "both called at times");
@@ -112,9 +113,9 @@ const BySocket kThreads{
       constexpr int kSize = 5;
       for (int repeat = 0; repeat < 10; ++repeat) {
         auto all = requests(kSize, by);
-        std::vector<std::unique_ptr<Doorman>> doormen;
+        std::vector<std::unique_ptr<OnDemandConnector>> doormen;
         for (auto& request : all)
-          doormen.push_back(std::make_unique<Doorman>(std::move(request), kRing));
+          doormen.push_back(std::make_unique<OnDemandConnector>(std::move(request), kRing));
         std::vector<std::vector<std::unique_ptr<Channel>>> met(kSize);
         ranks::run(kSize, [&](int rank) {
           const auto me = static_cast<size_t>(rank);
@@ -133,14 +134,14 @@ const BySocket kThreads{
         });
         for (size_t i = 0; i < kSize; ++i)
           for (size_t j = i + 1; j < kSize; ++j) expect_joined(*met[i][j], *met[j][i], "a pair");
-        for (auto& doorman : doormen) doorman->close();
-        for (auto& doorman : doormen) expect(doorman->take().empty(), "nobody is met twice");
+        for (auto& connector : doormen) connector->close();
+        for (auto& connector : doormen) expect(connector->take().empty(), "nobody is met twice");
       }
     }};
 
-ConnectResult wait_for_one(Doorman& doorman) {
-  expect(poll_one(doorman.descriptor(), POLLIN, 20s) != 0, "nothing arrives");
-  auto arrivals = doorman.take();
+ConnectResult wait_for_one(OnDemandConnector& connector) {
+  expect(poll_one(connector.descriptor(), POLLIN, 20s) != 0, "nothing arrives");
+  auto arrivals = connector.take();
   expect_equal(arrivals.size(), size_t{1}, "arrivals");
   return std::move(arrivals[0]);
 }
@@ -149,10 +150,10 @@ const BySocket kNoRank{"whoever has gone is given up within two seconds",
                        [](const std::string& by) {
                          auto all = requests(2, by);
                          all.pop_back();  // its listener closes
-                         Doorman doorman(std::move(all[0]), kRing);
+                         OnDemandConnector connector(std::move(all[0]), kRing);
                          const auto begin = Clock::now();
-                         doorman.request(1);
-                         const ConnectResult arrival = wait_for_one(doorman);
+                         connector.request(1);
+                         const ConnectResult arrival = wait_for_one(connector);
                          expect(!arrival.channel && !arrival.why.empty(), "it was not lost");
                          expect(Clock::now() - begin < 2s * ranks::kSlowdown, "it took long");
                        }};
@@ -174,15 +175,15 @@ const BySocket kStrangers{
       };
       more();
       all[2].key = "another";
-      Lobby thief(std::move(all[2]));
-      thief.call(1);
-      Doorman host(std::move(all[1]), kRing);
+      Connector thief(std::move(all[2]));
+      thief.dial(1);
+      OnDemandConnector host(std::move(all[1]), kRing);
       std::vector<pollfd> also;
       for (int i = 0; i < 20; ++i)
-        expect(thief.round(10ms, also).empty(), "a rank with another key was let in");
+        expect(thief.poll(10ms, also).empty(), "a rank with another key was let in");
       expect(host.take().empty(), "a stranger was let in");
       more();
-      Doorman guest(std::move(all[0]), kRing);
+      OnDemandConnector guest(std::move(all[0]), kRing);
       guest.request(1);
       const ConnectResult a = wait_for_one(guest), b = wait_for_one(host);
       expect(a.channel && b.channel && a.peer == 1 && b.peer == 0, a.why + b.why);

@@ -6,7 +6,7 @@
 // no to the higher one, which says yes to it. What was said yes to stands at both ends.
 //
 // Not here: who calls whom and when, threads. Called by the forming of a group (mesh.cpp) and by a
-// large group's doorman (doorman.h), by one thread at a time.
+// large group's doorman (on_demand_connector.h), by one thread at a time.
 #pragma once
 
 #include <functional>
@@ -24,24 +24,25 @@
 
 namespace pycomm {
 
-class Lobby {
+class Connector {
  public:
   // How a peer is reached: no transport means not by a socket.
-  struct Contact {
+  struct PeerAddress {
     SocketTransport* transport = nullptr;
-    std::vector<std::string> ways;  // addresses, tried in turn
-    std::string name;               // "rank 2 (host a, pid 77)"
-    bool encrypted = false;         // the channel is; both ends say the same
+    std::vector<std::string> candidates;  // addresses, tried in turn
+    std::string name;                     // "rank 2 (host a, pid 77)"
+    bool encrypted = false;               // the channel is; both ends say the same
   };
-  struct Request {
+  struct Options {
     int rank = 0;
     std::string key;       // for the handshakes
     std::string context;   // what is unique to the group
     std::string agreed{};  // what all ranks must know alike: HandshakeParams::agreed
     std::vector<std::unique_ptr<SocketTransport>> transports;
-    std::vector<Contact> contacts;  // by rank
+    std::vector<PeerAddress> addresses;  // by rank
     int failures = 100;  // attempts that failed otherwise; those that were cut off do not count
-    int refusals = 100;  // calls that nobody takes, 50 ms apart, before a peer is held to be lost
+    int max_refusals =
+        100;  // calls that nobody takes, 50 ms apart, before a peer is held to be lost
     // Whether a peer is lost at once where the system forbids connections to it. Else it is called
     // as often as one that refuses them: who fails sooner takes its note away before all have read
     // it.
@@ -49,63 +50,66 @@ class Lobby {
     std::function<void(const std::string&)> log;  // a line for each that failed; may be empty
   };
 
-  explicit Lobby(Request request);
+  explicit Connector(Options options);
 
-  // Calls `peer` until it is met. Twice is fine. `loses`: a peer that cannot be reached is lost.
-  void call(int peer, bool loses = true);
+  // Calls `peer` until it is met. Twice is fine. `reports_lost`: a peer that cannot be reached is
+  // lost.
+  void dial(int peer, bool reports_lost = true);
   // Waits until something happens, here or on the descriptors of `also`, and for at most `limit`;
   // deals with it, and gives whom it has met or lost.
-  std::vector<ConnectResult> round(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
+  std::vector<ConnectResult> poll(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
   // Of a peer that is still called: " at <address> (last failure: <why>)".
   std::string failure(int peer) const;
-  const SocketTransport& transport(int peer) const { return *contact(peer).transport; }
+  const SocketTransport& transport(int peer) const { return *address_of(peer).transport; }
 
  private:
-  struct Caller {  // a peer that we call
+  struct Dial {  // a peer that we call
     std::unique_ptr<Handshake> handshake{};
     Handshake::Step step = Handshake::Step::want_write;
     Clock::time_point retry_at{};
-    size_t way = 0;
+    size_t candidate = 0;
     int failures = 0, refused = 0;
-    bool loses = true;
+    bool reports_lost = true;
     bool forbidden = false;  // by the system: it is not called again
     std::string why{};
   };
-  struct Stranger {  // somebody who called us
+  struct PendingConnection {  // somebody who called us
     SocketTransport* transport;
     Handshake handshake;
     uint64_t source;
     Handshake::Step step = Handshake::Step::want_read;
   };
-  struct Waiting {  // a peer that we have met and that owes its offer
+  struct PendingExchange {  // a peer that we have met and that owes its offer
     int peer;
     Fd fd;
     Session session;
   };
 
-  Handshake shake(Fd fd, int peer, SocketTransport* by);
-  bool wants(int peer, const SocketTransport* by) const;
-  void dial();
-  void failed(int peer, Caller& caller, const std::string& why);
+  Handshake make_handshake(Fd fd, int peer, SocketTransport* by);
+  bool is_wanted(int peer, const SocketTransport* by) const;
+  void start_dials();
+  void failed(int peer, Dial& dial, const std::string& why);
   void wait(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
   void accept();
   void evict();
-  bool advance(Stranger& stranger);
-  void advance_callers();
-  void advance_strangers();
+  bool advance(PendingConnection& connection);
+  void advance_dials();
+  void advance_pending();
   void reject(int peer, const std::string& why);
-  void meet(int peer, Handshake& handshake, bool called);
+  void add_connection(int peer, Handshake& handshake, bool called);
   void exchange();
-  const Contact& contact(int peer) const { return request_.contacts[static_cast<size_t>(peer)]; }
+  const PeerAddress& address_of(int peer) const {
+    return options_.addresses[static_cast<size_t>(peer)];
+  }
 
-  Request request_;
-  std::vector<bool> met_;  // by rank
-  std::map<int, Caller> callers_;
-  std::list<Stranger> strangers_;
-  std::list<Waiting> waiting_;
-  std::vector<ConnectResult> arrivals_;
-  bool crowded_ = false;
-  const size_t max_strangers_ = max_pending();
+  Options options_;
+  std::vector<bool> connected_;  // by rank
+  std::map<int, Dial> dials_;
+  std::list<PendingConnection> pending_;
+  std::list<PendingExchange> exchanges_;
+  std::vector<ConnectResult> results_;
+  bool out_of_descriptors_ = false;
+  const size_t max_pending_ = max_pending();
   std::minstd_rand random_ = eviction_random();
 };
 

@@ -15,27 +15,27 @@
 #include "core/deadline.h"
 #include "core/errors.h"
 #include "device/device.h"
-#include "group/carrier.h"
+#include "group/device_executor.h"
 #include "group/group.h"
 
 namespace pycomm {
 
 // Any thread may call.
-class Watch {
+class Watchdog {
  public:
-  // `host` tells who is lost, `carrier` what became of calls.
-  Watch(Group& host, Carrier& carrier) : host_(host), carrier_(carrier) {}
+  // `host` tells who is lost, `executor` what became of calls.
+  Watchdog(Group& host, DeviceExecutor& executor) : host_(host), executor_(executor) {}
 
-  // `peer`: the only other rank that a call needs, or kEverybody. `failed` is told, by end(), if
+  // `peer`: the only other rank that a call needs, or kAllPeers. `failed` is told, by end(), if
   // the call was not over by then; it may be empty.
-  static constexpr int kEverybody = -1;
+  static constexpr int kAllPeers = -1;
   void add(std::string what, int peer, const Deadline& deadline, std::shared_ptr<Event> over,
            std::function<void(std::exception_ptr)> failed);
   bool idle();  // nothing that was added is under way, as far as look() knows
   // Whether the call that ends with `over`, which was added, is over, or end() has told of it.
   bool is_over(const Event& over);
   // Forgets what is over. The error, named after the oldest call, that ends what is not: the
-  // carrier's, a rank that is lost, the limit.
+  // executor's, a rank that is lost, the limit.
   std::optional<Error> look();
   // What is under way will not be over: tells whoever asked to be told. Before the streams go on.
   void end(const std::exception_ptr& error) noexcept;
@@ -55,7 +55,7 @@ class Watch {
   ErrorFields fields(const Entry& oldest, int peer) const;
 
   Group& host_;
-  Carrier& carrier_;
+  DeviceExecutor& executor_;
   std::mutex mutex_;
   std::deque<Entry> under_way_;
   Clock::time_point

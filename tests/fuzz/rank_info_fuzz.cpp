@@ -3,21 +3,21 @@
 
 #include "core/errors.h"
 #include "fuzz.h"
-#include "group/note.h"
+#include "group/rank_info.h"
 #include "os/socket.h"
 
 namespace {
 
 using namespace pycomm;
 
-void read_note(const std::string& text) {
-  Note note;
+void read_info(const std::string& text) {
+  RankInfo info;
   try {
-    note = decode_note(text);
+    info = decode_rank_info(text);
   } catch (const InternalError&) {
     return;
   }
-  fuzz::demand(encode(note) == text, "a note is written in another way than notes are");
+  fuzz::demand(encode(info) == text, "a note is written in another way than notes are");
 }
 
 void read_address(const std::string& text) {
@@ -38,7 +38,7 @@ void read_address(const std::string& text) {
 
 void fuzz::one(Input input) {
   const std::string text = text_of(input);
-  read_note(text);
-  read_note("pycomm-5\n" + text);
+  read_info(text);
+  read_info("pycomm-5\n" + text);
   read_address(text);
 }

@@ -1,6 +1,6 @@
 // What a group on devices makes of calls that were enqueued: over only where nothing has given them
 // up, else ended by the first cause. Devices and what carries calls are played.
-#include "group/watch.h"
+#include "group/watchdog.h"
 
 #include <latch>
 #include <memory>
@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "group/carrier.h"
+#include "group/device_executor.h"
 #include "harness.h"
 #include "ranks.h"
 
@@ -45,14 +45,14 @@ class PlayedDevice final : public Device {
   void reduce(const Reduction&, void*) override {}
 };
 
-class PlayedCarrier final : public Carrier {
+class PlayedCarrier final : public DeviceExecutor {
  public:
   bool troubled = false;
 
   Algorithm algorithm_for(const Call&) const override { return Algorithm::nccl; }
-  Carried prepare(const Call& call) override { return {.call = call}; }
+  DeviceCall prepare(const Call& call) override { return {.call = call}; }
   std::shared_ptr<Event> event() override { return nullptr; }
-  std::shared_ptr<Event> enqueue(const Carried&, Event&, const Deadline&) override {
+  std::shared_ptr<Event> enqueue(const DeviceCall&, Event&, const Deadline&) override {
     return nullptr;
   }
   Stats stats() const override { return {}; }
@@ -69,14 +69,14 @@ struct Watched {
       : host(std::move(group)) {}
   std::shared_ptr<Group> host;
   std::shared_ptr<PlayedDevice> device = std::make_shared<PlayedDevice>();
-  PlayedCarrier carrier;
-  Watch watch{*host, carrier};
+  PlayedCarrier executor;
+  Watchdog watchdog{*host, executor};
   std::exception_ptr told;
 
-  std::shared_ptr<Event> add(std::chrono::nanoseconds limit = 60s, int peer = Watch::kEverybody) {
+  std::shared_ptr<Event> add(std::chrono::nanoseconds limit = 60s, int peer = Watchdog::kAllPeers) {
     auto over = std::make_shared<Event>(device);
-    watch.add("all_reduce(of a test)", peer, Deadline(limit), over,
-              [this](std::exception_ptr error) { told = std::move(error); });
+    watchdog.add("all_reduce(of a test)", peer, Deadline(limit), over,
+                 [this](std::exception_ptr error) { told = std::move(error); });
     return over;
   }
 };
@@ -84,34 +84,34 @@ struct Watched {
 const Test kOver{"a call is over when its event has passed", [] {
                    Watched all;
                    const auto over = all.add();
-                   expect(!all.watch.is_over(*over), "under way");
+                   expect(!all.watchdog.is_over(*over), "under way");
                    all.device->through = true;
-                   expect(all.watch.is_over(*over), "passed");
-                   expect(all.watch.idle(), "and forgotten");
-                   all.carrier.troubled = true;
-                   expect(all.watch.is_over(*over), "what comes later is not about it");
-                   expect(!all.watch.look(), "nor about nothing");
+                   expect(all.watchdog.is_over(*over), "passed");
+                   expect(all.watchdog.idle(), "and forgotten");
+                   all.executor.troubled = true;
+                   expect(all.watchdog.is_over(*over), "what comes later is not about it");
+                   expect(!all.watchdog.look(), "nor about nothing");
                  }};
 
 const Test kGivenUp{"... but not where it was given up, until that is told", [] {
                       Watched all;
                       const auto over = all.add();
-                      all.carrier.troubled = true;
+                      all.executor.troubled = true;
                       all.device->through = true;  // as its stream goes on then
-                      expect(!all.watch.is_over(*over), "not told yet");
+                      expect(!all.watchdog.is_over(*over), "not told yet");
                       expect(!all.told, "nobody was");
-                      const auto error = all.watch.look();
+                      const auto error = all.watchdog.look();
                       expect(error && error->kind() == ErrorKind::peer_lost, "why");
                       expect(std::string(error->what()).starts_with("all_reduce(of"), "which");
-                      all.watch.end(std::make_exception_ptr(Error(*error)));
+                      all.watchdog.end(std::make_exception_ptr(Error(*error)));
                       expect(static_cast<bool>(all.told), "told");
-                      expect(all.watch.is_over(*over), "and over");
+                      expect(all.watchdog.is_over(*over), "and over");
                     }};
 
 const Test kLate{"a call that is not over at its limit is named", [] {
                    Watched all;
                    (void)all.add(1ns);
-                   const auto error = all.watch.look();
+                   const auto error = all.watchdog.look();
                    expect(error && error->kind() == ErrorKind::timeout, "a timeout");
                    const std::string said = error->what();
                    expect(said.starts_with("all_reduce(of a test)"), said);
@@ -134,10 +134,10 @@ const Test kNeeded{"a rank that leaves is missed by the calls that need it, and 
                        (void)all.add();
                        std::optional<Error> missed;
                        for (const Deadline deadline(60s); !missed && !deadline.expired();) {
-                         (void)message.watch.look();
-                         missed = all.watch.look();
+                         (void)message.watchdog.look();
+                         missed = all.watchdog.look();
                        }
-                       expect(!message.watch.look(), "it needs rank 1 alone");
+                       expect(!message.watchdog.look(), "it needs rank 1 alone");
                        expect(missed && missed->kind() == ErrorKind::peer_lost, "it needs rank 2");
                        expect_equal(missed->fields().peer, 2, "who is missed");
                      });

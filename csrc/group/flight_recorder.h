@@ -3,7 +3,7 @@
 //
 // The memory is a memfd, which has no name and is gone with the process; `pycomm top` finds it in
 // /proc. The flight record is a copy of it, written when something goes wrong. The trace has every
-// call, and is written in batches. All three are a JournalHead and CallRecords behind it, as
+// call, and is written in batches. All three are a FlightRecorderHead and CallRecords behind it, as
 // pycomm/journal.py reads them. Not statistics: those are in Stats. Called by HostGroup, one thread
 // at a time.
 #pragma once
@@ -35,7 +35,7 @@ struct CallRecord {
 };
 static_assert(sizeof(CallRecord) == 64);
 
-struct JournalHead {
+struct FlightRecorderHead {
   std::array<char, 8> magic{'P', 'Y', 'C', 'O', 'M', 'M', 'J', '1'};
   uint64_t capacity = 0;               // records that there is room for; 0: all are there
   uint64_t begun = 0;                  // calls; the last lies at (begun - 1) % capacity
@@ -52,18 +52,18 @@ struct JournalHead {
 };
 
 // Where the files go; empty: nowhere. Their names end in the group's name and the rank.
-struct JournalFiles {
-  std::string flight;  // how the path of the record begins
+struct FlightRecorderFiles {
+  std::string record;  // how the path of the record begins
   std::string trace;   // the folder
 };
 
 // Throws InvalidArgument where a file could not be made, naming the variable. Makes the folder of
 // traces if there is none.
-void check_files(const JournalFiles& files);
+void check_files(const FlightRecorderFiles& files);
 
-class Journal {
+class FlightRecorder {
  public:
-  Journal(const JournalHead& head, const JournalFiles& files);
+  FlightRecorder(const FlightRecorderHead& head, const FlightRecorderFiles& files);
 
   void begin(const CallRecord& record);
   // The totals after the call that began last; `failed`: it ended with an error.
@@ -83,10 +83,10 @@ class Journal {
   CallRecord& slot(uint64_t call);
   void flush() noexcept;
 
-  JournalFiles files_;  // paths of the files by now
-  Fd memory_;           // open until close(), so that others find it
+  FlightRecorderFiles files_;  // paths of the files by now
+  Fd memory_;                  // open until close(), so that others find it
   std::shared_ptr<std::byte> mapped_;
-  JournalHead& head_;
+  FlightRecorderHead& head_;
   Fd trace_;
   uint64_t traced_ = 0;  // calls that the trace has
   bool broken_ = false;  // the flight record of an error that broke the group is written

@@ -12,12 +12,12 @@
 
 namespace pycomm {
 
-class Pulse {
+class HeartbeatThread {
  public:
-  Pulse() = default;
-  Pulse(const Pulse&) = delete;
-  Pulse& operator=(const Pulse&) = delete;
-  ~Pulse() { join(); }
+  HeartbeatThread() = default;
+  HeartbeatThread(const HeartbeatThread&) = delete;
+  HeartbeatThread& operator=(const HeartbeatThread&) = delete;
+  ~HeartbeatThread() { join(); }
 
   // Calls `beat` every `interval` on a thread of its own until it gives false or join(). Once.
   void start(std::chrono::nanoseconds interval, std::function<bool()> beat);

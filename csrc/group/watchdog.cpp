@@ -1,4 +1,4 @@
-#include "group/watch.h"
+#include "group/watchdog.h"
 
 #include <algorithm>
 #include <chrono>
@@ -11,36 +11,36 @@ namespace {
 // others may take to end after that; later it is missed.
 constexpr std::chrono::seconds kGrace{2};
 
-// A rank that aborts ends the carrier first: its reason arrives on the host group after the
-// carrier's error, within this time.
+// A rank that aborts ends the executor first: its reason arrives on the host group after the
+// executor's error, within this time.
 constexpr std::chrono::seconds kReasonTime{1};
 
 }  // namespace
 
-void Watch::add(std::string what, int peer, const Deadline& deadline, std::shared_ptr<Event> over,
-                std::function<void(std::exception_ptr)> failed) {
+void Watchdog::add(std::string what, int peer, const Deadline& deadline,
+                   std::shared_ptr<Event> over, std::function<void(std::exception_ptr)> failed) {
   const std::lock_guard lock(mutex_);
   under_way_.push_back({std::move(what), peer, deadline, std::move(over), std::move(failed)});
 }
 
-bool Watch::idle() {
+bool Watchdog::idle() {
   const std::lock_guard lock(mutex_);
   return under_way_.empty();
 }
 
-bool Watch::is_over(const Event& over) {
+bool Watchdog::is_over(const Event& over) {
   const std::lock_guard lock(mutex_);
   (void)forget_passed();
   return std::ranges::none_of(under_way_,
                               [&](const Entry& entry) { return entry.over.get() == &over; });
 }
 
-std::optional<Error> Watch::look() {
+std::optional<Error> Watchdog::look() {
   const std::lock_guard lock(mutex_);
   const auto trouble = forget_passed();
   if (under_way_.empty()) {
     missed_ = {};
-    return std::nullopt;  // an error of the carrier's ends the next call
+    return std::nullopt;  // an error of the executor's ends the next call
   }
   const Entry& oldest = under_way_.front();
   if (trouble) return explained(*trouble, oldest);
@@ -52,18 +52,18 @@ std::optional<Error> Watch::look() {
                  fields(oldest, -1));
 }
 
-// A call that the carrier has given up passes on its stream as well: what has passed is over only
-// if the carrier is fine afterwards.
-std::optional<Error> Watch::forget_passed() {
+// A call that the executor has given up passes on its stream as well: what has passed is over only
+// if the executor is fine afterwards.
+std::optional<Error> Watchdog::forget_passed() {
   if (under_way_.empty()) return std::nullopt;
   auto first = under_way_.begin();
   while (first != under_way_.end() && first->over->passed()) ++first;
-  auto trouble = carrier_.trouble(under_way_.front().what);
+  auto trouble = executor_.trouble(under_way_.front().what);
   if (!trouble) under_way_.erase(under_way_.begin(), first);
   return trouble;
 }
 
-void Watch::end(const std::exception_ptr& error) noexcept {
+void Watchdog::end(const std::exception_ptr& error) noexcept {
   const std::lock_guard lock(mutex_);
   try {
     (void)forget_passed();
@@ -74,7 +74,7 @@ void Watch::end(const std::exception_ptr& error) noexcept {
   under_way_.clear();
 }
 
-std::optional<Error> Watch::lost(const Entry& oldest) {
+std::optional<Error> Watchdog::lost(const Entry& oldest) {
   const Status now = host_.status();
   if (!now.broken.empty()) {
     if (!missed_for_long()) return std::nullopt;
@@ -85,7 +85,7 @@ std::optional<Error> Watch::lost(const Entry& oldest) {
   for (int peer = 0; peer < static_cast<int>(now.peers.size()); ++peer) {
     const Status::Peer& seen = now.peers[static_cast<size_t>(peer)];
     const bool never_met = seen.departed.empty() && seen.bytes_received == 0;
-    const bool needed = oldest.peer == kEverybody || oldest.peer == peer;
+    const bool needed = oldest.peer == kAllPeers || oldest.peer == peer;
     if (peer == host_.rank() || !needed || seen.connected || never_met) continue;
     if (!missed_for_long()) return std::nullopt;
     const Member& who = host_.members()[static_cast<size_t>(peer)];
@@ -97,8 +97,8 @@ std::optional<Error> Watch::lost(const Entry& oldest) {
   return std::nullopt;
 }
 
-// The carrier's error, and why the other rank has ended its part, where that rank says it.
-Error Watch::explained(const Error& trouble, const Entry& oldest) {
+// The executor's error, and why the other rank has ended its part, where that rank says it.
+Error Watchdog::explained(const Error& trouble, const Entry& oldest) {
   if (trouble.kind() == ErrorKind::peer_lost) {
     try {
       host_.hear(kReasonTime);
@@ -110,12 +110,12 @@ Error Watch::explained(const Error& trouble, const Entry& oldest) {
   return Error(trouble.kind(), trouble.what(), fields(oldest, trouble.fields().peer));
 }
 
-bool Watch::missed_for_long() {
+bool Watchdog::missed_for_long() {
   if (missed_ == Clock::time_point{}) missed_ = Clock::now();
   return Clock::now() - missed_ >= kGrace;
 }
 
-ErrorFields Watch::fields(const Entry& oldest, int peer) const {
+ErrorFields Watchdog::fields(const Entry& oldest, int peer) const {
   return {.op = oldest.what.substr(0, oldest.what.find('(')),
           .rank = host_.rank(),
           .peer = peer,

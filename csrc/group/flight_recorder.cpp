@@ -1,4 +1,4 @@
-#include "group/journal.h"
+#include "group/flight_recorder.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -23,10 +23,10 @@ namespace fs = std::filesystem;
 constexpr uint64_t kKept = 256, kBatch = 128;
 constexpr size_t kHeadBytes = 4096;  // a page: records begin behind it
 constexpr size_t kBytes = kHeadBytes + kKept * sizeof(CallRecord);
-static_assert(sizeof(JournalHead) <= kHeadBytes);
+static_assert(sizeof(FlightRecorderHead) <= kHeadBytes);
 
 // "world/0.1" and rank 2 as "world-0.1.2": no folder of its own.
-std::string suffix(const JournalHead& head) {
+std::string suffix(const FlightRecorderHead& head) {
   std::string name = head.name.data();
   std::ranges::replace(name, '/', '-');
   return name + "." + std::to_string(head.rank);
@@ -77,22 +77,22 @@ int64_t nanoseconds_of(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
-void check_files(const JournalFiles& files) {
-  if (!files.flight.empty())
-    check_folder(fs::path(files.flight).parent_path(), "PYCOMM_FLIGHT_RECORD", files.flight);
+void check_files(const FlightRecorderFiles& files) {
+  if (!files.record.empty())
+    check_folder(fs::path(files.record).parent_path(), "PYCOMM_FLIGHT_RECORD", files.record);
   if (files.trace.empty()) return;
   std::error_code failed;  // is what access() says
   fs::create_directories(files.trace, failed);
   check_folder(files.trace, "PYCOMM_TRACE", files.trace);
 }
 
-Journal::Journal(const JournalHead& head, const JournalFiles& files)
+FlightRecorder::FlightRecorder(const FlightRecorderHead& head, const FlightRecorderFiles& files)
     : files_(files),
       memory_(make_shared_memory(kBytes, "pycomm-journal")),
       mapped_(map_shared_memory(memory_.get(), kBytes)),
-      head_(*new (mapped_.get()) JournalHead(head)) {
+      head_(*new (mapped_.get()) FlightRecorderHead(head)) {
   head_.capacity = kKept;
-  if (!files_.flight.empty()) files_.flight += "." + suffix(head_);
+  if (!files_.record.empty()) files_.record += "." + suffix(head_);
   if (files_.trace.empty()) return;
   files_.trace += "/" + suffix(head_) + ".trace";
   try {
@@ -104,19 +104,19 @@ Journal::Journal(const JournalHead& head, const JournalFiles& files)
   flush();
 }
 
-CallRecord& Journal::slot(uint64_t call) {
+CallRecord& FlightRecorder::slot(uint64_t call) {
   auto* const first = reinterpret_cast<CallRecord*>(mapped_.get() + kHeadBytes);
   return first[call % kKept];
 }
 
 // Another process may read at any time: it takes a record for good that is still as it was when
 // `begun` is read for the second time and is not yet about to be written over.
-void Journal::begin(const CallRecord& record) {
+void FlightRecorder::begin(const CallRecord& record) {
   slot(head_.begun) = record;
   __atomic_store_n(&head_.begun, head_.begun + 1, __ATOMIC_RELEASE);
 }
 
-void Journal::end(const Totals& totals, bool failed) {
+void FlightRecorder::end(const Totals& totals, bool failed) {
   CallRecord& record = slot(head_.begun - 1);
   record.bytes_written = totals.bytes_written - head_.bytes_written;
   record.waited = totals.waited.count() - head_.waited;
@@ -130,23 +130,23 @@ void Journal::end(const Totals& totals, bool failed) {
   if (trace_ && head_.begun - traced_ >= kBatch) flush();
 }
 
-std::string Journal::keep(const std::string& reason, bool breaking) {
+std::string FlightRecorder::keep(const std::string& reason, bool breaking) {
   if (broken_) return {};
   broken_ = breaking;
   head_.reason.fill('\0');
   std::copy_n(reason.begin(), std::min(reason.size(), head_.reason.size() - 1),
               head_.reason.begin());
   flush();
-  if (files_.flight.empty()) return {};
+  if (files_.record.empty()) return {};
   try {
-    write_at(create(files_.flight), mapped_.get(), kBytes, 0);
+    write_at(create(files_.record), mapped_.get(), kBytes, 0);
   } catch (const std::system_error& error) {
-    return "no flight record could be written to " + files_.flight + ": " + error.what();
+    return "no flight record could be written to " + files_.record + ": " + error.what();
   }
-  return "the last calls are in " + files_.flight;
+  return "the last calls are in " + files_.record;
 }
 
-void Journal::close() noexcept {
+void FlightRecorder::close() noexcept {
   flush();
   trace_.reset();
   memory_.reset();
@@ -154,10 +154,10 @@ void Journal::close() noexcept {
 
 // Writes what the trace still lacks. A disk that is full ends the trace, not the run: its head says
 // how many calls it has.
-void Journal::flush() noexcept {
+void FlightRecorder::flush() noexcept {
   if (!trace_) return;
   try {
-    JournalHead head = head_;
+    FlightRecorderHead head = head_;
     head.capacity = 0;
     while (traced_ < head_.begun) {
       const uint64_t most = std::min(kKept - traced_ % kKept, head_.begun - traced_);

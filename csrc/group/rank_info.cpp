@@ -1,4 +1,4 @@
-#include "group/note.h"
+#include "group/rank_info.h"
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -46,7 +46,7 @@ std::string with_length(const std::string& text) {
 }
 
 // As "tcp 16384 1048576 shm 8192 1048576".
-std::string encode(const std::vector<Tuned>& tuned) {
+std::string encode(const std::vector<TunedThresholds>& tuned) {
   std::string text;
   for (const auto& [transport, at] : tuned)
     text += (text.empty() ? "" : " ") + transport + " " + std::to_string(at.small_bytes) + " " +
@@ -63,13 +63,13 @@ uint64_t number_in(const std::string& text) {
   return number;
 }
 
-std::vector<Tuned> decode_tuned(const std::string& text) {
-  std::vector<Tuned> tuned;
+std::vector<TunedThresholds> decode_tuned(const std::string& text) {
+  std::vector<TunedThresholds> tuned;
   std::istringstream words(text);
-  for (Tuned one; words >> one.transport;) {
+  for (TunedThresholds one; words >> one.transport;) {
     check(static_cast<bool>(words >> one.thresholds.small_bytes >> one.thresholds.middle_bytes),
           "a rank's note has no sound thresholds");
-    check(std::ranges::find(tuned, one.transport, &Tuned::transport) == tuned.end(),
+    check(std::ranges::find(tuned, one.transport, &TunedThresholds::transport) == tuned.end(),
           "a rank's note has two thresholds for one transport");
     tuned.push_back(one);
   }
@@ -78,48 +78,48 @@ std::vector<Tuned> decode_tuned(const std::string& text) {
 
 }  // namespace
 
-Note my_note(const std::string& host) {
+RankInfo own_rank_info(const std::string& host) {
   // The word goes stale in a forked child, and the pid tells it apart.
   static const std::string word = random_word();
-  Note note;
-  note.pid = ::getpid();
-  note.process = word + "-" + std::to_string(note.pid);
-  note.host_id = host_identity() + (host.empty() ? "" : kMadeUp + host);
-  note.host = host.empty() ? host_name() : host;
+  RankInfo info;
+  info.pid = ::getpid();
+  info.process = word + "-" + std::to_string(info.pid);
+  info.host_id = host_identity() + (host.empty() ? "" : kMadeUp + host);
+  info.host = host.empty() ? host_name() : host;
   struct stat pids{};
-  note.pid_space =
-      ::stat("/proc/self/ns/pid", &pids) == 0 ? std::to_string(pids.st_ino) : note.process;
-  return note;
+  info.pid_space =
+      ::stat("/proc/self/ns/pid", &pids) == 0 ? std::to_string(pids.st_ino) : info.process;
+  return info;
 }
 
-bool on_one_machine(const Note& a, const Note& b) {
-  const auto machine = [](const Note& note) {
-    return note.host_id.substr(0, note.host_id.find(kMadeUp));
+bool on_one_machine(const RankInfo& a, const RankInfo& b) {
+  const auto machine = [](const RankInfo& info) {
+    return info.host_id.substr(0, info.host_id.find(kMadeUp));
   };
   return machine(a) == machine(b);
 }
 
-std::string encode(const Note& note) {
+std::string encode(const RankInfo& info) {
   std::string text = "pycomm-5\n";
   for (const std::string& field :
-       {note.process, note.host_id, note.host, std::to_string(note.pid), note.pid_space,
-        note.options, note.token, note.shm, note.tcp, note.memory, note.heap, encode(note.tuned)})
+       {info.process, info.host_id, info.host, std::to_string(info.pid), info.pid_space,
+        info.options, info.token, info.shm, info.tcp, info.memory, info.heap, encode(info.tuned)})
     text += field + "\n";
   return text;
 }
 
-std::string context_of(const Note& first, const std::string& name) {
+std::string context_of(const RankInfo& first, const std::string& name) {
   return with_length(first.token) + with_length(name);
 }
 
-std::string digest_of(const std::vector<Note>& notes) {
+std::string digest_of(const std::vector<RankInfo>& infos) {
   std::string all;
-  for (const Note& note : notes) all += with_length(encode(note));
+  for (const RankInfo& info : infos) all += with_length(encode(info));
   const Digest digest = sha256(all);
   return {digest.begin(), digest.end()};
 }
 
-Note decode_note(const std::string& text) {
+RankInfo decode_rank_info(const std::string& text) {
   check(text.size() <= kMaxNoteBytes, "a rank's note is too long");
   std::array<std::string, 13> fields;
   size_t begin = 0;
@@ -131,14 +131,14 @@ Note decode_note(const std::string& text) {
   }
   check(begin == text.size() && fields[0] == "pycomm-5",
         "a rank's note is not of this version of pycomm");
-  Note note{fields[1], fields[2], fields[3], 0,          fields[5],  fields[6],
-            fields[7], fields[8], fields[9], fields[10], fields[11], decode_tuned(fields[12])};
-  note.pid = static_cast<int64_t>(number_in(fields[4]));
-  check(note.pid > 0, "a rank's note has no process number");
-  for (const std::string& bytes : {note.memory, note.heap}) (void)number_in(bytes);
+  RankInfo info{fields[1], fields[2], fields[3], 0,          fields[5],  fields[6],
+                fields[7], fields[8], fields[9], fields[10], fields[11], decode_tuned(fields[12])};
+  info.pid = static_cast<int64_t>(number_in(fields[4]));
+  check(info.pid > 0, "a rank's note has no process number");
+  for (const std::string& bytes : {info.memory, info.heap}) (void)number_in(bytes);
   // Whatever else can be written in more than one way, as the thresholds can.
-  check(encode(note) == text, "a rank's note is not written as notes are");
-  return note;
+  check(encode(info) == text, "a rank's note is not written as notes are");
+  return info;
 }
 
 }  // namespace pycomm

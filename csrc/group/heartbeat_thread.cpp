@@ -1,4 +1,4 @@
-#include "group/pulse.h"
+#include "group/heartbeat_thread.h"
 
 #include <utility>
 
@@ -6,7 +6,7 @@
 
 namespace pycomm {
 
-void Pulse::start(std::chrono::nanoseconds interval, std::function<bool()> beat) {
+void HeartbeatThread::start(std::chrono::nanoseconds interval, std::function<bool()> beat) {
   const std::lock_guard lock(mutex_);
   thread_ = start_thread("pycomm-pulse", [this, interval, beat = std::move(beat)] {
     std::unique_lock waiting(mutex_);
@@ -19,7 +19,7 @@ void Pulse::start(std::chrono::nanoseconds interval, std::function<bool()> beat)
   });
 }
 
-void Pulse::join() noexcept {
+void HeartbeatThread::join() noexcept {
   std::thread ended;
   {
     const std::lock_guard lock(mutex_);

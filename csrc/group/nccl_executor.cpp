@@ -11,8 +11,8 @@
 
 #include "collectives/choose.h"
 #include "device/stream_engine.h"
-#include "group/carrier.h"
 #include "group/check.h"
+#include "group/device_executor.h"
 
 namespace pycomm {
 namespace {
@@ -44,22 +44,22 @@ class GroupPost final : public HostPost {
   std::shared_ptr<Group> group_;
 };
 
-class NcclCarrier final : public Carrier {
+class NcclExecutor final : public DeviceExecutor {
  public:
-  NcclCarrier(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
-              std::shared_ptr<NcclApi> nccl)
+  NcclExecutor(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
+               std::shared_ptr<NcclApi> nccl)
       : host_(std::move(host)),
         nccl_(std::move(nccl)),
         engine_(nccl_, std::move(device), host_->rank(), host_->size()) {}
 
-  void meet(const DeviceLines& lines, std::chrono::nanoseconds timeout);
+  void meet(const DeviceOptions& options, std::chrono::nanoseconds timeout);
 
   Algorithm algorithm_for(const Call& call) const override;
-  Carried prepare(const Call& call) override;
+  DeviceCall prepare(const Call& call) override;
   std::shared_ptr<Event> event() override { return engine_.event(); }
-  std::shared_ptr<Event> enqueue(const Carried& carried, Event& before,
+  std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
                                  const Deadline& deadline) override {
-    return engine_.enqueue(job_of(carried), before, deadline);
+    return engine_.enqueue(job_of(device_call), before, deadline);
   }
   Stats stats() const override {
     const StreamTraffic& traffic = engine_.traffic();
@@ -73,11 +73,11 @@ class NcclCarrier final : public Carrier {
   void abort(const std::string& reason) noexcept override { engine_.abort(reason); }
 
  private:
-  std::vector<int> near_ranks(const DeviceLines& lines) const;
-  std::vector<NcclId> name_lanes(const DeviceLines& lines, const std::vector<int>& near,
+  std::vector<int> near_ranks(const DeviceOptions& options) const;
+  std::vector<NcclId> name_lanes(const DeviceOptions& options, const std::vector<int>& near,
                                  std::chrono::nanoseconds timeout);
   void tell_failures(bool failed, std::chrono::nanoseconds timeout);
-  static StreamJob job_of(const Carried& carried);
+  static StreamJob job_of(const DeviceCall& device_call);
   int lanes_of(const Call& call) const;
   std::shared_ptr<const std::vector<Stages>> plan_of(const Call& call);
 
@@ -92,8 +92,8 @@ class NcclCarrier final : public Carrier {
 
 // Of the ranks of its host, in order, where communicators are of those: by rank, or kNoRank. Else
 // empty.
-std::vector<int> NcclCarrier::near_ranks(const DeviceLines& lines) const {
-  if (lines.nccl_between_hosts || host_->host_count() == 1) return {};
+std::vector<int> NcclExecutor::near_ranks(const DeviceOptions& options) const {
+  if (options.nccl_between_hosts || host_->host_count() == 1) return {};
   const std::vector<int>& hosts = host_->hosts();
   const int mine = hosts[static_cast<size_t>(host_->rank())];
   std::vector<int> near;
@@ -103,12 +103,13 @@ std::vector<int> NcclCarrier::near_ranks(const DeviceLines& lines) const {
 }
 
 // Of each lane: made by the first of the ranks that will share the communicator.
-std::vector<NcclId> NcclCarrier::name_lanes(const DeviceLines& lines, const std::vector<int>& near,
-                                            std::chrono::nanoseconds timeout) {
+std::vector<NcclId> NcclExecutor::name_lanes(const DeviceOptions& options,
+                                             const std::vector<int>& near,
+                                             std::chrono::nanoseconds timeout) {
   const auto first =
       near.empty() ? size_t{0} : static_cast<size_t>(std::ranges::find(near, 0) - near.begin());
   const auto together = near.empty() ? host_->size() : host_->local_size();
-  const auto lanes = static_cast<size_t>(lines.lanes);
+  const auto lanes = static_cast<size_t>(options.lanes);
   std::vector<NcclId> mine(lanes), all(lanes * static_cast<size_t>(host_->size()));
   if (static_cast<size_t>(host_->rank()) == first && together > 1)
     for (NcclId& id : mine)
@@ -125,10 +126,10 @@ std::vector<NcclId> NcclCarrier::name_lanes(const DeviceLines& lines, const std:
 
 // Those that cannot make a communicator, and those whom they keep waiting, end; and so do ranks of
 // other hosts, whose communicators may stand.
-void NcclCarrier::meet(const DeviceLines& lines, std::chrono::nanoseconds timeout) {
+void NcclExecutor::meet(const DeviceOptions& options, std::chrono::nanoseconds timeout) {
   const Deadline deadline(timeout);
-  FarRanks far{.near = near_ranks(lines)};
-  const auto ids = name_lanes(lines, far.near, timeout);
+  FarRanks far{.near = near_ranks(options)};
+  const auto ids = name_lanes(options, far.near, timeout);
   for (size_t lane = 0; !far.near.empty() && lane < ids.size(); ++lane)
     far.posts.push_back(std::make_unique<GroupPost>(host_->split(0, host_->rank())));
   const bool apart = !far.near.empty();
@@ -145,7 +146,7 @@ void NcclCarrier::meet(const DeviceLines& lines, std::chrono::nanoseconds timeou
 }
 
 // Throws Unsupported where another rank has failed and this one has not.
-void NcclCarrier::tell_failures(bool failed, std::chrono::nanoseconds timeout) {
+void NcclExecutor::tell_failures(bool failed, std::chrono::nanoseconds timeout) {
   std::vector<uint8_t> all(static_cast<size_t>(host_->size()));
   const auto mine = static_cast<uint8_t>(failed);
   host_->run({.operation = Operation::all_gather,
@@ -161,20 +162,22 @@ void NcclCarrier::tell_failures(bool failed, std::chrono::nanoseconds timeout) {
 
 // NCCL's own where there is one, as it knows how its GPUs are connected; but for sums whose order
 // has to be ours.
-Algorithm NcclCarrier::algorithm_for(const Call& call) const {
+Algorithm NcclExecutor::algorithm_for(const Call& call) const {
   const int size = host_->size();
   if (!is_plan(call.operation)) return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
   if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
-    lacks(call,
-          "NCCL joins only the ranks of each host here (cuda_between_hosts); leave the algorithm "
-          "out, or name one of ours");
+    throw_unsupported(
+        call,
+        "NCCL joins only the ranks of each host here (cuda_between_hosts); leave the algorithm "
+        "out, or name one of ours");
   const bool own = call.counts.empty() && has_nccl(call.operation, call.dtype, call.op);
   if (call.algorithm == Algorithm::nccl && !own)
-    lacks(call,
-          "NCCL has none of its own for this dtype, op or list of counts; leave the algorithm out, "
-          "or name one of ours");
+    throw_unsupported(
+        call,
+        "NCCL has none of its own for this dtype, op or list of counts; leave the algorithm out, "
+        "or name one of ours");
   if (call.algorithm == Algorithm::staged)
-    lacks(call, "the algorithm staged is for ranks that share a GPU");
+    throw_unsupported(call, "the algorithm staged is for ranks that share a GPU");
   if (call.algorithm == Algorithm::nccl && size == 1) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
   const bool ordered = reduces(call.operation) && host_->reproducible();
@@ -190,14 +193,14 @@ Algorithm NcclCarrier::algorithm_for(const Call& call) const {
 }
 
 // The same on all ranks.
-int NcclCarrier::lanes_of(const Call& call) const {
+int NcclExecutor::lanes_of(const Call& call) const {
   if (call.algorithm != Algorithm::ring) return 1;
   const size_t worth = call.count * bytes_of(call.dtype) / kLaneBytes;
   return static_cast<int>(std::clamp<size_t>(worth, 1, engine_.lanes()));
 }
 
 // Null for NCCL's own.
-std::shared_ptr<const std::vector<Stages>> NcclCarrier::plan_of(const Call& call) {
+std::shared_ptr<const std::vector<Stages>> NcclExecutor::plan_of(const Call& call) {
   if (call.algorithm == Algorithm::nccl || !is_plan(call.operation)) return nullptr;
   const Place at{.rank = host_->rank(),
                  .size = host_->size(),
@@ -217,9 +220,9 @@ std::shared_ptr<const std::vector<Stages>> NcclCarrier::plan_of(const Call& call
   return plans_.emplace(key, made()).first->second;
 }
 
-StreamJob NcclCarrier::job_of(const Carried& carried) {
-  const Call& call = carried.call;
-  return {.plan = carried.plan.get(),
+StreamJob NcclExecutor::job_of(const DeviceCall& device_call) {
+  const Call& call = device_call.call;
+  return {.plan = device_call.plan.get(),
           .operation = call.operation,
           .dtype = call.dtype,
           .op = call.op,
@@ -230,13 +233,13 @@ StreamJob NcclCarrier::job_of(const Carried& carried) {
           .timeout = call.timeout};
 }
 
-Carried NcclCarrier::prepare(const Call& call) {
-  Carried carried{.call = call, .plan = plan_of(call)};
-  engine_.prepare(job_of(carried), call.stream);
-  return carried;
+DeviceCall NcclExecutor::prepare(const Call& call) {
+  DeviceCall device_call{.call = call, .plan = plan_of(call)};
+  engine_.prepare(job_of(device_call), call.stream);
+  return device_call;
 }
 
-std::optional<Error> NcclCarrier::trouble(const std::string& what) {
+std::optional<Error> NcclExecutor::trouble(const std::string& what) {
   for (Communicator* const communicator : communicators_) {
     const NcclResult state = communicator->state();
     if (state != NcclResult::success && state != NcclResult::in_progress)
@@ -249,12 +252,15 @@ std::optional<Error> NcclCarrier::trouble(const std::string& what) {
 
 }  // namespace
 
-std::unique_ptr<Carrier> carry_by_nccl(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
-                                       std::shared_ptr<NcclApi> nccl, const DeviceLines& lines,
-                                       std::chrono::nanoseconds timeout) {
-  auto carrier = std::make_unique<NcclCarrier>(std::move(host), std::move(device), std::move(nccl));
-  carrier->meet(lines, timeout);
-  return carrier;
+std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<Group> host,
+                                                   std::shared_ptr<Device> device,
+                                                   std::shared_ptr<NcclApi> nccl,
+                                                   const DeviceOptions& options,
+                                                   std::chrono::nanoseconds timeout) {
+  auto executor =
+      std::make_unique<NcclExecutor>(std::move(host), std::move(device), std::move(nccl));
+  executor->meet(options, timeout);
+  return executor;
 }
 
 }  // namespace pycomm
