@@ -23,8 +23,9 @@ namespace pycomm {
 
 // A call that can be enqueued.
 struct DeviceCall {
-  Call call;                                          // with its algorithm and its limit
-  std::shared_ptr<const std::vector<Stages>> plan{};  // by lane, where one runs between devices
+  Call call;  // with its algorithm and its limit
+  std::shared_ptr<const std::vector<StreamStages>>
+      plan{};  // by lane, where one runs between devices
 };
 
 class DeviceExecutor {

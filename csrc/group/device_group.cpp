@@ -72,10 +72,10 @@ class DeviceWork final : public Work {
     changed_.wait(lock, [this] { return settled_; });  // at once: only the enqueueing is left
     if (error_) std::rethrow_exception(error_);
   }
-  void precede(void* stream) override {
+  void make_stream_wait(void* stream) override {
     const std::lock_guard lock(mutex_);
     check(settled_ && over_, "a call is waited for before it is followed");
-    over_->hold(stream);
+    over_->stream_wait(stream);
   }
 
  private:
@@ -231,7 +231,7 @@ void DeviceGroup::run(const Call& given) {
   int source = given.peer;
   host_->run(agreement_about(device_call.call, &source));
   set_source(device_call.call, source);
-  enqueue(device_call, *before, deadline, {})->hold(given.stream);
+  enqueue(device_call, *before, deadline, {})->stream_wait(given.stream);
 }
 
 std::shared_ptr<Work> DeviceGroup::start(const Call& given,
@@ -254,7 +254,8 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
         over = self->enqueue(device_call, *before, deadline,
                              [work](std::exception_ptr late) { work->fail(std::move(late)); });
       }
-      if (over && device_call.call.follower != nullptr) over->hold(device_call.call.follower);
+      if (over && device_call.call.follower != nullptr)
+        over->stream_wait(device_call.call.follower);
     } catch (...) {  // the work tells it
       error = std::current_exception();
     }

@@ -11,8 +11,8 @@
 #include <mutex>
 #include <utility>
 
-#include "device/relay.h"
-#include "device/workspace.h"
+#include "device/growable_buffer.h"
+#include "device/host_callback_thread.h"
 #include "group/check.h"
 #include "group/device_executor.h"
 
@@ -30,10 +30,10 @@ class HostStagedExecutor final : public DeviceExecutor {
         data_(std::move(data)),
         stream_(device_),
         events_(std::make_shared<EventPool>(device_)),
-        staging_(device_, Workspace::Where::host),
-        relay_(device_, stream_.raw()) {}
+        staging_(device_, GrowableBuffer::Where::host),
+        callbacks_(device_, stream_.raw()) {}
   ~HostStagedExecutor() override {
-    if (relay_.stop()) data_->abort("the group on devices ended during the call");
+    if (callbacks_.stop()) data_->abort("the group on devices ended during the call");
   }
 
   Algorithm algorithm_for(const Call& call) const override;
@@ -51,7 +51,7 @@ class HostStagedExecutor final : public DeviceExecutor {
   std::optional<Error> trouble(const std::string& what) override;
   void close(const Deadline& /*deadline*/) noexcept override { data_->close(); }
   void abort(const std::string& reason) noexcept override {
-    (void)relay_.stop();
+    (void)callbacks_.stop();
     data_->abort(reason);
   }
 
@@ -67,10 +67,10 @@ class HostStagedExecutor final : public DeviceExecutor {
   std::shared_ptr<Group> data_;
   Stream stream_;
   std::shared_ptr<EventPool> events_;
-  Workspace staging_;
-  std::mutex mutex_;            // guards error_
-  std::optional<Error> error_;  // the first one in host memory
-  Relay relay_;                 // the last member: its thread ends before what it uses
+  GrowableBuffer staging_;
+  std::mutex mutex_;              // guards error_
+  std::optional<Error> error_;    // the first one in host memory
+  HostCallbackThread callbacks_;  // the last member: its thread ends before what it uses
 };
 
 Algorithm HostStagedExecutor::algorithm_for(const Call& call) const {
@@ -107,11 +107,11 @@ std::shared_ptr<Event> HostStagedExecutor::enqueue(const DeviceCall& device_call
   if (call.algorithm == Algorithm::staged) here.algorithm = Algorithm::automatic;
 
   auto over = event();
-  before.hold(stream_.raw());
+  before.stream_wait(stream_.raw());
   if (layout.input > 0) device_->copy(staging, call.input, layout.input, stream_.raw());
   if (gives_output) device_->copy(output, call.output, layout.output, stream_.raw());
-  relay_.begin([this, here] { run(here); }, device_->capturing(call.stream));
-  relay_.hold();
+  callbacks_.begin([this, here] { run(here); }, device_->capturing(call.stream));
+  callbacks_.stream_wait();
   if (layout.output > 0 && !gives_output)
     device_->copy(call.output, output, layout.output, stream_.raw());
   over->record(stream_.raw());

@@ -23,12 +23,12 @@ constexpr size_t kLaneBytes = size_t{1} << 20;
 
 // A group of the same ranks, that one lane alone calls, as its calls come when the device gets to
 // them.
-class GroupPost final : public HostPost {
+class GroupTransport final : public HostTransport {
  public:
-  explicit GroupPost(std::shared_ptr<Group> group) : group_(std::move(group)) {}
-  void exchange(std::span<const Parcel> parcels, std::chrono::nanoseconds timeout) override {
+  explicit GroupTransport(std::shared_ptr<Group> group) : group_(std::move(group)) {}
+  void exchange(std::span<const HostMessage> messages, std::chrono::nanoseconds timeout) override {
     std::vector<Call> calls;
-    for (const auto& [peer, sends, data, bytes] : parcels)
+    for (const auto& [peer, sends, data, bytes] : messages)
       calls.push_back({.operation = sends ? Operation::send : Operation::recv,
                        .input = sends ? data : nullptr,
                        .output = sends ? nullptr : data,
@@ -73,26 +73,26 @@ class NcclExecutor final : public DeviceExecutor {
   void abort(const std::string& reason) noexcept override { engine_.abort(reason); }
 
  private:
-  std::vector<int> near_ranks(const DeviceOptions& options) const;
+  std::vector<int> local_ranks_of(const DeviceOptions& options) const;
   std::vector<NcclId> name_lanes(const DeviceOptions& options, const std::vector<int>& near,
                                  std::chrono::nanoseconds timeout);
   void tell_failures(bool failed, std::chrono::nanoseconds timeout);
   static StreamJob job_of(const DeviceCall& device_call);
   int lanes_of(const Call& call) const;
-  std::shared_ptr<const std::vector<Stages>> plan_of(const Call& call);
+  std::shared_ptr<const std::vector<StreamStages>> plan_of(const Call& call);
 
   std::shared_ptr<Group> host_;
   std::shared_ptr<NcclApi> nccl_;
   StreamEngine engine_;
   std::vector<Communicator*> communicators_;  // the engine's, by lane
   std::map<std::tuple<Operation, Algorithm, size_t, int, int>,
-           std::shared_ptr<const std::vector<Stages>>>
+           std::shared_ptr<const std::vector<StreamStages>>>
       plans_;
 };
 
 // Of the ranks of its host, in order, where communicators are of those: by rank, or kNoRank. Else
 // empty.
-std::vector<int> NcclExecutor::near_ranks(const DeviceOptions& options) const {
+std::vector<int> NcclExecutor::local_ranks_of(const DeviceOptions& options) const {
   if (options.nccl_between_hosts || host_->host_count() == 1) return {};
   const std::vector<int>& hosts = host_->hosts();
   const int mine = hosts[static_cast<size_t>(host_->rank())];
@@ -128,11 +128,11 @@ std::vector<NcclId> NcclExecutor::name_lanes(const DeviceOptions& options,
 // other hosts, whose communicators may stand.
 void NcclExecutor::meet(const DeviceOptions& options, std::chrono::nanoseconds timeout) {
   const Deadline deadline(timeout);
-  FarRanks far{.near = near_ranks(options)};
-  const auto ids = name_lanes(options, far.near, timeout);
-  for (size_t lane = 0; !far.near.empty() && lane < ids.size(); ++lane)
-    far.posts.push_back(std::make_unique<GroupPost>(host_->split(0, host_->rank())));
-  const bool apart = !far.near.empty();
+  RemoteRanks far{.local_ranks = local_ranks_of(options)};
+  const auto ids = name_lanes(options, far.local_ranks, timeout);
+  for (size_t lane = 0; !far.local_ranks.empty() && lane < ids.size(); ++lane)
+    far.transports.push_back(std::make_unique<GroupTransport>(host_->split(0, host_->rank())));
+  const bool apart = !far.local_ranks.empty();
   std::optional<Error> failure;
   try {
     engine_.meet(ids, std::move(far), deadline);
@@ -200,7 +200,7 @@ int NcclExecutor::lanes_of(const Call& call) const {
 }
 
 // Null for NCCL's own.
-std::shared_ptr<const std::vector<Stages>> NcclExecutor::plan_of(const Call& call) {
+std::shared_ptr<const std::vector<StreamStages>> NcclExecutor::plan_of(const Call& call) {
   if (call.algorithm == Algorithm::nccl || !is_plan(call.operation)) return nullptr;
   const Place at{.rank = host_->rank(),
                  .size = host_->size(),
@@ -211,7 +211,7 @@ std::shared_ptr<const std::vector<Stages>> NcclExecutor::plan_of(const Call& cal
   const int lanes = lanes_of(call);
   const auto made = [&] {
     const Plan plan = make_plan(call.algorithm, call.operation, at);
-    return std::make_shared<const std::vector<Stages>>(make_lanes(plan, at.rank, lanes));
+    return std::make_shared<const std::vector<StreamStages>>(make_lanes(plan, at.rank, lanes));
   };
   if (!call.counts.empty()) return made();  // lists change from call to call
   const auto key = std::tuple(call.operation, call.algorithm, call.count, at.root, lanes);

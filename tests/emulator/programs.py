@@ -200,7 +200,7 @@ def _rules(mutants: Iterable[Mutant]) -> str:
             lines += _compile(objects[kind][-1], source, [*flags, *special])
         compiled = [f"{kind}/{unit}.o" for unit in units()]
         streams = [*compiled, *fake]
-        names = ("streams_test", "bridge_test", "relay_test")
+        names = ("streams_test", "host_staging_channel_test", "host_callback_thread_test")
         suites = [HERE / f"{name}.cpp" for name in names]
         for source in [*suites, *engine_sources(), ROOT / "tests" / "native" / "harness.cpp"]:
             streams.append(f"{kind}/engine/{source.parent.name}_{source.stem}.o")

@@ -1,4 +1,4 @@
-#include "device/relay.h"
+#include "device/host_callback_thread.h"
 
 #include <atomic>
 #include <utility>
@@ -7,11 +7,11 @@
 
 namespace pycomm {
 
-Relay::Relay(std::shared_ptr<Device> device, void* stream)
+HostCallbackThread::HostCallbackThread(std::shared_ptr<Device> device, void* stream)
     : device_(std::move(device)),
       stream_(stream),
       flag_(static_cast<uint32_t*>(device_->allocate_host(sizeof(uint32_t)))) {
-  set(1);
+  set_flag(1);
   try {
     thread_ = start_thread("pycomm-relay", [this] { work(); });
   } catch (...) {
@@ -20,7 +20,7 @@ Relay::Relay(std::shared_ptr<Device> device, void* stream)
   }
 }
 
-Relay::~Relay() {
+HostCallbackThread::~HostCallbackThread() {
   (void)stop();
   device_->finish(stream_);
   {
@@ -33,41 +33,43 @@ Relay::~Relay() {
 }
 
 // Release: whoever sees the flag, on the device, sees what the body wrote.
-void Relay::set(uint32_t value) { std::atomic_ref(*flag_).store(value, std::memory_order_release); }
-
-void Relay::begin(Body body, bool captured) {
-  auto made = std::make_unique<Errand>(Errand{this, std::move(body), captured});
-  Errand* const errand = made.get();
-  {
-    const std::lock_guard lock(mutex_);
-    errands_.push_back(std::move(made));
-  }
-  device_->call(stream_, &arrived, errand);
+void HostCallbackThread::set_flag(uint32_t value) {
+  std::atomic_ref(*flag_).store(value, std::memory_order_release);
 }
 
-void Relay::hold() { device_->wait_until(stream_, flag_, 1); }
+void HostCallbackThread::begin(Body body, bool captured) {
+  auto made = std::make_unique<PendingCallback>(PendingCallback{this, std::move(body), captured});
+  PendingCallback* const callback = made.get();
+  {
+    const std::lock_guard lock(mutex_);
+    pending_.push_back(std::move(made));
+  }
+  device_->call(stream_, &arrived, callback);
+}
+
+void HostCallbackThread::stream_wait() { device_->wait_until(stream_, flag_, 1); }
 
 // On a thread of CUDA's, which must wait for nobody.
-void Relay::arrived(void* errand) {
-  const auto* const mine = static_cast<Errand*>(errand);
-  mine->relay->take(*mine);
+void HostCallbackThread::arrived(void* callback) {
+  const auto* const mine = static_cast<PendingCallback*>(callback);
+  mine->owner->take(*mine);
 }
 
 // The stream comes to its next errand only behind the last one, so that the flag is of one alone.
-void Relay::take(const Errand& errand) {
+void HostCallbackThread::take(const PendingCallback& callback) {
   {
     const std::lock_guard lock(mutex_);
     if (!stopped_) {
-      set(0);
-      waiting_.push_back(errand.body);
+      set_flag(0);
+      waiting_.push_back(callback.body);
     }
-    if (!errand.captured)
-      std::erase_if(errands_, [&](const auto& one) { return one.get() == &errand; });
+    if (!callback.captured)
+      std::erase_if(pending_, [&](const auto& one) { return one.get() == &callback; });
   }
   changed_.notify_all();
 }
 
-void Relay::work() {
+void HostCallbackThread::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [this] { return ending_ || !waiting_.empty(); });
@@ -79,15 +81,15 @@ void Relay::work() {
     body();
     lock.lock();
     working_ = false;
-    set(1);
+    set_flag(1);
   }
 }
 
-bool Relay::stop() noexcept {
+bool HostCallbackThread::stop() noexcept {
   const std::lock_guard lock(mutex_);
   stopped_ = true;
   waiting_.clear();
-  set(1);
+  set_flag(1);
   return working_;
 }
 

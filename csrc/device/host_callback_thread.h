@@ -5,7 +5,7 @@
 //
 // The body has a thread of its own: what CUDA calls when a stream gets there may share its thread
 // with what other streams call, so that one that waited for another rank could keep that rank from
-// coming. Called by bridge.cpp and group/host_staged_executor.cpp.
+// coming. Called by host_staging_channel.cpp and group/host_staged_executor.cpp.
 #pragma once
 
 #include <condition_variable>
@@ -21,33 +21,33 @@
 
 namespace pycomm {
 
-class Relay {
+class HostCallbackThread {
  public:
   using Body = std::function<void()>;  // must not throw
 
-  Relay(std::shared_ptr<Device> device, void* stream);
-  ~Relay();  // stops, and waits for the body that runs and for the stream
-  Relay(const Relay&) = delete;
-  Relay& operator=(const Relay&) = delete;
+  HostCallbackThread(std::shared_ptr<Device> device, void* stream);
+  ~HostCallbackThread();  // stops, and waits for the body that runs and for the stream
+  HostCallbackThread(const HostCallbackThread&) = delete;
+  HostCallbackThread& operator=(const HostCallbackThread&) = delete;
 
   // `body` runs each time the stream gets there: once, or, `captured` into a graph, in each run of
-  // it. What is put on the stream behind hold() begins when it is over; between the two comes what
-  // need not wait for it, and no other begin(). One thread at a time.
+  // it. What is put on the stream behind stream_wait() begins when it is over; between the two
+  // comes what need not wait for it, and no other begin(). One thread at a time.
   void begin(Body body, bool captured);
-  void hold();
+  void stream_wait();
   // From any thread: no body begins any more, and the stream waits for none. Whether one runs.
   bool stop() noexcept;
 
  private:
-  struct Errand {
-    Relay* relay;
+  struct PendingCallback {
+    HostCallbackThread* owner;
     Body body;
     bool captured;
   };
-  static void arrived(void* errand);
-  void take(const Errand& errand);
+  static void arrived(void* callback);
+  void take(const PendingCallback& callback);
   void work();
-  void set(uint32_t value);
+  void set_flag(uint32_t value);
 
   std::shared_ptr<Device> device_;
   void* stream_;
@@ -57,7 +57,7 @@ class Relay {
   std::deque<Body> waiting_;
   bool stopped_ = false, ending_ = false, working_ = false;
   // That the stream has not come to; and those of graphs, which may run as long as this lives.
-  std::vector<std::unique_ptr<Errand>> errands_;
+  std::vector<std::unique_ptr<PendingCallback>> pending_;
   std::thread thread_;
 };
 

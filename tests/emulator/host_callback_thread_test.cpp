@@ -1,6 +1,6 @@
 // Work on the host that a stream waits for, over the emulated runtime: its place between what the
 // stream held and what follows, in graphs too, and its end. Part of the program `streams`.
-#include "device/relay.h"
+#include "device/host_callback_thread.h"
 
 #include <cuda_runtime.h>
 
@@ -24,7 +24,7 @@ struct Bench {
   Stream stream{device};
   int* shared = static_cast<int*>(device->allocate_host(kCount * sizeof(int)));
   int *in = allocate(), *out = allocate();
-  Relay relay{device, stream.raw()};
+  HostCallbackThread relay{device, stream.raw()};
 
   int* allocate() { return static_cast<int*>(device->allocate(kCount * sizeof(int))); }
   ~Bench() {
@@ -43,7 +43,7 @@ struct Bench {
           for (size_t i = 0; i < kCount; ++i) ++shared[i];
         },
         captured);
-    relay.hold();
+    relay.stream_wait();
     device->copy(out, shared, kCount * sizeof(int), stream.raw());
   }
   void fill(int value) {  // from memory that nothing else writes meanwhile
@@ -100,9 +100,9 @@ const Test kStopped{"a stream goes on when the host gives up, and nothing begins
                             go_on.wait();
                           },
                           false);
-                      bench.relay.hold();
+                      bench.relay.stream_wait();
                       bench.relay.begin([&] { ++began; }, false);
-                      bench.relay.hold();
+                      bench.relay.stream_wait();
                       const auto drive = [&] {
                         (void)cudaStreamQuery(static_cast<cudaStream_t>(bench.stream.raw()));
                       };

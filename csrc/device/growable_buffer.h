@@ -10,10 +10,10 @@
 
 namespace pycomm {
 
-class Workspace {
+class GrowableBuffer {
  public:
   enum class Where { device, host };
-  Workspace(std::shared_ptr<Device> device, Where where)
+  GrowableBuffer(std::shared_ptr<Device> device, Where where)
       : device_(std::move(device)), where_(where) {}
 
   // From now on there are so many bytes at data(). Throws Unsupported where `caller`, the call's

@@ -1,7 +1,7 @@
 // Plans and messages of ranks whose communicators join those of their host alone, over the emulated
 // runtime: what crosses hosts goes by bridges, in graphs too, and ends. Part of the program
 // `streams`.
-#include "device/bridge.h"
+#include "device/host_staging_channel.h"
 
 #include <atomic>
 #include <memory>
@@ -100,11 +100,11 @@ const Test kReplayed{
     }};
 
 // A post that does what a test says.
-class Told final : public HostPost {
+class Told final : public HostTransport {
  public:
   std::function<void()> body;
   std::atomic<bool> aborted{false};
-  void exchange(std::span<const Parcel>, std::chrono::nanoseconds) override { body(); }
+  void exchange(std::span<const HostMessage>, std::chrono::nanoseconds) override { body(); }
   void abort(const std::string&) noexcept override { aborted = true; }
   void close() noexcept override {}
 };
@@ -113,12 +113,12 @@ struct Bench {
   std::shared_ptr<Device> device = cuda::open_device(0);
   Stream stream{device};
   Told* post = new Told;
-  Bridge bridge{device, stream.raw(), std::unique_ptr<HostPost>(post)};
+  HostStagingChannel bridge{device, stream.raw(), std::unique_ptr<HostTransport>(post)};
   Floats x{100};
   void cross() {
-    bridge.reserve(Bridge::staged_bytes(400), stream.raw());
-    const Parcel parcel{1, false, x.bytes(), 400};
-    bridge.begin(std::span(&parcel, 1), kLong);
+    bridge.reserve(HostStagingChannel::staged_bytes(400), stream.raw());
+    const HostMessage message{1, false, x.bytes(), 400};
+    bridge.begin(std::span(&message, 1), kLong);
     bridge.end();
   }
 };

@@ -18,13 +18,13 @@
 
 #include "core/errors.h"
 #include "device/device.h"
-#include "device/relay.h"
-#include "device/workspace.h"
+#include "device/growable_buffer.h"
+#include "device/host_callback_thread.h"
 
 namespace pycomm {
 
 // A message: to `peer`, or from it.
-struct Parcel {
+struct HostMessage {
   int peer;
   bool sends;
   std::byte* data;
@@ -32,25 +32,27 @@ struct Parcel {
 };
 
 // Carries messages between arrays in host memory. Whoever makes one gives it to a bridge alone.
-class HostPost {
+class HostTransport {
  public:
-  HostPost() = default;
-  HostPost(const HostPost&) = delete;
-  HostPost& operator=(const HostPost&) = delete;
-  virtual ~HostPost() = default;
+  HostTransport() = default;
+  HostTransport(const HostTransport&) = delete;
+  HostTransport& operator=(const HostTransport&) = delete;
+  virtual ~HostTransport() = default;
   // All of them at once; those of one peer in order. Throws what ends the group.
-  virtual void exchange(std::span<const Parcel> parcels, std::chrono::nanoseconds timeout) = 0;
+  virtual void exchange(std::span<const HostMessage> messages,
+                        std::chrono::nanoseconds timeout) = 0;
   // From any thread: what is under way ends, here and with the peers.
   virtual void abort(const std::string& reason) noexcept = 0;
   virtual void close() noexcept = 0;  // when nothing is under way
 };
 
-class Bridge {
+class HostStagingChannel {
  public:
-  Bridge(std::shared_ptr<Device> device, void* stream, std::unique_ptr<HostPost> post);
-  ~Bridge();  // ends what is under way
-  Bridge(const Bridge&) = delete;
-  Bridge& operator=(const Bridge&) = delete;
+  HostStagingChannel(std::shared_ptr<Device> device, void* stream,
+                     std::unique_ptr<HostTransport> transport);
+  ~HostStagingChannel();  // ends what is under way
+  HostStagingChannel(const HostStagingChannel&) = delete;
+  HostStagingChannel& operator=(const HostStagingChannel&) = delete;
 
   // Of host memory, which messages of so many bytes take when they travel at once.
   static size_t staged_bytes(size_t bytes);
@@ -60,30 +62,30 @@ class Bridge {
 
   // Arrays lie on the device. What arrives is there for what the stream does behind end(); between
   // the two comes what need not wait for it. One thread at a time.
-  void begin(std::span<const Parcel> parcels, std::chrono::nanoseconds timeout);
+  void begin(std::span<const HostMessage> messages, std::chrono::nanoseconds timeout);
   void end();
 
   // From any thread. Why messages have not arrived: known before the stream goes on without them.
   std::optional<Error> trouble();
   void abort(const std::string& reason) noexcept;
-  void close() noexcept { post_->close(); }
+  void close() noexcept { transport_->close(); }
 
  private:
-  void carry(std::span<const Parcel> parcels, std::chrono::nanoseconds timeout) noexcept;
+  void exchange(std::span<const HostMessage> messages, std::chrono::nanoseconds timeout) noexcept;
 
-  struct Landing {
+  struct CopyBack {
     std::byte* to;
     const std::byte* from;
     size_t bytes;
   };
   std::shared_ptr<Device> device_;
   void* stream_;
-  std::unique_ptr<HostPost> post_;
-  Workspace staging_;
-  std::vector<Landing> landings_;  // of what has begun
-  std::mutex mutex_;               // guards error_
-  std::optional<Error> error_;     // the first one
-  Relay relay_;                    // the last member: its thread ends before what it uses
+  std::unique_ptr<HostTransport> transport_;
+  GrowableBuffer staging_;
+  std::vector<CopyBack> copies_;  // of what has begun
+  std::mutex mutex_;              // guards error_
+  std::optional<Error> error_;    // the first one
+  HostCallbackThread callbacks_;  // the last member: its thread ends before what it uses
 };
 
 }  // namespace pycomm

@@ -1,4 +1,4 @@
-#include "device/workspace.h"
+#include "device/growable_buffer.h"
 
 #include <algorithm>
 #include <string>
@@ -7,14 +7,14 @@
 
 namespace pycomm {
 
-void Workspace::Release::operator()(std::byte* memory) const {
+void GrowableBuffer::Release::operator()(std::byte* memory) const {
   if (where == Where::host)
     device->release_host(memory);
   else
     device->release(memory);
 }
 
-void Workspace::reserve(size_t bytes, void* caller) {
+void GrowableBuffer::reserve(size_t bytes, void* caller) {
   if (bytes <= bytes_) return;
   const bool host = where_ == Where::host;
   if (device_->capturing(caller))
