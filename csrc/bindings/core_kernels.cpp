@@ -9,8 +9,8 @@
 
 #include "bindings/core.h"
 #include "bindings/kernels.h"
+#include "kernels/bandwidth.h"
 #include "kernels/lean.h"
-#include "kernels/stream.h"
 
 namespace pycomm::bindings {
 namespace {

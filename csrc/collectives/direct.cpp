@@ -71,7 +71,7 @@ Plan direct_broadcast(int rank, int size, size_t count, int root) {
 //
 // Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
 // announcement's: (size - 1) times what this rank gives.
-Plan direct_all_gather(const Place& at) {
+Plan direct_all_gather(const CollectiveShape& at) {
   const auto [rank, size] = std::pair(at.rank, at.size);
   const auto place = [&](int i) { return part(Space::output, at.count, at.counts, i); };
   const Range input{Space::input, 0, place(rank).count};

@@ -64,7 +64,7 @@ Plan direct_scatter(int rank, int size, size_t count, int root) {
 //
 // Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
 // announcement's: all parts but the own.
-Plan direct_all_to_all(const Place& at) {
+Plan direct_all_to_all(const CollectiveShape& at) {
   const auto size = static_cast<size_t>(at.size);
   const bool even = at.counts.empty();
   const auto goes = even ? at.counts : at.counts.first(size);

@@ -4,7 +4,7 @@
 
 namespace pycomm {
 
-Levels::Levels(const Place& at, int first) {
+Levels::Levels(const CollectiveShape& at, int first) {
   const auto host_at = [&](int rank) {
     return at.hosts.empty() ? size_t{0} : static_cast<size_t>(at.hosts[static_cast<size_t>(rank)]);
   };
@@ -38,7 +38,7 @@ std::vector<int> Levels::lane(int lane) const {
   return ranks;
 }
 
-void append_stage(Plan& plan, const Plan& part, const Stage& stage) {
+void append_stage(Plan& plan, const Plan& part, const LevelStage& stage) {
   const auto rank_of = [&](int member) {
     return member == kNoRank ? kNoRank : stage.members[static_cast<size_t>(member)];
   };

@@ -21,7 +21,7 @@ constexpr size_t kPiecesPerLevel = 8;
 struct Node {
   int node, size, root;
 
-  explicit Node(const Place& at)
+  explicit Node(const CollectiveShape& at)
       : node((at.rank - at.root + at.size) % at.size), size(at.size), root(at.root) {}
 
   int rank_of(int of) const { return (of + root) % size; }
@@ -49,7 +49,7 @@ int tree_pieces(int size, size_t count) {
 //   step 1                            a to rank 0     rank 0 finishes, in the output
 //   step 2               b to rank 0
 //   step 3                            b to rank 0
-void append_pipelined_reduce(Plan& plan, const Place& at) {
+void append_pipelined_reduce(Plan& plan, const CollectiveShape& at) {
   const Node me(at);
   const int pieces = tree_pieces(at.size, at.count);
   const auto children = me.children();
@@ -74,7 +74,7 @@ void append_pipelined_reduce(Plan& plan, const Place& at) {
 }
 
 // The other way round: piece after piece from the parent, and on to both children.
-void append_pipelined_broadcast(Plan& plan, const Place& at) {
+void append_pipelined_broadcast(Plan& plan, const CollectiveShape& at) {
   const Node me(at);
   const int pieces = tree_pieces(at.size, at.count);
   for (int i = 0; i < pieces; ++i) {

@@ -53,7 +53,7 @@ struct Move {
 // What a plan is a function of. `count` is elements of: the array (all_reduce, reduce, broadcast),
 // one rank's input (all_gather, gather), one rank's output (reduce_scatter, scatter), what one rank
 // sends another (all_to_all).
-struct Place {
+struct CollectiveShape {
   int rank = 0, size = 1;
   size_t count = 0;
   int root = 0;  // of reduce, broadcast, gather, scatter

@@ -48,7 +48,7 @@ struct Tree {
 
 // Sums `input` of all nodes towards the root, which finishes it into `result`. The others add up in
 // scratch, from 0 on.
-void append_reduce(Plan& plan, const Place& at, Range input, Range result) {
+void append_reduce(Plan& plan, const CollectiveShape& at, Range input, Range result) {
   const Range scratch{Space::scratch, 0, input.count};
   const int node = (at.rank - at.root + at.size) % at.size;
   const auto rank_of = [&](int of) { return (of + at.root) % at.size; };
@@ -94,7 +94,7 @@ Plan tree_all_reduce(int rank, int size, size_t count) {
   const Range input{Space::input, 0, count}, output{Space::output, 0, count};
   if (size == 1) return copy_plan(input, output);
   Plan plan;
-  const Place at{.rank = rank, .size = size, .count = count};
+  const CollectiveShape at{.rank = rank, .size = size, .count = count};
   if (tree_pieces(size, count) > 1) {
     append_pipelined_reduce(plan, at);
     append_pipelined_broadcast(plan, at);
@@ -127,7 +127,7 @@ Plan tree_reduce(int rank, int size, size_t count, int root) {
   const Range input{Space::input, 0, count}, output{Space::output, 0, count};
   if (size == 1) return copy_plan(input, output);
   Plan plan;
-  const Place at{.rank = rank, .size = size, .count = count, .root = root};
+  const CollectiveShape at{.rank = rank, .size = size, .count = count, .root = root};
   if (tree_pieces(size, count) > 1)
     append_pipelined_reduce(plan, at);
   else

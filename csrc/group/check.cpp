@@ -118,7 +118,7 @@ size_t total(std::span<const size_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), size_t{0});
 }
 
-// See Question in collectives/choose.h: a mean, rounded up; 0 of an all_to_all with counts.
+// See AlgorithmQuery in collectives/choose.h: a mean, rounded up; 0 of an all_to_all with counts.
 size_t count_to_choose_by(const Call& call) {
   const size_t ranks = call.counts.size();
   if (ranks == 0 || call.operation != Operation::all_gather) return call.count;

@@ -20,7 +20,7 @@ constexpr size_t kMaxPlans = 64;
 class HierarchicalTask final : public Task {
  public:
   HierarchicalTask(Engine& engine, SharedMemoryRegion* region, const PlanJob& job,
-                   const Header& header, const std::vector<Crossing::Block>& blocks)
+                   const Header& header, const std::vector<InterHostPlan::Block>& blocks)
       : engine_(engine),
         region_(region),
         job_(job),
@@ -75,7 +75,7 @@ class HierarchicalTask final : public Task {
   bool begin_inside() {
     if (spread_ == blocks_.size()) return false;
     spreads_ = summed_ == blocks_.size() || summed_ == spread_ + kSumsAhead;
-    const Crossing::Block& block = blocks_[spreads_ ? spread_ : summed_];
+    const InterHostPlan::Block& block = blocks_[spreads_ ? spread_ : summed_];
     if (spreads_ && across_.passed() < block.end) return false;
     const auto mine = static_cast<size_t>(region_->rank());
     const size_t piece = block.count / static_cast<size_t>(block.lanes);
@@ -104,7 +104,7 @@ class HierarchicalTask final : public Task {
   SharedMemoryRegion* region_;
   const PlanJob& job_;
   const Header& header_;
-  const std::vector<Crossing::Block>& blocks_;
+  const std::vector<InterHostPlan::Block>& blocks_;
   PlanTask across_;
   size_t summed_ = 0, spread_ = 0;  // blocks
   bool spreads_ = false;            // what inside_ does; else it sums
@@ -114,17 +114,17 @@ class HierarchicalTask final : public Task {
 
 }  // namespace
 
-const HierarchicalAllReduce::Planned& HierarchicalAllReduce::planned(const Place& at,
+const HierarchicalAllReduce::Planned& HierarchicalAllReduce::planned(const CollectiveShape& at,
                                                                      size_t element_bytes) {
   const auto key = std::pair(at.count, element_bytes);
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
   if (plans_.size() >= kMaxPlans) plans_.clear();
-  Crossing crossing = cross_all_reduce(at, kBlockBytes / element_bytes);
-  Planned made{make_schedule(std::move(crossing.plan), at.rank), std::move(crossing.blocks)};
+  InterHostPlan inter_host = cross_all_reduce(at, kBlockBytes / element_bytes);
+  Planned made{make_schedule(std::move(inter_host.plan), at.rank), std::move(inter_host.blocks)};
   return plans_.emplace(key, std::move(made)).first->second;
 }
 
-void HierarchicalAllReduce::all_reduce(PlanJob job, Place at, const Deadline& deadline) {
+void HierarchicalAllReduce::all_reduce(PlanJob job, CollectiveShape at, const Deadline& deadline) {
   size_t left = at.count;
   do {
     at.count = std::min(left, kPartBytes / job.element_bytes);

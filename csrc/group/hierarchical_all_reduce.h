@@ -25,14 +25,14 @@ class HierarchicalAllReduce {
       : engine_(engine), region_(region) {}
 
   // `job` without a schedule; `at` has the hosts, and the elements of the array.
-  void all_reduce(PlanJob job, Place at, const Deadline& deadline);
+  void all_reduce(PlanJob job, CollectiveShape at, const Deadline& deadline);
 
  private:
   struct Planned {
     Schedule schedule;
-    std::vector<Crossing::Block> blocks;
+    std::vector<InterHostPlan::Block> blocks;
   };
-  const Planned& planned(const Place& at, size_t element_bytes);
+  const Planned& planned(const CollectiveShape& at, size_t element_bytes);
 
   Engine& engine_;
   SharedMemoryRegion* region_;

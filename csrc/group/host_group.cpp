@@ -375,7 +375,7 @@ void HostGroup::execute_blocks(const Call& call, PlanJob& job, const Deadline& d
   } while (begin < call.count);
 }
 
-Place HostGroup::place(int rank, const Call& call, size_t count) const {
+CollectiveShape HostGroup::place(int rank, const Call& call, size_t count) const {
   return {.rank = rank,
           .size = options_.size,
           .count = count,

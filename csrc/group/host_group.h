@@ -92,7 +92,7 @@ class HostGroup final : public Group {
   void execute_shared(const Call& call, const Deadline& deadline);
   void execute_blocks(const Call& call, PlanJob& job, const Deadline& deadline);
   const Planned& planned(const Call& call, Algorithm algorithm, size_t count);
-  Place place(int rank, const Call& call, size_t count) const;
+  CollectiveShape place(int rank, const Call& call, size_t count) const;
   Schedule schedule_of(const Call& call, Algorithm algorithm, size_t count) const;
   size_t block_of(const Call& call, Algorithm algorithm) const;
   std::vector<std::string> gather_texts(const std::string& mine);

@@ -202,12 +202,12 @@ int NcclExecutor::lanes_of(const Call& call) const {
 // Null for NCCL's own.
 std::shared_ptr<const std::vector<StreamStages>> NcclExecutor::plan_of(const Call& call) {
   if (call.algorithm == Algorithm::nccl || !is_plan(call.operation)) return nullptr;
-  const Place at{.rank = host_->rank(),
-                 .size = host_->size(),
-                 .count = call.count,
-                 .root = is_rooted(call.operation) ? call.peer : 0,
-                 .counts = call.counts,
-                 .hosts = host_->hosts()};
+  const CollectiveShape at{.rank = host_->rank(),
+                           .size = host_->size(),
+                           .count = call.count,
+                           .root = is_rooted(call.operation) ? call.peer : 0,
+                           .counts = call.counts,
+                           .hosts = host_->hosts()};
   const int lanes = lanes_of(call);
   const auto made = [&] {
     const Plan plan = make_plan(call.algorithm, call.operation, at);

@@ -59,7 +59,7 @@ ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
 # Of ENGINE, for _emulated.so: the arithmetic of the fake, and what NCCL's errors say.
 ARITHMETIC = ("kernels_reducers", "cpu_reduce", "cpu_isa", "nccl_library")
 MODULE = tuple(
-    CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp", "cuda_stream.cpp")
+    CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp", "cuda_bandwidth.cpp")
 )
 CASES = ("cases", "cases_step", "cases_packets", "cases_lean", "cases_dense")
 CODEC = ("lean", "index_codes", "value_codes", "isa")  # of kernels/cpu, to compare with

@@ -253,7 +253,7 @@ inline void run_case(Rank& r, const Case& one) {
   const auto start = [&](size_t i) { return element(r.rank, i); };
   (from_output ? out : in).write(start, r.stream);
   if (!from_output) out.write([](size_t) { return -1.f; }, r.stream);
-  const Place at{
+  const CollectiveShape at{
       .rank = r.rank, .size = r.size, .count = one.count, .root = one.root, .hosts = r.hosts};
   const Plan plan = make_plan(one.algorithm, one.operation, at);
   const Lanes stages =

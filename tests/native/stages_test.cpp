@@ -29,7 +29,7 @@ struct Case {
   std::vector<int> hosts{};
   int lane = 0, lanes = 1;
 
-  Place at(int rank) const {
+  CollectiveShape at(int rank) const {
     return {.rank = rank, .size = size, .count = count, .root = root, .counts = {}, .hosts = hosts};
   }
   std::string text() const {

@@ -84,11 +84,11 @@ class Step {
  public:
   Step(const DgcStep& step, Isa isa)
       : step_(step), isa_(isa), update_(find_update<Real>(isa, step)) {
-    Room room(step.workspace.data, step.workspace.bytes);
-    memory_ = room.take<Memory>(step.tables.selections.size());
+    BumpAllocator allocator(step.workspace.data, step.workspace.bytes);
+    memory_ = allocator.take<Memory>(step.tables.selections.size());
     size_t piece = 0;
     for (const auto& selection : step.tables.selections) {
-      lay_out(selection, piece, room);
+      lay_out(selection, piece, allocator);
       piece += selection.pieces;
     }
   }
@@ -120,10 +120,10 @@ class Step {
     return {p.grad, p.weight, static_cast<Real*>(p.u), static_cast<Real*>(p.v)};
   }
 
-  void lay_out(const DgcSelection& selection, size_t first_piece, Room& room) {
+  void lay_out(const DgcSelection& selection, size_t first_piece, BumpAllocator& allocator) {
     const auto pieces = step_.tables.pieces.subspan(first_piece, selection.pieces);
     const size_t count = count_of(pieces);
-    selection_.open(count, selection.k, room);
+    selection_.open(count, selection.k, allocator);
     for (size_t i = 0; i < pieces.size(); ++i)
       selection_.add(first_piece + i, static_cast<const Real*>(pieces[i].v), pieces[i].count);
     const auto& choice = selection_.choices.back();

@@ -1,5 +1,5 @@
 // See nontemporal_copy.h.
-#include "kernels/stream.h"
+#include "kernels/bandwidth.h"
 
 #include <algorithm>
 #include <atomic>

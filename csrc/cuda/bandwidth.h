@@ -1,6 +1,6 @@
-// Loops that only move memory on a GPU, the twins of kernels/stream.h: what a kernel that does the
-// same can reach at best there. Not kernels: nothing useful comes out. Called by the benchmarks,
-// through bindings/cuda_stream.cpp. Arrays are aligned to 16 bytes.
+// Loops that only move memory on a GPU, the twins of kernels/bandwidth.h: what a kernel that does
+// the same can reach at best there. Not kernels: nothing useful comes out. Called by the
+// benchmarks, through bindings/cuda_bandwidth.cpp. Arrays are aligned to 16 bytes.
 #pragma once
 
 #include <cstddef>

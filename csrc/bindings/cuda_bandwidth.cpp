@@ -1,7 +1,7 @@
-// The loops of cuda/stream.h, for benchmarks.
+// The loops of cuda/bandwidth.h, for benchmarks.
 #include "bindings/cuda_device.h"
 #include "bindings/kernels.h"
-#include "cuda/stream.h"
+#include "cuda/bandwidth.h"
 
 namespace pycomm::bindings {
 

@@ -1,8 +1,8 @@
 // See nontemporal_copy.h. A block takes a tile of 4096 elements, a thread four rows of 16 bytes,
 // all of which are on their way before the first one is needed: as in the pass of a step
 // (update.cuh), but with nothing else to do.
+#include "cuda/bandwidth.h"
 #include "cuda/host.hpp"
-#include "cuda/stream.h"
 
 namespace pycomm::cuda {
 namespace {
