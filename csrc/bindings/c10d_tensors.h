@@ -182,8 +182,8 @@ inline at::Tensor readable(Job& job, const at::Tensor& tensor) {
 
 enum class Values : uint8_t { unused, kept };
 
-// Plain memory that becomes `tensor`: itself, or a stand-in (with its values, if they matter) that
-// is copied back when the calls are over.
+// ContiguousArray memory that becomes `tensor`: itself, or a stand-in (with its values, if they
+// matter) that is copied back when the calls are over.
 inline at::Tensor writable(Job& job, const at::Tensor& tensor, Values values) {
   check_place(job, tensor);
   if (!is_free_of_overlap(tensor))

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bindings/core.h"
-#include "bindings/core_plain.h"
+#include "bindings/core_arrays.h"
 #include "bindings/kernels.h"
 
 namespace pycomm::bindings {
@@ -58,7 +58,8 @@ class Lists {
     uint64_t& count = words[lists_.size()];
     shaped_ = false;
     for (size_t i = 0; i < lists_.size(); ++i) {
-      const auto plain = Plain::of(PyList_GET_ITEM(lists_[i].ptr(), static_cast<Py_ssize_t>(row)));
+      const auto plain =
+          ContiguousArray::of(PyList_GET_ITEM(lists_[i].ptr(), static_cast<Py_ssize_t>(row)));
       if (!plain || plain->count() > kMostElements) return false;
       if (row == 0) dtypes_[i] = plain->dtype();
       if (i == 0) count = plain->count();
@@ -86,7 +87,7 @@ class Lists {
   Words words_;   // [rows, lists + 1]: where arrays begin, then the elements of each in the row
   Words memory_;  // [lists, rows, 2]: where arrays begin, and their bytes
   std::vector<Dtype> dtypes_;
-  int gpu_ = Plain::kHost;
+  int gpu_ = ContiguousArray::kHost;
   bool flat_ = true;
   bool shaped_ = false;         // whether an array of this row is not flat
   std::vector<int64_t> shape_;  // of the first that is not

@@ -74,8 +74,8 @@ ROWS = [
     (
         "room_for_all_strangers",
         "rendezvous/store_server.cpp",
-        "strangers >= max_strangers_ &&",
-        "strangers >= 1000 * max_strangers_ &&",
+        "pending >= max_pending_ &&",
+        "pending >= 1000 * max_pending_ &&",
         "store",
         "no more unproven connections than",
     ),

@@ -1,6 +1,6 @@
-// See core_plain.h. Tensors are seen through DLPack's table of C functions (DLPack 1.3,
+// See core_arrays.h. Tensors are seen through DLPack's table of C functions (DLPack 1.3,
 // "dlpack_exchange_api"), NumPy arrays through the buffer protocol.
-#include "bindings/core_plain.h"
+#include "bindings/core_arrays.h"
 
 #include <cstdint>
 #include <string_view>
@@ -106,15 +106,15 @@ bool is_literal(PyObject* x) {
 
 }  // namespace
 
-std::optional<Plain> Plain::of(PyObject* x) {
-  Plain plain;
+std::optional<ContiguousArray> ContiguousArray::of(PyObject* x) {
+  ContiguousArray plain;
   const bool seen = plain.see_tensor(x) || plain.see_buffer(x);
   if (PyErr_Occurred() != nullptr) PyErr_Clear();
   if (!seen) return std::nullopt;
   return plain;
 }
 
-Plain::Plain(Plain&& other) noexcept
+ContiguousArray::ContiguousArray(ContiguousArray&& other) noexcept
     : data_(other.data_),
       dtype_(other.dtype_),
       count_(other.count_),
@@ -122,11 +122,11 @@ Plain::Plain(Plain&& other) noexcept
       gpu_(other.gpu_),
       buffer_(std::exchange(other.buffer_, Py_buffer{})) {}
 
-Plain::~Plain() {
+ContiguousArray::~ContiguousArray() {
   if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
 }
 
-bool Plain::see_tensor(PyObject* x) {
+bool ContiguousArray::see_tensor(PyObject* x) {
   const DlApi* api = api_of(Py_TYPE(x));
   DlTensor tensor{};
   if (api == nullptr || api->tensor_from(x, &tensor) != 0) return false;
@@ -144,7 +144,7 @@ bool Plain::see_tensor(PyObject* x) {
   return true;
 }
 
-bool Plain::see_buffer(PyObject* x) {
+bool ContiguousArray::see_buffer(PyObject* x) {
   if (std::string_view(Py_TYPE(x)->tp_name) != "numpy.ndarray") return false;
   if (PyObject_GetBuffer(x, &buffer_, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
     buffer_ = {};

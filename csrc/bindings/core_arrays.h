@@ -16,15 +16,15 @@ namespace pycomm::bindings {
 
 // The elements of an array. It holds NumPy's arrays in place while it lives; whoever passes a
 // tensor keeps it.
-class Plain {
+class ContiguousArray {
  public:
   static constexpr int kHost = -1;
 
   // Empty where `x` is no such array. No Python error is left behind.
-  static std::optional<Plain> of(PyObject* x);
-  Plain(Plain&& other) noexcept;
-  Plain& operator=(Plain&&) = delete;
-  ~Plain();
+  static std::optional<ContiguousArray> of(PyObject* x);
+  ContiguousArray(ContiguousArray&& other) noexcept;
+  ContiguousArray& operator=(ContiguousArray&&) = delete;
+  ~ContiguousArray();
 
   std::byte* data() const { return data_; }
   Dtype dtype() const { return dtype_; }
@@ -33,7 +33,7 @@ class Plain {
   int gpu() const { return gpu_; }                           // its number, or kHost
 
  private:
-  Plain() = default;
+  ContiguousArray() = default;
   bool see_tensor(PyObject* x);
   bool see_buffer(PyObject* x);
 
