@@ -90,7 +90,7 @@ inline Job gather(RankSlot seat, const std::vector<Tensors>& outputs, const Tens
     job.outputs = roots_list(job, seat, outputs, input);
     char* const flat = gathered(job, job.outputs);
     const size_t bytes = input.nbytes();
-    const Memory all{flat, flat + bytes * job.outputs.size()};
+    const MemoryRange all{flat, flat + bytes * job.outputs.size()};
     call.input = bytes_at(apart(job, input, all, flat + bytes * static_cast<size_t>(seat.rank)));
     call.output = flat;
   } else if (!outputs.empty()) {
@@ -123,7 +123,7 @@ inline Job scatter(RankSlot seat, const Tensors& outputs, const std::vector<Tens
 }
 
 // `counts`: elements of the tensors for each rank, then from each; empty: as many for all.
-inline void add_all_to_all(Job& job, RankSlot seat, Memory output, const at::Tensor& input,
+inline void add_all_to_all(Job& job, RankSlot seat, MemoryRange output, const at::Tensor& input,
                            std::vector<size_t> counts) {
   Call call = moving(Operation::all_to_all, input);
   call.input = bytes_at(apart(job, input, output, nullptr));

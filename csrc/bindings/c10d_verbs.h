@@ -197,7 +197,7 @@ inline at::Tensor flattened(Job& job, const Tensors& inputs) {
 }
 
 // A plain input that does not share memory with the output, but for this rank's place in it.
-inline at::Tensor apart(Job& job, const at::Tensor& input, Memory output, const char* place) {
+inline at::Tensor apart(Job& job, const at::Tensor& input, MemoryRange output, const char* place) {
   if (!share(memory_of(input), output) || bytes_at(input) == place) return input;
   job.held.push_back(input.clone());
   return job.held.back();

@@ -100,28 +100,28 @@ py::object rows(const py::tuple& given) {
   return py::make_tuple(lists.words(), lists.memory(), lists.dtypes(), lists.gpu(), lists.flat());
 }
 
-struct Memory {
+struct ArrayMemory {
   uint64_t begin;
   uint64_t bytes;
 };
 
-struct Span {
+struct MemorySpan {
   uint64_t begin, end;
   bool written;
 };
 
 // Whether memory that is written is anything else's too.
 bool share_memory(const std::vector<Rows>& written, const std::vector<Rows>& read) {
-  std::vector<Span> spans;
+  std::vector<MemorySpan> spans;
   for (const auto* tables : {&written, &read})
     for (const Rows& rows : *tables)
-      for (const Memory& memory : table<Memory>(rows))
+      for (const ArrayMemory& memory : table<ArrayMemory>(rows))
         if (memory.bytes != 0)
           spans.push_back({memory.begin, memory.begin + memory.bytes, tables == &written});
   std::sort(spans.begin(), spans.end(),
-            [](const Span& a, const Span& b) { return a.begin < b.begin; });
+            [](const MemorySpan& a, const MemorySpan& b) { return a.begin < b.begin; });
   uint64_t end = 0, end_written = 0;  // of what was passed so far
-  for (const Span& span : spans) {
+  for (const MemorySpan& span : spans) {
     if (span.begin < (span.written ? end : end_written)) return true;
     end = std::max(end, span.end);
     if (span.written) end_written = span.end;  // it begins behind all others

@@ -25,18 +25,18 @@ __device__ __forceinline__ size_t row_at(size_t at, unsigned row) {
   return at + size_t{row} * kThreads * 4;
 }
 
-struct Rows {
+struct TileRows {
   Quad<float> at[kRows];
 };
 
-__device__ __forceinline__ Rows load_rows(const float* from, size_t at) {
-  Rows rows;
+__device__ __forceinline__ TileRows load_rows(const float* from, size_t at) {
+  TileRows rows;
 #pragma unroll
   for (unsigned r = 0; r < kRows; ++r) rows.at[r] = load_quad(from + row_at(at, r));
   return rows;
 }
 
-__device__ __forceinline__ void store_rows(float* to, size_t at, const Rows& rows) {
+__device__ __forceinline__ void store_rows(float* to, size_t at, const TileRows& rows) {
 #pragma unroll
   for (unsigned r = 0; r < kRows; ++r) store_quad(to + row_at(at, r), rows.at[r]);
 }
@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kThreads)
   each_tile(
       count,
       [&](size_t at) {
-        const Rows g = load_rows(grad, at);
-        Rows a = load_rows(u, at), b = load_rows(v, at);
+        const TileRows g = load_rows(grad, at);
+        TileRows a = load_rows(u, at), b = load_rows(v, at);
 #pragma unroll
         for (unsigned r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
   each_tile(
       count,
       [&](size_t at) {
-        const Rows rows = load_rows(x, at);
+        const TileRows rows = load_rows(x, at);
 #pragma unroll
         for (unsigned r = 0; r < kRows; ++r) {
 #pragma unroll

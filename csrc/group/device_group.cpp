@@ -113,9 +113,9 @@ void set_source(Call& call, int source) {
 }
 
 // One thread at a time inside a group.
-class Turn {
+class CallLock {
  public:
-  explicit Turn(std::mutex& mutex) : lock_(mutex, std::try_to_lock) {
+  explicit CallLock(std::mutex& mutex) : lock_(mutex, std::try_to_lock) {
     if (!lock_)
       throw InvalidArgument(
           "another thread is inside a call of this group; use group.split() for each thread");
@@ -224,7 +224,7 @@ DeviceCall DeviceGroup::begin(const Call& given) {
 }
 
 void DeviceGroup::run(const Call& given) {
-  const Turn turn(turn_);
+  const CallLock turn(turn_);
   DeviceCall device_call = begin(given);
   const Deadline deadline(device_call.call.timeout);
   const auto before = mark(given.stream);
@@ -236,7 +236,7 @@ void DeviceGroup::run(const Call& given) {
 
 std::shared_ptr<Work> DeviceGroup::start(const Call& given,
                                          std::function<void(std::exception_ptr)> then) {
-  const Turn turn(turn_);
+  const CallLock turn(turn_);
   const auto work = std::make_shared<DeviceWork>([weak = weak_from_this()](const Event& over) {
     const auto self = weak.lock();
     return !self || self->watchdog_.is_over(over);  // with the group end its calls

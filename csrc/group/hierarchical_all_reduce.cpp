@@ -114,13 +114,14 @@ class HierarchicalTask final : public Task {
 
 }  // namespace
 
-const HierarchicalAllReduce::Planned& HierarchicalAllReduce::planned(const CollectiveShape& at,
-                                                                     size_t element_bytes) {
+const HierarchicalAllReduce::PlannedBlocks& HierarchicalAllReduce::planned(
+    const CollectiveShape& at, size_t element_bytes) {
   const auto key = std::pair(at.count, element_bytes);
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
   if (plans_.size() >= kMaxPlans) plans_.clear();
   InterHostPlan inter_host = cross_all_reduce(at, kBlockBytes / element_bytes);
-  Planned made{make_schedule(std::move(inter_host.plan), at.rank), std::move(inter_host.blocks)};
+  PlannedBlocks made{make_schedule(std::move(inter_host.plan), at.rank),
+                     std::move(inter_host.blocks)};
   return plans_.emplace(key, std::move(made)).first->second;
 }
 
@@ -128,7 +129,7 @@ void HierarchicalAllReduce::all_reduce(PlanJob job, CollectiveShape at, const De
   size_t left = at.count;
   do {
     at.count = std::min(left, kPartBytes / job.element_bytes);
-    const Planned& plan = planned(at, job.element_bytes);
+    const PlannedBlocks& plan = planned(at, job.element_bytes);
     job.schedule = &plan.schedule;
     const Header header = engine_.next_header(job.signature);
     if (region_ != nullptr) region_->begin(header);

@@ -28,15 +28,15 @@ class HierarchicalAllReduce {
   void all_reduce(PlanJob job, CollectiveShape at, const Deadline& deadline);
 
  private:
-  struct Planned {
+  struct PlannedBlocks {
     Schedule schedule;
     std::vector<InterHostPlan::Block> blocks;
   };
-  const Planned& planned(const CollectiveShape& at, size_t element_bytes);
+  const PlannedBlocks& planned(const CollectiveShape& at, size_t element_bytes);
 
   Engine& engine_;
   SharedMemoryRegion* region_;
-  std::map<std::pair<size_t, size_t>, Planned> plans_;  // by elements and their bytes
+  std::map<std::pair<size_t, size_t>, PlannedBlocks> plans_;  // by elements and their bytes
 };
 
 }  // namespace pycomm
