@@ -34,23 +34,23 @@ CSRC = ROOT / "csrc"
 
 REMOVED = {
     "shared/flag_task.cpp": [
-        ("before_ = std::exchange(arena.last, header);", ""),
-        ("signature_ = arena.signature = signature_of(header, arena.signature);", ""),
-        ("if (filled.signature != signature_) disagree(peer, ticket);", ""),
+        ("before_ = std::exchange(region.last, header);", ""),
+        ("signature_ = region.signature = signature_of(header, region.signature);", ""),
+        ("if (filled.signature != signature_) throw_mismatch(peer, ticket);", ""),
         ("filled.signature = signature_;", ""),
         ("own.reduced[ticket % kSlots].header.store(header_);", ""),
         ("own.reduced[ticket % kSlots].before.store(before_);", ""),
         ("uint32_t signature_of(", "[[maybe_unused]] uint32_t signature_of("),
     ],
-    "shared/arena.cpp": [
+    "shared/shared_memory_region.cpp": [
         ("begun.header.store(header);", ""),
         ("return !same_call(theirs, mine);", "return false;"),
     ],
     "engine/engine.cpp": [
         ("past_ = followed_by(past_, header);", ""),
         ("signature.context = static_cast<uint16_t>(past_);", ""),
-        ("if (!same_call(header, expected_from(peer))) disagree(peer, header);", ""),
-        ("if (header.context != running_->context) disagree_on_past(peer);", ""),
+        ("if (!same_call(header, expected_from(peer))) throw_mismatch(peer, header);", ""),
+        ("if (header.context != running_->context) throw_mismatch_on_past(peer);", ""),
         ("uint64_t followed_by(", "[[maybe_unused]] uint64_t followed_by("),
     ],
 }

@@ -79,5 +79,5 @@ def left(before: Held) -> str:
         # Errors hold their frames, and these torch's graphs, which go one by one.
         if not gc.collect() and time.monotonic() > end:
             break
-        time.sleep(0.01)  # the thread that sees last bytes off ends by itself: transport/linger.h
+        time.sleep(0.01)  # the thread that sees last bytes off ends by itself: graceful_close.h
     return found

@@ -2,7 +2,7 @@
 
 The data are those of residuals.py. Each kernel is checked against pycomm.reference, bit by bit;
 then all take their turns, round by round, with compiled loops among them that only move memory
-(csrc/kernels/stream.h, csrc/cuda/stream.h) and give the limit. Ends with 1 when a bit was wrong or
+(bandwidth.h of csrc/kernels and csrc/cuda) and give the limit. Ends with 1 when a bit was wrong or
 somebody beat the limit. Who cannot take part is named, with the reason.
 The limit of a kernel is the longest of three times: for the bytes that it reads, at the fastest
 that any loop read; for those that it writes, at the fastest that any wrote; and for all of them, at

@@ -184,7 +184,7 @@ class Cuda(Host):
         self._cuda.empty_cache()
 
     def streams(self, count: int) -> dict[str, Call]:
-        """The loops of csrc/cuda/stream.cu beside torch's copy, each in arrays of its own."""
+        """The loops of csrc/cuda/bandwidth.cu beside torch's copy, each in arrays of its own."""
         grad, u, v, source, target, x = (torch.ones(count, device=self.device) for _ in range(6))
         most = torch.zeros(1, dtype=torch.int32, device=self.device)
         where = arrays.located(grad, "grad").device

@@ -20,9 +20,9 @@ def test_both_programs_make_their_calls(tmp_path, monkeypatch):
 
 def test_a_check_that_is_not_found_is_an_error(monkeypatch):
     """Else both programs would be the same, and the checks would seem to cost nothing."""
-    monkeypatch.setitem(checks.REMOVED, "shared/arena.cpp", [("no such line", "")])
+    monkeypatch.setitem(checks.REMOVED, "shared/shared_memory_region.cpp", [("no such line", "")])
     with pytest.raises(NotBuilt, match=r"shared/arena\.cpp has 0 times, not once: no such"):
-        checks.without_checks("shared/arena.cpp")
+        checks.without_checks("shared/shared_memory_region.cpp")
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,6 @@ def test_coverage_of_the_kernels():
     for name, (share, lines) in sorted(best.items()):
         print(f"{name:14} {share:6.2f} % of {lines} lines")
     hot = ("begin.cuh", "block.cuh", "decode.cuh", "pack.cuh", "select.cuh", "update.cuh")
-    hot += ("stream.cu",)
+    hot += ("bandwidth.cu",)
     hot += tuple(f"lean_{name}.cuh" for name in ("bits", "read", "values", "write"))
     assert {name: best[name] for name in hot if best[name][0] < 90} == {}

@@ -51,7 +51,7 @@ MAY_INCLUDE = {
     ],
     "bindings/core": [
         *("bindings/core", "core/", "group/group.h", "group/connect.h", "group/device_group.h"),
-        *("bindings/kernels.h", "kernels/kernels.h", "kernels/stream.h", "os/shared_heap.h"),
+        *("bindings/kernels.h", "kernels/kernels.h", "kernels/bandwidth.h", "os/shared_heap.h"),
         *("kernels/lean.h", "os/fd.h", "rendezvous/"),
     ],
     "bindings/kernels.h": [
@@ -60,7 +60,7 @@ MAY_INCLUDE = {
     "bindings/c10d": ["bindings/c10d", "group/group.h"],
     "bindings/cuda": [
         *("bindings/cuda", "bindings/kernels.h", "core/", "cuda/cuda_kernels.h", "nccl/nccl.h"),
-        *("cuda/cuda_device.h", "cuda/stream.h"),
+        *("cuda/cuda_device.h", "cuda/bandwidth.h"),
     ],
     "nccl/": ["core/", "nccl/"],
     "cuda/": [

@@ -11,7 +11,7 @@ import pycomm
 from pycomm import errors, testing
 
 COUNT, MESSAGE = 40, 4 << 20  # 160 MiB together
-KEPT = 64 << 20  # csrc/engine/engine.h, kMostKeptBytes
+KEPT = 64 << 20  # csrc/engine/engine.h, kMaxBufferedBytes
 # Of rings, of a socket's buffers, of the array that receives, and of the allocator.
 MARGIN = 32 << 20
 

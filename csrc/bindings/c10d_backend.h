@@ -297,7 +297,7 @@ class Backend : public c10d::Backend {
   }
 
  private:
-  Seat seat() const { return {rank_, size_}; }
+  RankSlot seat() const { return {rank_, size_}; }
 
   void check_process() const {
     if (born_ != fork_count)

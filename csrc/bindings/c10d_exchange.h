@@ -67,7 +67,7 @@ inline Job recv_from_any(const Tensors& tensors, int tag) {
 }
 
 // The list that the root alone gives: one tensor like `like` for each rank.
-inline const Tensors& roots_list(Job& job, Seat seat, const std::vector<Tensors>& lists,
+inline const Tensors& roots_list(Job& job, RankSlot seat, const std::vector<Tensors>& lists,
                                  const at::Tensor& like) {
   if (lists.size() != 1 || lists.front().size() != static_cast<size_t>(seat.size))
     job.refuse("the root takes one list of " + std::to_string(seat.size) + " tensors");
@@ -78,7 +78,7 @@ inline const Tensors& roots_list(Job& job, Seat seat, const std::vector<Tensors>
   return lists.front();
 }
 
-inline Job gather(Seat seat, const std::vector<Tensors>& outputs, const Tensors& inputs,
+inline Job gather(RankSlot seat, const std::vector<Tensors>& outputs, const Tensors& inputs,
                   const c10d::GatherOptions& opts) {
   Job job{.type = c10d::OpType::GATHER, .title = "pycomm:gather", .inputs = inputs};
   const at::Tensor input = readable(job, only(job, inputs));
@@ -90,7 +90,7 @@ inline Job gather(Seat seat, const std::vector<Tensors>& outputs, const Tensors&
     job.outputs = roots_list(job, seat, outputs, input);
     char* const flat = gathered(job, job.outputs);
     const size_t bytes = input.nbytes();
-    const Memory all{flat, flat + bytes * job.outputs.size()};
+    const MemoryRange all{flat, flat + bytes * job.outputs.size()};
     call.input = bytes_at(apart(job, input, all, flat + bytes * static_cast<size_t>(seat.rank)));
     call.output = flat;
   } else if (!outputs.empty()) {
@@ -100,7 +100,7 @@ inline Job gather(Seat seat, const std::vector<Tensors>& outputs, const Tensors&
   return job;
 }
 
-inline Job scatter(Seat seat, const Tensors& outputs, const std::vector<Tensors>& inputs,
+inline Job scatter(RankSlot seat, const Tensors& outputs, const std::vector<Tensors>& inputs,
                    const c10d::ScatterOptions& opts) {
   Job job{.type = c10d::OpType::SCATTER, .title = "pycomm:scatter", .outputs = outputs};
   at::Tensor output = writable(job, only(job, outputs), Values::unused);
@@ -123,7 +123,7 @@ inline Job scatter(Seat seat, const Tensors& outputs, const std::vector<Tensors>
 }
 
 // `counts`: elements of the tensors for each rank, then from each; empty: as many for all.
-inline void add_all_to_all(Job& job, Seat seat, Memory output, const at::Tensor& input,
+inline void add_all_to_all(Job& job, RankSlot seat, MemoryRange output, const at::Tensor& input,
                            std::vector<size_t> counts) {
   Call call = moving(Operation::all_to_all, input);
   call.input = bytes_at(apart(job, input, output, nullptr));
@@ -133,7 +133,7 @@ inline void add_all_to_all(Job& job, Seat seat, Memory output, const at::Tensor&
   job.calls.push_back(std::move(call));
 }
 
-inline Job all_to_all(Seat seat, const Tensors& outputs, const Tensors& inputs) {
+inline Job all_to_all(RankSlot seat, const Tensors& outputs, const Tensors& inputs) {
   Job job{.type = c10d::OpType::ALLTOALL,
           .title = "pycomm:all_to_all",
           .inputs = inputs,
@@ -160,7 +160,7 @@ inline Job all_to_all(Seat seat, const Tensors& outputs, const Tensors& inputs) 
 }
 
 // Elements for each rank: the rows that `splits` says or, where it is empty, as many for each.
-inline void add_counts(std::vector<size_t>& counts, const Job& job, Seat seat,
+inline void add_counts(std::vector<size_t>& counts, const Job& job, RankSlot seat,
                        const at::Tensor& tensor, const std::vector<int64_t>& splits) {
   if (tensor.dim() == 0) job.refuse("a tensor without dimensions has no rows to split");
   const int64_t rows = tensor.size(0);
@@ -176,7 +176,7 @@ inline void add_counts(std::vector<size_t>& counts, const Job& job, Seat seat,
     counts.push_back(static_cast<size_t>(size * width) * moved_as(tensor).parts);
 }
 
-inline Job all_to_all_rows(Seat seat, const at::Tensor& output, const at::Tensor& input,
+inline Job all_to_all_rows(RankSlot seat, const at::Tensor& output, const at::Tensor& input,
                            const std::vector<int64_t>& output_splits,
                            const std::vector<int64_t>& input_splits) {
   Job job{.type = c10d::OpType::ALLTOALL_BASE,

@@ -28,7 +28,7 @@ class SparseSum {
   // sizes.
   static constexpr int64_t kRow = 32;
 
-  SparseSum(const Job& job, Seat seat, const at::Tensor& tensor)
+  SparseSum(const Job& job, RankSlot seat, const at::Tensor& tensor)
       : seat_(seat), target_(tensor), own_(tensor.coalesce()) {
     if (tensor.dim() + 3 > kRow) job.lacks("sparse tensors of at most 29 dimensions");
     rows_ = at::zeros({seat.size, kRow}, at::kLong);
@@ -103,11 +103,11 @@ class SparseSum {
     return flat.split_with_sizes(sizes);
   }
 
-  Seat seat_;
+  RankSlot seat_;
   at::Tensor target_, own_, rows_;
 };
 
-inline Job all_reduce_sparse(Seat seat, const Tensors& tensors,
+inline Job all_reduce_sparse(RankSlot seat, const Tensors& tensors,
                              const c10d::AllreduceOptions& opts) {
   Job job{.type = c10d::OpType::_ALLREDUCE_SPARSE,
           .title = "pycomm:all_reduce",

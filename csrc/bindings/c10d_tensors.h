@@ -182,8 +182,8 @@ inline at::Tensor readable(Job& job, const at::Tensor& tensor) {
 
 enum class Values : uint8_t { unused, kept };
 
-// Plain memory that becomes `tensor`: itself, or a stand-in (with its values, if they matter) that
-// is copied back when the calls are over.
+// ContiguousArray memory that becomes `tensor`: itself, or a stand-in (with its values, if they
+// matter) that is copied back when the calls are over.
 inline at::Tensor writable(Job& job, const at::Tensor& tensor, Values values) {
   check_place(job, tensor);
   if (!is_free_of_overlap(tensor))
@@ -198,14 +198,14 @@ inline at::Tensor writable(Job& job, const at::Tensor& tensor, Values values) {
 
 inline char* bytes_at(const at::Tensor& plain) { return static_cast<char*>(plain.data_ptr()); }
 
-struct Memory {
+struct MemoryRange {
   char* begin;
   char* end;
 };
-inline Memory memory_of(const at::Tensor& plain) {
+inline MemoryRange memory_of(const at::Tensor& plain) {
   return {bytes_at(plain), bytes_at(plain) + plain.nbytes()};
 }
-inline bool share(Memory a, Memory b) { return a.begin < b.end && b.begin < a.end; }
+inline bool share(MemoryRange a, MemoryRange b) { return a.begin < b.end && b.begin < a.end; }
 
 // Tensors that follow one another in memory, as the pieces of one array do.
 inline bool are_pieces_of_one(const std::vector<at::Tensor>& tensors) {

@@ -16,7 +16,7 @@ namespace pycomm::bindings {
 using Tensors = std::vector<at::Tensor>;
 
 // Who asks.
-struct Seat {
+struct RankSlot {
   int rank;
   int size;
 };
@@ -36,7 +36,7 @@ inline void check_elements(const Job& job, const at::Tensor& got, const at::Tens
                std::to_string(count) + " are needed");
 }
 
-inline void check_root(const Job& job, Seat seat, int64_t root, int64_t root_tensor = 0) {
+inline void check_root(const Job& job, RankSlot seat, int64_t root, int64_t root_tensor = 0) {
   if (root < 0 || root >= seat.size || root_tensor != 0)
     job.refuse("root " + std::to_string(root) + " is no rank of a group of " +
                std::to_string(seat.size));
@@ -131,7 +131,7 @@ inline Job all_reduce(const Tensors& tensors, const c10d::ReduceOp& op, c10d::Op
   return job;
 }
 
-inline void add_reduce(Job& job, Seat seat, const at::Tensor& tensor, const c10d::ReduceOp& op,
+inline void add_reduce(Job& job, RankSlot seat, const at::Tensor& tensor, const c10d::ReduceOp& op,
                        int root) {
   const bool is_root = seat.rank == root;
   const at::Tensor plain = is_root ? writable(job, tensor, Values::kept) : readable(job, tensor);
@@ -142,7 +142,7 @@ inline void add_reduce(Job& job, Seat seat, const at::Tensor& tensor, const c10d
   job.calls.push_back(call);
 }
 
-inline Job reduce(Seat seat, const Tensors& tensors, const c10d::ReduceOptions& opts) {
+inline Job reduce(RankSlot seat, const Tensors& tensors, const c10d::ReduceOptions& opts) {
   Job job{c10d::OpType::REDUCE, "pycomm:reduce", tensors, tensors};
   const at::Tensor& tensor = only(job, tensors);
   check_root(job, seat, opts.rootRank, opts.rootTensor);
@@ -150,7 +150,7 @@ inline Job reduce(Seat seat, const Tensors& tensors, const c10d::ReduceOptions& 
   return job;
 }
 
-inline Job broadcast(Seat seat, const Tensors& tensors, const c10d::BroadcastOptions& opts) {
+inline Job broadcast(RankSlot seat, const Tensors& tensors, const c10d::BroadcastOptions& opts) {
   Job job{c10d::OpType::BROADCAST, "pycomm:broadcast", tensors, tensors};
   const at::Tensor& tensor = only(job, tensors);
   check_root(job, seat, opts.rootRank, opts.rootTensor);
@@ -197,14 +197,15 @@ inline at::Tensor flattened(Job& job, const Tensors& inputs) {
 }
 
 // A plain input that does not share memory with the output, but for this rank's place in it.
-inline at::Tensor apart(Job& job, const at::Tensor& input, Memory output, const char* place) {
+inline at::Tensor apart(Job& job, const at::Tensor& input, MemoryRange output, const char* place) {
   if (!share(memory_of(input), output) || bytes_at(input) == place) return input;
   job.held.push_back(input.clone());
   return job.held.back();
 }
 
 // A plain output that does not share memory with the input, but for this rank's place in it.
-inline at::Tensor apart(Job& job, const at::Tensor& output, const at::Tensor& input, Seat seat) {
+inline at::Tensor apart(Job& job, const at::Tensor& output, const at::Tensor& input,
+                        RankSlot seat) {
   if (!share(memory_of(output), memory_of(input)) ||
       bytes_at(output) == bytes_at(input) + static_cast<size_t>(seat.rank) * output.nbytes())
     return output;
@@ -235,7 +236,8 @@ inline bool are_equal(const Tensors& tensors) {
 }
 
 // The outputs may differ in size, in the same way on all ranks.
-inline void add_all_gather(Job& job, Seat seat, const Tensors& outputs, const at::Tensor& input) {
+inline void add_all_gather(Job& job, RankSlot seat, const Tensors& outputs,
+                           const at::Tensor& input) {
   if (outputs.size() != static_cast<size_t>(seat.size))
     job.refuse("takes " + std::to_string(seat.size) + " outputs for an input, one for each rank");
   const at::Tensor plain = readable(job, input);
@@ -258,7 +260,7 @@ inline void add_all_gather(Job& job, Seat seat, const Tensors& outputs, const at
   job.outputs.insert(job.outputs.end(), outputs.begin(), outputs.end());
 }
 
-inline Job all_gather(Seat seat, const std::vector<Tensors>& outputs, const Tensors& inputs) {
+inline Job all_gather(RankSlot seat, const std::vector<Tensors>& outputs, const Tensors& inputs) {
   Job job{.type = c10d::OpType::ALLGATHER, .title = "pycomm:all_gather", .inputs = inputs};
   if (outputs.size() != 1) job.refuse("takes one list of outputs");
   add_all_gather(job, seat, outputs.front(), only(job, inputs));
@@ -266,7 +268,8 @@ inline Job all_gather(Seat seat, const std::vector<Tensors>& outputs, const Tens
 }
 
 // outputs[r][i] is what rank r has for inputs[i].
-inline Job all_gather_lists(Seat seat, const std::vector<Tensors>& outputs, const Tensors& inputs) {
+inline Job all_gather_lists(RankSlot seat, const std::vector<Tensors>& outputs,
+                            const Tensors& inputs) {
   Job job{
       .type = c10d::OpType::ALLGATHER_COALESCED, .title = "pycomm:all_gather", .inputs = inputs};
   for (const auto& of_rank : outputs)
@@ -287,7 +290,7 @@ inline Job all_gather_lists(Seat seat, const std::vector<Tensors>& outputs, cons
   return job;
 }
 
-inline Job all_gather_into(Seat seat, const Tensors& outputs, const Tensors& inputs,
+inline Job all_gather_into(RankSlot seat, const Tensors& outputs, const Tensors& inputs,
                            c10d::OpType type) {
   Job job{.type = type, .title = "pycomm:all_gather", .inputs = inputs, .outputs = outputs};
   check_pairs(job, outputs, inputs);
@@ -302,7 +305,7 @@ inline Job all_gather_into(Seat seat, const Tensors& outputs, const Tensors& inp
   return job;
 }
 
-inline void add_reduce_scatter(Job& job, Seat seat, const at::Tensor& output,
+inline void add_reduce_scatter(Job& job, RankSlot seat, const at::Tensor& output,
                                const at::Tensor& input, const c10d::ReduceOp& op) {
   check_elements(job, input, output, output.numel() * seat.size);
   const at::Tensor in = scaled(job, input, op);
@@ -314,7 +317,8 @@ inline void add_reduce_scatter(Job& job, Seat seat, const at::Tensor& output,
 }
 
 // Inputs that differ in size, in the same way on all ranks: a reduce for each.
-inline void add_reduces(Job& job, Seat seat, const at::Tensor& output, const c10d::ReduceOp& op) {
+inline void add_reduces(Job& job, RankSlot seat, const at::Tensor& output,
+                        const c10d::ReduceOp& op) {
   if (!is_free_of_overlap(output)) job.refuse("elements of the output share memory");
   for (int root = 0; root < seat.size; ++root) {
     at::Tensor input = job.inputs[static_cast<size_t>(root)];
@@ -327,7 +331,7 @@ inline void add_reduces(Job& job, Seat seat, const at::Tensor& output, const c10
   }
 }
 
-inline Job reduce_scatter(Seat seat, const Tensors& outputs, const std::vector<Tensors>& inputs,
+inline Job reduce_scatter(RankSlot seat, const Tensors& outputs, const std::vector<Tensors>& inputs,
                           const c10d::ReduceOp& op) {
   Job job{
       .type = c10d::OpType::REDUCE_SCATTER, .title = "pycomm:reduce_scatter", .outputs = outputs};
@@ -349,7 +353,7 @@ inline Job reduce_scatter(Seat seat, const Tensors& outputs, const std::vector<T
   return job;
 }
 
-inline Job reduce_scatter_from(Seat seat, const Tensors& outputs, const Tensors& inputs,
+inline Job reduce_scatter_from(RankSlot seat, const Tensors& outputs, const Tensors& inputs,
                                const c10d::ReduceOp& op, c10d::OpType type) {
   Job job{.type = type, .title = "pycomm:reduce_scatter", .inputs = inputs, .outputs = outputs};
   check_pairs(job, outputs, inputs);

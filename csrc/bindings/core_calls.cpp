@@ -9,7 +9,7 @@
 #include <string_view>
 
 #include "bindings/core.h"
-#include "bindings/core_plain.h"
+#include "bindings/core_arrays.h"
 
 namespace pycomm::bindings {
 namespace {
@@ -24,8 +24,8 @@ Algorithm algorithm_from(const py::handle& name) {
 
 // False, and nothing done, where the array is not plain, or on a device.
 bool go(const py::handle& handle, const py::handle& x, Call& call) {
-  const auto plain = Plain::of(x.ptr());
-  if (!plain || plain->gpu() != Plain::kHost) return false;
+  const auto plain = ContiguousArray::of(x.ptr());
+  if (!plain || plain->gpu() != ContiguousArray::kHost) return false;
   call.dtype = plain->dtype();
   call.input = plain->data();
   call.output = plain->data();

@@ -26,11 +26,11 @@ std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& de
                                   const std::pair<int, bool>& lines, double timeout_s,
                                   double limit_s) {
   auto group = taken<Group>(host, "pycomm.Group");
-  DeviceParts parts{.device = taken<Device>(device, "pycomm.Device"),
-                    .nccl = nccl ? taken<NcclApi>(*nccl, "pycomm.NcclApi") : nullptr,
-                    .why_no_nccl = why_no_nccl,
-                    .nccl_shares = nccl_shares,
-                    .lines = {.lanes = lines.first, .nccl_between_hosts = lines.second}};
+  DeviceResources parts{.device = taken<Device>(device, "pycomm.Device"),
+                        .nccl = nccl ? taken<NcclApi>(*nccl, "pycomm.NcclApi") : nullptr,
+                        .why_no_nccl = why_no_nccl,
+                        .nccl_shares = nccl_shares,
+                        .options = {.lanes = lines.first, .nccl_between_hosts = lines.second}};
   const auto timeout = nanoseconds(timeout_s), limit = nanoseconds(limit_s);
   std::shared_ptr<Group> made;
   {

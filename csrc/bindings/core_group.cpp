@@ -246,7 +246,7 @@ void bind_group(py::module_& module) {
       .def("wait", &wait)
       .def("precede",
            [](const Started& started, uintptr_t stream) {
-             started.work->precede(reinterpret_cast<void*>(stream));
+             started.work->make_stream_wait(reinterpret_cast<void*>(stream));
            })
       .def_property_readonly("source", &source_of);
   py::class_<Handle>(module, "Group")

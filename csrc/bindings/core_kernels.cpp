@@ -9,8 +9,8 @@
 
 #include "bindings/core.h"
 #include "bindings/kernels.h"
+#include "kernels/bandwidth.h"
 #include "kernels/lean.h"
-#include "kernels/stream.h"
 
 namespace pycomm::bindings {
 namespace {
@@ -98,7 +98,7 @@ void bind_bundles(py::module_& module) {
       Free());
 }
 
-// The loops of stream.h, for benchmarks.
+// The loops of nontemporal_copy.h, for benchmarks.
 void bind_streams(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bindings/core.h"
-#include "bindings/core_plain.h"
+#include "bindings/core_arrays.h"
 #include "bindings/kernels.h"
 
 namespace pycomm::bindings {
@@ -58,7 +58,8 @@ class Lists {
     uint64_t& count = words[lists_.size()];
     shaped_ = false;
     for (size_t i = 0; i < lists_.size(); ++i) {
-      const auto plain = Plain::of(PyList_GET_ITEM(lists_[i].ptr(), static_cast<Py_ssize_t>(row)));
+      const auto plain =
+          ContiguousArray::of(PyList_GET_ITEM(lists_[i].ptr(), static_cast<Py_ssize_t>(row)));
       if (!plain || plain->count() > kMostElements) return false;
       if (row == 0) dtypes_[i] = plain->dtype();
       if (i == 0) count = plain->count();
@@ -86,7 +87,7 @@ class Lists {
   Words words_;   // [rows, lists + 1]: where arrays begin, then the elements of each in the row
   Words memory_;  // [lists, rows, 2]: where arrays begin, and their bytes
   std::vector<Dtype> dtypes_;
-  int gpu_ = Plain::kHost;
+  int gpu_ = ContiguousArray::kHost;
   bool flat_ = true;
   bool shaped_ = false;         // whether an array of this row is not flat
   std::vector<int64_t> shape_;  // of the first that is not
@@ -99,28 +100,28 @@ py::object rows(const py::tuple& given) {
   return py::make_tuple(lists.words(), lists.memory(), lists.dtypes(), lists.gpu(), lists.flat());
 }
 
-struct Memory {
+struct ArrayMemory {
   uint64_t begin;
   uint64_t bytes;
 };
 
-struct Span {
+struct MemorySpan {
   uint64_t begin, end;
   bool written;
 };
 
 // Whether memory that is written is anything else's too.
 bool share_memory(const std::vector<Rows>& written, const std::vector<Rows>& read) {
-  std::vector<Span> spans;
+  std::vector<MemorySpan> spans;
   for (const auto* tables : {&written, &read})
     for (const Rows& rows : *tables)
-      for (const Memory& memory : table<Memory>(rows))
+      for (const ArrayMemory& memory : table<ArrayMemory>(rows))
         if (memory.bytes != 0)
           spans.push_back({memory.begin, memory.begin + memory.bytes, tables == &written});
   std::sort(spans.begin(), spans.end(),
-            [](const Span& a, const Span& b) { return a.begin < b.begin; });
+            [](const MemorySpan& a, const MemorySpan& b) { return a.begin < b.begin; });
   uint64_t end = 0, end_written = 0;  // of what was passed so far
-  for (const Span& span : spans) {
+  for (const MemorySpan& span : spans) {
     if (span.begin < (span.written ? end : end_written)) return true;
     end = std::max(end, span.end);
     if (span.written) end_written = span.end;  // it begins behind all others

@@ -137,14 +137,14 @@ ConnectOptions options_from(const py::kwargs& named) {
   if (named.contains("full_mesh")) options.full_mesh = named["full_mesh"].cast<int>();
   if (named.contains("encrypt")) options.encrypt = named["encrypt"].cast<bool>();
   if (options.encrypt) load_pythons_openssl();
-  if (named.contains("flight")) options.journal.flight = named["flight"].cast<std::string>();
-  if (named.contains("trace")) options.journal.trace = named["trace"].cast<std::string>();
+  if (named.contains("flight")) options.recorder.record = named["flight"].cast<std::string>();
+  if (named.contains("trace")) options.recorder.trace = named["trace"].cast<std::string>();
   if (named.contains("faults"))
     for (const auto& fault : named["faults"])
       options.faults.push_back(fault_from(fault.cast<py::tuple>()));
   if (named.contains("line_bytes_s"))
     if (const auto speed = named["line_bytes_s"].cast<double>(); speed > 0)
-      options.line = std::make_shared<Line>(speed);
+      options.line = std::make_shared<RateLimitedLink>(speed);
   if (named.contains("tuned"))
     for (const auto& one : named["tuned"]) {
       const auto [transport, small_bytes, middle_bytes] =

@@ -1,4 +1,4 @@
-// Declares what cuda_device.cpp and cuda_stream.cpp add to a module that has CUDA, for groups on
+// Declares what cuda_device.cpp and cuda_bandwidth.cpp add to a module that has CUDA, for groups on
 // devices and for benchmarks. Called by cuda.cpp, and by the emulator of tests/emulator in its
 // module.
 #pragma once

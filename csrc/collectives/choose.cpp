@@ -17,22 +17,22 @@ constexpr int kFewRanks = 8;
 struct Entry {
   Operation operation;
   Algorithm algorithm;
-  Plan (*plan)(const Place&);
+  Plan (*plan)(const CollectiveShape&);
   bool heeds_counts = false;
 };
 
 template <Plan (*kPlan)(int, int, size_t)>
-Plan rootless(const Place& at) {
+Plan rootless(const CollectiveShape& at) {
   return kPlan(at.rank, at.size, at.count);
 }
 
 template <Plan (*kPlan)(int, int, size_t, int)>
-Plan rooted(const Place& at) {
+Plan rooted(const CollectiveShape& at) {
   return kPlan(at.rank, at.size, at.count, at.root);
 }
 
 template <Plan (*kPlan)(int, int)>
-Plan countless(const Place& at) {
+Plan countless(const CollectiveShape& at) {
   return kPlan(at.rank, at.size);
 }
 
@@ -72,37 +72,36 @@ constexpr std::array<Entry, 32> kPlans{{
 }};
 
 // Whether the sum must be a fold: asked for, or the type would round at every addition.
-bool needs_fold(const Question& question) {
-  if (question.operation != Operation::all_reduce && question.operation != Operation::reduce &&
-      question.operation != Operation::reduce_scatter)
+bool needs_fold(const AlgorithmQuery& query) {
+  if (query.operation != Operation::all_reduce && query.operation != Operation::reduce &&
+      query.operation != Operation::reduce_scatter)
     return false;
-  const bool rounds = question.op == ReduceOp::sum || question.op == ReduceOp::avg ||
-                      question.op == ReduceOp::product;
-  return question.reproducible || (is_half(question.dtype) && rounds);
+  const bool rounds =
+      query.op == ReduceOp::sum || query.op == ReduceOp::avg || query.op == ReduceOp::product;
+  return query.reproducible || (is_half(query.dtype) && rounds);
 }
 
 // All contributions to an element have to meet in one place.
-Algorithm choose_fold(const Question& question) {
-  const bool small = question.count * bytes_of(question.dtype) <= question.thresholds.small_bytes;
-  return question.operation == Operation::all_reduce && !small ? Algorithm::owner
-                                                               : Algorithm::direct;
+Algorithm choose_fold(const AlgorithmQuery& query) {
+  const bool small = query.count * bytes_of(query.dtype) <= query.thresholds.small_bytes;
+  return query.operation == Operation::all_reduce && !small ? Algorithm::owner : Algorithm::direct;
 }
 
 }  // namespace
 
-Algorithm choose(const Question& question) {
-  check(question.operation != Operation::send && question.operation != Operation::recv,
+Algorithm choose(const AlgorithmQuery& query) {
+  check(query.operation != Operation::send && query.operation != Operation::recv,
         "send and recv have no plan");
-  if (question.size == 1) return Algorithm::direct;
-  if (needs_fold(question)) return choose_fold(question);
-  const size_t bytes = question.count * bytes_of(question.dtype);
-  const size_t all_bytes = bytes * static_cast<size_t>(question.size);
-  const auto [small_bytes, middle_bytes] = question.thresholds;
-  const bool few = question.size <= kFewRanks, small = bytes <= small_bytes;
+  if (query.size == 1) return Algorithm::direct;
+  if (needs_fold(query)) return choose_fold(query);
+  const size_t bytes = query.count * bytes_of(query.dtype);
+  const size_t all_bytes = bytes * static_cast<size_t>(query.size);
+  const auto [small_bytes, middle_bytes] = query.thresholds;
+  const bool few = query.size <= kFewRanks, small = bytes <= small_bytes;
   const bool nearby = small && few, middle = !few && all_bytes <= middle_bytes;
   // Some hosts have several ranks, so that bytes between hosts can be saved.
-  const bool levels = question.hosts > 1 && question.hosts < question.size;
-  switch (question.operation) {
+  const bool levels = query.hosts > 1 && query.hosts < query.size;
+  switch (query.operation) {
     case Operation::all_reduce:
       if (nearby) return Algorithm::direct;
       if (levels) return Algorithm::hierarchical;
@@ -122,7 +121,7 @@ Algorithm choose(const Question& question) {
     case Operation::all_gather:
       if (nearby) return Algorithm::direct;
       // Both hold all parts in scratch, and know nothing of counts.
-      if (question.ragged || !(middle || (levels && all_bytes <= middle_bytes)))
+      if (query.ragged || !(middle || (levels && all_bytes <= middle_bytes)))
         return Algorithm::ring;
       return levels ? Algorithm::hierarchical : Algorithm::halving;
     case Operation::gather:
@@ -147,7 +146,7 @@ std::vector<Algorithm> algorithms_for(Operation operation, bool counts) {
   return found;
 }
 
-Plan make_plan(Algorithm algorithm, Operation operation, const Place& at) {
+Plan make_plan(Algorithm algorithm, Operation operation, const CollectiveShape& at) {
   check(algorithm != Algorithm::automatic, "a plan needs an algorithm that was chosen");
   check(operation != Operation::send && operation != Operation::recv, "send and recv have no plan");
   check(0 <= at.rank && at.rank < at.size && 0 <= at.root && at.root < at.size,

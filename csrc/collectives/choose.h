@@ -26,7 +26,7 @@ struct Thresholds {
 // and in all_to_all 0, for ranks that see different counts have to choose the same. `dtype` and
 // `op` matter to all_reduce, reduce and reduce_scatter: 16-bit floats that round at every addition
 // are folded instead, with one rounding.
-struct Question {
+struct AlgorithmQuery {
   Operation operation = Operation::barrier;
   Dtype dtype = Dtype::uint8;
   ReduceOp op = ReduceOp::sum;
@@ -39,9 +39,9 @@ struct Question {
   Thresholds thresholds{};
 };
 
-// Never `automatic`, always one of algorithms_for(question.operation). send and recv are no plans:
+// Never `automatic`, always one of algorithms_for(query.operation). send and recv are no plans:
 // to ask for one is a bug.
-Algorithm choose(const Question& question);
+Algorithm choose(const AlgorithmQuery& query);
 
 // The algorithms that have a plan for this operation, with counts by rank if `counts`; none for
 // send and recv.
@@ -49,6 +49,6 @@ std::vector<Algorithm> algorithms_for(Operation operation, bool counts = false);
 
 // Throws Unsupported for an algorithm that has no plan for this operation and its counts.
 // `automatic`, send and recv are bugs of the caller.
-Plan make_plan(Algorithm algorithm, Operation operation, const Place& at);
+Plan make_plan(Algorithm algorithm, Operation operation, const CollectiveShape& at);
 
 }  // namespace pycomm

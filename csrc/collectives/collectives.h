@@ -2,8 +2,8 @@
 //
 // `count` is elements: of the array (all_reduce, reduce, broadcast), of one rank's input
 // (all_gather, gather: the output is size * count), of one rank's output (reduce_scatter, scatter:
-// the input is size * count), of what one rank sends another (all_to_all). Those that take a Place
-// heed its `counts`.
+// the input is size * count), of what one rank sends another (all_to_all). Those that take a
+// CollectiveShape heed its `counts`.
 //
 // What holds for all of them, for every size and count (tests/native/prove.h proves it):
 //   * No buffering is needed: a send may wait until its receiver has come to the matching receive.
@@ -29,40 +29,40 @@ namespace pycomm {
 
 Plan ring_all_reduce(int rank, int size, size_t count);
 Plan ring_broadcast(int rank, int size, size_t count, int root);
-Plan ring_all_gather(const Place& at);
-Plan ring_reduce_scatter(const Place& at);
+Plan ring_all_gather(const CollectiveShape& at);
+Plan ring_reduce_scatter(const CollectiveShape& at);
 Plan ring_reduce(int rank, int size, size_t count, int root);
 
 Plan direct_all_reduce(int rank, int size, size_t count);
 Plan direct_broadcast(int rank, int size, size_t count, int root);
-Plan direct_all_gather(const Place& at);
+Plan direct_all_gather(const CollectiveShape& at);
 Plan direct_reduce_scatter(int rank, int size, size_t count);
 Plan direct_barrier(int rank, int size);
 Plan direct_reduce(int rank, int size, size_t count, int root);
 Plan direct_gather(int rank, int size, size_t count, int root);
 Plan direct_scatter(int rank, int size, size_t count, int root);
-Plan direct_all_to_all(const Place& at);
+Plan direct_all_to_all(const CollectiveShape& at);
 
 Plan owner_all_reduce(int rank, int size, size_t count);
 
 Plan halving_all_reduce(int rank, int size, size_t count);
-Plan halving_all_gather(const Place& at);
-Plan halving_reduce_scatter(const Place& at);
+Plan halving_all_gather(const CollectiveShape& at);
+Plan halving_reduce_scatter(const CollectiveShape& at);
 Plan halving_barrier(int rank, int size);
 
-Plan hierarchical_all_reduce(const Place& at);
-Plan hierarchical_broadcast(const Place& at);
-Plan hierarchical_reduce(const Place& at);
-Plan hierarchical_all_gather(const Place& at);
-Plan hierarchical_reduce_scatter(const Place& at);
-Plan hierarchical_barrier(const Place& at);
+Plan hierarchical_all_reduce(const CollectiveShape& at);
+Plan hierarchical_broadcast(const CollectiveShape& at);
+Plan hierarchical_reduce(const CollectiveShape& at);
+Plan hierarchical_all_gather(const CollectiveShape& at);
+Plan hierarchical_reduce_scatter(const CollectiveShape& at);
+Plan hierarchical_barrier(const CollectiveShape& at);
 
 // What crosses between hosts of a hierarchical_all_reduce in blocks, for ranks that sum and spread
 // inside their hosts by other means. `lanes` ranks of each host cut a block of `count` elements
 // into equal pieces, by index. Before a block's moves, which end at `end`, a rank in a lane has the
 // sum over its host of its piece in scratch, at `sum_at`, unless it is alone there; after them its
 // piece of the output is finished. `sum_at` is the same again after kSumsAhead blocks.
-struct Crossing {
+struct InterHostPlan {
   struct Block {
     size_t begin, count;
     int lanes;
@@ -72,7 +72,7 @@ struct Crossing {
   std::vector<Block> blocks;
 };
 inline constexpr size_t kSumsAhead = 2;
-Crossing cross_all_reduce(const Place& at, size_t block);
+InterHostPlan cross_all_reduce(const CollectiveShape& at, size_t block);
 
 Plan tree_all_reduce(int rank, int size, size_t count);
 Plan tree_broadcast(int rank, int size, size_t count, int root);
@@ -103,11 +103,11 @@ void append_fold(Plan& plan, int rank, int size, const std::function<Range(int)>
 // The pieces of the tree plans of reduce, broadcast and all_reduce. With more than one they are
 // made of the two below, which take the pieces through a binary tree.
 int tree_pieces(int size, size_t count);
-void append_pipelined_reduce(Plan& plan, const Place& at);
-void append_pipelined_broadcast(Plan& plan, const Place& at);
+void append_pipelined_reduce(Plan& plan, const CollectiveShape& at);
+void append_pipelined_broadcast(Plan& plan, const CollectiveShape& at);
 
 // ring_all_gather without the announcement: for parts of which each speaks for all ranks.
-Plan ring_spread(const Place& at);
+Plan ring_spread(const CollectiveShape& at);
 
 // Pieces that a ring broadcast or reduce of `count` elements is cut into.
 size_t ring_broadcast_pieces(int size, size_t count);

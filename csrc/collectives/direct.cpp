@@ -57,7 +57,7 @@ Plan direct_all_reduce(int rank, int size, size_t count) {
 Plan direct_broadcast(int rank, int size, size_t count, int root) {
   const Range whole{Space::output, 0, count};
   Plan plan;
-  if (rank != root) plan.moves.push_back({kNobody, {}, root, whole});
+  if (rank != root) plan.moves.push_back({kNoRank, {}, root, whole});
   for (int step = 1; rank == root && step < size; ++step)
     plan.moves.push_back({ahead(root, size, step), whole});
   return plan;
@@ -71,7 +71,7 @@ Plan direct_broadcast(int rank, int size, size_t count, int root) {
 //
 // Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
 // announcement's: (size - 1) times what this rank gives.
-Plan direct_all_gather(const Place& at) {
+Plan direct_all_gather(const CollectiveShape& at) {
   const auto [rank, size] = std::pair(at.rank, at.size);
   const auto place = [&](int i) { return part(Space::output, at.count, at.counts, i); };
   const Range input{Space::input, 0, place(rank).count};
@@ -127,7 +127,7 @@ Plan direct_reduce(int rank, int size, size_t count, int root) {
   plan.moves.push_back({rank, input, rank, part(Space::scratch, count, {}, rank)});
   for (int step = 1; step < size; ++step) {
     const int from = ahead(rank, size, step);
-    plan.moves.push_back({kNobody, {}, from, part(Space::scratch, count, {}, from)});
+    plan.moves.push_back({kNoRank, {}, from, part(Space::scratch, count, {}, from)});
   }
   plan.moves.push_back({rank, {Space::scratch, 0, plan.scratch}, rank, output, Combine::fold});
   return plan;

@@ -27,10 +27,10 @@ Plan direct_gather(int rank, int size, size_t count, int root) {
     return plan;
   }
   for (int step = 1; announces && step < size; ++step)
-    plan.moves.push_back({kNobody, {}, (root + step) % size, {}});
+    plan.moves.push_back({kNoRank, {}, (root + step) % size, {}});
   for (int step = 1; step < size; ++step) {
     const int from = (root + step) % size;
-    plan.moves.push_back({kNobody, {}, from, place(from)});
+    plan.moves.push_back({kNoRank, {}, from, place(from)});
   }
   plan.moves.push_back({rank, input, rank, place(rank)});
   return plan;
@@ -44,7 +44,7 @@ Plan direct_scatter(int rank, int size, size_t count, int root) {
   const Range output{Space::output, 0, count};
   Plan plan;
   if (rank != root) {
-    plan.moves.push_back({kNobody, {}, root, output});
+    plan.moves.push_back({kNoRank, {}, root, output});
     return plan;
   }
   for (int step = 1; step < size; ++step) {
@@ -64,7 +64,7 @@ Plan direct_scatter(int rank, int size, size_t count, int root) {
 //
 // Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
 // announcement's: all parts but the own.
-Plan direct_all_to_all(const Place& at) {
+Plan direct_all_to_all(const CollectiveShape& at) {
   const auto size = static_cast<size_t>(at.size);
   const bool even = at.counts.empty();
   const auto goes = even ? at.counts : at.counts.first(size);

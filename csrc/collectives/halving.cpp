@@ -115,7 +115,7 @@ Plan halving_all_reduce(int rank, int size, size_t count) {
 // The first half of the all-reduce: steps 1 and 2 in the drawing, the sum straight to the output.
 //
 // Steps: log. Elements sent: all parts but the own: (size - 1) count.
-Plan halving_reduce_scatter(const Place& at) {
+Plan halving_reduce_scatter(const CollectiveShape& at) {
   const auto parts = [&](int i) { return part(Space::input, at.count, at.counts, i); };
   const Range output{Space::output, 0, parts(at.rank).count};
   if (at.size == 1) return copy_plan(parts(0), output);
@@ -130,7 +130,7 @@ Plan halving_reduce_scatter(const Place& at) {
 // output safe: whoever has all parts has heard of all ranks.
 //
 // Steps: log. Elements sent: (size - 1) count.
-Plan halving_all_gather(const Place& at) {
+Plan halving_all_gather(const CollectiveShape& at) {
   const auto parts = [&](int i) { return part(Space::output, at.count, at.counts, i); };
   const Range input{Space::input, 0, parts(at.rank).count};
   if (at.size == 1) return copy_plan(input, parts(0));

@@ -23,7 +23,7 @@ std::vector<size_t> lane_counts(const Levels& levels, size_t count) {
 // host it has it in the input.
 void append_sum_inside(Plan& plan, const Levels& levels, size_t count) {
   const auto counts = lane_counts(levels, count);
-  const Place at{.rank = levels.index, .size = levels.local_size(), .counts = counts};
+  const CollectiveShape at{.rank = levels.index, .size = levels.local_size(), .counts = counts};
   if (at.size == 1) return;
   const size_t own = counts[static_cast<size_t>(levels.index)];
   plan.scratch = std::max(plan.scratch, own);
@@ -34,7 +34,7 @@ void append_sum_inside(Plan& plan, const Levels& levels, size_t count) {
 // Everybody on a host gets the lanes' pieces of the output.
 void append_spread_inside(Plan& plan, const Levels& levels, size_t count) {
   const auto counts = lane_counts(levels, count);
-  const Place at{.rank = levels.index, .size = levels.local_size(), .counts = counts};
+  const CollectiveShape at{.rank = levels.index, .size = levels.local_size(), .counts = counts};
   if (at.size == 1) return;
   append_stage(plan, is_long(count) ? ring_spread(at) : halving_all_gather(at),
                {.members = levels.here(),
@@ -53,7 +53,7 @@ void append_spread_inside(Plan& plan, const Levels& levels, size_t count) {
 //
 // Steps, short arrays: 2 log(hosts) + 2 log(here); long: 2 (hosts - 1) + 2 (here - 1). Elements
 // between hosts: 2 (hosts - 1) count, of all ranks together.
-Plan hierarchical_all_reduce(const Place& at) {
+Plan hierarchical_all_reduce(const CollectiveShape& at) {
   const auto one_level = [&](int rank, int size, size_t count) {
     return is_long(at.count) ? ring_all_reduce(rank, size, count)
                              : halving_all_reduce(rank, size, count);
@@ -78,26 +78,27 @@ Plan hierarchical_all_reduce(const Place& at) {
 
 // Each block is as in hierarchical_all_reduce without what is inside. Pieces are equal: what is
 // left over is a block of its own in one lane.
-Crossing cross_all_reduce(const Place& at, size_t block) {
+InterHostPlan cross_all_reduce(const CollectiveShape& at, size_t block) {
   const Levels levels(at);
   const auto lanes = static_cast<size_t>(levels.lanes);
   const size_t even = at.count - at.count % lanes;
   const size_t step = std::max<size_t>(block / lanes, 1) * lanes;
-  Crossing crossing;
+  InterHostPlan inter_host;
   for (size_t begin = 0; begin < even; begin += step)
-    crossing.blocks.push_back({begin, std::min(step, even - begin), levels.lanes, 0, 0});
-  if (even < at.count || at.count == 0) crossing.blocks.push_back({even, at.count - even, 1, 0, 0});
+    inter_host.blocks.push_back({begin, std::min(step, even - begin), levels.lanes, 0, 0});
+  if (even < at.count || at.count == 0)
+    inter_host.blocks.push_back({even, at.count - even, 1, 0, 0});
   const bool alone = levels.local_size() == 1;
   // In one lane what is left over can be longer than a lane's piece of the rest.
   size_t place = 0;
-  for (const Crossing::Block& block : crossing.blocks)
+  for (const InterHostPlan::Block& block : inter_host.blocks)
     place = std::max(place, block.count / static_cast<size_t>(block.lanes));
-  for (size_t i = 0; i < crossing.blocks.size(); ++i) {
-    Crossing::Block& now = crossing.blocks[i];
+  for (size_t i = 0; i < inter_host.blocks.size(); ++i) {
+    InterHostPlan::Block& now = inter_host.blocks[i];
     now.sum_at = i % kSumsAhead * place;
     const size_t piece_count = now.count / static_cast<size_t>(now.lanes);
     if (levels.index < now.lanes)
-      append_stage(crossing.plan,
+      append_stage(inter_host.plan,
                    is_long(now.count)
                        ? ring_all_reduce(levels.host, levels.hosts(), piece_count)
                        : halving_all_reduce(levels.host, levels.hosts(), piece_count),
@@ -107,9 +108,9 @@ Crossing cross_all_reduce(const Place& at, size_t block) {
                     .output_at = now.begin + static_cast<size_t>(levels.index) * piece_count,
                     .scratch_at = alone ? 0 : kSumsAhead * place,
                     .finishes = true});
-    now.end = crossing.plan.moves.size();
+    now.end = inter_host.plan.moves.size();
   }
-  return crossing;
+  return inter_host;
 }
 
 // Reduce-scatter inside, a reduce in each lane to the root's host, whose lanes hand their pieces to
@@ -121,7 +122,7 @@ Crossing cross_all_reduce(const Place& at, size_t block) {
 //
 // Steps, short arrays: log(hosts) + log(here) + lanes - 1. Elements between hosts:
 // (hosts - 1) count, of all ranks together.
-Plan hierarchical_reduce(const Place& at) {
+Plan hierarchical_reduce(const CollectiveShape& at) {
   const auto one_level = [&](int rank, int size, size_t count, int root) {
     return is_long(at.count) ? ring_reduce(rank, size, count, root)
                              : tree_reduce(rank, size, count, root);
@@ -146,7 +147,7 @@ Plan hierarchical_reduce(const Place& at) {
                 .finishes = true});
   if (levels.host == home && !at_root) plan.moves.push_back({at.root, sum});
   for (int lane = 1; at_root && lane < levels.lanes; ++lane)
-    plan.moves.push_back({kNobody, {}, levels.here()[static_cast<size_t>(lane)], own(lane)});
+    plan.moves.push_back({kNoRank, {}, levels.here()[static_cast<size_t>(lane)], own(lane)});
   return plan;
 }
 
@@ -159,7 +160,7 @@ Plan hierarchical_reduce(const Place& at) {
 //
 // Steps, short arrays: lanes - 1 + log(hosts) + log(here). Elements between hosts:
 // (hosts - 1) count, of all ranks together.
-Plan hierarchical_broadcast(const Place& at) {
+Plan hierarchical_broadcast(const CollectiveShape& at) {
   const auto one_level = [&](int rank, int size, size_t count, int root) {
     return is_long(at.count) ? ring_broadcast(rank, size, count, root)
                              : tree_broadcast(rank, size, count, root);
@@ -174,7 +175,7 @@ Plan hierarchical_broadcast(const Place& at) {
   if (levels.in_lane()) {
     const Range mine = own(levels.index);
     if (levels.host == home && at.rank != at.root)
-      plan.moves.push_back({kNobody, {}, at.root, mine});
+      plan.moves.push_back({kNoRank, {}, at.root, mine});
     append_stage(plan, one_level(levels.host, levels.hosts(), mine.count, home),
                  {.members = levels.lane(levels.index), .output_at = mine.begin});
   }
@@ -191,7 +192,7 @@ Plan hierarchical_broadcast(const Place& at) {
 //
 // Steps: 2 (here - 1) + log(hosts). Elements between hosts: hosts log(hosts), of all ranks
 // together.
-Plan hierarchical_barrier(const Place& at) {
+Plan hierarchical_barrier(const CollectiveShape& at) {
   const Levels levels(at);
   if (levels.hosts() == 1) return halving_barrier(at.rank, at.size);
   const auto& here = levels.here();
@@ -201,7 +202,7 @@ Plan hierarchical_barrier(const Place& at) {
     plan.scratch = 1;
     return plan;
   }
-  for (size_t i = 1; i < here.size(); ++i) plan.moves.push_back({kNobody, {}, here[i], {}});
+  for (size_t i = 1; i < here.size(); ++i) plan.moves.push_back({kNoRank, {}, here[i], {}});
   append_stage(plan, halving_barrier(levels.host, levels.hosts()), {.members = levels.lane(0)});
   const Range token = plan.moves.back().in;
   for (size_t i = 1; i < here.size(); ++i) plan.moves.push_back({here[i], token});

@@ -41,11 +41,11 @@ int speaker(const Levels& levels) {
   return levels.here()[static_cast<size_t>(levels.index % levels.lanes)];
 }
 
-Place inside(const Levels& levels, const Order& order) {
+CollectiveShape inside(const Levels& levels, const Order& order) {
   return {.rank = levels.index, .size = levels.local_size(), .counts = order.lane_counts};
 }
 
-Place across(const Levels& levels, const Order& order) {
+CollectiveShape across(const Levels& levels, const Order& order) {
   return {.rank = levels.host,
           .size = levels.hosts(),
           .counts = order.host_counts[static_cast<size_t>(levels.index)]};
@@ -64,7 +64,7 @@ Place across(const Levels& levels, const Order& order) {
 //
 // Steps, short arrays: (here - 1) / lanes + log(hosts) + log(here). Elements between hosts:
 // (hosts - 1) size count, of all ranks together.
-Plan hierarchical_all_gather(const Place& at) {
+Plan hierarchical_all_gather(const CollectiveShape& at) {
   const Levels levels(at);
   const bool is_large = is_long(at.count * static_cast<size_t>(at.size));
   if (levels.hosts() == 1) return is_large ? ring_all_gather(at) : halving_all_gather(at);
@@ -77,13 +77,13 @@ Plan hierarchical_all_gather(const Place& at) {
   const size_t lane_at =
       levels.in_lane() ? part(Space::scratch, 0, order.lane_counts, levels.index).begin : 0;
   if (levels.in_lane()) {
-    const Place lane = across(levels, order);
+    const CollectiveShape lane = across(levels, order);
     const size_t mine = part(Space::scratch, 0, lane.counts, lane.rank).begin;
     size_t place = lane_at + mine;
     for (const int rank : followers(levels)) {
       const bool own = rank == at.rank;
       plan.moves.push_back(
-          {own ? rank : kNobody, own ? input : Range{}, rank, {Space::scratch, place, at.count}});
+          {own ? rank : kNoRank, own ? input : Range{}, rank, {Space::scratch, place, at.count}});
       place += at.count;
     }
     append_stage(plan, collect(lane),
@@ -122,7 +122,7 @@ Plan hierarchical_all_gather(const Place& at) {
 //
 // Steps, short arrays: log(here) + log(hosts) + (here - 1) / lanes. Elements between hosts:
 // (hosts - 1) size count, of all ranks together.
-Plan hierarchical_reduce_scatter(const Place& at) {
+Plan hierarchical_reduce_scatter(const CollectiveShape& at) {
   const Levels levels(at);
   const size_t whole = static_cast<size_t>(at.size) * at.count;
   const auto scatter = is_long(whole) ? ring_reduce_scatter : halving_reduce_scatter;
@@ -147,7 +147,7 @@ Plan hierarchical_reduce_scatter(const Place& at) {
                   .output = Space::scratch,
                   .scratch_at = plan.scratch});
   if (!levels.in_lane()) {
-    plan.moves.push_back({kNobody, {}, speaker(levels), output});
+    plan.moves.push_back({kNoRank, {}, speaker(levels), output});
     return plan;
   }
   const auto mine = followers(levels);
@@ -164,7 +164,7 @@ Plan hierarchical_reduce_scatter(const Place& at) {
   for (size_t i = 0; !straight && i < mine.size(); ++i) {
     const Range done{Space::scratch, done_at + i * at.count, at.count};
     const bool own = mine[i] == at.rank;
-    plan.moves.push_back({mine[i], done, own ? at.rank : kNobody, own ? output : Range{}});
+    plan.moves.push_back({mine[i], done, own ? at.rank : kNoRank, own ? output : Range{}});
   }
   return plan;
 }

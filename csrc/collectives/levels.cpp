@@ -4,7 +4,7 @@
 
 namespace pycomm {
 
-Levels::Levels(const Place& at, int first) {
+Levels::Levels(const CollectiveShape& at, int first) {
   const auto host_at = [&](int rank) {
     return at.hosts.empty() ? size_t{0} : static_cast<size_t>(at.hosts[static_cast<size_t>(rank)]);
   };
@@ -12,7 +12,7 @@ Levels::Levels(const Place& at, int first) {
     members.resize(std::max(members.size(), host_at(rank) + 1));
     members[host_at(rank)].push_back(rank);
   }
-  if (first != kNobody) {
+  if (first != kNoRank) {
     auto& there = members[host_at(first)];
     const auto found = std::ranges::find(there, first);
     std::rotate(there.begin(), found, found + 1);
@@ -38,9 +38,9 @@ std::vector<int> Levels::lane(int lane) const {
   return ranks;
 }
 
-void append_stage(Plan& plan, const Plan& part, const Stage& stage) {
+void append_stage(Plan& plan, const Plan& part, const LevelStage& stage) {
   const auto rank_of = [&](int member) {
-    return member == kNobody ? kNobody : stage.members[static_cast<size_t>(member)];
+    return member == kNoRank ? kNoRank : stage.members[static_cast<size_t>(member)];
   };
   const auto place_of = [&](Range range) {
     switch (range.space) {

@@ -16,8 +16,8 @@ struct Levels {
   int lanes = 0;
   int host = 0, index = 0;  // of this rank
 
-  // `first` gets index 0 on its host; kNobody: nobody is preferred.
-  explicit Levels(const Place& at, int first = kNobody);
+  // `first` gets index 0 on its host; kNoRank: nobody is preferred.
+  explicit Levels(const CollectiveShape& at, int first = kNoRank);
 
   int hosts() const { return static_cast<int>(members.size()); }
   const std::vector<int>& here() const { return members[static_cast<size_t>(host)]; }
@@ -29,7 +29,7 @@ struct Levels {
 };
 
 // Where a stage lies in the whole plan.
-struct Stage {
+struct LevelStage {
   std::span<const int> members;  // by the stage's ranks: the rank in the whole
   size_t input_at = 0;           // of `input`: the place that the stage's input begins with
   Space input = Space::input;
@@ -40,7 +40,7 @@ struct Stage {
 };
 
 // Runs `part`, the plan of a smaller group, behind what `plan` does already.
-void append_stage(Plan& plan, const Plan& part, const Stage& stage);
+void append_stage(Plan& plan, const Plan& part, const LevelStage& stage);
 
 // Whether an array is long enough for plans with many steps and no copies. To be measured.
 inline bool is_long(size_t count) { return count >= 65536; }

@@ -21,7 +21,7 @@ constexpr size_t kPiecesPerLevel = 8;
 struct Node {
   int node, size, root;
 
-  explicit Node(const Place& at)
+  explicit Node(const CollectiveShape& at)
       : node((at.rank - at.root + at.size) % at.size), size(at.size), root(at.root) {}
 
   int rank_of(int of) const { return (of + root) % size; }
@@ -49,7 +49,7 @@ int tree_pieces(int size, size_t count) {
 //   step 1                            a to rank 0     rank 0 finishes, in the output
 //   step 2               b to rank 0
 //   step 3                            b to rank 0
-void append_pipelined_reduce(Plan& plan, const Place& at) {
+void append_pipelined_reduce(Plan& plan, const CollectiveShape& at) {
   const Node me(at);
   const int pieces = tree_pieces(at.size, at.count);
   const auto children = me.children();
@@ -60,7 +60,7 @@ void append_pipelined_reduce(Plan& plan, const Place& at) {
     Range sum = own;
     for (const int child : children) {
       const bool last = me.node == 0 && child == children.back();
-      plan.moves.push_back({kNobody,
+      plan.moves.push_back({kNoRank,
                             {},
                             child,
                             last ? piece(Space::output, at.count, pieces, i) : slot,
@@ -74,12 +74,12 @@ void append_pipelined_reduce(Plan& plan, const Place& at) {
 }
 
 // The other way round: piece after piece from the parent, and on to both children.
-void append_pipelined_broadcast(Plan& plan, const Place& at) {
+void append_pipelined_broadcast(Plan& plan, const CollectiveShape& at) {
   const Node me(at);
   const int pieces = tree_pieces(at.size, at.count);
   for (int i = 0; i < pieces; ++i) {
     const Range part = piece(Space::output, at.count, pieces, i);
-    if (me.node != 0) plan.moves.push_back({kNobody, {}, me.parent(), part});
+    if (me.node != 0) plan.moves.push_back({kNoRank, {}, me.parent(), part});
     for (const int child : me.children()) plan.moves.push_back({child, part});
   }
 }

@@ -32,19 +32,19 @@ struct Range {
 //           once
 enum class Combine : uint8_t { copy, reduce, finish, fold };
 
-inline constexpr int kNobody = -1;
+inline constexpr int kNoRank = -1;
 
 // One step of one rank: send `out` to `to` while what `from` sends is combined into `in`. Either
-// peer may be kNobody. A move to and from oneself is local: `out` is what arrives, and a copy of
+// peer may be kNoRank. A move to and from oneself is local: `out` is what arrives, and a copy of
 // nothing fills `in` with zeros.
 //
 // Sends happen in the order of the moves, and so do receives, but the two orders advance on their
 // own: the send of move i+1 may start as soon as the elements that it reads are there. `in` never
 // overlaps the `out` of the same move. Two ranks agree on the order of what travels between them.
 struct Move {
-  int to = kNobody;
+  int to = kNoRank;
   Range out{};
-  int from = kNobody;
+  int from = kNoRank;
   Range in{};
   Combine combine = Combine::copy;
   Range with{};  // of in.count elements; read by reduce and finish only
@@ -53,7 +53,7 @@ struct Move {
 // What a plan is a function of. `count` is elements of: the array (all_reduce, reduce, broadcast),
 // one rank's input (all_gather, gather), one rank's output (reduce_scatter, scatter), what one rank
 // sends another (all_to_all).
-struct Place {
+struct CollectiveShape {
   int rank = 0, size = 1;
   size_t count = 0;
   int root = 0;  // of reduce, broadcast, gather, scatter

@@ -86,7 +86,7 @@ Plan ring_broadcast(int rank, int size, size_t count, int root) {
   Plan plan;
   for (int i = 0; i < pieces; ++i) {
     const Range part = piece(Space::output, count, pieces, i);
-    if (rank != root) plan.moves.push_back({kNobody, {}, left_of(rank, size), part});
+    if (rank != root) plan.moves.push_back({kNoRank, {}, left_of(rank, size), part});
     if (right != root) plan.moves.push_back({right, part});
   }
   return plan;
@@ -113,10 +113,10 @@ Plan ring_reduce(int rank, int size, size_t count, int root) {
     const Range sum{Space::scratch, i % 2 == 0 ? 0 : longest, own.count};
     if (rank == root) {
       plan.moves.push_back(
-          {kNobody, {}, left, piece(Space::output, count, pieces, i), Combine::finish, own});
+          {kNoRank, {}, left, piece(Space::output, count, pieces, i), Combine::finish, own});
       continue;
     }
-    if (adds) plan.moves.push_back({kNobody, {}, left, sum, Combine::reduce, own});
+    if (adds) plan.moves.push_back({kNoRank, {}, left, sum, Combine::reduce, own});
     plan.moves.push_back({right, adds ? sum : own});
     if (adds) plan.scratch = std::max(plan.scratch, sum.begin + sum.count);
   }
@@ -131,7 +131,7 @@ Plan ring_reduce(int rank, int size, size_t count, int root) {
 //
 // Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
 // announcement's: all parts but the right neighbour's: (size - 1) count.
-Plan ring_all_gather(const Place& at) {
+Plan ring_all_gather(const CollectiveShape& at) {
   Plan plan;
   // With two ranks the first message comes from the only peer and says as much.
   if (at.size > 2) append_announcement(plan, at.rank, at.size);
@@ -140,7 +140,7 @@ Plan ring_all_gather(const Place& at) {
   return plan;
 }
 
-Plan ring_spread(const Place& at) {
+Plan ring_spread(const CollectiveShape& at) {
   const auto place = [&at](int i) {
     return part(Space::output, at.count, at.counts, (i + at.size) % at.size);
   };
@@ -158,7 +158,7 @@ Plan ring_spread(const Place& at) {
 //   step 1  sends b     sends c     sends a      the receiver finishes its own, in the output
 //
 // Steps: size - 1. Elements sent: (size - 1) count.
-Plan ring_reduce_scatter(const Place& at) {
+Plan ring_reduce_scatter(const CollectiveShape& at) {
   const auto place = [&at](int i) {
     return part(Space::input, at.count, at.counts, (i + at.size) % at.size);
   };

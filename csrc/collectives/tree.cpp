@@ -48,7 +48,7 @@ struct Tree {
 
 // Sums `input` of all nodes towards the root, which finishes it into `result`. The others add up in
 // scratch, from 0 on.
-void append_reduce(Plan& plan, const Place& at, Range input, Range result) {
+void append_reduce(Plan& plan, const CollectiveShape& at, Range input, Range result) {
   const Range scratch{Space::scratch, 0, input.count};
   const int node = (at.rank - at.root + at.size) % at.size;
   const auto rank_of = [&](int of) { return (of + at.root) % at.size; };
@@ -56,7 +56,7 @@ void append_reduce(Plan& plan, const Place& at, Range input, Range result) {
   Range sum = input;
   for (const int child : children) {
     const bool last = node == 0 && child == children.back();
-    plan.moves.push_back({kNobody,
+    plan.moves.push_back({kNoRank,
                           {},
                           rank_of(child),
                           last ? result : scratch,
@@ -72,7 +72,7 @@ void append_reduce(Plan& plan, const Place& at, Range input, Range result) {
 void append_broadcast(Plan& plan, int rank, int size, Range source, Range whole, int root = 0) {
   const int node = (rank - root + size) % size;
   const auto rank_of = [&](int of) { return (of + root) % size; };
-  if (node != 0) plan.moves.push_back({kNobody, {}, rank_of(parent_of(node)), whole});
+  if (node != 0) plan.moves.push_back({kNoRank, {}, rank_of(parent_of(node)), whole});
   const auto children = children_of(node, size);
   for (auto child = children.rbegin(); child != children.rend(); ++child)
     plan.moves.push_back({rank_of(*child), node == 0 ? source : whole});
@@ -94,7 +94,7 @@ Plan tree_all_reduce(int rank, int size, size_t count) {
   const Range input{Space::input, 0, count}, output{Space::output, 0, count};
   if (size == 1) return copy_plan(input, output);
   Plan plan;
-  const Place at{.rank = rank, .size = size, .count = count};
+  const CollectiveShape at{.rank = rank, .size = size, .count = count};
   if (tree_pieces(size, count) > 1) {
     append_pipelined_reduce(plan, at);
     append_pipelined_broadcast(plan, at);
@@ -127,7 +127,7 @@ Plan tree_reduce(int rank, int size, size_t count, int root) {
   const Range input{Space::input, 0, count}, output{Space::output, 0, count};
   if (size == 1) return copy_plan(input, output);
   Plan plan;
-  const Place at{.rank = rank, .size = size, .count = count, .root = root};
+  const CollectiveShape at{.rank = rank, .size = size, .count = count, .root = root};
   if (tree_pieces(size, count) > 1)
     append_pipelined_reduce(plan, at);
   else
@@ -165,7 +165,7 @@ Plan tree_all_gather(int rank, int size, size_t count) {
   for (const int child : children) {
     const auto offset = static_cast<size_t>(child - rank) * count;
     plan.moves.push_back(
-        {kNobody, {}, child, {Space::scratch, offset, under(child, size) * count}});
+        {kNoRank, {}, child, {Space::scratch, offset, under(child, size) * count}});
   }
   if (rank != 0) plan.moves.push_back({parent_of(rank), run});
   append_broadcast(plan, rank, size, run, output);
@@ -195,7 +195,7 @@ Plan tree_gather(int rank, int size, size_t count, int root) {
     plan.moves.push_back({rank, input, rank, {Space::scratch, 0, count}});
   }
   for (const int child : children)
-    plan.moves.push_back({kNobody, {}, tree.rank_of(child), tree.run(child, count)});
+    plan.moves.push_back({kNoRank, {}, tree.rank_of(child), tree.run(child, count)});
   if (tree.node != 0) plan.moves.push_back({tree.rank_of(parent_of(tree.node)), run});
   for (int i = 0; tree.node == 0 && i < size; ++i)
     plan.moves.push_back({rank, part(Space::scratch, count, {}, i), rank,
@@ -225,7 +225,7 @@ Plan tree_scatter(int rank, int size, size_t count, int root) {
     plan.moves.push_back({rank, part(Space::input, count, {}, tree.rank_of(i)), rank,
                           part(Space::scratch, count, {}, i)});
   if (tree.node != 0)
-    plan.moves.push_back({kNobody, {}, tree.rank_of(parent_of(tree.node)), inner ? run : output});
+    plan.moves.push_back({kNoRank, {}, tree.rank_of(parent_of(tree.node)), inner ? run : output});
   for (auto child = children.rbegin(); child != children.rend(); ++child)
     plan.moves.push_back({tree.rank_of(*child), tree.run(*child, count)});
   if (inner) plan.moves.push_back({rank, first, rank, output});
@@ -253,7 +253,7 @@ Plan tree_reduce_scatter(int rank, int size, size_t count) {
   Plan plan;
   append_reduce(plan, {.rank = rank, .size = size}, input, {Space::scratch, 0, input.count});
   if (rank != 0)
-    plan.moves.push_back({kNobody, {}, parent_of(rank), children.empty() ? output : run});
+    plan.moves.push_back({kNoRank, {}, parent_of(rank), children.empty() ? output : run});
   for (auto child = children.rbegin(); child != children.rend(); ++child) {
     const auto offset = static_cast<size_t>(*child - rank) * count;
     plan.moves.push_back({*child, {Space::scratch, offset, under(*child, size) * count}});

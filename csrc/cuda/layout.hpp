@@ -50,9 +50,9 @@ inline void add_selection(Rows& rows, Selection selection, unsigned first_tile, 
 }
 
 // Hands out parts of the workspace, each aligned to 256 bytes. From null it only adds up.
-class Carver {
+class BumpAllocator {
  public:
-  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
+  explicit BumpAllocator(void* base) : base_(static_cast<char*>(base)) {}
   template <class T>
   void take(T*& part, size_t count) {
     part = reinterpret_cast<T*>(base_ + bytes_);
@@ -74,21 +74,21 @@ Tables lay_out(const Rows& rows, void* workspace, size_t& bytes) {
   t.selection_count = static_cast<unsigned>(rows.selections.size());
   t.tiles = rows.tiles;
   t.units = rows.units;
-  Carver carver(workspace);
-  carver.take(t.memory, t.selection_count);
-  carver.take(t.header, 1);
-  carver.take(t.states, t.selection_count);
-  carver.take(t.pieces, t.piece_count);
-  carver.take(t.selections, t.selection_count);
-  carver.take(t.bins, size_t{t.selection_count} * kBins<V>);
-  carver.take(t.spans, t.tiles);
-  carver.take(t.unit_counts, t.units);
-  carver.take(t.warp_counts, size_t{t.units} * (kThreads / 32));
-  carver.take(t.pool_places, rows.pool);
+  BumpAllocator allocator(workspace);
+  allocator.take(t.memory, t.selection_count);
+  allocator.take(t.header, 1);
+  allocator.take(t.states, t.selection_count);
+  allocator.take(t.pieces, t.piece_count);
+  allocator.take(t.selections, t.selection_count);
+  allocator.take(t.bins, size_t{t.selection_count} * kBins<V>);
+  allocator.take(t.spans, t.tiles);
+  allocator.take(t.unit_counts, t.units);
+  allocator.take(t.warp_counts, size_t{t.units} * (kThreads / 32));
+  allocator.take(t.pool_places, rows.pool);
   V* values = nullptr;
-  carver.take(values, rows.pool);
+  allocator.take(values, rows.pool);
   t.pool_values = values;
-  bytes = carver.bytes();
+  bytes = allocator.bytes();
   return t;
 }
 

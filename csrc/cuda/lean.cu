@@ -30,12 +30,12 @@ size_t lay_out(Writing& w, size_t k, void* workspace) {
   w.run_count = runs_of(k);
   w.word_count =
       static_cast<unsigned>((3 * k + (2 * kMostWidth + 1) * size_t{w.block_count}) / 32 + 1);
-  Carver carver(workspace);
-  carver.take(w.choice, 1);
-  carver.take(w.runs, w.run_count);
-  carver.take(w.blocks, w.block_count);
-  carver.take(w.ones, w.word_count);
-  return carver.bytes();
+  BumpAllocator allocator(workspace);
+  allocator.take(w.choice, 1);
+  allocator.take(w.runs, w.run_count);
+  allocator.take(w.blocks, w.block_count);
+  allocator.take(w.ones, w.word_count);
+  return allocator.bytes();
 }
 
 size_t lay_out(Reading& r, size_t k, size_t size, void* workspace) {
@@ -45,13 +45,13 @@ size_t lay_out(Reading& r, size_t k, size_t size, void* workspace) {
   // Quotients and bitmaps have less than 2^32 bits; what is behind that much is no packet.
   const size_t coded = std::min<size_t>(size, size_t{1} << 29);
   r.chunk_count = static_cast<unsigned>(std::max<size_t>(1, (coded + kChunk - 1) / kChunk));
-  Carver carver(workspace);
-  carver.take(r.verdict, 1);
-  carver.take(r.chunks, r.chunk_count);
-  carver.take(r.runs, r.run_count);
-  carver.take(r.blocks, r.block_count);
-  carver.take(r.ones, size_t{r.block_count} + k);
-  return carver.bytes();
+  BumpAllocator allocator(workspace);
+  allocator.take(r.verdict, 1);
+  allocator.take(r.chunks, r.chunk_count);
+  allocator.take(r.runs, r.run_count);
+  allocator.take(r.blocks, r.block_count);
+  allocator.take(r.ones, size_t{r.block_count} + k);
+  return allocator.bytes();
 }
 
 unsigned start_of(size_t k, size_t count) {

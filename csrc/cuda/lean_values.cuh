@@ -175,15 +175,15 @@ __device__ __forceinline__ void write_levelled(unsigned code, unsigned n, uint8_
 }
 
 // The least and the largest upper half of the magnitudes of a block.
-struct Range {
+struct ValueRange {
   unsigned least, largest;
 };
 struct RangeSpace {
-  Range by_warp[kValueThreads / 32];
+  ValueRange by_warp[kValueThreads / 32];
 };
-__device__ __forceinline__ Range find_range(unsigned n) {
+__device__ __forceinline__ ValueRange find_range(unsigned n) {
   auto& by_warp = gpu::shared<RangeSpace>().by_warp;
-  Range range{0xffff, 0};
+  ValueRange range{0xffff, 0};
   for (unsigned i = threadIdx.x; i < n; i += kValueThreads) {
     const unsigned half = magnitude(gpu::shared<ValueSpace>().value[i]) >> 16;
     range.least = min(range.least, half);
@@ -195,7 +195,7 @@ __device__ __forceinline__ Range find_range(unsigned n) {
   }
   if (gpu::lane_id() == 0) by_warp[threadIdx.x / 32] = range;
   __syncthreads();
-  for (const Range& other : by_warp) {
+  for (const ValueRange& other : by_warp) {
     range.least = min(range.least, other.least);
     range.largest = max(range.largest, other.largest);
   }
@@ -204,7 +204,7 @@ __device__ __forceinline__ Range find_range(unsigned n) {
 
 // A sign, and a number on a grid of four: eight values at a time, which are three bytes.
 __device__ __forceinline__ void write_gridded(unsigned n, uint8_t* to) {
-  const Range range = find_range(n);
+  const ValueRange range = find_range(n);
   unsigned low = kNaNLevel, step = 0;
   if (range.largest <= kMostLevel) {
     low = range.largest - min(range.largest - range.least, kGridReach);

@@ -103,7 +103,9 @@ class Event {
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   void record(void* stream) { device_->record(raw_, stream); }
-  void hold(void* stream) { device_->wait(stream, raw_); }  // what follows there waits for it
+  void stream_wait(void* stream) {
+    device_->wait(stream, raw_);
+  }  // what follows there waits for it
   bool passed() { return device_->passed(raw_); }
 
  private:

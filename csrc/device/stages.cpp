@@ -27,8 +27,8 @@ class Maker {
 
   // What a move sends and receives travels in one stage: its counterparts may need both at once.
   void exchange(const Move& move, int rank) {
-    const bool sends = move.to != kNobody && move.to != rank && move.out.count > 0;
-    const bool receives = move.from != kNobody && move.from != rank && move.in.count > 0;
+    const bool sends = move.to != kNoRank && move.to != rank && move.out.count > 0;
+    const bool receives = move.from != kNoRank && move.from != rank && move.in.count > 0;
     const bool lands = receives && move.combine == Combine::copy;
     begin_if((sends && any(writes_, move.out)) ||
              (lands && (any(writes_, move.in) || any(reads_, move.in))));
@@ -49,7 +49,7 @@ class Maker {
   }
 
   // Steps come after the messages of their stage, and in order.
-  void step(const Stage::Step& step) {
+  void step(const StreamStage::Step& step) {
     if (step.in.count == 0) return;
     stage_.steps.push_back(step);
     writes_.push_back(step.in);
@@ -58,7 +58,7 @@ class Maker {
       reads_.push_back(step.with);
   }
 
-  Stages finish() {
+  StreamStages finish() {
     begin_if(true);
     return std::move(made_);
   }
@@ -78,8 +78,8 @@ class Maker {
   }
 
   size_t first_, free_;  // of scratch: behind the plan's
-  Stages made_;
-  Stage stage_;
+  StreamStages made_;
+  StreamStage stage_;
   std::vector<Range> reads_, writes_;
 };
 
@@ -97,14 +97,14 @@ Plan lane_of(const Plan& plan, int lane, int lanes) {
 
 }  // namespace
 
-std::vector<Stages> make_lanes(const Plan& plan, int rank, int lanes) {
-  std::vector<Stages> all;
+std::vector<StreamStages> make_lanes(const Plan& plan, int rank, int lanes) {
+  std::vector<StreamStages> all;
   for (int lane = 0; lane < lanes; ++lane)
-    all.push_back(make_stages(lane_of(plan, lane, lanes), rank));
+    all.push_back(make_stream_stages(lane_of(plan, lane, lanes), rank));
   return all;
 }
 
-Stages make_stages(const Plan& plan, int rank) {
+StreamStages make_stream_stages(const Plan& plan, int rank) {
   Maker maker(plan.scratch);
   for (const Move& move : plan.moves) {
     maker.exchange(move, rank);

@@ -12,7 +12,7 @@
 
 namespace pycomm {
 
-struct Stage {
+struct StreamStage {
   struct Message {
     int peer;
     Range range;
@@ -27,17 +27,17 @@ struct Stage {
   std::vector<Step> steps;
 };
 
-struct Stages {
-  std::vector<Stage> stages;
+struct StreamStages {
+  std::vector<StreamStage> stages;
   size_t scratch = 0;  // elements: the plan's, and behind them those that wait to be combined
 };
 
 // Messages without elements say only that a rank has come, and are left out: NCCL's calls do that.
-Stages make_stages(const Plan& plan, int rank);
+StreamStages make_stream_stages(const Plan& plan, int rank);
 
 // The same cut into lanes: each has its slice of every range, so that elements meet the same ones
 // in the same order as in the whole, and needs scratch of its own. For plans in which what a move
 // reads was written as one range, if at all: rings; one lane is for all.
-std::vector<Stages> make_lanes(const Plan& plan, int rank, int lanes);
+std::vector<StreamStages> make_lanes(const Plan& plan, int rank, int lanes);
 
 }  // namespace pycomm

@@ -46,7 +46,7 @@ NcclSpelling spelling_of(Dtype dtype) {
 }
 
 // Of a lane: a multiple of what memory is aligned to.
-size_t scratch_bytes(const Stages& stages, Dtype dtype) {
+size_t scratch_bytes(const StreamStages& stages, Dtype dtype) {
   constexpr size_t kAligned = 256;
   return (stages.scratch * bytes_of(dtype) + kAligned - 1) / kAligned * kAligned;
 }
@@ -104,7 +104,7 @@ StreamEngine::StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device
       rank_(rank),
       size_(size),
       events_(std::make_shared<EventPool>(device_)),
-      scratch_(device_, Workspace::Where::device) {
+      scratch_(device_, GrowableBuffer::Where::device) {
   lanes_.push_back(std::make_unique<Lane>(device_));
 }
 
@@ -113,20 +113,22 @@ StreamEngine::~StreamEngine() {
   for (Communicator* const communicator : communicators()) communicator->abort();
 }
 
-void StreamEngine::meet(std::span<const NcclId> ids, FarRanks far, const Deadline& deadline) {
+void StreamEngine::meet(std::span<const NcclId> ids, RemoteRanks remote, const Deadline& deadline) {
   if (size_ == 1) return;
-  near_ = std::move(far.near);
-  const auto together =
-      near_.empty() ? size_ : size_ - static_cast<int>(std::ranges::count(near_, kNobody));
+  local_ranks_ = std::move(remote.local_ranks);
+  const auto together = local_ranks_.empty()
+                            ? size_
+                            : size_ - static_cast<int>(std::ranges::count(local_ranks_, kNoRank));
   while (lanes_.size() < ids.size()) lanes_.push_back(std::make_unique<Lane>(device_));
   for (size_t i = 0; i < ids.size(); ++i) {
     Lane& lane = *lanes_[i];
-    if (!near_.empty())
-      lane.bridge =
-          std::make_unique<Bridge>(device_, lane.stream.raw(), std::move(far.posts.at(i)));
+    if (!local_ranks_.empty())
+      lane.staging = std::make_unique<HostStagingChannel>(device_, lane.stream.raw(),
+                                                          std::move(remote.transports.at(i)));
     if (together == 1) continue;
     device_->while_current([&] {
-      lane.communicator = std::make_unique<Communicator>(*nccl_, ids[i], near(rank_), together);
+      lane.communicator =
+          std::make_unique<Communicator>(*nccl_, ids[i], local_rank(rank_), together);
     });
     lane.communicator->meet(deadline);
   }
@@ -141,47 +143,48 @@ std::vector<Communicator*> StreamEngine::communicators() {
 
 std::optional<Error> StreamEngine::trouble() {
   for (const auto& lane : lanes_)
-    if (lane->bridge)
-      if (auto error = lane->bridge->trouble()) return error;
+    if (lane->staging)
+      if (auto error = lane->staging->trouble()) return error;
   return std::nullopt;
 }
 
 void StreamEngine::abort(const std::string& reason) noexcept {
   for (const auto& lane : lanes_) {
-    if (lane->bridge) lane->bridge->abort(reason);
+    if (lane->staging) lane->staging->abort(reason);
     if (lane->communicator) lane->communicator->abort();
   }
 }
 
 void StreamEngine::close(const Deadline& deadline) noexcept {
   for (const auto& lane : lanes_) {
-    if (lane->bridge) lane->bridge->close();
+    if (lane->staging) lane->staging->close();
     if (lane->communicator) lane->communicator->close(deadline);
   }
 }
 
 void StreamEngine::prepare(const StreamJob& job, void* caller) {
   if (job.plan == nullptr) {
-    if (is_message(job.operation) && lanes_[0]->bridge)
-      lanes_[0]->bridge->reserve(staged_bytes({{message_of(job)}}, job.dtype), caller);
+    if (is_message(job.operation) && lanes_[0]->staging)
+      lanes_[0]->staging->reserve(staged_bytes({{message_of(job)}}, job.dtype), caller);
     return;
   }
   size_t bytes = 0;
-  for (const Stages& stages : *job.plan) bytes += scratch_bytes(stages, job.dtype);
+  for (const StreamStages& stages : *job.plan) bytes += scratch_bytes(stages, job.dtype);
   scratch_.reserve(bytes, caller);
   for (size_t i = 0; i < job.plan->size(); ++i)
-    if (lanes_.at(i)->bridge)
-      lanes_[i]->bridge->reserve(staged_bytes((*job.plan)[i], job.dtype), caller);
+    if (lanes_.at(i)->staging)
+      lanes_[i]->staging->reserve(staged_bytes((*job.plan)[i], job.dtype), caller);
 }
 
 // Of the stage that has most to send to far ranks and to receive from them.
-size_t StreamEngine::staged_bytes(const Stages& stages, Dtype dtype) const {
+size_t StreamEngine::staged_bytes(const StreamStages& stages, Dtype dtype) const {
   size_t most = 0;
-  for (const Stage& stage : stages.stages) {
+  for (const StreamStage& stage : stages.stages) {
     size_t bytes = 0;
     for (const auto* messages : {&stage.sends, &stage.receives})
       for (const auto& [peer, range] : *messages)
-        if (near(peer) == kNobody) bytes += Bridge::staged_bytes(range.count * bytes_of(dtype));
+        if (local_rank(peer) == kNoRank)
+          bytes += HostStagingChannel::staged_bytes(range.count * bytes_of(dtype));
     most = std::max(most, bytes);
   }
   return most;
@@ -190,7 +193,7 @@ size_t StreamEngine::staged_bytes(const Stages& stages, Dtype dtype) const {
 std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before,
                                              const Deadline& deadline) {
   auto over = event();
-  before.hold(lanes_[0]->stream.raw());
+  before.stream_wait(lanes_[0]->stream.raw());
   if (job.plan != nullptr)
     run(job, deadline);
   else if (is_message(job.operation))
@@ -214,113 +217,117 @@ void StreamEngine::run(const StreamJob& job, const Deadline& deadline) {
     begin->record(first);
   }
   for (size_t i = 0; i < count; ++i) {
-    const Stages& stages = (*job.plan)[i];
+    const StreamStages& stages = (*job.plan)[i];
     Lane& lane = *lanes_.at(i);
-    if (i > 0) begin->hold(lane.stream.raw());
-    for (const Stage& stage : stages.stages) run_stage({job, lane, scratch}, stage, deadline);
+    if (i > 0) begin->stream_wait(lane.stream.raw());
+    for (const StreamStage& stage : stages.stages) run_stage({job, lane, scratch}, stage, deadline);
     scratch += scratch_bytes(stages, job.dtype);
   }
   for (size_t i = 1; i < count; ++i) {
     const auto end = event();
     end->record(lanes_[i]->stream.raw());
-    end->hold(first);
+    end->stream_wait(first);
   }
 }
 
 // A message alone is a stage; one of nothing an empty one.
-Stage StreamEngine::message_of(const StreamJob& job) {
+StreamStage StreamEngine::message_of(const StreamJob& job) {
   const bool sends = job.operation == Operation::send;
   const Range range{sends ? Space::input : Space::output, 0, job.count};
-  Stage stage;
+  StreamStage stage;
   if (job.count > 0) (sends ? stage.sends : stage.receives).push_back({job.peer, range});
   return stage;
 }
 
 // What travels far begins first, and what travels near does so meanwhile.
-void StreamEngine::run_stage(const Part& part, const Stage& stage, const Deadline& deadline) {
-  const std::vector<Parcel> parcels = parcels_of(part, stage);
-  if (!parcels.empty()) {
-    part.lane.bridge->begin(parcels, part.job.timeout);
+void StreamEngine::run_stage(const LaneJob& lane_job, const StreamStage& stage,
+                             const Deadline& deadline) {
+  const std::vector<HostMessage> messages = messages_of(lane_job, stage);
+  if (!messages.empty()) {
+    lane_job.lane.staging->begin(messages, lane_job.job.timeout);
     ++traffic_.groups;
   }
-  if (parcels.size() < stage.sends.size() + stage.receives.size()) launch(part, stage, deadline);
-  if (!parcels.empty()) part.lane.bridge->end();
-  for (const Stage::Message& sent : stage.sends)
-    traffic_.bytes_sent += sent.range.count * bytes_of(part.job.dtype);
-  for (const Stage::Step& step : stage.steps) run_step(part, step);
+  if (messages.size() < stage.sends.size() + stage.receives.size())
+    launch(lane_job, stage, deadline);
+  if (!messages.empty()) lane_job.lane.staging->end();
+  for (const StreamStage::Message& sent : stage.sends)
+    traffic_.bytes_sent += sent.range.count * bytes_of(lane_job.job.dtype);
+  for (const StreamStage::Step& step : stage.steps) run_step(lane_job, step);
 }
 
-std::vector<Parcel> StreamEngine::parcels_of(const Part& part, const Stage& stage) const {
-  std::vector<Parcel> parcels;
-  const auto add = [&](const std::vector<Stage::Message>& messages, bool sends) {
-    for (const auto& [peer, range] : messages)
-      if (near(peer) == kNobody)
-        parcels.push_back(
-            {peer, sends, place(part, range), range.count * bytes_of(part.job.dtype)});
+std::vector<HostMessage> StreamEngine::messages_of(const LaneJob& lane_job,
+                                                   const StreamStage& stage) const {
+  std::vector<HostMessage> messages;
+  const auto add = [&](const std::vector<StreamStage::Message>& of_stage, bool sends) {
+    for (const auto& [peer, range] : of_stage)
+      if (local_rank(peer) == kNoRank)
+        messages.push_back(
+            {peer, sends, place(lane_job, range), range.count * bytes_of(lane_job.job.dtype)});
   };
   add(stage.sends, true);
   add(stage.receives, false);
-  return parcels;
+  return messages;
 }
 
-void StreamEngine::launch(const Part& part, const Stage& stage, const Deadline& deadline) {
-  const auto [dtype, each, exact] = spelling_of(part.job.dtype);
+void StreamEngine::launch(const LaneJob& lane_job, const StreamStage& stage,
+                          const Deadline& deadline) {
+  const auto [dtype, each, exact] = spelling_of(lane_job.job.dtype);
   const auto calls = [&, dtype = dtype, each = each](NcclApi& nccl, NcclComm* comm) {
-    const NcclQueue queue{comm, part.lane.stream.raw()};
+    const NcclQueue queue{comm, lane_job.lane.stream.raw()};
     NcclResult result = NcclResult::success;
     const auto keep = [&](NcclResult one) {
       if (result == NcclResult::success || result == NcclResult::in_progress) result = one;
     };
     for (const auto& [peer, range] : stage.sends)
-      if (const int to = near(peer); to != kNobody)
-        keep(nccl.send({place(part, range), nullptr, range.count * each, dtype}, to, queue));
+      if (const int to = local_rank(peer); to != kNoRank)
+        keep(nccl.send({place(lane_job, range), nullptr, range.count * each, dtype}, to, queue));
     for (const auto& [peer, range] : stage.receives)
-      if (const int from = near(peer); from != kNobody)
-        keep(nccl.recv({nullptr, place(part, range), range.count * each, dtype}, from, queue));
+      if (const int from = local_rank(peer); from != kNoRank)
+        keep(nccl.recv({nullptr, place(lane_job, range), range.count * each, dtype}, from, queue));
     return result;
   };
-  part.lane.communicator->launch(calls, deadline);
+  lane_job.lane.communicator->launch(calls, deadline);
   ++traffic_.groups;
 }
 
-void StreamEngine::run_step(const Part& part, const Stage::Step& step) {
-  const size_t bytes = step.in.count * bytes_of(part.job.dtype);
-  void* const stream = part.lane.stream.raw();
-  std::byte* into = place(part, step.in);
+void StreamEngine::run_step(const LaneJob& lane_job, const StreamStage::Step& step) {
+  const size_t bytes = step.in.count * bytes_of(lane_job.job.dtype);
+  void* const stream = lane_job.lane.stream.raw();
+  std::byte* into = place(lane_job, step.in);
   switch (step.combine) {
     case Combine::copy:
       if (step.arrived.count == 0)
         device_->clear(into, bytes, stream);
-      else if (const std::byte* from = place(part, step.arrived); from != into)
+      else if (const std::byte* from = place(lane_job, step.arrived); from != into)
         device_->copy(into, from, bytes, stream);
       return;
     case Combine::reduce:
     case Combine::finish:
     case Combine::fold:
-      return reduce(part, step);
+      return reduce(lane_job, step);
   }
 }
 
 // avg adds, and divides in the last addition of an element.
-void StreamEngine::reduce(const Part& part, const Stage::Step& step) {
-  const StreamJob& job = part.job;
+void StreamEngine::reduce(const LaneJob& lane_job, const StreamStage::Step& step) {
+  const StreamJob& job = lane_job.job;
   const size_t bytes = step.in.count * bytes_of(job.dtype);
   const bool partial = step.combine == Combine::reduce && job.op == ReduceOp::avg;
-  const std::byte* arrived = place(part, step.arrived);
+  const std::byte* arrived = place(lane_job, step.arrived);
   std::vector<const void*> inputs;
   if (step.combine == Combine::fold) {
     const size_t slots = step.arrived.count / step.in.count;
     for (size_t slot = 0; slot < slots; ++slot) inputs.push_back(arrived + slot * bytes);
   } else {
-    inputs = {place(part, step.with), arrived};
+    inputs = {place(lane_job, step.with), arrived};
   }
-  device_->reduce({.out = place(part, step.in),
+  device_->reduce({.out = place(lane_job, step.in),
                    .inputs = inputs,
                    .count = step.in.count,
                    .dtype = job.dtype,
                    .op = partial ? ReduceOp::sum : job.op,
                    .size = size_},
-                  part.lane.stream.raw());
+                  lane_job.lane.stream.raw());
   ++traffic_.kernels;
 }
 
@@ -340,17 +347,17 @@ void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
   ++traffic_.groups;
 }
 
-std::byte* StreamEngine::place(const Part& part, const Range& range) {
-  const size_t begin = range.begin * bytes_of(part.job.dtype);
+std::byte* StreamEngine::place(const LaneJob& lane_job, const Range& range) {
+  const size_t begin = range.begin * bytes_of(lane_job.job.dtype);
   switch (range.space) {
     case Space::input:
-      return const_cast<std::byte*>(part.job.input) + begin;
+      return const_cast<std::byte*>(lane_job.job.input) + begin;
     case Space::output:
-      return part.job.output + begin;
+      return lane_job.job.output + begin;
     case Space::scratch:
       break;
   }
-  return part.scratch + begin;
+  return lane_job.scratch + begin;
 }
 
 }  // namespace pycomm

@@ -24,10 +24,10 @@
 
 #include "core/deadline.h"
 #include "core/operation.h"
-#include "device/bridge.h"
 #include "device/device.h"
+#include "device/growable_buffer.h"
+#include "device/host_staging_channel.h"
 #include "device/stages.h"
-#include "device/workspace.h"
 #include "nccl/communicator.h"
 
 namespace pycomm {
@@ -35,7 +35,7 @@ namespace pycomm {
 // A call in the engine's words. Arrays lie on the device. Without a plan it is a call of NCCL's
 // own, which has_nccl() knows.
 struct StreamJob {
-  const std::vector<Stages>* plan = nullptr;  // by lane, in as many as it has
+  const std::vector<StreamStages>* plan = nullptr;  // by lane, in as many as it has
   Operation operation = Operation::barrier;
   Dtype dtype = Dtype::uint8;
   ReduceOp op = ReduceOp::sum;
@@ -47,9 +47,10 @@ struct StreamJob {
 };
 
 // Whom communicators do not join, where that is anybody.
-struct FarRanks {
-  std::vector<int> near{};  // by rank: its rank in the communicators, or kNobody; empty: all are
-  std::vector<std::unique_ptr<HostPost>> posts{};  // of each lane, to the others
+struct RemoteRanks {
+  std::vector<int>
+      local_ranks{};  // by rank: its rank in the communicators, or kNoRank; empty: all are
+  std::vector<std::unique_ptr<HostTransport>> transports{};  // of each lane, to the others
 };
 
 // Whether NCCL does this by itself: messages, all_reduce, broadcast, all_gather, reduce_scatter; no
@@ -71,7 +72,7 @@ class StreamEngine {
   StreamEngine& operator=(const StreamEngine&) = delete;
 
   // Collective: makes a lane for each id. A rank that is near to nobody needs no NCCL.
-  void meet(std::span<const NcclId> ids, FarRanks far, const Deadline& deadline);
+  void meet(std::span<const NcclId> ids, RemoteRanks remote, const Deadline& deadline);
 
   // Before enqueue(): sees to the job's memory. `caller` is the stream of the call; throws
   // Unsupported where that is being captured and there is too little.
@@ -83,7 +84,7 @@ class StreamEngine {
   // By lane; none where a rank has nobody near, and before meet().
   std::vector<Communicator*> communicators();
   size_t lanes() const { return lanes_.size(); }
-  bool reaches_all() const { return near_.empty(); }  // whether communicators join all ranks
+  bool reaches_all() const { return local_ranks_.empty(); }  // whether communicators join all ranks
   // From any thread, after meet(): why messages between hosts have not arrived.
   std::optional<Error> trouble();
   void abort(const std::string& reason) noexcept;
@@ -96,36 +97,36 @@ class StreamEngine {
   struct Lane {
     explicit Lane(const std::shared_ptr<Device>& device) : stream(device) {}
     Stream stream;
-    std::unique_ptr<Communicator> communicator{};  // none where nobody is near
-    std::unique_ptr<Bridge> bridge{};              // none where nobody is far
+    std::unique_ptr<Communicator> communicator{};   // none where nobody is near
+    std::unique_ptr<HostStagingChannel> staging{};  // none where nobody is far
   };
   // A job as one lane runs it.
-  struct Part {
+  struct LaneJob {
     const StreamJob& job;
     Lane& lane;
     std::byte* scratch;
   };
   void run(const StreamJob& job, const Deadline& deadline);
-  void run_stage(const Part& part, const Stage& stage, const Deadline& deadline);
-  void launch(const Part& part, const Stage& stage, const Deadline& deadline);
-  std::vector<Parcel> parcels_of(const Part& part, const Stage& stage) const;
-  size_t staged_bytes(const Stages& stages, Dtype dtype) const;
-  static Stage message_of(const StreamJob& job);
-  void run_step(const Part& part, const Stage::Step& step);
-  void reduce(const Part& part, const Stage::Step& step);
+  void run_stage(const LaneJob& lane_job, const StreamStage& stage, const Deadline& deadline);
+  void launch(const LaneJob& lane_job, const StreamStage& stage, const Deadline& deadline);
+  std::vector<HostMessage> messages_of(const LaneJob& lane_job, const StreamStage& stage) const;
+  size_t staged_bytes(const StreamStages& stages, Dtype dtype) const;
+  static StreamStage message_of(const StreamJob& job);
+  void run_step(const LaneJob& lane_job, const StreamStage::Step& step);
+  void reduce(const LaneJob& lane_job, const StreamStage::Step& step);
   void run_nccl(const StreamJob& job, const Deadline& deadline);  // a collective
-  static std::byte* place(const Part& part, const Range& range);
-  // In the communicators, or kNobody; so of a rank that is not known yet.
-  int near(int rank) const {
-    return near_.empty() || rank < 0 ? rank : near_[static_cast<size_t>(rank)];
+  static std::byte* place(const LaneJob& lane_job, const Range& range);
+  // In the communicators, or kNoRank; so of a rank that is not known yet.
+  int local_rank(int rank) const {
+    return local_ranks_.empty() || rank < 0 ? rank : local_ranks_[static_cast<size_t>(rank)];
   }
 
   std::shared_ptr<NcclApi> nccl_;
   std::shared_ptr<Device> device_;
   int rank_, size_;
-  std::vector<int> near_;  // as in FarRanks
+  std::vector<int> local_ranks_;  // as in RemoteRanks
   std::shared_ptr<EventPool> events_;
-  Workspace scratch_;
+  GrowableBuffer scratch_;
   StreamTraffic traffic_;
   std::vector<std::unique_ptr<Lane>> lanes_;  // at least one; the last: it ends before what it uses
 };

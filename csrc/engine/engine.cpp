@@ -13,7 +13,7 @@ namespace pycomm {
 namespace {
 
 // How often `interrupted` is asked where much happens: it may wait for a lock for long.
-constexpr std::chrono::milliseconds kAsk{50};
+constexpr std::chrono::milliseconds kInterruptInterval{50};
 constexpr int kLooksPerClock = 32, kStepsPerClock = 1024;
 // Of one peer, before others have their turn: who sends without end holds nobody up.
 constexpr int kFramesPerLook = 4;
@@ -34,23 +34,23 @@ uint64_t followed_by(uint64_t past, const Header& call) {
   return past;
 }
 
-// For as long as it lives pulse() may work with the links.
-struct Rest {
-  explicit Rest(std::mutex& turn) : mutex(turn) { mutex.unlock(); }
-  Rest(const Rest&) = delete;
-  Rest& operator=(const Rest&) = delete;
-  ~Rest() { mutex.lock(); }
+// For as long as it lives heartbeat() may work with the links.
+struct ReleasedTurn {
+  explicit ReleasedTurn(std::mutex& turn) : mutex(turn) { mutex.unlock(); }
+  ReleasedTurn(const ReleasedTurn&) = delete;
+  ReleasedTurn& operator=(const ReleasedTurn&) = delete;
+  ~ReleasedTurn() { mutex.lock(); }
   std::mutex& mutex;
 };
 
 // Adds the time since `since` to a sum, however the wait ends.
-struct Waiting {
+struct WaitTimer {
   std::chrono::nanoseconds& sum;
   Clock::time_point since;
-  Waiting(std::chrono::nanoseconds& to, Clock::time_point from) : sum(to), since(from) {}
-  Waiting(const Waiting&) = delete;
-  Waiting& operator=(const Waiting&) = delete;
-  ~Waiting() { sum += Clock::now() - since; }
+  WaitTimer(std::chrono::nanoseconds& to, Clock::time_point from) : sum(to), since(from) {}
+  WaitTimer(const WaitTimer&) = delete;
+  WaitTimer& operator=(const WaitTimer&) = delete;
+  ~WaitTimer() { sum += Clock::now() - since; }
 };
 
 }  // namespace
@@ -81,7 +81,7 @@ Engine::~Engine() { leave(); }
 uint64_t Engine::sum(uint64_t (Link::*figure)() const) const {
   const std::lock_guard turn(turn_);
   uint64_t total = 0;
-  for (const Peer& peer : peers_)
+  for (const PeerState& peer : peers_)
     if (peer.link) total += (peer.link.get()->*figure)();
   return total;
 }
@@ -91,10 +91,10 @@ Bytes Engine::scratch(size_t bytes) {
   return {scratch_.data(), bytes};
 }
 
-void Engine::run(const Job& job, const Deadline& deadline) {
+void Engine::run(const PlanJob& job, const Deadline& deadline) {
   const Header header = next_header(job.signature);
-  Run task(*this, job, header);
-  claims_ = job.claims;
+  PlanTask task(*this, job, header);
+  peer_counts_ = job.peer_counts;
   run(task, header, deadline);
 }
 
@@ -118,25 +118,25 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
   const std::lock_guard turn(turn_);
   last_ = signature;
   last_.sequence = sequence_;
-  last_.kind = FrameKind::pulse;
-  last_.context = static_cast<uint16_t>(Whereabouts::inside);
+  last_.kind = FrameKind::heartbeat;
+  last_.context = static_cast<uint16_t>(CallState::in_call);
   struct Clear {
     Engine& engine;
     ~Clear() {
-      engine.last_.context = static_cast<uint16_t>(Whereabouts::between);
+      engine.last_.context = static_cast<uint16_t>(CallState::idle);
       engine.running_ = nullptr;
-      engine.claims_ = {};
-      engine.keep_half_arrived();
+      engine.peer_counts_ = {};
+      engine.detach_partial_messages();
       engine.awaited_.clear();
       engine.sending_ = false;
-      if (!engine.beat_due_.load(std::memory_order_relaxed)) return;
-      engine.beat_due_.store(false, std::memory_order_relaxed);
-      (void)engine.beat();
+      if (!engine.heartbeat_due_.load(std::memory_order_relaxed)) return;
+      engine.heartbeat_due_.store(false, std::memory_order_relaxed);
+      (void)engine.send_heartbeats_locked();
     }
   } const clear{*this};
   check_usable();
   try {
-    if (stopped_.load()) check_world(task, deadline);
+    if (stopped_.load()) check_abort_conditions(task, deadline);
     drive(task, deadline);
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::mismatch) throw;
@@ -147,21 +147,22 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
     std::string text = error.what();
     if (!text.starts_with(fields.op + ": ")) text.insert(0, fields.op + ": ");
     if (error.kind() == ErrorKind::timeout && running_ != nullptr) {
-      const auto missing = call_roll(error);
+      const auto missing = find_unresponsive_peers(error);
       for (const int peer : missing)
         text += (peer == missing[0] ? "; missing from this call: " : ", ") + name(peer) +
-                known_of(at(peer));
+                describe_peer(at(peer));
       if (!missing.empty()) fields.peer = missing[0];
-      if (const auto unmet = std::ranges::count_if(peers_, [](const Peer& p) { return !p.link; });
+      if (const auto unmet =
+              std::ranges::count_if(peers_, [](const PeerState& p) { return !p.link; });
           unmet > 1)  // oneself among them
         text += "; not connected, and not asked: " + std::to_string(unmet - 1) + " ranks";
     }
     const Error told(error.kind(), text, fields);
-    give_up(told);
+    abort(told);
     throw told;
   } catch (const std::exception& error) {  // of `interrupted`, or out of memory
-    give_up(InternalError(std::string(name_of(static_cast<Operation>(signature.operation))) + ": " +
-                          error.what()));
+    abort(InternalError(std::string(name_of(static_cast<Operation>(signature.operation))) + ": " +
+                        error.what()));
     throw;
   }
 }
@@ -173,74 +174,75 @@ void Engine::drive(Task& task, const Deadline& deadline) {
     if (task.advance()) {
       waited_ += idle_until - idle_since;
       idle_since = idle_until = {};
-      if (++steps % kStepsPerClock == 0) check_world(task, deadline);
+      if (++steps % kStepsPerClock == 0) check_abort_conditions(task, deadline);
       continue;
     }
     // Look again for a while: a peer that is about to answer does so sooner than a sleeper wakes.
-    if (options_.spin.count() > 0 && worth_looking(task)) {
+    if (options_.spin.count() > 0 && worth_spinning(task)) {
       cpu_relax();
       if (++looks % kLooksPerClock != 0) continue;
       idle_until = Clock::now();
       if (idle_since == Clock::time_point{}) {
         idle_since = idle_until;
-        patience_ = std::max(options_.spin, patience_ - patience_ / 8);
+        spin_limit_ = std::max(options_.spin, spin_limit_ - spin_limit_ / 8);
       }
-      if (idle_until - idle_since < patience_) continue;
+      if (idle_until - idle_since < spin_limit_) continue;
     }
     bool moved = false;
     {
-      const Waiting waiting{waited_, idle_since == Clock::time_point{} ? Clock::now() : idle_since};
+      const WaitTimer waiting{waited_,
+                              idle_since == Clock::time_point{} ? Clock::now() : idle_since};
       moved = sleep(task, deadline);
     }
-    learn(idle_since);
+    adapt_spin_limit(idle_since);
     idle_since = idle_until = {};
-    if (!task.done()) look_round(task, deadline, moved);
+    if (!task.done()) check_between_sleeps(task, deadline, moved);
   }
 }
 
 // Between a sleep and the next: also where something came, or a peer whose bytes come a few at a
 // time would hold up a signal, a limit, an abort, and this rank's signs of life.
-void Engine::look_round(const Task& task, const Deadline& deadline, bool moved) {
-  if (!moved) check_needed(task);
-  check_world(task, deadline);
-  if (!moved) check_silence(task);
+void Engine::check_between_sleeps(const Task& task, const Deadline& deadline, bool moved) {
+  if (!moved) check_peers_needed(task);
+  check_abort_conditions(task, deadline);
+  if (!moved) check_heartbeats(task);
 }
 
 // How long to look next time. Two ranks that both sleep after `spin` can go on so for ever, each
 // waking too late for the other's look: to wake takes longer than that. Who has slept for a short
 // while therefore looks for twice as long the next time, which brings the two together again; and
 // bit by bit for less from then on. A sleep without a look before it teaches nothing.
-void Engine::learn(Clock::time_point idle_since) {
+void Engine::adapt_spin_limit(Clock::time_point idle_since) {
   if (idle_since == Clock::time_point{}) return;
   const auto idle = Clock::now() - idle_since;
-  patience_ =
-      idle < kShortSleep ? std::max<std::chrono::nanoseconds>(patience_, 2 * idle) : options_.spin;
+  spin_limit_ = idle < kShortSleep ? std::max<std::chrono::nanoseconds>(spin_limit_, 2 * idle)
+                                   : options_.spin;
 }
 
 // Not where a look costs much and a sleep little: while much is on its way by a socket.
-bool Engine::worth_looking(const Task& task) const {
-  const int from = task.receiving_from(), peer = from != kNobody ? from : task.sending_to();
-  if (peer < 0 || (from != kNobody && task.receiving_bytes() < kSegmentBytes)) return true;
+bool Engine::worth_spinning(const Task& task) const {
+  const int from = task.receiving_from(), peer = from != kNoRank ? from : task.sending_to();
+  if (peer < 0 || (from != kNoRank && task.receiving_bytes() < kSegmentBytes)) return true;
   const auto& link = peers_[static_cast<size_t>(peer)].link;
-  return !link || !link->channel().looks_are_dear();
+  return !link || !link->channel().polling_is_expensive();
 }
 
 // Arms, looks once more, and only then sleeps: so no wake-up is lost. True if the task moved.
 bool Engine::sleep(Task& task, const Deadline& deadline) {
   polled_.assign(1, {wake_.get(), POLLIN, 0});
-  if (options_.dialer) polled_.push_back({options_.dialer->descriptor(), POLLIN, 0});
+  if (options_.connector) polled_.push_back({options_.connector->descriptor(), POLLIN, 0});
   const size_t first_process = polled_.size();
   watched_.clear();
   for (size_t i = 0; i < peers_.size(); ++i) {
     const Fd& process = peers_[i].process.descriptor();
-    if (!process || peers_[i].departed) continue;
+    if (!process || peers_[i].left_reason) continue;
     watched_.push_back(static_cast<int>(i));
     polled_.push_back({process.get(), POLLIN, 0});
   }
   armed_.clear();
   for (size_t i = 0; i < peers_.size(); ++i) {
-    const Peer& peer = peers_[i];
-    if (!peer.link || peer.link->channel().hung_up()) continue;
+    const PeerState& peer = peers_[i];
+    if (!peer.link || peer.link->channel().is_closed()) continue;
     armed_.push_back(&peer.link->channel());
     const bool awaited = task.receiving_from() == static_cast<int>(i);
     polled_.push_back(armed_.back()->arm({.receive = !must_wait(static_cast<int>(i), task),
@@ -262,101 +264,102 @@ bool Engine::sleep(Task& task, const Deadline& deadline) {
     const Disarm disarm{*this, task};
     task.arm();
     if (task.advance()) return true;
-    if (!tend_all()) {
+    if (!poll_peers()) {
       const auto limit = longest_sleep(deadline);
       woken = ::poll(polled_.data(), polled_.size(),
                      static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(limit).count()));
     }
   }
   if (woken > 0) find_ended(first_process);
-  if (ending_) settle_ended();
+  if (process_ended_) update_ended();
   if (woken <= 0) asked_ = {};  // a signal, or nothing happened for long
-  if (woken == 0 && task.receiving_from() >= 0) want(task.receiving_from());
+  if (woken == 0 && task.receiving_from() >= 0) request_connection(task.receiving_from());
   // What is there already comes before what a peer says at its end.
   if (task.advance()) return true;
-  (void)tend_all();
+  (void)poll_peers();
   return task.done() || task.advance();
 }
 
-void Engine::check_world(const Task& task, const Deadline& deadline) {
+void Engine::check_abort_conditions(const Task& task, const Deadline& deadline) {
   if (stopped_.load()) {
     const std::lock_guard lock(mutex_);
     throw GroupBroken("the group was aborted: " + stop_reason_);
   }
   const auto now = Clock::now();
-  say_alive(now);
-  if (options_.interrupted && now - asked_ >= kAsk) {
+  send_heartbeats(now);
+  if (options_.interrupted && now - asked_ >= kInterruptInterval) {
     asked_ = now;
-    const Rest rest{turn_};
+    const ReleasedTurn released{turn_};
     if (options_.interrupted()) throw GroupBroken(name(options_.rank) + " was interrupted");
   }
   if (!deadline.expired()) return;
   const int from = task.receiving_from(), to = task.sending_to();
-  const int peer = from != kNobody ? from : to;
+  const int peer = from != kNoRank ? from : to;
   std::string text = "Timed out after " + std::to_string(deadline.limit_s()) + " s";
-  if (peer != kNobody)
-    text += (from != kNobody ? ", waiting for data from " : ", waiting to send to ") + name(peer);
-  if (awaits() == kAnybody) text += ", waiting for a message from anybody";
+  if (peer != kNoRank)
+    text += (from != kNoRank ? ", waiting for data from " : ", waiting to send to ") + name(peer);
+  if (awaited_peer() == kAnyPeer) text += ", waiting for a message from anybody";
   throw Timeout(text, {.peer = peer});
 }
 
 // Somebody who has left in peace matters only to those who still need something from it.
-void Engine::check_needed(const Task& task) {
+void Engine::check_peers_needed(const Task& task) {
   const int from = task.receiving_from();
   // Behind what belongs to a later call no message comes; a call would see that they disagree.
-  if (running_ == nullptr && from >= 0 && at(from).link && over(at(from)) && !at(from).departed &&
-      at(from).link->has_front() && at(from).front == Front::later)
-    hear_out(from);
+  if (running_ == nullptr && from >= 0 && at(from).link && over(at(from)) &&
+      !at(from).left_reason && at(from).link->has_front() && at(from).front == Front::later)
+    throw_peer_error(from);
   for (const int peer : {task.receiving_from(), task.sending_to()})
-    if (peer != kNobody && at(peer).departed) throw gone(peer);
-  if (awaits() == kAnybody && options_.dialer == nullptr &&
-      std::ranges::all_of(peers_, [](const Peer& who) { return !who.link || who.departed; }))
+    if (peer != kNoRank && at(peer).left_reason) throw peer_lost(peer);
+  if (awaited_peer() == kAnyPeer && options_.connector == nullptr &&
+      std::ranges::all_of(peers_,
+                          [](const PeerState& state) { return !state.link || state.left_reason; }))
     throw PeerLost("everybody else has left the group, and no message came before");
 }
 
 // Whoever sends calls. Who has waited for long to receive calls too: for all it knows the other has
 // died, and of a rank that one never met one learns it only so.
-void Engine::want(int peer) {
-  Peer& who = at(peer);
-  if (who.link || who.wanted || who.departed || options_.dialer == nullptr) return;
-  who.wanted = true;
-  who.heard = Clock::now();
-  options_.dialer->want(peer);
+void Engine::request_connection(int peer) {
+  PeerState& state = at(peer);
+  if (state.link || state.requested || state.left_reason || options_.connector == nullptr) return;
+  state.requested = true;
+  state.last_received_at = Clock::now();
+  options_.connector->request(peer);
 }
 
 // True if somebody was met, or is not to be had.
-bool Engine::admit() {
-  if (options_.dialer == nullptr) return false;
-  std::vector<Arrival> arrivals = options_.dialer->take();
-  for (Arrival& arrival : arrivals) {
-    Peer& who = at(arrival.peer);
-    if (who.link) continue;
+bool Engine::accept_connections() {
+  if (options_.connector == nullptr) return false;
+  std::vector<ConnectResult> arrivals = options_.connector->take();
+  for (ConnectResult& arrival : arrivals) {
+    PeerState& state = at(arrival.peer);
+    if (state.link) continue;
     if (!arrival.channel) {
-      who.departed = "cannot be reached: " + arrival.why + "; it has died, or left the group";
+      state.left_reason = "cannot be reached: " + arrival.why + "; it has died, or left the group";
       continue;
     }
-    who.link = std::make_unique<Link>(std::move(arrival.channel));
-    who.heard = Clock::now();
+    state.link = std::make_unique<Link>(std::move(arrival.channel));
+    state.last_received_at = Clock::now();
     watch_process(arrival.peer);
-    if (!noticed_text_.empty()) who.link->post(noticed_, noticed_text_);
+    if (!last_mismatch_text_.empty()) state.link->post(last_mismatch_, last_mismatch_text_);
   }
   return !arrivals.empty();
 }
 
-bool Engine::tend_all() {
-  bool moved = admit();
+bool Engine::poll_peers() {
+  bool moved = accept_connections();
   for (size_t i = 0; i < peers_.size(); ++i) {
     if (!peers_[i].link) continue;
     Link& link = *peers_[i].link;
     const bool owed = !link.idle();
     (void)link.flush();
     moved |= owed && link.idle();
-    (void)tend(static_cast<int>(i));
-    if (link.bytes_received() == peers_[i].seen) continue;
+    (void)poll_peer(static_cast<int>(i));
+    if (link.bytes_received() == peers_[i].bytes_received_seen) continue;
     moved = true;
-    peers_[i].seen = link.bytes_received();
-    peers_[i].heard = Clock::now();
-    if (ending_) peers_[i].quiet_since = peers_[i].heard;
+    peers_[i].bytes_received_seen = link.bytes_received();
+    peers_[i].last_received_at = Clock::now();
+    if (process_ended_) peers_[i].last_byte_at = peers_[i].last_received_at;
   }
   return moved;
 }
@@ -369,20 +372,21 @@ bool Engine::must_wait(int peer, const Task& task) {
 }
 
 // Deals with what has arrived from `peer` until something is at the front that belongs to a call.
-Engine::Front Engine::tend(int peer) {
-  Peer& who = at(peer);
-  if (!who.link) return Front::nothing;
-  Link& link = *who.link;
+Engine::Front Engine::poll_peer(int peer) {
+  PeerState& state = at(peer);
+  if (!state.link) return Front::nothing;
+  Link& link = *state.link;
   for (int frames = 0; frames < kFramesPerLook; ++frames) {
-    const bool last = over(who);  // looked at first: what it sent before is there now
+    const bool last = over(state);  // looked at first: what it sent before is there now
     const Header* header = this->front(peer);
-    const Front front = header == nullptr ? Front::nothing : judge(peer, *header);
-    who.front = front;
+    const Front front = header == nullptr ? Front::nothing : dispatch_frame(peer, *header);
+    state.front = front;
     const bool waits = header == nullptr || link.payload_left() > 0;
     if (front == Front::later || (front == Front::ours && !waits)) return front;
     if (!waits) continue;
-    if (last && !who.departed && (header == nullptr || link.peek().size() < link.payload_left()))
-      throw gone(peer);
+    if (last && !state.left_reason &&
+        (header == nullptr || link.peek().size() < link.payload_left()))
+      throw peer_lost(peer);
     return front;
   }
   return Front::nothing;
@@ -390,14 +394,14 @@ Engine::Front Engine::tend(int peer) {
 
 // What the frame at the front means here. Front::nothing: it was dealt with, as far as it has
 // arrived.
-Engine::Front Engine::judge(int peer, const Header& header) {
+Engine::Front Engine::dispatch_frame(int peer, const Header& header) {
   switch (header.kind) {
     case FrameKind::data:
       at(peer).last = header;
       break;
-    case FrameKind::pulse:
-      take_pulse(peer, header);
-      if (contradicts(*at(peer).last)) disagree(peer, *at(peer).last);
+    case FrameKind::heartbeat:
+      take_heartbeat(peer, header);
+      if (contradicts_run(*at(peer).last)) throw_mismatch(peer, *at(peer).last);
       return Front::nothing;
     case FrameKind::mismatch:
       // Of a call that we have yet to make, or of an epoch that we have yet to hear of; and a
@@ -405,20 +409,20 @@ Engine::Front Engine::judge(int peer, const Header& header) {
       // the way.
       if (const int when = order(header, epoch_, sequence_);
           when > 0 || (running_ == nullptr && header.epoch == epoch_ &&
-                       (when == 0 || !only_awaits() || has_offered_past(peer))))
+                       (when == 0 || !only_awaits() || has_announced_to_other(peer))))
         return Front::later;
       [[fallthrough]];
     case FrameKind::goodbye:
       read_notice(peer, header);
       return Front::nothing;
   }
-  if (!is_message(header)) return judge_data(peer, header);
-  if (!has_room(peer, header)) return Front::later;
-  absorb(peer, header);
+  if (!is_message(header)) return dispatch_data(peer, header);
+  if (!has_buffer_space(peer, header)) return Front::later;
+  buffer_message(peer, header);
   return Front::nothing;
 }
 
-Engine::Front Engine::judge_data(int peer, const Header& header) {
+Engine::Front Engine::dispatch_data(int peer, const Header& header) {
   Link& link = *at(peer).link;
   const int when = order(header, epoch_, sequence_);
   if (when < 0) {
@@ -428,61 +432,62 @@ Engine::Front Engine::judge_data(int peer, const Header& header) {
       return Front::nothing;
     }
     // It sent more than our call took. A message on its way to us or from us is not cut by that.
-    if (running_ == nullptr && (!only_awaits() || has_offered_past(peer))) return Front::later;
-    disagree_on_end(peer, header);
+    if (running_ == nullptr && (!only_awaits() || has_announced_to_other(peer)))
+      return Front::later;
+    throw_mismatch_on_end(peer, header);
   }
   if (when > 0 || running_ == nullptr) return Front::later;
-  if (!same_call(header, expected_from(peer))) disagree(peer, header);
-  if (header.context != running_->context) disagree_on_past(peer);
+  if (!same_call(header, expected_from(peer))) throw_mismatch(peer, header);
+  if (header.context != running_->context) throw_mismatch_on_past(peer);
   return Front::ours;
 }
 
 // Who has offered a message is bound to what its receiver makes of it, whatever others say: where
 // that one takes it, both must go on.
-bool Engine::has_offered_past(int peer) const {
-  return is_answer(awaited_.front().signature) && awaits() != peer;
+bool Engine::has_announced_to_other(int peer) const {
+  return is_answer(awaited_.front().signature) && awaited_peer() != peer;
 }
 
-void Engine::take_pulse(int peer, const Header& header) {
-  believe(peer, header.bytes == 0, "a pulse has a payload");
+void Engine::take_heartbeat(int peer, const Header& header) {
+  require_valid(peer, header.bytes == 0, "a pulse has a payload");
   at(peer).last = header;
   at(peer).link->finish();
 }
 
 // Whether its sender waits in another call than ours, perhaps for us while we wait for it. Of an
 // all_to_all a pulse does not tell the counts between the two.
-bool Engine::contradicts(const Header& pulse) const {
-  if (running_ == nullptr || pulse.context != static_cast<uint16_t>(Whereabouts::inside) ||
-      is_message(pulse) || order(pulse, epoch_, sequence_) != 0)
+bool Engine::contradicts_run(const Header& heartbeat) const {
+  if (running_ == nullptr || heartbeat.context != static_cast<uint16_t>(CallState::in_call) ||
+      is_message(heartbeat) || order(heartbeat, epoch_, sequence_) != 0)
     return false;
   const auto to_all = static_cast<uint8_t>(Operation::all_to_all);
-  if (pulse.operation == to_all && running_->operation == to_all) return false;
-  return !same_call(pulse, *running_);
+  if (heartbeat.operation == to_all && running_->operation == to_all) return false;
+  return !same_call(heartbeat, *running_);
 }
 
 // The run under way, as the frames of `peer` must tell it.
 Header Engine::expected_from(int peer) const {
   Header header = *running_;
-  if (!claims_.empty()) header.count = claims_[peers_.size() + static_cast<size_t>(peer)];
+  if (!peer_counts_.empty()) header.count = peer_counts_[peers_.size() + static_cast<size_t>(peer)];
   return header;
 }
 
 Link* Engine::incoming(int peer) {
-  const Front front = tend(peer);
+  const Front front = poll_peer(peer);
   Link* link = at(peer).link.get();  // null: not met yet
   if (front == Front::ours) return link;
   if (front != Front::later || running_ == nullptr) return nullptr;
   // What it sent for our call came before this: it has gone on without what we wait for.
   const Header& next = *link->front();
-  if (next.epoch == epoch_ && next.kind == FrameKind::data) disagree_on_end(peer, next);
+  if (next.epoch == epoch_ && next.kind == FrameKind::data) throw_mismatch_on_end(peer, next);
   return nullptr;
 }
 
 bool Engine::open(int peer, const Header& header, ConstBytes payload, bool more) {
-  if (!at(peer).link) want(peer);
-  if (!at(peer).link || at(peer).departed) return false;
+  if (!at(peer).link) request_connection(peer);
+  if (!at(peer).link || at(peer).left_reason) return false;
   Link& link = *at(peer).link;
-  if (over(at(peer))) hear_out(peer);  // who only sends would not learn it otherwise
+  if (over(at(peer))) throw_peer_error(peer);  // who only sends would not learn it otherwise
   if (!link.idle() && !link.flush()) return false;
   link.begin(header, payload, more);
   return true;

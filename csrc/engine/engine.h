@@ -18,8 +18,8 @@
 
 #include "core/deadline.h"
 #include "core/errors.h"
-#include "engine/dialer.h"
 #include "engine/link.h"
+#include "engine/peer_connector.h"
 #include "engine/schedule.h"
 #include "kernels/kernels.h"
 #include "os/process.h"
@@ -33,7 +33,7 @@ class Task {
   // Does what can be done now without waiting; true if anything moved.
   virtual bool advance() = 0;
   virtual bool done() const = 0;
-  // Whom it waits for, or kNobody.
+  // Whom it waits for, or kNoRank.
   virtual int sending_to() const = 0;
   virtual int receiving_from() const = 0;
   // How much is still to come from there, at least.
@@ -44,12 +44,12 @@ class Task {
 };
 
 // Whom a receive waits for, if anybody's message will do.
-inline constexpr int kAnybody = -2;
+inline constexpr int kAnyPeer = -2;
 
 // A call of the user's in the engine's words: one plan over arrays. Element `i` of a space that is
 // cut into pieces of `piece` elements lies at (i / piece) * stride + i % piece; without blocks both
 // are the whole array.
-struct Job {
+struct PlanJob {
   const Schedule* schedule = nullptr;
   Header signature{};  // what every frame of the call says; epoch and sequence are the engine's
   const std::byte* input = nullptr;
@@ -60,29 +60,29 @@ struct Job {
   int size = 1;  // ranks, which avg divides by
   // Empty, or, where the header's count differs from peer to peer: what it is towards each rank,
   // and behind that what it must be from each.
-  std::span<const size_t> claims{};
+  std::span<const size_t> peer_counts{};
 };
 
 // A message from one rank to another, whole.
 struct Message {
   Header header{};       // peer is the tag, count the elements
   uint64_t arrival = 0;  // in which order they came, whoever sent them
-  std::vector<std::byte> kept{};
-  std::byte* into = nullptr;  // the receiver's array if it waits already; null: `kept`
+  std::vector<std::byte> buffer{};
+  std::byte* into = nullptr;  // the receiver's array if it waits already; null: `buffer`
   size_t bytes = 0, have = 0;
 };
 
 // What it takes of the memory of a rank that has not received it.
-inline size_t memory_of(const Message& message) {
+inline size_t bytes_used_by(const Message& message) {
   return sizeof(Message) + (message.into == nullptr ? message.bytes : 0);
 }
 
 // Of messages that no receive has taken a rank keeps so many bytes from each peer, and one message
 // more. Then it reads no further from that peer, whose sends wait.
-inline constexpr size_t kMostKeptBytes = size_t{64} << 20;
+inline constexpr size_t kMaxBufferedBytes = size_t{64} << 20;
 
 // One of messages that travel at once.
-struct Posted {
+struct MessageRequest {
   int peer = 0;
   Header signature{};  // as of send() and receive()
   bool sends = false;
@@ -97,42 +97,44 @@ struct EngineOptions {
   // Who is waited for and was not heard of for so long is lost; 0: never.
   std::chrono::nanoseconds heartbeat{0};
   std::function<bool()> interrupted;
-  Dialer* dialer = nullptr;  // makes the channels that are not there yet; outlives the engine
+  PeerConnector* connector =
+      nullptr;  // makes the channels that are not there yet; outlives the engine
   // By rank: the process, where this one sees it by that number; 0, or an empty list: it does not.
   std::vector<int64_t> pids{};
 };
 
 // What a rank knows of another, as of a moment ago.
-struct Sighting {
+struct PeerStatus {
   bool connected = false;
-  std::optional<std::string> departed{};  // what became of it
-  double silent_s = 0;                    // since it was heard of
-  std::string doing{};                    // as its last frame said; empty: not known
+  std::optional<std::string> left_reason{};  // what became of it
+  double last_seen_s = 0;                    // since it was heard of
+  std::string current_call{};                // as its last frame said; empty: not known
   uint64_t bytes_written = 0, bytes_received = 0;
 };
 
 class Engine {
  public:
-  // `channels` by rank; null for oneself and, where there is a dialer, for whoever is not met yet.
+  // `channels` by rank; null for oneself and, where there is a connector, for whoever is not met
+  // yet.
   Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions options);
   ~Engine();
 
-  void run(const Job& job, const Deadline& deadline);
+  void run(const PlanJob& job, const Deadline& deadline);
   // The same for a task of another strategy: `header` is next_header() of its signature.
   void run(Task& task, const Header& header, const Deadline& deadline);
   Header next_header(Header signature) const;
   void send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline);
-  // `from` may be kAnybody; gives the sender. Throws Mismatch, and drops the message, if it is of
+  // `from` may be kAnyPeer; gives the sender. Throws Mismatch, and drops the message, if it is of
   // another dtype or count.
   int receive(int from, const Header& signature, Bytes into, const Deadline& deadline);
-  // All at once; those of one peer in order. No receive is of kAnybody. Throws Mismatch as
+  // All at once; those of one peer in order. No receive is of kAnyPeer. Throws Mismatch as
   // receive() does, when all others are over.
-  void exchange(std::span<const Posted> messages, const Deadline& deadline);
+  void exchange(std::span<const MessageRequest> messages, const Deadline& deadline);
   // In place of send() where the array lies on a device: nothing moves, and the receiver, whose
   // receive() has no bytes either, has said that it takes the message. Throws Mismatch, as
   // receive() does there, where it takes another one; and where both ranks do this at once, as each
   // would wait for the other for ever.
-  void offer(int to, const Header& signature, const Deadline& deadline);
+  void announce_send(int to, const Header& signature, const Deadline& deadline);
 
   // Says goodbye and hangs up. What peers were sent is still delivered to them.
   void leave() noexcept;
@@ -140,18 +142,18 @@ class Engine {
   void fail(const Error& error) noexcept;
   // `peer` has hung up: throws what it said at its end, which may stand behind frames that nobody
   // will take any more.
-  [[noreturn]] void hear_out(int peer);
+  [[noreturn]] void throw_peer_error(int peer);
   // From any thread: ends the wait that is under way, with GroupBroken.
   void stop(const std::string& reason) noexcept;
-  // From any thread, at least every pulse_interval(): says to silent links that this rank lives,
-  // and takes their pulses in. While a call runs it is the call that does so, at its end at the
-  // latest. False once the engine is broken.
-  bool pulse() noexcept;
-  std::chrono::nanoseconds pulse_interval() const { return options_.heartbeat / 5; }
+  // From any thread, at least every heartbeat_interval(): says to silent links that this rank
+  // lives, and takes their pulses in. While a call runs it is the call that does so, at its end at
+  // the latest. False once the engine is broken.
+  bool heartbeat() noexcept;
+  std::chrono::nanoseconds heartbeat_interval() const { return options_.heartbeat / 5; }
   // From any thread, also while a call waits: what this rank called last, and what it knows of each
   // rank.
   std::string doing() const;
-  std::vector<Sighting> sightings() const;
+  std::vector<PeerStatus> peer_statuses() const;
   // From any thread: who is known not to come back, once the engine is broken.
   std::vector<int> lost() const;
   std::string broken() const;  // the first cause; empty: it is not
@@ -160,7 +162,7 @@ class Engine {
   // Between calls, of who waits elsewhere for peers, the awaited ones: throws what any has told
   // meanwhile that ends this group, and that one of these has died; for so long as the limit it is
   // waited for. While a call runs in another thread it is the call that hears.
-  void heed(std::chrono::nanoseconds limit, const std::vector<int>& awaited);
+  void check_for_failures(std::chrono::nanoseconds limit, const std::vector<int>& awaited);
 
   uint64_t frames_sent() const { return sum(&Link::frames_sent); }
   uint64_t bytes_written() const { return sum(&Link::bytes_written); }
@@ -178,89 +180,89 @@ class Engine {
   bool open(int peer, const Header& header, ConstBytes payload, bool more = false);
   size_t push(int peer);
   bool frame_over(int peer) { return at(peer).link->idle(); }
-  // The oldest message from `from` that `wanted` is meant for, once it is whole. For kAnybody: of
+  // The oldest message from `from` that `wanted` is meant for, once it is whole. For kAnyPeer: of
   // everybody's oldest, as far as they are whole, the one that began to arrive first; `from` then
   // says whose.
   std::optional<Message> take_message(int& from, const Header& wanted);
   // Throws Mismatch where no message for `wanted` can arrive: unreceived messages before it take
-  // kMostKeptBytes.
+  // kMaxBufferedBytes.
   void check_arrives(int from, const Header& wanted);
   // Of exchange(): takes the messages that are whole and awaited, each into its place. True if
   // there was one.
-  bool take_awaited();
-  // Whose message is awaited first, or kNobody.
-  int awaits() const { return awaited_.empty() ? kNobody : awaited_.front().from; }
+  bool take_awaited_messages();
+  // Whose message is awaited first, or kNoRank.
+  int awaited_peer() const { return awaited_.empty() ? kNoRank : awaited_.front().from; }
   // Nothing of exchange() is left to send: only now may a notice cut it short.
   void sent_all() { sending_ = false; }
   // `peer` says that the call under way is another: ends it on every rank with Mismatch.
-  [[noreturn]] void disagree(int peer, const Header& theirs);
+  [[noreturn]] void throw_mismatch(int peer, const Header& theirs);
   // The same where the peer has gone on to the call `theirs`, or this rank has ended it already.
-  [[noreturn]] void disagree_on_end(int peer, const Header& theirs);
+  [[noreturn]] void throw_mismatch_on_end(int peer, const Header& theirs);
   // The same where both make the same call, and have made others before it.
-  [[noreturn]] void disagree_on_past(int peer);
+  [[noreturn]] void throw_mismatch_on_past(int peer);
   // The same for a call of this epoch that is over on some ranks, with `text` as its sentence.
-  [[noreturn]] void give_up_call(int peer, uint32_t sequence, const std::string& text);
+  [[noreturn]] void abort_call(int peer, uint32_t sequence, const std::string& text);
   // What `peer` sent makes sense: else throws PeerLost, as the fault is its own.
-  void believe(int peer, bool sound, std::string_view what) const;
+  void require_valid(int peer, bool sound, std::string_view what) const;
   // Wakes `peer`, which shares memory with us, if it sleeps.
-  void ring(int peer) { at(peer).link->channel().ring(); }
+  void wake_peer(int peer) { at(peer).link->channel().wake_peer(); }
   Bytes scratch(size_t bytes);
   int rank() const { return options_.rank; }
 
  private:
   // What is at the front of a link.
   enum class Front { nothing, ours, later };
-  struct Peer {
-    std::unique_ptr<Link> link;           // null: oneself, or not met yet
-    bool wanted = false;                  // the dialer was asked for it
-    std::optional<std::string> departed;  // what became of it: "has left the group: ..."
-    bool in_peace = false;                // it has left, and that is all
-    std::deque<Message> messages;         // arrived, or (the last) arriving
-    size_t kept = 0;                      // their memory_of() together
-    Front front = Front::nothing;         // what stood there when last looked at
-    uint64_t seen = 0;                    // bytes received when last looked at
-    Clock::time_point heard{};            // when they last grew
-    uint64_t told = 0;                    // bytes written when last looked at
-    Clock::time_point told_at{};          // when they last grew
-    std::optional<Header> last{};         // the last header of a call or a pulse
-    Process process{};                    // where it can be seen from here
-    Clock::time_point quiet_since{};      // once the process has ended: when bytes came last
-    bool ended = false;                   // ... long enough ago that nothing more will come
+  struct PeerState {
+    std::unique_ptr<Link> link;              // null: oneself, or not met yet
+    bool requested = false;                  // the connector was asked for it
+    std::optional<std::string> left_reason;  // what became of it: "has left the group: ..."
+    bool left_cleanly = false;               // it has left, and that is all
+    std::deque<Message> messages;            // arrived, or (the last) arriving
+    size_t buffered_bytes = 0;               // their bytes_used_by() together
+    Front front = Front::nothing;            // what stood there when last looked at
+    uint64_t bytes_received_seen = 0;        // bytes received when last looked at
+    Clock::time_point last_received_at{};    // when they last grew
+    uint64_t bytes_sent_seen = 0;            // bytes written when last looked at
+    Clock::time_point sent_at{};             // when they last grew
+    std::optional<Header> last{};            // the last header of a call or a pulse
+    Process process{};                       // where it can be seen from here
+    Clock::time_point last_byte_at{};        // once the process has ended: when bytes came last
+    bool ended = false;                      // ... long enough ago that nothing more will come
   };
 
-  void keep_half_arrived();
+  void detach_partial_messages();
   void guard(Task& task, const Header& signature, const Deadline& deadline);
   void drive(Task& task, const Deadline& deadline);
-  void learn(Clock::time_point idle_since);
-  bool worth_looking(const Task& task) const;
+  void adapt_spin_limit(Clock::time_point idle_since);
+  bool worth_spinning(const Task& task) const;
   bool sleep(Task& task, const Deadline& deadline);
-  void look_round(const Task& task, const Deadline& deadline, bool moved);
-  void check_world(const Task& task, const Deadline& deadline);
-  void check_needed(const Task& task);
-  void check_silence(const Task& task);
-  void say_alive(Clock::time_point now);
-  void listen(Clock::time_point now);
+  void check_between_sleeps(const Task& task, const Deadline& deadline, bool moved);
+  void check_abort_conditions(const Task& task, const Deadline& deadline);
+  void check_peers_needed(const Task& task);
+  void check_heartbeats(const Task& task);
+  void send_heartbeats(Clock::time_point now);
+  void update_last_received(Clock::time_point now);
   void publish(Clock::time_point now);
-  std::string known_of(const Peer& who) const;
+  std::string describe_peer(const PeerState& state) const;
   const Header* front(int peer);
-  void give_up(const Error& error) noexcept;
-  void want(int peer);
-  bool admit();
-  bool tend_all();
+  void abort(const Error& error) noexcept;
+  void request_connection(int peer);
+  bool accept_connections();
+  bool poll_peers();
   bool must_wait(int peer, const Task& task);
-  Front tend(int peer);
-  Front judge(int peer, const Header& header);
-  Front judge_data(int peer, const Header& header);
+  Front poll_peer(int peer);
+  Front dispatch_frame(int peer, const Header& header);
+  Front dispatch_data(int peer, const Header& header);
   Header expected_from(int peer) const;
-  bool beat() noexcept;  // pulse(), by who works with the links
-  void take_pulse(int peer, const Header& header);
-  bool contradicts(const Header& pulse) const;
-  bool has_offered_past(int peer) const;
-  bool has_room(int peer, const Header& header) const;
-  void absorb(int peer, const Header& header);
-  std::optional<Message> take_kept(int& from, const Header& wanted);
+  bool send_heartbeats_locked() noexcept;  // heartbeat(), by who works with the links
+  void take_heartbeat(int peer, const Header& header);
+  bool contradicts_run(const Header& heartbeat) const;
+  bool has_announced_to_other(int peer) const;
+  bool has_buffer_space(int peer, const Header& header) const;
+  void buffer_message(int peer, const Header& header);
+  std::optional<Message> take_buffered(int& from, const Header& wanted);
   bool only_awaits() const { return !awaited_.empty() && !sending_; }
-  std::byte* place_for(int peer, const Header& header);
+  std::byte* destination_for(int peer, const Header& header);
   struct Refused {
     int from;
     Header theirs, mine;
@@ -269,51 +271,53 @@ class Engine {
   Message await(int& from, const Header& wanted, Bytes into, const Header& signature,
                 const Deadline& deadline);
   void read_notice(int peer, const Header& header);
-  void heed_goodbye(int peer, const std::string& payload);
+  void handle_goodbye(int peer, const std::string& payload);
   void new_epoch(const Header& notice, const std::string& text);
   void post_goodbye(uint8_t kind, int peer, const std::string& text);
   void say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept;
-  bool has_hung_up(int peer);
+  bool has_closed(int peer);
   std::chrono::nanoseconds longest_sleep(const Deadline& deadline) const;
   void watch_process(int peer);
   void find_ended(size_t first);
-  void settle_ended();
+  void update_ended();
   // It has hung up, or its process has ended and all that it sent is here.
-  static bool over(const Peer& who) { return who.ended || who.link->channel().hung_up(); }
-  bool parts_in_peace(int peer);
-  void look_for_ends(const std::vector<int>& awaited);
-  void sleep_until_end(const std::vector<int>& awaited);
-  PeerLost gone(int peer) const;
-  PeerLost unreadable(int peer, std::string_view what) const;
-  std::vector<int> call_roll(const Error& error);
+  static bool over(const PeerState& state) {
+    return state.ended || state.link->channel().is_closed();
+  }
+  bool closed_cleanly(int peer);
+  void poll_for_failures(const std::vector<int>& awaited);
+  void wait_for_close(const std::vector<int>& awaited);
+  PeerLost peer_lost(int peer) const;
+  PeerLost protocol_violation(int peer, std::string_view what) const;
+  std::vector<int> find_unresponsive_peers(const Error& error);
   bool answers(int peer, const Deadline& deadline);
   std::vector<int> find_lost(const Error& error);
   bool flush_all(std::chrono::nanoseconds limit);
-  Peer& at(int peer) { return peers_[static_cast<size_t>(peer)]; }
+  PeerState& at(int peer) { return peers_[static_cast<size_t>(peer)]; }
   uint64_t sum(uint64_t (Link::*figure)() const) const;
   std::string name(int peer) const { return options_.names[static_cast<size_t>(peer)]; }
 
   EngineOptions options_;
   // Held by who works with the links: a call, but for the time in which it asks `interrupted`, or
-  // pulse().
+  // heartbeat().
   mutable std::mutex turn_;
-  std::vector<Peer> peers_;
+  std::vector<PeerState> peers_;
   std::vector<pollfd> polled_;
   std::vector<Channel*> armed_;  // those behind polled_, which starts with wake_
   std::vector<int> watched_;     // of whom polled_ holds the processes, before those
-  bool ending_ = false;          // a process has ended, and its last bytes may be on their way
+  bool process_ended_ = false;   // a process has ended, and its last bytes may be on their way
   Clock::time_point asked_{};    // when options_.interrupted was asked last
   std::vector<std::byte> scratch_;
-  std::chrono::nanoseconds patience_{0};  // for how long the next wait looks
+  std::chrono::nanoseconds spin_limit_{0};  // for how long the next wait looks
   uint16_t epoch_ = 0;
   uint32_t sequence_ = 0;
-  uint64_t past_ = 0;                      // a hash of the calls of this epoch, for their frames
-  Header before_{};                        // the last of them
-  uint64_t arrivals_ = 0;                  // messages that began to arrive
-  const Header* running_ = nullptr;        // the run under way, if any
-  std::span<const size_t> claims_;         // its job's
-  Header last_{.kind = FrameKind::pulse};  // what was called last, as pulses tell it
-  Clock::time_point listened_{};           // when listen() was called last
+  uint64_t past_ = 0;                    // a hash of the calls of this epoch, for their frames
+  Header before_{};                      // the last of them
+  uint64_t arrivals_ = 0;                // messages that began to arrive
+  const Header* running_ = nullptr;      // the run under way, if any
+  std::span<const size_t> peer_counts_;  // its job's
+  Header last_{.kind = FrameKind::heartbeat};  // what was called last, as pulses tell it
+  Clock::time_point updated_at_{};             // when listen() was called last
   struct Awaited {
     int from;
     Header signature;
@@ -324,18 +328,18 @@ class Engine {
   std::vector<Refused> refused_;  // that exchange() has taken and that were not as awaited
   uint64_t payload_sent_ = 0;
   std::chrono::nanoseconds waited_{0};
-  Header noticed_{};  // the disagreement that ended the last epoch, for whoever is met after
-  std::string noticed_text_;  // it; empty: there was none
+  Header last_mismatch_{};  // the disagreement that ended the last epoch, for whoever is met after
+  std::string last_mismatch_text_;  // it; empty: there was none
 
   std::atomic<bool> stopped_{false};
-  std::atomic<bool> beat_due_{false};  // pulse() came during a call
-  Fd wake_;                            // written by stop()
-  mutable std::mutex mutex_;           // guards those below
+  std::atomic<bool> heartbeat_due_{false};  // heartbeat() came during a call
+  Fd wake_;                                 // written by stop()
+  mutable std::mutex mutex_;                // guards those below
   std::string stop_reason_;
   std::string broken_;  // the first cause
   std::vector<int> lost_;
-  std::string doing_;  // for doing() and sightings(), as of published_
-  std::vector<Sighting> sightings_;
+  std::string doing_;  // for doing() and peer_statuses(), as of published_
+  std::vector<PeerStatus> peer_statuses_;
   Clock::time_point published_{};
 };
 

@@ -13,15 +13,15 @@ namespace {
 
 // What a peer does not take in this time is left to its channel: with the 100 ms after which a wait
 // hears a signal it is what Ctrl-C may take.
-constexpr std::chrono::milliseconds kLastWords{100};
+constexpr std::chrono::milliseconds kGoodbyeTimeout{100};
 // For what has arrived and was not looked at when the engine breaks.
-constexpr std::chrono::milliseconds kLastLook{10};
+constexpr std::chrono::milliseconds kFinalPollTimeout{10};
 // Much longer than a rank that waits in a call needs to answer, on a busy machine too; with
-// kLastWords within the second that a call may exceed its limit by.
-constexpr std::chrono::milliseconds kRollCall{400};
+// kGoodbyeTimeout within the second that a call may exceed its limit by.
+constexpr std::chrono::milliseconds kLivenessTimeout{400};
 
 // A goodbye that blames nobody: the rank has done its part.
-constexpr uint8_t kDeparted = 255;
+constexpr uint8_t kLeftCleanly = 255;
 
 // The payload of a goodbye: kind, who is to blame, and a sentence.
 std::string encode_goodbye(uint8_t kind, int32_t peer, const std::string& text) {
@@ -83,41 +83,40 @@ std::string describe(const Header& header) {
 
 // Tells everybody, then forgets the calls of this epoch. User memory is untouched by then: plans
 // write to it only when every rank's header was seen.
-void Engine::disagree(int peer, const Header& theirs) {
+void Engine::throw_mismatch(int peer, const Header& theirs) {
   const std::string text =
       "ranks disagree about call " + std::to_string(sequence_) + ": " + name(options_.rank) +
       " called " + describe(expected_from(peer)) + ", " + name(peer) + " called " +
       describe(theirs) +
       (is_one_way(theirs) || is_one_way(expected_from(peer)) ? "; what they write is undefined"
                                                              : "; no array was changed");
-  give_up_call(peer, sequence_, text);
+  abort_call(peer, sequence_, text);
 }
 
 // The peer has sent more for a call than this rank took, or less: one of them took it for another.
 // That shows when the call is over on one side, which may have written its output by then.
-void Engine::disagree_on_end(int peer, const Header& theirs) {
+void Engine::throw_mismatch_on_end(int peer, const Header& theirs) {
   const bool over = order(theirs, epoch_, sequence_) < 0;
   const uint32_t sequence = over ? theirs.sequence : sequence_;
   const std::string mine = over ? "has ended it without what " + name(peer) + " sent it for "
                                 : "called " + describe(expected_from(peer)) + " and waits for " +
                                       name(peer) + ", which has gone on to ";
-  give_up_call(peer, sequence,
-               "ranks disagree about call " + std::to_string(sequence) + ": " +
-                   name(options_.rank) + " " + mine + describe(theirs) +
-                   "; what the call writes is undefined");
+  abort_call(peer, sequence,
+             "ranks disagree about call " + std::to_string(sequence) + ": " + name(options_.rank) +
+                 " " + mine + describe(theirs) + "; what the call writes is undefined");
 }
 
 // So whoever has heard nothing of a call in which data flows one way hears of it in the next one in
 // which it receives anything from somebody who took it for another.
-void Engine::disagree_on_past(int peer) {
-  give_up_call(peer, before_.sequence,
-               "ranks disagree about a call before " + describe(*running_) + ": " +
-                   name(options_.rank) + " and " + name(peer) +
-                   " have not made the same ones, here the last was " + describe(before_) +
-                   "; what the call writes is undefined");
+void Engine::throw_mismatch_on_past(int peer) {
+  abort_call(peer, before_.sequence,
+             "ranks disagree about a call before " + describe(*running_) + ": " +
+                 name(options_.rank) + " and " + name(peer) +
+                 " have not made the same ones, here the last was " + describe(before_) +
+                 "; what the call writes is undefined");
 }
 
-void Engine::give_up_call(int peer, uint32_t sequence, const std::string& text) {
+void Engine::abort_call(int peer, uint32_t sequence, const std::string& text) {
   const Header notice{.kind = FrameKind::mismatch, .epoch = epoch_, .sequence = sequence};
   const auto op = running_ ? name_of(static_cast<Operation>(running_->operation)) : "recv";
   const ErrorFields fields{
@@ -133,29 +132,29 @@ void Engine::new_epoch(const Header& notice, const std::string& text) {
   sequence_ = 0;
   past_ = 0;
   running_ = nullptr;
-  noticed_ = notice;
-  noticed_text_ = text;
-  for (Peer& who : peers_) {
-    const auto gone =
-        std::erase_if(who.messages, [](const Message& m) { return is_agreement(m.header); });
-    who.kept -= gone * sizeof(Message);
-    if (!who.link) continue;
-    who.link->abandon();  // what was half received is of an old epoch and is dropped
-    who.link->post(notice, text);
+  last_mismatch_ = notice;
+  last_mismatch_text_ = text;
+  for (PeerState& state : peers_) {
+    const auto peer_lost =
+        std::erase_if(state.messages, [](const Message& m) { return is_agreement(m.header); });
+    state.buffered_bytes -= peer_lost * sizeof(Message);
+    if (!state.link) continue;
+    state.link->abandon();  // what was half received is of an old epoch and is dropped
+    state.link->post(notice, text);
   }
-  flush_all(kLastWords);
+  flush_all(kGoodbyeTimeout);
 }
 
 void Engine::read_notice(int peer, const Header& header) {
-  Peer& who = at(peer);
-  believe(peer, header.bytes <= kNoticeBytes, "a notice is too long");
-  const ConstBytes here = who.link->peek();
+  PeerState& state = at(peer);
+  require_valid(peer, header.bytes <= kNoticeBytes, "a notice is too long");
+  const ConstBytes here = state.link->peek();
   if (here.size() < header.bytes) return;  // not whole yet
   const std::string payload(reinterpret_cast<const char*>(here.data()), here.size());
   const Header notice = header;
-  who.link->take(here.size());
-  who.link->finish();
-  if (notice.kind == FrameKind::goodbye) return heed_goodbye(peer, payload);
+  state.link->take(here.size());
+  state.link->finish();
+  if (notice.kind == FrameKind::goodbye) return handle_goodbye(peer, payload);
   if (notice.epoch != epoch_) return;  // we have noticed it ourselves
   const int64_t sequence = sequence_;
   const auto op = running_ ? name_of(static_cast<Operation>(running_->operation)) : "";
@@ -164,59 +163,59 @@ void Engine::read_notice(int peer, const Header& header) {
       payload, {.op = std::string(op), .sequence = sequence, .rank = options_.rank, .peer = peer});
 }
 
-void Engine::believe(int peer, bool sound, std::string_view what) const {
-  if (!sound) throw unreadable(peer, what);
+void Engine::require_valid(int peer, bool sound, std::string_view what) const {
+  if (!sound) throw protocol_violation(peer, what);
 }
 
-PeerLost Engine::unreadable(int peer, std::string_view what) const {
+PeerLost Engine::protocol_violation(int peer, std::string_view what) const {
   return PeerLost(name(peer) + " sent what nobody can read: " + std::string(what), {.peer = peer});
 }
 
-void Engine::heed_goodbye(int peer, const std::string& payload) {
-  believe(peer, payload.size() >= 1 + sizeof(int32_t), "a goodbye is too short");
+void Engine::handle_goodbye(int peer, const std::string& payload) {
+  require_valid(peer, payload.size() >= 1 + sizeof(int32_t), "a goodbye is too short");
   const auto kind = static_cast<uint8_t>(payload[0]);
-  int32_t blamed = kNobody;
+  int32_t blamed = kNoRank;
   std::memcpy(&blamed, payload.data() + 1, sizeof blamed);
   const std::string text = payload.substr(1 + sizeof blamed);
-  at(peer).departed = "has left the group: " + text;
-  at(peer).in_peace = kind == kDeparted;
-  if (kind == kDeparted) return;
+  at(peer).left_reason = "has left the group: " + text;
+  at(peer).left_cleanly = kind == kLeftCleanly;
+  if (kind == kLeftCleanly) return;
   const std::string told = text + " (as " + name(peer) + " reports)";
   if (kind == static_cast<uint8_t>(ErrorKind::timeout)) throw Timeout(told, {.peer = blamed});
   if (blamed == options_.rank)
     throw PeerLost(name(peer) + " gave up on this rank: " + text, {.peer = peer});
   if (kind == static_cast<uint8_t>(ErrorKind::peer_lost)) throw PeerLost(told, {.peer = blamed});
-  throw GroupBroken(told, {.peer = blamed == kNobody ? peer : blamed});
+  throw GroupBroken(told, {.peer = blamed == kNoRank ? peer : blamed});
 }
 
-void Engine::hear_out(int peer) {
-  Peer& who = at(peer);
-  (void)tend(peer);
+void Engine::throw_peer_error(int peer) {
+  PeerState& state = at(peer);
+  (void)poll_peer(peer);
   while (const Header* header = front(peer)) {
     if (header->kind != FrameKind::goodbye)
-      who.link->discard();
-    else if (read_notice(peer, *header); !who.departed)
+      state.link->discard();
+    else if (read_notice(peer, *header); !state.left_reason)
       break;  // it never came whole
   }
-  throw gone(peer);
+  throw peer_lost(peer);
 }
 
-PeerLost Engine::gone(int peer) const {
+PeerLost Engine::peer_lost(int peer) const {
   const auto& link = peers_[static_cast<size_t>(peer)].link;
-  const auto nonsense = link ? link->channel().nonsense() : std::string_view{};
-  if (!nonsense.empty()) return unreadable(peer, nonsense);
-  const Peer& who = peers_[static_cast<size_t>(peer)];
-  const std::string no_word = who.ended && link && !link->channel().hung_up()
+  const auto protocol_error = link ? link->channel().protocol_error() : std::string_view{};
+  if (!protocol_error.empty()) return protocol_violation(peer, protocol_error);
+  const PeerState& state = peers_[static_cast<size_t>(peer)];
+  const std::string no_word = state.ended && link && !link->channel().is_closed()
                                   ? "died: its process ended without a word"
                                   : "died or lost its connection: it hung up without a word";
-  return PeerLost(name(peer) + " " + who.departed.value_or(no_word), {.peer = peer});
+  return PeerLost(name(peer) + " " + state.left_reason.value_or(no_word), {.peer = peer});
 }
 
 // Who waits in a call answers a goodbye at once with one of its own, so that all come to know who
 // was not there: gives those who stayed silent.
-std::vector<int> Engine::call_roll(const Error& error) {
+std::vector<int> Engine::find_unresponsive_peers(const Error& error) {
   post_goodbye(static_cast<uint8_t>(error.kind()), error.fields().peer, error.what());
-  const Deadline deadline(kRollCall);
+  const Deadline deadline(kLivenessTimeout);
   for (;;) {
     std::vector<int> silent;
     std::vector<pollfd> waiting;
@@ -237,38 +236,38 @@ std::vector<int> Engine::call_roll(const Error& error) {
 
 // What it sends before its goodbye is thrown away, for as long as there is time.
 bool Engine::answers(int peer, const Deadline& deadline) {
-  Peer& who = at(peer);
+  PeerState& state = at(peer);
   try {
     while (const Header* header = front(peer)) {
       if (header->kind == FrameKind::goodbye) return true;
       if (deadline.expired()) break;
-      who.link->discard();
+      state.link->discard();
     }
   } catch (const PeerLost&) {  // it sends what nobody can read: that is no silence
     return true;
   }
-  return who.departed || over(who);
+  return state.left_reason || over(state);
 }
 
 void Engine::post_goodbye(uint8_t kind, int peer, const std::string& text) {
   const Header header{.kind = FrameKind::goodbye, .epoch = epoch_};
-  for (Peer& who : peers_) {
-    if (!who.link) continue;
-    who.link->abandon();
-    who.link->post(header, encode_goodbye(kind, peer, text));
+  for (PeerState& state : peers_) {
+    if (!state.link) continue;
+    state.link->abandon();
+    state.link->post(header, encode_goodbye(kind, peer, text));
   }
-  flush_all(kLastWords);
+  flush_all(kGoodbyeTimeout);
 }
 
 void Engine::say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept {
   try {
-    if (options_.dialer) options_.dialer->close();
-    (void)admit();  // whoever has just been met is told too
+    if (options_.connector) options_.connector->close();
+    (void)accept_connections();  // whoever has just been met is told too
     post_goodbye(kind, peer, text);
   } catch (...) {  // out of memory: the closed connection must say it alone
   }
-  for (Peer& who : peers_)
-    if (who.link) who.link->hang_up();
+  for (PeerState& state : peers_)
+    if (state.link) state.link->close();
 }
 
 // Sends what is owed to everybody, for at most `limit`. Does not read: peers that wait for us do.
@@ -277,11 +276,11 @@ bool Engine::flush_all(std::chrono::nanoseconds limit) {
   for (;;) {
     std::vector<pollfd> waiting;
     std::vector<Channel*> armed;
-    for (Peer& who : peers_) {
-      if (!who.link || who.link->channel().hung_up() || who.link->flush()) continue;
-      waiting.push_back(who.link->channel().arm({false, true}));
-      armed.push_back(&who.link->channel());
-      if (who.link->flush()) waiting.back().fd = -1;  // room came between: do not sleep for it
+    for (PeerState& state : peers_) {
+      if (!state.link || state.link->channel().is_closed() || state.link->flush()) continue;
+      waiting.push_back(state.link->channel().arm({false, true}));
+      armed.push_back(&state.link->channel());
+      if (state.link->flush()) waiting.back().fd = -1;  // room came between: do not sleep for it
     }
     if (armed.empty()) return true;
     const bool idle = std::ranges::all_of(waiting, [](const pollfd& p) { return p.fd >= 0; });
@@ -298,15 +297,15 @@ void Engine::leave() noexcept {
     if (!broken_.empty()) return;
     broken_ = "it was closed";
   }
-  say_goodbye(kDeparted, kNobody, "it closed the group");
+  say_goodbye(kLeftCleanly, kNoRank, "it closed the group");
 }
 
 void Engine::fail(const Error& error) noexcept {
   const std::lock_guard turn(turn_);
-  give_up(error);
+  abort(error);
 }
 
-void Engine::give_up(const Error& error) noexcept {
+void Engine::abort(const Error& error) noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (!broken_.empty()) return;
@@ -322,18 +321,18 @@ void Engine::give_up(const Error& error) noexcept {
 // Who is blamed, unless it has said itself why it gave up; who hung up without a word; and who has
 // left in peace.
 std::vector<int> Engine::find_lost(const Error& error) {
-  const int blamed = error.kind() == ErrorKind::peer_lost ? error.fields().peer : kNobody;
-  const Deadline deadline(kLastLook);
+  const int blamed = error.kind() == ErrorKind::peer_lost ? error.fields().peer : kNoRank;
+  const Deadline deadline(kFinalPollTimeout);
   std::vector<int> found;
   for (size_t i = 0; i < peers_.size(); ++i) {
-    Peer& who = peers_[i];
-    bool gone = static_cast<int>(i) == blamed && (!who.departed || !who.link);
+    PeerState& state = peers_[i];
+    bool peer_lost = static_cast<int>(i) == blamed && (!state.left_reason || !state.link);
     // It may have left so lately that nothing of that was looked at.
-    if (who.link && !who.departed && answers(static_cast<int>(i), deadline)) {
-      const ConstBytes word = who.link->has_front() ? who.link->peek() : ConstBytes{};
-      gone |= word.empty() ? over(who) : static_cast<uint8_t>(word[0]) == kDeparted;
+    if (state.link && !state.left_reason && answers(static_cast<int>(i), deadline)) {
+      const ConstBytes word = state.link->has_front() ? state.link->peek() : ConstBytes{};
+      peer_lost |= word.empty() ? over(state) : static_cast<uint8_t>(word[0]) == kLeftCleanly;
     }
-    if (gone || who.in_peace) found.push_back(static_cast<int>(i));
+    if (peer_lost || state.left_cleanly) found.push_back(static_cast<int>(i));
   }
   return found;
 }
@@ -365,28 +364,29 @@ void Engine::check_usable() {
 }
 
 // Asks the kernel, for some channels learn it from their descriptor alone.
-bool Engine::has_hung_up(int peer) {
-  Peer& who = at(peer);
-  if (over(who)) return true;
-  Channel& channel = who.link->channel();
+bool Engine::has_closed(int peer) {
+  PeerState& state = at(peer);
+  if (over(state)) return true;
+  Channel& channel = state.link->channel();
   pollfd polled = channel.arm({});
   ::poll(&polled, 1, 0);
   channel.disarm(polled.revents);
-  if (!who.departed && !who.process.ended() && who.process.look()) {
-    who.quiet_since = Clock::now();
-    ending_ = true;
+  if (!state.left_reason && !state.process.ended() && state.process.look()) {
+    state.last_byte_at = Clock::now();
+    process_ended_ = true;
   }
-  if (ending_) settle_ended();
-  return over(who);
+  if (process_ended_) update_ended();
+  return over(state);
 }
 
-// Whether behind the frame at its front, which the next call may want, `peer` says that it is done.
-bool Engine::parts_in_peace(int peer) {
+// Whether behind the frame at its front, which the next call may request_connection, `peer` says
+// that it is done.
+bool Engine::closed_cleanly(int peer) {
   const auto goodbye = at(peer).link->behind_front(FrameKind::goodbye);
-  return goodbye && !goodbye->empty() && static_cast<uint8_t>((*goodbye)[0]) == kDeparted;
+  return goodbye && !goodbye->empty() && static_cast<uint8_t>((*goodbye)[0]) == kLeftCleanly;
 }
 
-void Engine::heed(std::chrono::nanoseconds limit, const std::vector<int>& awaited) {
+void Engine::check_for_failures(std::chrono::nanoseconds limit, const std::vector<int>& awaited) {
   std::unique_lock turn(turn_, std::try_to_lock);
   const Deadline deadline(limit);
   while (!turn && !deadline.expired()) {
@@ -396,35 +396,36 @@ void Engine::heed(std::chrono::nanoseconds limit, const std::vector<int>& awaite
   check_usable();
   if (!turn || running_ != nullptr || !awaited_.empty()) return;
   try {
-    look_for_ends(awaited);
+    poll_for_failures(awaited);
     while (!deadline.expired()) {
-      sleep_until_end(awaited);
-      look_for_ends(awaited);
+      wait_for_close(awaited);
+      poll_for_failures(awaited);
     }
   } catch (const Error& error) {
-    give_up(error);
+    abort(error);
     throw;
   }
 }
 
-void Engine::look_for_ends(const std::vector<int>& awaited) {
+void Engine::poll_for_failures(const std::vector<int>& awaited) {
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     if (!at(peer).link) continue;
-    const bool last = std::ranges::count(awaited, peer) > 0 && has_hung_up(peer);
+    const bool last = std::ranges::count(awaited, peer) > 0 && has_closed(peer);
     const Header* header = front(peer);
-    for (; header != nullptr && header->kind == FrameKind::pulse; header = front(peer))
-      take_pulse(peer, *header);
+    for (; header != nullptr && header->kind == FrameKind::heartbeat; header = front(peer))
+      take_heartbeat(peer, *header);
     if (header != nullptr && header->kind == FrameKind::goodbye) read_notice(peer, *header);
-    if (last && !at(peer).departed && (header == nullptr || !parts_in_peace(peer))) hear_out(peer);
+    if (last && !at(peer).left_reason && (header == nullptr || !closed_cleanly(peer)))
+      throw_peer_error(peer);
   }
 }
 
 // Until one of them hangs up, as whoever ends does, or for a moment.
-void Engine::sleep_until_end(const std::vector<int>& awaited) {
+void Engine::wait_for_close(const std::vector<int>& awaited) {
   std::vector<pollfd> polled;
   std::vector<Channel*> armed;
   for (const int peer : awaited) {
-    if (!at(peer).link || at(peer).link->channel().hung_up()) continue;
+    if (!at(peer).link || at(peer).link->channel().is_closed()) continue;
     armed.push_back(&at(peer).link->channel());
     polled.push_back(armed.back()->arm({}));
   }

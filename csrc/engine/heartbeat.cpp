@@ -1,9 +1,10 @@
 // How an engine tells a rank that is stopped, or whose host is gone, from one that is merely busy.
 //
 // A busy rank pulses: from inside a call between two looks at its links, and between calls from
-// group/pulse.h, which needs nothing that Python could hold. Pulses go where nothing else was
-// written for an interval, a fifth of the limit. Judged is only who is waited for, and only by a
-// rank that was there to hear. And how it sees that the process of a peer on its host has ended.
+// group/heartbeat_thread.h, which needs nothing that Python could hold. Pulses go where nothing
+// else was written for an interval, a fifth of the limit. Judged is only who is waited for, and
+// only by a rank that was there to hear. And how it sees that the process of a peer on its host has
+// ended.
 #include <algorithm>
 #include <cstdio>
 
@@ -16,7 +17,7 @@ namespace {
 constexpr std::chrono::milliseconds kSlice{100};
 // How long no byte of a process that has ended must have come, until none will.
 constexpr std::chrono::milliseconds kQuiet{50};
-// How old what sightings() tells may be.
+// How old what peer_statuses() tells may be.
 constexpr std::chrono::milliseconds kFresh{50};
 
 std::string seconds(std::chrono::nanoseconds time) {
@@ -26,15 +27,15 @@ std::string seconds(std::chrono::nanoseconds time) {
 }
 
 // Where the sender of a header is, as far as it tells.
-std::string doing_of(const Header& header) {
+std::string describe_activity(const Header& header) {
   const std::string call = "call " + std::to_string(header.sequence) + ", " + describe(header);
   if (header.kind == FrameKind::data) return "with a frame of " + call;
-  switch (static_cast<Whereabouts>(header.context)) {
-    case Whereabouts::nowhere:
+  switch (static_cast<CallState>(header.context)) {
+    case CallState::not_started:
       return "before its first call";
-    case Whereabouts::inside:
+    case CallState::in_call:
       return "inside " + call;
-    case Whereabouts::between:
+    case CallState::idle:
       return "outside of calls, after " + call;
   }
   return {};
@@ -44,8 +45,8 @@ std::string doing_of(const Header& header) {
 
 std::chrono::nanoseconds Engine::longest_sleep(const Deadline& deadline) const {
   auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
-  if (options_.heartbeat.count() > 0) limit = std::min(limit, pulse_interval());
-  if (ending_) limit = std::min<std::chrono::nanoseconds>(limit, kQuiet);
+  if (options_.heartbeat.count() > 0) limit = std::min(limit, heartbeat_interval());
+  if (process_ended_) limit = std::min<std::chrono::nanoseconds>(limit, kQuiet);
   return limit;
 }
 
@@ -57,102 +58,104 @@ void Engine::watch_process(int peer) {
   const int64_t pid = i < options_.pids.size() ? options_.pids[i] : 0;
   at(peer).process = Process(pid);
   if (!at(peer).process.ended()) return;
-  at(peer).quiet_since = Clock::now();
-  ending_ = true;
+  at(peer).last_byte_at = Clock::now();
+  process_ended_ = true;
 }
 
 // Whose processes, of those that polled_ holds from `first` on, have ended.
 void Engine::find_ended(size_t first) {
   for (size_t i = 0; i < watched_.size(); ++i) {
     if (polled_[first + i].revents == 0) continue;
-    Peer& who = at(watched_[i]);
-    who.process.found_ended();
-    who.quiet_since = Clock::now();
-    ending_ = true;
+    PeerState& state = at(watched_[i]);
+    state.process.found_ended();
+    state.last_byte_at = Clock::now();
+    process_ended_ = true;
   }
 }
 
-void Engine::settle_ended() {
+void Engine::update_ended() {
   const auto now = Clock::now();
-  ending_ = false;
-  for (Peer& who : peers_) {
-    if (!who.process.ended() || who.ended) continue;
-    who.ended = now - who.quiet_since >= kQuiet;
-    ending_ |= !who.ended;
+  process_ended_ = false;
+  for (PeerState& state : peers_) {
+    if (!state.process.ended() || state.ended) continue;
+    state.ended = now - state.last_byte_at >= kQuiet;
+    process_ended_ |= !state.ended;
   }
 }
 
-bool Engine::pulse() noexcept {
+bool Engine::heartbeat() noexcept {
   const std::unique_lock turn(turn_, std::try_to_lock);
-  if (turn) return beat();
-  beat_due_.store(true, std::memory_order_relaxed);
+  if (turn) return send_heartbeats_locked();
+  heartbeat_due_.store(true, std::memory_order_relaxed);
   return true;
 }
 
-bool Engine::beat() noexcept {
+bool Engine::send_heartbeats_locked() noexcept {
   try {
     {
       const std::lock_guard lock(mutex_);
       if (!broken_.empty()) return false;
     }
-    (void)admit();  // whoever has called this rank waits to hear of it
+    (void)accept_connections();  // whoever has called this rank waits to hear of it
     const auto now = Clock::now();
     for (size_t i = 0; i < peers_.size(); ++i) {
-      Peer& who = peers_[i];
-      if (!who.link) continue;
+      PeerState& state = peers_[i];
+      if (!state.link) continue;
       const Header* header = front(static_cast<int>(i));
-      while (header != nullptr && header->kind == FrameKind::pulse) {
-        take_pulse(static_cast<int>(i), *header);
+      while (header != nullptr && header->kind == FrameKind::heartbeat) {
+        take_heartbeat(static_cast<int>(i), *header);
         header = front(static_cast<int>(i));
       }
       // What stays for the next call hides the pulses behind it.
-      if (header != nullptr || who.link->bytes_received() != who.seen) who.heard = now;
-      who.seen = who.link->bytes_received();
+      if (header != nullptr || state.link->bytes_received() != state.bytes_received_seen)
+        state.last_received_at = now;
+      state.bytes_received_seen = state.link->bytes_received();
     }
-    say_alive(now);
-    listen(now);
+    send_heartbeats(now);
+    update_last_received(now);
   } catch (...) {  // whatever is wrong with a link is told by the next call
   }
   return true;
 }
 
-void Engine::say_alive(Clock::time_point now) {
+void Engine::send_heartbeats(Clock::time_point now) {
   if (options_.heartbeat.count() == 0) return;
-  for (Peer& who : peers_) {
-    if (!who.link || who.departed || over(who)) continue;
-    Link& link = *who.link;
-    if (link.bytes_written() == who.told && now - who.told_at >= pulse_interval() && link.idle()) {
+  for (PeerState& state : peers_) {
+    if (!state.link || state.left_reason || over(state)) continue;
+    Link& link = *state.link;
+    if (link.bytes_written() == state.bytes_sent_seen &&
+        now - state.sent_at >= heartbeat_interval() && link.idle()) {
       Header header = last_;
       header.epoch = epoch_;
       header.bytes = 0;
       link.post(header, {});
       (void)link.flush();
-      who.told_at = now;
+      state.sent_at = now;
     }
-    if (link.bytes_written() == who.told) continue;
-    who.told = link.bytes_written();
-    who.told_at = now;
+    if (link.bytes_written() == state.bytes_sent_seen) continue;
+    state.bytes_sent_seen = link.bytes_written();
+    state.sent_at = now;
   }
 }
 
 // Whoever was away itself, stopped or starved, knows nothing of the others: all get the limit anew.
-void Engine::listen(Clock::time_point now) {
-  const bool away = now - listened_ > 2 * pulse_interval();
-  listened_ = now;
-  for (Peer& who : peers_)
-    if (away || who.heard == Clock::time_point{}) who.heard = now;
+void Engine::update_last_received(Clock::time_point now) {
+  const bool away = now - updated_at_ > 2 * heartbeat_interval();
+  updated_at_ = now;
+  for (PeerState& state : peers_)
+    if (away || state.last_received_at == Clock::time_point{}) state.last_received_at = now;
   publish(now);
 }
 
-void Engine::check_silence(const Task& task) {
+void Engine::check_heartbeats(const Task& task) {
   const auto now = Clock::now();
   for (size_t i = 0; i < peers_.size(); ++i)
-    if (peers_[i].link && must_wait(static_cast<int>(i), task)) peers_[i].heard = now;
-  listen(now);
+    if (peers_[i].link && must_wait(static_cast<int>(i), task)) peers_[i].last_received_at = now;
+  update_last_received(now);
   if (options_.heartbeat.count() == 0) return;
   for (const int peer : {task.receiving_from(), task.sending_to()})
-    if (peer != kNobody && (at(peer).link || at(peer).wanted) &&
-        now - at(peer).heard >= options_.heartbeat)
+    if (peer != kNoRank && (at(peer).link || at(peer).requested) &&
+        now - at(peer).last_received_at >= options_.heartbeat)
       throw PeerLost(name(peer) + " has not been heard of for " + seconds(options_.heartbeat) +
                          ": it is stopped or its host is gone",
                      {.peer = peer});
@@ -163,29 +166,31 @@ const Header* Engine::front(int peer) {
   try {
     return at(peer).link->front();
   } catch (const PeerLost& error) {
-    throw unreadable(peer, error.what());
+    throw protocol_violation(peer, error.what());
   }
 }
 
 void Engine::publish(Clock::time_point now) {
   if (now - published_ < kFresh) return;
-  std::vector<Sighting> all;
-  for (const Peer& who : peers_) {
-    Sighting seen;
-    if (who.link) {
-      seen.connected = !who.departed && !over(who);
-      seen.departed = who.departed;
-      seen.silent_s = std::chrono::duration<double>(now - who.heard).count();
-      if (who.last) seen.doing = doing_of(*who.last);
-      seen.bytes_written = who.link->bytes_written();
-      seen.bytes_received = who.link->bytes_received();
+  std::vector<PeerStatus> all;
+  for (const PeerState& state : peers_) {
+    PeerStatus seen;
+    if (state.link) {
+      seen.connected = !state.left_reason && !over(state);
+      seen.left_reason = state.left_reason;
+      seen.last_seen_s = std::chrono::duration<double>(now - state.last_received_at).count();
+      if (state.last) seen.current_call = describe_activity(*state.last);
+      seen.bytes_written = state.link->bytes_written();
+      seen.bytes_received = state.link->bytes_received();
     }
     all.push_back(std::move(seen));
   }
   const std::lock_guard lock(mutex_);
   published_ = now;
-  doing_ = last_.context == static_cast<uint16_t>(Whereabouts::nowhere) ? "" : doing_of(last_);
-  sightings_ = std::move(all);
+  doing_ = last_.context == static_cast<uint16_t>(CallState::not_started)
+               ? ""
+               : describe_activity(last_);
+  peer_statuses_ = std::move(all);
 }
 
 std::string Engine::doing() const {
@@ -193,15 +198,16 @@ std::string Engine::doing() const {
   return doing_;
 }
 
-std::vector<Sighting> Engine::sightings() const {
+std::vector<PeerStatus> Engine::peer_statuses() const {
   const std::lock_guard lock(mutex_);
-  return sightings_;
+  return peer_statuses_;
 }
 
 // Of a rank that is missing from a call: what it was last known to do.
-std::string Engine::known_of(const Peer& who) const {
-  if (!who.last) return "";
-  return ", last heard of " + seconds(Clock::now() - who.heard) + " ago " + doing_of(*who.last);
+std::string Engine::describe_peer(const PeerState& state) const {
+  if (!state.last) return "";
+  return ", last heard of " + seconds(Clock::now() - state.last_received_at) + " ago " +
+         describe_activity(*state.last);
 }
 
 }  // namespace pycomm

@@ -45,8 +45,8 @@ void Link::abandon() {
     --frames_sent_;
     return;
   }
-  kept_.assign(body_.begin(), body_.end());
-  body_ = kept_;
+  abandoned_body_.assign(body_.begin(), body_.end());
+  body_ = abandoned_body_;
   abandoned_ = true;
 }
 
@@ -74,17 +74,17 @@ bool Link::flush() {
   return true;
 }
 
-void Link::hang_up() noexcept {
+void Link::close() noexcept {
   std::vector<std::byte> rest;
   try {
-    rest = owed();
+    rest = unsent();
   } catch (...) {  // out of memory: the closed connection must say it alone
   }
-  channel_->hang_up(rest);
+  channel_->close(rest);
 }
 
 // A frame that was neither sent nor abandoned is of use to nobody, and nothing can follow it.
-std::vector<std::byte> Link::owed() const {
+std::vector<std::byte> Link::unsent() const {
   std::vector<std::byte> rest;
   if (open() && !abandoned_) return rest;
   const auto add = [&](ConstBytes bytes) { rest.insert(rest.end(), bytes.begin(), bytes.end()); };

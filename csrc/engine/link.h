@@ -33,7 +33,7 @@ class Link {
   // Sends what is owed: the rest of an abandoned frame, and notices. True when nothing is owed.
   bool flush();
   // Ends this side; what is owed is the channel's to deliver.
-  void hang_up() noexcept;
+  void close() noexcept;
 
   // Receiving. front() is the header of the frame at the front, or null until it has arrived whole;
   // its payload is then taken bit by bit, and finish() makes way for the next frame. Throws
@@ -61,18 +61,19 @@ class Link {
     Header header;
     std::string text;
   };
-  std::vector<std::byte> owed() const;
+  std::vector<std::byte> unsent() const;
   bool open() const { return head_left_ > 0 || !body_.empty(); }
   size_t write(ConstBytes head, ConstBytes body, bool more);
   bool read_header();
   bool drop();
 
   std::unique_ptr<Channel> channel_;
-  // Sending: what is left of the frame in the making. The body is the caller's, or `kept_`.
+  // Sending: what is left of the frame in the making. The body is the caller's, or
+  // `abandoned_body_`.
   Header out_{};
   size_t head_left_ = 0;
   ConstBytes body_;
-  std::vector<std::byte> kept_;
+  std::vector<std::byte> abandoned_body_;
   bool abandoned_ = false, more_ = false;
   std::deque<Notice> notices_;
   size_t notice_sent_ = 0;  // bytes of the first notice that are out

@@ -54,7 +54,7 @@ void Engine::send(int to, const Header& signature, ConstBytes bytes, const Deadl
 Message Engine::await(int& from, const Header& wanted, Bytes into, const Header& signature,
                       const Deadline& deadline) {
   {
-    const std::lock_guard turn(turn_);  // heed() looks
+    const std::lock_guard turn(turn_);  // check_for_failures() looks
     awaited_ = {{from, wanted, into}};
   }
   ReceiveMessage task(*this, from, wanted);
@@ -68,19 +68,19 @@ int Engine::receive(int from, const Header& signature, Bytes into, const Deadlin
   const bool announced = is_agreement(message.header);
   if (announced) send(from, answer_of(signature), {}, deadline);
   if (!same_call(message.header, signature)) refuse({from, message.header, signature});
-  if (!message.kept.empty()) std::memcpy(into.data(), message.kept.data(), into.size());
+  if (!message.buffer.empty()) std::memcpy(into.data(), message.buffer.data(), into.size());
   return from;
 }
 
 // A message that is not what a receive wants is dropped, and the others go on: its sender has done
 // nothing else wrong.
-void Engine::exchange(std::span<const Posted> messages, const Deadline& deadline) {
+void Engine::exchange(std::span<const MessageRequest> messages, const Deadline& deadline) {
   if (messages.empty()) return;
   refused_.clear();
   ExchangeMessages task(*this);
   {
-    const std::lock_guard turn(turn_);  // heed() looks
-    for (const Posted& one : messages) {
+    const std::lock_guard turn(turn_);  // check_for_failures() looks
+    for (const MessageRequest& one : messages) {
       Header header = one.signature;
       header.epoch = epoch_;
       if (one.sends)
@@ -88,7 +88,7 @@ void Engine::exchange(std::span<const Posted> messages, const Deadline& deadline
       else
         awaited_.push_back({one.peer, one.signature, one.into});
     }
-    sending_ = task.sending_to() != kNobody;
+    sending_ = task.sending_to() != kNoRank;
   }
   guard(task, messages.front().signature, deadline);
   for (const auto& [from, theirs, mine] : refused_)
@@ -104,7 +104,7 @@ void Engine::refuse(const Refused& message) const {
                  {.op = "recv", .rank = options_.rank, .peer = from});
 }
 
-bool Engine::take_awaited() {
+bool Engine::take_awaited_messages() {
   bool took = false;
   for (auto one = awaited_.begin(); one != awaited_.end();) {
     const bool first = std::ranges::find(awaited_, one->from, &Awaited::from) == one;
@@ -116,14 +116,14 @@ bool Engine::take_awaited() {
     took = true;
     if (!same_call(message->header, one->signature))
       refused_.push_back({one->from, message->header, one->signature});
-    else if (!message->kept.empty())
-      std::memcpy(one->into.data(), message->kept.data(), one->into.size());
+    else if (!message->buffer.empty())
+      std::memcpy(one->into.data(), message->buffer.data(), one->into.size());
     one = awaited_.erase(one);
   }
   return took;
 }
 
-void Engine::offer(int to, const Header& signature, const Deadline& deadline) {
+void Engine::announce_send(int to, const Header& signature, const Deadline& deadline) {
   send(to, signature, {}, deadline);
   const Header wanted = answer_of(signature);
   const Header answer = await(to, wanted, {}, signature, deadline).header;
@@ -138,28 +138,29 @@ void Engine::offer(int to, const Header& signature, const Deadline& deadline) {
                  {.op = "send", .rank = options_.rank, .peer = to});
 }
 
-// Whether the message at the front of a link may be read, though no receive may want it. A
-// collective reads all messages, as its own frames arrive behind them. A rank that sends to this
-// peer does too: the peer may have stopped reading as well. A dead peer sends no more.
-bool Engine::has_room(int peer, const Header& header) const {
-  const Peer& who = peers_[static_cast<size_t>(peer)];
-  if (who.kept < kMostKeptBytes || running_ != nullptr || is_agreement(header)) return true;
-  const Message& last = who.messages.back();
-  if (last.have < last.bytes || !who.link->idle() || over(who)) return true;
+// Whether the message at the front of a link may be read, though no receive may request_connection
+// it. A collective reads all messages, as its own frames arrive behind them. A rank that sends to
+// this peer does too: the peer may have stopped reading as well. A dead peer sends no more.
+bool Engine::has_buffer_space(int peer, const Header& header) const {
+  const PeerState& state = peers_[static_cast<size_t>(peer)];
+  if (state.buffered_bytes < kMaxBufferedBytes || running_ != nullptr || is_agreement(header))
+    return true;
+  const Message& last = state.messages.back();
+  if (last.have < last.bytes || !state.link->idle() || over(state)) return true;
   return std::ranges::any_of(awaited_, [&](const Awaited& one) {
-    return (one.from == peer || one.from == kAnybody) &&
+    return (one.from == peer || one.from == kAnyPeer) &&
            (is_meant(header, one.signature) || is_answer(one.signature));
   });
 }
 
 void Engine::check_arrives(int from, const Header& wanted) {
-  const Peer& who = at(from);
-  if (!who.link || who.front != Front::later || !who.link->has_front()) return;
-  if (!is_message(*who.link->front())) return;
-  throw Mismatch(name(from) + " has sent " + std::to_string(who.messages.size()) +
+  const PeerState& state = at(from);
+  if (!state.link || state.front != Front::later || !state.link->has_front()) return;
+  if (!is_message(*state.link->front())) return;
+  throw Mismatch(name(from) + " has sent " + std::to_string(state.messages.size()) +
                      " messages that " + name(options_.rank) + " has not received, the first " +
-                     describe(who.messages.front().header) + ", and they fill the " +
-                     std::to_string(kMostKeptBytes >> 20) +
+                     describe(state.messages.front().header) + ", and they fill the " +
+                     std::to_string(kMaxBufferedBytes >> 20) +
                      " MiB that a rank keeps of each peer's; no " + describe(wanted) +
                      " is among them; receive those first",
                  {.op = "recv", .rank = options_.rank, .peer = from});
@@ -167,11 +168,13 @@ void Engine::check_arrives(int from, const Header& wanted) {
 
 // A message that no receive waits for is kept for a later one, so that its sender does not wait for
 // a peer that is in another call.
-void Engine::absorb(int peer, const Header& header) {
-  Peer& who = at(peer);
-  Link& link = *who.link;
-  if (who.messages.empty() || who.messages.back().have == who.messages.back().bytes) {
-    const auto sound = [&](bool holds) { believe(peer, holds, "a message has no sound header"); };
+void Engine::buffer_message(int peer, const Header& header) {
+  PeerState& state = at(peer);
+  Link& link = *state.link;
+  if (state.messages.empty() || state.messages.back().have == state.messages.back().bytes) {
+    const auto sound = [&](bool holds) {
+      require_valid(peer, holds, "a message has no sound header");
+    };
     sound(header.dtype < kDtypes.size());
     const size_t each = bytes_of(static_cast<Dtype>(header.dtype));
     const size_t bytes = is_agreement(header) ? 0 : header.count * each;
@@ -179,23 +182,23 @@ void Engine::absorb(int peer, const Header& header) {
     if (is_agreement(header) && header.epoch != epoch_)
       return link.finish();  // its sender has given it up, or hears that this rank has
     Message message{.header = header, .arrival = ++arrivals_, .bytes = bytes};
-    message.into = place_for(peer, header);
-    who.kept += memory_of(message);
+    message.into = destination_for(peer, header);
+    state.buffered_bytes += bytes_used_by(message);
     if (message.bytes == 0) {  // whole already: mark it so that an empty message counts
       link.finish();
-      who.messages.push_back(std::move(message));
+      state.messages.push_back(std::move(message));
       return;
     }
-    who.messages.push_back(std::move(message));
+    state.messages.push_back(std::move(message));
   }
-  Message& message = who.messages.back();
+  Message& message = state.messages.back();
   for (int part = 0; link.payload_left() > 0; ++part) {
     if (part == kPartsPerLook) return;
     const size_t end = message.have + link.payload_left();
-    believe(peer, end <= message.bytes, "a message is longer than it says");
+    require_valid(peer, end <= message.bytes, "a message is longer than it says");
     // Memory for what arrives, not for what is announced.
-    if (message.into == nullptr && message.kept.size() < end) message.kept.resize(end);
-    std::byte* const into = message.into != nullptr ? message.into : message.kept.data();
+    if (message.into == nullptr && message.buffer.size() < end) message.buffer.resize(end);
+    std::byte* const into = message.into != nullptr ? message.into : message.buffer.data();
     const size_t n = link.receive({into + message.have, link.payload_left()});
     if (n == 0) return;
     message.have += n;
@@ -205,7 +208,7 @@ void Engine::absorb(int peer, const Header& header) {
 
 // Where the receive that will take a message which begins to arrive wants it; null: nobody waits
 // for it yet, or not for one like this. Messages that came before it are for receives before that.
-std::byte* Engine::place_for(int peer, const Header& header) {
+std::byte* Engine::destination_for(int peer, const Header& header) {
   auto before = std::ranges::count_if(at(peer).messages,
                                       [&](const Message& m) { return is_meant(m.header, header); });
   for (const Awaited& one : awaited_)
@@ -216,42 +219,42 @@ std::byte* Engine::place_for(int peer, const Header& header) {
 
 // Receives end before their messages are taken: what has come is not theirs, and the rest must not
 // land in arrays that may be gone.
-void Engine::keep_half_arrived() {
+void Engine::detach_partial_messages() {
   for (const Awaited& one : awaited_) {
-    if (one.from == kAnybody) continue;  // anybody's messages are kept first
+    if (one.from == kAnyPeer) continue;  // anybody's messages are kept first
     for (Message& message : at(one.from).messages) {
       if (message.into == nullptr || message.into != one.into.data()) continue;
-      message.kept.assign(message.into, message.into + message.have);
+      message.buffer.assign(message.into, message.into + message.have);
       message.into = nullptr;
-      at(one.from).kept += message.bytes;
+      at(one.from).buffered_bytes += message.bytes;
     }
   }
 }
 
 std::optional<Message> Engine::take_message(int& from, const Header& wanted) {
-  if (auto message = take_kept(from, wanted)) return message;
+  if (auto message = take_buffered(from, wanted)) return message;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer)
-    if (at(peer).link && (from == kAnybody || from == peer)) (void)tend(peer);
-  return take_kept(from, wanted);
+    if (at(peer).link && (from == kAnyPeer || from == peer)) (void)poll_peer(peer);
+  return take_buffered(from, wanted);
 }
 
-std::optional<Message> Engine::take_kept(int& from, const Header& wanted) {
+std::optional<Message> Engine::take_buffered(int& from, const Header& wanted) {
   const auto oldest = [&](int peer) {
     return std::ranges::find_if(at(peer).messages,
                                 [&](const Message& m) { return is_meant(m.header, wanted); });
   };
-  int chosen = kNobody;
+  int chosen = kNoRank;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    if (from != kAnybody && from != peer) continue;
+    if (from != kAnyPeer && from != peer) continue;
     const auto found = oldest(peer);
     if (found == at(peer).messages.end() || found->have < found->bytes) continue;
-    if (chosen == kNobody || found->arrival < oldest(chosen)->arrival) chosen = peer;
+    if (chosen == kNoRank || found->arrival < oldest(chosen)->arrival) chosen = peer;
   }
-  if (chosen == kNobody) return std::nullopt;
+  if (chosen == kNoRank) return std::nullopt;
   from = chosen;
   Message message = std::move(*oldest(chosen));
   at(chosen).messages.erase(oldest(chosen));
-  at(chosen).kept -= memory_of(message);
+  at(chosen).buffered_bytes -= bytes_used_by(message);
   return message;
 }
 

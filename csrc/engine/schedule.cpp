@@ -29,18 +29,18 @@ Schedule make_schedule(Plan plan, int rank) {
   };
   for (size_t i = 0; i < moves.size(); ++i) {
     const Move& move = moves[i];
-    const bool sends = move.to != kNobody && move.to != rank;
+    const bool sends = move.to != kNoRank && move.to != rank;
     if (sends) {
       const int at = last_before(
-          i, [&](const Move& m) { return m.from != kNobody && overlap(m.in, move.out); });
+          i, [&](const Move& m) { return m.from != kNoRank && overlap(m.in, move.out); });
       const bool whole = at >= 0 && moves[static_cast<size_t>(at)].from != rank &&
                          equal(moves[static_cast<size_t>(at)].in, move.out);
       needs[i].send_after = at;
       needs[i].streams = whole;
     }
-    if (move.from != kNobody)
+    if (move.from != kNoRank)
       needs[i].land_after = last_before(i, [&](const Move& m) {
-        return m.to != kNobody && m.to != rank && overlap(m.out, move.in);
+        return m.to != kNoRank && m.to != rank && overlap(m.out, move.in);
       });
   }
   return {std::move(plan), std::move(needs)};

@@ -11,7 +11,7 @@ constexpr size_t kStepBytes = size_t{64} << 10;
 
 }  // namespace
 
-Run::Run(Engine& engine, const Job& job, const Header& header)
+PlanTask::PlanTask(Engine& engine, const PlanJob& job, const Header& header)
     : engine_(engine),
       job_(job),
       header_(header),
@@ -20,7 +20,7 @@ Run::Run(Engine& engine, const Job& job, const Header& header)
   skip();
 }
 
-const std::byte* Run::place(const Range& range) const {
+const std::byte* PlanTask::place(const Range& range) const {
   size_t begin = range.begin;
   if (range.space == Space::scratch) return scratch_ + begin * job_.element_bytes;
   if (job_.piece != 0) begin = begin / job_.piece * job_.stride + begin % job_.piece;
@@ -28,39 +28,39 @@ const std::byte* Run::place(const Range& range) const {
   return base + begin * job_.element_bytes;
 }
 
-std::byte* Run::place_out(const Range& range) const {
+std::byte* PlanTask::place_out(const Range& range) const {
   check(range.space != Space::input, "a plan writes to its input");
   return const_cast<std::byte*>(place(range));
 }
 
 // Both cursors step over the moves that are not theirs; local moves are the receiving cursor's.
-void Run::skip() {
-  while (sending_ < end() && (move(sending_).to == kNobody || move(sending_).to == rank_))
+void PlanTask::skip() {
+  while (sending_ < end() && (move(sending_).to == kNoRank || move(sending_).to == rank_))
     ++sending_;
-  while (receiving_ < end() && move(receiving_).from == kNobody) ++receiving_;
+  while (receiving_ < end() && move(receiving_).from == kNoRank) ++receiving_;
 }
 
-int Run::sending_to() const { return may_send() ? move(sending_).to : kNobody; }
+int PlanTask::sending_to() const { return may_send() ? move(sending_).to : kNoRank; }
 
 // While a place is not free yet it is the send before it that the run waits for.
-int Run::receiving_from() const {
-  if (!may_receive() || needs(receiving_).land_after >= static_cast<int>(sending_)) return kNobody;
-  return move(receiving_).from != rank_ ? move(receiving_).from : kNobody;
+int PlanTask::receiving_from() const {
+  if (!may_receive() || needs(receiving_).land_after >= static_cast<int>(sending_)) return kNoRank;
+  return move(receiving_).from != rank_ ? move(receiving_).from : kNoRank;
 }
 
-size_t Run::receiving_bytes() const {
+size_t PlanTask::receiving_bytes() const {
   return may_receive() ? bytes(move(receiving_).in) - landed_ : 0;
 }
 
 // Whether the first `upto` bytes of the sending move are there.
-bool Run::sendable(size_t upto) const {
+bool PlanTask::sendable(size_t upto) const {
   const Needs& need = needs(sending_);
   const auto after = static_cast<size_t>(need.send_after);
   if (need.send_after < 0 || after < receiving_) return true;
   return after == receiving_ && need.streams && landed_ >= upto;
 }
 
-bool Run::send_step() {
+bool PlanTask::send_step() {
   if (!may_send()) return false;
   const Move& now = move(sending_);
   const size_t total = bytes(now.out);
@@ -68,15 +68,15 @@ bool Run::send_step() {
     const size_t frame = std::min(kSegmentBytes, total - sent_);
     if (!sendable(sent_ + frame)) return false;
     header_.bytes = static_cast<uint32_t>(frame);
-    if (!job_.claims.empty()) header_.count = job_.claims[static_cast<size_t>(now.to)];
+    if (!job_.peer_counts.empty()) header_.count = job_.peer_counts[static_cast<size_t>(now.to)];
     const size_t next = std::min(sent_ + frame + kSegmentBytes, total);
     const bool more = sent_ + frame < total && sendable(next);
     const ConstBytes payload{total > 0 ? place(now.out) + sent_ : nullptr, frame};
     if (!engine_.open(now.to, header_, payload, more)) return false;
     frame_open_ = true;
   }
-  const size_t gone = engine_.push(now.to);
-  if (!engine_.frame_over(now.to)) return gone > 0;
+  const size_t peer_lost = engine_.push(now.to);
+  if (!engine_.frame_over(now.to)) return peer_lost > 0;
   frame_open_ = false;
   sent_ += header_.bytes;
   if (sent_ == total) {
@@ -87,7 +87,7 @@ bool Run::send_step() {
   return true;
 }
 
-bool Run::receive_step() {
+bool PlanTask::receive_step() {
   if (!may_receive()) return false;
   const Move& now = move(receiving_);
   if (needs(receiving_).land_after >= static_cast<int>(sending_)) return false;
@@ -109,17 +109,17 @@ bool Run::receive_step() {
 }
 
 // Takes some payload of the frame at the front. False if too little of it is there.
-bool Run::land(Link& link, const Move& now) {
-  engine_.believe(now.from, landed_ + link.payload_left() <= bytes(now.in),
-                  "a frame is longer than the plan says");
+bool PlanTask::land(Link& link, const Move& now) {
+  engine_.require_valid(now.from, landed_ + link.payload_left() <= bytes(now.in),
+                        "a frame is longer than the plan says");
   std::byte* into = place_out(now.in) + landed_;
   if (now.combine == Combine::copy) {
     const size_t n = link.receive({into, std::min(link.payload_left(), kStepBytes)});
     landed_ += n;
     return n > 0;
   }
-  engine_.believe(now.from, link.payload_left() % job_.element_bytes == 0,
-                  "a frame ends inside an element");
+  engine_.require_valid(now.from, link.payload_left() % job_.element_bytes == 0,
+                        "a frame ends inside an element");
   const ConstBytes here = link.peek();
   const size_t count = std::min(here.size(), kStepBytes) / job_.element_bytes;
   if (count == 0) return false;
@@ -134,7 +134,7 @@ bool Run::land(Link& link, const Move& now) {
   return true;
 }
 
-void Run::do_locally(const Move& now) const {
+void PlanTask::do_locally(const Move& now) const {
   if (now.in.count == 0) return;
   std::byte* into = place_out(now.in);
   const std::byte* arrived = place(now.out);
@@ -162,8 +162,8 @@ bool SendMessage::advance() {
     if (!engine_.open(to_, header_, bytes_.subspan(sent_, frame))) return false;
     frame_open_ = true;
   }
-  const size_t gone = engine_.push(to_);
-  if (!engine_.frame_over(to_)) return gone > 0;
+  const size_t peer_lost = engine_.push(to_);
+  if (!engine_.frame_over(to_)) return peer_lost > 0;
   frame_open_ = false;
   sent_ += header_.bytes;
   done_ = sent_ == bytes_.size();
@@ -181,18 +181,18 @@ bool ExchangeMessages::advance() {
     left |= !one.done();
   }
   if (!left) engine_.sent_all();
-  return engine_.take_awaited() || moved;
+  return engine_.take_awaited_messages() || moved;
 }
 
 int ExchangeMessages::sending_to() const {
   for (const SendMessage& one : sends_)
     if (!one.done()) return one.sending_to();
-  return kNobody;
+  return kNoRank;
 }
 
 bool ReceiveMessage::advance() {
   message_ = engine_.take_message(from_, wanted_);
-  if (!message_ && from_ != kAnybody) engine_.check_arrives(from_, wanted_);
+  if (!message_ && from_ != kAnyPeer) engine_.check_arrives(from_, wanted_);
   return message_.has_value();
 }
 

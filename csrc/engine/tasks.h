@@ -1,5 +1,5 @@
 // What an engine does: a plan, a message out, a message in, messages both ways. The plan is also a
-// part of what group/two_levels.cpp does.
+// part of what group/hierarchical_all_reduce.cpp does.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,9 @@ namespace pycomm {
 
 // A plan on its way: one cursor sends, one receives, both in the order of the moves. What is
 // received is combined as it arrives; what depends on it is sent on frame by frame.
-class Run final : public Task {
+class PlanTask final : public Task {
  public:
-  Run(Engine& engine, const Job& job, const Header& header);
+  PlanTask(Engine& engine, const PlanJob& job, const Header& header);
   bool advance() override { return static_cast<int>(send_step()) + receive_step() > 0; }
   bool done() const override { return sending_ == end() && receiving_ == end(); }
   int sending_to() const override;
@@ -44,7 +44,7 @@ class Run final : public Task {
   void do_locally(const Move& move) const;
 
   Engine& engine_;
-  const Job& job_;
+  const PlanJob& job_;
   Header header_;
   int rank_;
   std::byte* scratch_;
@@ -61,7 +61,7 @@ class SendMessage final : public Task {
   bool advance() override;
   bool done() const override { return done_; }
   int sending_to() const override { return to_; }
-  int receiving_from() const override { return kNobody; }
+  int receiving_from() const override { return kNoRank; }
 
  private:
   Engine& engine_;
@@ -78,8 +78,8 @@ class ReceiveMessage final : public Task {
       : engine_(engine), from_(from), wanted_(wanted) {}
   bool advance() override;
   bool done() const override { return message_.has_value(); }
-  int sending_to() const override { return kNobody; }
-  int receiving_from() const override { return from_ == kAnybody ? kNobody : from_; }
+  int sending_to() const override { return kNoRank; }
+  int receiving_from() const override { return from_ == kAnyPeer ? kNoRank : from_; }
   Message& message() { return *message_; }
   int sender() const { return from_; }  // once it is done
 
@@ -98,9 +98,11 @@ class ExchangeMessages final : public Task {
     sends_.emplace_back(engine_, to, header, bytes);
   }
   bool advance() override;
-  bool done() const override { return sending_to() == kNobody && engine_.awaits() == kNobody; }
+  bool done() const override {
+    return sending_to() == kNoRank && engine_.awaited_peer() == kNoRank;
+  }
   int sending_to() const override;
-  int receiving_from() const override { return engine_.awaits(); }
+  int receiving_from() const override { return engine_.awaited_peer(); }
 
  private:
   Engine& engine_;

@@ -21,16 +21,16 @@ void HostGroup::agree(const Call& call, const Deadline& deadline) {
   // Returns when all ranks have given their counts, as a barrier does.
   if (call.operation == Operation::all_to_all && !call.counts.empty())
     return check_splits(call, signature, deadline);
-  if (arena_ && host_count_ == 1) {
+  if (region_ && host_count_ == 1) {
     const SharedJob nothing{.operation = Operation::barrier, .element_bytes = 1};
     const Header header = engine_.next_header(signature);
-    arena_->begin(header);
-    SharedCall run(engine_, *arena_, nothing, header);
+    region_->begin(header);
+    SharedCall run(engine_, *region_, nothing, header);
     return engine_.run(run, header, deadline);
   }
   const Call barrier;
   const Algorithm by = choose({.size = options_.size, .hosts = host_count_});
-  Job job;
+  PlanJob job;
   job.schedule = &planned(barrier, by, 0).schedule;
   job.signature = signature;
   job.element_bytes = 1;
@@ -75,15 +75,15 @@ std::vector<size_t> HostGroup::gather_splits(const Call& call, const Header& sig
   std::vector<size_t> table(count * static_cast<size_t>(options_.size));
   const auto* input = reinterpret_cast<const std::byte*>(call.counts.data());
   auto* output = reinterpret_cast<std::byte*>(table.data());
-  if (arena_ && host_count_ == 1) {
+  if (region_ && host_count_ == 1) {
     const SharedJob shared{.operation = Operation::all_gather,
                            .input = input,
                            .output = output,
                            .count = count,
                            .element_bytes = sizeof(size_t)};
     const Header header = engine_.next_header(signature);
-    arena_->begin(header);
-    SharedCall run(engine_, *arena_, shared, header);
+    region_->begin(header);
+    SharedCall run(engine_, *region_, shared, header);
     engine_.run(run, header, deadline);
     return table;
   }
@@ -94,7 +94,7 @@ std::vector<size_t> HostGroup::gather_splits(const Call& call, const Header& sig
                                .count = count,
                                .hosts = host_count_,
                                .thresholds = thresholds_});
-  Job job;
+  PlanJob job;
   job.schedule = &planned(gather, by, count).schedule;
   job.signature = signature;
   job.input = input;

@@ -95,7 +95,7 @@ Extent extent_of(const Call& call, int rank, int size) {
   return {};
 }
 
-void lacks(const Call& call, const std::string& what) {
+void throw_unsupported(const Call& call, const std::string& what) {
   const std::string op(name_of(call.operation));
   throw Unsupported(op + " of CUDA arrays: " + what, {.op = op});
 }
@@ -118,7 +118,7 @@ size_t total(std::span<const size_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), size_t{0});
 }
 
-// See Question in collectives/choose.h: a mean, rounded up; 0 of an all_to_all with counts.
+// See AlgorithmQuery in collectives/choose.h: a mean, rounded up; 0 of an all_to_all with counts.
 size_t count_to_choose_by(const Call& call) {
   const size_t ranks = call.counts.size();
   if (ranks == 0 || call.operation != Operation::all_gather) return call.count;

@@ -7,8 +7,8 @@
 #include <string>
 
 #include "core/deadline.h"
+#include "group/flight_recorder.h"
 #include "group/group.h"
-#include "group/journal.h"
 #include "transport/frame.h"
 
 namespace pycomm {
@@ -17,7 +17,7 @@ namespace pycomm {
 void check_call(const Call& call, int rank, int size);
 
 // Throws Unsupported: what a group on devices cannot do.
-[[noreturn]] void lacks(const Call& call, const std::string& what);
+[[noreturn]] void throw_unsupported(const Call& call, const std::string& what);
 
 // Elements of the arrays that this rank reads and writes.
 struct Extent {

@@ -20,7 +20,7 @@
 namespace pycomm {
 namespace {
 
-std::string key_of_note(const ConnectOptions& options, int rank) {
+std::string key_of_info(const ConnectOptions& options, int rank) {
   return options.name + "/note/" + std::to_string(rank);
 }
 
@@ -29,7 +29,7 @@ std::string key_of_key(const ConnectOptions& options) { return options.name + "/
 // In a group of more ranks rank 0 reads all notes and leaves them again in blocks of so many: a
 // rank reads a few values, not `size` of them, and a store that serves one reader at a time is not
 // asked size x size times.
-constexpr int kNotesPerBlock = 64;
+constexpr int kInfosPerBlock = 64;
 constexpr std::chrono::seconds kNamingTime{1};
 
 constexpr size_t kMostHostName = 12;  // what a flight record has room for
@@ -46,7 +46,7 @@ constexpr std::chrono::milliseconds kLastAnswerTime{200};
 // For what ends the group in which these ranks met, where one of them is lost: of a process that
 // dies the kernel closes one connection after the other. Another thread may be at that group, too,
 // with nothing but a sign of life.
-constexpr std::chrono::milliseconds kLastLook{100};
+constexpr std::chrono::milliseconds kFinalPollTimeout{100};
 
 std::string key_of_block(const ConnectOptions& options, int block) {
   return options.name + "/notes/" + std::to_string(block);
@@ -54,19 +54,19 @@ std::string key_of_block(const ConnectOptions& options, int block) {
 
 // Where the system lets no Unix socket connect two ranks of a host, one of them leaves word in the
 // store, and all ranks form the group once more, by TCP. A forming that waits looks for the word.
-constexpr std::chrono::milliseconds kLookForWord{100};
+constexpr std::chrono::milliseconds kFallbackPollInterval{100};
 
-class WordOfTcp {
+class TcpFallbackFlag {
  public:
-  WordOfTcp(Store& store, std::string key) : store_(&store), key_(std::move(key)) {}
+  TcpFallbackFlag(Store& store, std::string key) : store_(&store), key_(std::move(key)) {}
 
   void leave(const std::string& why) {
     if (store_ != nullptr) store_->set(key_, why, Deadline(kCleanUpTime));
   }
-  // Whether it is there, as far as was seen kLookForWord ago, or `now`.
+  // Whether it is there, as far as was seen kFallbackPollInterval ago, or `now`.
   bool is_there(bool now) {
     if (store_ == nullptr || !why_.empty()) return !why_.empty();
-    if (!now && Clock::now() - looked_ < kLookForWord) return false;
+    if (!now && Clock::now() - looked_ < kFallbackPollInterval) return false;
     looked_ = Clock::now();
     try {
       why_ = store_->get(key_, Deadline(std::chrono::nanoseconds{0}));
@@ -122,7 +122,7 @@ class FormingProcesses {
   FormingProcesses(Store& store, const ConnectOptions& options)
       : store_(store),
         options_(options),
-        mine_(my_note(options.host)),
+        own_(own_rank_info(options.host)),
         known_(static_cast<size_t>(options.size)),
         next_(options.rank) {}
 
@@ -130,9 +130,9 @@ class FormingProcesses {
   void add(int rank, const std::string& text) {
     auto& known = known_[static_cast<size_t>(rank)];
     if (known) return;
-    const Note note = decode_note(text);
-    const bool visible = on_one_machine(note, mine_) && note.pid_space == mine_.pid_space;
-    known.emplace(note, Process(visible && note.pid != mine_.pid ? note.pid : 0));
+    const RankInfo info = decode_rank_info(text);
+    const bool visible = on_one_machine(info, own_) && info.pid_space == own_.pid_space;
+    known.emplace(info, Process(visible && info.pid != own_.pid ? info.pid : 0));
   }
 
   // Throws PeerLost where one has ended. A rank that fails in order takes its note away first, and
@@ -147,9 +147,9 @@ class FormingProcesses {
     for (int rank = 0; rank < options_.size; ++rank) {
       auto& known = known_[static_cast<size_t>(rank)];
       if (!known || !known->second.look() || !find(rank)) continue;
-      const Note& note = known->first;
+      const RankInfo& info = known->first;
       throw PeerLost("the group \"" + options_.name + "\" did not form: " +
-                         name_of(rank, {.host = note.host, .pid = note.pid, .transport = {}}) +
+                         name_of(rank, {.host = info.host, .pid = info.pid, .transport = {}}) +
                          " died while the group formed: its process has ended",
                      {.op = "init", .rank = options_.rank, .peer = rank});
     }
@@ -158,7 +158,7 @@ class FormingProcesses {
  private:
   std::optional<std::string> find(int rank) {
     try {
-      return store_.get(key_of_note(options_, rank), Deadline(std::chrono::nanoseconds{0}));
+      return store_.get(key_of_info(options_, rank), Deadline(std::chrono::nanoseconds{0}));
     } catch (const Timeout&) {
       return std::nullopt;
     }
@@ -166,15 +166,15 @@ class FormingProcesses {
 
   Store& store_;
   const ConnectOptions& options_;
-  Note mine_;
-  std::vector<std::optional<std::pair<Note, Process>>> known_;  // by rank
+  RankInfo own_;
+  std::vector<std::optional<std::pair<RankInfo, Process>>> known_;  // by rank
   int next_;  // the rank whose note was looked for last
 };
 
 // Everybody's note; throws Timeout naming those that have left none.
-std::vector<std::string> read_notes(Store& store, const ConnectOptions& options,
+std::vector<std::string> read_infos(Store& store, const ConnectOptions& options,
                                     const Deadline& deadline) {
-  std::vector<std::string> notes;
+  std::vector<std::string> infos;
   std::vector<int> missing;
   const Deadline last_answer(deadline.left() + kLastAnswerTime);
   FormingProcesses processes(store, options);
@@ -184,31 +184,31 @@ std::vector<std::string> read_notes(Store& store, const ConnectOptions& options,
   };
   for (int rank = 0; rank < options.size; ++rank) {
     try {
-      notes.push_back(get_in_slices(store, key_of_note(options, rank), deadline, interrupted));
-      processes.add(rank, notes.back());
+      infos.push_back(get_in_slices(store, key_of_info(options, rank), deadline, interrupted));
+      processes.add(rank, infos.back());
     } catch (const Timeout&) {
       missing.push_back(rank);
       if (last_answer.expired()) throw_no_answer(options, deadline);
     }
   }
   if (!missing.empty()) throw_not_come(options, missing, deadline);
-  return notes;
+  return infos;
 }
 
 void leave_blocks(Store& store, const ConnectOptions& options,
-                  const std::vector<std::string>& notes, const Deadline& deadline) {
-  for (size_t begin = 0; begin < notes.size(); begin += kNotesPerBlock) {
+                  const std::vector<std::string>& infos, const Deadline& deadline) {
+  for (size_t begin = 0; begin < infos.size(); begin += kInfosPerBlock) {
     std::string block;
-    for (size_t i = begin; i < std::min(begin + kNotesPerBlock, notes.size()); ++i)
-      block += std::to_string(notes[i].size()) + "\n" + notes[i];
-    store.set(key_of_block(options, static_cast<int>(begin / kNotesPerBlock)), block, deadline);
+    for (size_t i = begin; i < std::min(begin + kInfosPerBlock, infos.size()); ++i)
+      block += std::to_string(infos[i].size()) + "\n" + infos[i];
+    store.set(key_of_block(options, static_cast<int>(begin / kInfosPerBlock)), block, deadline);
   }
 }
 
 std::vector<std::string> read_blocks(Store& store, const ConnectOptions& options,
                                      const Deadline& deadline) {
-  std::vector<std::string> notes;
-  for (int block = 0; notes.size() < static_cast<size_t>(options.size); ++block) {
+  std::vector<std::string> infos;
+  for (int block = 0; infos.size() < static_cast<size_t>(options.size); ++block) {
     const std::string text =
         get_in_slices(store, key_of_block(options, block), deadline, options.interrupted);
     for (size_t begin = 0; begin < text.size();) {
@@ -218,28 +218,28 @@ std::vector<std::string> read_blocks(Store& store, const ConnectOptions& options
       begin = static_cast<size_t>(parsed.ptr - text.data()) + 1;
       check(parsed.ec == std::errc{} && begin <= text.size() && bytes <= text.size() - begin,
             "the ranks' notes are cut short");
-      notes.push_back(text.substr(begin, bytes));
+      infos.push_back(text.substr(begin, bytes));
       begin += bytes;
     }
     check(!text.empty(), "the ranks' notes are cut short");
   }
-  return notes;
+  return infos;
 }
 
-std::vector<std::string> exchange_notes(Store& store, const ConnectOptions& options,
+std::vector<std::string> exchange_infos(Store& store, const ConnectOptions& options,
                                         const std::string& mine, const Deadline& deadline) {
-  store.set(key_of_note(options, options.rank), mine, deadline);
-  if (options.size <= kNotesPerBlock) return read_notes(store, options, deadline);
+  store.set(key_of_info(options, options.rank), mine, deadline);
+  if (options.size <= kInfosPerBlock) return read_infos(store, options, deadline);
   if (options.rank == 0) {
-    auto notes = read_notes(store, options, deadline);
-    leave_blocks(store, options, notes, deadline);
-    return notes;
+    auto infos = read_infos(store, options, deadline);
+    leave_blocks(store, options, infos, deadline);
+    return infos;
   }
   try {
     const auto margin = std::min<std::chrono::nanoseconds>(kNamingTime, deadline.left() / 10);
     return read_blocks(store, options, Deadline(deadline.left() - margin));
   } catch (const Timeout&) {  // rank 0 waits for somebody, or has not come itself: see who it is,
-    return read_notes(store, options, deadline);  // before others give up and take their notes away
+    return read_infos(store, options, deadline);  // before others give up and take their notes away
   }
 }
 
@@ -262,7 +262,7 @@ void check_options(const ConnectOptions& options) {
     refuse("a made-up host has a name of up to " + std::to_string(kMostHostName) +
            " letters and digits, not \"" + host + "\"");
   check_address(options.address);
-  check_files(options.journal);
+  check_files(options.recorder);
   if (options.encrypt) (void)crypto_library();
 }
 
@@ -288,7 +288,7 @@ void announce(const Group& group, const ConnectOptions& options) {
 }
 
 std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& exchange,
-                            std::vector<int> ranks, const Heed& heed) {
+                            std::vector<int> ranks, const CheckAborted& check_aborted) {
   const Deadline deadline(options.timeout);
   const MeshRequest request{
       .rank = options.rank,
@@ -312,12 +312,12 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       .full_mesh = options.full_mesh,
       .interrupted = options.interrupted,
       .log = options.log,
-      .heed = heed,
+      .check_aborted = check_aborted,
       .forbidden = options.forbidden};
   Mesh mesh = form_mesh(request, exchange, deadline);
   if (options.line != nullptr)
     for (auto& channel : mesh.channels)
-      if (channel) channel = make_throttled(std::move(channel), options.line);
+      if (channel) channel = make_rate_limited(std::move(channel), options.line);
   if (!options.faults.empty()) {
     const auto faults = make_faults(options.faults);
     for (size_t i = 0; i < mesh.channels.size(); ++i)
@@ -325,19 +325,19 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
         channel = make_faulty(std::move(channel), static_cast<int>(i), faults);
   }
   // A thread's channel to another is there before the other has come to it, if it ever does.
-  const auto elsewhere = std::make_shared<Heed>(heed);
-  ConnectOptions heeding = options;
-  heeding.interrupted = [elsewhere, ask = options.interrupted] {
+  const auto elsewhere = std::make_shared<CheckAborted>(check_aborted);
+  ConnectOptions checking = options;
+  checking.interrupted = [elsewhere, ask = options.interrupted] {
     if (*elsewhere) (*elsewhere)({});
     return ask && ask();
   };
-  auto group = std::make_shared<HostGroup>(heeding, std::move(mesh), std::move(ranks));
+  auto group = std::make_shared<HostGroup>(checking, std::move(mesh), std::move(ranks));
   // Nobody goes on, or leaves, before everybody stands: until here a closed connection is a death.
   group->run({.operation = Operation::barrier,
               .timeout = std::max<std::chrono::nanoseconds>(deadline.left(),
                                                             std::chrono::milliseconds(1))});
   *elsewhere = {};
-  group->start_pulse();
+  group->start_heartbeat();
   announce(*group, options);
   return group;
 }
@@ -349,32 +349,33 @@ void check_address(const std::string& address) {
 }
 
 std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
-                                  std::vector<int> ranks, const Heed& heed) {
+                                  std::vector<int> ranks, const CheckAborted& check_aborted) {
   std::optional<Error> ended;  // by ranks that are not numbered as this group's
-  const auto hears = [&](std::chrono::nanoseconds limit) {
+  const auto check_failed = [&](std::chrono::nanoseconds limit) {
     try {
-      if (heed && !ended) heed(limit);
+      if (check_aborted && !ended) check_aborted(limit);
     } catch (const Error& error) {  // told below, and to the peers
       ended = error;
     }
     return ended.has_value();
   };
-  const Heed told = [&](std::chrono::nanoseconds limit) {
-    if (hears(limit)) throw Error(ended->kind(), ended->what(), {});
+  const CheckAborted check_once = [&](std::chrono::nanoseconds limit) {
+    if (check_failed(limit)) throw Error(ended->kind(), ended->what(), {});
   };
-  bool noted = false;  // else the error is that of the exchange, and says it all
-  const Exchange notes = [&](const std::string& mine) {
+  bool exchanged = false;  // else the error is that of the exchange, and says it all
+  const Exchange infos = [&](const std::string& mine) {
     auto all = exchange(mine);
-    noted = true;
+    exchanged = true;
     return all;
   };
   try {
-    return form(options, notes, std::move(ranks), told);
+    return form(options, infos, std::move(ranks), check_once);
   } catch (const Error& error) {
-    if (!noted) throw;
+    if (!exchanged) throw;
     // A peer that has gone may have heard before this rank of what ends them all; and one that has
     // died is lost to them all.
-    if (error.kind() == ErrorKind::peer_lost ? hears(kLastLook) : ended.has_value()) throw *ended;
+    if (error.kind() == ErrorKind::peer_lost ? check_failed(kFinalPollTimeout) : ended.has_value())
+      throw *ended;
     throw;
   }
 }
@@ -396,7 +397,7 @@ std::shared_ptr<Group> meet(Store& store, ConnectOptions options, std::vector<in
   }
   return make_group(
       options,
-      [&](const std::string& mine) { return exchange_notes(store, options, mine, deadline); },
+      [&](const std::string& mine) { return exchange_infos(store, options, mine, deadline); },
       std::move(ranks));
 }
 
@@ -435,20 +436,20 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
   if (formed > 1) options.name += "#" + std::to_string(formed);
   const bool made_key = options.secret.empty() && options.size > 1 && options.rank == 0;
   const auto clean_up = [&](const Deadline& limit) {
-    store.remove(key_of_note(options, options.rank), limit);
-    for (int i = 0; options.rank == 0 && options.size > kNotesPerBlock && i < options.size;
-         i += kNotesPerBlock)
-      store.remove(key_of_block(options, i / kNotesPerBlock), limit);
+    store.remove(key_of_info(options, options.rank), limit);
+    for (int i = 0; options.rank == 0 && options.size > kInfosPerBlock && i < options.size;
+         i += kInfosPerBlock)
+      store.remove(key_of_block(options, i / kInfosPerBlock), limit);
     if (made_key) store.remove(key_of_key(options), limit);
   };
-  const std::string key_of_word = options.name + "/by tcp";
-  const auto word = std::make_shared<WordOfTcp>(store, key_of_word);
+  const std::string fallback_key = options.name + "/by tcp";
+  const auto fallback = std::make_shared<TcpFallbackFlag>(store, fallback_key);
   ConnectOptions watching = options;
   const bool may_go_by_tcp = options.size > 1 && options.transport.empty();
   if (may_go_by_tcp) {
-    watching.forbidden = [word](const std::string& why) { word->leave(why); };
-    watching.interrupted = [word, ask = options.interrupted] {
-      return word->is_there(false) || (ask && ask());
+    watching.forbidden = [fallback](const std::string& why) { fallback->leave(why); };
+    watching.interrupted = [fallback, ask = options.interrupted] {
+      return fallback->is_there(false) || (ask && ask());
     };
   }
   std::shared_ptr<Group> group;
@@ -457,7 +458,7 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
     group = meet(store, watching, ranks, made_key, deadline);
   } catch (const std::exception& error) {
     try {
-      by_tcp = may_go_by_tcp && !deadline.expired() && word->is_there(true);
+      by_tcp = may_go_by_tcp && !deadline.expired() && fallback->is_there(true);
       const auto* ours = dynamic_cast<const Error*>(&error);
       const bool refused = ours != nullptr && (ours->kind() == ErrorKind::mismatch ||
                                                ours->kind() == ErrorKind::unsupported);
@@ -470,14 +471,14 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
     }
     if (!by_tcp) throw;
   }
-  word->end();
+  fallback->end();
   if (by_tcp) {
-    if (options.log) options.log(word->why() + ": all ranks use TCP");
+    if (options.log) options.log(fallback->why() + ": all ranks use TCP");
     options.name = name;
     options.transport = "tcp";
     options.timeout = deadline.left();
     group = connect(store, options, std::move(ranks));
-    if (options.rank == 0) store.remove(key_of_word, Deadline(kCleanUpTime));
+    if (options.rank == 0) store.remove(fallback_key, Deadline(kCleanUpTime));
     return group;
   }
   try {

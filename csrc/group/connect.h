@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "group/flight_recorder.h"
 #include "group/group.h"
-#include "group/journal.h"
-#include "group/note.h"
+#include "group/rank_info.h"
 #include "rendezvous/store.h"
 #include "transport/faulty.h"
-#include "transport/throttled.h"
+#include "transport/rate_limited.h"
 
 namespace pycomm {
 
@@ -34,10 +34,11 @@ struct ConnectOptions {
   std::string towards;  // rank 0's host, towards which its best address lies; empty: unknown
   bool reproducible =
       false;  // sums in rank order whatever the size: bits depend on the inputs alone
-  std::vector<Tuned> tuned;   // where choices turn by transport, if measured; rank 0's count
-  JournalFiles journal;       // where a flight record and a trace go
-  std::vector<Fault> faults;  // for tests: what goes wrong on this rank
-  std::shared_ptr<Line>
+  std::vector<TunedThresholds>
+      tuned;                     // where choices turn by transport, if measured; rank 0's count
+  FlightRecorderFiles recorder;  // where a flight record and a trace go
+  std::vector<Fault> faults;     // for tests: what goes wrong on this rank
+  std::shared_ptr<RateLimitedLink>
       line;  // for benchmarks: behind which all channels of this rank lie; or null
   // Up to so many ranks each is connected to each from the start and nothing listens once the group
   // stands; in a larger group two ranks connect when one first sends to the other. The same on all.

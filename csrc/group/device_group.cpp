@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "group/carrier.h"
 #include "group/check.h"
-#include "group/pulse.h"
-#include "group/watch.h"
+#include "group/device_executor.h"
+#include "group/heartbeat_thread.h"
+#include "group/watchdog.h"
 
 namespace pycomm {
 namespace {
@@ -72,10 +72,10 @@ class DeviceWork final : public Work {
     changed_.wait(lock, [this] { return settled_; });  // at once: only the enqueueing is left
     if (error_) std::rethrow_exception(error_);
   }
-  void precede(void* stream) override {
+  void make_stream_wait(void* stream) override {
     const std::lock_guard lock(mutex_);
     check(settled_ && over_, "a call is waited for before it is followed");
-    over_->hold(stream);
+    over_->stream_wait(stream);
   }
 
  private:
@@ -106,16 +106,16 @@ std::string text_of(const Call& call) {
 }
 
 // Of a receive, when the ranks have agreed: from whom.
-void learn(Call& call, int source) {
+void set_source(Call& call, int source) {
   if (call.operation != Operation::recv) return;
   call.peer = source;
   if (call.source != nullptr) *call.source = source;
 }
 
 // One thread at a time inside a group.
-class Turn {
+class CallLock {
  public:
-  explicit Turn(std::mutex& mutex) : lock_(mutex, std::try_to_lock) {
+  explicit CallLock(std::mutex& mutex) : lock_(mutex, std::try_to_lock) {
     if (!lock_)
       throw InvalidArgument(
           "another thread is inside a call of this group; use group.split() for each thread");
@@ -128,15 +128,15 @@ class Turn {
 class DeviceGroup final : public Group, public std::enable_shared_from_this<DeviceGroup> {
  public:
   DeviceGroup(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
-              std::unique_ptr<Carrier> carrier, std::chrono::nanoseconds timeout)
+              std::unique_ptr<DeviceExecutor> executor, std::chrono::nanoseconds timeout)
       : host_(std::move(host)),
         device_(std::move(device)),
         timeout_(timeout),
-        carrier_(std::move(carrier)),
-        watch_(*host_, *carrier_) {
-    pulse_.start(kLook, [this] { return look(); });
+        executor_(std::move(executor)),
+        watchdog_(*host_, *executor_) {
+    watchdog_thread_.start(kLook, [this] { return look(); });
   }
-  ~DeviceGroup() override { pulse_.join(); }
+  ~DeviceGroup() override { watchdog_thread_.join(); }
 
   int rank() const override { return host_->rank(); }
   int size() const override { return host_->size(); }
@@ -179,11 +179,11 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
   static constexpr const char* kHostsOwn =
       "a group on devices is neither split nor made anew: split the group, whose parts make theirs";
 
-  Carried begin(const Call& given);
+  DeviceCall begin(const Call& given);
   std::shared_ptr<Event> mark(void* stream);
   using Failed = std::function<void(std::exception_ptr)>;
-  std::shared_ptr<Event> enqueue(const Carried& carried, Event& before, const Deadline& deadline,
-                                 Failed failed);
+  std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
+                                 const Deadline& deadline, Failed failed);
   bool look() noexcept;
   void fail(const Error& error) noexcept;
 
@@ -191,28 +191,28 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
   std::shared_ptr<Device> device_;
   std::chrono::nanoseconds timeout_;
   std::mutex turn_;           // of who is inside run() or start()
-  mutable std::mutex mutex_;  // guards the carrier and calls_
-  std::unique_ptr<Carrier> carrier_;
+  mutable std::mutex mutex_;  // guards the executor and calls_
+  std::unique_ptr<DeviceExecutor> executor_;
   uint64_t calls_ = 0;
-  Watch watch_;
+  Watchdog watchdog_;
   std::mutex ending_;  // guards ended_
   bool ended_ = false;
-  Pulse pulse_;  // the last member: its thread ends before what it uses
+  HeartbeatThread watchdog_thread_;  // the last member: its thread ends before what it uses
 };
 
 // The moment on the caller's stream behind which a call begins.
 std::shared_ptr<Event> DeviceGroup::mark(void* stream) {
-  auto event = carrier_->event();
+  auto event = executor_->event();
   event->record(stream);
   return event;
 }
 
 // What can be refused here alone, without the others, is refused here.
-Carried DeviceGroup::begin(const Call& given) {
+DeviceCall DeviceGroup::begin(const Call& given) {
   if (given.algorithm == Algorithm::shared_memory)
-    lacks(given, "the algorithm shared_memory is for arrays in host memory");
+    throw_unsupported(given, "the algorithm shared_memory is for arrays in host memory");
   Call call = given;
-  call.algorithm = carrier_->algorithm_for(given);
+  call.algorithm = executor_->algorithm_for(given);
   if (call.timeout.count() == 0) call.timeout = timeout_;
   Call asked = call;
   if (asked.algorithm == Algorithm::nccl || asked.algorithm == Algorithm::staged ||
@@ -220,48 +220,49 @@ Carried DeviceGroup::begin(const Call& given) {
     asked.algorithm = Algorithm::automatic;
   check_call(asked, rank(), size());
   const std::lock_guard lock(mutex_);
-  return carrier_->prepare(call);
+  return executor_->prepare(call);
 }
 
 void DeviceGroup::run(const Call& given) {
-  const Turn turn(turn_);
-  Carried carried = begin(given);
-  const Deadline deadline(carried.call.timeout);
+  const CallLock turn(turn_);
+  DeviceCall device_call = begin(given);
+  const Deadline deadline(device_call.call.timeout);
   const auto before = mark(given.stream);
   int source = given.peer;
-  host_->run(agreement_about(carried.call, &source));
-  learn(carried.call, source);
-  enqueue(carried, *before, deadline, {})->hold(given.stream);
+  host_->run(agreement_about(device_call.call, &source));
+  set_source(device_call.call, source);
+  enqueue(device_call, *before, deadline, {})->stream_wait(given.stream);
 }
 
 std::shared_ptr<Work> DeviceGroup::start(const Call& given,
                                          std::function<void(std::exception_ptr)> then) {
-  const Turn turn(turn_);
+  const CallLock turn(turn_);
   const auto work = std::make_shared<DeviceWork>([weak = weak_from_this()](const Event& over) {
     const auto self = weak.lock();
-    return !self || self->watch_.is_over(over);  // with the group end its calls
+    return !self || self->watchdog_.is_over(over);  // with the group end its calls
   });
-  Carried carried = begin(given);
-  const Deadline deadline(carried.call.timeout);
+  DeviceCall device_call = begin(given);
+  const Deadline deadline(device_call.call.timeout);
   const auto before = mark(given.stream);
   const auto source = std::make_shared<int>(given.peer);
-  auto enqueued = [self = shared_from_this(), work, carried, before, deadline, source,
+  auto enqueued = [self = shared_from_this(), work, device_call, before, deadline, source,
                    then = std::move(then)](std::exception_ptr error) mutable {
     std::shared_ptr<Event> over;
     try {
       if (!error) {
-        learn(carried.call, *source);
-        over = self->enqueue(carried, *before, deadline,
+        set_source(device_call.call, *source);
+        over = self->enqueue(device_call, *before, deadline,
                              [work](std::exception_ptr late) { work->fail(std::move(late)); });
       }
-      if (over && carried.call.follower != nullptr) over->hold(carried.call.follower);
+      if (over && device_call.call.follower != nullptr)
+        over->stream_wait(device_call.call.follower);
     } catch (...) {  // the work tells it
       error = std::current_exception();
     }
     work->settle(std::move(over), error);
     if (then) then(error);
   };
-  const Call agreement = agreement_about(carried.call, source.get());
+  const Call agreement = agreement_about(device_call.call, source.get());
   if (device_->capturing(given.stream)) {  // on this thread, to which a capture may belong
     work->capture();
     host_->run(agreement);
@@ -272,18 +273,19 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
   return work;
 }
 
-std::shared_ptr<Event> DeviceGroup::enqueue(const Carried& carried, Event& before,
+std::shared_ptr<Event> DeviceGroup::enqueue(const DeviceCall& device_call, Event& before,
                                             const Deadline& deadline, Failed failed) {
   try {
     const std::lock_guard lock(mutex_);
     ++calls_;
-    const bool captured = device_->capturing(carried.call.stream);
-    auto over = carrier_->enqueue(carried, before, deadline);
+    const bool captured = device_->capturing(device_call.call.stream);
+    auto over = executor_->enqueue(device_call, before, deadline);
     // What a graph holds is for whoever launches it.
     if (!captured)
-      watch_.add(text_of(carried.call),
-                 is_plan(carried.call.operation) ? Watch::kEverybody : carried.call.peer, deadline,
-                 over, std::move(failed));
+      watchdog_.add(
+          text_of(device_call.call),
+          is_plan(device_call.call.operation) ? Watchdog::kAllPeers : device_call.call.peer,
+          deadline, over, std::move(failed));
     return over;
   } catch (const Error& error) {  // the other ranks have enqueued their parts
     fail(error);
@@ -293,7 +295,7 @@ std::shared_ptr<Event> DeviceGroup::enqueue(const Carried& carried, Event& befor
 
 bool DeviceGroup::look() noexcept {
   try {
-    const auto error = watch_.look();
+    const auto error = watchdog_.look();
     if (error) fail(*error);
     const std::lock_guard lock(ending_);
     return !ended_;
@@ -310,8 +312,8 @@ void DeviceGroup::fail(const Error& error) noexcept {
     const std::lock_guard lock(ending_);
     if (std::exchange(ended_, true)) return;
   }
-  watch_.end(std::make_exception_ptr(Error(error)));
-  carrier_->abort(error.what());
+  watchdog_.end(std::make_exception_ptr(Error(error)));
+  executor_->abort(error.what());
   host_->abort(error.what());
 }
 
@@ -319,18 +321,18 @@ void DeviceGroup::fail(const Error& error) noexcept {
 void DeviceGroup::close() noexcept {
   const auto through = [this] {
     const std::lock_guard lock(ending_);
-    return ended_ || watch_.idle();
+    return ended_ || watchdog_.idle();
   };
   while (!through() && look())  // nobody tells
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  pulse_.join();
+  watchdog_thread_.join();
   const std::lock_guard lock(ending_);
-  if (!std::exchange(ended_, true)) carrier_->close(Deadline(timeout_));
+  if (!std::exchange(ended_, true)) executor_->close(Deadline(timeout_));
 }
 
 Stats DeviceGroup::stats() const {
   const std::lock_guard lock(mutex_);
-  Stats stats = carrier_->stats();
+  Stats stats = executor_->stats();
   stats.calls = calls_;
   return stats;
 }
@@ -341,31 +343,31 @@ constexpr const char* kAllRanks =
     "init_process_group(device_id=...): ";
 
 // What a rank tells the others of its parts.
-struct Told {
+struct DeviceInfo {
   std::array<char, 28> bus_id;  // and zeros
   bool nccl_shares, has_nccl, nccl_between_hosts;
   uint8_t lanes;
 };
-static_assert(sizeof(Told) == 32);
+static_assert(sizeof(DeviceInfo) == 32);
 
 // Which the first call with arrays on devices does, whatever the call is.
-std::vector<Told> exchange_parts(Group& host, const DeviceParts& parts,
-                                 std::chrono::nanoseconds limit) {
-  const auto [lanes, nccl_between_hosts] = parts.lines;
+std::vector<DeviceInfo> exchange_device_info(Group& host, const DeviceResources& resources,
+                                             std::chrono::nanoseconds limit) {
+  const auto [lanes, nccl_between_hosts] = resources.options;
   check(lanes >= 1 && lanes <= 255, "a number of lanes that is none");
-  Told mine{{},
-            parts.nccl_shares,
-            parts.nccl != nullptr,
-            nccl_between_hosts,
-            static_cast<uint8_t>(lanes)};
-  const std::string bus_id = parts.device->bus_id();
+  DeviceInfo mine{{},
+                  resources.nccl_shares,
+                  resources.nccl != nullptr,
+                  nccl_between_hosts,
+                  static_cast<uint8_t>(lanes)};
+  const std::string bus_id = resources.device->bus_id();
   std::copy_n(bus_id.begin(), std::min(bus_id.size(), mine.bus_id.size()), mine.bus_id.begin());
-  std::vector<Told> all(static_cast<size_t>(host.size()));
+  std::vector<DeviceInfo> all(static_cast<size_t>(host.size()));
   try {
     host.run({.operation = Operation::all_gather,
               .input = &mine,
               .output = all.data(),
-              .count = sizeof(Told),
+              .count = sizeof(DeviceInfo),
               .timeout = limit});
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::timeout) throw;
@@ -376,15 +378,15 @@ std::vector<Told> exchange_parts(Group& host, const DeviceParts& parts,
 
 // Whether the group goes without NCCL, as that would refuse these ranks: two that it sees on one
 // device of a host.
-bool goes_through_host(const Group& host, const std::vector<Told>& all) {
-  std::set<std::pair<int, decltype(Told::bus_id)>> devices;
+bool is_host_staged(const Group& host, const std::vector<DeviceInfo>& all) {
+  std::set<std::pair<int, decltype(DeviceInfo::bus_id)>> devices;
   for (size_t rank = 0; rank < all.size(); ++rank)
     devices.emplace(host.hosts()[rank], all[rank].bus_id);
-  return devices.size() < all.size() && !std::ranges::all_of(all, &Told::nccl_shares);
+  return devices.size() < all.size() && !std::ranges::all_of(all, &DeviceInfo::nccl_shares);
 }
 
 // Throws Unsupported, on all ranks, where NCCL would send in the clear what has to be encrypted.
-void check_encrypted(const Group& host, const Told& first) {
+void check_encrypted(const Group& host, const DeviceInfo& first) {
   if (host.encrypted() && host.host_count() > 1 && first.nccl_between_hosts)
     throw Unsupported(
         "encrypt=True: NCCL between hosts does not encrypt; use cuda_between_hosts=\"tcp\" for "
@@ -393,13 +395,14 @@ void check_encrypted(const Group& host, const Told& first) {
 
 // Throws Unsupported where a rank has no NCCL and needs it: one that is alone on its host, where
 // NCCL is for the ranks of each, does not.
-void check_nccl(const Group& host, const std::vector<Told>& all, const DeviceParts& parts) {
+void check_nccl(const Group& host, const std::vector<DeviceInfo>& all,
+                const DeviceResources& resources) {
   const auto needs = [&](size_t rank) {
     return all[0].nccl_between_hosts || std::ranges::count(host.hosts(), host.hosts()[rank]) > 1;
   };
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].has_nccl || !needs(rank)) continue;
-    if (!parts.nccl) throw Unsupported(parts.why_no_nccl);
+    if (!resources.nccl) throw Unsupported(resources.why_no_nccl);
     throw Unsupported("rank " + std::to_string(rank) +
                       " has found no NCCL, which arrays on CUDA devices travel by; its error says "
                       "where it has looked");
@@ -408,22 +411,23 @@ void check_nccl(const Group& host, const std::vector<Told>& all, const DevicePar
 
 }  // namespace
 
-std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceParts parts,
+std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceResources resources,
                                          std::chrono::nanoseconds timeout,
                                          std::chrono::nanoseconds limit) {
-  const auto told = exchange_parts(*host, parts, limit);
-  std::unique_ptr<Carrier> carrier;
-  if (goes_through_host(*host, told)) {
-    carrier = carry_through_host(host, parts.device);
+  const auto infos = exchange_device_info(*host, resources, limit);
+  std::unique_ptr<DeviceExecutor> executor;
+  if (is_host_staged(*host, infos)) {
+    executor = make_host_staged_executor(host, resources.device);
   } else {
-    check_encrypted(*host, told[0]);
-    check_nccl(*host, told, parts);
-    const DeviceLines lines{.lanes = told[0].lanes,
-                            .nccl_between_hosts = told[0].nccl_between_hosts};
-    carrier = carry_by_nccl(host, parts.device, std::move(parts.nccl), lines, timeout);
+    check_encrypted(*host, infos[0]);
+    check_nccl(*host, infos, resources);
+    const DeviceOptions options{.lanes = infos[0].lanes,
+                                .nccl_between_hosts = infos[0].nccl_between_hosts};
+    executor =
+        make_nccl_executor(host, resources.device, std::move(resources.nccl), options, timeout);
   }
-  return std::make_shared<DeviceGroup>(std::move(host), std::move(parts.device), std::move(carrier),
-                                       timeout);
+  return std::make_shared<DeviceGroup>(std::move(host), std::move(resources.device),
+                                       std::move(executor), timeout);
 }
 
 }  // namespace pycomm

@@ -27,18 +27,18 @@
 namespace pycomm {
 
 // How arrays travel, on rank 0's word.
-struct DeviceLines {
+struct DeviceOptions {
   int lanes = 1;                   // of rings over large arrays; at most 255
   bool nccl_between_hosts = true;  // else TCP, through host memory
 };
 
 // What a rank brings.
-struct DeviceParts {
+struct DeviceResources {
   std::shared_ptr<Device> device;
   std::shared_ptr<NcclApi> nccl;  // null: none was found
   std::string why_no_nccl{};      // then
   bool nccl_shares = false;       // NCCL was told, on this rank, to let ranks share a device
-  DeviceLines lines{};
+  DeviceOptions options{};
 };
 
 // Collective over `host`, whose calls and this group's make one order. Until `limit` all ranks have
@@ -47,7 +47,7 @@ struct DeviceParts {
 // memory are the host group's. Throws what calls of `host` throw; Unsupported where a device is no
 // good for NCCL, and on every rank where one that needs NCCL has none; Timeout where ranks do not
 // come.
-std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceParts parts,
+std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceResources parts,
                                          std::chrono::nanoseconds timeout,
                                          std::chrono::nanoseconds limit);
 

@@ -83,7 +83,7 @@ class Work {
   virtual std::exception_ptr error() const = 0;
   // Of a group on devices, where wait() returns as soon as the call is enqueued: what is put on
   // `stream` from now on begins behind it. After wait().
-  virtual void precede(void* /*stream*/) {}
+  virtual void make_stream_wait(void* /*stream*/) {}
   // It went into a graph that was being captured: no moment of the device's is its end.
   virtual bool captured() const { return false; }
 };

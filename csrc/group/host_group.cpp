@@ -23,9 +23,12 @@ constexpr size_t kMaxPlans = 256;
 // alone, but 110, 180 and 400 us beside a busy process (benchmarks/results/spin.json).
 constexpr std::chrono::microseconds kSpin{20};
 
-EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh, Dialer* dialer) {
-  EngineOptions engine{
-      .rank = options.rank, .names = {}, .interrupted = options.interrupted, .dialer = dialer};
+EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh,
+                             PeerConnector* connector) {
+  EngineOptions engine{.rank = options.rank,
+                       .names = {},
+                       .interrupted = options.interrupted,
+                       .connector = connector};
   for (size_t i = 0; i < mesh.members.size(); ++i)
     engine.names.push_back(name_of(static_cast<int>(i), mesh.members[i]));
   const auto here = std::ranges::count(mesh.hosts, mesh.hosts[static_cast<size_t>(options.rank)]);
@@ -48,7 +51,7 @@ Thresholds thresholds_of(const Mesh& mesh) {
     return std::ranges::count(mesh.members, name, &Member::transport) > 0;
   };
   const std::string_view by = uses("tcp") ? "tcp" : uses("shm") ? "shm" : "local";
-  const auto found = std::ranges::find(mesh.tuned, by, &Tuned::transport);
+  const auto found = std::ranges::find(mesh.tuned, by, &TunedThresholds::transport);
   return found == mesh.tuned.end() ? Thresholds{} : found->thresholds;
 }
 
@@ -57,9 +60,9 @@ void put(std::array<char, kSize>& into, const std::string& text) {
   std::copy_n(text.begin(), std::min(text.size(), kSize - 1), into.begin());
 }
 
-JournalHead head_of(const ConnectOptions& options, const Mesh& mesh) {
+FlightRecorderHead head_of(const ConnectOptions& options, const Mesh& mesh) {
   const auto me = static_cast<size_t>(options.rank);
-  JournalHead head;
+  FlightRecorderHead head;
   head.steady_ns = nanoseconds_of(Clock::now());
   head.wall_ns =
       std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
@@ -79,9 +82,9 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
     : options_(std::move(options)),
       members_(mesh.members),
       ranks_(std::move(ranks)),
-      dialer_(std::move(mesh.dialer)),
-      engine_(std::move(mesh.channels), engine_options(options_, mesh, dialer_.get())),
-      journal_(head_of(options_, mesh), options_.journal),
+      connector_(std::move(mesh.connector)),
+      engine_(std::move(mesh.channels), engine_options(options_, mesh, connector_.get())),
+      recorder_(head_of(options_, mesh), options_.recorder),
       worker_(options_.interrupted) {
   thresholds_ = thresholds_of(mesh);
   options_.tuned = std::move(mesh.tuned);  // for split()
@@ -97,13 +100,13 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
     if (found == known.end()) known.push_back(host);
   }
   host_count_ = static_cast<int>(known.size());
-  if (!mesh.memories.empty()) make_arena(mesh.memories);
-  if (!arena_ || mesh.heaps.empty()) return;  // heaps are of one host
-  arena_->set_heaps(std::move(mesh.heaps));
+  if (!mesh.memories.empty()) make_region(mesh.memories);
+  if (!region_ || mesh.heaps.empty()) return;  // heaps are of one host
+  region_->set_heaps(std::move(mesh.heaps));
   heap_ = std::move(mesh.heap);
 }
 
-void HostGroup::make_arena(const std::vector<std::shared_ptr<std::byte>>& memories) {
+void HostGroup::make_region(const std::vector<std::shared_ptr<std::byte>>& memories) {
   std::vector<std::shared_ptr<Segment>> segments;
   std::vector<int> here;
   for (size_t i = 0; i < memories.size(); ++i) {
@@ -112,8 +115,9 @@ void HostGroup::make_arena(const std::vector<std::shared_ptr<std::byte>>& memori
     here.push_back(static_cast<int>(i));
   }
   if (here.size() > 1)
-    arena_ = std::make_unique<Arena>(std::move(segments), std::move(here), local_rank_);
-  if (host_count_ > 1) two_levels_.emplace(engine_, arena_.get());
+    region_ =
+        std::make_unique<SharedMemoryRegion>(std::move(segments), std::move(here), local_rank_);
+  if (host_count_ > 1) hierarchical_.emplace(engine_, region_.get());
 }
 
 HostGroup::~HostGroup() { close(); }
@@ -121,7 +125,7 @@ HostGroup::~HostGroup() { close(); }
 void HostGroup::check(const Call& call) const {
   if (call.agreement) return;  // whose group has
   check_call(call, options_.rank, options_.size);
-  const bool shared = arena_ && host_count_ == 1;
+  const bool shared = region_ && host_count_ == 1;
   if (call.algorithm == Algorithm::shared_memory && !shared && options_.size > 1)
     throw Unsupported(
         "the algorithm shared_memory needs all ranks on one host, and connections "
@@ -141,7 +145,7 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
 }
 
 void HostGroup::exchange(std::span<const Call> calls) {
-  std::vector<Posted> posted;
+  std::vector<MessageRequest> posted;
   for (const Call& call : calls) {
     if (is_plan(call.operation) || call.agreement || call.peer == kAnySource)
       throw InvalidArgument("an exchange is of sends, and of receives from one rank each",
@@ -196,14 +200,14 @@ void HostGroup::execute(const Call& call, Algorithm algorithm, Clock::time_point
   std::unique_lock lock(mutex_);
   const Deadline deadline(since == Clock::time_point{} ? Clock::now() : since,
                           call.timeout.count() > 0 ? call.timeout : options_.timeout);
-  journal_.begin(record_of(call, engine_.next_header(signature_of(call, algorithm)), deadline));
+  recorder_.begin(record_of(call, engine_.next_header(signature_of(call, algorithm)), deadline));
   lock.unlock();
   try {
     body(deadline);
   } catch (const Error& error) {
     lock.lock();
     end_call(true);
-    const std::string where = kept(error);
+    const std::string where = record_failure(error);
     if (where.empty()) throw;
     throw Error(error.kind(), error.what() + where, error.fields());
   } catch (...) {  // of memory that there is not, or of Python
@@ -223,13 +227,13 @@ void HostGroup::carry_out(const Call& call, Algorithm algorithm, const Deadline&
   switch (call.operation) {
     case Operation::send:
       if (call.agreement)
-        engine_.offer(call.peer, signature_of(call, algorithm), deadline);
+        engine_.announce_send(call.peer, signature_of(call, algorithm), deadline);
       else
         engine_.send(call.peer, signature_of(call, algorithm),
                      {static_cast<const std::byte*>(call.input), bytes}, deadline);
       break;
     case Operation::recv: {
-      const int source = engine_.receive(call.peer == kAnySource ? kAnybody : call.peer,
+      const int source = engine_.receive(call.peer == kAnySource ? kAnyPeer : call.peer,
                                          signature_of(call, algorithm),
                                          {static_cast<std::byte*>(call.output), bytes}, deadline);
       if (call.source != nullptr) *call.source = source;
@@ -258,25 +262,25 @@ Clock::time_point HostGroup::end_call(bool failed) {
   stats_.bytes_sent = engine_.payload_sent();
   stats_.bytes_written = engine_.bytes_written();
   stats_.bytes_received = engine_.bytes_received();
-  if (arena_) {
-    stats_.bytes_sent += arena_->bytes_sent;
-    stats_.bytes_written += arena_->bytes_sent;
-    stats_.bytes_received += arena_->bytes_received;
+  if (region_) {
+    stats_.bytes_sent += region_->bytes_sent;
+    stats_.bytes_written += region_->bytes_sent;
+    stats_.bytes_received += region_->bytes_received;
   }
   const auto now = Clock::now();
-  journal_.end({.now = now,
-                .bytes_written = stats_.bytes_written,
-                .bytes_received = stats_.bytes_received,
-                .waited = engine_.waited()},
-               failed);
+  recorder_.end({.now = now,
+                 .bytes_written = stats_.bytes_written,
+                 .bytes_received = stats_.bytes_received,
+                 .waited = engine_.waited()},
+                failed);
   return now;
 }
 
 // What an error says of the flight record that it leaves. A disagreement leaves one that the error
 // which breaks the group writes over. With mutex_.
-std::string HostGroup::kept(const Error& error) {
+std::string HostGroup::record_failure(const Error& error) {
   const auto keep = [&](bool breaking) {
-    const std::string said = journal_.keep(error.what(), breaking);
+    const std::string said = recorder_.keep(error.what(), breaking);
     return said.empty() ? said : "; " + said;
   };
   switch (error.kind()) {
@@ -297,7 +301,7 @@ std::string HostGroup::kept(const Error& error) {
 Algorithm HostGroup::algorithm_for(const Call& call) const {
   if (options_.size == 1 && call.algorithm == Algorithm::shared_memory) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
-  if (arena_ && host_count_ == 1 && call.counts.empty()) return Algorithm::shared_memory;
+  if (region_ && host_count_ == 1 && call.counts.empty()) return Algorithm::shared_memory;
   return choose({.operation = call.operation,
                  .dtype = call.dtype,
                  .op = call.op,
@@ -321,26 +325,26 @@ void HostGroup::execute_shared(const Call& call, const Deadline& deadline) {
     job.folds = is_half(call.dtype);
   }
   const Header header = engine_.next_header(signature_of(call, Algorithm::shared_memory));
-  arena_->begin(header);
-  SharedCall run(engine_, *arena_, job, header);
+  region_->begin(header);
+  SharedCall run(engine_, *region_, job, header);
   engine_.run(run, header, deadline);
 }
 
 void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline) {
-  Job job;
+  PlanJob job;
   job.signature = signature_of(call, algorithm);
   job.input = static_cast<const std::byte*>(call.input);
   job.output = static_cast<std::byte*>(call.output);
   job.element_bytes = bytes_of(call.dtype);
   job.size = options_.size;
   if (reduces(call.operation)) job.reducer = &reducer(call.dtype, call.op);
-  if (two_levels_ && algorithm == Algorithm::hierarchical &&
+  if (hierarchical_ && algorithm == Algorithm::hierarchical &&
       call.operation == Operation::all_reduce)
-    return two_levels_->all_reduce(job, place(options_.rank, call, call.count), deadline);
+    return hierarchical_->all_reduce(job, place(options_.rank, call, call.count), deadline);
   if (call.counts.empty()) return execute_blocks(call, job, deadline);
   if (call.operation == Operation::all_to_all) {
     if (options_.size > 1 && !call.counts_fit) check_splits(call, job.signature, deadline);
-    job.claims = call.counts;
+    job.peer_counts = call.counts;
   }
   // Lists change from call to call: plans with counts are not kept.
   const Schedule schedule = schedule_of(call, algorithm, 0);
@@ -348,12 +352,12 @@ void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadli
   run_plan(job, deadline);
 }
 
-void HostGroup::run_plan(const Job& job, const Deadline& deadline) {
-  if (arena_) arena_->begin(engine_.next_header(job.signature));
+void HostGroup::run_plan(const PlanJob& job, const Deadline& deadline) {
+  if (region_) region_->begin(engine_.next_header(job.signature));
   engine_.run(job, deadline);
 }
 
-void HostGroup::execute_blocks(const Call& call, Job& job, const Deadline& deadline) {
+void HostGroup::execute_blocks(const Call& call, PlanJob& job, const Deadline& deadline) {
   const auto algorithm = static_cast<Algorithm>(job.signature.algorithm);
   const size_t block = planned(call, algorithm, call.count).block;
   size_t begin = 0;
@@ -371,7 +375,7 @@ void HostGroup::execute_blocks(const Call& call, Job& job, const Deadline& deadl
   } while (begin < call.count);
 }
 
-Place HostGroup::place(int rank, const Call& call, size_t count) const {
+CollectiveShape HostGroup::place(int rank, const Call& call, size_t count) const {
   return {.rank = rank,
           .size = options_.size,
           .count = count,
@@ -427,11 +431,11 @@ Stats HostGroup::stats() const {
 
 Status HostGroup::status() const {
   Status status{.doing = engine_.doing(), .broken = engine_.broken(), .peers = {}};
-  for (Sighting& seen : engine_.sightings())
+  for (PeerStatus& seen : engine_.peer_statuses())
     status.peers.push_back({.connected = seen.connected,
-                            .departed = seen.departed.value_or(""),
-                            .silent_s = seen.silent_s,
-                            .doing = std::move(seen.doing),
+                            .departed = seen.left_reason.value_or(""),
+                            .silent_s = seen.last_seen_s,
+                            .doing = std::move(seen.current_call),
                             .bytes_written = seen.bytes_written,
                             .bytes_received = seen.bytes_received});
   status.peers.resize(static_cast<size_t>(options_.size));
@@ -444,10 +448,10 @@ void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {
   options_.timeout = timeout;
 }
 
-void HostGroup::start_pulse() {
-  if (engine_.pulse_interval().count() == 0) return;
+void HostGroup::start_heartbeat() {
+  if (engine_.heartbeat_interval().count() == 0) return;
   try {
-    pulse_.start(engine_.pulse_interval(), [this] { return engine_.pulse(); });
+    heartbeat_.start(engine_.heartbeat_interval(), [this] { return engine_.heartbeat(); });
   } catch (const Error& error) {  // the others wait for a rank that they cannot hear
     engine_.fail(error);
     throw;
@@ -457,28 +461,28 @@ void HostGroup::start_pulse() {
 void HostGroup::close() noexcept {
   if (worker_.busy()) engine_.stop("it was closed while a call ran");
   worker_.join();
-  pulse_.join();
+  heartbeat_.join();
   engine_.leave();
   const std::lock_guard lock(mutex_);
-  journal_.close();
+  recorder_.close();
 }
 
 void HostGroup::hear(std::chrono::nanoseconds limit) {
   std::vector<int> others(static_cast<size_t>(options_.size));
   std::iota(others.begin(), others.end(), 0);
   std::erase(others, options_.rank);
-  engine_.heed(limit, others);
+  engine_.check_for_failures(limit, others);
 }
 
 void HostGroup::abort(const std::string& reason) noexcept {
   engine_.stop(reason);  // ends the call that runs, and those that wait behind it
-  worker_.run_between([&] {
+  worker_.run_exclusive([&] {
     const GroupBroken error("the group was aborted: " + reason);
     engine_.fail(error);
     const std::lock_guard lock(mutex_);
-    (void)kept(error);
+    (void)record_failure(error);
   });
-  pulse_.join();
+  heartbeat_.join();
 }
 
 }  // namespace pycomm

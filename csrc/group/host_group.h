@@ -11,13 +11,13 @@
 
 #include "engine/engine.h"
 #include "group/connect.h"
+#include "group/flight_recorder.h"
 #include "group/group.h"
-#include "group/journal.h"
+#include "group/heartbeat_thread.h"
+#include "group/hierarchical_all_reduce.h"
 #include "group/mesh.h"
-#include "group/pulse.h"
-#include "group/two_levels.h"
 #include "group/worker.h"
-#include "shared/arena.h"
+#include "shared/shared_memory_region.h"
 
 namespace pycomm {
 
@@ -59,7 +59,7 @@ class HostGroup final : public Group {
   void hear(std::chrono::nanoseconds limit) override;
 
   // Says to the others from now on that this rank lives. Called once, when the group stands.
-  void start_pulse();
+  void start_heartbeat();
 
  private:
   // A plan for blocks of `block` elements, of which a call has several if its scratch would be
@@ -77,11 +77,11 @@ class HostGroup final : public Group {
   void execute(const Call& call, Algorithm algorithm, Clock::time_point since, const Body& body);
   void carry_out(const Call& call, Algorithm algorithm, const Deadline& deadline);
   Clock::time_point end_call(bool failed);
-  std::string kept(const Error& error);
+  std::string record_failure(const Error& error);
   Algorithm algorithm_for(const Call& call) const;
-  void make_arena(const std::vector<std::shared_ptr<std::byte>>& memories);
+  void make_region(const std::vector<std::shared_ptr<std::byte>>& memories);
   void execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline);
-  void run_plan(const Job& job, const Deadline& deadline);
+  void run_plan(const PlanJob& job, const Deadline& deadline);
   void check(const Call& call) const;
   void agree(const Call& call, const Deadline& deadline);
   // Of an all_to_all with counts: throws Mismatch, on all ranks, where what one rank sends another
@@ -90,9 +90,9 @@ class HostGroup final : public Group {
   std::vector<size_t> gather_splits(const Call& call, const Header& signature,
                                     const Deadline& deadline);
   void execute_shared(const Call& call, const Deadline& deadline);
-  void execute_blocks(const Call& call, Job& job, const Deadline& deadline);
+  void execute_blocks(const Call& call, PlanJob& job, const Deadline& deadline);
   const Planned& planned(const Call& call, Algorithm algorithm, size_t count);
-  Place place(int rank, const Call& call, size_t count) const;
+  CollectiveShape place(int rank, const Call& call, size_t count) const;
   Schedule schedule_of(const Call& call, Algorithm algorithm, size_t count) const;
   size_t block_of(const Call& call, Algorithm algorithm) const;
   std::vector<std::string> gather_texts(const std::string& mine);
@@ -106,22 +106,23 @@ class HostGroup final : public Group {
   int local_rank_ = 0, local_size_ = 1, host_count_ = 1;
   Thresholds thresholds_;  // the same on all ranks
   int splits_ = 0;
-  std::unique_ptr<Dialer> dialer_;  // null where all ranks have met
+  std::unique_ptr<PeerConnector> connector_;  // null where all ranks have met
   Engine engine_;
-  std::shared_ptr<SharedHeap> heap_;  // of this process, where the arena has heaps
-  std::unique_ptr<Arena> arena_;      // of this host's ranks, if several, where hosts share memory
-  std::optional<TwoLevels> two_levels_;  // the same, where there are several hosts
-  Journal journal_;
+  std::shared_ptr<SharedHeap> heap_;  // of this process, where the region has heaps
+  std::unique_ptr<SharedMemoryRegion>
+      region_;  // of this host's ranks, if several, where hosts share memory
+  std::optional<HierarchicalAllReduce> hierarchical_;  // the same, where there are several hosts
+  FlightRecorder recorder_;
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;
-  mutable std::mutex mutex_;  // guards stats_, journal_ and the timeout
+  mutable std::mutex mutex_;  // guards stats_, recorder_ and the timeout
   Stats stats_;
   Worker worker_;  // the last members: their threads end before what they use
-  Pulse pulse_;
+  HeartbeatThread heartbeat_;
 };
 
-// Forms the mesh, makes the group of it, and returns when all its ranks have. `heed` is
+// Forms the mesh, makes the group of it, and returns when all its ranks have. `check_aborted` is
 // MeshRequest's; where it throws, that is the error, and not that a peer has gone.
 std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
-                                  std::vector<int> ranks, const Heed& heed = {});
+                                  std::vector<int> ranks, const CheckAborted& check_aborted = {});
 
 }  // namespace pycomm

@@ -77,7 +77,7 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     return ours;
   };
   return make_group(child, exchange, first_ranks(members),
-                    [&](auto limit) { engine_.heed(limit, members); });
+                    [&](auto limit) { engine_.check_for_failures(limit, members); });
 }
 
 std::shared_ptr<Group> HostGroup::regroup(Store& store, const std::string& name,

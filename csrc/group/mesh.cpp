@@ -11,9 +11,9 @@
 
 #include "core/sha256.h"
 #include "engine/engine.h"
-#include "group/doorman.h"
-#include "group/lobby.h"
-#include "group/note.h"
+#include "group/connector.h"
+#include "group/on_demand_connector.h"
+#include "group/rank_info.h"
 #include "os/process.h"
 #include "os/random.h"
 #include "transport/local.h"
@@ -29,11 +29,11 @@ constexpr std::chrono::milliseconds kSlice{100};
 
 // For those who are about to be met when the forming has failed: much longer than a handshake
 // takes.
-constexpr std::chrono::milliseconds kLastMeetings{200};
+constexpr std::chrono::milliseconds kFinalConnectTimeout{200};
 
 // A rank that others should have called by now calls them: a firewall may let connections pass in
 // one direction alone.
-constexpr std::chrono::seconds kCallsBack{1};
+constexpr std::chrono::seconds kDialBackDelay{1};
 
 // Up to so many ranks the rings that one reads stay under 8 MiB together; beyond, where a rank has
 // rings to those that it has met, they are no smaller.
@@ -44,10 +44,10 @@ size_t ring_bytes(int size) {
   return std::min(std::bit_floor((size_t{8} << 20) / peers), size_t{1} << 20);
 }
 
-class Forming {
+class MeshBuilder {
  public:
-  Forming(const MeshRequest& request, const Deadline& deadline)
-      : request_(request), deadline_(deadline), note_(my_note(request.host)) {}
+  MeshBuilder(const MeshRequest& request, const Deadline& deadline)
+      : request_(request), deadline_(deadline), info_(own_rank_info(request.host)) {}
 
   Mesh form(const Exchange& exchange) {
     const auto may = [&](std::string_view name) {
@@ -60,53 +60,55 @@ class Forming {
     if (request_.size > 1 && may("shm"))
       shm_ = make_shm(ring_bytes(request_.size), request_.memory_bytes, why, heap_);
     if (request_.size > 1 && may("tcp")) tcp_ = make_tcp(request_.address, request_.towards);
-    note_.options = request_.options;
-    note_.tuned = request_.tuned;
-    note_.memory = request_.shares ? std::to_string(request_.memory_bytes) : "0";
-    note_.heap = std::to_string(heap_ ? heap_->view().bytes : 0);
-    if (shm_) note_.shm = shm_->address();
-    if (tcp_) note_.tcp = tcp_->address();
-    for (const uint8_t byte : random_bytes()) note_.token += static_cast<char>('a' + byte % 16);
-    for (const std::string& text : exchange(encode(note_))) notes_.push_back(decode_note(text));
+    info_.options = request_.options;
+    info_.tuned = request_.tuned;
+    info_.memory = request_.shares ? std::to_string(request_.memory_bytes) : "0";
+    info_.heap = std::to_string(heap_ ? heap_->view().bytes : 0);
+    if (shm_) info_.shm = shm_->address();
+    if (tcp_) info_.tcp = tcp_->address();
+    for (const uint8_t byte : random_bytes()) info_.token += static_cast<char>('a' + byte % 16);
+    for (const std::string& text : exchange(encode(info_)))
+      infos_.push_back(decode_rank_info(text));
     check_options();
     check_key();
     Mesh mesh = describe();
     pick_transports(mesh, why, full);
-    Lobby::Request lobby{.rank = request_.rank,
-                         .key = request_.key,
-                         .context = context_of(notes_[0], request_.name),
-                         .agreed = digest_of(notes_),
-                         .transports = {},
-                         .contacts = std::move(contacts_),
-                         .forbidden_is_final = request_.forbidden != nullptr,
-                         .log = request_.log};
+    Connector::Options options{.rank = request_.rank,
+                               .key = request_.key,
+                               .context = context_of(infos_[0], request_.name),
+                               .agreed = digest_of(infos_),
+                               .transports = {},
+                               .addresses = std::move(addresses_),
+                               .forbidden_is_final = request_.forbidden != nullptr,
+                               .log = request_.log};
     const auto own = shm_ ? shm_->memory() : nullptr;
-    if (shm_) lobby.transports.push_back(std::move(shm_));
-    if (tcp_) lobby.transports.push_back(std::move(tcp_));
+    if (shm_) options.transports.push_back(std::move(shm_));
+    if (tcp_) options.transports.push_back(std::move(tcp_));
     if (full) {
-      meet(mesh, std::move(lobby));
+      connect_mesh(mesh, std::move(options));
       share(mesh, own);
     } else {
-      mesh.dialer = std::make_unique<Doorman>(std::move(lobby), ring_bytes(request_.size));
+      mesh.connector =
+          std::make_unique<OnDemandConnector>(std::move(options), ring_bytes(request_.size));
     }
     return mesh;
   }
 
  private:
   void check_options() const {
-    for (size_t i = 0; i < notes_.size(); ++i)
-      if (notes_[i].options != notes_[0].options)
+    for (size_t i = 0; i < infos_.size(); ++i)
+      if (infos_[i].options != infos_[0].options)
         throw Mismatch("ranks were started with different options: rank 0 has " +
-                           notes_[0].options + ", rank " + std::to_string(i) + " has " +
-                           notes_[i].options,
+                           infos_[0].options + ", rank " + std::to_string(i) + " has " +
+                           infos_[i].options,
                        {.op = "init", .rank = request_.rank, .peer = static_cast<int>(i)});
   }
 
   // All ranks find the same.
   void check_key() const {
     if (!request_.encrypt || !request_.open_key) return;
-    for (const Note& note : notes_)
-      if (note.host_id != notes_[0].host_id)
+    for (const RankInfo& info : infos_)
+      if (info.host_id != infos_[0].host_id)
         throw Unsupported(
             "encrypt=True on several hosts needs a key that is not in the store: rank 0 left the "
             "run's key there, as there was no PYCOMM_SECRET; set it to the same value on all "
@@ -116,37 +118,37 @@ class Forming {
 
   Mesh describe() const {
     Mesh mesh;
-    mesh.channels.resize(notes_.size());
-    mesh.tuned = notes_[0].tuned;
-    const Digest digest = sha256(context_of(notes_[0], request_.name));
+    mesh.channels.resize(infos_.size());
+    mesh.tuned = infos_[0].tuned;
+    const Digest digest = sha256(context_of(infos_[0], request_.name));
     std::memcpy(&mesh.id, digest.data(), sizeof mesh.id);
-    for (const Note& note : notes_) {
-      const bool visible = on_one_machine(note, note_) && note.pid_space == note_.pid_space;
+    for (const RankInfo& info : infos_) {
+      const bool visible = on_one_machine(info, info_) && info.pid_space == info_.pid_space;
       mesh.members.push_back(
-          {note.host, note.pid, "self", visible, visible ? start_time(note.pid) : 0});
-      mesh.hosts.push_back(note.host_id);
+          {info.host, info.pid, "self", visible, visible ? start_time(info.pid) : 0});
+      mesh.hosts.push_back(info.host_id);
     }
     return mesh;
   }
 
   std::string name(int peer) const {
-    const Note& note = notes_[static_cast<size_t>(peer)];
-    return name_of(peer, {.host = note.host, .pid = note.pid, .transport = {}});
+    const RankInfo& info = infos_[static_cast<size_t>(peer)];
+    return name_of(peer, {.host = info.host, .pid = info.pid, .transport = {}});
   }
 
   void pick_transports(Mesh& mesh, const std::string& why, bool full) {
-    contacts_.resize(notes_.size());
+    addresses_.resize(infos_.size());
     for (int peer = 0; peer < request_.size; ++peer) {
       if (peer == request_.rank) continue;
-      const Note& note = notes_[static_cast<size_t>(peer)];
+      const RankInfo& info = infos_[static_cast<size_t>(peer)];
       std::string& transport = mesh.members[static_cast<size_t>(peer)].transport;
-      const std::string_view by_note = between(note, note_);
-      if (by_note == "local") {
-        transport = by_note;
-        if (full) meet_thread(mesh, peer);
+      const std::string_view by_info = between(info, info_);
+      if (by_info == "local") {
+        transport = by_info;
+        if (full) connect_thread(mesh, peer);
         continue;
       }
-      SocketTransport* by = by_note == "shm" ? shm_.get() : note.tcp.empty() ? nullptr : tcp_.get();
+      SocketTransport* by = by_info == "shm" ? shm_.get() : info.tcp.empty() ? nullptr : tcp_.get();
       if (by == nullptr)
         throw Unsupported("no transport reaches " + name(peer) +
                               (request_.transport.empty() ? "" : " by " + request_.transport) +
@@ -157,52 +159,52 @@ class Forming {
       if (theirs.empty() || ways(*by, request_.rank, peer).empty())
         throw Unsupported(
             name(peer) + " and this rank are on different hosts, and the address of " +
-                (theirs.empty() ? "the former, " + note.tcp : "this, " + note_.tcp) +
+                (theirs.empty() ? "the former, " + info.tcp : "this, " + info_.tcp) +
                 ", cannot be reached from there; choose another by GLOO_SOCKET_IFNAME",
             {.op = "init", .rank = request_.rank, .peer = peer});
-      const bool leaves = note.host_id != note_.host_id;
-      contacts_[static_cast<size_t>(peer)] = {by, std::move(theirs), name(peer),
-                                              request_.encrypt && leaves};
+      const bool leaves = info.host_id != info_.host_id;
+      addresses_[static_cast<size_t>(peer)] = {by, std::move(theirs), name(peer),
+                                               request_.encrypt && leaves};
     }
   }
 
-  void meet_thread(Mesh& mesh, int peer) {
-    const std::string mine = digest_of(notes_);
+  void connect_thread(Mesh& mesh, int peer) {
+    const std::string mine = digest_of(infos_);
     std::string agreed = mine;
     mesh.channels[static_cast<size_t>(peer)] =
-        local_channel(context_of(notes_[0], request_.name), request_.rank, peer,
+        local_channel(context_of(infos_[0], request_.name), request_.rank, peer,
                       ring_bytes(request_.size), &agreed);
     if (agreed != mine) different_ = peer;
   }
 
   // The addresses by which a rank, this one or a peer of it, may call a peer, or this one.
   std::vector<std::string> ways(const SocketTransport& by, int listener, int caller) const {
-    const Note& called = notes_[static_cast<size_t>(listener)];
-    const Note& calling = notes_[static_cast<size_t>(caller)];
+    const RankInfo& called = infos_[static_cast<size_t>(listener)];
+    const RankInfo& calling = infos_[static_cast<size_t>(caller)];
     return by.ways(by.name() == "shm" ? called.shm : called.tcp, on_one_machine(called, calling));
   }
 
   // Only where on every host all pairs have the same kind of memory, and all ranks want it, which
   // all ranks find alike. `own` is what this rank lays out for other processes.
   void share(Mesh& mesh, const std::shared_ptr<std::byte>& own) const {
-    for (const Note& note : notes_)
-      if (note.memory == "0" || note.memory != note_.memory) return;
+    for (const RankInfo& info : infos_)
+      if (info.memory == "0" || info.memory != info_.memory) return;
     std::map<std::string, std::set<std::string_view>> by_host;
-    for (size_t a = 0; a < notes_.size(); ++a)
+    for (size_t a = 0; a < infos_.size(); ++a)
       for (size_t b = 0; b < a; ++b)
-        if (notes_[a].host_id == notes_[b].host_id)
-          by_host[notes_[a].host_id].insert(between(notes_[a], notes_[b]));
+        if (infos_[a].host_id == infos_[b].host_id)
+          by_host[infos_[a].host_id].insert(between(infos_[a], infos_[b]));
     for (const auto& [host, ways] : by_host)
       if (ways.size() > 1 || ways.contains("tcp")) return;
     if (by_host.empty()) return;
-    const bool local = by_host[note_.host_id].contains("local");
-    for (size_t i = 0; i < notes_.size(); ++i) {
+    const bool local = by_host[info_.host_id].contains("local");
+    for (size_t i = 0; i < infos_.size(); ++i) {
       const auto rank = static_cast<int>(i);
-      if (notes_[i].host_id != note_.host_id)
+      if (infos_[i].host_id != info_.host_id)
         mesh.memories.push_back(nullptr);
       else if (local)
         mesh.memories.push_back(
-            local_memory(context_of(notes_[0], request_.name), rank, request_.memory_bytes));
+            local_memory(context_of(infos_[0], request_.name), rank, request_.memory_bytes));
       else
         mesh.memories.push_back(rank == request_.rank ? own : mesh.channels[i]->memory());
     }
@@ -210,10 +212,10 @@ class Forming {
   }
 
   void share_heaps(Mesh& mesh, bool local) const {
-    for (const Note& note : notes_)
-      if (note.heap == "0" || note.heap != note_.heap || note.host_id != note_.host_id) return;
+    for (const RankInfo& info : infos_)
+      if (info.heap == "0" || info.heap != info_.heap || info.host_id != info_.host_id) return;
     mesh.heap = heap_;
-    for (size_t i = 0; i < notes_.size(); ++i) {
+    for (size_t i = 0; i < infos_.size(); ++i) {
       const bool mine = local || static_cast<int>(i) == request_.rank;
       mesh.heaps.push_back(mine ? heap_->view() : mesh.channels[i]->heap());
       if (!mesh.heaps.back().base)
@@ -222,7 +224,7 @@ class Forming {
   }
 
   // How two ranks reach each other, if at all.
-  std::string_view between(const Note& a, const Note& b) const {
+  std::string_view between(const RankInfo& a, const RankInfo& b) const {
     const bool local = request_.transport.empty() || request_.transport == "local";
     const bool one_host = a.host_id == b.host_id;
     if (one_host && a.process == b.process && local) return "local";
@@ -230,12 +232,12 @@ class Forming {
   }
 
   // Who cannot form the group tells those that it has met: one of them may stand already.
-  void meet(Mesh& mesh, Lobby::Request request) {
-    int lost = kNobody;
+  void connect_mesh(Mesh& mesh, Connector::Options request) {
+    int lost = kNoRank;
     std::optional<Error> failure;
     try {
-      lost = meet_all(mesh, std::move(request));
-      if (lost == kNobody) return;
+      lost = connect_all(mesh, std::move(request));
+      if (lost == kNoRank) return;
     } catch (const Error& error) {
       failure = error;
     }
@@ -244,7 +246,7 @@ class Forming {
     Engine engine(std::move(mesh.channels), std::move(options));
     try {
       if (failure) throw Error(*failure);
-      engine.hear_out(lost);
+      engine.throw_peer_error(lost);
     } catch (const Error& error) {
       ErrorFields fields = error.fields();
       fields.op = "init";
@@ -259,94 +261,94 @@ class Forming {
   // The processes of the peers, by rank, as far as they can be seen, and the first that has ended.
   // None of them can be in the group any more; but whoever left in order has told those that it had
   // met, and they tell this rank, why: for that there is a moment.
-  struct Ends {
+  struct EndedProcesses {
     std::vector<Process> processes;
-    int peer = kNobody;
-    std::optional<Deadline> last_word{};
+    int peer = kNoRank;
+    std::optional<Deadline> goodbye_deadline{};
 
-    void note(std::span<const pollfd> polled) {
+    void update(std::span<const pollfd> polled) {
       for (size_t i = 0; i < processes.size(); ++i) {
         if (polled[i].revents != 0) processes[i].found_ended();
-        if (!processes[i].ended() || last_word) continue;
+        if (!processes[i].ended() || goodbye_deadline) continue;
         peer = static_cast<int>(i);
-        last_word.emplace(kLastMeetings);
+        goodbye_deadline.emplace(kFinalConnectTimeout);
       }
     }
   };
 
-  Ends watch_processes(const Mesh& mesh) const {
-    Ends ends;
+  EndedProcesses watch_processes(const Mesh& mesh) const {
+    EndedProcesses ended;
     for (const Member& member : mesh.members) {
-      const bool seen = member.visible && member.pid != note_.pid;
-      ends.processes.emplace_back(seen ? member.pid : 0);
+      const bool seen = member.visible && member.pid != info_.pid;
+      ended.processes.emplace_back(seen ? member.pid : 0);
     }
-    return ends;
+    return ended;
   }
 
   // Each calls those before it and is called by those behind it, until nobody is missing. Gives one
-  // who has hung up again, or kNobody. For whom one more step is missing the group may stand
+  // who has hung up again, or kNoRank. For whom one more step is missing the group may stand
   // already, so those who are about to be met are met first: they have to be told.
-  int meet_all(Mesh& mesh, Lobby::Request request) {
+  int connect_all(Mesh& mesh, Connector::Options request) {
     std::vector<int> missing;
     for (int peer = 0; peer < request_.size; ++peer)
-      if (request.contacts[static_cast<size_t>(peer)].transport) missing.push_back(peer);
-    Lobby lobby(std::move(request));
+      if (request.addresses[static_cast<size_t>(peer)].transport) missing.push_back(peer);
+    Connector connector(std::move(request));
     for (const int peer : missing)
-      if (peer < request_.rank) lobby.call(peer);
-    if (different_ != kNobody) throw_different(different_);
-    Ends ends = watch_processes(mesh);
-    int lost = kNobody;
-    std::optional<Deadline> last_meetings;
-    const Deadline awaited(kCallsBack);
-    bool calls_back = false;
+      if (peer < request_.rank) connector.dial(peer);
+    if (different_ != kNoRank) throw_different(different_);
+    EndedProcesses ended = watch_processes(mesh);
+    int lost = kNoRank;
+    std::optional<Deadline> final_connects;
+    const Deadline awaited(kDialBackDelay);
+    bool dials_back = false;
     while (!missing.empty()) {
-      if (!calls_back && awaited.expired()) {
-        calls_back = true;
+      if (!dials_back && awaited.expired()) {
+        dials_back = true;
         for (const int peer : missing)
-          if (peer > request_.rank) lobby.call(peer, false);
+          if (peer > request_.rank) connector.dial(peer, false);
       }
       std::vector<Channel*> met;
       std::vector<pollfd> also;
       for (const auto& channel : mesh.channels)
-        if (channel && !channel->hung_up()) {
+        if (channel && !channel->is_closed()) {
           met.push_back(channel.get());
           also.push_back(channel->arm({}));
         }
       const size_t first_process = also.size();
-      for (const Process& process : ends.processes)
+      for (const Process& process : ended.processes)
         also.push_back({process.descriptor().get(), POLLIN, 0});
       const auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline_.left());
-      auto arrivals = lobby.round(limit, also);
-      ends.note(std::span(also).subspan(first_process));
+      auto results = connector.poll(limit, also);
+      ended.update(std::span(also).subspan(first_process));
       for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
-      for (Arrival& arrival : arrivals) {
-        mesh.channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
-        std::erase(missing, arrival.peer);
+      for (ConnectResult& result : results) {
+        mesh.channels[static_cast<size_t>(result.peer)] = std::move(result.channel);
+        std::erase(missing, result.peer);
       }
-      if (request_.heed) request_.heed({});
-      for (const Arrival& arrival : arrivals)
-        if (arrival.differs) throw_different(arrival.peer);
-      for (const Arrival& arrival : arrivals)
-        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
-          const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
-          if (arrival.forbidden && inside && request_.forbidden)
-            request_.forbidden(name(arrival.peer) + " cannot be reached at " + arrival.why);
-          throw_unreachable(arrival.peer, arrival.why);
+      if (request_.check_aborted) request_.check_aborted({});
+      for (const ConnectResult& result : results)
+        if (result.differs) throw_different(result.peer);
+      for (const ConnectResult& result : results)
+        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
+          const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
+          if (result.forbidden && inside && request_.forbidden)
+            request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);
+          throw_unreachable(result.peer, result.why);
         }
       for (size_t i = 0; i < mesh.channels.size(); ++i)
-        if (lost == kNobody && mesh.channels[i] && mesh.channels[i]->hung_up()) {
+        if (lost == kNoRank && mesh.channels[i] && mesh.channels[i]->is_closed()) {
           lost = static_cast<int>(i);
-          last_meetings.emplace(kLastMeetings);
+          final_connects.emplace(kFinalConnectTimeout);
         }
-      if (lost != kNobody && last_meetings->expired()) return lost;
-      if (lost == kNobody && ends.last_word && ends.last_word->expired())
-        throw_lost(ends.peer, " died while the group formed: its process has ended");
-      if (lost == kNobody && !missing.empty()) check_world(missing, lobby);
+      if (lost != kNoRank && final_connects->expired()) return lost;
+      if (lost == kNoRank && ended.goodbye_deadline && ended.goodbye_deadline->expired())
+        throw_lost(ended.peer, " died while the group formed: its process has ended");
+      if (lost == kNoRank && !missing.empty()) check_world(missing, connector);
     }
     return lost;
   }
 
-  void check_world(const std::vector<int>& missing, const Lobby& lobby) {
+  void check_world(const std::vector<int>& missing, const Connector& connector) {
     if (request_.interrupted && Clock::now() - asked_ >= kSlice) {
       asked_ = Clock::now();
       if (request_.interrupted())
@@ -354,7 +356,7 @@ class Forming {
                               "\" did not form: " + name(request_.rank) + " was interrupted",
                           {.op = "init", .rank = request_.rank});
     }
-    if (deadline_.expired()) throw_missing(missing, lobby);
+    if (deadline_.expired()) throw_missing(missing, connector);
   }
 
   [[noreturn]] void throw_lost(int peer, const std::string& what) const {
@@ -375,23 +377,25 @@ class Forming {
                    {.op = "init", .rank = request_.rank, .peer = peer});
   }
 
-  [[noreturn]] void throw_missing(const std::vector<int>& missing, const Lobby& lobby) const {
+  [[noreturn]] void throw_missing(const std::vector<int>& missing,
+                                  const Connector& connector) const {
     std::string text = "the group \"" + request_.name + "\" did not form in " +
                        std::to_string(deadline_.limit_s()) + " s: no connection with ";
     for (const int peer : missing) {
       if (peer != missing[0]) text += ", ";
-      text += name(peer) + (peer < request_.rank ? lobby.failure(peer) : call_awaited(lobby, peer));
+      text += name(peer) +
+              (peer < request_.rank ? connector.failure(peer) : call_awaited(connector, peer));
     }
     throw Timeout(text, {.op = "init",
                          .rank = request_.rank,
-                         .peer = missing.size() == 1 ? missing[0] : kNobody,
+                         .peer = missing.size() == 1 ? missing[0] : kNoRank,
                          .unreachable = missing[0]});
   }
 
   // Of a rank that was to call us: by which addresses.
-  std::string call_awaited(const Lobby& lobby, int peer) const {
+  std::string call_awaited(const Connector& connector, int peer) const {
     std::string text = ", which did not call", between = " ";
-    for (const std::string& way : ways(lobby.transport(peer), request_.rank, peer)) {
+    for (const std::string& way : ways(connector.transport(peer), request_.rank, peer)) {
       text += between + way;
       between = " or ";
     }
@@ -400,19 +404,19 @@ class Forming {
 
   const MeshRequest& request_;
   const Deadline& deadline_;
-  Note note_;
-  std::vector<Note> notes_;
+  RankInfo info_;
+  std::vector<RankInfo> infos_;
   std::shared_ptr<SharedHeap> heap_;
   std::unique_ptr<SocketTransport> shm_, tcp_;
-  std::vector<Lobby::Contact> contacts_;  // by rank
-  int different_ = kNobody;               // a thread of this process that was given other notes
-  Clock::time_point asked_{};             // when request_.interrupted was asked last
+  std::vector<Connector::PeerAddress> addresses_;  // by rank
+  int different_ = kNoRank;    // a thread of this process that was given other notes
+  Clock::time_point asked_{};  // when request_.interrupted was asked last
 };
 
 }  // namespace
 
 Mesh form_mesh(const MeshRequest& request, const Exchange& exchange, const Deadline& deadline) {
-  return Forming(request, deadline).form(exchange);
+  return MeshBuilder(request, deadline).form(exchange);
 }
 
 std::string name_of(int rank, const Member& member) {

@@ -1,9 +1,9 @@
 // How ranks that know only where to leave a note come to hold a channel to each other.
 //
 // Each rank listens, leaves its addresses, reads everybody's, calls those before it and is called
-// by those behind it (lobby.h). Once the mesh stands nothing listens any more. A large group has no
-// mesh: its ranks meet when they first need each other, and a doorman listens as long as it stands.
-// Called by connect() and by Group::split().
+// by those behind it (connector.h). Once the mesh stands nothing listens any more. A large group
+// has no mesh: its ranks meet when they first need each other, and a doorman listens as long as it
+// stands. Called by connect() and by Group::split().
 #pragma once
 
 #include <functional>
@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "core/deadline.h"
-#include "engine/dialer.h"
+#include "engine/peer_connector.h"
 #include "group/group.h"
-#include "group/note.h"
+#include "group/rank_info.h"
 #include "os/shared_heap.h"
 #include "transport/transport.h"
 
@@ -22,26 +22,26 @@ namespace pycomm {
 
 // Throws where a peer will not come, as the group in which these ranks met has ended; until the
 // limit it waits for that.
-using Heed = std::function<void(std::chrono::nanoseconds limit)>;
+using CheckAborted = std::function<void(std::chrono::nanoseconds limit)>;
 
 struct MeshRequest {
   int rank = 0, size = 1;
   std::string name;
-  std::string host{};        // as ConnectOptions has it
-  std::string key;           // for the handshakes
-  std::string transport;     // force one, or empty
-  std::string address;       // which of this host's addresses tcp uses, or empty
-  std::string towards;       // rank 0's host as this one knows it, or empty
-  size_t memory_bytes = 0;   // that ranks of one host lay out for each other
-  bool shares = true;        // whether it does; one rank that does not is enough
-  bool encrypt = false;      // connections with ranks of other hosts
-  bool open_key = false;     // the store held the key: it protects nothing from who reads the store
-  std::string options;       // must be the same on every rank; shown when it is not
-  std::vector<Tuned> tuned;  // what this rank knows of where choices turn
-  int full_mesh = 64;        // up to so many ranks each holds a channel to each from the start
+  std::string host{};       // as ConnectOptions has it
+  std::string key;          // for the handshakes
+  std::string transport;    // force one, or empty
+  std::string address;      // which of this host's addresses tcp uses, or empty
+  std::string towards;      // rank 0's host as this one knows it, or empty
+  size_t memory_bytes = 0;  // that ranks of one host lay out for each other
+  bool shares = true;       // whether it does; one rank that does not is enough
+  bool encrypt = false;     // connections with ranks of other hosts
+  bool open_key = false;    // the store held the key: it protects nothing from who reads the store
+  std::string options;      // must be the same on every rank; shown when it is not
+  std::vector<TunedThresholds> tuned;  // what this rank knows of where choices turn
+  int full_mesh = 64;  // up to so many ranks each holds a channel to each from the start
   std::function<bool()> interrupted{};          // asked every 100 ms while it waits; may be empty
   std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
-  Heed heed{};                                  // asked in each round; may be empty
+  CheckAborted check_aborted{};                 // asked in each round; may be empty
   // Told, before PeerLost is thrown, that the system refuses Unix sockets to a rank of this host,
   // and why; may be empty.
   std::function<void(const std::string& why)> forbidden{};
@@ -49,17 +49,17 @@ struct MeshRequest {
 
 struct Mesh {
   std::vector<std::unique_ptr<Channel>> channels;  // by rank; null for oneself and who is not met
-  std::unique_ptr<Dialer> dialer;                  // meets those; null where all are met
+  std::unique_ptr<PeerConnector> connector;        // meets those; null where all are met
   std::vector<Member> members;                     // by rank
   // By rank, where ranks that share a host share memory, on every host: what each of this one's
   // lays out for the others, and null for ranks of other hosts. Else empty.
   std::vector<std::shared_ptr<std::byte>> memories;
   // By rank, where all ranks share a host and have a heap: their heaps as mapped here. Else empty.
   std::vector<HeapView> heaps;
-  std::shared_ptr<SharedHeap> heap;  // this rank's, if it has one
-  std::vector<Tuned> tuned;          // rank 0's, for all
-  std::vector<std::string> hosts;    // by rank: equal where ranks share a host
-  uint64_t id = 0;                   // of the group: the same on its ranks, and on no others
+  std::shared_ptr<SharedHeap> heap;    // this rank's, if it has one
+  std::vector<TunedThresholds> tuned;  // rank 0's, for all
+  std::vector<std::string> hosts;      // by rank: equal where ranks share a host
+  uint64_t id = 0;                     // of the group: the same on its ranks, and on no others
 };
 
 // Gives everybody's note, by rank, for one's own.

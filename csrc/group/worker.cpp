@@ -133,7 +133,7 @@ void Worker::run(const Timed& body, const Limit& limit) {
   body(since);
 }
 
-void Worker::run_between(const Body& body) {
+void Worker::run_exclusive(const Body& body) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   const auto me = std::this_thread::get_id();

@@ -38,7 +38,7 @@ class Worker {
   std::shared_ptr<Work> start(Body body, Then then);
   // Runs `body` between two calls, when all that was started and who is inside is over; not at all
   // on a thread that is inside a call itself.
-  void run_between(const Body& body);
+  void run_exclusive(const Body& body);
   // True if a call runs or waits.
   bool busy() const;
   // Lets nobody in any more, and ends the thread when what was started and who is inside is over.

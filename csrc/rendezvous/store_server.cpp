@@ -86,26 +86,26 @@ StoreServer::~StoreServer() {
 
 void StoreServer::wake() { ::eventfd_write(wake_.get(), 1); }
 
-void StoreServer::close_door() {
-  Door open = Door::open;
-  door_.compare_exchange_strong(open, Door::closing);
+void StoreServer::stop_listening() {
+  ListenerState open = ListenerState::open;
+  listener_state_.compare_exchange_strong(open, ListenerState::closing);
   wake();
-  door_.wait(Door::closing);
+  listener_state_.wait(ListenerState::closing);
 }
 
 // Closes the public listener, on the thread that polls it, and the connections that have not shown
 // the key by now.
-void StoreServer::lock_up() {
+void StoreServer::shut_down() {
   listener_.reset();
   std::erase_if(clients_, [](const Client& client) { return client.handshake != nullptr; });
-  door_ = Door::closed;
-  door_.notify_all();
+  listener_state_ = ListenerState::closed;
+  listener_state_.notify_all();
 }
 
 void StoreServer::run() try {
   std::vector<pollfd> polled;
   while (!stopping_) {
-    if (door_ == Door::closing) lock_up();
+    if (listener_state_ == ListenerState::closing) shut_down();
     polled.clear();
     polled.push_back({wake_.get(), POLLIN, 0});
     const bool listening = Clock::now() >= accept_again_;
@@ -131,7 +131,7 @@ void StoreServer::run() try {
   // Out of memory, or a bug. Nobody may wait for a server that does not run: all connections end.
   clients_.clear();
   reconnect_listener_.reset();
-  lock_up();
+  shut_down();
 }
 
 Clock::time_point StoreServer::next_deadline() const {
@@ -147,25 +147,25 @@ Clock::time_point StoreServer::next_deadline() const {
 
 void StoreServer::accept_some(Fd& listener) {
   const auto is_stranger = [](const Client& client) { return client.handshake != nullptr; };
-  auto strangers = static_cast<size_t>(std::ranges::count_if(clients_, is_stranger));
+  auto pending = static_cast<size_t>(std::ranges::count_if(clients_, is_stranger));
   for (int i = 0; i < kAcceptsInARound; ++i) {
     bool exhausted = false;
     Fd fd = accept_from(listener.get(), &exhausted);
     if (exhausted && !evict()) accept_again_ = Clock::now() + kRest;
     if (!fd) return;
     keep_alive(fd.get());
-    if (strangers >= max_strangers_ && evict()) --strangers;
+    if (pending >= max_pending_ && evict()) --pending;
     const uint64_t source = source_of(fd.get());
     clients_.emplace_back(Handshake(std::move(fd), Handshake::Role::listener, key_,
                                     {std::string(store_frame::kContext), store_frame::kServerRank,
                                      store_frame::kClientRank},
                                     handshake_limit_),
                           source);
-    ++strangers;
+    ++pending;
     // Its greeting may be there, which counts when another one comes.
-    if (shake_hands(clients_.back(), POLLIN)) continue;
+    if (advance_handshake(clients_.back(), POLLIN)) continue;
     clients_.pop_back();
-    --strangers;
+    --pending;
   }
 }
 
@@ -185,13 +185,13 @@ bool StoreServer::evict() {
 
 // False when the client is to be dropped. Called for every client in every round.
 bool StoreServer::advance(Client& client, short events) {
-  if (client.handshake) return shake_hands(client, events);
+  if (client.handshake) return advance_handshake(client, events);
   if (!client.out.empty()) return events == 0 || send(client);
   if (client.waiting) return events == 0 && answer(client);  // who waits is silent, or has gone
   return events == 0 || receive(client);
 }
 
-bool StoreServer::shake_hands(Client& client, short events) {
+bool StoreServer::advance_handshake(Client& client, short events) {
   if (events == 0 && !client.handshake->deadline().expired()) return true;
   switch (client.handshake->advance()) {
     case Handshake::Step::want_read:
@@ -253,7 +253,7 @@ bool StoreServer::answer(Client& client) {
 // Applies a change, but where it was applied before, and gives the same reply then.
 Reply StoreServer::change_once(const Request& request) {
   if (request.number == 0) return change(request);
-  Kept& kept = kept_[request.client];
+  ClientReplies& kept = replies_[request.client];
   kept.oldest = std::max(kept.oldest, request.oldest);
   kept.replies.erase(kept.replies.begin(), kept.replies.lower_bound(kept.oldest));
   if (request.number < kept.oldest)

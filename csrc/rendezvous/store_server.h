@@ -48,16 +48,16 @@ class StoreServer {
   LocalStore& keys() { return keys_; }
   void wake();
   // The public port is closed when it returns; clients reconnect at the other one.
-  void close_door();
+  void stop_listening();
 
  private:
-  enum class Door : uint8_t { open, closing, closed };
+  enum class ListenerState : uint8_t { open, closing, closed };
 
   // First a stranger in its handshake, then a client that asks, perhaps waits, and is answered.
   struct Client;
 
   void run();
-  void lock_up();
+  void shut_down();
   Clock::time_point next_deadline() const;
   void accept_some(Fd& listener);
   bool evict();
@@ -67,7 +67,7 @@ class StoreServer {
   store_frame::Reply change_once(const store_frame::Request& request);
   store_frame::Reply change(const store_frame::Request& request);
   bool send(Client& client);
-  bool shake_hands(Client& client, short events);
+  bool advance_handshake(Client& client, short events);
 
   std::string key_;
   std::chrono::nanoseconds handshake_limit_;
@@ -77,16 +77,16 @@ class StoreServer {
   LocalStore keys_;
   std::list<Client> clients_;  // in the order of their coming; the thread's alone
   // By the client's number: which replies it still needs, and those.
-  struct Kept {
+  struct ClientReplies {
     uint64_t oldest = 0;
     std::map<uint64_t, store_frame::Reply> replies;
   };
-  std::map<uint64_t, Kept> kept_;
-  size_t max_strangers_ = max_pending();
+  std::map<uint64_t, ClientReplies> replies_;
+  size_t max_pending_ = max_pending();
   std::minstd_rand random_ = eviction_random();
   Clock::time_point accept_again_{};  // the listener is left alone until then
   std::atomic<bool> stopping_{false};
-  std::atomic<Door> door_{Door::open};
+  std::atomic<ListenerState> listener_state_{ListenerState::open};
   pid_t born_;          // the process whose thread it is: a forked child has none
   std::thread thread_;  // last: it uses all of the above
 };

@@ -113,11 +113,11 @@ void TcpStore::heed_interruption() const {
 // Asks at the other end of a new connection which server it is. An empty Fd and the reason where it
 // is not the one of the first connection.
 Fd TcpStore::greet(Fd fd, const Deadline& deadline, Failure& failure) {
-  Line line{std::move(fd), {}, 0};
+  ServerConnection connection{std::move(fd), {}, 0};
   bool usable = true;
   std::optional<Reply> reply;
   try {
-    reply = exchange(line, {Verb::hello, 0, "", ""}, deadline, usable);
+    reply = exchange(connection, {Verb::hello, 0, "", ""}, deadline, usable);
   } catch (const PeerLost& error) {
     failure = {error.what()};
     return {};
@@ -141,7 +141,7 @@ Fd TcpStore::greet(Fd fd, const Deadline& deadline, Failure& failure) {
     server_name_ = name;
     reconnect_port_ = port;
   }
-  return std::move(line.fd);
+  return std::move(connection.fd);
 }
 
 // Connects and shakes hands once. An empty Fd and the reason if that fails.
@@ -159,7 +159,7 @@ Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& 
         keep_alive(handshake.fd());
         return greet(handshake.release(), handshake.deadline(), failure);
       case Handshake::Step::refused:
-        failure = {handshake.why(), handshake.nobody()};
+        failure = {handshake.why(), handshake.has_no_listener()};
         return {};
       case Handshake::Step::want_write:
         events = POLLOUT;
@@ -242,8 +242,8 @@ bool TcpStore::send_all(int fd, const std::string& bytes, const Deadline& deadli
   return true;
 }
 
-bool TcpStore::receive(Line& line, const Deadline& deadline, Reply& reply) const {
-  std::string& bytes = line.in;
+bool TcpStore::receive(ServerConnection& connection, const Deadline& deadline, Reply& reply) const {
+  std::string& bytes = connection.in;
   while (true) {
     auto parsed = store_frame::parse_reply(bytes);
     if (parsed.parse == Parse::broken)
@@ -255,19 +255,19 @@ bool TcpStore::receive(Line& line, const Deadline& deadline, Reply& reply) const
     }
     const size_t had = bytes.size();
     bytes.resize(parsed.needed);
-    const ssize_t got = ::recv(line.fd.get(), bytes.data() + had, bytes.size() - had, 0);
+    const ssize_t got = ::recv(connection.fd.get(), bytes.data() + had, bytes.size() - had, 0);
     const int error = errno;
     bytes.resize(had + static_cast<size_t>(std::max<ssize_t>(got, 0)));
     if (got == 0) throw PeerLost("it closed the connection");
     if (got > 0 || error == EINTR) continue;
     if (error != EAGAIN) throw PeerLost(std::generic_category().message(error));
-    if (!wait(line.fd.get(), POLLIN, deadline)) return false;
+    if (!wait(connection.fd.get(), POLLIN, deadline)) return false;
   }
 }
 
 // A connection of one's own while more may be opened, so that a call that waits keeps nobody else
 // from calling. Nothing where all are in use until the deadline.
-std::optional<TcpStore::Line> TcpStore::take(const Deadline& deadline) {
+std::optional<TcpStore::ServerConnection> TcpStore::take(const Deadline& deadline) {
   {
     std::unique_lock lock(mutex_);
     while (idle_.empty() && settled_ && in_use_ > 0) {
@@ -279,13 +279,13 @@ std::optional<TcpStore::Line> TcpStore::take(const Deadline& deadline) {
     }
     ++in_use_;
     if (!idle_.empty()) {
-      Line line = std::move(idle_.back());
+      ServerConnection connection = std::move(idle_.back());
       idle_.pop_back();
-      return line;
+      return connection;
     }
   }
   try {
-    return Line{open(deadline), {}, 0};
+    return ServerConnection{open(deadline), {}, 0};
   } catch (...) {
     give_back(std::nullopt);
     throw;
@@ -293,25 +293,26 @@ std::optional<TcpStore::Line> TcpStore::take(const Deadline& deadline) {
 }
 
 // Nothing: the connection is lost.
-void TcpStore::give_back(std::optional<Line> line) {
+void TcpStore::give_back(std::optional<ServerConnection> connection) {
   {
     const std::lock_guard lock(mutex_);
     --in_use_;
-    if (line) idle_.push_back(std::move(*line));
+    if (connection) idle_.push_back(std::move(*connection));
   }
   given_back_.notify_all();
 }
 
 // One request and its reply. Nothing where none comes in time, or not before the user interrupts;
 // `usable`: whether the connection can be used again.
-std::optional<Reply> TcpStore::exchange(Line& line, const Request& request,
+std::optional<Reply> TcpStore::exchange(ServerConnection& connection, const Request& request,
                                         const Deadline& answer_by, bool& usable) const {
-  usable = send_all(line.fd.get(), store_frame::encode(request), answer_by);
+  usable = send_all(connection.fd.get(), store_frame::encode(request), answer_by);
   if (!usable) return std::nullopt;  // half a request is on it
-  ++line.unread_replies;
+  ++connection.unread_replies;
   Reply answer;
-  while (line.unread_replies > 0 && receive(line, answer_by, answer)) --line.unread_replies;
-  if (line.unread_replies > 0) return std::nullopt;
+  while (connection.unread_replies > 0 && receive(connection, answer_by, answer))
+    --connection.unread_replies;
+  if (connection.unread_replies > 0) return std::nullopt;
   return answer;
 }
 
@@ -321,13 +322,13 @@ std::optional<Reply> TcpStore::ask(const Request& request, const Deadline& deadl
   const Deadline answer_by(deadline.left() + slack);
   std::chrono::nanoseconds silence = kSilence;
   for (int lost = 0;;) {
-    std::optional<Line> line = take(deadline);
-    if (!line) return std::nullopt;
+    std::optional<ServerConnection> connection = take(deadline);
+    if (!connection) return std::nullopt;
     const bool last = answer_by.left() <= silence;
     std::optional<Reply> answer;
     bool usable = true;
     try {
-      answer = exchange(*line, request, last ? answer_by : Deadline(silence), usable);
+      answer = exchange(*connection, request, last ? answer_by : Deadline(silence), usable);
     } catch (const PeerLost& error) {
       give_back(std::nullopt);
       if (++lost == kMostLost)
@@ -338,8 +339,8 @@ std::optional<Reply> TcpStore::ask(const Request& request, const Deadline& deadl
       throw;
     }
     const bool over = answer || last || interrupted();
-    if (!over || !usable) line.reset();
-    give_back(std::move(line));
+    if (!over || !usable) connection.reset();
+    give_back(std::move(connection));
     if (over) return answer;
     silence *= 2;
   }
@@ -444,7 +445,7 @@ std::string TcpStore::claim(const std::string& key, const std::string& value,
 }
 
 void TcpStore::settle() {
-  if (server_) return server_->close_door();
+  if (server_) return server_->stop_listening();
   const std::lock_guard lock(mutex_);
   settled_ = true;
 }

@@ -73,7 +73,7 @@ class TcpStore final : public Store {
 
  private:
   // A connection.
-  struct Line {
+  struct ServerConnection {
     Fd fd;
     std::string in;             // a reply in part
     size_t unread_replies = 0;  // to requests sent so far
@@ -92,17 +92,19 @@ class TcpStore final : public Store {
   Fd attempt_all(const Deadline& deadline, Failure& failure);
   Fd greet(Fd fd, const Deadline& deadline, Failure& failure);
   Fd open(const Deadline& deadline);
-  std::optional<store_frame::Reply> exchange(Line& line, const store_frame::Request& request,
+  std::optional<store_frame::Reply> exchange(ServerConnection& connection,
+                                             const store_frame::Request& request,
                                              const Deadline& answer_by, bool& usable) const;
-  std::optional<Line> take(const Deadline& deadline);
-  void give_back(std::optional<Line> line);
+  std::optional<ServerConnection> take(const Deadline& deadline);
+  void give_back(std::optional<ServerConnection> connection);
   std::optional<store_frame::Reply> ask(const store_frame::Request& request,
                                         const Deadline& deadline,
                                         std::chrono::milliseconds slack = {});
   store_frame::Reply change(store_frame::Request request, const Deadline& deadline);
   void finish(uint64_t number);
   bool send_all(int fd, const std::string& bytes, const Deadline& deadline) const;
-  bool receive(Line& line, const Deadline& deadline, store_frame::Reply& reply) const;
+  bool receive(ServerConnection& connection, const Deadline& deadline,
+               store_frame::Reply& reply) const;
   std::string name() const;
 
   std::string host_;
@@ -112,8 +114,8 @@ class TcpStore final : public Store {
   std::unique_ptr<StoreServer> server_;  // where this process serves
   std::mutex mutex_;
   std::condition_variable given_back_;
-  std::vector<Line> idle_;  // connections that no call uses now
-  size_t in_use_ = 0;       // and how many are used
+  std::vector<ServerConnection> idle_;  // connections that no call uses now
+  size_t in_use_ = 0;                   // and how many are used
   bool settled_ = false;
   bool was_there_ = false;          // a connection was made: a refused one now means its end
   std::string server_name_;         // its random name, from the first connection on

@@ -20,15 +20,20 @@ uint32_t signature_of(const Header& header, uint32_t before) {
 
 }  // namespace
 
-FlagTask::FlagTask(Engine& engine, Arena& arena, const Header& header, uint64_t tickets)
-    : engine_(engine), arena_(arena), header_(header), rank_(arena.rank()), size_(arena.size()) {
-  if (arena.enter(header.epoch)) publish(arena.own().done, arena.base());
-  first_ = arena.take(tickets);
-  before_ = std::exchange(arena.last, header);
-  signature_ = arena.signature = signature_of(header, arena.signature);
+FlagTask::FlagTask(Engine& engine, SharedMemoryRegion& region, const Header& header,
+                   uint64_t tickets)
+    : engine_(engine),
+      region_(region),
+      header_(header),
+      rank_(region.rank()),
+      size_(region.size()) {
+  if (region.enter(header.epoch)) publish(region.own().done, region.base());
+  first_ = region.take(tickets);
+  before_ = std::exchange(region.last, header);
+  signature_ = region.signature = signature_of(header, region.signature);
 }
 
-bool FlagTask::lacks(int peer, const std::atomic<uint64_t>& flag, uint64_t need) {
+bool FlagTask::is_missing(int peer, const std::atomic<uint64_t>& flag, uint64_t need) {
   if (flag.load(std::memory_order_acquire) >= need) return false;
   awaited_ = peer;
   awaited_flag_ = &flag;
@@ -39,12 +44,12 @@ bool FlagTask::lacks(int peer, const std::atomic<uint64_t>& flag, uint64_t need)
 // A slot is free when everybody has read what was in it. The flag is looked at once in many
 // tickets, as a look takes it out of its owner's cache.
 bool FlagTask::may_fill(uint64_t ticket) {
-  const uint64_t need = std::max(arena_.base(), ticket < kSlots ? 0 : ticket + 1 - kSlots);
+  const uint64_t need = std::max(region_.base(), ticket < kSlots ? 0 : ticket + 1 - kSlots);
   for (int peer = 0; peer < size_; ++peer) {
-    uint64_t& known = arena_.known_done(peer);
+    uint64_t& known = region_.known_done(peer);
     if (peer == rank_ || known >= need) continue;
-    const auto& done = arena_.of(peer).done;
-    if (lacks(peer, done, need)) return false;
+    const auto& done = region_.of(peer).done;
+    if (is_missing(peer, done, need)) return false;
     known = done.load(std::memory_order_acquire);
   }
   return true;
@@ -52,39 +57,40 @@ bool FlagTask::may_fill(uint64_t ticket) {
 
 bool FlagTask::has_filled(int peer, uint64_t ticket) {
   if (peer == rank_) return true;
-  const auto& filled = arena_.of(peer).filled[ticket % kSlots];
-  if (lacks(peer, filled.flag, ticket + 1)) return false;
-  if (filled.signature != signature_) disagree(peer, ticket);
+  const auto& filled = region_.of(peer).filled[ticket % kSlots];
+  if (is_missing(peer, filled.flag, ticket + 1)) return false;
+  if (filled.signature != signature_) throw_mismatch(peer, ticket);
   return true;
 }
 
 // A call in which data flows one way can be over where nobody has heard of the others: then it is
 // the next one that shows it.
-void FlagTask::disagree(int peer, uint64_t ticket) {
-  const auto& theirs = arena_.of(peer).reduced[ticket % kSlots];
+void FlagTask::throw_mismatch(int peer, uint64_t ticket) {
+  const auto& theirs = region_.of(peer).reduced[ticket % kSlots];
   const Header header = theirs.header.load(), before = theirs.before.load();
-  const int member = arena_.member(peer);
-  if (!same_call(header, header_)) engine_.disagree(member, header);
+  const int member = region_.member(peer);
+  if (!same_call(header, header_)) engine_.throw_mismatch(member, header);
   const std::string other = same_call(before, before_)
                                 ? std::string("not the last one")
                                 : "this rank called " + describe(before_) + ", rank " +
                                       std::to_string(member) + " called " + describe(before);
-  engine_.give_up_call(member, before_.sequence,
-                       "ranks disagree about a call before " + describe(header_) + ": " + other +
-                           "; what it writes is undefined");
+  engine_.abort_call(member, before_.sequence,
+                     "ranks disagree about a call before " + describe(header_) + ": " + other +
+                         "; what it writes is undefined");
 }
 
 bool FlagTask::have_reduced(uint64_t ticket) {
   for (int peer = 0; peer < size_; ++peer)
-    if (peer != rank_ && lacks(peer, arena_.of(peer).reduced[ticket % kSlots].flag, ticket + 1))
+    if (peer != rank_ &&
+        is_missing(peer, region_.of(peer).reduced[ticket % kSlots].flag, ticket + 1))
       return false;
   return true;
 }
 
 // Who has given up may use its array for something else by now; the engine hears why it did.
-bool FlagTask::are_all_here() {
+bool FlagTask::all_in_call() {
   for (int peer = 0; peer < size_; ++peer)
-    if (!arena_.is_in(peer, header_)) {
+    if (!region_.is_in(peer, header_)) {
       awaited_ = peer;
       awaited_flag_ = nullptr;
       return false;
@@ -98,29 +104,29 @@ void FlagTask::publish(std::atomic<uint64_t>& flag, uint64_t value) {
   flag.store(value);
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
-    auto& sleeps = arena_.of(peer).sleeps;
-    if (sleeps.load() != 0 && sleeps.exchange(0) != 0) engine_.ring(arena_.member(peer));
+    auto& sleeps = region_.of(peer).sleeps;
+    if (sleeps.load() != 0 && sleeps.exchange(0) != 0) engine_.wake_peer(region_.member(peer));
   }
 }
 
 void FlagTask::arm() {
-  arena_.own().sleeps.store(1);
+  region_.own().sleeps.store(1);
   Header theirs;
   for (int peer = 0; peer < size_; ++peer)
-    if (peer != rank_ && arena_.differs(peer, header_, theirs))
-      engine_.disagree(arena_.member(peer), theirs);
+    if (peer != rank_ && region_.differs(peer, header_, theirs))
+      engine_.throw_mismatch(region_.member(peer), theirs);
   // Whoever is in a later call has done what it does in this one: what is not there will not come.
-  if (awaited_ != kNobody && awaited_flag_ != nullptr &&
-      arena_.is_past(awaited_, header_, theirs) &&
+  if (awaited_ != kNoRank && awaited_flag_ != nullptr &&
+      region_.is_past(awaited_, header_, theirs) &&
       awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
-    engine_.disagree_on_end(arena_.member(awaited_), theirs);
+    engine_.throw_mismatch_on_end(region_.member(awaited_), theirs);
 }
 
-void FlagTask::disarm() { arena_.own().sleeps.store(0); }
+void FlagTask::disarm() { region_.own().sleeps.store(0); }
 
 // With what the slot holds, and to what call it belongs.
 void FlagTask::show_filled(uint64_t ticket) {
-  Segment& own = arena_.own();
+  Segment& own = region_.own();
   auto& filled = own.filled[ticket % kSlots];
   filled.signature = signature_;
   own.reduced[ticket % kSlots].header.store(header_);

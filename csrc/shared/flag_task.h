@@ -9,7 +9,7 @@
 #include "core/operation.h"
 #include "engine/engine.h"
 #include "kernels/kernels.h"
-#include "shared/arena.h"
+#include "shared/shared_memory_region.h"
 
 namespace pycomm {
 
@@ -18,7 +18,7 @@ struct SharedJob {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   size_t count = 0, element_bytes = 1;  // count as in group.h
-  int root = 0;                         // as the arena counts
+  int root = 0;                         // as the region counts
   const Reducer* reducer = nullptr;
   bool folds = false;    // 16-bit sums: all summands at once, rounded once
   bool finishes = true;  // else the last addition is like the others, and others are to follow
@@ -28,38 +28,38 @@ struct SharedJob {
 
 class FlagTask : public Task {
  public:
-  int sending_to() const override { return kNobody; }
+  int sending_to() const override { return kNoRank; }
   int receiving_from() const override {
-    return awaited_ == kNobody ? kNobody : arena_.member(awaited_);
+    return awaited_ == kNoRank ? kNoRank : region_.member(awaited_);
   }
   void arm() override;
   void disarm() override;
 
  protected:
   // `header` with its epoch and sequence; the task has the next `tickets`.
-  FlagTask(Engine& engine, Arena& arena, const Header& header, uint64_t tickets);
+  FlagTask(Engine& engine, SharedMemoryRegion& region, const Header& header, uint64_t tickets);
 
   // Whether a flag of `peer` has yet to come to `need`: then that is what this rank waits for.
-  bool lacks(int peer, const std::atomic<uint64_t>& flag, uint64_t need);
+  bool is_missing(int peer, const std::atomic<uint64_t>& flag, uint64_t need);
   // Whether everybody has read what was in the ticket's slot.
   bool may_fill(uint64_t ticket);
   // Whether `peer` has laid out its slot; ends the call if it has done so for another one.
   bool has_filled(int peer, uint64_t ticket);
   bool have_reduced(uint64_t ticket);
   // Whether nobody has given this call up.
-  bool are_all_here();
+  bool all_in_call();
   void show_filled(uint64_t ticket);
   void publish(std::atomic<uint64_t>& flag, uint64_t value);
 
   Engine& engine_;
-  Arena& arena_;
+  SharedMemoryRegion& region_;
   const Header& header_;
-  int rank_, size_;  // as the arena counts
+  int rank_, size_;  // as the region counts
   uint64_t first_;   // ticket
-  int awaited_ = kNobody;
+  int awaited_ = kNoRank;
 
  private:
-  [[noreturn]] void disagree(int peer, uint64_t ticket);
+  [[noreturn]] void throw_mismatch(int peer, uint64_t ticket);
 
   Header before_{};
   uint32_t signature_ = 0;

@@ -10,57 +10,60 @@ size_t bytes_of(const SharedJob& job) { return job.count * job.element_bytes; }
 
 }  // namespace
 
-SharedCall::SharedCall(Engine& engine, Arena& arena, const SharedJob& job, const Header& header)
-    : engine_(engine), arena_(arena), job_(job), header_(header) {
-  if (Meeting::is_held(job, arena)) {
-    const Trials& pulls = arena.pulls(job.operation, bytes_of(job));
-    now_ = &tasks_.emplace<Meeting>(engine, arena, job, header, pulls.way(pulls.turns));
+SharedCall::SharedCall(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                       const Header& header)
+    : engine_(engine), region_(region), job_(job), header_(header) {
+  if (BufferExchange::applies_to(job, region)) {
+    const OnlineTuner& reads_remotely = region.read_tuner(job.operation, bytes_of(job));
+    now_ = &tasks_.emplace<BufferExchange>(engine, region, job, header,
+                                           reads_remotely.uses_second(reads_remotely.turns));
   } else {
-    now_ = &tasks_.emplace<SharedRun>(engine, arena, job, header);
-    way_ = Way::staged;
+    now_ = &tasks_.emplace<StagedTask>(engine, region, job, header);
+    mode_ = AccessMode::staged;
   }
 }
 
 // Others may work on this rank's arrays, or read them: also before it has met them, as they may
 // have met meanwhile.
 SharedCall::~SharedCall() {
-  if (way_ != Way::staged && !done()) arena_.leave();
+  if (mode_ != AccessMode::staged && !done()) region_.leave();
 }
 
 bool SharedCall::advance() {
   if (!now_->advance()) return false;
-  if (const auto* meeting = std::get_if<Meeting>(&tasks_); meeting != nullptr && meeting->done())
-    now_ = begin(*meeting);
+  if (const auto* exchange = std::get_if<BufferExchange>(&tasks_);
+      exchange != nullptr && exchange->done())
+    now_ = begin(*exchange);
   else if (tries_ && done())
-    end_try();
+    record_try();
   return true;
 }
 
 // Only the lowest rank's times count, as it chooses.
-Task* SharedCall::begin(const Meeting& meeting) {
-  way_ = meeting.way();
-  if (meeting.could_be_pulled() && arena_.is_warm()) {
-    Trials& pulls = arena_.pulls(job_.operation, bytes_of(job_));
-    turn_ = pulls.turns++;
-    tries_ = arena_.rank() == 0 && pulls.tries(turn_);
+Task* SharedCall::begin(const BufferExchange& exchange) {
+  mode_ = exchange.access_mode();
+  if (exchange.can_read_remotely() && region_.is_warm()) {
+    OnlineTuner& reads_remotely = region_.read_tuner(job_.operation, bytes_of(job_));
+    turn_ = reads_remotely.turns++;
+    tries_ = region_.rank() == 0 && reads_remotely.tries(turn_);
     if (tries_) begun_ = Clock::now();
   }
-  std::vector<Offered> places = meeting.places();
-  switch (meeting.way()) {
-    case Way::mapped:
-      return &tasks_.emplace<MappedRun>(engine_, arena_, job_, header_, std::move(places));
-    case Way::pulled:
-      return &tasks_.emplace<PulledRun>(engine_, arena_, job_, header_, std::move(places));
-    case Way::staged:
+  std::vector<RemoteBuffer> buffers = exchange.buffers();
+  switch (exchange.access_mode()) {
+    case AccessMode::zero_copy:
+      return &tasks_.emplace<ZeroCopyTask>(engine_, region_, job_, header_, std::move(buffers));
+    case AccessMode::remote_read:
+      return &tasks_.emplace<RemoteReadTask>(engine_, region_, job_, header_, std::move(buffers));
+    case AccessMode::staged:
       break;
   }
-  return &tasks_.emplace<SharedRun>(engine_, arena_, job_, header_);
+  return &tasks_.emplace<StagedTask>(engine_, region_, job_, header_);
 }
 
-void SharedCall::end_try() {
+void SharedCall::record_try() {
   const std::chrono::duration<double, std::nano> spent = Clock::now() - begun_;
   const auto bytes = static_cast<double>(bytes_of(job_));
-  arena_.pulls(job_.operation, bytes_of(job_)).took(turn_, spent.count() / bytes);
+  region_.read_tuner(job_.operation, bytes_of(job_)).record_cost(turn_, spent.count() / bytes);
   tries_ = false;
 }
 

@@ -8,41 +8,44 @@
 #include <optional>
 #include <variant>
 
-#include "shared/mapped_run.h"
-#include "shared/pulled_run.h"
-#include "shared/shared_run.h"
+#include "shared/remote_read_task.h"
+#include "shared/staged_task.h"
+#include "shared/zero_copy_task.h"
 
 namespace pycomm {
 
 class SharedCall final : public Task {
  public:
   // `header` with its epoch and sequence.
-  SharedCall(Engine& engine, Arena& arena, const SharedJob& job, const Header& header);
+  SharedCall(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+             const Header& header);
   ~SharedCall() override;
   SharedCall(const SharedCall&) = delete;
   SharedCall& operator=(const SharedCall&) = delete;
 
   bool advance() override;
-  bool done() const override { return !std::holds_alternative<Meeting>(tasks_) && now_->done(); }
-  int sending_to() const override { return kNobody; }
+  bool done() const override {
+    return !std::holds_alternative<BufferExchange>(tasks_) && now_->done();
+  }
+  int sending_to() const override { return kNoRank; }
   int receiving_from() const override { return now_->receiving_from(); }
   void arm() override { now_->arm(); }
   void disarm() override { now_->disarm(); }
 
   // How it is carried out; none before the ranks have met.
-  std::optional<Way> way() const { return way_; }
+  std::optional<AccessMode> access_mode() const { return mode_; }
 
  private:
-  Task* begin(const Meeting& meeting);
-  void end_try();
+  Task* begin(const BufferExchange& exchange);
+  void record_try();
 
   Engine& engine_;
-  Arena& arena_;
+  SharedMemoryRegion& region_;
   const SharedJob& job_;
   const Header& header_;
-  std::variant<std::monostate, Meeting, MappedRun, PulledRun, SharedRun> tasks_;
+  std::variant<std::monostate, BufferExchange, ZeroCopyTask, RemoteReadTask, StagedTask> tasks_;
   Task* now_;  // the one of them
-  std::optional<Way> way_;
+  std::optional<AccessMode> mode_;
   bool tries_ = false;  // this rank finds out how long it takes
   uint64_t turn_ = 0;
   Clock::time_point begun_{};

@@ -94,16 +94,16 @@ class Encrypted final : public Channel {
 
   std::string_view transport() const override { return inner_->transport(); }
   void expect_more(bool more) override { inner_->expect_more(more); }
-  bool looks_are_dear() const override { return inner_->looks_are_dear(); }
-  void ring() override { inner_->ring(); }
-  std::string_view nonsense() const override {
-    return invalid_.empty() ? inner_->nonsense() : invalid_;
+  bool polling_is_expensive() const override { return inner_->polling_is_expensive(); }
+  void wake_peer() override { inner_->wake_peer(); }
+  std::string_view protocol_error() const override {
+    return invalid_.empty() ? inner_->protocol_error() : invalid_;
   }
 
   // Of a record that does not fit at once all bytes but the last count as taken: the caller keeps
   // on sending until the record is out, and never takes a frame back that is in it.
   size_t send(ConstBytes head, ConstBytes body) override {
-    if (hung_up()) return head.size() + body.size();
+    if (is_closed()) return head.size() + body.size();
     size_t taken = 0;
     if (sending()) {
       if (head.empty() && body.empty()) return 0;
@@ -133,7 +133,7 @@ class Encrypted final : public Channel {
     return here.size();
   }
 
-  bool hung_up() const override { return !invalid_.empty() || inner_->hung_up(); }
+  bool is_closed() const override { return !invalid_.empty() || inner_->is_closed(); }
 
   pollfd arm(Want want) override {
     // Of what is still to come there are so many bytes at least.
@@ -143,14 +143,14 @@ class Encrypted final : public Channel {
   }
   void disarm(short revents) override { inner_->disarm(revents); }
 
-  void hang_up(ConstBytes owed) override {
+  void close(ConstBytes unsent) override {
     std::vector<std::byte> rest;
     try {
-      rest = sealed(owed);
+      rest = sealed(unsent);
     } catch (const std::exception&) {  // no memory left: the closed connection says it alone
       rest.clear();
     }
-    inner_->hang_up(rest);
+    inner_->close(rest);
   }
 
  private:
@@ -165,8 +165,8 @@ class Encrypted final : public Channel {
     body = body.subspan(bytes - in_head);
   }
 
-  // The rest of the record that is being sent, and `owed` behind it.
-  std::vector<std::byte> sealed(ConstBytes owed) {
+  // The rest of the record that is being sent, and `unsent` behind it.
+  std::vector<std::byte> sealed(ConstBytes unsent) {
     std::vector<std::byte> all;
     const auto add = [&] {
       const ConstBytes left = ConstBytes(record_).subspan(sent_, record_end_ - sent_);
@@ -174,10 +174,10 @@ class Encrypted final : public Channel {
     };
     if (sending()) {
       add();
-      if (!owed.empty()) owed = owed.subspan(1);
+      if (!unsent.empty()) unsent = unsent.subspan(1);
     }
-    while (!owed.empty()) {
-      owed = owed.subspan(seal(owed, {}));
+    while (!unsent.empty()) {
+      unsent = unsent.subspan(seal(unsent, {}));
       add();
     }
     return all;

@@ -12,7 +12,7 @@
 // of each connection has its own. docs/internals/wire.md has the labels.
 //
 // There is no forward secrecy: a holder of the run's key who recorded a connection can decrypt it.
-// Called by group/lobby.cpp for connections that leave a host.
+// Called by group/connector.cpp for connections that leave a host.
 #pragma once
 
 #include <cstdint>

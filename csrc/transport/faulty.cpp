@@ -24,17 +24,17 @@ constexpr size_t kPullBytes = size_t{64} << 10;
 
 class Faulty;
 
-struct Plan {
+struct FaultState {
   Fault fault;
-  uint64_t left = 0;    // bytes until it strikes
-  bool struck = false;  // for delay, trickle and garbage: in force
-  bool told = false;    // the file knows the moment
+  uint64_t left = 0;         // bytes until it strikes
+  bool struck = false;       // for delay, trickle and garbage: in force
+  bool timestamped = false;  // the file knows the moment
 };
 
 // Before others can have seen anything of it, so that who does finds the moment there.
-void tell_moment(Plan& plan) {
-  const std::string& path = plan.fault.moment_file;
-  if (path.empty() || std::exchange(plan.told, true)) return;
+void write_timestamp(FaultState& state) {
+  const std::string& path = state.fault.moment_file;
+  if (path.empty() || std::exchange(state.timestamped, true)) return;
   const std::chrono::duration<double> now = Clock::now().time_since_epoch();
   const std::string text = std::to_string(now.count());
   const Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
@@ -46,7 +46,7 @@ void tell_moment(Plan& plan) {
 // Follows a stream of frames through whatever pieces it comes in.
 class Frames {
  public:
-  struct Passed {
+  struct CountedBytes {
     size_t bytes = 0;
     bool due = false;
   };
@@ -54,15 +54,15 @@ class Frames {
 
   // Takes what belongs to the plan off what is left of it; stops where nothing is left. The header
   // of a frame counts when it is whole, where the operation matters.
-  Passed pass(ConstBytes bytes, Plan& plan) {
+  CountedBytes pass(ConstBytes bytes, FaultState& state) {
     for (size_t at = 0; at < bytes.size();) {
-      const auto [n, counted] = step(bytes.subspan(at), plan.fault.operation);
-      if (counted > 0 && counted >= plan.left) {
-        const auto over = std::min<uint64_t>(n, counted - plan.left);
-        plan.left = 0;
+      const auto [n, counted] = step(bytes.subspan(at), state.fault.operation);
+      if (counted > 0 && counted >= state.left) {
+        const auto over = std::min<uint64_t>(n, counted - state.left);
+        state.left = 0;
         return {at + n - static_cast<size_t>(over), true};
       }
-      plan.left -= counted;
+      state.left -= counted;
       at += n;
     }
     return {bytes.size(), false};
@@ -99,10 +99,10 @@ class Frames {
 class Faults {
  public:
   explicit Faults(const std::vector<Fault>& faults) {
-    for (const Fault& fault : faults) plans.push_back({fault, fault.after_bytes});
+    for (const Fault& fault : faults) states.push_back({fault, fault.after_bytes});
   }
-  void strike(Plan& plan);
-  std::deque<Plan> plans;
+  void strike(FaultState& state);
+  std::deque<FaultState> states;
   std::vector<Faulty*> channels{};
 };
 
@@ -117,8 +117,8 @@ class Faulty final : public Channel {
         faults_(std::move(faults)),
         timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
     faults_->channels.push_back(this);
-    for (Plan& plan : faults_->plans)
-      if (plan.fault.peer < 0 || plan.fault.peer == peer) watches_.push_back({&plan, {}, {}});
+    for (FaultState& state : faults_->states)
+      if (state.fault.peer < 0 || state.fault.peer == peer) watched_.push_back({&state, {}, {}});
   }
   Faulty(const Faulty&) = delete;
   Faulty& operator=(const Faulty&) = delete;
@@ -153,7 +153,7 @@ class Faulty final : public Channel {
   void take(size_t bytes) override {
     begin_ += bytes;
     shown_ -= bytes;
-    ripe_ -= bytes;
+    due_ -= bytes;
   }
   size_t receive(Bytes into) override {
     const ConstBytes here = peek(into.size());
@@ -163,8 +163,10 @@ class Faulty final : public Channel {
     return here.size();
   }
 
-  bool hung_up() const override { return !inner_ || (ended_ && !pending()); }
-  std::string_view nonsense() const override { return inner_ ? inner_->nonsense() : ""; }
+  bool is_closed() const override { return !inner_ || (ended_ && !pending()); }
+  std::string_view protocol_error() const override {
+    return inner_ ? inner_->protocol_error() : "";
+  }
 
   pollfd arm(Want want) override {
     pull();
@@ -174,7 +176,7 @@ class Faulty final : public Channel {
     if (!timed_)
       return inner_->arm({want.receive && held_.size() - begin_ < kHeldBytes, want.send});
     const auto wait =
-        shown_ < ripe_ ? std::chrono::nanoseconds{1} : unripe_.front().at - Clock::now();
+        shown_ < due_ ? std::chrono::nanoseconds{1} : delayed_.front().at - Clock::now();
     const auto ns = std::max<int64_t>(1, std::chrono::nanoseconds(wait).count());
     const itimerspec when{{0, 0}, {ns / 1'000'000'000, ns % 1'000'000'000}};
     ::timerfd_settime(timer_.get(), 0, &when, nullptr);
@@ -186,40 +188,40 @@ class Faulty final : public Channel {
     pull();
     reveal();
   }
-  void hang_up(ConstBytes owed) override {
-    if (inner_) inner_->hang_up(owed);
+  void close(ConstBytes unsent) override {
+    if (inner_) inner_->close(unsent);
   }
 
  private:
-  struct Watch {
-    Plan* plan;
+  struct WatchedFault {
+    FaultState* state;
     Frames out, in;
   };
-  struct Arrival {
+  struct DelayedBytes {
     size_t bytes;
     Clock::time_point at;
   };
 
-  Plan* in_force(FaultAction action) const {
-    for (const Watch& watch : watches_)
-      if (watch.plan->struck && watch.plan->fault.action == action) return watch.plan;
+  FaultState* in_force(FaultAction action) const {
+    for (const WatchedFault& watched : watched_)
+      if (watched.state->struck && watched.state->fault.action == action) return watched.state;
     return nullptr;
   }
-  bool pending() const { return shown_ < ripe_ || !unripe_.empty(); }
+  bool pending() const { return shown_ < due_ || !delayed_.empty(); }
 
   // How much may be sent until the first fault strikes, and which.
-  std::pair<size_t, Plan*> until_due(ConstBytes head, ConstBytes body) const {
-    std::pair<size_t, Plan*> first{head.size() + body.size(), nullptr};
-    for (const Watch& watch : watches_) {
-      if (watch.plan->struck) continue;
-      Frames frames = watch.out;
-      Plan trial = *watch.plan;
-      auto passed = frames.pass(head, trial);
-      if (!passed.due) {
-        passed = frames.pass(body, trial);
-        passed.bytes += head.size();
+  std::pair<size_t, FaultState*> until_due(ConstBytes head, ConstBytes body) const {
+    std::pair<size_t, FaultState*> first{head.size() + body.size(), nullptr};
+    for (const WatchedFault& watched : watched_) {
+      if (watched.state->struck) continue;
+      Frames frames = watched.out;
+      FaultState trial = *watched.state;
+      auto result = frames.pass(head, trial);
+      if (!result.due) {
+        result = frames.pass(body, trial);
+        result.bytes += head.size();
       }
-      if (passed.due && passed.bytes <= first.first) first = {passed.bytes, watch.plan};
+      if (result.due && result.bytes <= first.first) first = {result.bytes, watched.state};
     }
     return first;
   }
@@ -228,12 +230,12 @@ class Faulty final : public Channel {
   size_t pass(ConstBytes bytes, bool out) {
     size_t before = bytes.size();
     if (out) (void)sent_.pass(bytes, nothing_);
-    for (Watch& watch : watches_) {
-      if (watch.plan->struck) continue;
-      const auto passed = (out ? watch.out : watch.in).pass(bytes, *watch.plan);
-      if (!passed.due) continue;
-      faults_->strike(*watch.plan);
-      before = std::min(before, passed.bytes);
+    for (WatchedFault& watched : watched_) {
+      if (watched.state->struck) continue;
+      const auto result = (out ? watched.out : watched.in).pass(bytes, *watched.state);
+      if (!result.due) continue;
+      faults_->strike(*watched.state);
+      before = std::min(before, result.bytes);
     }
     return before;
   }
@@ -241,8 +243,8 @@ class Faulty final : public Channel {
   // False while noise that is to go out has not gone.
   bool send_noise() {
     if (noise_left_ == 0 && !noisy_ && sent_.between())
-      if (Plan* plan = in_force(FaultAction::garbage)) {
-        tell_moment(*plan);
+      if (FaultState* state = in_force(FaultAction::garbage)) {
+        write_timestamp(*state);
         noisy_ = true;
         noise_left_ = kNoise.size();
       }
@@ -254,7 +256,7 @@ class Faulty final : public Channel {
   // Takes in what has arrived.
   void pull() {
     if (!inner_) return;
-    const bool last = inner_->hung_up();  // looked at first: what was sent before is there now
+    const bool last = inner_->is_closed();  // looked at first: what was sent before is there now
     if (begin_ >= kPullBytes || begin_ == held_.size()) {
       held_.erase(held_.begin(), held_.begin() + static_cast<std::ptrdiff_t>(begin_));
       begin_ = 0;
@@ -276,26 +278,26 @@ class Faulty final : public Channel {
 
   // What comes between arm() and disarm() is there at once: for something later nobody would wake.
   void ripen(size_t bytes) {
-    const Plan* plan = in_force(FaultAction::delay);
-    if (armed_ || plan == nullptr) {
-      while (!unripe_.empty()) {  // in order
-        ripe_ += unripe_.front().bytes;
-        unripe_.pop_front();
+    const FaultState* state = in_force(FaultAction::delay);
+    if (armed_ || state == nullptr) {
+      while (!delayed_.empty()) {  // in order
+        due_ += delayed_.front().bytes;
+        delayed_.pop_front();
       }
-      ripe_ += bytes;
+      due_ += bytes;
     } else {
-      unripe_.push_back({bytes, Clock::now() + plan->fault.delay});
+      delayed_.push_back({bytes, Clock::now() + state->fault.delay});
     }
   }
 
   void reveal() {
-    while (!unripe_.empty() && unripe_.front().at <= Clock::now()) {
-      ripe_ += unripe_.front().bytes;
-      unripe_.pop_front();
+    while (!delayed_.empty() && delayed_.front().at <= Clock::now()) {
+      due_ += delayed_.front().bytes;
+      delayed_.pop_front();
     }
-    const Plan* plan = in_force(FaultAction::trickle);
+    const FaultState* state = in_force(FaultAction::trickle);
     const bool unwatched = armed_ && !timed_;  // for bytes that come later nobody would wake
-    shown_ = plan == nullptr || unwatched ? ripe_ : std::min(ripe_, shown_ + plan->fault.grain);
+    shown_ = state == nullptr || unwatched ? due_ : std::min(due_, shown_ + state->fault.grain);
   }
 
   static constexpr std::string_view kNoise = "this is no frame of any version!";
@@ -305,29 +307,29 @@ class Faulty final : public Channel {
   int peer_;
   std::shared_ptr<Faults> faults_;
   Fd timer_;
-  std::vector<Watch> watches_;
+  std::vector<WatchedFault> watched_;
   Frames sent_;
-  Plan nothing_{{.operation = 256}, UINT64_MAX};
+  FaultState nothing_{{.operation = 256}, UINT64_MAX};
   bool noisy_ = false;
   size_t noise_left_ = 0;
-  // What has arrived and was not taken: of the bytes from `begin_` on `ripe_` may be shown, and
+  // What has arrived and was not taken: of the bytes from `begin_` on `due_` may be shown, and
   // `shown_` are.
   std::vector<std::byte> held_;
-  size_t begin_ = 0, ripe_ = 0, shown_ = 0;
-  std::deque<Arrival> unripe_;
+  size_t begin_ = 0, due_ = 0, shown_ = 0;
+  std::deque<DelayedBytes> delayed_;
   bool ended_ = false, armed_ = false, timed_ = false;
 };
 
 }  // namespace
 
-void Faults::strike(Plan& plan) {
-  if (plan.struck) return;
-  plan.struck = true;
-  if (plan.fault.action != FaultAction::garbage) tell_moment(plan);  // noise goes out later
-  switch (plan.fault.action) {
+void Faults::strike(FaultState& state) {
+  if (state.struck) return;
+  state.struck = true;
+  if (state.fault.action != FaultAction::garbage) write_timestamp(state);  // noise goes out later
+  switch (state.fault.action) {
     case FaultAction::cut:
       for (Faulty* channel : channels)
-        if (plan.fault.peer < 0 || channel->peer() == plan.fault.peer) channel->cut();
+        if (state.fault.peer < 0 || channel->peer() == state.fault.peer) channel->cut();
       return;
     case FaultAction::kill:
       ::kill(::getpid(), SIGKILL);

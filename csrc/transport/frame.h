@@ -12,18 +12,18 @@ namespace pycomm {
 static_assert(std::endian::native == std::endian::little, "frames are little-endian");
 
 enum class FrameKind : uint8_t {
-  data = 1,      // a segment of a call
-  mismatch = 2,  // "we disagree about a call of this epoch": the payload says how
-  goodbye = 3,   // the last frame: the payload says why
-  pulse = 4,     // a sign of life: a header alone, which says what its sender called last
+  data = 1,       // a segment of a call
+  mismatch = 2,   // "we disagree about a call of this epoch": the payload says how
+  goodbye = 3,    // the last frame: the payload says why
+  heartbeat = 4,  // a sign of life: a header alone, which says what its sender called last
 };
 
 // Added to the algorithm of a call whose arrays lie on devices: its frames carry the agreement
 // alone. A message is then announced by a header that says send and answered by one that says recv.
 inline constexpr uint8_t kOnDevice = 0x80;
 
-// Where the sender of a pulse is.
-enum class Whereabouts : uint16_t { nowhere, inside, between };
+// Where the sender of a heartbeat is.
+enum class CallState : uint16_t { not_started, in_call, idle };
 
 // The numbers of enums travel as they are; what they mean is the engine's business.
 struct Header {
@@ -34,8 +34,9 @@ struct Header {
   uint8_t dtype = 0;
   uint8_t op = 0;
   uint8_t algorithm = 0;
-  uint16_t epoch = 0;    // counts the mismatches that the group has survived
-  uint16_t context = 0;  // of a pulse: Whereabouts; of a plan's data: a hash of the calls before it
+  uint16_t epoch = 0;  // counts the mismatches that the group has survived
+  uint16_t context =
+      0;  // of a heartbeat: CallState; of a plan's data: a hash of the calls before it
   uint32_t sequence = 0;  // which call of the epoch
   uint32_t peer = 0;      // root, tag of a message, hash of an all_gather's counts
   uint32_t bytes = 0;     // of payload behind this header

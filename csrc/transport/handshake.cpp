@@ -43,15 +43,16 @@ std::string reason(int error) { return std::generic_category().message(error); }
 
 }  // namespace
 
-Handshake::Handshake(Fd fd, Role role, std::string key, Claim claim, std::chrono::nanoseconds limit)
+Handshake::Handshake(Fd fd, Role role, std::string key, HandshakeParams params,
+                     std::chrono::nanoseconds limit)
     : fd_(std::move(fd)),
       role_(role),
       key_(std::move(key)),
-      claim_(std::move(claim)),
+      params_(std::move(params)),
       deadline_(limit) {
   if (key_.empty()) throw InvalidArgument("the key of a connection is empty");
   if (role_ == Role::connector) {
-    greeting_ = text_of(random_bytes()) + rank_bytes(claim_.rank);
+    greeting_ = text_of(random_bytes()) + rank_bytes(params_.rank);
     buffer_ = greeting_;
   } else {
     expect_bytes(kGreetingBytes);
@@ -77,7 +78,7 @@ Handshake::Step Handshake::advance() {
 
 // The listener may have said yes already: to close the connection now would look like a death.
 bool Handshake::awaits_yes() const {
-  return claim_.patient && role_ == Role::connector && stage_ == 3;
+  return params_.patient && role_ == Role::connector && stage_ == 3;
 }
 
 Fd Handshake::release() {
@@ -94,7 +95,7 @@ bool Handshake::transfer() {
     const int error = connect_error(fd_.get());
     if (error == EINPROGRESS) return false;
     if (error != 0) {
-      nobody_ = error == ECONNREFUSED;
+      no_listener_ = error == ECONNREFUSED;
       refuse(reason(error));
       return false;
     }
@@ -108,13 +109,13 @@ bool Handshake::transfer() {
     if (got > 0) {
       moved_ += static_cast<size_t>(got);
     } else if (got == 0) {
-      cut_ = true;
+      disconnected_ = true;
       refuse("the other side closed the connection during the handshake");
       return false;
     } else if (errno == EAGAIN) {
       return false;
     } else if (errno != EINTR) {
-      cut_ = errno == ECONNRESET || errno == EPIPE;
+      disconnected_ = errno == ECONNRESET || errno == EPIPE;
       refuse("the connection broke during the handshake: " + reason(errno));
       return false;
     }
@@ -129,7 +130,7 @@ void Handshake::next() {
     case 1:
       return connector ? expect_bytes(kAnswerBytes + kProofBytes) : answer_greeting();
     case 2:
-      return connector ? check_listener() : expect_bytes(claim_.agreed.size() + kProofBytes);
+      return connector ? check_listener() : expect_bytes(params_.agreed.size() + kProofBytes);
     case 3:
       return connector ? expect_bytes(1) : check_connector();
   }
@@ -143,7 +144,7 @@ void Handshake::next() {
 
 void Handshake::answer_greeting() {
   greeting_ = buffer_;
-  answer_ = text_of(random_bytes()) + rank_bytes(claim_.rank);
+  answer_ = text_of(random_bytes()) + rank_bytes(params_.rank);
   buffer_ = answer_ + text_of(proof_of(Role::listener, {}));
 }
 
@@ -151,22 +152,22 @@ void Handshake::check_listener() {
   answer_ = buffer_.substr(0, kAnswerBytes);
   if (!is_proven(std::string_view(buffer_).substr(kAnswerBytes), Role::listener, {})) return;
   peer_ = rank_at(answer_, kNonceBytes);
-  if (claim_.expected != -1 && claim_.expected != peer_)
+  if (params_.expected != -1 && params_.expected != peer_)
     return refuse("rank " + std::to_string(peer_) + " answered where rank " +
-                  std::to_string(claim_.expected) + " was expected");
-  buffer_ = claim_.agreed + text_of(proof_of(Role::connector, claim_.agreed));
+                  std::to_string(params_.expected) + " was expected");
+  buffer_ = params_.agreed + text_of(proof_of(Role::connector, params_.agreed));
 }
 
 void Handshake::check_connector() {
-  const std::string theirs = buffer_.substr(0, claim_.agreed.size());
+  const std::string theirs = buffer_.substr(0, params_.agreed.size());
   const auto proof = std::string_view(buffer_).substr(theirs.size());
   if (!is_proven(proof, Role::connector, theirs)) return;
   peer_ = rank_at(greeting_, kNonceBytes);
-  if (claim_.expected != -1 && claim_.expected != peer_)
+  if (params_.expected != -1 && params_.expected != peer_)
     return refuse("rank " + std::to_string(peer_) + " called where rank " +
-                  std::to_string(claim_.expected) + " was expected");
-  const bool wanted = !claim_.wanted || claim_.wanted(peer_);
-  buffer_.assign(1, theirs != claim_.agreed ? kDifferent : wanted ? kYes : kNo);
+                  std::to_string(params_.expected) + " was expected");
+  const bool wanted = !params_.wanted || params_.wanted(peer_);
+  buffer_.assign(1, theirs != params_.agreed ? kDifferent : wanted ? kYes : kNo);
 }
 
 bool Handshake::is_proven(std::string_view proof, Role signer, std::string_view agreed) {
@@ -191,8 +192,8 @@ Digest Handshake::keyed_digest(const std::string& label, std::string_view agreed
   // The context has a length in front of it and all else has a fixed size: no two different
   // conversations give the same bytes.
   return hmac_sha256(key_, label + '\0' +
-                               little_endian(static_cast<uint32_t>(claim_.context.size())) +
-                               claim_.context + greeting_ + answer_ + std::string(agreed));
+                               little_endian(static_cast<uint32_t>(params_.context.size())) +
+                               params_.context + greeting_ + answer_ + std::string(agreed));
 }
 
 void Handshake::expect_bytes(size_t bytes) { buffer_.assign(bytes, '\0'); }

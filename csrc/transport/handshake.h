@@ -14,7 +14,7 @@
 // again; the ranks are looked at only after the proof that covers them. "No" tells a rank that has
 // proved who it is that its connection is not wanted: of two that call each other one gives way.
 // After a "yes" both ends hold the same connection. "Different" tells a rank of the group that the
-// two do not know the same of it (Claim::agreed); both ends then report that.
+// two do not know the same of it (HandshakeParams::agreed); both ends then report that.
 #pragma once
 
 #include <chrono>
@@ -29,7 +29,7 @@
 
 namespace pycomm {
 
-struct Claim {
+struct HandshakeParams {
   std::string context;  // the group's name and token: both ends must hold the same
   int rank = 0;         // who I am
   int expected = -1;    // whom I call, or whom alone I let in; -1: anybody
@@ -50,7 +50,7 @@ class Handshake {
 
   // Owns the non-blocking stream socket, which a connector may still be connecting. Throws
   // InvalidArgument on an empty key.
-  Handshake(Fd fd, Role role, std::string key, Claim claim,
+  Handshake(Fd fd, Role role, std::string key, HandshakeParams params,
             std::chrono::nanoseconds limit = kHandshakeLimit);
 
   // Once refused, the socket is closed. Not one byte after the other's last is read.
@@ -66,9 +66,9 @@ class Handshake {
   bool declined() const { return declined_; }      // after refused: the listener said no
   // After refused: both ends hold the key and the context, but not the same `agreed`.
   bool differs() const { return differs_; }
-  bool nobody() const { return nobody_; }  // after refused: there is no listener
+  bool has_no_listener() const { return no_listener_; }  // after refused: there is no listener
   // After refused: the other side closed the connection, which is all that an evicted rank sees.
-  bool was_cut() const { return cut_; }
+  bool was_disconnected() const { return disconnected_; }
   bool greeted() const { return stage_ > 0; }    // a listener's: the greeting is complete
   bool connected() const { return connected_; }  // a connector's call was taken
 
@@ -89,13 +89,14 @@ class Handshake {
   Fd fd_;
   Role role_;
   std::string key_;
-  Claim claim_;
+  HandshakeParams params_;
   Deadline deadline_;
   Step state_ = Step::want_write;
   std::string buffer_;  // the message that is being sent or received
   size_t moved_ = 0;    // of it so far
   int stage_ = 0;       // 0 to 3: which of the four messages
-  bool connected_ = false, declined_ = false, differs_ = false, nobody_ = false, cut_ = false;
+  bool connected_ = false, declined_ = false, differs_ = false, no_listener_ = false,
+       disconnected_ = false;
   std::string greeting_;  // what the connector sent first
   std::string answer_;    // what the listener answered, without its proof
   int peer_ = -1;

@@ -32,7 +32,7 @@ struct End {
 
 // Ends whose rank has not come yet, each for as long as the rank that came first holds its own.
 // Of the latest of those that left alone a mark stays: whoever comes after them does not wait.
-struct Waiting {
+struct PendingEndpoints {
   using Ends = std::map<Key, End>;
 
   std::mutex mutex;  // guards the rest
@@ -42,22 +42,22 @@ struct Waiting {
 };
 
 // Never destroyed: a channel may end later than everything else.
-Waiting& waiting() {
-  static auto* const one = new Waiting;
+PendingEndpoints& pending_endpoints() {
+  static auto* const one = new PendingEndpoints;
   return *one;
 }
 
 // Of the rank that comes first, as long as its end lives: with it goes the one that nobody took.
-struct Seat {
+struct PendingEndpoint {
   const Key key;
   std::shared_ptr<RingMemory> in;  // which the end reads; null where the seat is not used
 
-  explicit Seat(Key of) : key(std::move(of)) {}
-  Seat(const Seat&) = delete;
-  Seat& operator=(const Seat&) = delete;
-  ~Seat() {
+  explicit PendingEndpoint(Key of) : key(std::move(of)) {}
+  PendingEndpoint(const PendingEndpoint&) = delete;
+  PendingEndpoint& operator=(const PendingEndpoint&) = delete;
+  ~PendingEndpoint() {
     std::unique_ptr<Channel> end;  // closed when the lock is free
-    Waiting& all = waiting();
+    PendingEndpoints& all = pending_endpoints();
     const std::lock_guard lock(all.mutex);
     const auto found = all.ends.find(key);
     if (!in || found == all.ends.end()) return;
@@ -70,15 +70,15 @@ struct Pair {
   std::unique_ptr<Channel> mine, theirs;
 };
 
-Pair make_pair(size_t ring_bytes, const std::shared_ptr<Seat>& seat = nullptr) {
-  int bells[2];
-  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, bells) != 0)
+Pair make_pair(size_t ring_bytes, const std::shared_ptr<PendingEndpoint>& endpoint = nullptr) {
+  int wakeup_sockets[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, wakeup_sockets) != 0)
     throw_errno("making a pair of sockets");
-  Fd mine(bells[0]), theirs(bells[1]);
+  Fd mine(wakeup_sockets[0]), theirs(wakeup_sockets[1]);
   auto in = make_ring(ring_bytes), out = make_ring(ring_bytes), held = in;
-  if (seat) {
-    seat->in = in;
-    held = {seat, in.get()};
+  if (endpoint) {
+    endpoint->in = in;
+    held = {endpoint, in.get()};
   }
   return {std::make_unique<RingChannel>("local", std::move(held), out, std::move(mine)),
           std::make_unique<RingChannel>("local", out, in, std::move(theirs))};
@@ -89,9 +89,9 @@ Pair make_pair(size_t ring_bytes, const std::shared_ptr<Seat>& seat = nullptr) {
 std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int peer,
                                        size_t ring_bytes, std::string* agreed) {
   const Key key{meeting, std::min(rank, peer), std::max(rank, peer)};
-  const auto seat = std::make_shared<Seat>(key);
+  const auto endpoint = std::make_shared<PendingEndpoint>(key);
   Pair pair;  // as the seat, goes when the lock is free
-  Waiting& all = waiting();
+  PendingEndpoints& all = pending_endpoints();
   const std::lock_guard lock(all.mutex);
   if (const auto found = all.ends.find(key); found != all.ends.end()) {
     check(found->second.rank == rank, "a rank came twice to a local meeting");
@@ -100,7 +100,7 @@ std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int
     all.ends.erase(found);
     return channel;
   }
-  pair = make_pair(ring_bytes, seat);
+  pair = make_pair(ring_bytes, endpoint);
   const auto left = std::ranges::find_if(
       all.left, [&](const auto& mark) { return !mark.empty() && mark.key() == key; });
   if (left == all.left.end())
@@ -110,56 +110,57 @@ std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int
   return std::move(pair.mine);
 }
 
-// What the doors of one meeting share, while one of them is open.
-struct LocalDoor::Meeting {
-  std::string agreed;                                           // as its first rank gave it
-  std::mutex mutex;                                             // guards the rest
-  std::map<int, LocalDoor*> doors;                              // open now
-  std::set<int> closed;                                         // ranks
-  std::set<std::pair<int, int>> met;                            // lower, higher
-  std::map<int, std::map<int, std::unique_ptr<Channel>>> kept;  // ends: for whom, from whom
+// What the listeners of one meeting share, while one of them is open.
+struct InProcessListener::Registry {
+  std::string agreed;                                              // as its first rank gave it
+  std::mutex mutex;                                                // guards the rest
+  std::map<int, InProcessListener*> listeners;                     // open now
+  std::set<int> closed;                                            // ranks
+  std::set<std::pair<int, int>> met;                               // lower, higher
+  std::map<int, std::map<int, std::unique_ptr<Channel>>> pending;  // ends: for whom, from whom
 };
 
-LocalDoor::LocalDoor(const LocalMeeting& of, int rank, size_t ring_bytes, Arrived arrived)
-    : rank_(rank), ring_bytes_(ring_bytes), arrived_(std::move(arrived)) {
+InProcessListener::InProcessListener(const InProcessGroup& of, int rank, size_t ring_bytes,
+                                     OnConnected on_connected)
+    : rank_(rank), ring_bytes_(ring_bytes), on_connected_(std::move(on_connected)) {
   static std::mutex mutex;
-  static std::map<std::string, std::weak_ptr<Meeting>> meetings;
+  static std::map<std::string, std::weak_ptr<Registry>> registries;
   {
     const std::lock_guard lock(mutex);
-    std::erase_if(meetings, [](const auto& entry) { return entry.second.expired(); });
-    meeting_ = meetings[of.name].lock();
-    if (!meeting_) {
-      meetings[of.name] = meeting_ = std::make_shared<Meeting>();
-      meeting_->agreed = of.agreed;
+    std::erase_if(registries, [](const auto& entry) { return entry.second.expired(); });
+    registry_ = registries[of.name].lock();
+    if (!registry_) {
+      registries[of.name] = registry_ = std::make_shared<Registry>();
+      registry_->agreed = of.agreed;
     }
   }
-  const std::lock_guard lock(meeting_->mutex);
-  if (meeting_->agreed != of.agreed) {
-    meeting_->closed.insert(rank);
+  const std::lock_guard lock(registry_->mutex);
+  if (registry_->agreed != of.agreed) {
+    registry_->closed.insert(rank);
     throw Mismatch("the ranks of this process were given different notes of the group's ranks");
   }
-  check(meeting_->doors.emplace(rank, this).second, "a rank came twice to a local meeting");
-  for (auto& [peer, channel] : meeting_->kept[rank]) arrived_(peer, std::move(channel));
-  meeting_->kept.erase(rank);
+  check(registry_->listeners.emplace(rank, this).second, "a rank came twice to a local meeting");
+  for (auto& [peer, channel] : registry_->pending[rank]) on_connected_(peer, std::move(channel));
+  registry_->pending.erase(rank);
 }
 
-LocalDoor::~LocalDoor() {
-  const std::lock_guard lock(meeting_->mutex);
-  meeting_->doors.erase(rank_);
-  meeting_->closed.insert(rank_);
+InProcessListener::~InProcessListener() {
+  const std::lock_guard lock(registry_->mutex);
+  registry_->listeners.erase(rank_);
+  registry_->closed.insert(rank_);
 }
 
-bool LocalDoor::call(int peer) {
-  const std::lock_guard lock(meeting_->mutex);
-  if (meeting_->met.contains(std::minmax(rank_, peer))) return true;
-  if (meeting_->closed.contains(peer)) return false;
+bool InProcessListener::call(int peer) {
+  const std::lock_guard lock(registry_->mutex);
+  if (registry_->met.contains(std::minmax(rank_, peer))) return true;
+  if (registry_->closed.contains(peer)) return false;
   Pair pair = make_pair(ring_bytes_);
-  meeting_->met.insert(std::minmax(rank_, peer));
-  arrived_(peer, std::move(pair.mine));
-  if (const auto door = meeting_->doors.find(peer); door != meeting_->doors.end())
-    door->second->arrived_(rank_, std::move(pair.theirs));
+  registry_->met.insert(std::minmax(rank_, peer));
+  on_connected_(peer, std::move(pair.mine));
+  if (const auto listener = registry_->listeners.find(peer); listener != registry_->listeners.end())
+    listener->second->on_connected_(rank_, std::move(pair.theirs));
   else
-    meeting_->kept[peer][rank_] = std::move(pair.theirs);
+    registry_->pending[peer][rank_] = std::move(pair.theirs);
   return true;
 }
 

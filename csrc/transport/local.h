@@ -17,31 +17,32 @@ namespace pycomm {
 std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int peer,
                                        size_t ring_bytes, std::string* agreed = nullptr);
 
-struct LocalMeeting {
+struct InProcessGroup {
   std::string name;
   std::string agreed{};  // what all its ranks must know alike
 };
 
 // The same for ranks that need channels one by one: each opens a door to the others of the meeting.
-class LocalDoor {
+class InProcessListener {
  public:
-  using Arrived = std::function<void(int peer, std::unique_ptr<Channel> channel)>;
+  using OnConnected = std::function<void(int peer, std::unique_ptr<Channel> channel)>;
 
   // `arrived` is called once for each peer, on the thread of whichever of the two calls; it must
   // not wait, nor call a door.
   // Throws Mismatch where the rank that came first gave another `agreed`: its calls then fail.
-  LocalDoor(const LocalMeeting& of, int rank, size_t ring_bytes, Arrived arrived);
-  ~LocalDoor();  // after it nothing arrives
+  InProcessListener(const InProcessGroup& of, int rank, size_t ring_bytes,
+                    OnConnected on_connected);
+  ~InProcessListener();  // after it nothing arrives
   // Gives both ranks their end; the peer's is kept until it opens its door. False: the peer has
   // closed its door. Twice is fine.
   bool call(int peer);
 
  private:
-  struct Meeting;
-  std::shared_ptr<Meeting> meeting_;
+  struct Registry;
+  std::shared_ptr<Registry> registry_;
   int rank_;
   size_t ring_bytes_;
-  Arrived arrived_;
+  OnConnected on_connected_;
 };
 
 // What `rank` lays out for the other ranks of the group: `bytes` of zeroes when it is first asked

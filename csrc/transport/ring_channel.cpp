@@ -17,31 +17,31 @@ namespace {
 constexpr size_t kPublishBytes = size_t{32} << 10;
 
 // What goes through a bell: a byte to wake the reader, or, before the last words, one that says so.
-constexpr char kWake = 0, kWords = 1;
+constexpr char kWake = 0, kGoodbye = 1;
 // More than anybody owes, a frame and its notices; less than a socket holds.
-constexpr size_t kMostWords = size_t{128} << 10;
+constexpr size_t kMaxGoodbyeBytes = size_t{128} << 10;
 
 }  // namespace
 
 RingChannel::RingChannel(std::string_view transport, std::shared_ptr<RingMemory> in,
-                         std::shared_ptr<RingMemory> out, Fd bell, Given given)
+                         std::shared_ptr<RingMemory> out, Fd wakeup_socket, PeerMemory peer_memory)
     : transport_(transport),
       in_(std::move(in)),
       out_(std::move(out)),
-      bell_(std::move(bell)),
-      given_(std::move(given)) {}
+      wakeup_socket_(std::move(wakeup_socket)),
+      peer_memory_(std::move(peer_memory)) {}
 
 // Sleeping and waking cross like this: the sleeper stores `sleeps`, then loads the position; the
 // mover stores the position, then loads `sleeps`. All four are sequentially consistent, so at least
 // one of them sees the other, and no wake-up is lost.
-void RingChannel::ring_bell_if(std::atomic<uint32_t>& sleeps) {
-  if (sleeps.load() != 0 && sleeps.exchange(0) != 0) ring();
+void RingChannel::wake_if_sleeping(std::atomic<uint32_t>& sleeps) {
+  if (sleeps.load() != 0 && sleeps.exchange(0) != 0) wake_peer();
 }
 
-void RingChannel::ring() {
-  if (hung_up_) return;
+void RingChannel::wake_peer() {
+  if (closed_) return;
   // A full bell wakes as well as one more byte would; a dead peer is noticed by poll.
-  (void)::send(bell_.get(), &kWake, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+  (void)::send(wakeup_socket_.get(), &kWake, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 size_t RingChannel::put(ConstBytes bytes) {
@@ -56,39 +56,39 @@ size_t RingChannel::put(ConstBytes bytes) {
     written_ += n;
     done += n;
     out().written.store(written_);
-    ring_bell_if(out().reader_sleeps);
+    wake_if_sleeping(out().reader_sleeps);
   }
   return done;
 }
 
 size_t RingChannel::send(ConstBytes head, ConstBytes body) {
-  if (hung_up_) return head.size() + body.size();
+  if (closed_) return head.size() + body.size();
   const size_t n = put(head);
   return n == head.size() ? n + put(body) : n;
 }
 
 ConstBytes RingChannel::peek(size_t want) {
-  if (!rest_.empty()) {
-    const ConstBytes here = ConstBytes(rest_).subspan(rest_taken_);
+  if (!remaining_.empty()) {
+    const ConstBytes here = ConstBytes(remaining_).subspan(remaining_taken_);
     return here.first(std::min(here.size(), want));
   }
   const uint64_t written = in().written.load(std::memory_order_acquire);  // its bytes are there
   if (written - read_ > in_->bytes()) {  // the peer wrote over its head
-    spoilt_ = true;
-    hang_up({});
+    corrupt_ = true;
+    close({});
     return {};
   }
   return {in_->ring() + read_ % in_->bytes(), std::min<size_t>(written - read_, want)};
 }
 
 void RingChannel::take(size_t bytes) {
-  if (!rest_.empty()) {
-    rest_taken_ += bytes;
+  if (!remaining_.empty()) {
+    remaining_taken_ += bytes;
     return;
   }
   read_ += bytes;
   in().read.store(read_);
-  ring_bell_if(in().writer_sleeps);
+  wake_if_sleeping(in().writer_sleeps);
 }
 
 size_t RingChannel::receive(Bytes into) {
@@ -105,65 +105,65 @@ pollfd RingChannel::arm(Want want) {
   // Only for the order of sequentially consistent operations; the caller looks for progress next.
   if (want.receive) (void)in().written.load();
   if (want.send) peer_read_ = out().read.load();
-  return {bell_.get(), POLLIN, 0};
+  return {wakeup_socket_.get(), POLLIN, 0};
 }
 
 void RingChannel::disarm(short revents) {
   in().reader_sleeps.store(0);
   out().writer_sleeps.store(0);
-  if (revents == 0 || hung_up_) return;
+  if (revents == 0 || closed_) return;
   std::array<char, 4096> bytes;
   for (;;) {
-    const auto n = ::recv(bell_.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
-    if (n > 0) hear_bell(std::as_bytes(std::span(bytes).first(static_cast<size_t>(n))));
+    const auto n = ::recv(wakeup_socket_.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+    if (n > 0) drain_wakeup(std::as_bytes(std::span(bytes).first(static_cast<size_t>(n))));
     if (n > 0 || (n < 0 && errno == EINTR)) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
-    keep_rest();
-    hung_up_ = true;
+    append_goodbye();
+    closed_ = true;
     return;
   }
 }
 
-void RingChannel::hear_bell(ConstBytes bytes) {
-  if (words_.empty())
+void RingChannel::drain_wakeup(ConstBytes bytes) {
+  if (goodbye_.empty())
     while (!bytes.empty() && bytes[0] == std::byte{kWake}) bytes = bytes.subspan(1);
-  const size_t room = kMostWords - std::min(kMostWords, words_.size());
+  const size_t room = kMaxGoodbyeBytes - std::min(kMaxGoodbyeBytes, goodbye_.size());
   const ConstBytes kept = bytes.first(std::min(room, bytes.size()));
-  words_.insert(words_.end(), kept.begin(), kept.end());
+  goodbye_.insert(goodbye_.end(), kept.begin(), kept.end());
 }
 
 // Whoever speaks by the bell writes to the ring no more: what lies there and the words are one run.
-void RingChannel::keep_rest() {
-  if (words_.empty()) return;
+void RingChannel::append_goodbye() {
+  if (goodbye_.empty()) return;
   const ConstBytes ring = peek(SIZE_MAX);
-  if (spoilt_) return;
+  if (corrupt_) return;
   std::vector<std::byte> rest(ring.begin(), ring.end());
-  rest.insert(rest.end(), words_.begin() + 1, words_.end());
-  rest_ = std::move(rest);
+  rest.insert(rest.end(), goodbye_.begin() + 1, goodbye_.end());
+  remaining_ = std::move(rest);
 }
 
 // The bell has a buffer of its own, which the kernel keeps for the peer. Its size is doubled, for
 // it may be full of wake-ups.
-void RingChannel::speak_by_bell(ConstBytes owed) {
+void RingChannel::send_goodbye(ConstBytes unsent) {
   int bytes = 0;
   socklen_t length = sizeof bytes;
   // The kernel doubles what it is told, and gives it doubled.
-  if (::getsockopt(bell_.get(), SOL_SOCKET, SO_SNDBUF, &bytes, &length) == 0)
-    ::setsockopt(bell_.get(), SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
-  char mark = kWords;
-  std::array<iovec, 2> parts{{{&mark, 1}, {const_cast<std::byte*>(owed.data()), owed.size()}}};
+  if (::getsockopt(wakeup_socket_.get(), SOL_SOCKET, SO_SNDBUF, &bytes, &length) == 0)
+    ::setsockopt(wakeup_socket_.get(), SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
+  char mark = kGoodbye;
+  std::array<iovec, 2> parts{{{&mark, 1}, {const_cast<std::byte*>(unsent.data()), unsent.size()}}};
   msghdr message{};
   message.msg_iov = parts.data();
   message.msg_iovlen = parts.size();
-  (void)::sendmsg(bell_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  (void)::sendmsg(wakeup_socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-void RingChannel::hang_up(ConstBytes owed) {
-  if (bell_ && !owed.empty()) speak_by_bell(owed);
+void RingChannel::close(ConstBytes unsent) {
+  if (wakeup_socket_ && !unsent.empty()) send_goodbye(unsent);
   // A process that was forked off has the descriptor too, and would hold the connection open.
-  if (bell_) ::shutdown(bell_.get(), SHUT_RDWR);
-  bell_ = {};
-  hung_up_ = true;
+  if (wakeup_socket_) ::shutdown(wakeup_socket_.get(), SHUT_RDWR);
+  wakeup_socket_ = {};
+  closed_ = true;
 }
 
 }  // namespace pycomm

@@ -25,7 +25,7 @@ struct RingHead {
 };
 
 // What a peer gives to be mapped, beside the rings.
-struct Given {
+struct PeerMemory {
   std::shared_ptr<std::byte> memory;
   HeapView heap;
 };
@@ -33,43 +33,43 @@ struct Given {
 class RingChannel final : public Channel {
  public:
   RingChannel(std::string_view transport, std::shared_ptr<RingMemory> in,
-              std::shared_ptr<RingMemory> out, Fd bell, Given given = {});
+              std::shared_ptr<RingMemory> out, Fd wakeup_socket, PeerMemory peer_memory = {});
 
   std::string_view transport() const override { return transport_; }
   size_t send(ConstBytes head, ConstBytes body) override;
   ConstBytes peek(size_t want) override;
   void take(size_t bytes) override;
   size_t receive(Bytes into) override;
-  bool hung_up() const override { return hung_up_; }
-  std::string_view nonsense() const override {
-    return spoilt_ ? "its ring of shared memory holds more than fits into it" : "";
+  bool is_closed() const override { return closed_; }
+  std::string_view protocol_error() const override {
+    return corrupt_ ? "its ring of shared memory holds more than fits into it" : "";
   }
   pollfd arm(Want want) override;
   void disarm(short revents) override;
-  void hang_up(ConstBytes owed) override;
-  void ring() override;
-  std::shared_ptr<std::byte> memory() const override { return given_.memory; }
-  HeapView heap() const override { return given_.heap; }
+  void close(ConstBytes unsent) override;
+  void wake_peer() override;
+  std::shared_ptr<std::byte> memory() const override { return peer_memory_.memory; }
+  HeapView heap() const override { return peer_memory_.heap; }
 
  private:
   RingHead& in() const { return *reinterpret_cast<RingHead*>(in_->head()); }
   RingHead& out() const { return *reinterpret_cast<RingHead*>(out_->head()); }
   size_t put(ConstBytes bytes);
-  void ring_bell_if(std::atomic<uint32_t>& sleeps);
-  void speak_by_bell(ConstBytes owed);
-  void hear_bell(ConstBytes bytes);
-  void keep_rest();
+  void wake_if_sleeping(std::atomic<uint32_t>& sleeps);
+  void send_goodbye(ConstBytes unsent);
+  void drain_wakeup(ConstBytes bytes);
+  void append_goodbye();
 
   std::string_view transport_;
   std::shared_ptr<RingMemory> in_, out_;
-  Fd bell_;
-  Given given_;
-  uint64_t written_ = 0, read_ = 0;  // our own ends; the shared copies are for the peer
-  uint64_t peer_read_ = 0;           // the last we saw of the peer's
-  std::vector<std::byte> words_;     // that came through the bell
-  std::vector<std::byte> rest_;      // in place of the ring, once the peer is gone and left words
-  size_t rest_taken_ = 0;
-  bool hung_up_ = false, spoilt_ = false;
+  Fd wakeup_socket_;
+  PeerMemory peer_memory_;
+  uint64_t written_ = 0, read_ = 0;   // our own ends; the shared copies are for the peer
+  uint64_t peer_read_ = 0;            // the last we saw of the peer's
+  std::vector<std::byte> goodbye_;    // that came through the bell
+  std::vector<std::byte> remaining_;  // in place of the ring, once the peer is gone and left words
+  size_t remaining_taken_ = 0;
+  bool closed_ = false, corrupt_ = false;
 };
 
 }  // namespace pycomm

@@ -119,7 +119,7 @@ class Shm final : public SocketTransport {
 
   // Each side makes the ring that it reads, and gives the other the same memory to write. Both
   // sides check the user before that: the memory is writable.
-  void offer(int fd) override {
+  void send_memory(int fd) override {
     if (uint32_t user = 0; !is_our_user(fd, user)) throw PeerLost(not_our_user(user));
     Fd memory = make_shared_memory(RingMemory::file_bytes(ring_bytes_));
     const std::array<int, kMostFds> fds{memory.get(), memory_.get(),
@@ -139,11 +139,11 @@ class Shm final : public SocketTransport {
       throw PeerLost("what it sent is not shared memory of the agreed size");
     auto in = std::make_shared<RingMemory>(mine.mapped().get(), ring_bytes_);
     auto out = std::make_shared<RingMemory>(theirs.get(), ring_bytes_);
-    Given given{map_shared_memory(memory.get(), memory_bytes_), {}};
+    PeerMemory peer_memory{map_shared_memory(memory.get(), memory_bytes_), {}};
     if (heap_ && is_shared_memory(heap.get(), heap_->view().bytes))
-      given.heap = map_heap(heap.get(), heap_->view().bytes);
+      peer_memory.heap = map_heap(heap.get(), heap_->view().bytes);
     return std::make_unique<RingChannel>("shm", std::move(in), std::move(out), std::move(fd),
-                                         std::move(given));
+                                         std::move(peer_memory));
   }
 
   std::shared_ptr<std::byte> memory() const override { return mapped_; }

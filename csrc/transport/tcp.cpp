@@ -17,7 +17,7 @@
 
 #include "os/interfaces.h"
 #include "os/socket.h"
-#include "transport/linger.h"
+#include "transport/graceful_close.h"
 
 namespace pycomm {
 namespace {
@@ -60,12 +60,12 @@ class TcpChannel final : public Channel {
     pace_if_far(fd_.get());
   }
 
-  ~TcpChannel() override { see_off(std::move(fd_), {}); }
+  ~TcpChannel() override { close_gracefully(std::move(fd_), {}); }
 
   std::string_view transport() const override { return "tcp"; }
 
   size_t send(ConstBytes head, ConstBytes body) override {
-    if (hung_up_) return head.size() + body.size();
+    if (closed_) return head.size() + body.size();
     std::array<iovec, 2> parts{{{const_cast<std::byte*>(head.data()), head.size()},
                                 {const_cast<std::byte*>(body.data()), body.size()}}};
     msghdr message{};
@@ -78,13 +78,13 @@ class TcpChannel final : public Channel {
       if (n >= 0) return static_cast<size_t>(n);
       if (errno == EINTR) continue;
       if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
-      hung_up_ = true;  // what it sent before may still be there to read
+      closed_ = true;  // what it sent before may still be there to read
       return head.size() + body.size();
     }
   }
 
   void expect_more(bool more) override { more_ = more; }
-  bool looks_are_dear() const override { return true; }
+  bool polling_is_expensive() const override { return true; }
 
   ConstBytes peek(size_t want) override {
     want = std::min(want, kBufferBytes);
@@ -114,7 +114,7 @@ class TcpChannel final : public Channel {
     return n;
   }
 
-  bool hung_up() const override { return hung_up_; }
+  bool is_closed() const override { return closed_; }
 
   pollfd arm(Want want) override {
     // POLLRDHUP tells of a peer that closed even where nothing is to be read now.
@@ -124,13 +124,13 @@ class TcpChannel final : public Channel {
   }
 
   void disarm(short revents) override {
-    if ((revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0) hung_up_ = true;
+    if ((revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0) closed_ = true;
   }
 
   // From here on what the peer sends is dropped.
-  void hang_up(ConstBytes owed) override {
-    see_off(std::move(fd_), owed);
-    hung_up_ = true;
+  void close(ConstBytes unsent) override {
+    close_gracefully(std::move(fd_), unsent);
+    closed_ = true;
   }
 
  private:
@@ -147,7 +147,7 @@ class TcpChannel final : public Channel {
       const auto n = ::recv(fd_.get(), into.data(), into.size(), MSG_DONTWAIT);
       if (n > 0) return static_cast<size_t>(n);
       if (n < 0 && errno == EINTR) continue;
-      if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) hung_up_ = true;
+      if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) closed_ = true;
       return 0;
     }
   }
@@ -155,7 +155,7 @@ class TcpChannel final : public Channel {
   Fd fd_;
   std::vector<std::byte> buffer_;
   size_t begin_ = 0, end_ = 0;  // what was read ahead
-  bool hung_up_ = false;
+  bool closed_ = false;
   bool more_ = false;
   int wakes_at_ = 1;
 };
@@ -221,7 +221,7 @@ class Tcp final : public SocketTransport {
     return start_connect(to, from == sources_.end() ? nullptr : &*from);
   }
 
-  void offer(int) override {}
+  void send_memory(int) override {}
   bool exchanges() const override { return false; }
   std::unique_ptr<Channel> accept(Fd fd, const Deadline&) override {
     return std::make_unique<TcpChannel>(std::move(fd));

@@ -40,7 +40,7 @@ class Channel {
   virtual std::string_view transport() const = 0;
 
   // Takes as much of `head` and then `body` as fits now, perhaps nothing; gives the bytes taken.
-  // The bytes that were not taken come first in the next send() or hang_up().
+  // The bytes that were not taken come first in the next send() or close().
   // After the peer hung up bytes are taken and lost.
   virtual size_t send(ConstBytes head, ConstBytes body) = 0;
   // Of the sends to come: whether further ones follow at once, so that the end of what is sent may
@@ -56,9 +56,9 @@ class Channel {
   virtual size_t receive(Bytes into) = 0;
 
   // The peer hung up or died. What it sent before can still be received.
-  virtual bool hung_up() const = 0;
+  virtual bool is_closed() const = 0;
   // Where it counts as that since what it did to the channel makes no sense: what. Else empty.
-  virtual std::string_view nonsense() const { return {}; }
+  virtual std::string_view protocol_error() const { return {}; }
 
   // Before sleeping; look for progress once more between arm() and poll(2), and do not sleep if
   // there was any, or a wake-up is lost.
@@ -67,19 +67,19 @@ class Channel {
 
   // Whether to look for progress costs about as much as what a look gains: while much is on its way
   // it is better to sleep.
-  virtual bool looks_are_dear() const { return false; }
+  virtual bool polling_is_expensive() const { return false; }
 
   // Wakes the peer if it sleeps on this channel.
-  virtual void ring() {}
+  virtual void wake_peer() {}
   // What the peer lays out for the ranks of its host, where both see the same memory; else null.
   virtual std::shared_ptr<std::byte> memory() const { return nullptr; }
   // The peer's heap, where it gave one.
   virtual HeapView heap() const { return {}; }
 
-  // Ends this side: what was sent is still delivered, and behind it `owed`, which had no room yet,
-  // though the peer may not read for long; then it sees hung_up(). Nothing more is received. Does
-  // not block.
-  virtual void hang_up(ConstBytes owed) = 0;
+  // Ends this side: what was sent is still delivered, and behind it `unsent`, which had no room
+  // yet, though the peer may not read for long; then it sees is_closed(). Nothing more is received.
+  // Does not block.
+  virtual void close(ConstBytes unsent) = 0;
 };
 
 // Ranks of two processes meet on a socket, prove who they are (handshake.h), and only then make a
@@ -98,7 +98,7 @@ class SocketTransport {
   // PeerLost where it cannot even be begun.
   virtual Fd call(const std::string& way) const = 0;
   // Sends what the other side needs for its end. Never blocks for long.
-  virtual void offer(int fd) = 0;
+  virtual void send_memory(int fd) = 0;
   // Whether accept() waits for an offer, which is there when the descriptor is readable.
   virtual bool exchanges() const = 0;
   // Waits for the other side's offer. Throws PeerLost, Timeout.

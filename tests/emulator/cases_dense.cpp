@@ -2,8 +2,8 @@
 #include <memory>
 
 #include "cases.hpp"
+#include "cuda/bandwidth.h"
 #include "cuda/cuda_kernels.h"
-#include "cuda/stream.h"
 
 namespace cases {
 namespace {

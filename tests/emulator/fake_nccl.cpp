@@ -78,7 +78,7 @@ struct Comm {
   void fail(const Failed& failed) {
     error = failed.result;
     message = failed.what();
-    wires.hang_up();
+    wires.close();
   }
 };
 
@@ -420,7 +420,7 @@ NcclResult FakeNccl::comm_abort(NcclComm* handle) {
   comm->aborted = true;
   if (comm->connector.joinable()) comm->connector.join();
   const std::lock_guard lock(comm->mutex);
-  comm->wires.hang_up();
+  comm->wires.close();
   return NcclResult::success;
 }
 

@@ -59,7 +59,7 @@ ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
 # Of ENGINE, for _emulated.so: the arithmetic of the fake, and what NCCL's errors say.
 ARITHMETIC = ("kernels_reducers", "cpu_reduce", "cpu_isa", "nccl_library")
 MODULE = tuple(
-    CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp", "cuda_stream.cpp")
+    CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp", "cuda_bandwidth.cpp")
 )
 CASES = ("cases", "cases_step", "cases_packets", "cases_lean", "cases_dense")
 CODEC = ("lean", "index_codes", "value_codes", "isa")  # of kernels/cpu, to compare with
@@ -200,7 +200,7 @@ def _rules(mutants: Iterable[Mutant]) -> str:
             lines += _compile(objects[kind][-1], source, [*flags, *special])
         compiled = [f"{kind}/{unit}.o" for unit in units()]
         streams = [*compiled, *fake]
-        names = ("streams_test", "bridge_test", "relay_test")
+        names = ("streams_test", "host_staging_channel_test", "host_callback_thread_test")
         suites = [HERE / f"{name}.cpp" for name in names]
         for source in [*suites, *engine_sources(), ROOT / "tests" / "native" / "harness.cpp"]:
             streams.append(f"{kind}/engine/{source.parent.name}_{source.stem}.o")

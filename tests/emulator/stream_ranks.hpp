@@ -1,5 +1,6 @@
 // Ranks as threads that run plans on emulated streams: each with a device, a stream and a fake NCCL
-// of its own, and to ranks of other hosts a mailbox. Used by streams_test.cpp and bridge_test.cpp.
+// of its own, and to ranks of other hosts a mailbox. Used by streams_test.cpp and
+// host_staging_channel_test.cpp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -96,13 +97,13 @@ class Mail {
   std::map<std::pair<int, int>, std::deque<std::vector<std::byte>>> boxes_;
 };
 
-class MailPost final : public HostPost {
+class MailPost final : public HostTransport {
  public:
   MailPost(int rank, std::shared_ptr<Mail> mail) : rank_(rank), mail_(std::move(mail)) {}
-  void exchange(std::span<const Parcel> parcels, std::chrono::nanoseconds) override {
-    for (const Parcel& one : parcels)
+  void exchange(std::span<const HostMessage> messages, std::chrono::nanoseconds) override {
+    for (const HostMessage& one : messages)
       if (one.sends) mail_->put(rank_, one.peer, {one.data, one.data + one.bytes});
-    for (const Parcel& one : parcels)
+    for (const HostMessage& one : messages)
       if (!one.sends) {
         const auto bytes = mail_->take(one.peer, rank_);
         if (bytes.size() != one.bytes) throw Mismatch("a message of another size");
@@ -136,19 +137,19 @@ struct Rank {
     engine.prepare(job, stream);
     Event before(device);
     before.record(stream);
-    engine.enqueue(job, before, soon())->hold(stream);
+    engine.enqueue(job, before, soon())->stream_wait(stream);
   }
 };
 
 // Whom a rank's communicators join where `hosts`, by rank, are several; and how it reaches others.
-inline FarRanks far_ranks(int rank, const std::vector<int>& hosts,
-                          const std::array<std::shared_ptr<Mail>, 2>& mails) {
-  FarRanks far;
+inline RemoteRanks far_ranks(int rank, const std::vector<int>& hosts,
+                             const std::array<std::shared_ptr<Mail>, 2>& mails) {
+  RemoteRanks far;
   int next = 0;
   for (const int host : hosts)
-    far.near.push_back(host == hosts[static_cast<size_t>(rank)] ? next++ : kNobody);
+    far.local_ranks.push_back(host == hosts[static_cast<size_t>(rank)] ? next++ : kNoRank);
   for (const auto& mail : mails)
-    if (!hosts.empty()) far.posts.push_back(std::make_unique<MailPost>(rank, mail));
+    if (!hosts.empty()) far.transports.push_back(std::make_unique<MailPost>(rank, mail));
   return far;
 }
 
@@ -242,7 +243,7 @@ inline std::string text_of(const Case& one, const Rank& r) {
          ", count " + std::to_string(one.count) + ", rank " + std::to_string(r.rank);
 }
 
-using Lanes = std::vector<Stages>;
+using Lanes = std::vector<StreamStages>;
 
 inline void run_case(Rank& r, const Case& one) {
   const auto size = static_cast<size_t>(r.size);
@@ -252,7 +253,7 @@ inline void run_case(Rank& r, const Case& one) {
   const auto start = [&](size_t i) { return element(r.rank, i); };
   (from_output ? out : in).write(start, r.stream);
   if (!from_output) out.write([](size_t) { return -1.f; }, r.stream);
-  const Place at{
+  const CollectiveShape at{
       .rank = r.rank, .size = r.size, .count = one.count, .root = one.root, .hosts = r.hosts};
   const Plan plan = make_plan(one.algorithm, one.operation, at);
   const Lanes stages =
@@ -273,7 +274,7 @@ inline void run_case(Rank& r, const Case& one) {
       expect_equal(got[i], wanted(one, r, i), text_of(one, r) + ", element " + std::to_string(i));
   size_t planned = 0, by_nccl = 0;
   for (const Move& move : plan.moves)
-    if (move.to != kNobody && move.to != r.rank) {
+    if (move.to != kNoRank && move.to != r.rank) {
       planned += move.out.count * 4;
       if (r.is_near(move.to)) by_nccl += move.out.count * 4;
     }

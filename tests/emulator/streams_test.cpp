@@ -49,7 +49,7 @@ StreamJob all_reduce(Floats& x, size_t count, const Lanes* stages) {
 }
 
 Lanes stages_of(const Rank& r, Algorithm algorithm, size_t count, int lanes = 1) {
-  const Place at{.rank = r.rank, .size = r.size, .count = count};
+  const CollectiveShape at{.rank = r.rank, .size = r.size, .count = count};
   return make_lanes(make_plan(algorithm, Operation::all_reduce, at), r.rank, lanes);
 }
 

@@ -37,16 +37,16 @@ class Tape final : public Channel {
     take(n);
     return n;
   }
-  bool hung_up() const override { return hung_up_; }
+  bool is_closed() const override { return closed_; }
   pollfd arm(Want) override { return {awake_.get(), POLLIN, 0}; }
-  void disarm(short revents) override { hung_up_ |= revents != 0; }
-  void hang_up(ConstBytes) override { hung_up_ = true; }
+  void disarm(short revents) override { closed_ |= revents != 0; }
+  void close(ConstBytes) override { closed_ = true; }
 
  private:
   fuzz::Input tape_;
   size_t grain_;
   Fd awake_;
-  bool hung_up_ = false;
+  bool closed_ = false;
 };
 
 // What arrives lies anywhere, so that no float may be looked at in place.
@@ -81,7 +81,7 @@ void call(Engine& engine, int what) {
   if (what == 0) {
     signature.operation = static_cast<uint8_t>(Operation::all_reduce);
     const Schedule schedule = exchange();
-    Job job{.schedule = &schedule, .signature = signature};
+    PlanJob job{.schedule = &schedule, .signature = signature};
     job.input = job.output = bytes.data();
     job.element_bytes = sizeof(float);
     job.reducer = &kAdd;
@@ -92,11 +92,11 @@ void call(Engine& engine, int what) {
   signature.peer = 7;
   if (what == 1) return engine.send(1, signature, bytes, deadline);
   if (what < 4) {
-    (void)engine.receive(what == 2 ? 1 : kAnybody, signature, bytes, deadline);
+    (void)engine.receive(what == 2 ? 1 : kAnyPeer, signature, bytes, deadline);
     return;
   }
   signature.algorithm = kOnDevice;
-  if (what == 4) return engine.offer(1, signature, deadline);
+  if (what == 4) return engine.announce_send(1, signature, deadline);
   (void)engine.receive(1, signature, {}, deadline);
 }
 
@@ -120,6 +120,6 @@ void fuzz::one(Input input) {
       if (error.kind() != ErrorKind::mismatch) break;
     }
   }
-  (void)engine.pulse();
+  (void)engine.heartbeat();
   (void)engine.lost();
 }

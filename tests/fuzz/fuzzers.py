@@ -36,8 +36,11 @@ NEEDS = {
         *(f"os/{name}.cpp" for name in ("fd", "random", "socket")),
         "transport/handshake.cpp",
     ],
-    "note": ["core", "group/note.cpp", *(f"os/{name}.cpp" for name in ("fd", "random", "socket"))],
-    "offers": [
+    "rank_info": [
+        *("core", "group/rank_info.cpp"),
+        *(f"os/{name}.cpp" for name in ("fd", "random", "socket")),
+    ],
+    "buffer_exchange": [
         *ENGINE,
         "shared",
         *(f"os/{name}.cpp" for name in ("process_memory", "random", "socket")),

@@ -27,7 +27,8 @@ struct End {
     fuzz::demand(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) == 0,
                  "no pair of sockets");
     outside = Fd(fds[1]);
-    handshake.emplace(Fd(fds[0]), role, "a key", Claim{"world", role == Role::listener ? 0 : 1});
+    handshake.emplace(Fd(fds[0]), role, "a key",
+                      HandshakeParams{"world", role == Role::listener ? 0 : 1});
   }
   std::string hear() const {
     char bytes[256];

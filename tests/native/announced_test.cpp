@@ -60,7 +60,7 @@ const ByTransport kAgree{
       });
     }};
 
-const ByTransport kAnybody{"who receives from anybody is told from whom",
+const ByTransport kAnyPeer{"who receives from anybody is told from whom",
                            [](const std::string& by) {
                              ranks::run_groups(3, by, [](Group& group) {
                                for (int i = 0; i < 10; ++i) {
@@ -159,7 +159,7 @@ const ByTransport kBothSend{
       });
     }};
 
-const ByTransport kNobody{
+const ByTransport kNoRank{
     "who waits for an answer hears of the limit, and of a rank that leaves",
     [](const std::string& by) {
       for (const bool leaves : {false, true}) {

@@ -201,14 +201,14 @@ inline std::pair<uint64_t, uint64_t> traffic(const Case& c, const pycomm::Group&
   uint64_t bytes = 0, frames = 0;
   const int rank = group.rank(), size = group.size();
   const auto counts = c.told_counts(rank, size);
-  const pycomm::Place place{.rank = rank,
-                            .size = size,
-                            .count = c.count,
-                            .root = c.root,
-                            .counts = counts,
-                            .hosts = group.hosts()};
+  const pycomm::CollectiveShape place{.rank = rank,
+                                      .size = size,
+                                      .count = c.count,
+                                      .root = c.root,
+                                      .counts = counts,
+                                      .hosts = group.hosts()};
   for (const pycomm::Move& move : make_plan(c.algorithm, c.operation, place).moves) {
-    if (move.to == pycomm::kNobody || move.to == rank) continue;
+    if (move.to == pycomm::kNoRank || move.to == rank) continue;
     bytes += move.out.count * bytes_of(c.dtype);
     frames += pycomm::frames_for(move.out.count * bytes_of(c.dtype));
   }

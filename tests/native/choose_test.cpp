@@ -12,7 +12,7 @@
 namespace pycomm {
 namespace {
 
-bool folds(const Question& question, Algorithm algorithm) {
+bool folds(const AlgorithmQuery& question, Algorithm algorithm) {
   std::vector<Plan> plans;
   for (int rank = 0; rank < question.size; ++rank)
     plans.push_back(
@@ -32,7 +32,8 @@ void choice_test() {
       for (const int size : {1, 2, 8, 9, 64})
         for (const size_t count : {0, 1, 4096, 4097, 16384, 16385, 1 << 20})
           for (const bool reproducible : {false, true}) {
-            const Question question{operation, dtype, ReduceOp::avg, size, count, reproducible};
+            const AlgorithmQuery question{operation, dtype, ReduceOp::avg,
+                                          size,      count, reproducible};
             const bool folded = folds(question, choose(question));
             if (reproducible || is_half(dtype))
               expect(folded, std::string(name_of(operation)) + " of " + std::to_string(count) +
@@ -42,7 +43,7 @@ void choice_test() {
 const Test kChoice{"every choice has a plan, and a fold where one is needed", choice_test};
 
 void rules_test() {
-  const auto is = [](const Question& question, Algorithm wanted) {
+  const auto is = [](const AlgorithmQuery& question, Algorithm wanted) {
     expect_equal(name_of(choose(question)), name_of(wanted),
                  std::string(name_of(question.operation)));
   };
@@ -95,7 +96,8 @@ void hosts_test() {
   expect(two(Operation::all_gather, 1 << 10, 64, 2) == Algorithm::hierarchical, "middle");
   expect(two(Operation::all_gather, 1 << 20, 64, 2) == Algorithm::ring, "much scratch");
   expect(two(Operation::barrier, 0, 9, 2) == Algorithm::hierarchical, "barrier");
-  const Question half{Operation::all_reduce, Dtype::bfloat16, sum, 4, 1 << 20, false, false, 2};
+  const AlgorithmQuery half{
+      Operation::all_reduce, Dtype::bfloat16, sum, 4, 1 << 20, false, false, 2};
   expect(choose(half) == Algorithm::owner, "a fold");
 }
 const Test kHosts{"ranks that share hosts make two levels", hosts_test};
@@ -109,14 +111,14 @@ void links_test() {
         Operation::scatter})
     for (const size_t count : {1, 100, 5000, 1 << 20})
       for (const int size : {65, 100, 128}) {
-        const Question question{operation, Dtype::float32, ReduceOp::sum, size, count};
+        const AlgorithmQuery question{operation, Dtype::float32, ReduceOp::sum, size, count};
         size_t links = 0;
         for (int rank = 0; rank < size; ++rank) {
           std::set<int> peers;
           for (const Move& move :
                make_plan(choose(question), operation, {.rank = rank, .size = size, .count = count})
                    .moves)
-            if (move.to != kNobody && move.to != rank) peers.insert(move.to);
+            if (move.to != kNoRank && move.to != rank) peers.insert(move.to);
           links += peers.size();
         }
         expect(links <= static_cast<size_t>(2 * 7 * size),
@@ -139,7 +141,7 @@ void unsupported_test() {
           "broadcast has no algorithm \"owner\"; there is ring, tree, direct, hierarchical"),
       "text");
   const size_t counts[] = {3, 5};
-  const Place ragged{.rank = 0, .size = 2, .counts = counts};
+  const CollectiveShape ragged{.rank = 0, .size = 2, .counts = counts};
   expect_equal(expect_throws<Unsupported>(
                    [&] { make_plan(Algorithm::tree, Operation::all_gather, ragged); }),
                std::string("all_gather of parts that differ has no algorithm \"tree\"; there is "

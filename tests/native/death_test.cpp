@@ -49,7 +49,7 @@ void run_call(Engine& engine, const Scene& scene, Array& array,
       make_schedule(make_plan(scene.algorithm, scene.operation,
                               {.rank = engine.rank(), .size = scene.size, .count = scene.count}),
                     engine.rank());
-  Job job{.schedule = &schedule};
+  PlanJob job{.schedule = &schedule};
   job.signature.operation = static_cast<uint8_t>(scene.operation);
   job.signature.count = scene.count;
   job.signature.algorithm = static_cast<uint8_t>(scene.algorithm);
@@ -181,13 +181,13 @@ void send_garbage(Channel& channel, Header before, bool hangs_up) {
   const std::vector<std::byte> noise(64, std::byte{'G'});
   const auto head = std::as_bytes(std::span(&before, 1));
   expect_equal(channel.send(head, noise), head.size() + noise.size(), "bytes that fit");
-  channel.ring();
-  if (hangs_up) channel.hang_up({});
+  channel.wake_peer();
+  if (hangs_up) channel.close({});
 }
 
 void wait_for_end(Channel& channel) {
   const Deadline deadline(20s);
-  while (!channel.hung_up() && !deadline.expired()) {
+  while (!channel.is_closed() && !deadline.expired()) {
     pollfd polled = channel.arm({true, false});
     ::poll(&polled, 1, 10);
     channel.disarm(polled.revents);
@@ -233,13 +233,13 @@ const ByTransport kHeeded{
     [](const std::string& by) {
       Channels all(3, by, 2, SIZE_MAX);
       const auto waiting = all.engine(0), other = all.engine(1), dead = all.engine(2);
-      waiting->heed(0s, {0, 1, 2});
+      waiting->check_for_failures(0s, {0, 1, 2});
       all.life.end();
       const auto heed = [&](const std::vector<int>& awaited) {
         return ranks::ending_of([&] {
           for (const Deadline deadline(20s); !deadline.expired() && awaited.back() == 2;)
-            waiting->heed(0s, awaited);
-          waiting->heed(0s, awaited);
+            waiting->check_for_failures(0s, awaited);
+          waiting->check_for_failures(0s, awaited);
         });
       };
       expect(!heed({0, 1}).error, "a rank that is not awaited ends what it is no part of");
@@ -256,13 +256,13 @@ class Late final : public Channel {
   ConstBytes peek(size_t) override { return {}; }
   void take(size_t) override {}
   size_t receive(Bytes) override { return 0; }
-  bool hung_up() const override { return looks_ > 5; }
+  bool is_closed() const override { return looks_ > 5; }
   pollfd arm(Want) override {
     ++looks_;
     return {-1, 0, 0};
   }
   void disarm(short) override {}
-  void hang_up(ConstBytes) override {}
+  void close(ConstBytes) override {}
 
  private:
   int looks_ = 0;
@@ -276,7 +276,7 @@ const Test kHeededLate{"who waits elsewhere hears of a death that comes within i
                            options.names = {"rank 0", "rank 1"};
                            Engine engine(std::move(channels), options);
                            const auto ending =
-                               ranks::ending_of([&] { engine.heed(limit, {0, 1}); });
+                               ranks::ending_of([&] { engine.check_for_failures(limit, {0, 1}); });
                            expect(ending.is(ErrorKind::peer_lost) == (limit > 0s), ending.text());
                            expect(ending.seconds < 30, "it waited for its limit");
                          }
@@ -301,11 +301,11 @@ const ByTransport kHeededBehind{
         Array sent(Dtype::float32, scene.count), got(Dtype::float32, scene.count);
         sent.fill([](size_t i) { return element(0, i); });
         run_call(*gone, scene, sent);
-        waiting->heed(0s, {0, 1});
+        waiting->check_for_failures(0s, {0, 1});
         end.go(*gone, all.life);
         wait_for_end(line);
-        waiting->heed(0s, {1});  // who does not await it takes no notice
-        const auto ending = ranks::ending_of([&] { waiting->heed(0s, {0, 1}); });
+        waiting->check_for_failures(0s, {1});  // who does not await it takes no notice
+        const auto ending = ranks::ending_of([&] { waiting->check_for_failures(0s, {0, 1}); });
         if (!end.says.empty()) {
           expect(ending.error && ending.says(std::string(end.says)), ending.text());
           continue;

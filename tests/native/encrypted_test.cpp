@@ -48,10 +48,10 @@ class Pipe final : public Channel {
     in_.erase(in_.begin(), in_.begin() + static_cast<std::ptrdiff_t>(n));
     return n;
   }
-  bool hung_up() const override { return false; }
+  bool is_closed() const override { return false; }
   pollfd arm(Want) override { return {-1, 0, 0}; }
   void disarm(short) override {}
-  void hang_up(ConstBytes owed) override { out_.insert(out_.end(), owed.begin(), owed.end()); }
+  void close(ConstBytes owed) override { out_.insert(out_.end(), owed.begin(), owed.end()); }
 
  private:
   Wire &out_, &in_;
@@ -102,8 +102,8 @@ void attack(const std::string& what, size_t good,
     wanted.insert(wanted.end(), one.begin(), one.end());
   }
   expect(got == wanted, what + ": what was given out");
-  expect(line.listener->hung_up(), what + ": the channel goes on");
-  expect(line.listener->nonsense().find("altered, replayed") != std::string_view::npos,
+  expect(line.listener->is_closed(), what + ": the channel goes on");
+  expect(line.listener->protocol_error().find("altered, replayed") != std::string_view::npos,
          what + ": the reason");
   const Buffer more = record(line, pattern(10));
   line.there.assign(more.begin(), more.end());
@@ -125,7 +125,7 @@ const Test kAttacks{"a record that was changed, replayed, moved or dropped ends 
                           one.resize(200'000);  // enough for any length
                           line.there.assign(one.begin(), one.end());
                           expect(drained(*line.listener).empty(), "plaintext of a changed record");
-                          expect(line.listener->hung_up(),
+                          expect(line.listener->is_closed(),
                                  "byte " + std::to_string(i) + " may be changed");
                         }
                       }
@@ -152,11 +152,11 @@ const Test kReflected{"what an end sent is no record for it, and another secret'
                         Line line;
                         const Buffer own = record(line, pattern(100));
                         line.back.assign(own.begin(), own.end());
-                        expect(drained(*line.connector).empty() && line.connector->hung_up(),
+                        expect(drained(*line.connector).empty() && line.connector->is_closed(),
                                "its own record was taken");
                         Line other(SIZE_MAX, SIZE_MAX, "another");
                         (void)other.connector->send(pattern(100), {});
-                        expect(drained(*other.listener).empty() && other.listener->hung_up(),
+                        expect(drained(*other.listener).empty() && other.listener->is_closed(),
                                "under another secret");
                       }};
 
@@ -203,7 +203,7 @@ const Test kOwed{
       const Buffer behind = pattern(100'000, 3);
       Buffer owed{plain.back()};
       owed.insert(owed.end(), behind.begin(), behind.end());
-      line.connector->hang_up(owed);
+      line.connector->close(owed);
       Buffer wanted = plain;
       wanted.insert(wanted.end(), behind.begin(), behind.end());
       expect(drained(*line.listener) == wanted, "what arrived");

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "group/lobby.h"
+#include "group/connector.h"
 #include "harness.h"
 #include "os/socket.h"
 #include "ranks.h"
@@ -87,8 +87,9 @@ struct Far {
 constexpr Far kFar[] = {{10ms, 8000}, {50ms, 1500}, {100ms, 800}};
 
 // One attempt of a rank that is so far away.
-bool attempt(const Address& to, const std::string& key, const Claim& claim, const Far& far) {
-  Handshake shake(start_connect(to), Handshake::Role::connector, key, claim);
+bool attempt(const Address& to, const std::string& key, const HandshakeParams& params,
+             const Far& far) {
+  Handshake shake(start_connect(to), Handshake::Role::connector, key, params);
   bool answered = false;
   while (true) {
     const auto step = shake.advance();
@@ -101,17 +102,17 @@ bool attempt(const Address& to, const std::string& key, const Claim& claim, cons
   }
 }
 
-// `claim_of`: as whom it comes for the n-th time.
+// `params_of`: as whom it comes for the n-th time.
 void expect_in(const Address& to, const std::string& key,
-               const std::function<Claim(int)>& claim_of) {
+               const std::function<HandshakeParams(int)>& params_of) {
   int time = 0;
   for (const bool many : {false, true}) {
     for (const Far& far : kFar) {
-      const Claim claim = claim_of(time++);
+      const HandshakeParams params = params_of(time++);
       const Flood flood(to, far.per_s, many);
       while (flood.called() < 1000) ::poll(nullptr, 0, 1);  // it is in full course
       const Deadline deadline(10s * ranks::kSlowdown);
-      for (int tries = 1; !attempt(to, key, claim, far); ++tries) {
+      for (int tries = 1; !attempt(to, key, params, far); ++tries) {
         expect(!deadline.expired(), std::to_string(far.round_trip.count()) + " ms away, " +
                                         (many ? "many addresses: " : "one address: ") +
                                         std::to_string(tries) + " attempts failed");
@@ -122,7 +123,7 @@ void expect_in(const Address& to, const std::string& key,
 }
 
 const Test kListener{"a distant rank gets in beside a flood at the listener of a group", [] {
-                       Lobby::Request request;
+                       Connector::Options request;
                        request.rank = 1;
                        request.key = "key";
                        request.context = "test";
@@ -130,17 +131,18 @@ const Test kListener{"a distant rank gets in beside a flood at the listener of a
                        SocketTransport* by = request.transports[0].get();
                        const Address to = local_address(by->listeners()[0]);
                        for (int i = 0; i < 9; ++i)
-                         request.contacts.push_back({i == 1 ? nullptr : by, {""}, "rank"});
+                         request.addresses.push_back({i == 1 ? nullptr : by, {""}, "rank"});
                        std::atomic<bool> ending{false};
-                       Lobby host(std::move(request));
+                       Connector host(std::move(request));
                        std::thread thread([&] {
                          std::vector<pollfd> also;
-                         while (!ending) (void)host.round(10ms, also);
+                         while (!ending) (void)host.poll(10ms, also);
                        });
                        std::string failure;
                        try {
                          expect_in(to, "key", [](int time) {  // a rank is wanted once
-                           return Claim{.context = "test", .rank = 2 + time, .expected = 1};
+                           return HandshakeParams{
+                               .context = "test", .rank = 2 + time, .expected = 1};
                          });
                        } catch (const std::exception& error) {
                          failure = error.what();
@@ -154,8 +156,8 @@ const Test kStore{"a distant rank gets in beside a flood at the store", [] {
                     const std::string key(32, 'k');
                     const auto server = TcpStore::serve("127.0.0.1", 0, key);
                     expect_in(tcp_address("127.0.0.1", server->port()), key, [](int) {
-                      return Claim{std::string(store_frame::kContext), store_frame::kClientRank,
-                                   store_frame::kServerRank};
+                      return HandshakeParams{std::string(store_frame::kContext),
+                                             store_frame::kClientRank, store_frame::kServerRank};
                     });
                   }};
 
@@ -177,21 +179,21 @@ const Test kChoice{
 // What an evicted rank sees: its call is taken, and cut off.
 const Test kCut{"a call that is cut off before the answer is made again, and does not count", [] {
                   const Fd door = listen_on(tcp_address("127.0.0.1", 0));
-                  Lobby::Request request;
+                  Connector::Options request;
                   request.rank = 1;
                   request.key = "key";
                   request.context = "test";
                   request.failures = 3;
                   request.transports.push_back(make_tcp("127.0.0.1", ""));
-                  request.contacts = {
+                  request.addresses = {
                       {request.transports[0].get(), {local_address(door.get()).text()}, "rank 0"},
                       {}};
-                  Lobby guest(std::move(request));
-                  guest.call(0);
+                  Connector guest(std::move(request));
+                  guest.dial(0);
                   const Deadline deadline(20s);
                   for (int cut = 0; cut < 8;) {
                     std::vector<pollfd> also{{door.get(), POLLIN, 0}};
-                    for (const Arrival& arrival : guest.round(10ms, also))
+                    for (const ConnectResult& arrival : guest.poll(10ms, also))
                       expect(false, "lost after " + std::to_string(cut) + " calls: " + arrival.why);
                     if (accept_from(door.get())) ++cut;
                     expect(!deadline.expired(), "it does not call again");

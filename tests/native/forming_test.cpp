@@ -9,10 +9,10 @@
 
 #include "engine/engine.h"
 #include "group/connect.h"
+#include "group/connector.h"
 #include "group/host_group.h"
-#include "group/lobby.h"
 #include "group/mesh.h"
-#include "group/note.h"
+#include "group/rank_info.h"
 #include "harness.h"
 #include "os/socket.h"
 #include "ranks.h"
@@ -56,12 +56,12 @@ MeshRequest request_of(int rank, const std::string& by) {
 
 const Test kLate{"who gives up forming says why", [] {
                    for (const std::string by : {"shm", "tcp"}) {
-                     Notes notes;
+                     Notes infos;
                      ranks::run(kSize - 1, [&](int rank) {
                        const auto ending = ranks::ending_of([&] {
                          (void)form_mesh(
                              request_of(rank, by),
-                             [&](const std::string& mine) { return notes.exchange(rank, mine); },
+                             [&](const std::string& mine) { return infos.exchange(rank, mine); },
                              Deadline(rank == 1 ? 300ms : 60s));
                        });
                        expect(ending.is(ErrorKind::timeout) && ending.says("rank 2"),
@@ -73,26 +73,27 @@ const Test kLate{"who gives up forming says why", [] {
                  }};
 
 // Rank 0's channels when it is connected with rank 1 and does not wait for rank 2.
-std::vector<std::unique_ptr<Channel>> meet_rank_1(Notes& notes, const MeshRequest& request) {
-  Lobby::Request lobby;
-  lobby.key = request.key;
-  lobby.transports.push_back(make_tcp("", ""));
-  Note mine = my_note({});
-  mine.tcp = lobby.transports[0]->address();
+std::vector<std::unique_ptr<Channel>> meet_rank_1(Notes& infos, const MeshRequest& request) {
+  Connector::Options connector;
+  connector.key = request.key;
+  connector.transports.push_back(make_tcp("", ""));
+  RankInfo mine = own_rank_info({});
+  mine.tcp = connector.transports[0]->address();
   mine.memory = mine.heap = "0";
   mine.token = "token";
-  std::vector<Note> all;
-  for (const std::string& text : notes.exchange(0, encode(mine))) all.push_back(decode_note(text));
-  lobby.context = context_of(mine, request.name);
-  lobby.agreed = digest_of(all);
+  std::vector<RankInfo> all;
+  for (const std::string& text : infos.exchange(0, encode(mine)))
+    all.push_back(decode_rank_info(text));
+  connector.context = context_of(mine, request.name);
+  connector.agreed = digest_of(all);
   for (int i = 0; i < kSize; ++i)
-    lobby.contacts.push_back({i == 0 ? nullptr : lobby.transports[0].get(), {}, "rank"});
-  Lobby meeting(std::move(lobby));
+    connector.addresses.push_back({i == 0 ? nullptr : connector.transports[0].get(), {}, "rank"});
+  Connector meeting(std::move(connector));
   std::vector<std::unique_ptr<Channel>> channels(kSize);
   for (const Deadline deadline(60s); !channels[1];) {
     expect(!deadline.expired(), "rank 1 does not call");
     std::vector<pollfd> also;
-    for (Arrival& arrival : meeting.round(100ms, also))
+    for (ConnectResult& arrival : meeting.poll(100ms, also))
       channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
   }
   return channels;
@@ -102,19 +103,19 @@ std::vector<std::unique_ptr<Channel>> meet_rank_1(Notes& notes, const MeshReques
 const Test kGone{
     "who has hung up while a group forms is named, with what it said", [] {
       for (const bool speaks : {true, false}) {
-        Notes notes;
+        Notes infos;
         ranks::run(kSize - 1, [&](int rank) {
           const auto request = request_of(rank, "tcp");
           if (rank == 0) {
             EngineOptions options;
             options.names = {"rank 0", "rank 1", "rank 2"};
-            Engine engine(meet_rank_1(notes, request), options);
+            Engine engine(meet_rank_1(infos, request), options);
             if (speaks) engine.fail(PeerLost("rank 2 is ill", {.peer = 2}));
             return;
           }
           const auto ending = ranks::ending_of([&] {
             (void)form_mesh(
-                request, [&](const std::string& mine) { return notes.exchange(rank, mine); },
+                request, [&](const std::string& mine) { return infos.exchange(rank, mine); },
                 Deadline(60s));
           });
           expect(ending.is(ErrorKind::peer_lost) && ending.error->fields().op == "init",
@@ -127,9 +128,9 @@ const Test kGone{
 
 // The note of rank 0 as rank 1 is shown it: choices of algorithms turn elsewhere.
 std::string with_other_thresholds(const std::string& text) {
-  Note note = decode_note(text);
-  note.tuned = {{"tcp", {1, 2}}};
-  return encode(note);
+  RankInfo info = decode_rank_info(text);
+  info.tuned = {{"tcp", {1, 2}}};
+  return encode(info);
 }
 
 ConnectOptions options_of_two(std::chrono::nanoseconds timeout, int rank = 0) {
@@ -173,20 +174,20 @@ const Test kDifferent{
 const Test kEnded{
     "what ends the group of which a part forms ends that, be it heard there or of a peer", [] {
       for (int rounds = 0; rounds < 4; ++rounds) {
-        Notes notes;
+        Notes infos;
         std::atomic<bool> ended{false};
         ranks::run(kSize - 1, [&](int rank) {
           ConnectOptions options = options_of_two(60s, rank);
           options.size = kSize;
           int round = 0;
-          const Heed heed = [&](std::chrono::nanoseconds) {
+          const CheckAborted check_aborted = [&](std::chrono::nanoseconds) {
             if (rank == 1 && round++ == rounds) ended = true;
             if (ended) throw PeerLost("we have lost rank 0", {.op = "split", .peer = 0});
           };
           const auto ending = ranks::ending_of([&] {
             (void)make_group(
-                options, [&](const std::string& mine) { return notes.exchange(rank, mine); }, {},
-                heed);
+                options, [&](const std::string& mine) { return infos.exchange(rank, mine); }, {},
+                check_aborted);
           });
           expect(ending.is(ErrorKind::peer_lost) && ending.says("we have lost rank 0"),
                  ending.text());
@@ -204,18 +205,18 @@ const Test kBoth{
       request.size = 2;
       std::optional<Handshake> call;
       bool gone = false;
-      request.heed = [&](std::chrono::nanoseconds) {
+      request.check_aborted = [&](std::chrono::nanoseconds) {
         if (gone) throw GroupBroken("we have had enough");
         if (call->advance() != Handshake::Step::done) return;
         (void)call->release();
         gone = true;
       };
       const auto exchange = [&](const std::string& mine) {
-        const Note note = decode_note(mine);
-        Claim claim{.context = context_of(note, request.name), .rank = 1, .expected = 0};
-        claim.agreed = digest_of({note, note});
-        call.emplace(start_connect(abstract_unix_address(note.shm)), Handshake::Role::connector,
-                     request.key, std::move(claim));
+        const RankInfo info = decode_rank_info(mine);
+        HandshakeParams params{.context = context_of(info, request.name), .rank = 1, .expected = 0};
+        params.agreed = digest_of({info, info});
+        call.emplace(start_connect(abstract_unix_address(info.shm)), Handshake::Role::connector,
+                     request.key, std::move(params));
         return std::vector<std::string>{mine, mine};
       };
       const auto ending =
@@ -266,7 +267,7 @@ const Test kLeft{"where a peer leaves a part that stands, what ended the whole i
                    alone.size = 1;
                    (void)make_group(alone,
                                     [&](const std::string& mine) {
-                                      same = decode_note(mine).options;
+                                      same = decode_rank_info(mine).options;
                                       return std::vector<std::string>{mine};
                                     },
                                     {});
@@ -303,13 +304,13 @@ const Test kLeft{"where a peer leaves a part that stands, what ended the whole i
 const Test kInterrupted{
     "who is interrupted while a group forms ends at once, and says so", [] {
       for (const std::string by : {"shm", "tcp"}) {
-        Notes notes;
+        Notes infos;
         ranks::run(kSize - 1, [&](int rank) {
           MeshRequest request = request_of(rank, by);
           if (rank == 1) request.interrupted = [] { return true; };
           const auto ending = ranks::ending_of([&] {
             (void)form_mesh(
-                request, [&](const std::string& mine) { return notes.exchange(rank, mine); },
+                request, [&](const std::string& mine) { return infos.exchange(rank, mine); },
                 Deadline(rank == 0 ? 1s : 60s));
           });
           if (rank == 0) return;  // it may have been called before, or not
@@ -328,16 +329,16 @@ const Test kInterrupted{
       expect(!store.find("world/note/0"), "its note is left");
     }};
 
-Note sound_note() {
-  Note note = my_note({});
-  note.options = "reproducible=False";
-  note.token = "abc";
-  note.shm = "pycomm-1";
-  note.tcp = "127.0.0.1:1 [::1]:2";
-  note.memory = "4096";
-  note.heap = "0";
-  note.tuned = {{"tcp", {16384, 1048576}}, {"shm", {8192, 1048576}}};
-  return note;
+RankInfo sound_note() {
+  RankInfo info = own_rank_info({});
+  info.options = "reproducible=False";
+  info.token = "abc";
+  info.shm = "pycomm-1";
+  info.tcp = "127.0.0.1:1 [::1]:2";
+  info.memory = "4096";
+  info.heap = "0";
+  info.tuned = {{"tcp", {16384, 1048576}}, {"shm", {8192, 1048576}}};
+  return info;
 }
 
 const Test kRefused{
@@ -351,12 +352,12 @@ const Test kRefused{
 
 const Test kNote{"of a note there is one text, and no other is taken for it", [] {
                    const std::string text = encode(sound_note());
-                   expect_equal(encode(decode_note(text)), text, "a sound note");
+                   expect_equal(encode(decode_rank_info(text)), text, "a sound note");
                    const auto refused = [&](const std::string& from, const std::string& to) {
                      std::string other = text;
                      other.replace(other.rfind(from), from.size(), to);
                      expect(other != text, "nothing was changed: " + from);
-                     expect_throws<InternalError>([&] { (void)decode_note(other); });
+                     expect_throws<InternalError>([&] { (void)decode_rank_info(other); });
                    };
                    const std::string pid = "\n" + std::to_string(sound_note().pid) + "\n";
                    for (const std::string wrong :

@@ -98,7 +98,7 @@ struct Outcome {
 
 struct End {
   std::string key;
-  Claim claim;
+  HandshakeParams params;
 };
 
 const End kConnector{"the key", {"world/1", 3, 5}}, kListener{"the key", {"world/1", 5, -1}};
@@ -106,8 +106,8 @@ const End kConnector{"the key", {"world/1", 3, 5}}, kListener{"the key", {"world
 Outcome converse(
     const End& a, const End& b, const Middle& middle = [](bool, size_t, char&) { return true; }) {
   Wire wire;
-  Handshake connector(std::move(wire.connector_end), Role::connector, a.key, a.claim, 10s);
-  Handshake listener(std::move(wire.listener_end), Role::listener, b.key, b.claim, 10s);
+  Handshake connector(std::move(wire.connector_end), Role::connector, a.key, a.params, 10s);
+  Handshake listener(std::move(wire.listener_end), Role::listener, b.key, b.params, 10s);
   const Deadline deadline(10s);
   Step left{}, right{};
   do {
@@ -194,17 +194,17 @@ const Test kWrong{
         expect_says(outcome.connector_why + "; " + outcome.listener_why, wrong.says);
       }
       expect_throws<InvalidArgument>(
-          [] { Handshake(Fd(), Role::listener, "", kListener.claim).advance(); });
+          [] { Handshake(Fd(), Role::listener, "", kListener.params).advance(); });
     }};
 
 const Test kAgreed{
     "handshake: two ranks of the group that know different things of it refuse, and say so", [] {
       End connector = kConnector, listener = kListener;
-      connector.claim.agreed = std::string(32, 'a');
-      listener.claim.agreed = connector.claim.agreed;
+      connector.params.agreed = std::string(32, 'a');
+      listener.params.agreed = connector.params.agreed;
       const Outcome same = converse(connector, listener);
       expect(same.connector == Step::done && same.listener == Step::done, same.connector_why);
-      listener.claim.agreed[31] = 'b';
+      listener.params.agreed[31] = 'b';
       const Outcome other = converse(connector, listener);
       expect(other.connector == Step::refused && other.listener == Step::refused, "let in");
       expect_says(other.connector_why, "different descriptions of the group");
@@ -249,7 +249,7 @@ const Test kCut{
 const Test kReflection{
     "handshake: a listener's own proof does not open it", [] {
       auto [stranger, inside] = socket_pair();
-      Handshake listener(std::move(inside), Role::listener, "the key", kListener.claim, 10s);
+      Handshake listener(std::move(inside), Role::listener, "the key", kListener.params, 10s);
       const std::string greeting(36, '\0');
       expect_equal(::send(stranger.get(), greeting.data(), greeting.size(), 0), 36, "sent");
       expect(listener.advance() == Step::want_read, "the listener answers a greeting");
@@ -268,7 +268,7 @@ const Test kReplay{
       });
       expect_equal(said.size(), kFromConnector, "bytes of the connector");
       auto [stranger, inside] = socket_pair();
-      Handshake listener(std::move(inside), Role::listener, "the key", kListener.claim, 10s);
+      Handshake listener(std::move(inside), Role::listener, "the key", kListener.params, 10s);
       expect_equal(::send(stranger.get(), said.data(), said.size(), 0), 68, "sent");
       expect(finish(listener) == Step::refused, "an old proof was taken");
     }};
@@ -276,7 +276,7 @@ const Test kReplay{
 const Test kGarbage{"handshake: garbage is refused by both ends", [] {
                       for (const Role role : {Role::connector, Role::listener}) {
                         auto [stranger, inside] = socket_pair();
-                        Handshake shake(std::move(inside), role, "the key", kListener.claim, 10s);
+                        Handshake shake(std::move(inside), role, "the key", kListener.params, 10s);
                         const std::string garbage(4096, 'G');
                         expect_equal(::send(stranger.get(), garbage.data(), garbage.size(), 0),
                                      4096, "sent");
@@ -289,7 +289,7 @@ const Test kGarbage{"handshake: garbage is refused by both ends", [] {
 const Test kSilence{"handshake: silence is refused at the limit", [] {
                       for (const Role role : {Role::connector, Role::listener}) {
                         auto [stranger, inside] = socket_pair();
-                        Handshake shake(std::move(inside), role, "the key", kListener.claim, 50ms);
+                        Handshake shake(std::move(inside), role, "the key", kListener.params, 50ms);
                         const Deadline deadline(10s);
                         expect(finish(shake) == Step::refused, "silence was taken");
                         expect_says(shake.why(), "did not finish");
@@ -308,10 +308,10 @@ const Test kPatient{
     "handshake: a patient connector that sent its proof waits for a late yes", [] {
       for (const bool patient : {true, false}) {
         auto [outside, inside] = socket_pair();
-        Claim claim = kConnector.claim;
-        claim.patient = patient;
-        Handshake connector(std::move(outside), Role::connector, "the key", claim, 100ms);
-        Handshake listener(std::move(inside), Role::listener, "the key", kListener.claim);
+        HandshakeParams params = kConnector.params;
+        params.patient = patient;
+        Handshake connector(std::move(outside), Role::connector, "the key", params, 100ms);
+        Handshake listener(std::move(inside), Role::listener, "the key", kListener.params);
         connector.advance();
         expect(listener.advance() == Step::want_read, "the listener answered");
         expect(connector.advance() == Step::want_read, "the proof is sent: " + connector.why());
@@ -326,9 +326,9 @@ const Test kPatient{
 const Test kImpatient{
     "handshake: before its proof is sent a patient connector has a limit too", [] {
       auto [outside, inside] = socket_pair();
-      Claim claim = kConnector.claim;
-      claim.patient = true;
-      Handshake connector(std::move(outside), Role::connector, "the key", claim, 50ms);
+      HandshakeParams params = kConnector.params;
+      params.patient = true;
+      Handshake connector(std::move(outside), Role::connector, "the key", params, 50ms);
       expect(connector.advance() == Step::want_read, "the greeting is sent");
       expect(outlast_limit(connector) == Step::refused, "it waited for an answer without a limit");
     }};
@@ -337,8 +337,8 @@ const Test kAfter{
     "handshake: what follows it is left for the owner of the socket", [] {
       Wire wire;
       Handshake connector(std::move(wire.connector_end), Role::connector, "the key",
-                          kConnector.claim);
-      Handshake listener(std::move(wire.listener_end), Role::listener, "the key", kListener.claim);
+                          kConnector.params);
+      Handshake listener(std::move(wire.listener_end), Role::listener, "the key", kListener.params);
       const Middle all = [](bool, size_t, char&) { return true; };
       while (!is_over(listener.advance())) {
         connector.advance();
@@ -358,10 +358,10 @@ void meet(const Address& address) {
   const Fd door = listen_on(address, 8);
   expect(!accept_from(door.get()), "nobody waits yet");
   const Address real = local_address(door.get());
-  Handshake connector(start_connect(real), Role::connector, "the key", kConnector.claim);
+  Handshake connector(start_connect(real), Role::connector, "the key", kConnector.params);
   connector.advance();
   expect(poll_one(door.get(), POLLIN, 5s) != 0, "nobody came to " + real.text());
-  Handshake listener(accept_from(door.get()), Role::listener, "the key", kListener.claim);
+  Handshake listener(accept_from(door.get()), Role::listener, "the key", kListener.params);
   for (const Deadline deadline(10s); !deadline.expired();) {
     const Step left = connector.advance(), right = listener.advance();
     if (is_over(left) && is_over(right)) break;
@@ -390,7 +390,7 @@ const Test kRefused{
         const Fd fd = start_connect(address);
         poll_one(fd.get(), POLLOUT, 5s);
         expect_equal(connect_error(fd.get()), ECONNREFUSED, address.text());
-        Handshake shake(start_connect(address), Role::connector, "the key", kConnector.claim);
+        Handshake shake(start_connect(address), Role::connector, "the key", kConnector.params);
         expect(finish(shake) == Step::refused, address.text());
         expect_equal(shake.why(), "Connection refused", "why");
       }

@@ -51,10 +51,10 @@ class Trickle final : public Channel {
     take(n);
     return n;
   }
-  bool hung_up() const override { return false; }
+  bool is_closed() const override { return false; }
   pollfd arm(Want) override { return {-1, 0, 0}; }
   void disarm(short) override {}
-  void hang_up(ConstBytes) override {}
+  void close(ConstBytes) override {}
 
  private:
   Wire &out_, &in_;

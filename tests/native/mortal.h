@@ -59,16 +59,16 @@ class Mortal final : public pycomm::Channel {
   }
   void take(size_t bytes) override { inner_->take(bytes); }
   size_t receive(pycomm::Bytes into) override { return inner_ ? inner_->receive(into) : 0; }
-  bool hung_up() const override { return !inner_ || inner_->hung_up(); }
+  bool is_closed() const override { return !inner_ || inner_->is_closed(); }
   pollfd arm(pycomm::Want want) override { return inner_ ? inner_->arm(want) : pollfd{-1, 0, 0}; }
   void disarm(short revents) override {
     if (inner_) inner_->disarm(revents);
   }
-  void ring() override {
-    if (inner_) inner_->ring();
+  void wake_peer() override {
+    if (inner_) inner_->wake_peer();
   }
-  void hang_up(pycomm::ConstBytes owed) override {
-    if (inner_) inner_->hang_up(owed);
+  void close(pycomm::ConstBytes owed) override {
+    if (inner_) inner_->close(owed);
   }
 
  private:

@@ -109,7 +109,7 @@ void overwrite_test() {
                 [](auto& plans) {
                   auto& moves = plans[1].moves;
                   const Move send{moves[1].to, moves[1].out};
-                  moves[1].to = kNobody;
+                  moves[1].to = kNoRank;
                   moves[1].in.begin = 0;
                   moves.insert(moves.begin() + 2, send);
                 });
@@ -121,9 +121,9 @@ const Test kOverwrite{"mutant: what is still to be sent is overwritten", overwri
 void occupied_test() {
   const Range first{Space::scratch, 0, 1}, second{Space::scratch, 1, 1}, input{Space::input, 0, 1};
   std::vector<Plan> plans(3);
-  plans[0] = {{{0, input, 0, first}, {1, first}, {kNobody, {}, 1, second}}, 2};
-  plans[1] = {{{0, input}, {2, input}, {kNobody, {}, 2, first}, {kNobody, {}, 0, second}}, 2};
-  plans[2] = {{{kNobody, {}, 1, first}, {1, first}}, 1};
+  plans[0] = {{{0, input, 0, first}, {1, first}, {kNoRank, {}, 1, second}}, 2};
+  plans[1] = {{{0, input}, {2, input}, {kNoRank, {}, 2, first}, {kNoRank, {}, 0, second}}, 2};
+  plans[2] = {{{kNoRank, {}, 1, first}, {1, first}}, 1};
   const Case what{Operation::all_reduce, 1};
   expect_equal(prove(plans, what).error,
                std::string("rank 0, at the end: element 0 of output is read before it is there"),
@@ -144,9 +144,9 @@ const Test kOccupied{"mutant: a receive into a place whose send waits for it", o
 void delayed_test() {
   const Range output{Space::output, 0, 1}, spare{Space::scratch, 0, 1};
   std::vector<Plan> plans(3);
-  plans[0] = {{{2, output}, {1, output}, {kNobody, {}, 2, output}}, 1};
-  plans[1] = {{{kNobody, {}, 2, output}, {kNobody, {}, 0, spare}}, 1};
-  plans[2] = {{{kNobody, {}, 0, output}, {1, output}, {0, output}}, 0};
+  plans[0] = {{{2, output}, {1, output}, {kNoRank, {}, 2, output}}, 1};
+  plans[1] = {{{kNoRank, {}, 2, output}, {kNoRank, {}, 0, spare}}, 1};
+  plans[2] = {{{kNoRank, {}, 0, output}, {1, output}, {0, output}}, 0};
   const Case what{Operation::broadcast, 1};
   expect_equal(prove(plans, what).steps, 4, "steps with one place");
   plans[0].moves[2].in = spare;
@@ -195,8 +195,8 @@ void early_write_test() {
   expect_caught(Algorithm::direct, 3, kGather8,
                 "rank 0, move 2: output element 16 is written before rank 1 has been heard of",
                 [](auto& plans) {
-                  plans[0].moves[1].from = kNobody;
-                  plans[1].moves[1].to = kNobody;
+                  plans[0].moves[1].from = kNoRank;
+                  plans[1].moves[1].to = kNoRank;
                 });
 }
 const Test kEarlyWrite{"mutant: the output is written before all have been heard of",

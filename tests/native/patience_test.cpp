@@ -31,9 +31,9 @@ class Endless : public Channel {
   std::string_view transport() const override { return "endless"; }
   size_t send(ConstBytes head, ConstBytes body) override { return head.size() + body.size(); }
   void take(size_t) override {}
-  bool hung_up() const override { return false; }
+  bool is_closed() const override { return false; }
   void disarm(short) override {}
-  void hang_up(ConstBytes) override {}
+  void close(ConstBytes) override {}
 
  protected:
   static Header message() {
@@ -90,8 +90,8 @@ class Crawl final : public Task {
  public:
   bool advance() override { return std::exchange(ready_, false); }
   bool done() const override { return false; }
-  int sending_to() const override { return kNobody; }
-  int receiving_from() const override { return kNobody; }
+  int sending_to() const override { return kNoRank; }
+  int receiving_from() const override { return kNoRank; }
   void arm() override { ready_ = true; }
 
  private:

@@ -141,13 +141,13 @@ void Prover::check_move(const Rank& at, const Move& move) const {
            at.base[index_of(a.space)] + a.begin == at.base[index_of(b.space)] + b.begin;
   };
   const int size = static_cast<int>(size_);
-  if (move.to < kNobody || move.to >= size || move.from < kNobody || move.from >= size)
+  if (move.to < kNoRank || move.to >= size || move.from < kNoRank || move.from >= size)
     violate("its peer is not in the group");
-  if (move.to == kNobody && move.from == kNobody) violate("it does nothing");
+  if (move.to == kNoRank && move.from == kNoRank) violate("it does nothing");
   if ((move.to == at.rank) != (move.from == at.rank)) violate("it is only half local");
   const bool adds = move.combine == Combine::reduce || move.combine == Combine::finish;
-  if (move.to != kNobody && !fits(move.out)) violate("`out` leaves its memory");
-  if (move.from == kNobody) return;
+  if (move.to != kNoRank && !fits(move.out)) violate("`out` leaves its memory");
+  if (move.from == kNoRank) return;
   if (!fits(move.in)) violate("`in` leaves its memory");
   if (move.in.space == Space::input && move.in.count > 0) violate("it writes to the input");
   if (adds && (!fits(move.with) || move.with.count != move.in.count))
@@ -155,7 +155,7 @@ void Prover::check_move(const Rank& at, const Move& move) const {
   if (adds && overlap(at, move.in, move.with) && !same(move.in, move.with))
     violate("`in` overlaps a part of `with`");
   const bool stays = is_local(at, move) && move.combine == Combine::copy;
-  if (move.to != kNobody && overlap(at, move.in, move.out) && !(stays && same(move.in, move.out)))
+  if (move.to != kNoRank && overlap(at, move.in, move.out) && !(stays && same(move.in, move.out)))
     violate("`in` overlaps `out`");
   if (move.combine == Combine::fold && !is_local(at, move))
     violate("it folds what comes from a peer");
@@ -183,7 +183,7 @@ std::vector<Run> Prover::look(Rank& at, const Range& range) {
 bool Prover::readable(const Rank& at) const {
   const auto& moves = at.plan->moves;
   for (size_t i = at.receiving; i < at.sending; ++i)
-    if (moves[i].from != kNobody && may_overlap(at, moves[i].in, moves[at.sending].out))
+    if (moves[i].from != kNoRank && may_overlap(at, moves[i].in, moves[at.sending].out))
       return false;
   return true;
 }
@@ -192,7 +192,7 @@ bool Prover::readable(const Rank& at) const {
 bool Prover::writable(const Rank& at) const {
   const auto& moves = at.plan->moves;
   for (size_t i = at.sending; i < at.receiving; ++i)
-    if (moves[i].to != kNobody && moves[i].to != at.rank &&
+    if (moves[i].to != kNoRank && moves[i].to != at.rank &&
         may_overlap(at, moves[i].out, moves[at.receiving].in))
       return false;
   return true;
@@ -200,9 +200,9 @@ bool Prover::writable(const Rank& at) const {
 
 bool Prover::advance(Rank& at) {
   const auto& moves = at.plan->moves;
-  const auto sends = [&](const Move& m) { return m.to != kNobody && m.to != at.rank; };
+  const auto sends = [&](const Move& m) { return m.to != kNoRank && m.to != at.rank; };
   while (at.sending < moves.size() && !sends(moves[at.sending])) ++at.sending;
-  while (at.receiving < moves.size() && moves[at.receiving].from == kNobody) ++at.receiving;
+  while (at.receiving < moves.size() && moves[at.receiving].from == kNoRank) ++at.receiving;
   return (at.receiving < moves.size() && copy(at)) || (at.sending < moves.size() && send(at));
 }
 
@@ -218,7 +218,7 @@ bool Prover::send(Rank& from) {
   const Move& move = from.plan->moves[from.sending];
   Rank& to = ranks_[static_cast<size_t>(move.to)];
   const auto& theirs = to.plan->moves;
-  while (to.receiving < theirs.size() && theirs[to.receiving].from == kNobody) ++to.receiving;
+  while (to.receiving < theirs.size() && theirs[to.receiving].from == kNoRank) ++to.receiving;
   if (to.receiving == theirs.size() || theirs[to.receiving].from != from.rank) return false;
   if (!readable(from) || !writable(to)) return false;
   int start = from.sent;

@@ -206,8 +206,8 @@ inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
     in = accept_from(door);
   }
   expect(in && (poll_one(out.get(), POLLOUT, 10s) & POLLOUT) != 0, "no connection");
-  caller->offer(out.get());
-  listener->offer(in.get());
+  caller->send_memory(out.get());
+  listener->send_memory(in.get());
   const Deadline deadline(10s);
   auto a = caller->accept(std::move(out), deadline);
   return {std::move(a), listener->accept(std::move(in), deadline)};

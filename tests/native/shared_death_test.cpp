@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "group/two_levels.h"
+#include "group/hierarchical_all_reduce.h"
 #include "harness.h"
 #include "kernels/kernels.h"
 #include "mortal.h"
@@ -66,8 +66,8 @@ Header header_of(Operation operation, size_t count) {
 }
 
 // The segments of one host's ranks, as rank `rank` sees them; null where it is alone there.
-std::unique_ptr<Arena> arena_of(const Scene& scene, int rank,
-                                const std::vector<std::shared_ptr<Segment>>& segments) {
+std::unique_ptr<SharedMemoryRegion> arena_of(
+    const Scene& scene, int rank, const std::vector<std::shared_ptr<Segment>>& segments) {
   std::vector<std::shared_ptr<Segment>> here;
   std::vector<int> members;
   int index = 0;
@@ -79,13 +79,13 @@ std::unique_ptr<Arena> arena_of(const Scene& scene, int rank,
     here.push_back(segments[i]);
   }
   if (members.size() == 1) return nullptr;
-  auto arena = std::make_unique<Arena>(std::move(here), members, index);
-  arena->set_heaps(std::vector<HeapView>(members.size(), SharedHeap::own()->view()));
-  return arena;
+  auto region = std::make_unique<SharedMemoryRegion>(std::move(here), members, index);
+  region->set_heaps(std::vector<HeapView>(members.size(), SharedHeap::own()->view()));
+  return region;
 }
 
-void run_shared(Engine& engine, Arena* arena, Operation operation, const float* input,
-                float* output, size_t count, Way way = Way::mapped) {
+void run_shared(Engine& engine, SharedMemoryRegion* region, Operation operation, const float* input,
+                float* output, size_t count, AccessMode mode = AccessMode::zero_copy) {
   const SharedJob job{.operation = operation,
                       .input = reinterpret_cast<const std::byte*>(input),
                       .output = reinterpret_cast<std::byte*>(output),
@@ -93,53 +93,56 @@ void run_shared(Engine& engine, Arena* arena, Operation operation, const float* 
                       .element_bytes = sizeof(float),
                       .reducer = &kFatal};
   const Header header = engine.next_header(header_of(operation, count));
-  arena->begin(header);
-  SharedCall run(engine, *arena, job, header);
+  region->begin(header);
+  SharedCall run(engine, *region, job, header);
   engine.run(run, header, Deadline(20s));
-  expect(run.way() == way, "the call takes another way");
+  expect(run.access_mode() == mode, "the call takes another way");
 }
 
-void all_reduce_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
-  run_shared(engine, arena, Operation::all_reduce, x, x, scene.count);
+void all_reduce_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
+  run_shared(engine, region, Operation::all_reduce, x, x, scene.count);
 }
 
-void all_reduce_pulled(Engine& engine, Arena* arena, const Scene& scene, float* x) {
+void all_reduce_pulled(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
   std::vector<float> own(x, x + scene.count);
-  arena->reaches = Arena::Reach::all;
-  arena->pulls(Operation::all_reduce, scene.count * sizeof(float)).turns = 1;  // tried by reading
-  run_shared(engine, arena, Operation::all_reduce, own.data(), own.data(), scene.count,
-             Way::pulled);
+  region->reaches = SharedMemoryRegion::Reach::all;
+  region->read_tuner(Operation::all_reduce, scene.count * sizeof(float)).turns =
+      1;  // tried by reading
+  run_shared(engine, region, Operation::all_reduce, own.data(), own.data(), scene.count,
+             AccessMode::remote_read);
 }
 
-void broadcast_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
-  run_shared(engine, arena, Operation::broadcast, x, x, scene.count);
+void broadcast_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
+  run_shared(engine, region, Operation::broadcast, x, x, scene.count);
 }
 
-void all_gather_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
+void all_gather_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
   std::vector<float> all(scene.count * scene.hosts.size());
-  run_shared(engine, arena, Operation::all_gather, x, all.data(), scene.count);
+  run_shared(engine, region, Operation::all_gather, x, all.data(), scene.count);
 }
 
-void reduce_scatter_mapped(Engine& engine, Arena* arena, const Scene& scene, float* x) {
+void reduce_scatter_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene,
+                           float* x) {
   std::vector<float> row(scene.count / scene.hosts.size());
-  run_shared(engine, arena, Operation::reduce_scatter, x, row.data(), row.size());
+  run_shared(engine, region, Operation::reduce_scatter, x, row.data(), row.size());
 }
 
-void all_reduce_two_levels(Engine& engine, Arena* arena, const Scene& scene, float* x) {
-  Job job;
+void all_reduce_two_levels(Engine& engine, SharedMemoryRegion* region, const Scene& scene,
+                           float* x) {
+  PlanJob job;
   job.signature = header_of(Operation::all_reduce, scene.count);
   job.input = job.output = reinterpret_cast<std::byte*>(x);
   job.element_bytes = sizeof(float);
   job.reducer = &kFatal;
   job.size = static_cast<int>(scene.hosts.size());
-  TwoLevels(engine, arena)
+  HierarchicalAllReduce(engine, region)
       .all_reduce(
           job,
           {.rank = engine.rank(), .size = job.size, .count = scene.count, .hosts = scene.hosts},
           Deadline(20s));
 }
 
-using Body = void (*)(Engine&, Arena*, const Scene&, float*);
+using Body = void (*)(Engine&, SharedMemoryRegion*, const Scene&, float*);
 
 void survive(const Scene& scene, const std::function<void()>& call) {
   const auto ending = ranks::ending_of(call);
@@ -159,10 +162,10 @@ void play(const Scene& scene, Body body) {
   for (size_t i = 0; i < size; ++i) engines.push_back(all.engine(static_cast<int>(i)));
   ranks::run(static_cast<int>(size), [&](int rank) {
     Engine& engine = *engines[static_cast<size_t>(rank)];
-    const auto arena = arena_of(scene, rank, segments);
+    const auto region = arena_of(scene, rank, segments);
     float* x = reinterpret_cast<float*>(memory.get()) + static_cast<size_t>(rank) * scene.count;
     std::fill_n(x, scene.count, 1.0F);
-    const auto call = [&] { body(engine, arena.get(), scene, x); };
+    const auto call = [&] { body(engine, region.get(), scene, x); };
     if (rank != scene.mortal) return survive(scene, call);
     if (scene.additions < 0) return all.life.end();
     additions_left = scene.additions;

@@ -49,12 +49,12 @@ class World::Wire {
 class End final : public Channel {
  public:
   End(World& world, int rank, int peer) : world_(world), rank_(rank), peer_(peer) {}
-  ~End() override { End::hang_up({}); }
+  ~End() override { End::close({}); }
 
   std::string_view transport() const override { return "simulated"; }
   size_t send(ConstBytes head, ConstBytes body) override {
     const size_t bytes = head.size() + body.size();
-    if (hung_up_ || world_.at(rank_).dead) return bytes;
+    if (closed_ || world_.at(rank_).dead) return bytes;
     world_.count_send(rank_);
     world_.wire(rank_, peer_).send(head, body);
     return bytes;
@@ -70,7 +70,7 @@ class End final : public Channel {
     take(here.size());
     return here.size();
   }
-  bool hung_up() const override { return hung_up_; }
+  bool is_closed() const override { return closed_; }
   pollfd arm(Want) override {
     world_.at(rank_).armed = true;
     return {world_.awake_.get(), POLLIN, 0};
@@ -78,11 +78,11 @@ class End final : public Channel {
   // The first of a rank's channels to be told of a sleep sleeps for all of them.
   void disarm(short revents) override {
     if (std::exchange(world_.at(rank_).armed, false) && revents != 0) world_.sleep(rank_);
-    hung_up_ |= in().over;
+    closed_ |= in().over;
   }
-  void hang_up(ConstBytes) override {  // its wires have room for everything
+  void close(ConstBytes) override {  // its wires have room for everything
     world_.wire(rank_, peer_).close();
-    hung_up_ = true;
+    closed_ = true;
   }
 
  private:
@@ -90,7 +90,7 @@ class End final : public Channel {
 
   World& world_;
   int rank_, peer_;
-  bool hung_up_ = false;
+  bool closed_ = false;
 };
 
 World::World(int size, Fate fate, Looks looks, Body body)

@@ -74,7 +74,7 @@ bool run_call(Engine& engine, const Scene& scene, int call, bool astray) {
     if (scene.call.operation == Operation::all_reduce)
       for (int rank = 1; rank < scene.size; ++rank) want[i] += element(rank, i, call);
   }
-  Job job{.schedule = &schedule};
+  PlanJob job{.schedule = &schedule};
   job.signature.operation = static_cast<uint8_t>(scene.call.operation);
   job.signature.algorithm = static_cast<uint8_t>(scene.call.algorithm);
   job.signature.dtype = static_cast<uint8_t>(Dtype::float32);
@@ -232,7 +232,7 @@ bool act_once(Engine& engine, const Act& act) {
                    .algorithm = kOnDevice,
                    .count = act.count};
   if (act.verb == Verb::offer)
-    engine.offer(act.peer, signature, deadline);
+    engine.announce_send(act.peer, signature, deadline);
   else
     (void)engine.receive(act.peer, signature, {}, deadline);
   return true;
@@ -281,7 +281,7 @@ constexpr Act kTake{Verb::receive, 0}, kBack{Verb::receive, 1};
 
 const Test kOffers{
     "messages between devices of three, in every order", [] {
-      constexpr Act kOther{Verb::receive, 0, 4}, kAnyone{Verb::receive, kAnybody};
+      constexpr Act kOther{Verb::receive, 0, 4}, kAnyone{Verb::receive, kAnyPeer};
       const auto wanted = [](bool first) {
         return [first](const Well& well) {
           for (const auto& of_rank : well)

@@ -1,5 +1,5 @@
-// Stages of every plan: no rank waits for ever, messages meet in order, nothing is lost, and rings
-// have as many stages as steps. Pure; tests/emulator/streams_test.cpp runs them.
+// StreamStages of every plan: no rank waits for ever, messages meet in order, nothing is lost, and
+// rings have as many stages as steps. Pure; tests/emulator/streams_test.cpp runs them.
 #include "device/stages.h"
 
 #include <map>
@@ -29,7 +29,7 @@ struct Case {
   std::vector<int> hosts{};
   int lane = 0, lanes = 1;
 
-  Place at(int rank) const {
+  CollectiveShape at(int rank) const {
     return {.rank = rank, .size = size, .count = count, .root = root, .counts = {}, .hosts = hosts};
   }
   std::string text() const {
@@ -39,7 +39,7 @@ struct Case {
   }
 };
 
-Stages stages_of(const Case& one, int rank) {
+StreamStages stages_of(const Case& one, int rank) {
   const Plan plan = make_plan(one.algorithm, one.operation, one.at(rank));
   return make_lanes(plan, rank, one.lanes).at(static_cast<size_t>(one.lane));
 }
@@ -78,7 +78,7 @@ class Streams {
   void begin(int rank) {
     const auto r = static_cast<size_t>(rank);
     while (left_[r].empty() && at_[r] < ranks_[r].stages.size()) {
-      const Stage& stage = ranks_[r].stages[at_[r]];
+      const StreamStage& stage = ranks_[r].stages[at_[r]];
       for (const auto& [peer, range] : stage.sends) left_[r].sends[peer].push_back(range.count);
       for (const auto& [peer, range] : stage.receives)
         left_[r].receives[peer].push_back(range.count);
@@ -117,7 +117,7 @@ class Streams {
   }
 
   Case case_;
-  std::vector<Stages> ranks_;
+  std::vector<StreamStages> ranks_;
   std::vector<size_t> at_;
   std::vector<Left> left_;
 };
@@ -126,7 +126,7 @@ class Streams {
 size_t sent_by_plan(const Case& one, int rank) {
   size_t sent = 0;
   for (const Move& move : make_plan(one.algorithm, one.operation, one.at(rank)).moves)
-    if (move.to != kNobody && move.to != rank) sent += move.out.count;
+    if (move.to != kNoRank && move.to != rank) sent += move.out.count;
   return sent;
 }
 
@@ -135,8 +135,8 @@ void check(const Case& one) {
   for (int rank = 0; rank < one.size; ++rank) {
     size_t sent = 0;
     const Plan plan = make_plan(one.algorithm, one.operation, one.at(rank));
-    for (const Stage& stage : make_stages(plan, rank).stages)
-      for (const Stage::Message& message : stage.sends) sent += message.range.count;
+    for (const StreamStage& stage : make_stream_stages(plan, rank).stages)
+      for (const StreamStage::Message& message : stage.sends) sent += message.range.count;
     expect_equal(sent, sent_by_plan(one, rank), one.text() + ": elements sent");
   }
 }
@@ -170,8 +170,8 @@ const Test kLanes{"lanes of a ring meet, and together they send what it sends", 
                             size_t sent = 0;
                             for (one.lanes = 3, one.lane = 0; one.lane < one.lanes; ++one.lane) {
                               Streams(one).run();
-                              for (const Stage& stage : stages_of(one, 0).stages)
-                                for (const Stage::Message& message : stage.sends)
+                              for (const StreamStage& stage : stages_of(one, 0).stages)
+                                for (const StreamStage::Message& message : stage.sends)
                                   sent += message.range.count;
                             }
                             expect_equal(sent, sent_by_plan(one, 0),
@@ -191,7 +191,7 @@ const Test kRing{
           const auto steps = static_cast<size_t>(size - 1);
           const auto stages = [&](const Plan& plan) {
             size_t with_messages = 0;
-            for (const Stage& stage : make_stages(plan, rank).stages)
+            for (const StreamStage& stage : make_stream_stages(plan, rank).stages)
               with_messages += stage.sends.empty() ? 0 : 1;
             return with_messages;
           };
@@ -204,9 +204,9 @@ const Test kRing{
 
 const Test kScratch{"what arrives to be added lies behind the plan's scratch, aligned", [] {
                       const Plan plan = ring_all_reduce(0, 3, 100);
-                      const Stages stages = make_stages(plan, 0);
-                      for (const Stage& stage : stages.stages)
-                        for (const Stage::Step& step : stage.steps) {
+                      const StreamStages stages = make_stream_stages(plan, 0);
+                      for (const StreamStage& stage : stages.stages)
+                        for (const StreamStage::Step& step : stage.steps) {
                           expect(step.arrived.space == Space::scratch, "in scratch");
                           expect(step.arrived.begin >= plan.scratch, "behind the plan's");
                           expect_equal(step.arrived.begin % 16, size_t{0}, "aligned");

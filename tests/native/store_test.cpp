@@ -166,7 +166,7 @@ const Test kOrder{
       expect_equal(server->get("key", within(1s)), "value", "through the late server");
     }};
 
-const Test kNobody{"tcp store: where no server is, the wait ends in time with the reason", [] {
+const Test kNoRank{"tcp store: where no server is, the wait ends in time with the reason", [] {
                      const Deadline deadline = within(200ms);
                      const std::string text = expect_throws<Timeout>(
                          [&] { TcpStore::connect(kHost, free_port(), kKey, deadline); });

@@ -22,9 +22,9 @@
 #include "transport/encrypted.h"
 #include "transport/faulty.h"
 #include "transport/local.h"
+#include "transport/rate_limited.h"
 #include "transport/shm.h"
 #include "transport/tcp.h"
-#include "transport/throttled.h"
 
 namespace {
 
@@ -48,8 +48,8 @@ Pair faulty_pair(const std::string& transport, const Fault& fault) {
 // Each end behind a line of its own, slow enough that much of a test waits for it.
 Pair throttled_pair(const std::string& transport) {
   Pair pair = ranks::channel_pair(transport, kRing);
-  pair.a = make_throttled(std::move(pair.a), std::make_shared<Line>(100e6));
-  pair.b = make_throttled(std::move(pair.b), std::make_shared<Line>(100e6));
+  pair.a = make_rate_limited(std::move(pair.a), std::make_shared<RateLimitedLink>(100e6));
+  pair.b = make_rate_limited(std::move(pair.b), std::make_shared<RateLimitedLink>(100e6));
   return pair;
 }
 
@@ -250,7 +250,7 @@ const Conformance kEmpty{"nothing is there before anything was sent", [](Pair pa
                            expect(pair.a->peek(1).empty(), "something to peek at");
                            Buffer into(64);
                            expect_equal(pair.a->receive(into), size_t{0}, "bytes received");
-                           expect(!pair.a->hung_up() && !pair.b->hung_up(), "hung up");
+                           expect(!pair.a->is_closed() && !pair.b->is_closed(), "hung up");
                            expect_equal(pair.a->send({}, {}), size_t{0}, "bytes of nothing");
                            pollfd armed = pair.a->arm({.receive = true});
                            expect_equal(::poll(&armed, 1, 0), 0, "events without a cause");
@@ -261,21 +261,20 @@ void expect_last_words(Pair& pair, const std::function<void()>& end) {
   const Buffer words = make_bytes(0, 50'000, 4);
   send_all(*pair.a, words);
   end();
-  sleep_until(*pair.b, {}, [&] { return pair.b->hung_up(); });
+  sleep_until(*pair.b, {}, [&] { return pair.b->is_closed(); });
   expect(receive_all(*pair.b, words.size()) == words, "what was sent before is not there");
   expect(pair.b->peek(1).empty(), "more arrived than was sent");
   expect_equal(pair.b->send(words, words), 2 * words.size(), "bytes swallowed");
 }
 
-const Conformance kHangsUp{"the peer sees who hangs up, after all that was sent", [](Pair pair) {
-                             expect_last_words(pair, [&] { pair.a->hang_up({}); });
-                           }};
+const Conformance kHangsUp{"the peer sees who hangs up, after all that was sent",
+                           [](Pair pair) { expect_last_words(pair, [&] { pair.a->close({}); }); }};
 
 const Conformance kHangsUpForked{
     "the peer sees who hangs up although a forked process has the descriptor", [](Pair pair) {
       const Fd childs(::dup(pair.a->arm({}).fd));
       pair.a->disarm(0);
-      expect_last_words(pair, [&] { pair.a->hang_up({}); });
+      expect_last_words(pair, [&] { pair.a->close({}); });
     }};
 
 const Conformance kDies{"the peer sees who is gone, after all that was sent",
@@ -290,7 +289,7 @@ const Conformance kUnread{
       for (size_t n = 1; n > 0; sent += n)
         n = pair.a->send({}, ConstBytes(block).subspan(sent % block.size()));
       send_all(*pair.b, make_bytes(0, 1000, 6));
-      pair.a->hang_up({});
+      pair.a->close({});
       pair.b->send({}, make_bytes(0, 1000, 6));
       pair.a.reset();
       Buffer all(sent);
@@ -312,8 +311,8 @@ const Conformance kOwed{
         if (n > 0) words[0] = block[n % block.size()];  // that was not taken comes first
         want.insert(want.end(), block.begin(), block.begin() + static_cast<std::ptrdiff_t>(n));
       }
-      for (int i = 0; i < 10'000; ++i) pair.a->ring();
-      pair.a->hang_up(words);
+      for (int i = 0; i < 10'000; ++i) pair.a->wake_peer();
+      pair.a->close(words);
       pair.a.reset();
       want.insert(want.end(), words.begin(), words.end());
       Buffer all(want.size());
@@ -322,7 +321,7 @@ const Conformance kOwed{
       got = receive();  // before its end is seen, and after
       sleep_until(*pair.b, {.receive = true}, [&] {
         got += receive();
-        return pair.b->hung_up();
+        return pair.b->is_closed();
       });
       const size_t last = std::min<size_t>(all.size() - got, 64 << 10);
       expect_equal(pair.b->peek(last).size(), last, "bytes in one run");
@@ -338,16 +337,16 @@ void expect_held_back(const std::string& transport, size_t left,
                       const std::function<size_t(Channel&, Bytes)>& get) {
   Pair pair = ranks::channel_pair(transport, kRing);
   Channel& inner = *pair.b;
-  const auto line = std::make_shared<Line>(1e-6);
-  pair.b = make_throttled(std::move(pair.b), line);
+  const auto line = std::make_shared<RateLimitedLink>(1e-6);
+  pair.b = make_rate_limited(std::move(pair.b), line);
   send_all(*pair.a, make_bytes(0, 1000, 7));
-  pair.a->hang_up({});
-  sleep_until(inner, {}, [&] { return inner.hung_up(); });
-  line->in.take(line->in.here() - left);
+  pair.a->close({});
+  sleep_until(inner, {}, [&] { return inner.is_closed(); });
+  line->in.take(line->in.available() - left);
   Buffer into(1000);
   expect_equal(get(*pair.b, into), left, "bytes that the line lets through");
   expect_bytes(ConstBytes(into).first(left), 0, 7);
-  expect(pair.b->hung_up() == (left == 1000), "hung up while the line holds something back");
+  expect(pair.b->is_closed() == (left == 1000), "hung up while the line holds something back");
 }
 
 const ranks::ByTransport kHeldBack{
@@ -369,7 +368,7 @@ const Conformance kFull{"a writer whose peer dies is not stuck", [](Pair pair) {
                           while (pair.a->send({}, block) > 0) {
                           }
                           std::thread peer([&] { pair.b.reset(); });
-                          sleep_until(*pair.a, {.send = true}, [&] { return pair.a->hung_up(); });
+                          sleep_until(*pair.a, {.send = true}, [&] { return pair.a->is_closed(); });
                           peer.join();
                           for (int i = 0; i < 100; ++i)
                             expect_equal(pair.a->send(block, block), 2 * block.size(),
@@ -377,8 +376,8 @@ const Conformance kFull{"a writer whose peer dies is not stuck", [](Pair pair) {
                         }};
 
 const Conformance kWakesAtTheEnd{"hanging up wakes whoever sleeps for nothing else", [](Pair pair) {
-                                   std::thread peer([&] { pair.b->hang_up({}); });
-                                   sleep_until(*pair.a, {}, [&] { return pair.a->hung_up(); });
+                                   std::thread peer([&] { pair.b->close({}); });
+                                   sleep_until(*pair.a, {}, [&] { return pair.a->is_closed(); });
                                    peer.join();
                                  }};
 
@@ -418,7 +417,7 @@ void expect_offer_refused(const std::function<void(Fd&)>& offer) {
   int ends[2];
   expect_equal(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0, "socketpair");
   Fd mine(ends[0]), theirs(ends[1]);
-  transport->offer(mine.get());
+  transport->send_memory(mine.get());
   offer(theirs);
   expect_throws<Wanted>([&] { transport->accept(std::move(mine), Deadline(200ms)); });
 }
@@ -435,7 +434,7 @@ const Test kUsers{"shm passes no memory to a process of another user", [] {
                     expect_equal(::seteuid(0), 0, "seteuid");
                     expect_equal(made, 0, "socketpair");
                     const Fd mine(ends[0]), theirs(ends[1]);
-                    expect_throws<PeerLost>([&] { transport->offer(mine.get()); });
+                    expect_throws<PeerLost>([&] { transport->send_memory(mine.get()); });
                     expect_equal(poll_one(theirs.get(), POLLIN, 0ns), short{0}, "what was passed");
                   }};
 
@@ -487,7 +486,7 @@ const Test kAlone{
         pollfd armed = late->arm({.receive = true});
         ::poll(&armed, 1, 0);
         late->disarm(armed.revents);
-        expect(late->hung_up(), "the other has gone");
+        expect(late->is_closed(), "the other has gone");
       }
       auto first = local_channel("both", 0, 1, kRing), second = local_channel("both", 1, 0, kRing);
       first.reset();

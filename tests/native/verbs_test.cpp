@@ -237,7 +237,7 @@ const ByTransport kEqualSplits{
       });
     }};
 
-const ByTransport kAnybody{
+const ByTransport kAnyPeer{
     "a message from anybody", [](const std::string& by) {
       ranks::run_groups(4, by, [](Group& group) {
         constexpr int kEach = 20;

@@ -40,15 +40,15 @@ ROWS = [
     (
         "proof_of_yesterday",
         "transport/handshake.cpp",
-        "claim_.context + greeting_ + answer_ +",
-        "claim_.context + greeting_.substr(32) +",
+        "params_.context + greeting_ + answer_ +",
+        "params_.context + greeting_.substr(32) +",
         "handshake",
         "yesterday's conversation",
     ),
     (
         "any_group",
         "transport/handshake.cpp",
-        "claim_.context + greeting_",
+        "params_.context + greeting_",
         "greeting_",
         "handshake",
         "wrong key, context or rank",
@@ -56,7 +56,7 @@ ROWS = [
     (
         "any_notes",
         "group/mesh.cpp",
-        ".agreed = digest_of(notes_),",
+        ".agreed = digest_of(infos_),",
         ".agreed = {},",
         "forming",
         "given different notes",
@@ -64,7 +64,7 @@ ROWS = [
     (
         "any_rank_answers",
         "transport/handshake.cpp",
-        """  if (claim_.expected != -1 && claim_.expected != peer_)
+        """  if (params_.expected != -1 && params_.expected != peer_)
     return refuse("rank " + std::to_string(peer_) + " answered""",
         """  if (false)
     return refuse("rank " + std::to_string(peer_) + " answered""",
@@ -74,8 +74,8 @@ ROWS = [
     (
         "room_for_all_strangers",
         "rendezvous/store_server.cpp",
-        "strangers >= max_strangers_ &&",
-        "strangers >= 1000 * max_strangers_ &&",
+        "pending >= max_pending_ &&",
+        "pending >= 1000 * max_pending_ &&",
         "store",
         "no more unproven connections than",
     ),
@@ -114,8 +114,8 @@ ROWS = [
     ),
     (
         "note_in_other_words",
-        "group/note.cpp",
-        "check(encode(note) == text,",
+        "group/rank_info.cpp",
+        "check(encode(info) == text,",
         "check(!text.empty(),",
         "forming",
         "of a note there is one text",
@@ -187,7 +187,7 @@ ROWS = [
     (
         "announced_and_given_up",
         "engine/failure.cpp",
-        "std::erase_if(who.messages, [](const Message& m) { return is_agreement(m.header); });",
+        "std::erase_if(state.messages, [](const Message& m) { return is_agreement(m.header); });",
         "size_t{0};",
         "simulation",
         "while one goes astray",
@@ -195,8 +195,8 @@ ROWS = [
     (
         "offered_and_withdrawn",
         "engine/engine.cpp",
-        "return is_answer(awaited_.front().signature) && awaits() != peer;",
-        "return awaits() == -100 - peer;",
+        "return is_answer(awaited_.front().signature) && awaited_peer() != peer;",
+        "return awaited_peer() == -100 - peer;",
         "simulation",
         "while one goes astray",
     ),
@@ -228,7 +228,7 @@ ROWS = [
     (
         "past_forgotten",
         "engine/engine.cpp",
-        "if (header.context != running_->context) disagree_on_past(peer);",
+        "if (header.context != running_->context) throw_mismatch_on_past(peer);",
         "",
         "verbs",
         "who sees nothing of a wrong root",
@@ -252,8 +252,8 @@ ROWS = [
     (
         "any_options",
         "group/mesh.cpp",
-        "if (notes_[i].options != notes_[0].options)",
-        "if (notes_[i].options.empty())",
+        "if (infos_[i].options != infos_[0].options)",
+        "if (infos_[i].options.empty())",
         "engine",
         "ranks with different options",
     ),
@@ -278,7 +278,7 @@ ROWS = [
     (
         "end_behind_a_frame",
         "engine/failure.cpp",
-        "(header == nullptr || !parts_in_peace(peer))",
+        "(header == nullptr || !closed_cleanly(peer))",
         "header == nullptr",
         "death",
         "an end that stands behind a frame",
@@ -286,7 +286,7 @@ ROWS = [
     (
         "peace_taken_for_death",
         "engine/failure.cpp",
-        "!parts_in_peace(peer)",
+        "!closed_cleanly(peer)",
         "true",
         "death",
         "an end that stands behind a frame",
@@ -294,15 +294,15 @@ ROWS = [
     (
         "one_look_for_an_end",
         "engine/failure.cpp",
-        "    while (!deadline.expired()) {\n      sleep_until_end(awaited);",
-        "    if (false) {\n      sleep_until_end(awaited);",
+        "    while (!deadline.expired()) {\n      wait_for_close(awaited);",
+        "    if (false) {\n      wait_for_close(awaited);",
         "death",
         "comes within its limit",
     ),
     (
         "cause_asked_for_again",
         "group/connect.cpp",
-        "    if (!noted) throw;\n",
+        "    if (!exchanged) throw;\n",
         "",
         "forming",
         "what ends the exchange of notes",
@@ -310,27 +310,27 @@ ROWS = [
     (
         "reason_after_its_consequence",
         "group/mesh.cpp",
-        """      if (request_.heed) request_.heed({});
-      for (const Arrival& arrival : arrivals)
-        if (arrival.differs) throw_different(arrival.peer);
-      for (const Arrival& arrival : arrivals)
-        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
-          const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
-          if (arrival.forbidden && inside && request_.forbidden)
-            request_.forbidden(name(arrival.peer) + " cannot be reached at " + arrival.why);
-          throw_unreachable(arrival.peer, arrival.why);
+        """      if (request_.check_aborted) request_.check_aborted({});
+      for (const ConnectResult& result : results)
+        if (result.differs) throw_different(result.peer);
+      for (const ConnectResult& result : results)
+        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
+          const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
+          if (result.forbidden && inside && request_.forbidden)
+            request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);
+          throw_unreachable(result.peer, result.why);
         }
 """,
-        """      for (const Arrival& arrival : arrivals)
-        if (arrival.differs) throw_different(arrival.peer);
-      for (const Arrival& arrival : arrivals)
-        if (lost == kNobody && !mesh.channels[static_cast<size_t>(arrival.peer)]) {
-          const bool inside = mesh.members[static_cast<size_t>(arrival.peer)].transport == "shm";
-          if (arrival.forbidden && inside && request_.forbidden)
-            request_.forbidden(name(arrival.peer) + " cannot be reached at " + arrival.why);
-          throw_unreachable(arrival.peer, arrival.why);
+        """      for (const ConnectResult& result : results)
+        if (result.differs) throw_different(result.peer);
+      for (const ConnectResult& result : results)
+        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
+          const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
+          if (result.forbidden && inside && request_.forbidden)
+            request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);
+          throw_unreachable(result.peer, result.why);
         }
-      if (request_.heed) request_.heed({});
+      if (request_.check_aborted) request_.check_aborted({});
 """,
         "forming",
         "what ends the whole comes before who leaves for it",
@@ -338,9 +338,9 @@ ROWS = [
     (
         "silence_for_ever",
         "engine/heartbeat.cpp",
-        "now - at(peer).heard >= options_.heartbeat)",
-        "now - at(peer).heard >= 100 * options_.heartbeat)",
-        "pulse",
+        "now - at(peer).last_received_at >= options_.heartbeat)",
+        "now - at(peer).last_received_at >= 100 * options_.heartbeat)",
+        "heartbeat",
         "who is silent for the limit",
     ),
 ]

@@ -29,7 +29,7 @@ void add_pairs(Pairs& pairs, Algorithm algorithm, Operation operation, size_t co
     for (const Move& move :
          make_plan(algorithm, operation, {.rank = rank, .size = kSize, .count = count}).moves)
       for (const int peer : {move.to, move.from})
-        if (peer != kNobody && peer != rank) pairs.insert(std::minmax(rank, peer));
+        if (peer != kNoRank && peer != rank) pairs.insert(std::minmax(rank, peer));
 }
 
 long sockets() {

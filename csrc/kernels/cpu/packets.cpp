@@ -33,7 +33,7 @@ using RealOf = std::conditional_t<kDtype == Dtype::float64, double, float>;
 // Arrays end to end, cut into runs of at most kRange elements of one array.
 class Ranges {
  public:
-  struct Range {
+  struct IndexRange {
     Array array;
     size_t begin;  // in the array
     size_t count;
@@ -48,13 +48,13 @@ class Ranges {
   }
   size_t count() const { return count_; }  // of elements
   size_t tasks() const { return (ranges_.size() + kRangesPerTask - 1) / kRangesPerTask; }
-  std::span<const Range> of_task(size_t task) const {
+  std::span<const IndexRange> of_task(size_t task) const {
     const size_t first = task * kRangesPerTask;
     return std::span(ranges_).subspan(first, std::min(kRangesPerTask, ranges_.size() - first));
   }
 
  private:
-  std::vector<Range> ranges_;
+  std::vector<IndexRange> ranges_;
   size_t count_ = 0;
 };
 
@@ -71,7 +71,7 @@ class Sums {
   }
 
   // `array`: the first element of the range, of `bytes` each.
-  void add_up(const Ranges::Range& range, const std::byte* array, size_t bytes) {
+  void add_up(const Ranges::IndexRange& range, const std::byte* array, size_t bytes) {
     touched_ = 0;
     const auto first = static_cast<int64_t>(range.first), end = first + int64_t(range.count);
     for (size_t p = 0; p < packets_.size(); ++p) {

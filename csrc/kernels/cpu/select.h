@@ -54,9 +54,9 @@ struct Shape {
 };
 
 // Memory for pools, handed out piece by piece.
-class Room {
+class BumpAllocator {
  public:
-  Room(void* data, size_t bytes) : at_(static_cast<std::byte*>(data)), left_(bytes) {}
+  BumpAllocator(void* data, size_t bytes) : at_(static_cast<std::byte*>(data)), left_(bytes) {}
   template <typename T>
   T* take(size_t count) {
     const size_t bytes = (count * sizeof(T) + 7) / 8 * 8;
@@ -105,9 +105,9 @@ class Pool {
   using Key = decltype(key_of(Element{}));
 
   Pool() = default;
-  Pool(Room& room, size_t capacity, size_t keep)
-      : places_(room.take<uint32_t>(capacity)),
-        elements_(room.take<Element>(capacity)),
+  Pool(BumpAllocator& allocator, size_t capacity, size_t keep)
+      : places_(allocator.take<uint32_t>(capacity)),
+        elements_(allocator.take<Element>(capacity)),
         capacity_(capacity),
         keep_(keep) {}
 
@@ -222,10 +222,10 @@ class Selection {
   std::vector<Slice<Element>> slices;
 
   // Opens a choice of k from `count` elements, which add() then gives, tensor by tensor.
-  void open(size_t count, size_t k, Room& room) {
+  void open(size_t count, size_t k, BumpAllocator& allocator) {
     const Shape shape(count, k);
     choices.push_back({.k = k, .dense = shape.capacity == 0, .first_part = parts.size()});
-    room_ = &room;
+    allocator_ = &allocator;
     capacity_ = shape.capacity;
     part_count_ = shape.part_count;
     left_ = 0;
@@ -371,7 +371,7 @@ class Selection {
 
   void next_part() {
     parts.push_back({.choice = choices.size() - 1, .first_slice = slices.size()});
-    if (capacity_ > 0) parts.back().pool = Pool<Element>(*room_, capacity_, choices.back().k);
+    if (capacity_ > 0) parts.back().pool = Pool<Element>(*allocator_, capacity_, choices.back().k);
     ++choices.back().parts;
     left_ = part_count_;
   }
@@ -425,7 +425,7 @@ class Selection {
     }
   }
 
-  Room* room_ = nullptr;
+  BumpAllocator* allocator_ = nullptr;
   size_t capacity_ = 0, part_count_ = 0;  // of the choice that is open
   size_t left_ = 0;                       // of its last part
   size_t place_ = 0;                      // where its next tensor begins

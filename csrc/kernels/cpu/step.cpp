@@ -14,7 +14,7 @@ namespace {
 
 // What one choice leaves for the next step, at the beginning of the workspace. Any bits may stand
 // here: they only make a floor.
-struct Memory {
+struct SelectionMemory {
   double floor;  // 0: nothing is known
   double kth;    // the last step's k-th magnitude
 };
@@ -80,15 +80,15 @@ size_t count_of(std::span<const DgcPiece> pieces) {
 }
 
 template <typename Real>
-class Step {
+class StepRun {
  public:
-  Step(const DgcStep& step, Isa isa)
+  StepRun(const DgcStep& step, Isa isa)
       : step_(step), isa_(isa), update_(find_update<Real>(isa, step)) {
-    Room room(step.workspace.data, step.workspace.bytes);
-    memory_ = room.take<Memory>(step.tables.selections.size());
+    BumpAllocator allocator(step.workspace.data, step.workspace.bytes);
+    memory_ = allocator.take<SelectionMemory>(step.tables.selections.size());
     size_t piece = 0;
     for (const auto& selection : step.tables.selections) {
-      lay_out(selection, piece, room);
+      lay_out(selection, piece, allocator);
       piece += selection.pieces;
     }
   }
@@ -120,10 +120,10 @@ class Step {
     return {p.grad, p.weight, static_cast<Real*>(p.u), static_cast<Real*>(p.v)};
   }
 
-  void lay_out(const DgcSelection& selection, size_t first_piece, Room& room) {
+  void lay_out(const DgcSelection& selection, size_t first_piece, BumpAllocator& allocator) {
     const auto pieces = step_.tables.pieces.subspan(first_piece, selection.pieces);
     const size_t count = count_of(pieces);
-    selection_.open(count, selection.k, room);
+    selection_.open(count, selection.k, allocator);
     for (size_t i = 0; i < pieces.size(); ++i)
       selection_.add(first_piece + i, static_cast<const Real*>(pieces[i].v), pieces[i].count);
     const auto& choice = selection_.choices.back();
@@ -200,7 +200,7 @@ class Step {
 
   void remember(size_t c, Key low) {
     const auto& choice = selection_.choices[c];
-    Memory& memory = memory_[c];
+    SelectionMemory& memory = memory_[c];
     if (choice.dense) return;
     const auto kth = static_cast<double>(std::bit_cast<Real>(choice.kth));
     const double trend = memory.kth > 0 && std::isfinite(kth) ? kth / memory.kth : 1;
@@ -225,7 +225,7 @@ class Step {
   const DgcStep& step_;
   Isa isa_;
   UpdateFunction<Real> update_;
-  Memory* memory_ = nullptr;
+  SelectionMemory* memory_ = nullptr;
   Selection<Real> selection_;
 };
 
@@ -243,11 +243,12 @@ void send_nothing(const DgcTables& tables) {
 
 void CpuKernels::dgc_step(const DgcStep& step, Queue) {
   if (step.found_inf != nullptr && *step.found_inf != 0) return send_nothing(step.tables);
-  with_real(step.tables.dtype, [&](auto dtype) { Step<Stored<dtype()>>(step, isa_here()).run(); });
+  with_real(step.tables.dtype,
+            [&](auto dtype) { StepRun<Stored<dtype()>>(step, isa_here()).run(); });
 }
 
 size_t CpuKernels::dgc_workspace_bytes(const DgcTables& tables) {
-  size_t bytes = tables.selections.size() * sizeof(Memory);
+  size_t bytes = tables.selections.size() * sizeof(SelectionMemory);
   auto pieces = tables.pieces;
   for (const auto& selection : tables.selections) {
     const size_t count = count_of(pieces.first(selection.pieces));

@@ -40,7 +40,7 @@ void look(F&& seen) {
   while (!seen() && std::chrono::steady_clock::now() < end) cpu_relax();
 }
 
-class Crew {
+class ThreadPool {
  public:
   // False, and nothing done, where another caller has the crew.
   bool work(size_t tasks, const std::function<void(size_t)>& task, int threads) {
@@ -108,10 +108,10 @@ class Crew {
 };
 
 // The crew of this process, never destroyed: its threads wait in it until the process ends.
-Crew& crew() {
-  static std::atomic<Crew*> current{new Crew};
+ThreadPool& thread_pool() {
+  static std::atomic<ThreadPool*> current{new ThreadPool};
   static const int registered = pthread_atfork(nullptr, nullptr, [] {
-    current.store(new Crew, std::memory_order_relaxed);  // the parent's threads are not here
+    current.store(new ThreadPool, std::memory_order_relaxed);  // the parent's threads are not here
   });
   static_cast<void>(registered);
   return *current.load(std::memory_order_relaxed);
@@ -122,7 +122,7 @@ Crew& crew() {
 void parallel(size_t tasks, const std::function<void(size_t)>& task) {
   const int threads = static_cast<int>(
       std::min<size_t>(tasks, static_cast<size_t>(wanted().load(std::memory_order_relaxed))));
-  if (threads > 1 && crew().work(tasks, task, threads)) return;
+  if (threads > 1 && thread_pool().work(tasks, task, threads)) return;
   for (size_t i = 0; i < tasks; ++i) task(i);
 }
 

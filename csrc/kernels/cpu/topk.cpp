@@ -12,9 +12,9 @@ using ElementOfDtype = std::conditional_t<is_half(kDtype), uint16_t, Stored<kDty
 template <typename Element>
 void select(const TypedArray& x, const DeviceKernels::TopK& what) {
   const auto* const elements = static_cast<const Element*>(x.data);
-  Room room(what.workspace.data, what.workspace.bytes);
+  BumpAllocator allocator(what.workspace.data, what.workspace.bytes);
   Selection<Element> selection;
-  selection.open(x.count, what.k, room);
+  selection.open(x.count, what.k, allocator);
   selection.add(0, elements, x.count);
   const auto& choice = selection.choices[0];
   if (!choice.dense) {

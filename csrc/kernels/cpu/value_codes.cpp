@@ -285,7 +285,7 @@ struct Grid {
 };
 
 // A byte for each value: its sign, and in the next two bits its number on the grid.
-struct Numbers {
+struct ValueNumbers {
   template <Isa>
   [[gnu::always_inline]] static void run(const float* values, const uint16_t* halves, size_t n,
                                          Grid grid, uint8_t* codes) {
@@ -308,8 +308,8 @@ void write_three_bit(std::span<const float> values, std::byte* out) {
   if (halves.largest <= kLargestLevel) {
     const int low = std::max(halves.least, halves.largest - kReach);
     grid = {static_cast<uint16_t>(low), static_cast<uint16_t>((halves.largest - low) / 4 + 1)};
-    run_on<Numbers>(isa_here(), values.data(), halves.value.data(), values.size(), grid,
-                    codes.data());
+    run_on<ValueNumbers>(isa_here(), values.data(), halves.value.data(), values.size(), grid,
+                         codes.data());
   } else {
     run_on<Signs>(isa_here(), values.data(), values.size(), kEverything, codes.data());
   }

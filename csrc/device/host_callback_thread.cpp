@@ -1,0 +1,96 @@
+#include "device/host_callback_thread.h"
+
+#include <atomic>
+#include <utility>
+
+#include "os/thread.h"
+
+namespace pycomm {
+
+HostCallbackThread::HostCallbackThread(std::shared_ptr<Device> device, void* stream)
+    : device_(std::move(device)),
+      stream_(stream),
+      flag_(static_cast<uint32_t*>(device_->allocate_host(sizeof(uint32_t)))) {
+  set_flag(1);
+  try {
+    thread_ = start_thread("pycomm-relay", [this] { work(); });
+  } catch (...) {
+    device_->release_host(flag_);
+    throw;
+  }
+}
+
+HostCallbackThread::~HostCallbackThread() {
+  (void)stop();
+  device_->finish(stream_);
+  {
+    const std::lock_guard lock(mutex_);
+    ending_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+  device_->release_host(flag_);
+}
+
+// Release: whoever sees the flag, on the device, sees what the body wrote.
+void HostCallbackThread::set_flag(uint32_t value) {
+  std::atomic_ref(*flag_).store(value, std::memory_order_release);
+}
+
+void HostCallbackThread::begin(Body body, bool captured) {
+  auto made = std::make_unique<PendingCallback>(PendingCallback{this, std::move(body), captured});
+  PendingCallback* const callback = made.get();
+  {
+    const std::lock_guard lock(mutex_);
+    pending_.push_back(std::move(made));
+  }
+  device_->call(stream_, &arrived, callback);
+}
+
+void HostCallbackThread::stream_wait() { device_->wait_until(stream_, flag_, 1); }
+
+// On a thread of CUDA's, which must wait for nobody.
+void HostCallbackThread::arrived(void* callback) {
+  const auto* const mine = static_cast<PendingCallback*>(callback);
+  mine->owner->take(*mine);
+}
+
+// The stream comes to its next errand only behind the last one, so that the flag is of one alone.
+void HostCallbackThread::take(const PendingCallback& callback) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!stopped_) {
+      set_flag(0);
+      waiting_.push_back(callback.body);
+    }
+    if (!callback.captured)
+      std::erase_if(pending_, [&](const auto& one) { return one.get() == &callback; });
+  }
+  changed_.notify_all();
+}
+
+void HostCallbackThread::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return ending_ || !waiting_.empty(); });
+    if (waiting_.empty()) return;
+    const Body body = std::exchange(waiting_.front(), {});
+    waiting_.pop_front();
+    working_ = true;
+    lock.unlock();
+    body();
+    lock.lock();
+    working_ = false;
+    set_flag(1);
+  }
+}
+
+bool HostCallbackThread::stop() noexcept {
+  const std::lock_guard lock(mutex_);
+  stopped_ = true;
+  waiting_.clear();
+  set_flag(1);
+  return working_;
+}
+
+}  // namespace pycomm

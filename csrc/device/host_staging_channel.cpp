@@ -1,0 +1,77 @@
+#include "device/host_staging_channel.h"
+
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kAligned = 64;
+
+}  // namespace
+
+HostStagingChannel::HostStagingChannel(std::shared_ptr<Device> device, void* stream,
+                                       std::unique_ptr<HostTransport> transport)
+    : device_(std::move(device)),
+      stream_(stream),
+      transport_(std::move(transport)),
+      staging_(device_, GrowableBuffer::Where::host),
+      callbacks_(device_, stream_) {}
+
+HostStagingChannel::~HostStagingChannel() {
+  if (callbacks_.stop()) transport_->abort("the group on devices ended during the call");
+}
+
+size_t HostStagingChannel::staged_bytes(size_t bytes) {
+  return (bytes + kAligned - 1) / kAligned * kAligned;
+}
+
+// StreamStages of a stream come after one another, and each may use all of the memory.
+void HostStagingChannel::begin(std::span<const HostMessage> messages,
+                               std::chrono::nanoseconds timeout) {
+  std::byte* free = staging_.data();
+  std::vector<HostMessage> staged(messages.begin(), messages.end());
+  for (HostMessage& message : staged) {
+    std::byte* const device_data = std::exchange(message.data, free);
+    free += staged_bytes(message.bytes);
+    if (message.sends)
+      device_->copy(message.data, device_data, message.bytes, stream_);
+    else
+      copies_.push_back({device_data, message.data, message.bytes});
+  }
+  const auto body = [this, staged = std::move(staged), timeout] { exchange(staged, timeout); };
+  callbacks_.begin(body, device_->capturing(stream_));
+}
+
+void HostStagingChannel::end() {
+  callbacks_.stream_wait();
+  for (const CopyBack& copy_back : std::exchange(copies_, {}))
+    device_->copy(copy_back.to, copy_back.from, copy_back.bytes, stream_);
+}
+
+// On the relay's thread.
+void HostStagingChannel::exchange(std::span<const HostMessage> messages,
+                                  std::chrono::nanoseconds timeout) noexcept {
+  std::optional<Error> error;
+  try {
+    transport_->exchange(messages, timeout);
+    return;
+  } catch (const Error& thrown) {
+    error = thrown;
+  } catch (const std::exception& thrown) {  // of memory that there is not
+    error = InternalError(thrown.what());
+  }
+  const std::lock_guard lock(mutex_);
+  if (!error_) error_ = std::move(error);
+}
+
+std::optional<Error> HostStagingChannel::trouble() {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void HostStagingChannel::abort(const std::string& reason) noexcept {
+  (void)callbacks_.stop();
+  transport_->abort(reason);
+}
+
+}  // namespace pycomm

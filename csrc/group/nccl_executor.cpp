@@ -1,0 +1,266 @@
+// Calls by NCCL: its own collectives, or plans whose messages are its sends and receives; or, where
+// it joins only the ranks of each host, plans whose messages to others travel by a host group.
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "collectives/choose.h"
+#include "device/stream_engine.h"
+#include "group/check.h"
+#include "group/device_executor.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kMaxPlans = 256;
+// Of a call's array that a lane is worth its launches for. To be measured.
+constexpr size_t kLaneBytes = size_t{1} << 20;
+
+// A group of the same ranks, that one lane alone calls, as its calls come when the device gets to
+// them.
+class GroupTransport final : public HostTransport {
+ public:
+  explicit GroupTransport(std::shared_ptr<Group> group) : group_(std::move(group)) {}
+  void exchange(std::span<const HostMessage> messages, std::chrono::nanoseconds timeout) override {
+    std::vector<Call> calls;
+    for (const auto& [peer, sends, data, bytes] : messages)
+      calls.push_back({.operation = sends ? Operation::send : Operation::recv,
+                       .input = sends ? data : nullptr,
+                       .output = sends ? nullptr : data,
+                       .count = bytes,
+                       .peer = peer,
+                       .timeout = timeout});
+    group_->exchange(calls);
+  }
+  void abort(const std::string& reason) noexcept override { group_->abort(reason); }
+  void close() noexcept override { group_->close(); }
+
+ private:
+  std::shared_ptr<Group> group_;
+};
+
+class NcclExecutor final : public DeviceExecutor {
+ public:
+  NcclExecutor(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
+               std::shared_ptr<NcclApi> nccl)
+      : host_(std::move(host)),
+        nccl_(std::move(nccl)),
+        engine_(nccl_, std::move(device), host_->rank(), host_->size()) {}
+
+  void meet(const DeviceOptions& options, std::chrono::nanoseconds timeout);
+
+  Algorithm algorithm_for(const Call& call) const override;
+  DeviceCall prepare(const Call& call) override;
+  std::shared_ptr<Event> event() override { return engine_.event(); }
+  std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
+                                 const Deadline& deadline) override {
+    return engine_.enqueue(job_of(device_call), before, deadline);
+  }
+  Stats stats() const override {
+    const StreamTraffic& traffic = engine_.traffic();
+    return {.frames_sent = traffic.groups,
+            .bytes_sent = traffic.bytes_sent,
+            .algorithm = engine_.reaches_all() ? Algorithm::nccl : Algorithm::automatic};
+  }
+
+  std::optional<Error> trouble(const std::string& what) override;
+  void close(const Deadline& deadline) noexcept override { engine_.close(deadline); }
+  void abort(const std::string& reason) noexcept override { engine_.abort(reason); }
+
+ private:
+  std::vector<int> local_ranks_of(const DeviceOptions& options) const;
+  std::vector<NcclId> name_lanes(const DeviceOptions& options, const std::vector<int>& near,
+                                 std::chrono::nanoseconds timeout);
+  void tell_failures(bool failed, std::chrono::nanoseconds timeout);
+  static StreamJob job_of(const DeviceCall& device_call);
+  int lanes_of(const Call& call) const;
+  std::shared_ptr<const std::vector<StreamStages>> plan_of(const Call& call);
+
+  std::shared_ptr<Group> host_;
+  std::shared_ptr<NcclApi> nccl_;
+  StreamEngine engine_;
+  std::vector<Communicator*> communicators_;  // the engine's, by lane
+  std::map<std::tuple<Operation, Algorithm, size_t, int, int>,
+           std::shared_ptr<const std::vector<StreamStages>>>
+      plans_;
+};
+
+// Of the ranks of its host, in order, where communicators are of those: by rank, or kNoRank. Else
+// empty.
+std::vector<int> NcclExecutor::local_ranks_of(const DeviceOptions& options) const {
+  if (options.nccl_between_hosts || host_->host_count() == 1) return {};
+  const std::vector<int>& hosts = host_->hosts();
+  const int mine = hosts[static_cast<size_t>(host_->rank())];
+  std::vector<int> near;
+  int next = 0;
+  for (const int host : hosts) near.push_back(host == mine ? next++ : kNoRank);
+  return near;
+}
+
+// Of each lane: made by the first of the ranks that will share the communicator.
+std::vector<NcclId> NcclExecutor::name_lanes(const DeviceOptions& options,
+                                             const std::vector<int>& near,
+                                             std::chrono::nanoseconds timeout) {
+  const auto first =
+      near.empty() ? size_t{0} : static_cast<size_t>(std::ranges::find(near, 0) - near.begin());
+  const auto together = near.empty() ? host_->size() : host_->local_size();
+  const auto lanes = static_cast<size_t>(options.lanes);
+  std::vector<NcclId> mine(lanes), all(lanes * static_cast<size_t>(host_->size()));
+  if (static_cast<size_t>(host_->rank()) == first && together > 1)
+    for (NcclId& id : mine)
+      if (const NcclResult made = nccl_->get_unique_id(id); made != NcclResult::success)
+        throw InternalError(nccl_error_text(*nccl_, "ncclGetUniqueId", made, nullptr));
+  host_->run({.operation = Operation::all_gather,
+              .input = mine.data(),
+              .output = all.data(),
+              .count = lanes * sizeof(NcclId),
+              .timeout = timeout});
+  const auto named = std::span(all).subspan(first * lanes, lanes);
+  return {named.begin(), named.end()};
+}
+
+// Those that cannot make a communicator, and those whom they keep waiting, end; and so do ranks of
+// other hosts, whose communicators may stand.
+void NcclExecutor::meet(const DeviceOptions& options, std::chrono::nanoseconds timeout) {
+  const Deadline deadline(timeout);
+  RemoteRanks far{.local_ranks = local_ranks_of(options)};
+  const auto ids = name_lanes(options, far.local_ranks, timeout);
+  for (size_t lane = 0; !far.local_ranks.empty() && lane < ids.size(); ++lane)
+    far.transports.push_back(std::make_unique<GroupTransport>(host_->split(0, host_->rank())));
+  const bool apart = !far.local_ranks.empty();
+  std::optional<Error> failure;
+  try {
+    engine_.meet(ids, std::move(far), deadline);
+    communicators_ = engine_.communicators();
+  } catch (const Error& error) {
+    failure =
+        error.kind() == ErrorKind::timeout ? error : Unsupported(error.what(), error.fields());
+  }
+  if (apart) tell_failures(failure.has_value(), 2 * timeout);
+  if (failure) throw Error(*failure);
+}
+
+// Throws Unsupported where another rank has failed and this one has not.
+void NcclExecutor::tell_failures(bool failed, std::chrono::nanoseconds timeout) {
+  std::vector<uint8_t> all(static_cast<size_t>(host_->size()));
+  const auto mine = static_cast<uint8_t>(failed);
+  host_->run({.operation = Operation::all_gather,
+              .input = &mine,
+              .output = all.data(),
+              .count = 1,
+              .timeout = timeout});
+  const auto found = std::ranges::find(all, uint8_t{1});
+  if (failed || found == all.end()) return;
+  throw Unsupported("rank " + std::to_string(found - all.begin()) +
+                    " has not met the other ranks of its host by NCCL; its error says why");
+}
+
+// NCCL's own where there is one, as it knows how its GPUs are connected; but for sums whose order
+// has to be ours.
+Algorithm NcclExecutor::algorithm_for(const Call& call) const {
+  const int size = host_->size();
+  if (!is_plan(call.operation)) return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
+  if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
+    throw_unsupported(
+        call,
+        "NCCL joins only the ranks of each host here (cuda_between_hosts); leave the algorithm "
+        "out, or name one of ours");
+  const bool own = call.counts.empty() && has_nccl(call.operation, call.dtype, call.op);
+  if (call.algorithm == Algorithm::nccl && !own)
+    throw_unsupported(
+        call,
+        "NCCL has none of its own for this dtype, op or list of counts; leave the algorithm out, "
+        "or name one of ours");
+  if (call.algorithm == Algorithm::staged)
+    throw_unsupported(call, "the algorithm staged is for ranks that share a GPU");
+  if (call.algorithm == Algorithm::nccl && size == 1) return Algorithm::direct;
+  if (call.algorithm != Algorithm::automatic) return call.algorithm;
+  const bool ordered = reduces(call.operation) && host_->reproducible();
+  if (size > 1 && !ordered && own && engine_.reaches_all()) return Algorithm::nccl;
+  return choose({.operation = call.operation,
+                 .dtype = call.dtype,
+                 .op = call.op,
+                 .size = size,
+                 .count = count_to_choose_by(call),
+                 .reproducible = host_->reproducible(),
+                 .ragged = !call.counts.empty(),
+                 .hosts = host_->host_count()});
+}
+
+// The same on all ranks.
+int NcclExecutor::lanes_of(const Call& call) const {
+  if (call.algorithm != Algorithm::ring) return 1;
+  const size_t worth = call.count * bytes_of(call.dtype) / kLaneBytes;
+  return static_cast<int>(std::clamp<size_t>(worth, 1, engine_.lanes()));
+}
+
+// Null for NCCL's own.
+std::shared_ptr<const std::vector<StreamStages>> NcclExecutor::plan_of(const Call& call) {
+  if (call.algorithm == Algorithm::nccl || !is_plan(call.operation)) return nullptr;
+  const CollectiveShape at{.rank = host_->rank(),
+                           .size = host_->size(),
+                           .count = call.count,
+                           .root = is_rooted(call.operation) ? call.peer : 0,
+                           .counts = call.counts,
+                           .hosts = host_->hosts()};
+  const int lanes = lanes_of(call);
+  const auto made = [&] {
+    const Plan plan = make_plan(call.algorithm, call.operation, at);
+    return std::make_shared<const std::vector<StreamStages>>(make_lanes(plan, at.rank, lanes));
+  };
+  if (!call.counts.empty()) return made();  // lists change from call to call
+  const auto key = std::tuple(call.operation, call.algorithm, call.count, at.root, lanes);
+  if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
+  if (plans_.size() >= kMaxPlans) plans_.clear();
+  return plans_.emplace(key, made()).first->second;
+}
+
+StreamJob NcclExecutor::job_of(const DeviceCall& device_call) {
+  const Call& call = device_call.call;
+  return {.plan = device_call.plan.get(),
+          .operation = call.operation,
+          .dtype = call.dtype,
+          .op = call.op,
+          .input = static_cast<const std::byte*>(call.input),
+          .output = static_cast<std::byte*>(call.output),
+          .count = call.count,
+          .peer = call.peer,
+          .timeout = call.timeout};
+}
+
+DeviceCall NcclExecutor::prepare(const Call& call) {
+  DeviceCall device_call{.call = call, .plan = plan_of(call)};
+  engine_.prepare(job_of(device_call), call.stream);
+  return device_call;
+}
+
+std::optional<Error> NcclExecutor::trouble(const std::string& what) {
+  for (Communicator* const communicator : communicators_) {
+    const NcclResult state = communicator->state();
+    if (state != NcclResult::success && state != NcclResult::in_progress)
+      return communicator->error_of(what, state);
+  }
+  if (const auto error = engine_.trouble())
+    return Error(error->kind(), what + ", between hosts: " + error->what(), error->fields());
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<Group> host,
+                                                   std::shared_ptr<Device> device,
+                                                   std::shared_ptr<NcclApi> nccl,
+                                                   const DeviceOptions& options,
+                                                   std::chrono::nanoseconds timeout) {
+  auto executor =
+      std::make_unique<NcclExecutor>(std::move(host), std::move(device), std::move(nccl));
+  executor->meet(options, timeout);
+  return executor;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,50 @@
+// Lets the ranks of a large group meet when they first need each other: a thread that owns the
+// listeners for as long as the group stands, answers and makes calls (connector.h), and hands the
+// engine channels that stand at both ends. Ranks of one process need no thread to meet.
+//
+// The thread never touches a channel that it has handed over, nor Python. Made by form_mesh();
+// used by the group's engine.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/peer_connector.h"
+#include "group/connector.h"
+#include "transport/local.h"
+
+namespace pycomm {
+
+class OnDemandConnector final : public PeerConnector {
+ public:
+  // Contacts without a transport are ranks of this process, met in rings of `ring_bytes`.
+  OnDemandConnector(Connector::Options options, size_t ring_bytes);
+  ~OnDemandConnector() override { close(); }
+
+  void request(int peer) override;
+  std::vector<ConnectResult> take() override;
+  int descriptor() const override { return results_event_.get(); }
+  void close() noexcept override;
+
+ private:
+  void loop() noexcept;
+  void serve();
+  void add_results(std::vector<ConnectResult> results);
+
+  std::vector<bool> local_;               // by rank
+  Fd wake_event_, results_event_;         // wakes the thread; readable while something has arrived
+  std::mutex mutex_;                      // guards the next two
+  std::vector<int> wanted_;               // not yet called
+  std::vector<ConnectResult> results_;    // not yet taken
+  std::atomic<bool> has_results_{false};  // the inbox holds something
+  std::atomic<bool> ending_{false};
+  std::optional<InProcessListener> listener_;
+  std::optional<Connector> connector_;  // the thread's, while that runs
+  std::thread thread_;
+};
+
+}  // namespace pycomm

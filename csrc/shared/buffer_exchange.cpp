@@ -1,0 +1,178 @@
+#include "shared/buffer_exchange.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "os/process_memory.h"
+
+namespace pycomm {
+namespace {
+
+// Below it slots cost nothing that could be saved.
+constexpr size_t kMinBytes = size_t{16} << 10;
+// Below it the kernel's calls take longer than slots: to ask whether memory can be read takes 1 us.
+constexpr size_t kMinRemoteReadBytes = size_t{256} << 10;
+
+uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
+
+}  // namespace
+
+// Bytes of every rank's arrays that others work on; none at all: the operation always goes through
+// slots.
+struct BufferExchange::Needed {
+  size_t input = 0, output = 0;
+
+  static Needed of(const SharedJob& job, int size);
+  size_t most() const { return std::max(input, output); }
+};
+
+BufferExchange::Needed BufferExchange::Needed::of(const SharedJob& job, int size) {
+  const size_t bytes = job.count * job.element_bytes;
+  switch (job.operation) {
+    case Operation::all_reduce:
+      return {bytes, bytes};
+    case Operation::broadcast:
+      return {.output = bytes};
+    case Operation::all_gather:
+      return {.input = bytes};
+    case Operation::reduce_scatter:
+      return {.input = bytes * static_cast<size_t>(size)};
+    case Operation::reduce:
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::all_to_all:
+    case Operation::barrier:
+    case Operation::send:
+    case Operation::recv:
+      break;
+  }
+  return {};
+}
+
+// What the line of the flag holds. Addresses are those of the rank's own process, and the last
+// three are 1 or 0: no bool, as another rank wrote them.
+struct BufferExchange::BufferDescriptor {
+  uint64_t input, output;
+  uint64_t heap;             // where its heap begins
+  uint64_t token_at, token;  // what who reads its process finds there
+  int32_t process;
+  uint8_t mapped;          // what others need lies in its heap
+  uint8_t readable;        // that can be read where it lies, and this rank may read all others
+  uint8_t reads_remotely;  // as it would have it
+};
+
+bool BufferExchange::applies_to(const SharedJob& job, const SharedMemoryRegion& region) {
+  return region.has_heaps() && job.parts == 0 && Needed::of(job, region.size()).most() > kMinBytes;
+}
+
+BufferExchange::BufferExchange(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                               const Header& header, bool prefers_remote_read)
+    : FlagTask(engine, region, header, 1), job_(job), prefers_remote_read_(prefers_remote_read) {}
+
+bool BufferExchange::advance() {
+  awaited_ = kNoRank;
+  if (!published_) {
+    if (!may_fill(first_)) return false;
+    publish_buffer();
+    return true;
+  }
+  for (int peer = 0; peer < size_; ++peer)
+    if (!has_filled(peer, first_)) return false;
+  choose_access_mode();
+  exchanged_ = true;
+  return true;
+}
+
+bool BufferExchange::are_readable(const Needed& needed) const {
+  if (!is_readable(job_.input, needed.input)) return false;
+  const bool in_place = job_.input == job_.output && needed.input == needed.output;
+  return in_place || is_readable(job_.output, needed.output);
+}
+
+// An array that lies askew is not to be mapped: others would have to work on it.
+void BufferExchange::publish_buffer() {
+  static_assert(sizeof(BufferDescriptor) <= kTinyBytes);
+  const Needed needed = Needed::of(job_, size_);
+  const auto is_mapped = [&](const std::byte* array, size_t bytes) {
+    const auto offset = region_.heap(rank_).offset_of(array, bytes);
+    return bytes == 0 || (offset && *offset % job_.element_bytes == 0);
+  };
+  const bool mapped = is_mapped(job_.input, needed.input) && is_mapped(job_.output, needed.output);
+  const BufferDescriptor mine{
+      .input = address_of(job_.input),
+      .output = address_of(job_.output),
+      .heap = address_of(region_.heap(rank_).base.get()),
+      .token_at = address_of(&region_.token),
+      .token = region_.token,
+      .process = getpid(),
+      .mapped = mapped,
+      .readable = region_.reaches == SharedMemoryRegion::Reach::all &&
+                  needed.most() >= kMinRemoteReadBytes && (mapped || are_readable(needed)),
+      .reads_remotely = prefers_remote_read_,
+  };
+  std::memcpy(region_.own().filled[first_ % kSlots].tiny.data(), &mine, sizeof mine);
+  show_filled(first_);
+  published_ = true;
+}
+
+BufferExchange::BufferDescriptor BufferExchange::descriptor_of(int peer) const {
+  BufferDescriptor descriptor;
+  std::memcpy(&descriptor, region_.of(peer).filled[first_ % kSlots].tiny.data(), sizeof descriptor);
+  return descriptor;
+}
+
+RemoteBuffer BufferExchange::remote_buffer_of(int peer, const BufferDescriptor& descriptor) const {
+  RemoteBuffer place{
+      .input_at = descriptor.input, .output_at = descriptor.output, .process = descriptor.process};
+  if (descriptor.mapped == 0) return place;
+  const HeapView& heap = region_.heap(peer);
+  const auto at = [&](uint64_t address, size_t bytes) -> std::byte* {
+    const uint64_t offset = address - descriptor.heap;
+    if (bytes == 0) return nullptr;
+    engine_.require_valid(region_.member(peer),
+                          heap.holds(offset, bytes) && offset % job_.element_bytes == 0,
+                          "an offer of memory outside its heap");
+    return heap.base.get() + offset;
+  };
+  const Needed needed = Needed::of(job_, size_);
+  place.input = at(descriptor.input, needed.input);
+  place.output = at(descriptor.output, needed.output);
+  return place;
+}
+
+void BufferExchange::choose_access_mode() {
+  bool all_mapped = true;
+  can_read_remotely_ = true;
+  for (int peer = 0; peer < size_; ++peer) {
+    const BufferDescriptor descriptor = descriptor_of(peer);
+    all_mapped &= descriptor.mapped != 0;
+    can_read_remotely_ &= descriptor.readable != 0;
+    buffers_.push_back(remote_buffer_of(peer, descriptor));
+  }
+  can_read_remotely_ &= !all_mapped;
+  if (all_mapped)
+    mode_ = AccessMode::zero_copy;
+  else if (can_read_remotely_ && descriptor_of(0).reads_remotely != 0)
+    mode_ = AccessMode::remote_read;
+  if (region_.reaches == SharedMemoryRegion::Reach::unknown)
+    region_.reaches =
+        reaches_all() ? SharedMemoryRegion::Reach::all : SharedMemoryRegion::Reach::not_all;
+}
+
+// The number of a process can be another's in another namespace: what is read must be its token.
+bool BufferExchange::reaches_all() const {
+  for (int peer = 0; peer < size_; ++peer) {
+    const BufferDescriptor descriptor = descriptor_of(peer);
+    uint64_t found = 0;
+    if (!read_process(descriptor.process, descriptor.token_at, reinterpret_cast<std::byte*>(&found),
+                      sizeof found) ||
+        found != descriptor.token)
+      return false;
+  }
+  return true;
+}
+
+}  // namespace pycomm

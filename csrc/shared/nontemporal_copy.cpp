@@ -1,0 +1,49 @@
+#include "shared/nontemporal_copy.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+namespace pycomm {
+
+#ifdef __SSE2__
+namespace {
+
+constexpr size_t kLine = 64;
+
+}  // namespace
+
+// Whole lines go round the caches, what is before and behind them does not.
+void nontemporal_copy(std::byte* into, const std::byte* from, size_t bytes) {
+  const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(into) % kLine);
+  std::memcpy(into, from, head);
+  size_t i = head;
+  for (; i + kLine <= bytes; i += kLine) {
+    const auto load = [&](size_t at) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i_u*>(from + i + at));
+    };
+    const __m128i a = load(0), b = load(16), c = load(32), d = load(48);
+    const auto store = [&](size_t at, __m128i x) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(into + i + at), x);
+    };
+    store(0, a);
+    store(16, b);
+    store(32, c);
+    store(48, d);
+  }
+  std::memcpy(into + i, from + i, bytes - i);
+}
+
+void nontemporal_fence() { _mm_sfence(); }
+#else
+void nontemporal_copy(std::byte* into, const std::byte* from, size_t bytes) {
+  std::memcpy(into, from, bytes);
+}
+void nontemporal_fence() {}
+#endif
+
+}  // namespace pycomm

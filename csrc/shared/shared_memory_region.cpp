@@ -1,0 +1,59 @@
+#include "shared/shared_memory_region.h"
+
+#include "engine/engine.h"
+
+namespace pycomm {
+namespace {
+
+// Calls that are lost to a disagreement leave tickets behind that some ranks have used and others
+// have not. So every epoch begins at a number that no earlier one reaches.
+constexpr int kEpochShift = 40;
+
+// Never 0, which a fresh segment holds.
+uint64_t number_of(const Header& header) {
+  return (uint64_t{1} << 63) | (uint64_t{header.epoch} << 32) | header.sequence;
+}
+
+}  // namespace
+
+void SharedMemoryRegion::begin(const Header& header) {
+  Segment::Begun& begun = own().begun;
+  begun.call.store(0, std::memory_order_relaxed);
+  begun.header.store(header);
+  begun.call.store(number_of(header), std::memory_order_release);
+}
+
+void SharedMemoryRegion::leave() { own().begun.call.store(0); }
+
+bool SharedMemoryRegion::is_in(int peer, const Header& header) const {
+  return of(peer).begun.call.load(std::memory_order_acquire) == number_of(header);
+}
+
+bool SharedMemoryRegion::enter(uint16_t epoch) {
+  const auto epochs = static_cast<uint16_t>(epoch - epoch_);
+  if (epochs == 0) return false;
+  epoch_ = epoch;
+  base_ = ((base_ >> kEpochShift) + epochs) << kEpochShift;
+  next_ = base_;
+  last = {};
+  signature = 0;
+  return true;
+}
+
+bool SharedMemoryRegion::differs(int peer, const Header& mine, Header& theirs) const {
+  const Segment::Begun& begun = of(peer).begun;
+  if (begun.call.load(std::memory_order_acquire) != number_of(mine)) return false;
+  theirs = begun.header.load();
+  if (begun.call.load(std::memory_order_relaxed) != number_of(mine)) return false;  // it went on
+  return !same_call(theirs, mine);
+}
+
+bool SharedMemoryRegion::is_past(int peer, const Header& mine, Header& theirs) const {
+  const Segment::Begun& begun = of(peer).begun;
+  const uint64_t call = begun.call.load(std::memory_order_acquire);
+  theirs = begun.header.load();
+  if (call == 0 || begun.call.load(std::memory_order_relaxed) != call) return false;
+  return theirs.epoch == mine.epoch && order(theirs, mine.epoch, mine.sequence) > 0;
+}
+
+}  // namespace pycomm

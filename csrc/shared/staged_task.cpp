@@ -1,0 +1,340 @@
+#include "shared/staged_task.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "collectives/plan.h"
+#include "shared/nontemporal_copy.h"
+#include "shared/sum.h"
+
+namespace pycomm {
+namespace {
+
+// Up to this every rank reduces everything: one exchange of flags instead of two. Measured on two
+// processors of a shared virtual machine (EPYC): the two are equal between 8 and 32 KiB.
+constexpr size_t kOneShotBytes = size_t{16} << 10;
+// Chunks that a rank fills ahead of those that it collects.
+constexpr uint64_t kAhead = 8;
+// Shorter runs are in the other's way to it before they are out of ours.
+constexpr size_t kLeastStream = size_t{2} << 10;
+
+// Rows of `count` elements that a slot holds side by side, one for each reader.
+bool has_row_per_rank(Operation operation) {
+  return operation == Operation::reduce_scatter || operation == Operation::scatter ||
+         operation == Operation::all_to_all;
+}
+
+int parts_of(const SharedJob& job, int size) { return job.parts == 0 ? size : job.parts; }
+
+size_t rows_of(const SharedJob& job, int size) {
+  return has_row_per_rank(job.operation) ? static_cast<size_t>(parts_of(job, size)) : 1;
+}
+
+size_t chunk_count_of(const SharedJob& job, int size) {
+  return std::max<size_t>(1, kSlotBytes / job.element_bytes / rows_of(job, size));
+}
+
+uint64_t chunks_of(const SharedJob& job, int size) {
+  const size_t chunk = chunk_count_of(job, size);
+  return std::max<uint64_t>(1, (job.count + chunk - 1) / chunk);
+}
+
+void copy_bytes(std::byte* into, const std::byte* from, size_t bytes) {
+  if (bytes > 0 && into != from) std::memmove(into, from, bytes);
+}
+
+}  // namespace
+
+StagedTask::StagedTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                       const Header& header)
+    : FlagTask(engine, region, header, chunks_of(job, region.size())),
+      job_(job),
+      parts_(parts_of(job, size_)),
+      chunk_count_(chunk_count_of(job, size_)),
+      chunks_(chunks_of(job, size_)) {
+  const size_t whole = bytes(job.count) * rows_of(job, size_);
+  tiny_ = whole <= kTinyBytes;
+  const bool sums = job.operation == Operation::all_reduce || job.operation == Operation::reduce;
+  two_shots_ = sums && whole > kOneShotBytes;
+  begin_stores(whole);
+}
+
+StagedTask::Chunk StagedTask::chunk(uint64_t i) const {
+  const size_t begin = i * chunk_count_;
+  return {first_ + i, begin, std::min(chunk_count_, job_.count - begin)};
+}
+
+std::byte* StagedTask::slot(int rank, uint64_t ticket) const {
+  Segment& segment = region_.of(rank);
+  return tiny_ ? segment.filled[ticket % kSlots].tiny.data()
+               : segment.slots[ticket % kSlots].data();
+}
+
+const std::byte* StagedTask::row(int i, const Chunk& chunk) const {
+  return job_.input + bytes(static_cast<size_t>(i) * job_.count + chunk.begin);
+}
+
+std::byte* StagedTask::out_row(int i, const Chunk& chunk) const {
+  return job_.output + bytes(static_cast<size_t>(i) * job_.count + chunk.begin);
+}
+
+bool StagedTask::fills() const {
+  const bool one_way =
+      job_.operation == Operation::broadcast || job_.operation == Operation::scatter;
+  if (job_.operation == Operation::all_gather) return rank_ < parts_;
+  return !one_way || rank_ == job_.root;
+}
+
+bool StagedTask::reduces() const {
+  switch (job_.operation) {
+    case Operation::all_reduce:
+      return true;
+    case Operation::reduce_scatter:
+      return rank_ < parts_;
+    case Operation::reduce:
+      return two_shots_ || rank_ == job_.root;
+    case Operation::broadcast:
+    case Operation::all_gather:
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::all_to_all:
+    case Operation::barrier:
+    case Operation::send:
+    case Operation::recv:
+      break;
+  }
+  return false;
+}
+
+bool StagedTask::collects() const {
+  switch (job_.operation) {
+    case Operation::all_reduce:
+      return two_shots_;
+    case Operation::reduce:
+      return two_shots_ && rank_ == job_.root;
+    case Operation::gather:
+      return rank_ == job_.root;
+    case Operation::broadcast:
+    case Operation::scatter:
+    case Operation::all_gather:
+    case Operation::all_to_all:
+    case Operation::barrier:
+      return true;
+    case Operation::reduce_scatter:
+    case Operation::send:
+    case Operation::recv:
+      break;
+  }
+  return false;
+}
+
+// What others wait for comes first, and what is still in the caches.
+bool StagedTask::advance() {
+  awaited_ = kNoRank;
+  if (collected_ < reduced_) {
+    const Chunk at = chunk(collected_);
+    if (!collects() || (two_shots_ ? have_reduced(at.ticket) : have_filled(at.ticket))) {
+      if (collects()) work(collected_, &StagedTask::collect);
+      record_try(collected_);
+      ++collected_;
+      publish(region_.own().done, at.ticket + 1);
+      return true;
+    }
+  }
+  if (reduced_ < filled_) {
+    const Chunk at = chunk(reduced_);
+    if (!reduces() || have_filled(at.ticket)) {
+      if (reduces()) work(reduced_, &StagedTask::reduce);
+      ++reduced_;
+      return true;
+    }
+  }
+  if (filled_ < chunks_ && filled_ < collected_ + kAhead) {
+    const Chunk at = chunk(filled_);
+    if (!fills() || may_fill(at.ticket)) {
+      if (fills()) work(filled_, &StagedTask::fill);
+      ++filled_;
+      return true;
+    }
+  }
+  return false;
+}
+
+bool StagedTask::have_filled(uint64_t ticket) {
+  const bool one_way =
+      job_.operation == Operation::broadcast || job_.operation == Operation::scatter;
+  if (one_way) return has_filled(job_.root, ticket);
+  const int fillers = job_.operation == Operation::all_gather ? parts_ : size_;
+  for (int peer = 0; peer < fillers; ++peer)
+    if (!has_filled(peer, ticket)) return false;
+  return true;
+}
+
+// Only where every rank both writes and reads can it tell by itself which way is faster; the other
+// verbs take what those have found.
+void StagedTask::begin_stores(size_t call_bytes) {
+  if (call_bytes <= kOneShotBytes) return;
+  stores_ = &region_.store_tuner(call_bytes);
+  switch (job_.operation) {
+    case Operation::all_reduce:
+    case Operation::all_gather:
+    case Operation::reduce_scatter:
+    case Operation::all_to_all:
+      break;
+    case Operation::reduce:
+    case Operation::broadcast:
+    case Operation::gather:
+    case Operation::scatter:
+    case Operation::barrier:
+    case Operation::send:
+    case Operation::recv:
+      return;
+  }
+  tries_ = true;
+  counted_ = std::exchange(stores_->turns, stores_->turns + chunks_);
+}
+
+// Does a step of chunk `i`.
+void StagedTask::work(uint64_t i, void (StagedTask::*step)(const Chunk&)) {
+  const uint64_t turn = counted_ + i;
+  if (stores_ != nullptr)
+    nontemporal_ = tries_ ? stores_->uses_second(turn) : stores_->prefers_second();
+  if (!tries_ || !stores_->tries(turn)) return (this->*step)(chunk(i));
+  const auto start = Clock::now();
+  (this->*step)(chunk(i));
+  spent_[i % kSlots] += Clock::now() - start;
+}
+
+// Chunk `i` is over.
+void StagedTask::record_try(uint64_t i) {
+  const uint64_t turn = counted_ + i;
+  if (!tries_ || !stores_->tries(turn)) return;
+  const auto spent = std::exchange(spent_[i % kSlots], {});
+  stores_->record_cost(turn, std::chrono::duration<double, std::nano>(spent).count() /
+                                 static_cast<double>(bytes(chunk(i).count)));
+}
+
+// What was laid out is behind the flags that come now.
+void StagedTask::end_nontemporal() {
+  if (std::exchange(nontemporal_, false)) nontemporal_fence();
+}
+
+// From an array of ours into a slot, for others to read.
+void StagedTask::lay_out(std::byte* into, const std::byte* from, size_t bytes) {
+  if (nontemporal_ && bytes >= kLeastStream)
+    nontemporal_copy(into, from, bytes);
+  else
+    copy_bytes(into, from, bytes);
+  region_.bytes_sent += bytes;
+}
+
+// From another rank's slot into an array of ours.
+void StagedTask::take(std::byte* into, const std::byte* from, size_t bytes) {
+  copy_bytes(into, from, bytes);
+  region_.bytes_received += bytes;
+}
+
+void StagedTask::fill(const Chunk& at) {
+  std::byte* into = slot(rank_, at.ticket);
+  const size_t row_bytes = bytes(at.count);
+  if (has_row_per_rank(job_.operation)) {
+    for (int peer = 0; peer < parts_; ++peer)
+      if (peer != rank_)
+        lay_out(into + static_cast<size_t>(peer) * row_bytes, row(peer, at), row_bytes);
+  } else if (two_shots_) {
+    for (int peer = 0; peer < size_; ++peer) {
+      const Range part = piece(Space::input, at.count, size_, peer);
+      if (peer != rank_)
+        lay_out(into + bytes(part.begin), row(0, at) + bytes(part.begin), bytes(part.count));
+    }
+  } else if (job_.operation == Operation::broadcast) {
+    lay_out(into, out_row(0, at), row_bytes);
+  } else if (row_bytes > 0) {
+    lay_out(into, row(0, at), row_bytes);
+  }
+  end_nontemporal();
+  show_filled(at.ticket);
+}
+
+// into = the sum of what lies `at` bytes from the beginning of every other rank's slot and, for
+// this rank, at `own`; `into` may be `own`. `again`: where it is laid out for others, or null.
+struct StagedTask::Sum {
+  std::byte* into;
+  const std::byte* own;
+  size_t at, count;
+  std::byte* again = nullptr;
+};
+
+void StagedTask::reduce(const Chunk& at) {
+  std::byte* mine = slot(rank_, at.ticket);
+  if (job_.operation == Operation::reduce_scatter) {
+    const size_t place = static_cast<size_t>(rank_) * bytes(at.count);
+    return combine({out_row(0, at), row(rank_, at), place, at.count}, at.ticket);
+  }
+  if (!two_shots_) return combine({out_row(0, at), mine, 0, at.count}, at.ticket);
+  const Range part = piece(Space::input, at.count, size_, rank_);
+  const size_t place = bytes(part.begin);
+  const std::byte* own = row(0, at) + place;
+  if (job_.operation == Operation::all_reduce || rank_ == job_.root)
+    combine({out_row(0, at) + place, own, place, part.count, mine + place}, at.ticket);
+  else
+    combine({mine + place, own, place, part.count}, at.ticket);
+  end_nontemporal();
+  publish(region_.own().reduced[at.ticket % kSlots].flag, at.ticket + 1);
+}
+
+void StagedTask::combine(const Sum& to, uint64_t ticket) {
+  region_.bytes_received += static_cast<uint64_t>(size_ - 1) * bytes(to.count);
+  add_up(
+      job_, size_, to.into, to.count,
+      [&](int i) { return i == rank_ ? to.own : slot(i, ticket) + to.at; },
+      [&](size_t offset, size_t n) {
+        if (to.again != nullptr) lay_out(to.again + offset, to.into + offset, n);
+      });
+}
+
+void StagedTask::collect(const Chunk& at) {
+  const size_t row_bytes = bytes(at.count);
+  switch (job_.operation) {
+    case Operation::all_reduce:
+    case Operation::reduce:
+      for (int peer = 0; peer < size_; ++peer) {
+        const Range part = piece(Space::output, at.count, size_, peer);
+        const size_t place = bytes(part.begin);
+        if (peer != rank_)
+          take(out_row(0, at) + place, slot(peer, at.ticket) + place, bytes(part.count));
+      }
+      return;
+    case Operation::all_gather:
+    case Operation::gather:
+      for (int peer = 0; peer < parts_; ++peer)
+        if (peer != rank_) take(out_row(peer, at), slot(peer, at.ticket), row_bytes);
+      if (rank_ < parts_) copy_bytes(out_row(rank_, at), row(0, at), row_bytes);
+      return;
+    case Operation::all_to_all: {
+      const size_t place = static_cast<size_t>(rank_) * row_bytes;
+      for (int peer = 0; peer < size_; ++peer)
+        if (peer != rank_) take(out_row(peer, at), slot(peer, at.ticket) + place, row_bytes);
+      copy_bytes(out_row(rank_, at), row(rank_, at), row_bytes);
+      return;
+    }
+    case Operation::broadcast:
+      if (rank_ != job_.root) take(out_row(0, at), slot(job_.root, at.ticket), row_bytes);
+      return;
+    case Operation::scatter:
+      if (rank_ == job_.root) return copy_bytes(out_row(0, at), row(rank_, at), row_bytes);
+      take(out_row(0, at), slot(job_.root, at.ticket) + static_cast<size_t>(rank_) * row_bytes,
+           row_bytes);
+      return;
+    case Operation::reduce_scatter:
+    case Operation::barrier:
+    case Operation::send:
+    case Operation::recv:
+      return;
+  }
+}
+
+}  // namespace pycomm

@@ -1,0 +1,75 @@
+// The second strategy inside one host: ranks read each other's memory directly, without messages.
+//
+// A call is cut into chunks. For each of them a rank fills its slot with what the others are to
+// read, reduces what is its part out of all slots, and collects what the others have made:
+//
+//   all_reduce, two ranks, large        rank 0              rank 1
+//     fill      into one's own slot     its piece 1         its piece 0
+//     reduce    one's own piece         0: own + slot 1     1: slot 0 + own   -> output and slot
+//     collect   the other's piece       1 from slot 1       0 from slot 0
+//
+// Each element of an array is read once and written once in memory; what passes through slots stays
+// in the caches. Small arrays are filled whole and every rank reduces all of it (one shot instead
+// of two). Sums are added in rank order, always. Nothing is written to an output before every
+// rank's signature was seen, except by broadcast and scatter, as with plans.
+//
+// Not the engine: that drives this task, and does its waiting, deadlines and failures.
+#pragma once
+
+#include <array>
+
+#include "shared/flag_task.h"
+
+namespace pycomm {
+
+class StagedTask final : public FlagTask {
+ public:
+  // `header` with its epoch and sequence.
+  StagedTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+             const Header& header);
+
+  bool advance() override;
+  bool done() const override { return collected_ == chunks_; }
+
+ private:
+  // A chunk: elements [begin, begin + count) of every row.
+  struct Chunk {
+    uint64_t ticket;
+    size_t begin, count;
+  };
+  Chunk chunk(uint64_t i) const;
+  bool fills() const;
+  bool reduces() const;
+  bool collects() const;
+  bool have_filled(uint64_t ticket);
+  void begin_stores(size_t call_bytes);
+  void work(uint64_t i, void (StagedTask::*step)(const Chunk&));
+  void record_try(uint64_t i);
+  void lay_out(std::byte* into, const std::byte* from, size_t bytes);
+  void take(std::byte* into, const std::byte* from, size_t bytes);
+  void fill(const Chunk& chunk);
+  void reduce(const Chunk& chunk);
+  void collect(const Chunk& chunk);
+  struct Sum;
+  void combine(const Sum& sum, uint64_t ticket);
+  void end_nontemporal();
+  std::byte* slot(int rank, uint64_t ticket) const;
+  size_t bytes(size_t count) const { return count * job_.element_bytes; }
+  const std::byte* row(int i, const Chunk& chunk) const;
+  std::byte* out_row(int i, const Chunk& chunk) const;
+
+  const SharedJob& job_;
+  int parts_;          // ranks that have one
+  bool tiny_ = false;  // slots are the flags' own lines
+  bool two_shots_ = false;
+  OnlineTuner* stores_ = nullptr;                // null: plain ones
+  bool tries_ = false;                           // whether this call's chunks count there
+  uint64_t counted_ = 0;                         // chunks before this call
+  bool nontemporal_ = false;                     // what is laid out now
+  std::array<Clock::duration, kSlots> spent_{};  // in a try, on each chunk under way
+  size_t chunk_count_ = 0;                       // elements of a row in a chunk
+  uint64_t chunks_ = 1;
+  uint64_t filled_ = 0, reduced_ = 0, collected_ = 0;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,98 @@
+#include "shared/zero_copy_task.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "collectives/plan.h"
+#include "shared/sum.h"
+
+namespace pycomm {
+namespace {
+
+// Between two looks at the world, which come every 1,024 steps: some 50 ms.
+constexpr size_t kStepBytes = size_t{256} << 10;
+
+bool has_pieces(Operation operation) {
+  return operation == Operation::all_reduce || operation == Operation::broadcast;
+}
+
+}  // namespace
+
+ZeroCopyTask::ZeroCopyTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                           const Header& header, std::vector<RemoteBuffer> buffers)
+    : FlagTask(engine, region, header, 1),
+      job_(job),
+      buffers_(std::move(buffers)),
+      end_(job.count) {
+  if (!has_pieces(job.operation)) return;
+  const Range mine = piece(Space::output, job.count, size_, rank_);
+  at_ = mine.begin;
+  end_ = mine.begin + mine.count;
+}
+
+bool ZeroCopyTask::advance() {
+  awaited_ = kNoRank;
+  if (at_ < end_) {
+    if (!all_in_call()) return false;
+    work_more();
+    return true;
+  }
+  if (!published_) {
+    if (!all_in_call()) return false;  // else what the last step has read may be anything
+    publish(region_.own().reduced[first_ % kSlots].flag, first_ + 1);
+    published_ = true;
+    return true;
+  }
+  if (!have_reduced(first_)) return false;
+  publish(region_.own().done, first_ + 1);
+  ended_ = true;
+  return true;
+}
+
+void ZeroCopyTask::work_more() {
+  const size_t element = job_.element_bytes;
+  const size_t count = std::min(end_ - at_, kStepBytes / element);
+  if (job_.operation == Operation::broadcast)
+    spread(of(job_.root).output, at_ * element, count * element, job_.root);
+  else if (job_.operation == Operation::all_gather)
+    gather(at_ * element, count * element);
+  else
+    add_up_piece(at_ * element, count);
+  at_ += count;
+}
+
+// Of all_reduce and reduce_scatter, whose row of the inputs is this rank's alone.
+void ZeroCopyTask::add_up_piece(size_t begin, size_t count) {
+  const bool for_all = job_.operation == Operation::all_reduce;
+  const size_t row = for_all ? 0 : static_cast<size_t>(rank_) * job_.count * job_.element_bytes;
+  add_up(
+      job_, size_, job_.output + begin, count,
+      [&](int rank) { return of(rank).input + row + begin; },
+      [&](size_t offset, size_t bytes) {
+        if (for_all) spread(job_.output, begin + offset, bytes, rank_);
+      });
+  region_.bytes_received += static_cast<uint64_t>(size_ - 1) * count * job_.element_bytes;
+}
+
+// From the array of `owner` at `from` into the outputs of all others.
+void ZeroCopyTask::spread(const std::byte* from, size_t begin, size_t bytes, int owner) {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == owner) continue;
+    std::memcpy(of(peer).output + begin, from + begin, bytes);
+    if (peer != rank_) region_.bytes_sent += bytes;
+  }
+  if (owner != rank_) region_.bytes_received += bytes;
+}
+
+void ZeroCopyTask::gather(size_t begin, size_t bytes) {
+  for (int peer = 0; peer < size_; ++peer) {
+    const size_t row = static_cast<size_t>(peer) * job_.count * job_.element_bytes;
+    std::byte* const into = job_.output + row + begin;
+    if (const std::byte* from = of(peer).input + begin; into != from)
+      std::memcpy(into, from, bytes);
+    if (peer != rank_) region_.bytes_received += bytes;
+  }
+}
+
+}  // namespace pycomm

@@ -1,0 +1,45 @@
+// A call on arrays that the other ranks of the host have mapped, because they lie in heaps: each
+// rank takes what it needs out of the others' arrays, and nothing is staged.
+//
+//   all_reduce, two ranks    rank 0                          rank 1
+//     work                   piece 0 of both -> both         piece 1 of both -> both
+//     end                    when everybody has ended its work
+//
+//   operation        must be mapped          a rank's work
+//   all_reduce       all inputs and outputs  adds up its piece, writes it into all outputs
+//   broadcast        all outputs             copies its piece of the root's into all others
+//   all_gather       all inputs              copies all inputs into its output
+//   reduce_scatter   all inputs              adds up its row of all inputs
+//
+// An all_reduce of S bytes reads S and writes S in each rank. Nothing is written into an array
+// whose rank has given the call up, but for the step in which it did so. The ranks have met.
+#pragma once
+
+#include <vector>
+
+#include "shared/buffer_exchange.h"
+
+namespace pycomm {
+
+class ZeroCopyTask final : public FlagTask {
+ public:
+  ZeroCopyTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+               const Header& header, std::vector<RemoteBuffer> buffers);
+
+  bool advance() override;
+  bool done() const override { return ended_; }
+
+ private:
+  const RemoteBuffer& of(int rank) const { return buffers_[static_cast<size_t>(rank)]; }
+  void work_more();
+  void add_up_piece(size_t begin, size_t count);
+  void spread(const std::byte* from, size_t begin, size_t bytes, int owner);
+  void gather(size_t begin, size_t bytes);
+
+  const SharedJob& job_;
+  std::vector<RemoteBuffer> buffers_;  // by rank
+  bool published_ = false, ended_ = false;
+  size_t at_ = 0, end_;  // elements of this rank's work that are still to do
+};
+
+}  // namespace pycomm

@@ -1,0 +1,142 @@
+// See graceful_close.h.
+#include "transport/graceful_close.h"
+
+#include <linux/sockios.h>
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <condition_variable>
+#include <cstddef>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "core/deadline.h"
+#include "os/thread.h"
+
+namespace pycomm {
+namespace {
+
+constexpr std::chrono::seconds kLimit{2};
+// Nothing tells of an acknowledgement: one looks.
+constexpr int kLookMs = 5;
+// Reads in a row of one socket, so that a peer that never stops holds nobody up.
+constexpr int kReads = 16;
+
+struct ClosingSocket {
+  Fd socket;
+  std::vector<std::byte> unsent{};
+  size_t sent = 0;  // bytes of it that are out
+  Deadline deadline{kLimit};
+  bool read_shut_down = false;  // the peer has shut its sending side
+  bool has_unsent() const { return sent < unsent.size(); }
+};
+
+// Sends what is owed, as it fits. False: there is nobody to send to.
+bool send_unsent(ClosingSocket& closing) {
+  while (closing.has_unsent()) {
+    const auto rest = std::span(closing.unsent).subspan(closing.sent);
+    const auto n =
+        ::send(closing.socket.get(), rest.data(), rest.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return errno == EAGAIN || errno == EWOULDBLOCK;
+    closing.sent += static_cast<size_t>(n);
+    if (!closing.has_unsent()) ::shutdown(closing.socket.get(), SHUT_WR);
+  }
+  return true;
+}
+
+// Whether nothing is left to wait for. Drops what has arrived.
+bool is_finished(ClosingSocket& closing) {
+  if (!send_unsent(closing)) return true;
+  std::array<std::byte, 16 << 10> dropped{};
+  for (int i = 0; i < kReads; ++i) {
+    const auto n = ::recv(closing.socket.get(), dropped.data(), dropped.size(), MSG_DONTWAIT);
+    closing.read_shut_down |= n == 0;
+    if (n < 0 && errno != EAGAIN && errno != EINTR) return true;
+    if (n <= 0) break;
+  }
+  if (closing.has_unsent()) return closing.deadline.expired();
+  if (closing.read_shut_down) return true;
+  int unacknowledged = 0;
+  const bool known = ::ioctl(closing.socket.get(), SIOCOUTQ, &unacknowledged) == 0;
+  // The end of the stream counts as one.
+  return !known || unacknowledged <= 1 || closing.deadline.expired();
+}
+
+class GracefulCloser {
+ public:
+  void add(ClosingSocket one) {
+    const std::lock_guard lock(mutex_);
+    if (!running_) {  // first: without a thread the socket is closed, and not kept for ever
+      start_thread("pycomm-linger", [this] { run(); }).detach();
+      running_ = true;
+    }
+    closing_.push_back(std::move(one));
+  }
+
+  // A forked child has neither the thread nor any part in it.
+  void wait() {
+    if (::getpid() != owner_) return;
+    std::unique_lock lock(mutex_);
+    finished_.wait(lock, [this] { return !running_; });
+  }
+
+ private:
+  void run() {
+    std::vector<ClosingSocket> closing;
+    for (;;) {
+      {
+        const std::lock_guard lock(mutex_);
+        for (ClosingSocket& one : closing_) closing.push_back(std::move(one));
+        closing_.clear();
+        if (closing.empty()) {
+          running_ = false;
+          finished_.notify_all();
+          return;
+        }
+      }
+      std::vector<pollfd> polled;
+      for (const ClosingSocket& one : closing) {
+        const int events = (one.read_shut_down ? 0 : POLLIN) | (one.has_unsent() ? POLLOUT : 0);
+        polled.push_back({one.socket.get(), static_cast<short>(events), 0});
+      }
+      ::poll(polled.data(), polled.size(), kLookMs);
+      std::erase_if(closing, is_finished);
+    }
+  }
+
+  const pid_t owner_ = ::getpid();
+  std::mutex mutex_;
+  std::condition_variable finished_;
+  std::vector<ClosingSocket> closing_;  // that the thread has not taken over yet
+  bool running_ = false;
+};
+
+// Never destroyed: the thread may outlive whatever ends first.
+GracefulCloser& graceful_closer() {
+  static auto* const one = new GracefulCloser;
+  static const struct AtTheEnd {
+    ~AtTheEnd() { one->wait(); }
+  } at_the_end;
+  return *one;
+}
+
+}  // namespace
+
+void close_gracefully(Fd socket, ConstBytes unsent) {
+  if (!socket) return;
+  if (unsent.empty()) ::shutdown(socket.get(), SHUT_WR);
+  try {
+    ClosingSocket closing{std::move(socket), {unsent.begin(), unsent.end()}};
+    if (is_finished(closing)) return;
+    graceful_closer().add(std::move(closing));
+  } catch (...) {  // out of memory or threads: what is lost then is lost
+  }
+}
+
+}  // namespace pycomm

@@ -1,0 +1,116 @@
+// Work on the host that a stream waits for, over the emulated runtime: its place between what the
+// stream held and what follows, in graphs too, and its end. Part of the program `streams`.
+#include "device/host_callback_thread.h"
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <latch>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/cuda_device.h"
+#include "native/harness.h"
+
+using namespace pycomm;
+
+namespace {
+
+// A stream of device 0, and memory of the host that it reads and writes.
+struct Bench {
+  static constexpr size_t kCount = 1000;
+  std::shared_ptr<Device> device = cuda::open_device(0);
+  Stream stream{device};
+  int* shared = static_cast<int*>(device->allocate_host(kCount * sizeof(int)));
+  int *in = allocate(), *out = allocate();
+  HostCallbackThread relay{device, stream.raw()};
+
+  int* allocate() { return static_cast<int*>(device->allocate(kCount * sizeof(int))); }
+  ~Bench() {
+    (void)relay.stop();
+    device->finish(stream.raw());
+    device->release(in);
+    device->release(out);
+    device->release_host(shared);
+  }
+
+  // in -> shared, each element of it plus 1 by the relay, -> out
+  void add_one(bool captured = false) {
+    device->copy(shared, in, kCount * sizeof(int), stream.raw());
+    relay.begin(
+        [this] {
+          for (size_t i = 0; i < kCount; ++i) ++shared[i];
+        },
+        captured);
+    relay.stream_wait();
+    device->copy(out, shared, kCount * sizeof(int), stream.raw());
+  }
+  void fill(int value) {  // from memory that nothing else writes meanwhile
+    kept.push_back(std::make_unique<std::vector<int>>(kCount, value));
+    device->copy(in, kept.back()->data(), kCount * sizeof(int), stream.raw());
+  }
+  void expect_out(int value) {
+    std::vector<int> got(kCount);
+    device->copy(got.data(), out, kCount * sizeof(int), stream.raw());
+    device->finish(stream.raw());
+    expect_equal(got.front(), value, "the first");
+    expect_equal(got.back(), value, "the last");
+  }
+  std::vector<std::unique_ptr<std::vector<int>>> kept;
+};
+
+const Test kBetween{"what the host does stands between what a stream held and what follows", [] {
+                      Bench bench;
+                      for (int turn = 0; turn < 20; ++turn) {
+                        bench.fill(turn);
+                        bench.add_one();
+                        bench.fill(-1);  // behind all of it
+                        if (turn % 3 == 0) bench.expect_out(turn + 1);
+                      }
+                      bench.expect_out(20);
+                    }};
+
+const Test kReplayed{"... in each run of a graph", [] {
+                       Bench bench;
+                       auto* const stream = static_cast<cudaStream_t>(bench.stream.raw());
+                       cudaGraph_t graph = nullptr;
+                       cudaGraphExec_t exec = nullptr;
+                       cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
+                       bench.add_one(true);
+                       expect(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "captured");
+                       expect(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess, "made");
+                       for (int turn = 0; turn < 5; ++turn) {
+                         bench.fill(turn);
+                         expect(cudaGraphLaunch(exec, stream) == cudaSuccess, "launched");
+                         bench.expect_out(turn + 1);
+                       }
+                       cudaGraphExecDestroy(exec);
+                       cudaGraphDestroy(graph);
+                     }};
+
+const Test kStopped{"a stream goes on when the host gives up, and nothing begins after it", [] {
+                      std::latch inside(1), go_on(1);
+                      std::atomic<int> began = 0;
+                      Bench bench;
+                      bench.relay.begin(
+                          [&] {
+                            ++began;
+                            inside.count_down();
+                            go_on.wait();
+                          },
+                          false);
+                      bench.relay.stream_wait();
+                      bench.relay.begin([&] { ++began; }, false);
+                      bench.relay.stream_wait();
+                      const auto drive = [&] {
+                        (void)cudaStreamQuery(static_cast<cudaStream_t>(bench.stream.raw()));
+                      };
+                      while (!inside.try_wait()) drive();
+                      expect(bench.relay.stop(), "one runs");
+                      bench.device->finish(bench.stream.raw());
+                      go_on.count_down();
+                      expect_equal(began.load(), 1, "bodies that began");
+                    }};
+
+}  // namespace

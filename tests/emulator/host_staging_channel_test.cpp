@@ -1,0 +1,159 @@
+// Plans and messages of ranks whose communicators join those of their host alone, over the emulated
+// runtime: what crosses hosts goes by bridges, in graphs too, and ends. Part of the program
+// `streams`.
+#include "device/host_staging_channel.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "stream_ranks.hpp"
+
+using namespace pycomm;
+using namespace stream_ranks;
+
+namespace {
+
+const Test kCrosses{
+    "every plan crosses between hosts, and NCCL carries what is inside one", [] {
+      for (const auto& hosts : {std::vector{0, 1}, std::vector{0, 0, 1}, std::vector{0, 1, 0, 1}})
+        each_rank(
+            static_cast<int>(hosts.size()),
+            [](Rank& r) {
+              for (const Operation operation : kCollectives)
+                for (const Algorithm algorithm : algorithms_for(operation))
+                  for (const size_t count : {size_t{0}, size_t{7}, size_t{50}})
+                    run_case(r, {operation, algorithm, count, r.size / 2});
+            },
+            hosts);
+    }};
+
+StreamJob message(Operation operation, Floats& x, size_t count, int peer) {
+  return {.operation = operation,
+          .dtype = Dtype::float32,
+          .input = x.bytes(),
+          .output = x.bytes(),
+          .count = count,
+          .peer = peer};
+}
+
+const Test kMessages{"messages between hosts and inside one", [] {
+                       each_rank(3,
+                                 [](Rank& r) {
+                                   for (const size_t count : {size_t{0}, size_t{9}, size_t{3000}})
+                                     for (int from = 0; from < 3; ++from)
+                                       for (int to = 0; to < 3; ++to) {
+                                         Floats x(count);
+                                         x.write([&](size_t i) { return element(r.rank, i); },
+                                                 r.stream);
+                                         if (from != to && r.rank == from)
+                                           r.run(message(Operation::send, x, count, to));
+                                         if (from == to || r.rank != to) continue;
+                                         r.run(message(Operation::recv, x, count, from));
+                                         const auto got = x.read(r.stream);
+                                         for (size_t i = 0; i < count; ++i)
+                                           expect_equal(got[i], element(from, i), "element");
+                                       }
+                                 },
+                                 {0, 0, 1});
+                     }};
+
+const Test kReplayed{
+    "a plan between hosts is captured in a graph, once there is memory for it", [] {
+      each_rank(2,
+                [](Rank& r) {
+                  constexpr size_t kCount = 1000;
+                  Floats x(kCount);
+                  const Lanes stages =
+                      make_lanes(ring_all_reduce(r.rank, r.size, kCount), r.rank, 2);
+                  const StreamJob job{.plan = &stages,
+                                      .operation = Operation::all_reduce,
+                                      .dtype = Dtype::float32,
+                                      .input = x.bytes(),
+                                      .output = x.bytes(),
+                                      .count = kCount};
+                  fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+                  expect_throws<Unsupported>([&] { r.engine.prepare(job, r.stream); });
+                  cudaGraph_t graph = nullptr;
+                  fine(cudaStreamEndCapture(r.stream, &graph));
+                  fine(cudaGraphDestroy(graph));
+                  x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
+                  r.run(job);
+                  r.finish();  // a copy reads what is written next
+                  cudaGraphExec_t exec = nullptr;
+                  fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+                  r.run(job);
+                  fine(cudaStreamEndCapture(r.stream, &graph));
+                  fine(cudaGraphInstantiate(&exec, graph, 0));
+                  for (int turn = 1; turn < 4; ++turn) {
+                    x.write([&](size_t i) { return element(r.rank + turn, i); }, r.stream);
+                    fine(cudaGraphLaunch(exec, r.stream));
+                    const auto got = x.read(r.stream);
+                    for (size_t i = 0; i < kCount; ++i)
+                      expect_equal(got[i], element(turn, i) + element(turn + 1, i), "sum");
+                  }
+                  fine(cudaGraphExecDestroy(exec));
+                  fine(cudaGraphDestroy(graph));
+                },
+                {0, 1});
+    }};
+
+// A post that does what a test says.
+class Told final : public HostTransport {
+ public:
+  std::function<void()> body;
+  std::atomic<bool> aborted{false};
+  void exchange(std::span<const HostMessage>, std::chrono::nanoseconds) override { body(); }
+  void abort(const std::string&) noexcept override { aborted = true; }
+  void close() noexcept override {}
+};
+
+struct Bench {
+  std::shared_ptr<Device> device = cuda::open_device(0);
+  Stream stream{device};
+  Told* post = new Told;
+  HostStagingChannel bridge{device, stream.raw(), std::unique_ptr<HostTransport>(post)};
+  Floats x{100};
+  void cross() {
+    bridge.reserve(HostStagingChannel::staged_bytes(400), stream.raw());
+    const HostMessage message{1, false, x.bytes(), 400};
+    bridge.begin(std::span(&message, 1), kLong);
+    bridge.end();
+  }
+};
+
+const Test kTrouble{
+    "why messages have not arrived is known when the stream goes on", [] {
+      Bench bench;
+      bench.post->body = [] { throw PeerLost("rank 1 died", {.peer = 1}); };
+      expect(!bench.bridge.trouble(), "nothing has happened");
+      bench.cross();
+      bench.device->finish(bench.stream.raw());
+      const auto error = bench.bridge.trouble();
+      expect(error && error->kind() == ErrorKind::peer_lost && error->fields().peer == 1,
+             "the error of the post");
+      bench.post->body = [] { throw Timeout("late"); };
+      bench.cross();
+      bench.device->finish(bench.stream.raw());
+      expect(bench.bridge.trouble()->kind() == ErrorKind::peer_lost, "the first one stays");
+    }};
+
+const Test kAborted{"abort() ends what is under way, and lets the stream go on", [] {
+                      Bench bench;
+                      Told& post = *bench.post;
+                      std::atomic<bool> inside{false};
+                      post.body = [&] {
+                        inside = true;
+                        while (!post.aborted) std::this_thread::yield();
+                        throw GroupBroken("aborted");
+                      };
+                      bench.cross();
+                      while (!inside)  // lets the emulated stream work
+                        (void)cudaStreamQuery(static_cast<cudaStream_t>(bench.stream.raw()));
+                      bench.bridge.abort("enough");
+                      expect(post.aborted, "what is under way is told");
+                      bench.device->finish(bench.stream.raw());
+                    }};
+
+}  // namespace

@@ -1,0 +1,44 @@
+// What ranks leave for each other while a group forms: notes, and the addresses in them.
+#include <sys/socket.h>
+
+#include "core/errors.h"
+#include "fuzz.h"
+#include "group/rank_info.h"
+#include "os/socket.h"
+
+namespace {
+
+using namespace pycomm;
+
+void read_info(const std::string& text) {
+  RankInfo info;
+  try {
+    info = decode_rank_info(text);
+  } catch (const InternalError&) {
+    return;
+  }
+  fuzz::demand(encode(info) == text, "a note is written in another way than notes are");
+}
+
+void read_address(const std::string& text) {
+  try {
+    const Address address = parse_tcp_address(text);
+    fuzz::demand(parse_tcp_address(address.text()).text() == address.text(),
+                 "an address comes back as another");
+  } catch (const InvalidArgument&) {
+  }
+  try {
+    const Address address = abstract_unix_address(text);
+    fuzz::demand(address.length <= sizeof address.storage, "an address is longer than its place");
+  } catch (const InvalidArgument&) {
+  }
+}
+
+}  // namespace
+
+void fuzz::one(Input input) {
+  const std::string text = text_of(input);
+  read_info(text);
+  read_info("pycomm-5\n" + text);
+  read_address(text);
+}

@@ -1,0 +1,169 @@
+// Signs of life: that a silent rank is named by who waits for it, that a busy one is not, and that
+// the pace-maker's thread and the calls do each other no harm.
+#include <array>
+#include <atomic>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+#include "group/heartbeat_thread.h"
+#include "harness.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+using ranks::Array;
+using ranks::Ending;
+using ranks::ending_of;
+using ranks::kSlowdown;
+
+constexpr std::chrono::nanoseconds kLimit = kSlowdown > 1 ? 2s : 500ms;
+constexpr std::chrono::nanoseconds kLong = 3s;  // a starved rank is not a silent one
+const std::vector<std::string> kTransports{"shm", "tcp"};
+
+std::unique_ptr<Engine> engine_of(int rank, std::unique_ptr<Channel> channel) {
+  EngineOptions options{
+      .rank = rank, .names = {"rank 0", "rank 1"}, .heartbeat = kLimit, .interrupted = {}};
+  std::vector<std::unique_ptr<Channel>> channels(2);
+  channels[static_cast<size_t>(1 - rank)] = std::move(channel);
+  return std::make_unique<Engine>(std::move(channels), std::move(options));
+}
+
+// Rank 0 waits for a message of 4 bytes from rank 1.
+Ending receive(Engine& engine, std::chrono::nanoseconds timeout) {
+  std::array<std::byte, 4> into{};
+  Header signature{.operation = static_cast<uint8_t>(Operation::send), .count = into.size()};
+  return ending_of([&] { engine.receive(1, signature, into, Deadline(timeout)); });
+}
+
+const Test kSilent{"who is silent for the limit is named", [] {
+                     for (const std::string& by : kTransports) {
+                       auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
+                       const auto waits = engine_of(0, std::move(a));
+                       const Ending ending = receive(*waits, 20 * kLimit);
+                       expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1 has not been"),
+                              ending.text());
+                       expect_equal(ending.error->fields().peer, 1, "who is to blame");
+                     }
+                   }};
+
+const Test kPulses{"who pulses is not named, and a call's limit still holds", [] {
+                     for (const std::string& by : kTransports) {
+                       auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
+                       const auto waits = engine_of(0, std::move(a));
+                       const auto busy = engine_of(1, std::move(b));
+                       HeartbeatThread pulse;
+                       pulse.start(busy->heartbeat_interval(), [&] { return busy->heartbeat(); });
+                       const Ending ending = receive(*waits, 2 * kLimit);
+                       pulse.join();
+                       expect(ending.is(ErrorKind::timeout), ending.text());
+                     }
+                   }};
+
+// A call that is over before its rank could wait for anybody.
+class Short final : public Task {
+ public:
+  explicit Short(std::function<void()> body) : body_(std::move(body)) {}
+  bool advance() override {
+    body_();
+    return done_ = true;
+  }
+  bool done() const override { return done_; }
+  int sending_to() const override { return kNoRank; }
+  int receiving_from() const override { return kNoRank; }
+
+ private:
+  std::function<void()> body_;
+  bool done_ = false;
+};
+
+// Else a rank that makes one short call after the other would say nothing.
+const Test kDue{"a pulse that is due during a call goes at its end", [] {
+                  for (const std::string& by : kTransports) {
+                    auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
+                    const auto idle = engine_of(0, std::move(a));
+                    const auto busy = engine_of(1, std::move(b));
+                    Short call([&] { std::thread([&] { busy->heartbeat(); }).join(); });
+                    const Header header = busy->next_header({});
+                    busy->run(call, header, Deadline(kLong));
+                    expect(busy->bytes_written() > 0, "nothing was said");
+                    const auto limit = Deadline(kLong);
+                    while (idle->bytes_received() == 0 && !limit.expired()) idle->heartbeat();
+                    expect(idle->bytes_received() > 0, "nothing was heard");
+                  }
+                }};
+
+// Whether rank 0 says so, on all ranks.
+bool goes_on(Group& group, bool more) {
+  uint8_t word = more;
+  group.run({.operation = Operation::broadcast, .output = &word, .count = 1});
+  return word != 0;
+}
+
+const Test kBoth{"calls and pulses share the links", [] {
+                   for (const std::string& by : kTransports) {
+                     ranks::World world{.size = 3, .transport = by, .heartbeat = kLong};
+                     ranks::run_groups(world, [](Group& group) {
+                       const auto end = Clock::now() + kLong;  // five pulses of each to each
+                       for (int i = 0; goes_on(group, Clock::now() < end); ++i) {
+                         Array array(Dtype::float32, i % 2 == 0 ? 10 : 300'000);
+                         array.fill([](size_t) { return 1; });
+                         const Call call{.operation = Operation::all_reduce,
+                                         .dtype = Dtype::float32,
+                                         .input = array.data(),
+                                         .output = array.data(),
+                                         .count = static_cast<size_t>(i % 2 == 0 ? 10 : 300'000)};
+                         i % 3 == 0 ? group.start(call)->wait() : group.run(call);
+                       }
+                     });
+                   }
+                 }};
+
+// The root that it waits for makes no other call before.
+const Test kThrough{
+    "who waits for a root that is through with the call hears of it", [] {
+      for (const std::string& by : kTransports)
+        for (const Algorithm algorithm : {Algorithm::automatic, Algorithm::direct}) {
+          std::promise<void> heard;
+          std::shared_future<void> after = heard.get_future();
+          ranks::World world{.size = 3, .transport = by, .heartbeat = kLimit};
+          ranks::run_groups(world, [&](Group& group) {
+            std::array<float, 3> values{};
+            const bool odd = group.rank() == 2;
+            const Call scatter{.operation = Operation::scatter,
+                               .dtype = Dtype::float32,
+                               .input = values.data(),
+                               .output = values.data(),
+                               .count = 1,
+                               .peer = odd ? 1 : 0,
+                               .algorithm = algorithm};
+            const Ending ending = ending_of([&] {
+              group.run(scatter);
+              after.wait();
+              group.run({.operation = Operation::barrier});
+            });
+            if (odd) heard.set_value();
+            expect(ending.is(ErrorKind::mismatch) && ending.says("disagree"), ending.text());
+            group.run({.operation = Operation::barrier});
+          });
+        }
+    }};
+
+const Test kEnds{"a pace-maker ends by itself, by join, and twice", [] {
+                   std::atomic<int> beats{0};
+                   HeartbeatThread ends, joined;
+                   ends.start(1ms, [&] { return ++beats < 3; });
+                   joined.start(1h, [] { return true; });
+                   joined.join();
+                   joined.join();
+                   while (beats < 3) std::this_thread::yield();
+                   ends.join();
+                   expect_equal(beats.load(), 3, "beats");
+                 }};
+
+}  // namespace

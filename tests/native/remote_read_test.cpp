@@ -1,0 +1,307 @@
+// Calls on private arrays in one host: the ranks read each other's processes, or go through slots,
+// as the lowest of them finds faster. The ranks are of one process and thread, so that each stands
+// where a test wants it; tests/test_shared_arrays.py has real processes.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+#include "harness.h"
+#include "os/process_memory.h"
+#include "os/shared_heap.h"
+#include "os/shared_memory.h"
+#include "shared/shared_call.h"
+
+using namespace pycomm;
+
+namespace {
+
+// Several steps of 256 KiB, and pieces of unequal length.
+constexpr size_t kCount = 400'003;
+
+struct Rank {
+  Rank(int rank, const std::vector<std::shared_ptr<Segment>>& segments, std::vector<int> members)
+      : engine(std::vector<std::unique_ptr<Channel>>(segments.size()),
+               {.rank = rank, .names = {}, .interrupted = {}}),
+        region(segments, std::move(members), rank) {
+    region.set_heaps(std::vector<HeapView>(segments.size(), SharedHeap::own()->view()));
+  }
+  Engine engine;
+  SharedMemoryRegion region;
+  std::vector<float> input, output, result;
+  SharedJob job;
+  Header header;
+  std::optional<SharedCall> call;
+};
+
+// What ranks of one host share.
+class Host {
+ public:
+  explicit Host(int size) {
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (int i = 0; i < size; ++i) segments.push_back(std::make_shared<Segment>());
+    std::vector<int> members(segments.size());
+    std::iota(members.begin(), members.end(), 0);
+    for (int i = 0; i < size; ++i) ranks_.push_back(std::make_unique<Rank>(i, segments, members));
+  }
+  Rank& of(int rank) { return *ranks_[static_cast<size_t>(rank)]; }
+  int size() const { return static_cast<int>(ranks_.size()); }
+
+  // Every rank begins the call; of broadcast the last rank is the root.
+  void begin(Operation operation, size_t count, bool in_place) {
+    const auto ranks = static_cast<size_t>(size());
+    in_place &= operation == Operation::all_reduce || operation == Operation::broadcast;
+    for (int i = 0; i < size(); ++i) {
+      Rank& rank = of(i);
+      const bool rows_in = operation == Operation::reduce_scatter;
+      const bool rows_out = operation == Operation::all_gather;
+      rank.input.resize(count * (rows_in ? ranks : 1));
+      rank.output.assign(count * (rows_out ? ranks : 1), -1.0F);
+      for (size_t j = 0; j < rank.input.size(); ++j) rank.input[j] = value(i, j);
+      if (operation == Operation::broadcast) rank.output = rank.input;
+      auto* input = reinterpret_cast<std::byte*>(rank.input.data());
+      auto* output = in_place ? input : reinterpret_cast<std::byte*>(rank.output.data());
+      rank.job = {.operation = operation,
+                  .input = input,
+                  .output = output,
+                  .count = count,
+                  .element_bytes = sizeof(float),
+                  .root = operation == Operation::broadcast ? size() - 1 : 0,
+                  .reducer = &reducer(Dtype::float32, ReduceOp::sum)};
+      rank.header.sequence = calls_;
+      rank.header.operation = static_cast<uint8_t>(operation);
+      rank.header.count = count;
+      rank.region.begin(rank.header);
+      rank.call.emplace(rank.engine, rank.region, rank.job, rank.header);
+    }
+    ++calls_;
+  }
+
+  // Each rank in turn takes a step, or as many as it can; false once nobody can do anything. Who is
+  // done uses its arrays for something else.
+  bool advance(bool as_far_as_it_can = false) {
+    bool moved = false;
+    for (const auto& rank : ranks_) {
+      if (!rank->call || rank->call->done()) continue;
+      while (rank->call->advance()) {
+        moved = true;
+        if (rank->call->done() || !as_far_as_it_can) break;
+      }
+      if (!rank->call->done()) continue;
+      const bool in_place = rank->job.output == rank->job.input;
+      rank->result = in_place ? rank->input : rank->output;
+      std::ranges::fill(rank->input, -9.0F);
+      std::ranges::fill(rank->output, -9.0F);
+    }
+    return moved;
+  }
+
+  // The whole call, its results, and the way that all of them took.
+  AccessMode run(Operation operation, size_t count, bool in_place = false) {
+    begin(operation, count, in_place);
+    while (advance(calls_ % 3 > 0)) {
+    }
+    for (int i = 0; i < size(); ++i) {
+      expect(of(i).call->done(), "rank " + std::to_string(i) + " does not come to its end");
+      expect(of(i).call->access_mode() == of(0).call->access_mode(),
+             "the ranks took different ways");
+      expect_result(i);
+    }
+    const AccessMode mode = *of(0).call->access_mode();
+    for (const auto& rank : ranks_) rank->call.reset();
+    return mode;
+  }
+
+  static float value(int rank, size_t i) { return static_cast<float>((i % 97 + 1) * (rank + 1)); }
+
+ private:
+  void expect_result(int i) {
+    const SharedJob& job = of(i).job;
+    const std::vector<float>& found = of(i).result;
+    const float all = static_cast<float>(size() * (size() + 1) / 2);
+    const size_t row = job.operation == Operation::reduce_scatter ? static_cast<size_t>(i) : 0;
+    const int rows = job.operation == Operation::all_gather ? size() : 1;
+    for (size_t j = 0; j < job.count; ++j)
+      for (int peer = 0; peer < rows; ++peer) {
+        const float truth = job.operation == Operation::broadcast ? value(job.root, j)
+                            : job.operation == Operation::all_gather
+                                ? value(peer, j)
+                                : value(0, row * job.count + j) * all;
+        expect_equal(found[static_cast<size_t>(peer) * job.count + j], truth, "an element");
+      }
+  }
+
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  uint32_t calls_ = 0;
+};
+
+// Until every slot was in use: before that nothing is tried. The first call finds who may read
+// whom.
+void warm(Host& host) {
+  while (!host.of(0).region.is_warm())
+    expect(host.run(Operation::all_reduce, 65'539) == AccessMode::staged,
+           "tried while slots are new");
+}
+
+void verbs_test() {
+  for (const int size : {2, 3, 5})
+    for (const Operation operation : {Operation::all_reduce, Operation::broadcast,
+                                      Operation::all_gather, Operation::reduce_scatter})
+      for (const size_t count : {size_t{65'539}, kCount}) {
+        Host host(size);
+        expect(host.run(operation, count) == AccessMode::staged,
+               "read before they knew that they may");
+        warm(host);
+        std::vector<AccessMode> ways;
+        for (int i = 0; i < 8; ++i) ways.push_back(host.run(operation, count, i % 2 == 0));
+        expect_equal(std::ranges::count(ways, AccessMode::remote_read), 4, "tries by reading");
+        expect_equal(std::ranges::count(ways, AccessMode::staged), 4, "tries through slots");
+      }
+}
+const Test kVerbs{"private arrays are read where they lie, in half of the tries", verbs_test};
+
+void small_test() {
+  Host host(2);
+  warm(host);
+  for (int i = 0; i < 10; ++i)
+    expect(host.run(Operation::all_reduce, 65'535, i % 2 == 0) == AccessMode::staged, "is read");
+}
+const Test kSmall{"what is less than the kernel's calls cost goes through slots", small_test};
+
+// Where pieces of all chunks are of one length: else ranks sum a few elements more or less.
+void counters_test() {
+  for (const Operation operation : {Operation::all_reduce, Operation::broadcast,
+                                    Operation::all_gather, Operation::reduce_scatter}) {
+    Host host(2);
+    warm(host);
+    std::vector<std::vector<uint64_t>> by_way(2);
+    for (int i = 0; i < 3; ++i) {
+      std::vector<uint64_t> before, moved;
+      const auto counts = [&](std::vector<uint64_t>& into) {
+        for (int rank = 0; rank < 2; ++rank) {
+          into.push_back(host.of(rank).region.bytes_sent);
+          into.push_back(host.of(rank).region.bytes_received);
+        }
+      };
+      counts(before);
+      const AccessMode mode = host.run(operation, 400'000);
+      counts(moved);
+      for (size_t j = 0; j < moved.size(); ++j) moved[j] -= before[j];
+      by_way[mode == AccessMode::remote_read ? 1 : 0] = moved;
+    }
+    expect(by_way[0] == by_way[1] && !by_way[0].empty(),
+           std::string(name_of(operation)) + ": the ways count differently");
+  }
+}
+const Test kCounters{"bytes are counted alike, whatever the way", counters_test};
+
+// Runs until all know that they may read each other, and the next call will.
+void until_pulled(Host& host) {
+  warm(host);
+  expect(host.run(Operation::all_reduce, kCount) == AccessMode::staged, "the first try");
+}
+
+void trials_test() {
+  OnlineTuner trials(256, 8);
+  for (const auto& [first, prefers_second] : {std::pair{2.0, 1.0}, {1.0, 2.0}}) {
+    for (uint64_t i = 0; i < 256; ++i, ++trials.turns) {
+      expect_equal(trials.tries(trials.turns), i < 8, "whether it is a try");
+      if (i >= 8)
+        expect_equal(trials.uses_second(trials.turns), prefers_second < first, "the faster way");
+      if (i >= 8) continue;
+      const double luck = i < 4 ? 5 : 0;
+      trials.record_cost(trials.turns,
+                         (trials.uses_second(trials.turns) ? prefers_second : first) + luck);
+    }
+  }
+}
+const Test kTrials{"the way whose fastest try was faster is taken until the next ones",
+                   trials_test};
+
+void unreached_test() {
+  Host host(3);
+  host.of(1).region.reaches = SharedMemoryRegion::Reach::not_all;
+  for (int i = 0; i < 10; ++i)
+    expect(host.run(Operation::all_reduce, kCount) == AccessMode::staged,
+           "read what not all may read");
+}
+const Test kUnreached{"where one rank may not read the others, none does", unreached_test};
+
+// A process of another namespace may have the number that a rank has in its own.
+void stranger_test() {
+  Host host(2);
+  host.begin(Operation::all_reduce, kCount, true);
+  expect(host.advance(), "an offer");
+  host.of(1).region.token ^= 1;
+  while (host.advance()) {
+  }
+  for (int rank = 0; rank < 2; ++rank)
+    expect(host.of(rank).region.reaches == SharedMemoryRegion::Reach::not_all,
+           "takes another one's memory");
+}
+const Test kStranger{"a process that does not hold the token is not read", stranger_test};
+
+// A page that nobody can read stands for a device's memory.
+void unreadable_test() {
+  const size_t bytes = kCount * sizeof(float) / page_bytes() * page_bytes() + page_bytes();
+  void* const memory =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  auto* const at = static_cast<std::byte*>(memory);
+  expect(memory != MAP_FAILED && is_readable(at, bytes), "memory");
+  expect(mprotect(at + bytes - page_bytes(), page_bytes(), PROT_NONE) == 0, "mprotect");
+  expect(!is_readable(at, bytes) && is_readable(at, bytes - page_bytes()), "is_readable");
+  std::vector<std::byte> into(bytes);
+  const auto address = reinterpret_cast<uintptr_t>(at);
+  expect(!read_process(getpid(), address, into.data(), bytes), "read to an end that is not there");
+  expect(read_process(getpid(), address, into.data(), bytes - page_bytes()), "read");
+  for (const bool output : {false, true}) {
+    Host host(2);
+    until_pulled(host);
+    host.begin(Operation::all_reduce, kCount, true);
+    std::byte* const page = at + bytes - kCount * sizeof(float);
+    SharedJob& job = host.of(1).job;
+    if (output)
+      job.output = page;
+    else
+      job.input = page;
+    for (int step = 0; step < 2; ++step) expect(host.advance(), "an offer, and what all offer");
+    for (int rank = 0; rank < 2; ++rank)
+      expect(host.of(rank).call->access_mode() == AccessMode::staged,
+             "would read a page that nobody can read");
+  }
+  munmap(memory, bytes);
+}
+const Test kUnreadable{"what nobody can read is not read", unreadable_test};
+
+// Before its offer is answered, in the midst of its sum, behind it, and when its piece is
+// collected. Its next call is of another epoch, whose flags are ahead of all that this one waits
+// for.
+void left_test() {
+  for (const int steps : {1, 4, 7, 8}) {
+    Host host(2);
+    until_pulled(host);
+    host.begin(Operation::all_reduce, kCount, true);
+    for (int i = 0; i < steps; ++i) expect(host.advance(), "a step");
+    Rank& gone = host.of(0);
+    gone.call.reset();
+    std::ranges::fill(gone.input, 0.0F);
+    ++gone.header.epoch;
+    gone.region.begin(gone.header);
+    gone.call.emplace(gone.engine, gone.region, gone.job, gone.header);
+    SharedCall& late = *host.of(1).call;
+    while (!late.done() && late.advance()) {
+    }
+    expect(!late.done(), "takes what the other has left for a result");
+    expect_equal(late.receiving_from(), 0, "whom it waits for");
+  }
+}
+const Test kLeft{"who gave up is not taken for one who was there", left_test};
+
+}  // namespace

@@ -1,0 +1,146 @@
+// What a group on devices makes of calls that were enqueued: over only where nothing has given them
+// up, else ended by the first cause. Devices and what carries calls are played.
+#include "group/watchdog.h"
+
+#include <latch>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "group/device_executor.h"
+#include "harness.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+
+// A device on which every event passes when it is said so.
+class PlayedDevice final : public Device {
+ public:
+  bool through = false;
+
+  int index() const override { return 0; }
+  std::string bus_id() override { return "played"; }
+  void while_current(const std::function<void()>& body) override { body(); }
+  void* make_stream() override { return this; }
+  void drop_stream(void*) noexcept override {}
+  bool capturing(void*) override { return false; }
+  void finish(void*) noexcept override {}
+  void* make_event() override { return this; }
+  void drop_event(void*) noexcept override {}
+  void record(void*, void*) override {}
+  void wait(void*, void*) override {}
+  bool passed(void*) override { return through; }
+  void* allocate(size_t) override { return nullptr; }
+  void release(void*) noexcept override {}
+  void* allocate_host(size_t) override { return nullptr; }
+  void release_host(void*) noexcept override {}
+  void call(void*, void (*)(void*), void*) override {}
+  void wait_until(void*, const uint32_t*, uint32_t) override {}
+  void copy(void*, const void*, size_t, void*) override {}
+  void clear(void*, size_t, void*) override {}
+  void reduce(const Reduction&, void*) override {}
+};
+
+class PlayedCarrier final : public DeviceExecutor {
+ public:
+  bool troubled = false;
+
+  Algorithm algorithm_for(const Call&) const override { return Algorithm::nccl; }
+  DeviceCall prepare(const Call& call) override { return {.call = call}; }
+  std::shared_ptr<Event> event() override { return nullptr; }
+  std::shared_ptr<Event> enqueue(const DeviceCall&, Event&, const Deadline&) override {
+    return nullptr;
+  }
+  Stats stats() const override { return {}; }
+  std::optional<Error> trouble(const std::string& what) override {
+    if (!troubled) return std::nullopt;
+    return PeerLost(what + " was given up");
+  }
+  void close(const Deadline&) noexcept override {}
+  void abort(const std::string&) noexcept override { troubled = false; }
+};
+
+struct Watched {
+  explicit Watched(std::shared_ptr<Group> group = ranks::World{}.join(0))
+      : host(std::move(group)) {}
+  std::shared_ptr<Group> host;
+  std::shared_ptr<PlayedDevice> device = std::make_shared<PlayedDevice>();
+  PlayedCarrier executor;
+  Watchdog watchdog{*host, executor};
+  std::exception_ptr told;
+
+  std::shared_ptr<Event> add(std::chrono::nanoseconds limit = 60s, int peer = Watchdog::kAllPeers) {
+    auto over = std::make_shared<Event>(device);
+    watchdog.add("all_reduce(of a test)", peer, Deadline(limit), over,
+                 [this](std::exception_ptr error) { told = std::move(error); });
+    return over;
+  }
+};
+
+const Test kOver{"a call is over when its event has passed", [] {
+                   Watched all;
+                   const auto over = all.add();
+                   expect(!all.watchdog.is_over(*over), "under way");
+                   all.device->through = true;
+                   expect(all.watchdog.is_over(*over), "passed");
+                   expect(all.watchdog.idle(), "and forgotten");
+                   all.executor.troubled = true;
+                   expect(all.watchdog.is_over(*over), "what comes later is not about it");
+                   expect(!all.watchdog.look(), "nor about nothing");
+                 }};
+
+const Test kGivenUp{"... but not where it was given up, until that is told", [] {
+                      Watched all;
+                      const auto over = all.add();
+                      all.executor.troubled = true;
+                      all.device->through = true;  // as its stream goes on then
+                      expect(!all.watchdog.is_over(*over), "not told yet");
+                      expect(!all.told, "nobody was");
+                      const auto error = all.watchdog.look();
+                      expect(error && error->kind() == ErrorKind::peer_lost, "why");
+                      expect(std::string(error->what()).starts_with("all_reduce(of"), "which");
+                      all.watchdog.end(std::make_exception_ptr(Error(*error)));
+                      expect(static_cast<bool>(all.told), "told");
+                      expect(all.watchdog.is_over(*over), "and over");
+                    }};
+
+const Test kLate{"a call that is not over at its limit is named", [] {
+                   Watched all;
+                   (void)all.add(1ns);
+                   const auto error = all.watchdog.look();
+                   expect(error && error->kind() == ErrorKind::timeout, "a timeout");
+                   const std::string said = error->what();
+                   expect(said.starts_with("all_reduce(of a test)"), said);
+                   expect(said.find("not over on the device") != std::string::npos, said);
+                 }};
+
+const Test kNeeded{"a rank that leaves is missed by the calls that need it, and by no others", [] {
+                     ranks::World world{.size = 3, .transport = "tcp", .heartbeat = 500ms};
+                     std::latch over(1);
+                     ranks::run_groups(world, [&](Group& group) {
+                       if (group.rank() == 2) return group.close();
+                       if (group.rank() == 1) return over.wait();
+                       const struct Tell {
+                         std::latch& latch;
+                         ~Tell() { latch.count_down(); }  // also where a check fails
+                       } tell{over};
+                       const std::shared_ptr<Group> host(&group, [](Group*) {});  // not its owner
+                       Watched message(host), all(host);
+                       (void)message.add(60s, 1);
+                       (void)all.add();
+                       std::optional<Error> missed;
+                       for (const Deadline deadline(60s); !missed && !deadline.expired();) {
+                         (void)message.watchdog.look();
+                         missed = all.watchdog.look();
+                       }
+                       expect(!message.watchdog.look(), "it needs rank 1 alone");
+                       expect(missed && missed->kind() == ErrorKind::peer_lost, "it needs rank 2");
+                       expect_equal(missed->fields().peer, 2, "who is missed");
+                     });
+                   }};
+
+}  // namespace
