@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "torch_backend.md"
-BEGIN, END = "<!-- tests/peers/table.py writes from here -->", "<!-- to here -->"
+BEGIN, END = "<!-- tests/compat/table.py writes from here -->", "<!-- to here -->"
 
 BACKENDS = ("gloo", "pycomm")
 SUITES = {  # the end of the file's name: the options of torch_suite.py
