@@ -75,8 +75,7 @@ def table() -> str:
         ran = [results[name] for results in programs]
         called = f"{ran[1]['package']} {ran[1].get('version', '')}".strip()
         lines.append(f"| {called}, {title} | {' | '.join(r['status'] for r in ran)} |")
-    return "
-".join(lines).rstrip() + "\n"
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _read(path: Path) -> dict[str, Any]:
