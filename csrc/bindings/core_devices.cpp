@@ -23,19 +23,20 @@ std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
 std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& device,
                                   const std::optional<py::capsule>& nccl,
                                   const std::string& why_no_nccl, bool nccl_shares,
-                                  const std::pair<int, bool>& lines, double timeout_s,
+                                  const std::pair<int, bool>& options, double timeout_s,
                                   double limit_s) {
   auto group = taken<Group>(host, "pycomm.Group");
-  DeviceResources parts{.device = taken<Device>(device, "pycomm.Device"),
-                        .nccl = nccl ? taken<NcclApi>(*nccl, "pycomm.NcclApi") : nullptr,
-                        .why_no_nccl = why_no_nccl,
-                        .nccl_shares = nccl_shares,
-                        .options = {.lanes = lines.first, .nccl_between_hosts = lines.second}};
+  DeviceResources resources{
+      .device = taken<Device>(device, "pycomm.Device"),
+      .nccl = nccl ? taken<NcclApi>(*nccl, "pycomm.NcclApi") : nullptr,
+      .why_no_nccl = why_no_nccl,
+      .nccl_shares = nccl_shares,
+      .options = {.lanes = options.first, .nccl_between_hosts = options.second}};
   const auto timeout = nanoseconds(timeout_s), limit = nanoseconds(limit_s);
   std::shared_ptr<Group> made;
   {
     const Blocking blocking;
-    made = make_device_group(std::move(group), std::move(parts), timeout, limit);
+    made = make_device_group(std::move(group), std::move(resources), timeout, limit);
   }
   throw_pending();
   return std::make_unique<Handle>(std::move(made));

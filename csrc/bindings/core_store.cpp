@@ -144,7 +144,7 @@ ConnectOptions options_from(const py::kwargs& named) {
       options.faults.push_back(fault_from(fault.cast<py::tuple>()));
   if (named.contains("line_bytes_s"))
     if (const auto speed = named["line_bytes_s"].cast<double>(); speed > 0)
-      options.line = std::make_shared<RateLimitedLink>(speed);
+      options.rate_limited_link = std::make_shared<RateLimitedLink>(speed);
   if (named.contains("tuned"))
     for (const auto& one : named["tuned"]) {
       const auto [transport, small_bytes, middle_bytes] =

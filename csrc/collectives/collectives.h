@@ -3,7 +3,7 @@
 // `count` is elements: of the array (all_reduce, reduce, broadcast), of one rank's input
 // (all_gather, gather: the output is size * count), of one rank's output (reduce_scatter, scatter:
 // the input is size * count), of what one rank sends another (all_to_all). Those that take a
-// CollectiveShape heed its `counts`.
+// CollectiveShape use its `counts`.
 //
 // What holds for all of them, for every size and count (tests/native/prove.h proves it):
 //   * No buffering is needed: a send may wait until its receiver has come to the matching receive.

@@ -16,7 +16,7 @@ struct Levels {
   int lanes = 0;
   int host = 0, index = 0;  // of this rank
 
-  // `first` gets index 0 on its host; kNoRank: nobody is preferred.
+  // `first` gets index 0 on its host; kNoRank: no rank is preferred.
   explicit Levels(const CollectiveShape& at, int first = kNoRank);
 
   int hosts() const { return static_cast<int>(members.size()); }

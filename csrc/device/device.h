@@ -69,7 +69,7 @@ class Device {
   virtual void release_host(void* memory) noexcept = 0;  // that no stream uses any more
 
   // `body(data)`, on a thread of CUDA's, when the stream gets there: it makes no call of CUDA's and
-  // waits for nobody.
+  // waits for no rank.
   virtual void call(void* stream, void (*body)(void*), void* data) = 0;
   // The stream waits until *at, of allocate_host(), is `value`.
   virtual void wait_until(void* stream, const uint32_t* at, uint32_t value) = 0;
@@ -80,7 +80,7 @@ class Device {
   virtual void reduce(const Reduction& reduction, void* stream) = 0;
 };
 
-// A stream and an event that end with whoever holds them.
+// A stream and an event that end with their owner.
 class Stream {
  public:
   explicit Stream(std::shared_ptr<Device> device)

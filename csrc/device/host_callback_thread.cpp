@@ -32,7 +32,7 @@ HostCallbackThread::~HostCallbackThread() {
   device_->release_host(flag_);
 }
 
-// Release: whoever sees the flag, on the device, sees what the body wrote.
+// Release: the device that sees the flag also sees what the body wrote.
 void HostCallbackThread::set_flag(uint32_t value) {
   std::atomic_ref(*flag_).store(value, std::memory_order_release);
 }
@@ -49,13 +49,14 @@ void HostCallbackThread::begin(Body body, bool captured) {
 
 void HostCallbackThread::stream_wait() { device_->wait_until(stream_, flag_, 1); }
 
-// On a thread of CUDA's, which must wait for nobody.
+// On a thread of CUDA's, which must not wait for another rank.
 void HostCallbackThread::arrived(void* callback) {
   const auto* const mine = static_cast<PendingCallback*>(callback);
   mine->owner->take(*mine);
 }
 
-// The stream comes to its next errand only behind the last one, so that the flag is of one alone.
+// The stream reaches its next callback only behind the last one, so that the flag belongs to one
+// alone.
 void HostCallbackThread::take(const PendingCallback& callback) {
   {
     const std::lock_guard lock(mutex_);

@@ -1,11 +1,11 @@
 // Work on the host that a stream waits for, without a thread of the caller's that waits.
 //
-//   stream   ... | call | other work | wait for the flag | ...
-//   relay               run the body, then set the flag
+//   stream            ... | call | other work | wait for the flag | ...
+//   callback thread             run the body, then set the flag
 //
 // The body has a thread of its own: what CUDA calls when a stream gets there may share its thread
-// with what other streams call, so that one that waited for another rank could keep that rank from
-// coming. Called by host_staging_channel.cpp and group/host_staged_executor.cpp.
+// with what other streams call, so that a callback that waited for another rank could block that
+// rank. Called by host_staging_channel.cpp and group/host_staged_executor.cpp.
 #pragma once
 
 #include <condition_variable>

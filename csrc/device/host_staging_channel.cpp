@@ -48,7 +48,7 @@ void HostStagingChannel::end() {
     device_->copy(copy_back.to, copy_back.from, copy_back.bytes, stream_);
 }
 
-// On the relay's thread.
+// On the callback thread.
 void HostStagingChannel::exchange(std::span<const HostMessage> messages,
                                   std::chrono::nanoseconds timeout) noexcept {
   std::optional<Error> error;

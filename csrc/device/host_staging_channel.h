@@ -1,8 +1,9 @@
 // What a lane of the stream engine sends to ranks that its communicator does not join, and receives
-// from them: staged in host memory that the device reads and writes, from where a post carries it.
+// from them: staged in host memory that the device reads and writes, from where a host transport
+// sends it.
 //
-//   lane    ... | copy to the host | call | NCCL near by | wait | copy to the device | ...
-//   relay                             the messages of the stage
+//   lane              ... | copy to the host | call | NCCL near by | wait | copy to the device |
+//   ... callback thread                             the messages of the stage
 //
 // Called by stream_engine.cpp.
 #pragma once
@@ -31,7 +32,7 @@ struct HostMessage {
   size_t bytes;
 };
 
-// Carries messages between arrays in host memory. Whoever makes one gives it to a bridge alone.
+// Exchanges messages between arrays in host memory. One staging channel owns it.
 class HostTransport {
  public:
   HostTransport() = default;

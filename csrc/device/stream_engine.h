@@ -9,7 +9,7 @@
 //   lane 1                           wait  | stages | event
 //
 // Messages of a stage go by the lane's communicator, or, to ranks that it does not join, by the
-// lane's bridge.
+// lane's staging channel.
 //
 // Not a group: it checks nothing and watches nothing. Called by group/device_group.cpp.
 #pragma once
@@ -43,13 +43,13 @@ struct StreamJob {
   std::byte* output = nullptr;
   size_t count = 0;                     // as in plan.h
   int peer = 0;                         // as in Call
-  std::chrono::nanoseconds timeout{0};  // of messages that go by bridges
+  std::chrono::nanoseconds timeout{0};  // of messages that staging channels send
 };
 
-// Whom communicators do not join, where that is anybody.
+// Ranks that the communicators do not join, if there are any.
 struct RemoteRanks {
-  std::vector<int>
-      local_ranks{};  // by rank: its rank in the communicators, or kNoRank; empty: all are
+  // By rank: its rank in the communicators, or kNoRank; empty: all are.
+  std::vector<int> local_ranks{};
   std::vector<std::unique_ptr<HostTransport>> transports{};  // of each lane, to the others
 };
 
@@ -58,7 +58,7 @@ struct RemoteRanks {
 bool has_nccl(Operation operation, Dtype dtype, ReduceOp op);
 
 // Launches and bytes of the calls so far. Groups are of messages that travel at once: one of
-// NCCL's, or of a bridge.
+// NCCL's, or of a staging channel.
 struct StreamTraffic {
   uint64_t groups = 0, bytes_sent = 0, kernels = 0;
 };
@@ -71,7 +71,7 @@ class StreamEngine {
   StreamEngine(const StreamEngine&) = delete;
   StreamEngine& operator=(const StreamEngine&) = delete;
 
-  // Collective: makes a lane for each id. A rank that is near to nobody needs no NCCL.
+  // Collective: makes a lane for each id. A rank without peers in its communicators needs no NCCL.
   void meet(std::span<const NcclId> ids, RemoteRanks remote, const Deadline& deadline);
 
   // Before enqueue(): sees to the job's memory. `caller` is the stream of the call; throws
@@ -81,7 +81,7 @@ class StreamEngine {
   // Throws as Communicator::launch does. This and prepare(): one thread at a time.
   std::shared_ptr<Event> enqueue(const StreamJob& job, Event& before, const Deadline& deadline);
 
-  // By lane; none where a rank has nobody near, and before meet().
+  // By lane; none where a rank has no peers in communicators, and before meet().
   std::vector<Communicator*> communicators();
   size_t lanes() const { return lanes_.size(); }
   bool reaches_all() const { return local_ranks_.empty(); }  // whether communicators join all ranks
@@ -97,8 +97,8 @@ class StreamEngine {
   struct Lane {
     explicit Lane(const std::shared_ptr<Device>& device) : stream(device) {}
     Stream stream;
-    std::unique_ptr<Communicator> communicator{};   // none where nobody is near
-    std::unique_ptr<HostStagingChannel> staging{};  // none where nobody is far
+    std::unique_ptr<Communicator> communicator{};   // none where it would join one rank
+    std::unique_ptr<HostStagingChannel> staging{};  // none where it joins all ranks
   };
   // A job as one lane runs it.
   struct LaneJob {

@@ -15,13 +15,12 @@ namespace {
 // How often `interrupted` is asked where much happens: it may wait for a lock for long.
 constexpr std::chrono::milliseconds kInterruptInterval{50};
 constexpr int kLooksPerClock = 32, kStepsPerClock = 1024;
-// Of one peer, before others have their turn: who sends without end holds nobody up.
+// Of one peer, before others have their turn: a peer that sends without end blocks no other.
 constexpr int kFramesPerLook = 4;
 // A wait that sleeps for less would have been over sooner, had it gone on looking.
 constexpr std::chrono::microseconds kShortSleep{200};
 
-// The hash of the calls so far, and of `call`. How much an all_to_all moves is another number on
-// each rank.
+// The hash of the calls so far and of `call`. The count of an all_to_all differs by rank.
 uint64_t followed_by(uint64_t past, const Header& call) {
   const bool to_all = call.operation == static_cast<uint8_t>(Operation::all_to_all);
   const uint64_t what = uint64_t{call.operation} | uint64_t{call.dtype} << 8 |
@@ -34,7 +33,7 @@ uint64_t followed_by(uint64_t past, const Header& call) {
   return past;
 }
 
-// For as long as it lives heartbeat() may work with the links.
+// While it exists heartbeat() may use the links.
 struct ReleasedTurn {
   explicit ReleasedTurn(std::mutex& turn) : mutex(turn) { mutex.unlock(); }
   ReleasedTurn(const ReleasedTurn&) = delete;
@@ -152,14 +151,13 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
         text += (peer == missing[0] ? "; missing from this call: " : ", ") + name(peer) +
                 describe_peer(at(peer));
       if (!missing.empty()) fields.peer = missing[0];
-      if (const auto unmet =
-              std::ranges::count_if(peers_, [](const PeerState& p) { return !p.link; });
-          unmet > 1)  // oneself among them
+      const auto unmet = std::ranges::count_if(peers_, [](const auto& p) { return !p.link; });
+      if (unmet > 1)  // oneself among them
         text += "; not connected, and not asked: " + std::to_string(unmet - 1) + " ranks";
     }
-    const Error told(error.kind(), text, fields);
-    abort(told);
-    throw told;
+    const Error reported(error.kind(), text, fields);
+    abort(reported);
+    throw reported;
   } catch (const std::exception& error) {  // of `interrupted`, or out of memory
     abort(InternalError(std::string(name_of(static_cast<Operation>(signature.operation))) + ": " +
                         error.what()));
@@ -190,8 +188,8 @@ void Engine::drive(Task& task, const Deadline& deadline) {
     }
     bool moved = false;
     {
-      const WaitTimer waiting{waited_,
-                              idle_since == Clock::time_point{} ? Clock::now() : idle_since};
+      const auto since = idle_since == Clock::time_point{} ? Clock::now() : idle_since;
+      const WaitTimer waiting{waited_, since};
       moved = sleep(task, deadline);
     }
     adapt_spin_limit(idle_since);
@@ -208,10 +206,9 @@ void Engine::check_between_sleeps(const Task& task, const Deadline& deadline, bo
   if (!moved) check_heartbeats(task);
 }
 
-// How long to look next time. Two ranks that both sleep after `spin` can go on so for ever, each
-// waking too late for the other's look: to wake takes longer than that. Who has slept for a short
-// while therefore looks for twice as long the next time, which brings the two together again; and
-// bit by bit for less from then on. A sleep without a look before it teaches nothing.
+// How long to look next time. Two ranks that both sleep after `spin` could miss each other
+// repeatedly, as waking takes longer than that. After a short sleep a rank therefore spins twice as
+// long, and gradually less from then on. A sleep without spinning before it changes nothing.
 void Engine::adapt_spin_limit(Clock::time_point idle_since) {
   if (idle_since == Clock::time_point{}) return;
   const auto idle = Clock::now() - idle_since;
@@ -302,7 +299,7 @@ void Engine::check_abort_conditions(const Task& task, const Deadline& deadline) 
   throw Timeout(text, {.peer = peer});
 }
 
-// Somebody who has left in peace matters only to those who still need something from it.
+// A peer that left cleanly matters only to ranks that still need something from it.
 void Engine::check_peers_needed(const Task& task) {
   const int from = task.receiving_from();
   // Behind what belongs to a later call no message comes; a call would see that they disagree.
@@ -317,8 +314,8 @@ void Engine::check_peers_needed(const Task& task) {
     throw PeerLost("everybody else has left the group, and no message came before");
 }
 
-// Whoever sends calls. Who has waited for long to receive calls too: for all it knows the other has
-// died, and of a rank that one never met one learns it only so.
+// The sender opens the connection. A receiver that has waited for long opens it too, because it
+// could not otherwise detect that a peer it never connected to has died.
 void Engine::request_connection(int peer) {
   PeerState& state = at(peer);
   if (state.link || state.requested || state.left_reason || options_.connector == nullptr) return;
@@ -327,7 +324,7 @@ void Engine::request_connection(int peer) {
   options_.connector->request(peer);
 }
 
-// True if somebody was met, or is not to be had.
+// True if a peer has connected, or cannot be reached.
 bool Engine::accept_connections() {
   if (options_.connector == nullptr) return false;
   std::vector<ConnectResult> arrivals = options_.connector->take();
@@ -351,9 +348,9 @@ bool Engine::poll_peers() {
   for (size_t i = 0; i < peers_.size(); ++i) {
     if (!peers_[i].link) continue;
     Link& link = *peers_[i].link;
-    const bool owed = !link.idle();
+    const bool unsent = !link.idle();
     (void)link.flush();
-    moved |= owed && link.idle();
+    moved |= unsent && link.idle();
     (void)poll_peer(static_cast<int>(i));
     if (link.bytes_received() == peers_[i].bytes_received_seen) continue;
     moved = true;
@@ -384,9 +381,8 @@ Engine::Front Engine::poll_peer(int peer) {
     const bool waits = header == nullptr || link.payload_left() > 0;
     if (front == Front::later || (front == Front::ours && !waits)) return front;
     if (!waits) continue;
-    if (last && !state.left_reason &&
-        (header == nullptr || link.peek().size() < link.payload_left()))
-      throw peer_lost(peer);
+    const bool cut = header == nullptr || link.peek().size() < link.payload_left();
+    if (last && !state.left_reason && cut) throw peer_lost(peer);
     return front;
   }
   return Front::nothing;
@@ -442,20 +438,20 @@ Engine::Front Engine::dispatch_data(int peer, const Header& header) {
   return Front::ours;
 }
 
-// Who has offered a message is bound to what its receiver makes of it, whatever others say: where
-// that one takes it, both must go on.
+// A rank that announced a message accepts mismatch errors only from its receiver: where that one
+// takes the message, both must continue.
 bool Engine::has_announced_to_other(int peer) const {
   return is_answer(awaited_.front().signature) && awaited_peer() != peer;
 }
 
 void Engine::take_heartbeat(int peer, const Header& header) {
-  require_valid(peer, header.bytes == 0, "a pulse has a payload");
+  require_valid(peer, header.bytes == 0, "a heartbeat has a payload");
   at(peer).last = header;
   at(peer).link->finish();
 }
 
-// Whether its sender waits in another call than ours, perhaps for us while we wait for it. Of an
-// all_to_all a pulse does not tell the counts between the two.
+// Whether its sender waits in another call than this rank, perhaps for this rank. A
+// heartbeat of an all_to_all does not carry the counts between the two.
 bool Engine::contradicts_run(const Header& heartbeat) const {
   if (running_ == nullptr || heartbeat.context != static_cast<uint16_t>(CallState::in_call) ||
       is_message(heartbeat) || order(heartbeat, epoch_, sequence_) != 0)
@@ -487,7 +483,8 @@ bool Engine::open(int peer, const Header& header, ConstBytes payload, bool more)
   if (!at(peer).link) request_connection(peer);
   if (!at(peer).link || at(peer).left_reason) return false;
   Link& link = *at(peer).link;
-  if (over(at(peer))) throw_peer_error(peer);  // who only sends would not learn it otherwise
+  if (over(at(peer)))
+    throw_peer_error(peer);  // a rank that only sends would not learn it otherwise
   if (!link.idle() && !link.flush()) return false;
   link.begin(header, payload, more);
   return true;

@@ -2,8 +2,8 @@
 //
 // One thread at a time; group/ sees to that. What goes wrong ends in one of two ways. A
 // disagreement (Mismatch) starts a new epoch: all ranks forget the calls of the old one, and go on.
-// Everything else breaks the engine: it tells its peers why, hangs up, and repeats the first cause
-// for ever.
+// Everything else breaks the engine: it tells its peers why, closes the connections, and repeats
+// the first cause.
 #pragma once
 
 #include <atomic>
@@ -43,7 +43,7 @@ class Task {
   virtual void disarm() {}
 };
 
-// Whom a receive waits for, if anybody's message will do.
+// The source of a receive that takes a message from any peer.
 inline constexpr int kAnyPeer = -2;
 
 // A call of the user's in the engine's words: one plan over arrays. Element `i` of a space that is
@@ -66,7 +66,7 @@ struct PlanJob {
 // A message from one rank to another, whole.
 struct Message {
   Header header{};       // peer is the tag, count the elements
-  uint64_t arrival = 0;  // in which order they came, whoever sent them
+  uint64_t arrival = 0;  // in which order they came, from all peers
   std::vector<std::byte> buffer{};
   std::byte* into = nullptr;  // the receiver's array if it waits already; null: `buffer`
   size_t bytes = 0, have = 0;
@@ -94,16 +94,16 @@ struct EngineOptions {
   int rank = 0;
   std::vector<std::string> names;    // by rank: "rank 2 (host a, pid 77)"
   std::chrono::nanoseconds spin{0};  // how long a wait looks at least before it sleeps
-  // Who is waited for and was not heard of for so long is lost; 0: never.
+  // An awaited peer that sends nothing for so long is lost; 0: never.
   std::chrono::nanoseconds heartbeat{0};
   std::function<bool()> interrupted;
-  PeerConnector* connector =
-      nullptr;  // makes the channels that are not there yet; outlives the engine
+  // Makes the channels that are not there yet; outlives the engine.
+  PeerConnector* connector = nullptr;
   // By rank: the process, where this one sees it by that number; 0, or an empty list: it does not.
   std::vector<int64_t> pids{};
 };
 
-// What a rank knows of another, as of a moment ago.
+// What a rank knows of a peer, as of a moment ago.
 struct PeerStatus {
   bool connected = false;
   std::optional<std::string> left_reason{};  // what became of it
@@ -114,8 +114,8 @@ struct PeerStatus {
 
 class Engine {
  public:
-  // `channels` by rank; null for oneself and, where there is a connector, for whoever is not met
-  // yet.
+  // `channels` by rank; null for oneself and, where there is a connector, for peers that are not
+  // connected yet.
   Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions options);
   ~Engine();
 
@@ -136,32 +136,32 @@ class Engine {
   // would wait for the other for ever.
   void announce_send(int to, const Header& signature, const Deadline& deadline);
 
-  // Says goodbye and hangs up. What peers were sent is still delivered to them.
+  // Says goodbye and closes the connections. What was sent is still delivered.
   void leave() noexcept;
-  // Tells the peers why and hangs up; later calls throw GroupBroken with this cause.
+  // Tells the peers why and closes the connections; later calls throw GroupBroken with this cause.
   void fail(const Error& error) noexcept;
-  // `peer` has hung up: throws what it said at its end, which may stand behind frames that nobody
-  // will take any more.
+  // `peer` closed its connection: throws what its goodbye says, which may follow frames that no
+  // call will take any more.
   [[noreturn]] void throw_peer_error(int peer);
   // From any thread: ends the wait that is under way, with GroupBroken.
   void stop(const std::string& reason) noexcept;
-  // From any thread, at least every heartbeat_interval(): says to silent links that this rank
-  // lives, and takes their pulses in. While a call runs it is the call that does so, at its end at
-  // the latest. False once the engine is broken.
+  // From any thread, at least every heartbeat_interval(): sends heartbeats on silent links, and
+  // takes theirs. While a call runs it is the call that does so, at its end at the latest. False
+  // once the engine is broken.
   bool heartbeat() noexcept;
   std::chrono::nanoseconds heartbeat_interval() const { return options_.heartbeat / 5; }
   // From any thread, also while a call waits: what this rank called last, and what it knows of each
   // rank.
-  std::string doing() const;
+  std::string current_call() const;
   std::vector<PeerStatus> peer_statuses() const;
   // From any thread: who is known not to come back, once the engine is broken.
   std::vector<int> lost() const;
   std::string broken() const;  // the first cause; empty: it is not
   // Throws GroupBroken if the engine is broken or has left.
   void check_usable();
-  // Between calls, of who waits elsewhere for peers, the awaited ones: throws what any has told
-  // meanwhile that ends this group, and that one of these has died; for so long as the limit it is
-  // waited for. While a call runs in another thread it is the call that hears.
+  // Call between collectives while waiting outside the engine. Throws if any peer aborted the
+  // group, or if one of `awaited` failed. `limit`: timeout of that wait. While a call runs in
+  // another thread, that call checks.
   void check_for_failures(std::chrono::nanoseconds limit, const std::vector<int>& awaited);
 
   uint64_t frames_sent() const { return sum(&Link::frames_sent); }
@@ -224,7 +224,7 @@ class Engine {
     Clock::time_point last_received_at{};    // when they last grew
     uint64_t bytes_sent_seen = 0;            // bytes written when last looked at
     Clock::time_point sent_at{};             // when they last grew
-    std::optional<Header> last{};            // the last header of a call or a pulse
+    std::optional<Header> last{};            // the last header of a call or a heartbeat
     Process process{};                       // where it can be seen from here
     Clock::time_point last_byte_at{};        // once the process has ended: when bytes came last
     bool ended = false;                      // ... long enough ago that nothing more will come
@@ -280,7 +280,7 @@ class Engine {
   void watch_process(int peer);
   void find_ended(size_t first);
   void update_ended();
-  // It has hung up, or its process has ended and all that it sent is here.
+  // It closed its connection, or its process has ended and all that it sent is here.
   static bool over(const PeerState& state) {
     return state.ended || state.link->channel().is_closed();
   }
@@ -316,8 +316,8 @@ class Engine {
   uint64_t arrivals_ = 0;                // messages that began to arrive
   const Header* running_ = nullptr;      // the run under way, if any
   std::span<const size_t> peer_counts_;  // its job's
-  Header last_{.kind = FrameKind::heartbeat};  // what was called last, as pulses tell it
-  Clock::time_point updated_at_{};             // when listen() was called last
+  Header last_{.kind = FrameKind::heartbeat};  // what was called last, as heartbeats tell it
+  Clock::time_point updated_at_{};             // when update_last_received() was called last
   struct Awaited {
     int from;
     Header signature;
@@ -328,7 +328,8 @@ class Engine {
   std::vector<Refused> refused_;  // that exchange() has taken and that were not as awaited
   uint64_t payload_sent_ = 0;
   std::chrono::nanoseconds waited_{0};
-  Header last_mismatch_{};  // the disagreement that ended the last epoch, for whoever is met after
+  // The disagreement that ended the last epoch, for peers that connect later.
+  Header last_mismatch_{};
   std::string last_mismatch_text_;  // it; empty: there was none
 
   std::atomic<bool> stopped_{false};
@@ -338,7 +339,7 @@ class Engine {
   std::string stop_reason_;
   std::string broken_;  // the first cause
   std::vector<int> lost_;
-  std::string doing_;  // for doing() and peer_statuses(), as of published_
+  std::string current_call_;  // for current_call() and peer_statuses(), as of published_
   std::vector<PeerStatus> peer_statuses_;
   Clock::time_point published_{};
 };

@@ -20,7 +20,7 @@ constexpr std::chrono::milliseconds kFinalPollTimeout{10};
 // kGoodbyeTimeout within the second that a call may exceed its limit by.
 constexpr std::chrono::milliseconds kLivenessTimeout{400};
 
-// A goodbye that blames nobody: the rank has done its part.
+// A goodbye that blames no rank: the sender left cleanly.
 constexpr uint8_t kLeftCleanly = 255;
 
 // The payload of a goodbye: kind, who is to blame, and a sentence.
@@ -81,7 +81,7 @@ std::string describe(const Header& header) {
          (on_device ? ", on CUDA devices)" : ")");
 }
 
-// Tells everybody, then forgets the calls of this epoch. User memory is untouched by then: plans
+// Tells all peers, then forgets the calls of this epoch. User memory is untouched by then: plans
 // write to it only when every rank's header was seen.
 void Engine::throw_mismatch(int peer, const Header& theirs) {
   const std::string text =
@@ -106,8 +106,8 @@ void Engine::throw_mismatch_on_end(int peer, const Header& theirs) {
                  " " + mine + describe(theirs) + "; what the call writes is undefined");
 }
 
-// So whoever has heard nothing of a call in which data flows one way hears of it in the next one in
-// which it receives anything from somebody who took it for another.
+// A rank that missed a mismatch in a one-directional call detects it at the next receive from the
+// mismatching peer.
 void Engine::throw_mismatch_on_past(int peer) {
   abort_call(peer, before_.sequence,
              "ranks disagree about a call before " + describe(*running_) + ": " +
@@ -125,8 +125,8 @@ void Engine::abort_call(int peer, uint32_t sequence, const std::string& text) {
   throw Mismatch(text, fields);
 }
 
-// Every rank passes the notice on to every other before it forgets the old epoch. So whoever waits
-// for a rank that has given the call up hears of it on the very link that it reads.
+// Every rank passes the notice on to every other before it forgets the old epoch. So a rank that
+// waits for a rank which has aborted the call receives the notice on the very link that it reads.
 void Engine::new_epoch(const Header& notice, const std::string& text) {
   ++epoch_;
   sequence_ = 0;
@@ -180,12 +180,13 @@ void Engine::handle_goodbye(int peer, const std::string& payload) {
   at(peer).left_reason = "has left the group: " + text;
   at(peer).left_cleanly = kind == kLeftCleanly;
   if (kind == kLeftCleanly) return;
-  const std::string told = text + " (as " + name(peer) + " reports)";
-  if (kind == static_cast<uint8_t>(ErrorKind::timeout)) throw Timeout(told, {.peer = blamed});
+  const std::string reported = text + " (as " + name(peer) + " reports)";
+  if (kind == static_cast<uint8_t>(ErrorKind::timeout)) throw Timeout(reported, {.peer = blamed});
   if (blamed == options_.rank)
     throw PeerLost(name(peer) + " gave up on this rank: " + text, {.peer = peer});
-  if (kind == static_cast<uint8_t>(ErrorKind::peer_lost)) throw PeerLost(told, {.peer = blamed});
-  throw GroupBroken(told, {.peer = blamed == kNoRank ? peer : blamed});
+  if (kind == static_cast<uint8_t>(ErrorKind::peer_lost))
+    throw PeerLost(reported, {.peer = blamed});
+  throw GroupBroken(reported, {.peer = blamed == kNoRank ? peer : blamed});
 }
 
 void Engine::throw_peer_error(int peer) {
@@ -211,8 +212,8 @@ PeerLost Engine::peer_lost(int peer) const {
   return PeerLost(name(peer) + " " + state.left_reason.value_or(no_word), {.peer = peer});
 }
 
-// Who waits in a call answers a goodbye at once with one of its own, so that all come to know who
-// was not there: gives those who stayed silent.
+// A rank that waits in a call answers a goodbye at once with one of its own, so that all ranks
+// learn which did not answer. Returns those.
 std::vector<int> Engine::find_unresponsive_peers(const Error& error) {
   post_goodbye(static_cast<uint8_t>(error.kind()), error.fields().peer, error.what());
   const Deadline deadline(kLivenessTimeout);
@@ -243,7 +244,7 @@ bool Engine::answers(int peer, const Deadline& deadline) {
       if (deadline.expired()) break;
       state.link->discard();
     }
-  } catch (const PeerLost&) {  // it sends what nobody can read: that is no silence
+  } catch (const PeerLost&) {  // it violates the protocol: that is no silence
     return true;
   }
   return state.left_reason || over(state);
@@ -262,7 +263,7 @@ void Engine::post_goodbye(uint8_t kind, int peer, const std::string& text) {
 void Engine::say_goodbye(uint8_t kind, int peer, const std::string& text) noexcept {
   try {
     if (options_.connector) options_.connector->close();
-    (void)accept_connections();  // whoever has just been met is told too
+    (void)accept_connections();  // peers that have just connected receive it too
     post_goodbye(kind, peer, text);
   } catch (...) {  // out of memory: the closed connection must say it alone
   }
@@ -270,7 +271,8 @@ void Engine::say_goodbye(uint8_t kind, int peer, const std::string& text) noexce
     if (state.link) state.link->close();
 }
 
-// Sends what is owed to everybody, for at most `limit`. Does not read: peers that wait for us do.
+// Sends what is unsent to all peers, for at most `limit`. Does not read: peers that wait for this
+// rank do.
 bool Engine::flush_all(std::chrono::nanoseconds limit) {
   const Deadline deadline(limit);
   for (;;) {
@@ -312,14 +314,14 @@ void Engine::abort(const Error& error) noexcept {
     broken_ = error.what();
     try {
       lost_ = find_lost(error);
-    } catch (...) {  // out of memory: then nobody is known to be lost
+    } catch (...) {  // out of memory: then no rank is known to be lost
     }
   }
   say_goodbye(static_cast<uint8_t>(error.kind()), error.fields().peer, error.what());
 }
 
-// Who is blamed, unless it has said itself why it gave up; who hung up without a word; and who has
-// left in peace.
+// The blamed rank, unless it has said itself why it aborted; ranks whose connection closed
+// unexpectedly; and ranks that left cleanly.
 std::vector<int> Engine::find_lost(const Error& error) {
   const int blamed = error.kind() == ErrorKind::peer_lost ? error.fields().peer : kNoRank;
   const Deadline deadline(kFinalPollTimeout);
@@ -420,7 +422,7 @@ void Engine::poll_for_failures(const std::vector<int>& awaited) {
   }
 }
 
-// Until one of them hangs up, as whoever ends does, or for a moment.
+// Until one of them closes its connection, as every rank that ends does, or for a moment.
 void Engine::wait_for_close(const std::vector<int>& awaited) {
   std::vector<pollfd> polled;
   std::vector<Channel*> armed;

@@ -1,10 +1,10 @@
-// How an engine tells a rank that is stopped, or whose host is gone, from one that is merely busy.
+// How an engine distinguishes a rank that is stopped, or whose host is gone, from a busy one.
 //
-// A busy rank pulses: from inside a call between two looks at its links, and between calls from
-// group/heartbeat_thread.h, which needs nothing that Python could hold. Pulses go where nothing
-// else was written for an interval, a fifth of the limit. Judged is only who is waited for, and
-// only by a rank that was there to hear. And how it sees that the process of a peer on its host has
-// ended.
+// A busy rank sends heartbeats: inside a call between two looks at its links, and between calls
+// from group/heartbeat_thread.h, which needs nothing that Python could hold. A link on which
+// nothing else was written for an interval, a fifth of the limit, gets one. A rank checks only the
+// peers that it waits for, and only if its own progress thread has been running. Also here: how it
+// detects that the process of a peer on its host has ended.
 #include <algorithm>
 #include <cstdio>
 
@@ -96,7 +96,7 @@ bool Engine::send_heartbeats_locked() noexcept {
       const std::lock_guard lock(mutex_);
       if (!broken_.empty()) return false;
     }
-    (void)accept_connections();  // whoever has called this rank waits to hear of it
+    (void)accept_connections();  // a peer that has dialed this rank waits for a sign of life
     const auto now = Clock::now();
     for (size_t i = 0; i < peers_.size(); ++i) {
       PeerState& state = peers_[i];
@@ -106,7 +106,7 @@ bool Engine::send_heartbeats_locked() noexcept {
         take_heartbeat(static_cast<int>(i), *header);
         header = front(static_cast<int>(i));
       }
-      // What stays for the next call hides the pulses behind it.
+      // What stays for the next call hides the heartbeats behind it.
       if (header != nullptr || state.link->bytes_received() != state.bytes_received_seen)
         state.last_received_at = now;
       state.bytes_received_seen = state.link->bytes_received();
@@ -138,7 +138,8 @@ void Engine::send_heartbeats(Clock::time_point now) {
   }
 }
 
-// Whoever was away itself, stopped or starved, knows nothing of the others: all get the limit anew.
+// A rank that was itself stopped or starved knows nothing of its peers: all get the full limit
+// again.
 void Engine::update_last_received(Clock::time_point now) {
   const bool away = now - updated_at_ > 2 * heartbeat_interval();
   updated_at_ = now;
@@ -187,15 +188,15 @@ void Engine::publish(Clock::time_point now) {
   }
   const std::lock_guard lock(mutex_);
   published_ = now;
-  doing_ = last_.context == static_cast<uint16_t>(CallState::not_started)
-               ? ""
-               : describe_activity(last_);
+  current_call_ = last_.context == static_cast<uint16_t>(CallState::not_started)
+                      ? ""
+                      : describe_activity(last_);
   peer_statuses_ = std::move(all);
 }
 
-std::string Engine::doing() const {
+std::string Engine::current_call() const {
   const std::lock_guard lock(mutex_);
-  return doing_;
+  return current_call_;
 }
 
 std::vector<PeerStatus> Engine::peer_statuses() const {

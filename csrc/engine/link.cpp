@@ -83,7 +83,7 @@ void Link::close() noexcept {
   channel_->close(rest);
 }
 
-// A frame that was neither sent nor abandoned is of use to nobody, and nothing can follow it.
+// A frame that was neither sent nor abandoned is of no use, and nothing can follow it.
 std::vector<std::byte> Link::unsent() const {
   std::vector<std::byte> rest;
   if (open() && !abandoned_) return rest;

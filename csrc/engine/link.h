@@ -30,9 +30,9 @@ class Link {
   void abandon();
   // Queues a frame of one sentence behind what is being sent.
   void post(Header header, const std::string& text);
-  // Sends what is owed: the rest of an abandoned frame, and notices. True when nothing is owed.
+  // Sends the rest of an abandoned frame, and notices. True when nothing is left.
   bool flush();
-  // Ends this side; what is owed is the channel's to deliver.
+  // Ends this side; the channel delivers what is unsent.
   void close() noexcept;
 
   // Receiving. front() is the header of the frame at the front, or null until it has arrived whole;

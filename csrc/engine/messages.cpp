@@ -1,5 +1,5 @@
-// Messages between two ranks: sent, received, and kept until somebody asks for them. The frames of
-// plans are in engine.cpp.
+// Messages between two ranks: sent, received, and buffered until a receive takes them. The frames
+// of plans are in engine.cpp.
 #include <algorithm>
 #include <cstring>
 
@@ -221,7 +221,7 @@ std::byte* Engine::destination_for(int peer, const Header& header) {
 // land in arrays that may be gone.
 void Engine::detach_partial_messages() {
   for (const Awaited& one : awaited_) {
-    if (one.from == kAnyPeer) continue;  // anybody's messages are kept first
+    if (one.from == kAnyPeer) continue;  // its messages are buffered first
     for (Message& message : at(one.from).messages) {
       if (message.into == nullptr || message.into != one.into.data()) continue;
       message.buffer.assign(message.into, message.into + message.have);

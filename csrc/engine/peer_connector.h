@@ -1,4 +1,4 @@
-// How an engine comes by links that it does not have yet. Pure: group/on_demand_connector.h makes
+// How an engine obtains links that it does not have yet. Pure: group/on_demand_connector.h makes
 // them.
 //
 // An engine without a connector holds a link to every peer from the start.
@@ -12,8 +12,8 @@
 
 namespace pycomm {
 
-// A channel that now stands at both ends, asked for or not; or, without one, why a peer is not to
-// be had.
+// A channel that both ends have accepted, requested or not; or, without one, why the peer cannot be
+// reached.
 struct ConnectResult {
   int peer = -1;
   std::unique_ptr<Channel> channel{};
@@ -32,7 +32,7 @@ class PeerConnector {
   virtual std::vector<ConnectResult> take() = 0;
   // Readable while take() has something to give.
   virtual int descriptor() const = 0;
-  // Nobody is let in any more, and nobody called; take() gives what has arrived until then.
+  // Accepts and dials no further peer; take() returns the results until then.
   virtual void close() noexcept = 0;
 };
 

@@ -170,7 +170,7 @@ bool SendMessage::advance() {
   return true;
 }
 
-// To each peer one after another, and to all peers at once: who is slow keeps nobody waiting.
+// To each peer one after another, and to all peers at once: a slow peer delays no other.
 bool ExchangeMessages::advance() {
   bool moved = false, left = false;
   std::vector<int> busy;

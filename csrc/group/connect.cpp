@@ -26,7 +26,7 @@ std::string key_of_info(const ConnectOptions& options, int rank) {
 
 std::string key_of_key(const ConnectOptions& options) { return options.name + "/key"; }
 
-// In a group of more ranks rank 0 reads all notes and leaves them again in blocks of so many: a
+// In a group of more ranks rank 0 reads all infos and stores them again in blocks of so many: a
 // rank reads a few values, not `size` of them, and a store that serves one reader at a time is not
 // asked size x size times.
 constexpr int kInfosPerBlock = 64;
@@ -112,11 +112,11 @@ std::string seconds_of(const Deadline& deadline) {
                 {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
 }
 
-// So many notes behind the one that is waited for are looked for in each slice of the wait.
+// In each slice of the wait so many infos behind the awaited one are looked for.
 constexpr int kLooksPerSlice = 8;
 constexpr std::chrono::milliseconds kLookTime{100};
 
-// The processes of the ranks whose notes are there, while others are waited for.
+// The processes of the ranks whose infos are there, while others are awaited.
 class FormingProcesses {
  public:
   FormingProcesses(Store& store, const ConnectOptions& options)
@@ -135,8 +135,8 @@ class FormingProcesses {
     known.emplace(info, Process(visible && info.pid != own_.pid ? info.pid : 0));
   }
 
-  // Throws PeerLost where one has ended. A rank that fails in order takes its note away first, and
-  // counts as one that has not come.
+  // Throws PeerLost where one has ended. A rank that fails in order removes its info first, and
+  // counts as missing.
   void check() {
     const Deadline answered(kLookTime);  // a store that does not answer must not add up
     for (int i = 0; i < std::min(kLooksPerSlice, options_.size) && !answered.expired(); ++i) {
@@ -168,10 +168,10 @@ class FormingProcesses {
   const ConnectOptions& options_;
   RankInfo own_;
   std::vector<std::optional<std::pair<RankInfo, Process>>> known_;  // by rank
-  int next_;  // the rank whose note was looked for last
+  int next_;  // the rank whose info was looked for last
 };
 
-// Everybody's note; throws Timeout naming those that have left none.
+// The infos of all ranks; throws Timeout naming the ranks that published none.
 std::vector<std::string> read_infos(Store& store, const ConnectOptions& options,
                                     const Deadline& deadline) {
   std::vector<std::string> infos;
@@ -238,8 +238,8 @@ std::vector<std::string> exchange_infos(Store& store, const ConnectOptions& opti
   try {
     const auto margin = std::min<std::chrono::nanoseconds>(kNamingTime, deadline.left() / 10);
     return read_blocks(store, options, Deadline(deadline.left() - margin));
-  } catch (const Timeout&) {  // rank 0 waits for somebody, or has not come itself: see who it is,
-    return read_infos(store, options, deadline);  // before others give up and take their notes away
+  } catch (const Timeout&) {  // rank 0 waits for a rank, or is missing itself: find out which,
+    return read_infos(store, options, deadline);  // before others fail and remove theirs
   }
 }
 
@@ -301,7 +301,7 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       .towards = options.towards,
       .memory_bytes = sizeof(Segment),
       // A fault and a line are of channels: all has to go through them.
-      .shares = options.faults.empty() && options.line == nullptr,
+      .shares = options.faults.empty() && options.rate_limited_link == nullptr,
       .encrypt = options.encrypt,
       .open_key = options.open_key,
       .options = std::string(options.reproducible ? "reproducible=True" : "reproducible=False") +
@@ -315,9 +315,9 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       .check_aborted = check_aborted,
       .forbidden = options.forbidden};
   Mesh mesh = form_mesh(request, exchange, deadline);
-  if (options.line != nullptr)
+  if (options.rate_limited_link != nullptr)
     for (auto& channel : mesh.channels)
-      if (channel) channel = make_rate_limited(std::move(channel), options.line);
+      if (channel) channel = make_rate_limited(std::move(channel), options.rate_limited_link);
   if (!options.faults.empty()) {
     const auto faults = make_faults(options.faults);
     for (size_t i = 0; i < mesh.channels.size(); ++i)
@@ -332,7 +332,8 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
     return ask && ask();
   };
   auto group = std::make_shared<HostGroup>(checking, std::move(mesh), std::move(ranks));
-  // Nobody goes on, or leaves, before everybody stands: until here a closed connection is a death.
+  // No rank continues or leaves before all are connected: until here a closed connection is a
+  // death.
   group->run({.operation = Operation::barrier,
               .timeout = std::max<std::chrono::nanoseconds>(deadline.left(),
                                                             std::chrono::milliseconds(1))});
@@ -401,9 +402,9 @@ std::shared_ptr<Group> meet(Store& store, ConnectOptions options, std::vector<in
       std::move(ranks));
 }
 
-// Ranks that cannot form a group, for what the notes say, all learn it from the same notes: nobody
-// takes its own, or the store, away before the others have read them. False where not all ranks
-// were in that position.
+// Ranks that cannot form a group because of the infos all learn it from the same infos: no rank
+// removes its own, or the store, before the others have read them. False where not all ranks were
+// in that position.
 bool all_have_read(Store& store, const ConnectOptions& options, const Deadline& deadline) {
   const std::string count = options.name + "/refused", all = count + "/all";
   if (store.add(count, 1, deadline) == options.size) store.set(all, "1", deadline);
@@ -425,8 +426,8 @@ bool all_have_read(Store& store, const ConnectOptions& options, const Deadline& 
 }  // namespace
 
 // Each rank counts in the store how often it has formed a group of the name, and the count is part
-// of the keys: nobody reads what an earlier group left there. A forming that fails does not count,
-// but where all ranks fail alike: the first to try again would read notes of the last to fail.
+// of the keys: no rank reads what an earlier group stored. A forming that fails does not count,
+// except where all ranks fail alike: the first rank to retry would read infos of the last to fail.
 std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector<int> ranks) {
   check_options(options);
   const Deadline deadline(options.timeout);

@@ -32,14 +32,14 @@ struct ConnectOptions {
   std::function<void(const std::string& why)> forbidden;  // set by connect(): MeshRequest's
   std::string host;     // for tests: of which made-up host of this machine; empty: of this one
   std::string towards;  // rank 0's host, towards which its best address lies; empty: unknown
-  bool reproducible =
-      false;  // sums in rank order whatever the size: bits depend on the inputs alone
+  // Sums in rank order whatever the size: bits depend on the inputs alone.
+  bool reproducible = false;
   std::vector<TunedThresholds>
       tuned;                     // where choices turn by transport, if measured; rank 0's count
   FlightRecorderFiles recorder;  // where a flight record and a trace go
   std::vector<Fault> faults;     // for tests: what goes wrong on this rank
-  std::shared_ptr<RateLimitedLink>
-      line;  // for benchmarks: behind which all channels of this rank lie; or null
+  // For benchmarks: behind which all channels of this rank lie; or null.
+  std::shared_ptr<RateLimitedLink> rate_limited_link;
   // Up to so many ranks each is connected to each from the start and nothing listens once the group
   // stands; in a larger group two ranks connect when one first sends to the other. The same on all.
   int full_mesh = 64;

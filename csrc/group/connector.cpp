@@ -41,7 +41,7 @@ std::string Connector::failure(int peer) const {
          (dial.why.empty() ? "" : " (last failure: " + dial.why + ")");
 }
 
-// `peer` is whom we call, or -1: whoever it is has called us.
+// `peer`: the rank that this rank dials; -1: an accepted connection.
 Handshake Connector::make_handshake(Fd fd, int peer, SocketTransport* by) {
   HandshakeParams params{.context = options_.context, .rank = options_.rank, .expected = peer};
   params.agreed = options_.agreed;
@@ -175,8 +175,8 @@ void Connector::advance_dials() {
           reject(peer, address_of(peer).candidates[dial.candidate] + ": " + dial.handshake->why());
           break;
         }
-        if (dial.handshake
-                ->was_disconnected()) {  // evicted, by what we can know: the caller has a limit
+        // Evicted, as far as this rank can know: the caller has a limit.
+        if (dial.handshake->was_disconnected()) {
           dial.why = address_of(peer).candidates[dial.candidate] + ": " + dial.handshake->why();
           dial.handshake.reset();
           dial.retry_at = Clock::now() + kRetry;

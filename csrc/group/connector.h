@@ -1,12 +1,13 @@
-// Where ranks meet: those who call, those who are called, and strangers, until both ends of a pair
-// hold the one channel between them. Nobody is believed before the handshake, and strangers cannot
-// stop it.
+// Connects the ranks of a group: dials peers, accepts connections and runs the handshake, until
+// each pair of ranks shares one channel. No input is trusted before the handshake. Pending
+// connections are bounded, so that unauthenticated clients cannot block it.
 //
-// Two ranks may call each other at once. The lower one's call then counts: while it calls, it says
-// no to the higher one, which says yes to it. What was said yes to stands at both ends.
+// If two ranks dial each other at the same time, the connection that the lower rank opened wins:
+// while it dials, it declines the higher rank, and the higher rank accepts. Both use a connection
+// only after it was accepted.
 //
-// Not here: who calls whom and when, threads. Called by the forming of a group (mesh.cpp) and by a
-// large group's doorman (on_demand_connector.h), by one thread at a time.
+// It does not decide which rank dials which, nor when, and it has no threads. Called by mesh.cpp
+// while a group forms and by on_demand_connector.h of a large group, by one thread at a time.
 #pragma once
 
 #include <functional>
@@ -40,30 +41,29 @@ class Connector {
     std::string agreed{};  // what all ranks must know alike: HandshakeParams::agreed
     std::vector<std::unique_ptr<SocketTransport>> transports;
     std::vector<PeerAddress> addresses;  // by rank
-    int failures = 100;  // attempts that failed otherwise; those that were cut off do not count
-    int max_refusals =
-        100;  // calls that nobody takes, 50 ms apart, before a peer is held to be lost
+    int failures = 100;      // attempts that failed otherwise; those that were cut off do not count
+    int max_refusals = 100;  // refused calls, 50 ms apart, before a peer counts as lost
     // Whether a peer is lost at once where the system forbids connections to it. Else it is called
-    // as often as one that refuses them: who fails sooner takes its note away before all have read
-    // it.
+    // as often as one that refuses them: a rank that fails sooner removes its rank info from the
+    // store before all ranks have read it.
     bool forbidden_is_final = false;
     std::function<void(const std::string&)> log;  // a line for each that failed; may be empty
   };
 
   explicit Connector(Options options);
 
-  // Calls `peer` until it is met. Twice is fine. `reports_lost`: a peer that cannot be reached is
-  // lost.
+  // Dials `peer` until it is connected. A second call has no effect. `reports_lost`: a peer that
+  // cannot be reached is reported as lost.
   void dial(int peer, bool reports_lost = true);
   // Waits until something happens, here or on the descriptors of `also`, and for at most `limit`;
-  // deals with it, and gives whom it has met or lost.
+  // handles it, and returns the peers that it has connected or lost.
   std::vector<ConnectResult> poll(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
   // Of a peer that is still called: " at <address> (last failure: <why>)".
   std::string failure(int peer) const;
   const SocketTransport& transport(int peer) const { return *address_of(peer).transport; }
 
  private:
-  struct Dial {  // a peer that we call
+  struct Dial {  // a peer that this rank dials
     std::unique_ptr<Handshake> handshake{};
     Handshake::Step step = Handshake::Step::want_write;
     Clock::time_point retry_at{};
@@ -73,13 +73,13 @@ class Connector {
     bool forbidden = false;  // by the system: it is not called again
     std::string why{};
   };
-  struct PendingConnection {  // somebody who called us
+  struct PendingConnection {  // accepted, in its handshake
     SocketTransport* transport;
     Handshake handshake;
     uint64_t source;
     Handshake::Step step = Handshake::Step::want_read;
   };
-  struct PendingExchange {  // a peer that we have met and that owes its offer
+  struct PendingExchange {  // a connected peer whose memory is awaited
     int peer;
     Fd fd;
     Session session;

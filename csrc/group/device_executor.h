@@ -1,7 +1,7 @@
-// How calls of a group on devices are carried out once its ranks have agreed about them: by NCCL
-// between the devices, or staged in host memory.
+// Executes the calls of a group on devices once its ranks have agreed about them: by NCCL between
+// the devices, or staged in host memory.
 //
-// It checks no arrays, agrees with nobody and watches nothing. Called by device_group.cpp and
+// It checks no arrays, agrees with no peer and supervises nothing. Called by device_group.cpp and
 // watchdog.cpp.
 #pragma once
 
@@ -24,8 +24,8 @@ namespace pycomm {
 // A call that can be enqueued.
 struct DeviceCall {
   Call call;  // with its algorithm and its limit
-  std::shared_ptr<const std::vector<StreamStages>>
-      plan{};  // by lane, where one runs between devices
+  // By lane, where one runs between devices.
+  std::shared_ptr<const std::vector<StreamStages>> plan{};
 };
 
 class DeviceExecutor {

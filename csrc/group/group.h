@@ -161,7 +161,7 @@ class Group {
   virtual std::shared_ptr<Group> split(int color, int key) = 0;
 
   // Of a group that is broken: ranks that will not come back, as far as this one knew when it
-  // broke. They died, were silent for too long, or have left in peace.
+  // broke. They died, were silent for too long, or left cleanly.
   virtual std::vector<int> lost() const = 0;
   // Collective over `members`, ranks of this group in the order that they will have: the group of
   // them, called `name`, who meet in `store`. This one may be broken. Throws as connect() does.
@@ -179,8 +179,8 @@ class Group {
   // From any thread, also while a call waits; up to a fifth of the heartbeat limit old.
   virtual Status status() const = 0;
 
-  // Leaves in peace: peers that need nothing more from this rank do not notice. Twice is fine.
-  // Later calls raise GroupBroken.
+  // Leaves cleanly: peers that need nothing more from this rank do not notice. A second call has no
+  // effect. Later calls raise GroupBroken.
   virtual void close() noexcept = 0;
   // Between calls: throws what a peer has reported that ends the group, and that a peer has died;
   // waits for either for as long as the limit.

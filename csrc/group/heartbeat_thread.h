@@ -1,7 +1,7 @@
-// A thread that does one small thing at a steady pace until it is told to stop: it says for a group
-// whose rank is busy elsewhere that the rank lives.
+// A thread that calls a function at a fixed interval until join(). For a group whose rank is busy
+// outside of calls it sends the heartbeats.
 //
-// It runs nothing of the user's and takes no lock of Python's. Called by HostGroup.
+// It runs no code of the user's and takes no lock of Python's. Called by HostGroup and DeviceGroup.
 #pragma once
 
 #include <chrono>

@@ -256,7 +256,8 @@ void HostGroup::carry_out(const Call& call, Algorithm algorithm, const Deadline&
   }
 }
 
-// Counts what the call moved, in stats_ and in the journal, and gives its end. With mutex_.
+// Counts what the call moved, in stats_ and in the flight recorder, and returns its end. With
+// mutex_.
 Clock::time_point HostGroup::end_call(bool failed) {
   stats_.frames_sent = engine_.frames_sent();
   stats_.bytes_sent = engine_.payload_sent();
@@ -430,7 +431,7 @@ Stats HostGroup::stats() const {
 }
 
 Status HostGroup::status() const {
-  Status status{.doing = engine_.doing(), .broken = engine_.broken(), .peers = {}};
+  Status status{.doing = engine_.current_call(), .broken = engine_.broken(), .peers = {}};
   for (PeerStatus& seen : engine_.peer_statuses())
     status.peers.push_back({.connected = seen.connected,
                             .departed = seen.left_reason.value_or(""),

@@ -109,8 +109,8 @@ class HostGroup final : public Group {
   std::unique_ptr<PeerConnector> connector_;  // null where all ranks have met
   Engine engine_;
   std::shared_ptr<SharedHeap> heap_;  // of this process, where the region has heaps
-  std::unique_ptr<SharedMemoryRegion>
-      region_;  // of this host's ranks, if several, where hosts share memory
+  // Of this host's ranks, if several, where hosts share memory.
+  std::unique_ptr<SharedMemoryRegion> region_;
   std::optional<HierarchicalAllReduce> hierarchical_;  // the same, where there are several hosts
   FlightRecorder recorder_;
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;

@@ -7,7 +7,7 @@
 
 namespace pycomm {
 
-// Everybody's text, by rank: first the lengths, then the texts, padded to the longest.
+// The texts of all ranks, by rank: first the lengths, then the texts, padded to the longest.
 std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
   const auto size = static_cast<size_t>(options_.size);
   std::vector<int64_t> lengths(size);
@@ -65,7 +65,7 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
   std::ranges::stable_sort(members, {}, [&](int i) { return wishes[static_cast<size_t>(i)].key; });
 
   const std::string name = options_.name + "/" + std::to_string(splits_++);
-  if (color < 0) {  // the others exchange their notes through us
+  if (color < 0) {  // the others exchange their infos through this rank
     (void)gather_texts({});
     return nullptr;
   }

@@ -2,8 +2,8 @@
 // where a group of the same ranks runs the collective.
 //
 //   caller   ... x is ready | event                                          event | ...
-//   executor                   wait | copy to the host | wait | copy back    |
-//   relay                                              the collective
+//   executor                  wait | copy to the host | wait | copy back    |
+//   callback thread                                    the collective
 //
 // That group is one of its own, as its calls come when the devices get to them, between calls of
 // the host's group that come at other moments on each rank.
@@ -118,7 +118,7 @@ std::shared_ptr<Event> HostStagedExecutor::enqueue(const DeviceCall& device_call
   return over;
 }
 
-// On the relay's thread. The error is known before the stream goes on.
+// On the callback thread. The error is known before the stream goes on.
 void HostStagedExecutor::run(const Call& call) noexcept {
   std::optional<Error> error;
   try {

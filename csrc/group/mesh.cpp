@@ -24,10 +24,10 @@ namespace pycomm {
 namespace {
 
 // No wait is longer, and `interrupted` is asked no more often: it may take a lock that others hold
-// for long, and strangers can bring about many rounds.
+// for long, and unauthenticated clients can cause many rounds.
 constexpr std::chrono::milliseconds kSlice{100};
 
-// For those who are about to be met when the forming has failed: much longer than a handshake
+// For peers that are about to connect when the forming has failed: much longer than a handshake
 // takes.
 constexpr std::chrono::milliseconds kFinalConnectTimeout{200};
 
@@ -252,15 +252,15 @@ class MeshBuilder {
       fields.op = "init";
       fields.rank = request_.rank;
       const auto before = "the group \"" + request_.name + "\" did not form: ";
-      const Error told(error.kind(), (failure ? "" : before) + error.what(), fields);
-      engine.fail(told);
-      throw told;
+      const Error reported(error.kind(), (failure ? "" : before) + error.what(), fields);
+      engine.fail(reported);
+      throw reported;
     }
   }
 
   // The processes of the peers, by rank, as far as they can be seen, and the first that has ended.
-  // None of them can be in the group any more; but whoever left in order has told those that it had
-  // met, and they tell this rank, why: for that there is a moment.
+  // None of them can join the group any more. A rank that left in order has told its connected
+  // peers why, and they tell this rank: that takes a moment.
   struct EndedProcesses {
     std::vector<Process> processes;
     int peer = kNoRank;
@@ -285,9 +285,10 @@ class MeshBuilder {
     return ended;
   }
 
-  // Each calls those before it and is called by those behind it, until nobody is missing. Gives one
-  // who has hung up again, or kNoRank. For whom one more step is missing the group may stand
-  // already, so those who are about to be met are met first: they have to be told.
+  // Each rank dials the lower ranks and accepts the higher ones, until no rank is missing. Returns
+  // a rank that closed its connection again, or kNoRank. A rank that is one step from connecting
+  // may already have a complete group, so such connections are completed first: those ranks must
+  // receive the error.
   int connect_all(Mesh& mesh, Connector::Options request) {
     std::vector<int> missing;
     for (int peer = 0; peer < request_.size; ++peer)
@@ -409,7 +410,7 @@ class MeshBuilder {
   std::shared_ptr<SharedHeap> heap_;
   std::unique_ptr<SocketTransport> shm_, tcp_;
   std::vector<Connector::PeerAddress> addresses_;  // by rank
-  int different_ = kNoRank;    // a thread of this process that was given other notes
+  int different_ = kNoRank;    // a thread of this process that read other rank infos
   Clock::time_point asked_{};  // when request_.interrupted was asked last
 };
 

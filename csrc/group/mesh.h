@@ -1,9 +1,9 @@
-// How ranks that know only where to leave a note come to hold a channel to each other.
+// Builds the full mesh of channels from addresses in the rendezvous store.
 //
-// Each rank listens, leaves its addresses, reads everybody's, calls those before it and is called
-// by those behind it (connector.h). Once the mesh stands nothing listens any more. A large group
-// has no mesh: its ranks meet when they first need each other, and a doorman listens as long as it
-// stands. Called by connect() and by Group::split().
+// Each rank listens, publishes its addresses, reads those of all ranks, dials the lower ranks and
+// accepts the higher ones (connector.h). Once the mesh is complete no rank listens any more. A
+// large group has no mesh: its ranks connect when they first need each other, and an
+// OnDemandConnector listens as long as the group exists. Called by connect() and by Group::split().
 #pragma once
 
 #include <functional>
@@ -42,8 +42,8 @@ struct MeshRequest {
   std::function<bool()> interrupted{};          // asked every 100 ms while it waits; may be empty
   std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
   CheckAborted check_aborted{};                 // asked in each round; may be empty
-  // Told, before PeerLost is thrown, that the system refuses Unix sockets to a rank of this host,
-  // and why; may be empty.
+  // Called before PeerLost is thrown where the system refuses Unix sockets to a rank of this host,
+  // with the reason; may be empty.
   std::function<void(const std::string& why)> forbidden{};
 };
 
@@ -62,7 +62,7 @@ struct Mesh {
   uint64_t id = 0;                     // of the group: the same on its ranks, and on no others
 };
 
-// Gives everybody's note, by rank, for one's own.
+// Takes this rank's info and returns those of all ranks, by rank.
 using Exchange = std::function<std::vector<std::string>(const std::string& mine)>;
 
 // Throws Timeout naming who is missing, PeerLost, Mismatch (options), Unsupported (no transport

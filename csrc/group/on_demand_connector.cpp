@@ -12,7 +12,7 @@
 namespace pycomm {
 namespace {
 
-// Somebody who left, or died, does not come back: a call that nobody takes is made for 1 s.
+// A rank that left or died does not return: a refused call is repeated for 1 s.
 constexpr int kRefusals = 20;
 constexpr std::chrono::hours kIdle{1};
 
@@ -89,7 +89,7 @@ void OnDemandConnector::close() noexcept {
 }
 
 // What the world does to a connection is an arrival; what ends up here is our own: no memory left.
-// Nobody is met any more, and the engine is told so of everybody.
+// This rank connects to no further peer, and the engine receives that result for every peer.
 void OnDemandConnector::loop() noexcept {
   try {
     serve();

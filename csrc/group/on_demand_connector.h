@@ -1,8 +1,8 @@
-// Lets the ranks of a large group meet when they first need each other: a thread that owns the
-// listeners for as long as the group stands, answers and makes calls (connector.h), and hands the
-// engine channels that stand at both ends. Ranks of one process need no thread to meet.
+// Connects the ranks of a large group when they first need each other. A thread owns the listeners
+// as long as the group exists, accepts and dials (connector.h), and hands the engine channels that
+// both ends have accepted. Ranks of one process need no thread.
 //
-// The thread never touches a channel that it has handed over, nor Python. Made by form_mesh();
+// The thread does not touch a channel that it has handed over, nor Python. Made by form_mesh();
 // used by the group's engine.
 #pragma once
 
@@ -21,7 +21,7 @@ namespace pycomm {
 
 class OnDemandConnector final : public PeerConnector {
  public:
-  // Contacts without a transport are ranks of this process, met in rings of `ring_bytes`.
+  // Addresses without a transport are ranks of this process, connected by rings of `ring_bytes`.
   OnDemandConnector(Connector::Options options, size_t ring_bytes);
   ~OnDemandConnector() override { close(); }
 
@@ -40,7 +40,7 @@ class OnDemandConnector final : public PeerConnector {
   std::mutex mutex_;                      // guards the next two
   std::vector<int> wanted_;               // not yet called
   std::vector<ConnectResult> results_;    // not yet taken
-  std::atomic<bool> has_results_{false};  // the inbox holds something
+  std::atomic<bool> has_results_{false};  // results_ is not empty
   std::atomic<bool> ending_{false};
   std::optional<InProcessListener> listener_;
   std::optional<Connector> connector_;  // the thread's, while that runs

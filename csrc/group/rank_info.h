@@ -1,4 +1,4 @@
-// What a rank leaves for the others while a group forms: who it is and how it is reached.
+// What a rank publishes in the store while a group forms: its process, host and addresses.
 #pragma once
 
 #include <cstdint>
@@ -36,10 +36,10 @@ bool on_one_machine(const RankInfo& a, const RankInfo& b);
 std::string encode(const RankInfo& info);
 // What tells a group's connections from those of every other group. No two pairs give the same.
 std::string context_of(const RankInfo& first, const std::string& name);
-// A digest of all notes, by rank: whether two ranks were given the same.
+// A digest of all rank infos, by rank: shows whether two ranks read the same.
 std::string digest_of(const std::vector<RankInfo>& infos);
-// Throws InternalError on anything that encode() did not make of a note with numbers where numbers
-// belong: of every note there is one text.
+// Throws InternalError on anything that encode() did not make of a valid info: every info has one
+// canonical text.
 RankInfo decode_rank_info(const std::string& text);
 
 }  // namespace pycomm

@@ -7,7 +7,7 @@
 namespace pycomm {
 namespace {
 
-// A rank that leaves in peace has seen its own part of every call end. For so long the parts of
+// A rank that leaves cleanly has seen its own part of every call end. For so long the parts of
 // others may take to end after that; later it is missed.
 constexpr std::chrono::seconds kGrace{2};
 

@@ -1,7 +1,7 @@
-// The calls of a group on a device that were enqueued and are not known to be over, and what can
-// have become of them.
+// Keeps the calls of a group on a device that were enqueued and are not known to be over, and finds
+// out why they cannot finish.
 //
-// It decides and ends nothing: whoever asks does. Called by device_group.cpp.
+// It decides and ends nothing: its caller does. Called by device_group.cpp.
 #pragma once
 
 #include <deque>
@@ -37,7 +37,7 @@ class Watchdog {
   // Forgets what is over. The error, named after the oldest call, that ends what is not: the
   // executor's, a rank that is lost, the limit.
   std::optional<Error> look();
-  // What is under way will not be over: tells whoever asked to be told. Before the streams go on.
+  // The calls under way will not finish: calls their `failed`. Before the streams continue.
   void end(const std::exception_ptr& error) noexcept;
 
  private:

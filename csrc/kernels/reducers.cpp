@@ -1,4 +1,4 @@
-// The door to the CPU reductions: the best instruction set of this processor, and the refusal of
+// The entry to the CPU reductions: the best instruction set of this processor, and the refusal of
 // pairs without a meaning. Called by engine/ and by the bindings, through kernels.h.
 #include <string>
 

@@ -25,7 +25,7 @@ namespace pycomm::store_frame {
 
 inline constexpr size_t kMaxKeyBytes = 1024, kMaxValueBytes = size_t{1} << 20;
 inline constexpr size_t kRequestHeadBytes = 37, kReplyHeadBytes = 5;
-inline constexpr std::string_view kContext = "pycomm store";  // of the handshake's claim
+inline constexpr std::string_view kContext = "pycomm store";  // of the handshake's parameters
 inline constexpr int kServerRank = 0, kClientRank = 1;        // and its ranks
 
 enum class Verb : uint8_t { set = 1, get = 2, add = 3, remove = 4, claim = 5, hello = 6 };

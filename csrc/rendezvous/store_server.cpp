@@ -30,7 +30,7 @@ namespace {
 
 // Connections that are accepted before the others, and the clients, get a turn.
 constexpr int kAcceptsInARound = 16;
-// How long the listener rests when no descriptor is left and no stranger can give way.
+// How long the listener rests when no descriptor is left and no pending connection can be evicted.
 constexpr std::chrono::milliseconds kRest{100};
 constexpr size_t kReadBytes = 1 << 16;
 // Waits longer than this are asked anew: nothing overflows.
@@ -75,7 +75,7 @@ StoreServer::StoreServer(const Address& address, std::string key,
 }
 
 StoreServer::~StoreServer() {
-  if (::getpid() != born_) {  // the thread stayed with the parent, and so did the door
+  if (::getpid() != born_) {  // the thread and the listener stayed with the parent
     thread_.detach();
     return;
   }

@@ -1,9 +1,9 @@
 // The serving end of the TCP store: one thread that polls a listener and its clients. Made and
 // owned by TcpStore::serve().
 //
-// Strangers cost little: a connection must pass the handshake within its limit, at most
-// max_pending() are in it at a time, and when more come, or descriptors run out, one of them gives
-// way (transport/admission.h).
+// Unauthenticated clients cost little: a connection must pass the handshake within its limit, at
+// most max_pending() are in it at a time, and when more come, or descriptors run out, one of them
+// is evicted (transport/admission.h).
 //
 // It listens at two ports. Once the run is complete the public one is closed: another run may have
 // it. The other one, which the kernel chose and which clients learn from the reply to `hello`,
@@ -53,7 +53,7 @@ class StoreServer {
  private:
   enum class ListenerState : uint8_t { open, closing, closed };
 
-  // First a stranger in its handshake, then a client that asks, perhaps waits, and is answered.
+  // First a pending connection in its handshake, then a client with requests and replies.
   struct Client;
 
   void run();

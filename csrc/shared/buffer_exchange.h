@@ -1,12 +1,13 @@
-// How a call on larger arrays begins: each rank says where its arrays lie, and from what all have
-// said all find the same way for the call.
+// How a call on larger arrays begins: each rank publishes where its arrays are, and all ranks
+// derive the same access mode from what all have published.
 //
-//   mapped   all arrays that others work on lie in heaps, which all have mapped    zero_copy_task.h
-//   pulled   ranks may read each other's processes, and do remote_read_task.h staged   through
-//   slots                                                         staged_task.h
+//   zero_copy     all arrays that others use are in heaps, which all ranks have mapped
+//   remote_read   ranks may read each other's processes, and do
+//   staged        through slots
 //
-// Where slots and reading are both possible the lowest rank chooses for all: it tries both now and
-// then. Called by shared_call.h.
+// Each mode has its task: zero_copy_task.h, remote_read_task.h, staged_task.h. Where slots and
+// reading are both possible the lowest rank chooses for all: it tries both from time to time.
+// Called by shared_call.h.
 #pragma once
 
 #include <sys/types.h>

@@ -41,7 +41,7 @@ bool FlagTask::is_missing(int peer, const std::atomic<uint64_t>& flag, uint64_t 
   return true;
 }
 
-// A slot is free when everybody has read what was in it. The flag is looked at once in many
+// A slot is free when all ranks have read what was in it. The flag is looked at once in many
 // tickets, as a look takes it out of its owner's cache.
 bool FlagTask::may_fill(uint64_t ticket) {
   const uint64_t need = std::max(region_.base(), ticket < kSlots ? 0 : ticket + 1 - kSlots);
@@ -63,8 +63,8 @@ bool FlagTask::has_filled(int peer, uint64_t ticket) {
   return true;
 }
 
-// A call in which data flows one way can be over where nobody has heard of the others: then it is
-// the next one that shows it.
+// A one-directional call can be over before a rank has heard of the others: then the next call
+// shows the mismatch.
 void FlagTask::throw_mismatch(int peer, uint64_t ticket) {
   const auto& theirs = region_.of(peer).reduced[ticket % kSlots];
   const Header header = theirs.header.load(), before = theirs.before.load();
@@ -87,7 +87,8 @@ bool FlagTask::have_reduced(uint64_t ticket) {
   return true;
 }
 
-// Who has given up may use its array for something else by now; the engine hears why it did.
+// A rank that aborted the call may use its array for something else by now; the engine receives the
+// reason.
 bool FlagTask::all_in_call() {
   for (int peer = 0; peer < size_; ++peer)
     if (!region_.is_in(peer, header_)) {
@@ -115,7 +116,7 @@ void FlagTask::arm() {
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_ && region_.differs(peer, header_, theirs))
       engine_.throw_mismatch(region_.member(peer), theirs);
-  // Whoever is in a later call has done what it does in this one: what is not there will not come.
+  // A peer in a later call has done all it does in this one: what is missing will not come.
   if (awaited_ != kNoRank && awaited_flag_ != nullptr &&
       region_.is_past(awaited_, header_, theirs) &&
       awaited_flag_->load(std::memory_order_acquire) < awaited_value_)

@@ -1,5 +1,5 @@
-// What the tasks of this room have in common: tickets, flags that others wait for, and headers that
-// must agree. See segment.h for what the flags say.
+// What the tasks of this folder have in common: tickets, flags that others wait for, and headers
+// that must agree. See segment.h for what the flags say.
 #pragma once
 
 #include <atomic>
@@ -41,12 +41,12 @@ class FlagTask : public Task {
 
   // Whether a flag of `peer` has yet to come to `need`: then that is what this rank waits for.
   bool is_missing(int peer, const std::atomic<uint64_t>& flag, uint64_t need);
-  // Whether everybody has read what was in the ticket's slot.
+  // Whether all ranks have read what was in the ticket's slot.
   bool may_fill(uint64_t ticket);
   // Whether `peer` has laid out its slot; ends the call if it has done so for another one.
   bool has_filled(int peer, uint64_t ticket);
   bool have_reduced(uint64_t ticket);
-  // Whether nobody has given this call up.
+  // Whether no rank has aborted this call.
   bool all_in_call();
   void show_filled(uint64_t ticket);
   void publish(std::atomic<uint64_t>& flag, uint64_t value);

@@ -1,5 +1,5 @@
-// A copy whose stores go round the caches, into memory that another processor is about to read.
-// Called by staged_task.cpp alone.
+// A copy with non-temporal stores, which bypass the caches, into memory that another processor is
+// about to read. Called by staged_task.cpp alone.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,6 @@
-// Which of two ways is the faster here, found out by trying both now and then: of every so many
-// turns the first few are tries. Of a virtual machine the answer changes from minute to minute.
+// Which of two alternatives is faster here, measured by trying both from time to time: of every
+// period the first few turns are tries. Of a virtual machine the answer changes from minute to
+// minute.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@ class OnlineTuner {
   OnlineTuner(uint64_t period, uint64_t tries) : period_(period), tries_(tries) {}
 
   bool tries(uint64_t turn) const { return turn % period_ < tries_; }
-  // True: the second way. Tries change in an order without a period, as calls may have one.
+  // True: the second alternative. Tries change in an order without a period, as calls may have one.
   bool uses_second(uint64_t turn) const { return tries(turn) ? tried(turn) == 1 : second_; }
   bool prefers_second() const { return second_; }
 

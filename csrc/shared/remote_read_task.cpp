@@ -135,8 +135,8 @@ void RemoteReadTask::count() {
     region_.bytes_sent += whole;
 }
 
-// A peer that cannot be read has died or given up, which is the engine's to find out: its arrays
-// could be read when the ranks met.
+// A peer that cannot be read has died or aborted, which the engine detects: its arrays could be
+// read when the ranks met.
 bool RemoteReadTask::pull(int peer, uint64_t from, std::byte* into, size_t bytes) {
   if (!read_process(of(peer).process, from, into, bytes)) {
     awaited_ = peer;

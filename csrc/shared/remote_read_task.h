@@ -4,7 +4,7 @@
 //   all_reduce, two ranks    rank 0                              rank 1
 //     sum                    reads 1's piece 0, adds its own     reads 0's piece 1, adds its own
 //     collect                reads 1's piece 1                   reads 0's piece 0
-//     end                    when everybody has read
+//     end                    when all ranks have read
 //
 //   operation        sum               collect
 //   all_reduce       its piece         the others' pieces, out of their outputs

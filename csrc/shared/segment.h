@@ -22,8 +22,8 @@ inline constexpr size_t kSlotBytes = size_t{64} << 10;
 // What fits into the cache line of the flag itself: the reader fetches one line.
 inline constexpr size_t kTinyBytes = 48;
 
-// A header that another rank may read while it is written: whoever reads looks at the flag beside
-// it before and after. Release and acquire keep both looks in their places.
+// A header that another rank may read while it is written: a reader looks at the flag beside it
+// before and after. Release and acquire keep both looks in their places.
 class SharedHeader {
  public:
   void store(const Header& header) {

@@ -1,8 +1,7 @@
-// A call inside one host: larger ones begin with a meeting, which finds the way for them; small
-// ones go through slots.
+// A call inside one host: a larger one begins with an exchange of buffers, which selects the access
+// mode; a small one uses slots.
 //
-// Not the engine: that drives this task, and does its waiting, deadlines and failures. Called by
-// the group.
+// The engine drives this task, and does its waiting, deadlines and failures. Called by the group.
 #pragma once
 
 #include <optional>

@@ -42,7 +42,7 @@ class SharedMemoryRegion {
 
   // Says which call this rank is in, for ranks that wait for it in another.
   void begin(const Header& header);
-  // Says that this rank has given up the call that it is in.
+  // Says that this rank has aborted the call that it is in.
   void leave();
   // Whether `peer` is in this very call.
   bool is_in(int peer, const Header& header) const;
@@ -64,20 +64,20 @@ class SharedMemoryRegion {
   // The call before this one in the epoch, and the signature of it and all before it.
   Header last{};
   uint32_t signature = 0;
-  // How a rank writes what others are to read, by size of the call: with plain stores, or with
-  // stores that go round the caches. Between processors that share a cache plain stores win: what
-  // was written is read from there. Between distant ones they lose by four times (1 MiB on an EPYC,
-  // 160 ns apart), as each store first takes its line away from the reader's cache. Chunks are
-  // counted, the same number on all ranks, so all try at the same time.
+  // How a rank writes what others are to read, by size of the call: with plain stores, or with non-
+  // temporal stores. Between processors that share a cache plain stores win: what was written is
+  // read from there. Between distant ones they lose by four times (1 MiB on an EPYC, 160 ns apart),
+  // as each store first takes its line away from the reader's cache. Chunks are counted, the same
+  // number on all ranks, so all try at the same time.
   OnlineTuner& store_tuner(size_t bytes) {
     return stores_[bytes < (size_t{256} << 10) ? 0 : bytes < (size_t{4} << 20) ? 1 : 2];
   }
-  // Whether private arrays go through slots or are read out of the others' processes; what the
-  // lowest rank finds counts, by verb and size of the call. Calls are counted.
+  // Whether private arrays are staged in slots or read from the others' processes; the lowest rank
+  // decides, by operation and size of the call. Calls are counted.
   OnlineTuner& read_tuner(Operation operation, size_t bytes) {
     return read_tuners_.try_emplace({operation, std::bit_width(bytes)}, 256, 8).first->second;
   }
-  // Whether this rank may read the processes of all others, as its first meeting has shown.
+  // Whether this rank may read the processes of all others, as its first buffer exchange has shown.
   enum class Reach { unknown, not_all, all } reaches = Reach::unknown;
   // What who reads this process finds at its address.
   uint64_t token = std::bit_cast<std::array<uint64_t, 4>>(random_bytes())[0];

@@ -3,7 +3,7 @@
 //
 //   all_reduce, two ranks    rank 0                          rank 1
 //     work                   piece 0 of both -> both         piece 1 of both -> both
-//     end                    when everybody has ended its work
+//     end                    when all ranks have ended their work
 //
 //   operation        must be mapped          a rank's work
 //   all_reduce       all inputs and outputs  adds up its piece, writes it into all outputs
@@ -12,7 +12,7 @@
 //   reduce_scatter   all inputs              adds up its row of all inputs
 //
 // An all_reduce of S bytes reads S and writes S in each rank. Nothing is written into an array
-// whose rank has given the call up, but for the step in which it did so. The ranks have met.
+// whose rank has aborted the call, but for the step in which it did so. The ranks have met.
 #pragma once
 
 #include <vector>

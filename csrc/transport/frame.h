@@ -1,6 +1,5 @@
-// The 32 bytes in front of everything that travels. Both sides fill in what they believe the call
-// to be, so that a disagreement is seen before a byte of it is used; that is the whole cost of the
-// check.
+// The 32-byte header of every frame. Both sides fill in what they consider the call to be, so that
+// a disagreement is detected before a byte of the payload is used; the check costs nothing else.
 #pragma once
 
 #include <bit>
@@ -34,9 +33,8 @@ struct Header {
   uint8_t dtype = 0;
   uint8_t op = 0;
   uint8_t algorithm = 0;
-  uint16_t epoch = 0;  // counts the mismatches that the group has survived
-  uint16_t context =
-      0;  // of a heartbeat: CallState; of a plan's data: a hash of the calls before it
+  uint16_t epoch = 0;     // counts the mismatches that the group has survived
+  uint16_t context = 0;   // of a heartbeat: CallState; of data: a hash of the calls before it
   uint32_t sequence = 0;  // which call of the epoch
   uint32_t peer = 0;      // root, tag of a message, hash of an all_gather's counts
   uint32_t bytes = 0;     // of payload behind this header

@@ -24,7 +24,7 @@ namespace {
 constexpr std::chrono::seconds kLimit{2};
 // Nothing tells of an acknowledgement: one looks.
 constexpr int kLookMs = 5;
-// Reads in a row of one socket, so that a peer that never stops holds nobody up.
+// Reads in a row of one socket, so that a peer that never stops delays no other.
 constexpr int kReads = 16;
 
 struct ClosingSocket {
@@ -36,7 +36,7 @@ struct ClosingSocket {
   bool has_unsent() const { return sent < unsent.size(); }
 };
 
-// Sends what is owed, as it fits. False: there is nobody to send to.
+// Sends what is unsent, as it fits. False: the peer is gone.
 bool send_unsent(ClosingSocket& closing) {
   while (closing.has_unsent()) {
     const auto rest = std::span(closing.unsent).subspan(closing.sent);

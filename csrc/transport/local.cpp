@@ -22,7 +22,7 @@ std::shared_ptr<RingMemory> make_ring(size_t bytes) {
   return std::make_shared<RingMemory>(memory.get(), bytes);
 }
 
-using Key = std::tuple<std::string, int, int>;  // the meeting, the lower rank, the higher
+using Key = std::tuple<std::string, int, int>;  // the group, the lower rank, the higher
 
 struct End {
   int rank;
@@ -30,8 +30,8 @@ struct End {
   std::unique_ptr<Channel> channel;
 };
 
-// Ends whose rank has not come yet, each for as long as the rank that came first holds its own.
-// Of the latest of those that left alone a mark stays: whoever comes after them does not wait.
+// Ends whose rank has not come yet, each for as long as the rank that came first holds its own. Of
+// the latest of those that left alone a mark stays: a rank that comes after them does not wait.
 struct PendingEndpoints {
   using Ends = std::map<Key, End>;
 
@@ -47,10 +47,10 @@ PendingEndpoints& pending_endpoints() {
   return *one;
 }
 
-// Of the rank that comes first, as long as its end lives: with it goes the one that nobody took.
+// Of the rank that comes first, as long as its end lives: with it the untaken end is dropped.
 struct PendingEndpoint {
   const Key key;
-  std::shared_ptr<RingMemory> in;  // which the end reads; null where the seat is not used
+  std::shared_ptr<RingMemory> in;  // which the end reads; null where the endpoint is not used
 
   explicit PendingEndpoint(Key of) : key(std::move(of)) {}
   PendingEndpoint(const PendingEndpoint&) = delete;
@@ -90,7 +90,7 @@ std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int
                                        size_t ring_bytes, std::string* agreed) {
   const Key key{meeting, std::min(rank, peer), std::max(rank, peer)};
   const auto endpoint = std::make_shared<PendingEndpoint>(key);
-  Pair pair;  // as the seat, goes when the lock is free
+  Pair pair;  // as the endpoint, freed without the lock
   PendingEndpoints& all = pending_endpoints();
   const std::lock_guard lock(all.mutex);
   if (const auto found = all.ends.find(key); found != all.ends.end()) {
@@ -110,7 +110,7 @@ std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int
   return std::move(pair.mine);
 }
 
-// What the listeners of one meeting share, while one of them is open.
+// What the listeners of one group share, while one of them is open.
 struct InProcessListener::Registry {
   std::string agreed;                                              // as its first rank gave it
   std::mutex mutex;                                                // guards the rest

@@ -10,8 +10,8 @@
 namespace pycomm {
 
 // The channel between `rank` and `peer` of the group called `meeting`, a name unique in the
-// process. Whoever comes first makes both ends; a second call for the same end is an InternalError.
-// The second end waits no longer than the first lives: who comes then gets one that has hung up.
+// process. The first rank makes both ends; a second call for the same end is an InternalError. The
+// second end waits only while the first exists: a rank that comes later gets a closed channel.
 // `agreed`, if not null, is what this rank knows of the group; the second rank finds there what the
 // first gave.
 std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int peer,
@@ -22,19 +22,19 @@ struct InProcessGroup {
   std::string agreed{};  // what all its ranks must know alike
 };
 
-// The same for ranks that need channels one by one: each opens a door to the others of the meeting.
+// The same for ranks that need channels one by one: each listens for the others of the group.
 class InProcessListener {
  public:
   using OnConnected = std::function<void(int peer, std::unique_ptr<Channel> channel)>;
 
   // `arrived` is called once for each peer, on the thread of whichever of the two calls; it must
-  // not wait, nor call a door.
-  // Throws Mismatch where the rank that came first gave another `agreed`: its calls then fail.
+  // not wait, nor call a listener. Throws Mismatch where the rank that came first gave another
+  // `agreed`: its calls then fail.
   InProcessListener(const InProcessGroup& of, int rank, size_t ring_bytes,
                     OnConnected on_connected);
   ~InProcessListener();  // after it nothing arrives
-  // Gives both ranks their end; the peer's is kept until it opens its door. False: the peer has
-  // closed its door. Twice is fine.
+  // Gives both ranks their end; the peer's is kept until it listens. False: the peer has stopped
+  // listening. A second call has no effect.
   bool call(int peer);
 
  private:
@@ -46,7 +46,7 @@ class InProcessListener {
 };
 
 // What `rank` lays out for the other ranks of the group: `bytes` of zeroes when it is first asked
-// for, by whomever, and gone when nobody holds it.
+// for, by any rank, and freed when no rank holds it.
 std::shared_ptr<std::byte> local_memory(const std::string& meeting, int rank, size_t bytes);
 
 }  // namespace pycomm

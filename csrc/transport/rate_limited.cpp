@@ -86,7 +86,7 @@ class RateLimited final : public Channel {
   std::shared_ptr<RateLimitedLink> link_;
   Fd timer_;
   bool timer_armed_ = false;
-  bool limited_ = false;  // the line let less through than was asked for
+  bool limited_ = false;  // the link passed less than was asked for
 };
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Channels behind a line of a given speed, where the system has none to offer (tc wants root): a
-// token bucket each way, which all channels of a rank share, those of groups split off it too. For
-// benchmarks. Bytes are those of frames: what TCP and IP add does not count.
+// Channels behind a link of a given speed, where the system cannot limit it (tc needs root): a
+// token bucket in each direction, which all channels of a rank share, those of its subgroups too.
+// For benchmarks. Bytes are those of frames: what TCP and IP add does not count.
 //
-// Put around the channels of a group by group/connect.cpp where its options name a line.
+// group/connect.cpp puts it around the channels of a group whose options name a link.
 #pragma once
 
 #include <chrono>
@@ -34,7 +34,7 @@ struct RateLimitedLink {
   TokenBucket out, in;
 };
 
-// `inner` behind `line`.
+// `inner` behind `link`.
 std::unique_ptr<Channel> make_rate_limited(std::unique_ptr<Channel> inner,
                                            std::shared_ptr<RateLimitedLink> link);
 

@@ -16,9 +16,9 @@ namespace {
 // The reader is told of new bytes at least this often, so that it works while the writer copies.
 constexpr size_t kPublishBytes = size_t{32} << 10;
 
-// What goes through a bell: a byte to wake the reader, or, before the last words, one that says so.
+// What is sent on the wake-up socket: a byte to wake the reader, or one that precedes a goodbye.
 constexpr char kWake = 0, kGoodbye = 1;
-// More than anybody owes, a frame and its notices; less than a socket holds.
+// More than any unsent frame and its notices; less than a socket holds.
 constexpr size_t kMaxGoodbyeBytes = size_t{128} << 10;
 
 }  // namespace
@@ -40,7 +40,7 @@ void RingChannel::wake_if_sleeping(std::atomic<uint32_t>& sleeps) {
 
 void RingChannel::wake_peer() {
   if (closed_) return;
-  // A full bell wakes as well as one more byte would; a dead peer is noticed by poll.
+  // A full socket wakes as well as one more byte would; a dead peer is noticed by poll.
   (void)::send(wakeup_socket_.get(), &kWake, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
@@ -132,7 +132,8 @@ void RingChannel::drain_wakeup(ConstBytes bytes) {
   goodbye_.insert(goodbye_.end(), kept.begin(), kept.end());
 }
 
-// Whoever speaks by the bell writes to the ring no more: what lies there and the words are one run.
+// After a goodbye on the socket the peer writes to the ring no more: the ring's bytes and the
+// goodbye are one run.
 void RingChannel::append_goodbye() {
   if (goodbye_.empty()) return;
   const ConstBytes ring = peek(SIZE_MAX);
@@ -142,7 +143,7 @@ void RingChannel::append_goodbye() {
   remaining_ = std::move(rest);
 }
 
-// The bell has a buffer of its own, which the kernel keeps for the peer. Its size is doubled, for
+// The socket has a buffer of its own, which the kernel keeps for the peer. Its size is doubled, as
 // it may be full of wake-ups.
 void RingChannel::send_goodbye(ConstBytes unsent) {
   int bytes = 0;

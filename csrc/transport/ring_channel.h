@@ -1,9 +1,10 @@
-// A channel through memory that both ranks see: a ring of bytes for each direction and a bell.
+// A channel through memory that both ranks see: a ring of bytes for each direction and a wake-up
+// socket.
 //
-// Each ring has one writer and one reader. The bell is a stream socket: whoever sleeps says so in
-// the ring, whoever moves the ring then sends it one byte; and the kernel closes it when a rank
-// dies. Last words that a full ring has no room for go through the bell. local.cpp and shm.cpp
-// differ only in how two ranks come to hold the same rings.
+// Each ring has one writer and one reader. A rank that sleeps says so in the ring; the rank that
+// moves the ring then sends one byte on the stream socket. The kernel closes the socket when a rank
+// dies. A goodbye message for which a full ring has no space is sent on the socket too. local.cpp
+// and shm.cpp differ only in how two ranks come to hold the same rings.
 #pragma once
 
 #include <atomic>
@@ -66,8 +67,8 @@ class RingChannel final : public Channel {
   PeerMemory peer_memory_;
   uint64_t written_ = 0, read_ = 0;   // our own ends; the shared copies are for the peer
   uint64_t peer_read_ = 0;            // the last we saw of the peer's
-  std::vector<std::byte> goodbye_;    // that came through the bell
-  std::vector<std::byte> remaining_;  // in place of the ring, once the peer is gone and left words
+  std::vector<std::byte> goodbye_;    // received on the wake-up socket
+  std::vector<std::byte> remaining_;  // replaces the ring, once the peer is gone and left a goodbye
   size_t remaining_taken_ = 0;
   bool closed_ = false, corrupt_ = false;
 };

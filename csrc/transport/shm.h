@@ -1,4 +1,5 @@
-// Processes of one host: shared memory passed over a Unix socket, which then serves as the bell.
+// Processes of one host: shared memory passed over a Unix socket, which then serves as the wake-up
+// socket.
 //
 // The socket's name is abstract, random, and gone with the listener; the memory never had one.
 #pragma once

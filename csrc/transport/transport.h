@@ -23,8 +23,8 @@ namespace pycomm {
 using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
 
-// What a rank waits for on a channel while it sleeps. A channel always wakes it when the peer hangs
-// up.
+// What a rank waits for on a channel while it sleeps. A channel always wakes it when the peer
+// closes.
 struct Want {
   bool receive = false;
   bool send = false;
@@ -36,12 +36,12 @@ struct Want {
 // One end of a connection. Used by one thread at a time.
 class Channel {
  public:
-  virtual ~Channel() = default;  // hangs up
+  virtual ~Channel() = default;  // closes
   virtual std::string_view transport() const = 0;
 
   // Takes as much of `head` and then `body` as fits now, perhaps nothing; gives the bytes taken.
-  // The bytes that were not taken come first in the next send() or close().
-  // After the peer hung up bytes are taken and lost.
+  // The bytes that were not taken come first in the next send() or close(). After the peer closed
+  // bytes are taken and lost.
   virtual size_t send(ConstBytes head, ConstBytes body) = 0;
   // Of the sends to come: whether further ones follow at once, so that the end of what is sent may
   // wait for them.
@@ -55,9 +55,9 @@ class Channel {
   // here.
   virtual size_t receive(Bytes into) = 0;
 
-  // The peer hung up or died. What it sent before can still be received.
+  // The peer closed the connection or died. What it sent before can still be received.
   virtual bool is_closed() const = 0;
-  // Where it counts as that since what it did to the channel makes no sense: what. Else empty.
+  // Why the channel counts as closed, where the peer violated the protocol. Else empty.
   virtual std::string_view protocol_error() const { return {}; }
 
   // Before sleeping; look for progress once more between arm() and poll(2), and do not sleep if
@@ -65,8 +65,8 @@ class Channel {
   virtual pollfd arm(Want want) = 0;
   virtual void disarm(short revents) = 0;
 
-  // Whether to look for progress costs about as much as what a look gains: while much is on its way
-  // it is better to sleep.
+  // Whether polling costs about as much as it gains: while much data is in transit it is better to
+  // sleep.
   virtual bool polling_is_expensive() const { return false; }
 
   // Wakes the peer if it sleeps on this channel.

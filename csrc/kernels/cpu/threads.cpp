@@ -42,7 +42,7 @@ void look(F&& seen) {
 
 class ThreadPool {
  public:
-  // False, and nothing done, where another caller has the crew.
+  // False, and nothing done, where another caller uses the pool.
   bool work(size_t tasks, const std::function<void(size_t)>& task, int threads) {
     const std::unique_lock mine(busy_, std::try_to_lock);
     if (!mine) return false;
@@ -107,7 +107,7 @@ class ThreadPool {
   int members_ = 0, places_ = 0;
 };
 
-// The crew of this process, never destroyed: its threads wait in it until the process ends.
+// The thread pool of this process, never destroyed: its threads wait in it until the process ends.
 ThreadPool& thread_pool() {
   static std::atomic<ThreadPool*> current{new ThreadPool};
   static const int registered = pthread_atfork(nullptr, nullptr, [] {
