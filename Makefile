@@ -64,12 +64,12 @@ bench: build
 	@touch $@
 
 peers: build .venv/programs
-	$(PY) tests/peers/table.py --run
+	$(PY) tests/compat/table.py --run
 
 faults: build
 	$(PY) -m benchmarks faults --json benchmarks/results/faults.json --plot benchmarks/results/faults.png
-	$(PY) -m benchmarks deaths --json benchmarks/results/deaths.json --plot benchmarks/results/deaths.png
-	$(PY) -m benchmarks strangers --json benchmarks/results/strangers.json
+	$(PY) -m benchmarks deaths --json benchmarks/results/rank_failure.json --plot benchmarks/results/rank_failure.png
+	$(PY) -m benchmarks strangers --json benchmarks/results/connection_flood.json
 
 MINUTES ?= 60
 soak: build

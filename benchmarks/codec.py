@@ -26,7 +26,7 @@ import pycomm
 from benchmarks import residuals
 from pycomm import _core, kernels
 from pycomm.demo import machine
-from pycomm.kernels.lean import VALUES
+from pycomm.kernels.compact import VALUES
 
 SPARSITIES = (0.75, 0.9375, 0.984375, 0.996, 0.999, 0.9999)
 INDICES = ("list", "bitmap", "rice")

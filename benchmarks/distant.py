@@ -8,7 +8,7 @@ opens hostile connections to one listener, at a given rate:
     mid-run   a rank on the second host sends to ranks of the 65 on the first, to which it has no
               connection yet, one by one; to the listener of the rank that it sends to
 
-Each with hostile connections and without, in turn. Called by strangers.py.
+Each with hostile connections and without, in turn. Called by connection_flood.py.
 """
 
 from __future__ import annotations

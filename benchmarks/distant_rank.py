@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import pycomm
-from benchmarks.stranger import GREETING, inodes, listeners
+from benchmarks.unauthenticated import GREETING, inodes, listeners
 from pycomm.testing import status
 
 FORM_LIMIT_S, CALL_LIMIT_S = 60.0, 60.0

@@ -32,9 +32,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import faults
+from benchmarks.baselines import held, left
 from benchmarks.fault_rank import DISAGREEMENTS, STRUCK, Seen
 from benchmarks.faults import Cell
-from benchmarks.held import held, left
 from benchmarks.soak_rank import REASON, Epoch, Story, live
 from pycomm.demo import machine
 from pycomm.testing import FaultPlan, run_ranks

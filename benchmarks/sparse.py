@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 import pycomm
+from benchmarks.comparison import OURS, Array, Call, Contest, Packet, Traffic, host, touched
 from benchmarks.composed import SAMPLED, Choose, Step, Tensors
-from benchmarks.contest import OURS, Array, Call, Contest, Packet, Traffic, host, touched
 from benchmarks.residuals import MOMENTUM, SPARSITY, STEPS, WORKERS, Residuals
 from pycomm import kernels, reference
 

@@ -45,8 +45,8 @@ import pycomm
 from benchmarks.peers import OURS, Groups
 from benchmarks.plot import COLORS
 from pycomm import collectives, planner
+from pycomm.compress.cost_model import Coding, measure_coding
 from pycomm.compress.schedule import Load, code_at, to_send
-from pycomm.compress.seconds import Coding, measure_coding
 from pycomm.demo import machine, processes
 from pycomm.demo.netns import RATE, Network, missing
 from pycomm.errors import Error

@@ -38,10 +38,10 @@ from rich.table import Table
 from benchmarks import residuals, wire_plot, wire_ranks
 from benchmarks.codec import entropy_bits
 from pycomm import kernels
-from pycomm.compress.coded import decode, encode
+from pycomm.compress.bucket import Pair
+from pycomm.compress.packet_exchange import decode, encode
 from pycomm.compress.schedule import code_at
-from pycomm.compress.split import Shares
-from pycomm.compress.unit import Pair
+from pycomm.compress.sharded import Shares
 from pycomm.demo import machine
 from pycomm.demo.model import CharGPT, Shape
 from pycomm.kernels import Bundle
@@ -275,7 +275,7 @@ def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], objec
 
 
 def _answer(total: torch.Tensor, k: int, size: int, code: str) -> torch.Tensor:
-    """What an owner sends on, as split.py chooses it."""
+    """What an owner sends on, as sharded.py chooses it."""
     places, values = kernels.topk(total, min(-(-k // size), len(total)))
     some = values != 0
     return encode(Bundle(places[some], values[some], [int(some.sum())]), len(total), code)[0]

@@ -18,10 +18,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pycomm import _core, config, launcher_watch, rendezvous, survivors, tuned
+from pycomm import _core, config, launcher_watch, rendezvous, shrink, thresholds
 from pycomm import secret as secrets
 from pycomm.errors import GroupBroken, InvalidArgument
-from pycomm.survivors import Store
+from pycomm.shrink import Store
 
 __all__ = [
     "Group",
@@ -156,7 +156,7 @@ class Group:
         limit_s = limit_s if timeout_s is None else timeout_s
         if not limit_s > 0:
             raise InvalidArgument(f"shrink: timeout_s is {limit_s}; it must be more than 0 seconds")
-        group = self._like(survivors.regroup(self._core, store, limit_s))
+        group = self._like(shrink.regroup(self._core, store, limit_s))
         _inherit(self, group)
         return group
 
@@ -191,7 +191,7 @@ class Group:
             part.abort(reason)
 
     def _board(self) -> tuple[Store, str, float]:
-        """For values.py: where this group's keys are kept, what they begin with, the time limit.
+        """For objects.py: where this group's keys are kept, what they begin with, the time limit.
 
         Raises:
             GroupBroken: the group was closed, or is the parent process's.
@@ -315,7 +315,7 @@ def _form(
         reproducible=reproducible,
         heartbeat_s=heartbeat_s,
         log=here.log != "warning",
-        tuned=tuned.thresholds(),
+        tuned=thresholds.thresholds(),
         **config.journal_files(),
     )
     core.set_timeout(timeout_s)  # of its calls; the forming had what was left of it

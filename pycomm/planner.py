@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pycomm.compress.cost_model import Coding, Link, measure_coding, predicted
 from pycomm.compress.schedule import Load, code_at, to_send
-from pycomm.compress.seconds import Coding, Link, measure_coding, predicted
 from pycomm.errors import InvalidArgument
 
 __all__ = ["Expected", "best", "draw", "expected", "main", "plan", "table"]

@@ -1,6 +1,6 @@
 """`pycomm top`: what the ranks of this host do now, again and again.
 
-It reads the records that each rank keeps in its memory (journal.py): no rank is asked, none slowed
+It reads the records that each rank keeps in its memory (flight_recorder.py): no rank is asked, none slowed
 down, and one that is stopped or hangs is seen as well. Other users' ranks are not.
 """
 
@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pycomm import journal
-from pycomm.journal import Journal
+from pycomm import flight_recorder
+from pycomm.flight_recorder import Journal
 
 __all__ = ["main", "view"]
 
@@ -31,13 +31,13 @@ class Sample:
     """What was seen at one moment; `at_ns` is the host's steady clock, as in the records."""
 
     def __init__(self) -> None:
-        self.journals = journal.running()
+        self.journals = flight_recorder.running()
         self.at_ns = time.monotonic_ns()
 
 
 def view(now: Sample, before: Sample | None = None) -> RenderableType:
     """Tables of all groups; rates are since `before`, or since the group stands."""
-    groups = journal.groups_of(now.journals)
+    groups = flight_recorder.groups_of(now.journals)
     if not groups:
         return Text("no ranks of this user run on this host")
     return Group(*(_group(ranks, now, before) for ranks in groups))
@@ -104,8 +104,8 @@ def _doing(one: Journal, at_ns: int) -> str:
         return "has not called yet"
     last = one.records[-1]
     if one.is_inside():
-        return f"{journal.title(last)} for {_span(at_ns - int(last['begun']))}"
-    return f"outside of calls for {_span(at_ns - int(last['ended']))}, after {journal.title(last)}"
+        return f"{flight_recorder.title(last)} for {_span(at_ns - int(last['begun']))}"
+    return f"outside of calls for {_span(at_ns - int(last['ended']))}, after {flight_recorder.title(last)}"
 
 
 def _span(nanoseconds: int) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from pycomm import _core, _torch_autoload, config, device_groups, rendezvous, tuned
+from pycomm import _core, _torch_autoload, config, device_groups, rendezvous, thresholds
 from pycomm import group as groups
 from pycomm.errors import InvalidArgument, Unsupported
 
@@ -229,7 +229,7 @@ def _connect(
         towards=rendezvous.host_of(options.store) or place.master_host,
         reproducible=False,
         log=place.log != "warning",
-        tuned=tuned.thresholds(),
+        tuned=thresholds.thresholds(),
         **config.journal_files(),
     )
 

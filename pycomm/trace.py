@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import _core, journal
+from pycomm import _core, flight_recorder
 from pycomm.errors import InvalidArgument
-from pycomm.journal import Journal
+from pycomm.flight_recorder import Journal
 
 __all__ = ["Timeline", "main", "merge"]
 
@@ -73,8 +73,8 @@ def merge(folder: str | Path) -> Timeline:
         raise InvalidArgument(
             f"{folder} has no traces: PYCOMM_TRACE={folder} lets a run leave them there"
         )
-    journals = [one for one in map(journal.read, paths) if len(one.records)]
-    groups = _newest(journal.groups_of(journals))
+    journals = [one for one in map(flight_recorder.read, paths) if len(one.records)]
+    groups = _newest(flight_recorder.groups_of(journals))
     shifts, doubts = _clocks(groups)
     timeline = Timeline(_ranks(groups), shifts, doubts, {})
     for group in groups:
@@ -191,7 +191,7 @@ def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 begun, ended = int(call["begun"]), int(call["ended"]) or int(call["begun"])
                 place = {"ph": "X", "pid": pid, "tid": tid, "ts": (begun + shift) / 1e3}
                 yield {
-                    "name": journal.title(call),
+                    "name": flight_recorder.title(call),
                     "cat": "calls",
                     **place,
                     "dur": (ended - begun) / 1e3,
@@ -212,11 +212,11 @@ def _arguments(one: Journal, call: Any) -> dict[str, Any]:
         "group": one.name,
         "call": int(call["sequence"]),
         "epoch": int(call["epoch"]),
-        "algorithm": journal.TABLES["algorithm"][call["algorithm"]],
-        "bytes": journal.bytes_of(call),
+        "algorithm": flight_recorder.TABLES["algorithm"][call["algorithm"]],
+        "bytes": flight_recorder.bytes_of(call),
         "bytes_written": int(call["bytes_written"]),
         "waited_us": int(call["waited"]) / 1e3,
-        "outcome": journal.TABLES["outcome"][call["outcome"]],
+        "outcome": flight_recorder.TABLES["outcome"][call["outcome"]],
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hostile import Hostility, quiet
 
-from benchmarks.held import held, left
+from benchmarks.baselines import held, left
 
 EXCUSE = re.compile(r"needs (a GPU|\d+ GPUs)")
 _skips: dict[str, str] = {}
@@ -23,7 +23,7 @@ _skips: dict[str, str] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The one option of ours."""
-    text = "no strangers call where the run listens, while it does: tests/hostile.py"
+    text = "no strangers call where the run listens, while it does: tests/attack.py"
     parser.addoption("--no-strangers", action="store_true", help=text)
 
 

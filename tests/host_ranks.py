@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 import pycomm
+from pycomm.communicators import Lanes
 from pycomm.errors import Error
-from pycomm.lanes import Lanes
 
 TIMEOUT_S = 60.0
 

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
+from pycomm.communicators import Lanes
 from pycomm.errors import InvalidArgument, Mismatch, Unsupported
-from pycomm.lanes import Lanes
 from pycomm.testing import run_ranks
 
 STEPS = 4

@@ -17,7 +17,7 @@ from group_devices import EMULATED, machine_fixture, numbers, odd, on  # noqa: F
 
 import pycomm
 from pycomm import errors, nccl
-from pycomm.lanes import Lanes
+from pycomm.communicators import Lanes
 from pycomm.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pycomm
+from pycomm.communicators import Lanes
 from pycomm.compress import transaction
-from pycomm.compress.unit import Unit
+from pycomm.compress.bucket import Unit
 from pycomm.errors import Error
-from pycomm.lanes import Lanes
 from pycomm.testing import FaultPlan, run_ranks
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import deaths, faults
+from benchmarks import faults, rank_failure
 from benchmarks.fault_rank import Seen
 from benchmarks.faults import (
     COUNTS,
@@ -168,7 +168,7 @@ def test_the_command_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str
     assert "no 'explode': --actions takes some of kill, stop" in capsys.readouterr().err
     for wrong in ("peers", "moments"):
         with pytest.raises(SystemExit):
-            deaths.main([f"--{wrong}", "explode"])
+            rank_failure.main([f"--{wrong}", "explode"])
         assert f"no 'explode': --{wrong} takes some of " in capsys.readouterr().err
 
 
@@ -179,9 +179,9 @@ def test_survivors_of_a_torch_job_know_who_died(
     path = tmp_path / "deaths.json"
     chosen = ["--ranks", "3", "--peers", "pycomm-tcp", "--rounds", "1", "--json", str(path)]
     chosen += ["--plot", str(tmp_path / "deaths.png")]
-    assert deaths.main(chosen) == 0
+    assert rank_failure.main(chosen) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert [row["moment"] for row in rows] == [name for name in deaths.MOMENTS for _ in range(2)]
+    assert [row["moment"] for row in rows] == [name for name in rank_failure.MOMENTS for _ in range(2)]
     assert all(row["named"] and 0 <= row["noticed_ms"] < row["works_ms"] for row in rows)
     for row in rows:
         assert ("all_reduce" in row["text"]) == (row["moment"] != "parting"), row
@@ -201,8 +201,8 @@ def test_survivors_of_a_torch_job_know_who_died(
 def test_a_survivor_that_is_told_nothing_is_seen(
     backend: str, named: bool, works_ms: float, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def job(*kind: Any) -> list[deaths.Death]:
-        return [deaths.Death(*kind[:3], noticed_ms=20.0, works_ms=works_ms, named=named, text="")]
+    def job(*kind: Any) -> list[rank_failure.Death]:
+        return [rank_failure.Death(*kind[:3], noticed_ms=20.0, works_ms=works_ms, named=named, text="")]
 
-    monkeypatch.setattr(deaths, "job", job)
-    assert deaths.main(["--ranks", "2", "--peers", backend, "--rounds", "1"]) == status
+    monkeypatch.setattr(rank_failure, "job", job)
+    assert rank_failure.main(["--ranks", "2", "--peers", backend, "--rounds", "1"]) == status

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stranger import MANNERS
+from benchmarks.unauthenticated import MANNERS
 from pycomm.demo.netns import Counters, Host, Network, missing
 
 WHY_NOT = missing()
@@ -176,7 +176,7 @@ def test_the_next_address_is_tried_when_one_leads_nowhere() -> None:
 # stood, how many did not, and in how many it was told more than a stranger is.
 STRANGER = """
 import json, sys
-from benchmarks.stranger import MANNERS, Strangers
+from benchmarks.unauthenticated import MANNERS, Strangers
 strangers = Strangers()
 for host, port in (word.rsplit(":", 1) for word in sys.argv[1:] * 3):
     for _ in MANNERS:

@@ -77,17 +77,17 @@ FLOORS = [
     ["_core", "_cuda", "_c10d"],
     ["errors"],
     ["secret"],
-    ["arrays", "config", "journal", "nccl", "plain"],
-    ["launcher_watch", "rendezvous", "survivors", "tuned"],
+    ["arrays", "config", "flight_recorder", "nccl", "serialization"],
+    ["launcher_watch", "rendezvous", "shrink", "thresholds"],
     ["group", "kernels"],
     ["device_groups"],
     ["calls", "memory"],
     ["collectives", "reference"],
-    ["values", "lanes", "fused", "regroup", "reference_lean"],
-    ["compress", "data", "metrics", "rank0"],
+    ["objects", "communicators", "coalesced", "shrink_result", "reference_compact"],
+    ["compress", "data", "metrics", "checkpoint", "printing"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],
-    ["flight", "info", "planner", "top", "trace", "tune"],
+    ["flight_report", "info", "planner", "top", "trace", "tuning"],
     ["__init__"],
     ["demo"],
     ["__main__"],
@@ -96,7 +96,8 @@ SAME_ROOM = {"_torch_autoload": "torch_backend"}  # the light door that torch op
 MAY_IMPORT_TORCH = [
     *("torch_backend", "demo"),
     "rendezvous",  # inside a function, where torch's own store is to be joined
-    *("fused", "regroup", "compress", "data", "metrics", "rank0", "parallel", "optim"),
+    *("coalesced", "shrink_result", "compress", "data", "metrics", "checkpoint", "parallel"),
+    "optim",
     *("functional", "launch", "planner"),
 ]
 # Who reads the environment; the others are given what they need. Launchers pass it on to children.

@@ -17,7 +17,7 @@ from ports import free_port
 
 from pycomm.demo.netns import Network, missing
 from pycomm.errors import InvalidArgument
-from pycomm.launch import failure, place
+from pycomm.launch import failure, worker_setup
 from pycomm.launch.failure import Failure
 
 HERE = Path(__file__).parent
@@ -204,18 +204,18 @@ def test_which_failure_is_the_first() -> None:
 
 
 def test_default_counts_and_cores(monkeypatch: Any) -> None:
-    assert place.default_count(3) == 3
+    assert worker_setup.default_count(3) == 3
     cores = sorted(os.sched_getaffinity(0))
-    assert place.default_count(0) == max(1, len(cores) // 2)
-    assert place.cores_of(0, len(cores)) == cores
+    assert worker_setup.default_count(0) == max(1, len(cores) // 2)
+    assert worker_setup.cores_of(0, len(cores)) == cores
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert place.threads_for(1, 3) == {"OMP_NUM_THREADS": "3"}
-    assert place.threads_for(1, None) == {"OMP_NUM_THREADS": str(len(cores))}
-    assert place.threads_for(2 * len(cores), None) == {"OMP_NUM_THREADS": "1"}
+    assert worker_setup.threads_for(1, 3) == {"OMP_NUM_THREADS": "3"}
+    assert worker_setup.threads_for(1, None) == {"OMP_NUM_THREADS": str(len(cores))}
+    assert worker_setup.threads_for(2 * len(cores), None) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert place.threads_for(1, 3) == {}
+    assert worker_setup.threads_for(1, 3) == {}
     with pytest.raises(InvalidArgument, match="this host offers"):
-        place.cores_of(1, len(cores))
+        worker_setup.cores_of(1, len(cores))
 
 
 def start_hosts(

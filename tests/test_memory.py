@@ -18,7 +18,7 @@ import pytest
 
 import pycomm
 from benchmarks import soak
-from benchmarks.held import held, left
+from benchmarks.baselines import held, left
 from pycomm import errors, testing
 
 MOST = 16 << 20  # bytes of a rank, as documented

@@ -10,8 +10,8 @@ from torch import nn
 import pycomm
 from pycomm import planner
 from pycomm.__main__ import main
+from pycomm.compress.cost_model import Coding
 from pycomm.compress.schedule import Load
-from pycomm.compress.seconds import Coding
 from pycomm.errors import InvalidArgument
 from pycomm.planner import Expected, best, expected
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import Group, errors, fused, testing
+from pycomm import Group, coalesced, errors, testing
 from pycomm.compress import state
-from pycomm.compress.coded import ToAll
-from pycomm.compress.split import Owners, Shares
+from pycomm.compress.packet_exchange import ToAll
+from pycomm.compress.sharded import Owners, Shares
 from pycomm.compress.transaction import Step
 from pycomm.testing import FaultPlan, run_ranks
 
@@ -250,8 +250,8 @@ def train_local(group: Group, rule: str, outer: bool, late: Late) -> Any:
 @pytest.mark.parametrize("outer", [False, True], ids=["mean", "outer momentum"])
 @pytest.mark.parametrize("rule", ["paddle", "torch"])
 def test_local_sgd_goes_on(rule: str, outer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    late = Late(fused.average)
-    monkeypatch.setattr(fused, "average", late)
+    late = Late(coalesced.average)
+    monkeypatch.setattr(coalesced, "average", late)
     _, first, second = run_ranks(3, train_local, rule, outer, late)
     assert first == second
     assert first[1][0] == [0]

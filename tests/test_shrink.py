@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import Group, errors, survivors, testing
+from pycomm import Group, errors, shrink, testing
 from pycomm.testing import FaultPlan, run_ranks
 
 TRANSPORTS = ["shm", "tcp"]
@@ -105,19 +105,19 @@ def die_while_shrinking(group: Group, moment: str) -> Any:
     def die_here(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    choose = survivors._Board._claim
+    choose = shrink._Board._claim
 
     def choose_second(board: Any, here: set[int]) -> list[int]:
         select.select([process], [], [])  # until rank 1 has died
         return choose(board, here)
 
     if moment == "as it chooses" and group.rank != 1:
-        survivors._Board._claim = choose_second
+        shrink._Board._claim = choose_second
     if group.rank == 1:
         if moment == "before the choice":  # it has come, and the others saw it
-            survivors._Board._decided = die_here
+            shrink._Board._decided = die_here
         elif moment == "as it chooses":
-            survivors._Board._claim = die_here
+            shrink._Board._claim = die_here
         else:  # the others wait for it in the new group
             pycomm._core.regroup = die_here
     return check_works(group.shrink())

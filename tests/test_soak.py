@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from benchmarks import held, soak, soak_rank
+from benchmarks import soak, soak_rank
 from benchmarks.soak import FAULTS, Tally, setting
 from pycomm import Group, errors
 
@@ -75,7 +75,7 @@ def test_a_descriptor_that_is_left_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         return right(where)
 
     monkeypatch.setattr(soak, "play", leaky)
-    monkeypatch.setattr(held, "LEAVE_S", 0.1)
+    monkeypatch.setattr(baselines, "LEAVE_S", 0.1)
     try:
         assert "left behind: 1 more descriptors: " in complaints(first("", "local"))
     finally:

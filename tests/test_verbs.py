@@ -10,7 +10,7 @@ import pytest
 import pycomm
 from pycomm import Group, errors
 from pycomm._core import DTYPES
-from pycomm.lanes import Lanes
+from pycomm.communicators import Lanes
 from pycomm.testing import run_ranks
 
 TRANSPORTS = ["local", "shm", "tcp"]

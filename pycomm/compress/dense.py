@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pycomm.compress.memory import Memory, line
+from pycomm.compress.parameter_state import Memory, line
 
 __all__ = ["apply_momentum", "clip_averaged"]
 

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycomm import arrays, collectives, fused
+from pycomm import arrays, coalesced, collectives
+from pycomm.communicators import Lanes
 from pycomm.compress import state
-from pycomm.compress.age import Ages
-from pycomm.compress.choose import DENSE, EXCHANGES, Chooser, Level
-from pycomm.compress.coded import ToAll
-from pycomm.compress.memory import Memory, TakenOver
+from pycomm.compress.exchange_policy import DENSE, EXCHANGES, Chooser, Level
+from pycomm.compress.hierarchical import Hosts
+from pycomm.compress.packet_exchange import ToAll
+from pycomm.compress.parameter_state import Memory, TakenOver
 from pycomm.compress.schedule import K_RULES, VALUE_DTYPES, check_ramp, level_at
-from pycomm.compress.split import Owners
+from pycomm.compress.sharded import Owners
+from pycomm.compress.staleness import Ages
 from pycomm.compress.transaction import Carrier, Plan, Step
-from pycomm.compress.two_level import Hosts
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
-from pycomm.lanes import Lanes
 
 __all__ = ["DGC", "Compressed"]
 
@@ -136,7 +136,7 @@ class DGC:
         owned += ("weight_decay",) if decay_correction else ()
         self._owned = TakenOver(optimizer, min_count, owned)
         splits = lean and exchange not in ("gather", "masked")
-        self.owed: dict[Memory, Tensor] | None = {} if splits else None  # as an owner, split.py
+        self.owed: dict[Memory, Tensor] | None = {} if splits else None  # as an owner, sharded.py
         if lean:
             _can_be_coded(self._compressed())
         code = value_dtype if lean else None
@@ -252,7 +252,7 @@ class DGC:
             self.by_host = self.hosts().of_rank
             lost -= max(self.by_host)
             for memory in self._compressed():  # half of a step may have come to some of them
-                fused.bcast_list_(memory.tensors, 0, self.hosts().inside)
+                coalesced.bcast_list_(memory.tensors, 0, self.hosts().inside)
         self._chooser.forget()  # another number of ranks counts other bytes
         self._held = DENSE
         self._owned.forget()
@@ -331,7 +331,7 @@ class DGC:
         memories = list(self.memories.values())
         velocities = [memory.u for memory in memories]
         if self.switched:
-            velocities = fused.average(velocities, self.lanes().group)
+            velocities = coalesced.average(velocities, self.lanes().group)
             for memory, velocity in zip(memories, velocities, strict=True):
                 if memory.v is not None and memory.hyper.nesterov and memory.hyper.momentum:
                     velocity.div_(memory.hyper.momentum)  # u is that of the formulas
@@ -458,9 +458,9 @@ class Compressed:
         older parameters, and the loss scale."""
         dgc, group = self._dgc, self._dgc.lanes().group
         dense = [m.u for m in dgc.memories.values() if m.v is None or not dgc.switched]
-        fused.bcast_list_(dense, src, group)
+        coalesced.bcast_list_(dense, src, group)
         if dgc.scaler is not None:
-            dgc.scaler.load_state_dict(fused.bcast_value(dgc.scaler.state_dict(), src, group))
+            dgc.scaler.load_state_dict(coalesced.bcast_value(dgc.scaler.state_dict(), src, group))
 
 
 def _everywhere(here: bool, lanes: Lanes) -> bool:

@@ -1,6 +1,6 @@
 """How much is sent at which step, and how many bytes that is: pure functions of counts.
 
-Called by dgc.py, choose.py and seconds.py.
+Called by dgc.py, exchange_policy.py and cost_model.py.
 """
 
 from __future__ import annotations

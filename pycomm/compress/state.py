@@ -8,7 +8,7 @@
 u and v lie in the order of the parameter's memory. "owed" is what this rank owes as an owner, with
 exchange="split": of a parameter, or under the name "" of all that is compressed, in the order of v.
 "hosts" has the host of each rank where what the ranks of a host hold is the host's, the same on all
-of them (two_level.py); elsewhere it is empty. Called by dgc.py.
+of them (hierarchical.py); elsewhere it is empty. Called by dgc.py.
 
 H hosts with L ranks of N on this one: the mean over hosts of what they hold is that over ranks
 
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
-from pycomm.compress.memory import Memory
-from pycomm.compress.split import Shares
-from pycomm.compress.two_level import Hosts, hosts_of
-from pycomm.compress.unit import between
+from pycomm.compress.bucket import between
+from pycomm.compress.hierarchical import Hosts, hosts_of
+from pycomm.compress.parameter_state import Memory
+from pycomm.compress.sharded import Shares
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 

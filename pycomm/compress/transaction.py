@@ -17,21 +17,21 @@ from torch import Tensor
 
 from pycomm import collectives, kernels
 from pycomm.calls import Work
-from pycomm.compress.coded import Ways
+from pycomm.communicators import Lanes
+from pycomm.compress.bucket import Arrived, Unit
 from pycomm.compress.dense import apply_momentum, clip_averaged
+from pycomm.compress.hierarchical import Hosts
 from pycomm.compress.interrupts import held_back
-from pycomm.compress.memory import Memory, line
-from pycomm.compress.parcel import Parcel, Update
-from pycomm.compress.two_level import Hosts
-from pycomm.compress.unit import Arrived, Unit
+from pycomm.compress.packet import Parcel, Update
+from pycomm.compress.packet_exchange import Ways
+from pycomm.compress.parameter_state import Memory, line
 from pycomm.errors import Mismatch
-from pycomm.lanes import Lanes
 
 __all__ = ["Carrier", "Plan", "Step"]
 
 
 class Carrier(Protocol):
-    """How lean packets travel: coded.py, split.py."""
+    """How lean packets travel: packet_exchange.py, sharded.py."""
 
     def exchange(self, units: Sequence[Unit], ways: Ways) -> tuple[list[Arrived], int]:
         """Collective, behind the last gradient: what has arrived, and the bytes that were given.

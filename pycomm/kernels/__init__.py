@@ -5,9 +5,9 @@ same bits there, allocates nothing that the caller cannot pass in, and checks wh
 before anything changes. Arrays are contiguous. `pycomm.reference` has the NumPy meaning of each.
 """
 
-from pycomm.kernels.bundle import Bundle, decode_bundle, encode_bundle
+from pycomm.kernels.batch import Bundle, decode_bundle, encode_bundle
+from pycomm.kernels.compact import lean_workspace
 from pycomm.kernels.dense import cast, clip_, clip_scale, norm, norm_workspace, reduce_
-from pycomm.kernels.lean import lean_workspace
 from pycomm.kernels.packets import (
     decode_sum,
     decode_update,

@@ -16,8 +16,8 @@ import numpy as np
 from pycomm import _core, arrays
 from pycomm.arrays import Located
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import devices, inputs, lean
-from pycomm.kernels.bundle import Bundle, elements_of, rows_of
+from pycomm.kernels import compact, devices, inputs
+from pycomm.kernels.batch import Bundle, elements_of, rows_of
 from pycomm.kernels.rows import Rows
 
 HEADER_BYTES = 32
@@ -168,7 +168,7 @@ def encode(
     if codec != "raw":
         taken, size = inputs.output(length, "length", pair[1], 1, "int64")
         inputs.same_device([packet, size], "encode")
-        lean.encode(pair, int(count), (codec, value_dtype), rest, packet, size, workspace)
+        compact.encode(pair, int(count), (codec, value_dtype), rest, packet, size, workspace)
         return out if length is not None else out[: _length(taken, int(count))]
     _aligned(packet, value_dtype)
     devices.module(packet.device).encode(
@@ -216,15 +216,15 @@ def unpack(
     if into is not None:
         if count is None:
             raise InvalidArgument("unpack: into goes with count, that of the packet's array")
-        lean.decode(found, inputs.how_many(count, inputs.MOST_ELEMENTS), into, workspace)
+        compact.decode(found, inputs.how_many(count, inputs.MOST_ELEMENTS), into, workspace)
         return into[0], into[1]
     if found.device.kind == "cpu":
         k, of, value_dtype, codec = _core.read_packet_header(found.pointer, found.nbytes)
         if codec != "raw":
-            return lean.decoded(found, k, of, found)
+            return compact.decoded(found, k, of, found)
     elif codec != "raw":
-        lean.known_codec(codec)
-        return lean.decoded(found, *lean.header(found), found)
+        compact.known_codec(codec)
+        return compact.decoded(found, *compact.header(found), found)
     else:
         k = _k_of(found.nbytes, value_dtype)
     array = arrays.plain(packet) if found.device.kind == "cpu" else packet
@@ -242,7 +242,7 @@ def packet_bytes(
         InvalidArgument: no such codec, or no such dtype in its packets.
     """
     if codec != "raw":
-        return lean.most_bytes(k, int(count), value_dtype, codec)
+        return compact.most_bytes(k, int(count), value_dtype, codec)
     return _indices_offset(k, value_dtype) + 4 * k
 
 
@@ -341,7 +341,7 @@ def _located(
         found = inputs.array(packet, f"packets[{i}]", ("uint8",))
         k, dtype, codec = _of_encoded(found, out.count, value_dtype)
         if codec != "raw":
-            pair = _pair(*lean.decoded(found, k, out.count, out.rows))
+            pair = _pair(*compact.decoded(found, k, out.count, out.rows))
             read += pair
             dtypes.append(dtype)
             rows.append((pair[0].pointer, pair[1].pointer, k))

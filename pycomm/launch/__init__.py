@@ -1,6 +1,6 @@
 """Starting the ranks of a run: `pycomm launch` (command.py) and `@pycomm.launcher` (function.py).
 
-Both give each rank its place (place.py) before the user's code runs, and say whose failure came
+Both give each rank its place (worker_setup.py) before the user's code runs, and say whose failure came
 first (failure.py). torch is imported when something is launched, not before.
 """
 

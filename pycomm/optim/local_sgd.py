@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycomm import collectives, fused
+from pycomm import coalesced, collectives
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
-from pycomm.regroup import Left, furthest, left
+from pycomm.shrink_result import Left, furthest, left
 
 __all__ = ["LocalSGD"]
 
@@ -82,7 +82,7 @@ class LocalSGD:
         self._average_momentum = momentum == "averaged"
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if buffers else []
-        fused.bcast_list_([*model.parameters(), *model.buffers()], 0, self._group)
+        coalesced.bcast_list_([*model.parameters(), *model.buffers()], 0, self._group)
         self._snapshot = [p.detach().clone() for p in self._parameters]
 
     @property
@@ -134,7 +134,7 @@ class LocalSGD:
     def _average_gradients(self) -> None:
         mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in mine]
-        for p, mean in zip(self._parameters, fused.average(dense, self._group), strict=True):
+        for p, mean in zip(self._parameters, coalesced.average(dense, self._group), strict=True):
             p.grad = mean
 
     def average(self) -> None:
@@ -144,7 +144,7 @@ class LocalSGD:
         """
         others = [*self._momenta(), *self._buffers]
         deltas = [s - p.detach() for s, p in zip(self._snapshot, self._parameters, strict=True)]
-        means = fused.average([*deltas, *others], self._group)
+        means = coalesced.average([*deltas, *others], self._group)
         for other, mean in zip(others, means[len(deltas) :], strict=True):
             other.copy_(mean)
         if self.outer is not None and self.step_count > self._begin:
@@ -178,11 +178,11 @@ class LocalSGD:
     def _follow(self, src: int, last: int) -> None:
         """Takes over from rank `src` what is the same on all after the average of step `last`; the
         parameters too if this rank has not got it."""
-        fused.bcast_list_(self._snapshot, src, self._group)
+        coalesced.bcast_list_(self._snapshot, src, self._group)
         together = self._gradients_first and last <= self._begin  # gradients are averaged so far
         for optimizer in (self.optimizer if together else None, self.outer):
             if optimizer is not None:
-                state = fused.bcast_value(optimizer.state_dict(), src, self._group)
+                state = coalesced.bcast_value(optimizer.state_dict(), src, self._group)
                 optimizer.load_state_dict(state)
         interval = torch.tensor([self.k_steps])
         collectives.broadcast(interval, src, group=self._group)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pycomm.calls import Work
+from pycomm.communicators import Lanes
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
-from pycomm.lanes import Lanes
 
 __all__ = ["make_allreduce_cb"]
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import arrays, collectives
+from pycomm.coalesced import bcast_list_, bcast_value
+from pycomm.communicators import Lanes
 from pycomm.compress.dgc import DGC
 from pycomm.errors import InvalidArgument, Unsupported
-from pycomm.fused import bcast_list_, bcast_value
 from pycomm.group import Group
-from pycomm.lanes import Lanes
 from pycomm.parallel.buckets import Limits, slots_of
 from pycomm.parallel.exchange import Exchange, Mean
 from pycomm.parallel.reducer import Reducer, check_unwrapped
 from pycomm.parallel.replicas import check_equal, check_layout
-from pycomm.regroup import Left, furthest, left
+from pycomm.shrink_result import Left, furthest, left
 
 __all__ = ["DataParallel"]
 

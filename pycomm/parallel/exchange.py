@@ -11,8 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from pycomm.calls import Work
+from pycomm.communicators import Lanes
 from pycomm.group import Group
-from pycomm.lanes import Lanes
 
 __all__ = ["Exchange", "Mean"]
 

@@ -1,0 +1,159 @@
+"""Lean packets on their way: units coded, sent to all ranks in one message, and read again.
+
+A unit's packet has a length of its own, so lengths go ahead: int32 [units], of all ranks. Behind
+them one message of each rank holds its packets, end to end. Both stand behind the last gradient.
+Packets travel through host memory: those of a GPU are coded there, copied when they are short, and
+copied back before they are read.
+docs/compression.md has the meaning, csrc/kernels/lean.h the packets. Called by transaction.py, and
+by sharded.py for its second half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pycomm import kernels
+from pycomm.calls import Work
+from pycomm.compress.bucket import Arrived, Pair, Unit
+from pycomm.errors import InvalidArgument
+from pycomm.kernels import Bundle
+
+__all__ = ["Packets", "ToAll", "Ways", "all_gather", "decode", "encode", "lost_in", "turned"]
+
+Packets = tuple[Tensor, Sequence[int]]  # uint8 in host memory, end to end, and the bytes of each
+
+
+class Ways(Protocol):
+    """What packets travel by: Lanes between ranks, or Hosts, of which each counts as a rank."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def all_gather(self, x: Tensor, out: Tensor) -> Work:
+        """As of Lanes; so are the others."""
+
+    def all_gather_v(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Work:
+        """See Lanes."""
+
+    def all_to_all(self, x: Tensor, out: Tensor) -> Work:
+        """See Lanes."""
+
+    def all_to_all_v(
+        self, x: Tensor, out: Tensor, give: Sequence[int], take: Sequence[int]
+    ) -> Work:
+        """See Lanes."""
+
+
+class ToAll:
+    """The exchange "gather" with lean packets: each rank's go to all.
+
+    Attributes:
+        value_dtype: of values on the way, as pycomm.kernels.encode has it.
+    """
+
+    def __init__(self, value_dtype: str) -> None:
+        self.value_dtype = value_dtype
+
+    def exchange(self, units: Sequence[Unit], ways: Ways) -> tuple[list[Arrived], int]:
+        """Collective. What has arrived for each unit, and the bytes that this rank has given."""
+        everyone, sent = all_gather(self._coded(units), ways)
+        found = []
+        for unit, packets in zip(units, everyone, strict=True):
+            came = decode(packets, unit.count, unit.values.device)
+            mine = torch.split(came.values, list(came.lengths))[ways.rank]
+            found.append(Arrived(unit, came, lost_in(unit.values, mine)))
+        return found, sent
+
+    def commit(self) -> None:
+        """Holds nothing from step to step."""
+
+    def lost(self, units: Sequence[Unit], size: int) -> list[Tensor]:
+        """What rounding takes, which is the same each time."""
+        return [
+            lost_in(unit.values, decode((packet, [len(packet)]), unit.count, unit.values.device)[1])
+            for unit, packet in zip(units, self._coded(units), strict=True)
+        ]
+
+    def _coded(self, units: Sequence[Unit]) -> list[Tensor]:
+        """A packet of each."""
+        return [
+            encode(Bundle(u.indices, u.values, [len(u.values)]), u.count, self.value_dtype)[0]
+            for u in units
+        ]
+
+
+def encode(bundle: Bundle, count: int, value_dtype: str) -> Packets:
+    """Lean packets of the fewest bytes; of nothing, none at all."""
+    if bundle.values.is_cpu:
+        packets: Packets = kernels.encode_bundle(bundle, count, value_dtype)
+        return packets
+    lengths = list(bundle.lengths)
+    parts = (torch.split(part, lengths) for part in (bundle.indices, bundle.values))
+    each = [_written(pair, count, value_dtype) for pair in zip(*parts, strict=True)]
+    return torch.cat(each), [len(packet) for packet in each]
+
+
+def decode(packets: Packets, count: int, device: torch.device) -> Bundle:
+    """What `encode` was given, its values as they have arrived, on the device.
+
+    Raises:
+        InvalidArgument: the bytes are no packets, or of another array.
+    """
+    message, sizes = packets
+    if device.type == "cpu":
+        return kernels.decode_bundle(message, sizes, count)
+    pairs = [_read(packet, count, device) for packet in torch.split(message, list(sizes))]
+    indices, values = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    return Bundle(indices, values, [len(pair[0]) for pair in pairs])
+
+
+def _written(pair: Pair, count: int, value_dtype: str) -> Tensor:
+    if not len(pair[0]):
+        return torch.empty(0, dtype=torch.uint8)
+    packet: Tensor = kernels.encode(*pair, count, value_dtype, codec="auto")
+    return packet.cpu()
+
+
+def _read(packet: Tensor, count: int, device: torch.device) -> Pair:
+    if not len(packet):
+        return torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, device=device)
+    indices, values = kernels.unpack(packet.to(device), codec="auto")
+    if len(indices) and int(indices[-1]) >= count:
+        raise InvalidArgument(f"DGC: a packet has index {int(indices[-1])} of {count} elements")
+    return indices, values
+
+
+def lost_in(values: Tensor, arrived: Tensor) -> Tensor:
+    """What is still owed of `values`. What has arrived as NaN or Inf shall not stay: nothing."""
+    lost = values - arrived
+    return torch.where(lost.isfinite(), lost, 0)
+
+
+def all_gather(packets: Sequence[Tensor], ways: Ways) -> tuple[list[Packets], int]:
+    """Collective. By packet: those of all ranks, in rank order; and the bytes that were given."""
+    mine = torch.tensor([len(packet) for packet in packets], dtype=torch.int32)
+    lengths = mine.new_empty((ways.size, len(packets)))
+    ways.all_gather(mine, lengths).wait()
+    totals = lengths.sum(1).tolist()
+    message = torch.cat(list(packets))
+    whole = message.new_empty(sum(totals))
+    ways.all_gather_v(message, whole, totals).wait()
+    return turned(whole, lengths), mine.nbytes + message.nbytes
+
+
+def turned(message: Tensor, sizes: Tensor) -> list[Packets]:
+    """Packets that lie in rows, with `sizes` bytes [rows, columns] each: by column."""
+    columns = sizes.T.tolist()
+    if len(columns) == 1:
+        return [(message, columns[0])]
+    each = torch.split(message, sizes.flatten().tolist())
+    return [(torch.cat(each[i :: len(columns)]), own) for i, own in enumerate(columns)]
