@@ -24,19 +24,19 @@ from benchmarks import (
 )
 
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
-    "checks": check_overhead.main,
+    "check_overhead": check_overhead.main,
     "codec": codec.main,
     "collectives": collectives.main,
     "convergence": convergence.main,
-    "deaths": rank_failure.main,
+    "rank_failure": rank_failure.main,
     "faults": faults.main,
     "gpu": gpu.main,
-    "interrupts": cancellation.main,
+    "cancellation": cancellation.main,
     "kernels": kernels.main,
     "links": links.main,
     "residuals": residuals.main,
     "soak": soak.main,
-    "strangers": connection_flood.main,
+    "connection_flood": connection_flood.main,
     "training": training.main,
     "wire": wire.main,
 }

@@ -1,4 +1,4 @@
-"""`python -m benchmarks interrupts`: Ctrl-C wherever a rank can wait; after how long does it end?
+"""`python -m benchmarks cancellation`: Ctrl-C wherever a rank can wait; after how long does it end?
 
 Each wait is that of a process of its own, whose main thread waits for ranks that are threads beside
 it, or for a store; another thread sends SIGINT as a terminal does. Ends with 1 where a wait took
@@ -84,7 +84,7 @@ def _blocked_send() -> Wait:
 def _trickled(call: Callable[[Group, Any], object]) -> Wait:
     """The other's bytes are seen one at a time: of so many there is no end."""
     x = np.ones(1 << 24, np.float32)
-    fault = FaultPlan(0, "trickle")
+    fault = FaultPlan(0, "throttle")
     group = _group(2, lambda other: call(other, x.copy()), faults=[fault])
     return lambda: call(group, x)
 
@@ -247,7 +247,7 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Interrupts, prints, stores; the exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm bench interrupts", description=__doc__)
+    parser = argparse.ArgumentParser(prog="pycomm bench cancellation", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rounds", type=int, default=5, help="of each wait (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to store the figures")

@@ -1,10 +1,10 @@
-"""`python -m benchmarks checks`: what does it cost that ranks always check that they agree?
+"""`python -m benchmarks check_overhead`: what does it cost that ranks always check that they agree?
 
-The compiled core's own objects are linked twice to benchmarks/check_overhead.cpp: as they are, and with the
-three sources that check compiled without it (REMOVED, each of which must be found in the text).
-Both make the same calls between two ranks, in turn; the cost is the difference of what a call
-takes. Needs a build in place and the compiler that made it. Ends with 1 where it is more than is
-promised (docs/errors.md).
+The compiled core's own objects are linked twice to benchmarks/check_overhead.cpp: as they are, and
+with the three sources that check compiled without it (REMOVED, each of which must be found in the
+text). Both make the same calls between two ranks, in turn; the cost is the difference of what a
+call takes. Needs a build in place and the compiler that made it. Ends with 1 where it is more than
+is promised (docs/errors.md).
 
 main() is called by benchmarks.__main__ and pycomm.__main__.
 """

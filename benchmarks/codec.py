@@ -1,4 +1,4 @@
-"""`python -m benchmarks codec`: bytes and seconds of lean packets, on one thread.
+"""`python -m benchmarks codec`: bytes and seconds of compact packets, on one thread.
 
 Index sets are those of a uniform choice, of which the entropy is known, and, with --residuals, the
 largest elements of real ones (`python -m benchmarks residuals`). Each is encoded with values of

@@ -1,9 +1,9 @@
 """One kernel beside those who do the same: what `bench kernels` checks and times.
 
-A contest has float32 arrays of its own, on one device: the bytes that nobody who does this can
+A comparison has float32 arrays of its own, on one device: the bytes that nobody who does this can
 spare, the reference's result, pycomm's call and those of others. pycomm must give that result bit
-by bit; the others the same numbers, up to what another order of operations rounds. single_process.py and
-sparse.py make contests; nothing here is timed: that is kernels.py.
+by bit; the others the same numbers, up to what another order of operations rounds.
+single_process.py and sparse.py make comparisons; nothing here is timed: that is kernels.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _as_they_are(results: Sequence[Array]) -> Sequence[Array]:
 
 
 @dataclass(frozen=True)
-class Contest:
+class Comparison:
     """Calls are given the number of the step and return their result: arrays in a list."""
 
     kernel: str
@@ -55,23 +55,23 @@ class Contest:
     more: dict[str, Traffic] = field(default_factory=dict)  # of who cannot do with as little
 
 
-def wrong(contest: Contest, place: Host) -> str:
+def wrong(comparison: Comparison, place: Host) -> str:
     """Whose result, made in the way that is timed there, differs from the reference; else ""."""
-    compared = [peer for peer in contest.calls if peer not in contest.unlike]
-    wanted = [np.asarray(x).reshape(-1) for x in contest.wanted()] if compared else []
+    compared = [peer for peer in comparison.calls if peer not in comparison.unlike]
+    wanted = [np.asarray(x).reshape(-1) for x in comparison.wanted()] if compared else []
     for peer in compared:
-        contest.restart()
-        given = place.result(contest.calls[peer], waits=peer in contest.waits)
+        comparison.restart()
+        given = place.result(comparison.calls[peer], waits=peer in comparison.waits)
         found = [host(x).reshape(-1) for x in given]
         if peer == OURS:
             pairs = zip(found, wanted, strict=True)
             same = all(a.tobytes() == b.tobytes() for a, b in pairs)
         else:
-            pairs = zip(contest.alike(found), contest.alike(wanted), strict=True)
-            same = all(_near(a, b, contest.rounding) for a, b in pairs)
+            pairs = zip(comparison.alike(found), comparison.alike(wanted), strict=True)
+            same = all(_near(a, b, comparison.rounding) for a, b in pairs)
         if not same:
-            return f"{contest.kernel}: {peer} and the reference differ"
-    contest.restart()
+            return f"{comparison.kernel}: {peer} and the reference differ"
+    comparison.restart()
     return ""
 
 

@@ -1,14 +1,15 @@
-"""`python -m benchmarks strangers`: hostile connections, and starts and stops on one port.
+"""`python -m benchmarks connection_flood`: hostile connections, and starts and stops on one port.
 
-    flood      two ranks with 1,024 descriptors form and train while strangers call wherever they
-               listen, in each of the manners of unauthenticated.py. The steps are held against those while
-               they call where nobody is, so that what their own process takes of the machine is
-               in both
+    flood      two ranks with 1,024 descriptors form and train while unauthenticated clients call
+               wherever they listen, in each of the manners of unauthenticated.py. The steps are
+               held against those while they call where nobody is, so that what their own process
+               takes of the machine is in both
     cycles     rank 0 starts and stops a group on one port in one process, with a rank 1 that is
                another process each time and is killed in every second one
     distant    ranks that are 10, 50 and 100 ms away come to a group, and in mid-run to a rank that
                they have not met, beside 8,000, 1,500 and 800 hostile connections a second
-               (distant.py): by pycomm alone, since gloo forms no group among strangers
+               (distant.py): by pycomm alone, since gloo forms no group among unauthenticated
+               clients
 
 The first two by pycomm and by gloo, in turn. Ends with 1 where pycomm failed, kept something open,
 made less than nine tenths of the steps, or held a distant rank up for more than 2 s.
@@ -43,7 +44,7 @@ from benchmarks.distant import table as distant_table
 from pycomm.demo import machine
 
 BACKENDS = ("pycomm", "gloo")
-PER_S = 2000  # calls of the strangers
+PER_S = 2000  # calls of the unauthenticated clients
 STEPS = 3000  # of a stretch: about a second
 STRETCHES = 5
 WARM_CYCLES = 10  # before what is open is counted
@@ -55,10 +56,10 @@ WIDTH = 120  # of the tables
 
 @dataclass
 class Flood:
-    """What became of one job among strangers; seconds and rates of rank 0."""
+    """What became of one job among unauthenticated clients; seconds and rates of rank 0."""
 
     backend: str
-    stood: int = 0  # connections of strangers
+    stood: int = 0  # connections of unauthenticated clients
     refused: int = 0
     forming_quiet_s: float = -1.0
     forming_s: float = -1.0
@@ -66,7 +67,7 @@ class Flood:
     steps_per_s: float = 0.0
     descriptors_quiet: int = 0
     descriptors: int = 0  # after the flood
-    let_in: int = 0  # who were told more than a stranger is told
+    let_in: int = 0  # who were told more than an unauthenticated client is told
     error: str = ""
 
 
@@ -85,7 +86,7 @@ class Cycles:
 
 def main(argv: Sequence[str]) -> int:
     """Runs, prints, stores; the exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm bench strangers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="pycomm bench connection_flood", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--connections", type=int, default=10_000, help="(%(default)s)")
     parser.add_argument("--cycles", type=int, default=1000, help="(%(default)s)")
@@ -103,7 +104,9 @@ def main(argv: Sequence[str]) -> int:
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=len(peers) * (2 + options.cycles) + CASES)
         for backend in peers:
-            bar.update(task, description=f"{backend}: {options.connections} strangers")
+            bar.update(
+                task, description=f"{backend}: {options.connections} unauthenticated clients"
+            )
             floods.append(flood(context, backend, options.connections))
             bar.update(task, advance=2, description=f"{backend}: starts and stops")
             rounds.append(cycles(context, backend, options.cycles, lambda: bar.advance(task)))
@@ -149,7 +152,8 @@ def _leaked(one: Cycles) -> int:
 
 
 def flood(context: Any, backend: str, connections: int) -> Flood:
-    """A job without strangers, then one with them: so many while it forms, and while it trains."""
+    """A job without unauthenticated clients, then one with them: so many while it forms, and while
+    it trains."""
     found = Flood(backend)
     with _Job(context, backend) as quiet:
         quiet.start(0)
@@ -160,19 +164,19 @@ def flood(context: Any, backend: str, connections: int) -> Flood:
     with _Job(context, backend) as job:
         try:
             job.start(0)
-            strangers = _Strangers(context, job, job.place.port, connections)
-            strangers.wait_for(0.9)  # rank 1 comes among them
+            clients = _UnauthenticatedClients(context, job, job.place.port, connections)
+            clients.wait_for(0.9)  # rank 1 comes among them
             job.start(1)
             found.forming_s = job.form()
-            strangers.end(found)
+            clients.end(found)
             rates: dict[bool, list[float]] = {False: [], True: []}
             for stretch in range(2 * STRETCHES):
                 decoy = stretch % 2 == 0
                 port = _free_port() if decoy else job.place.port
                 goal = connections // STRETCHES
-                strangers = _Strangers(context, job, port, goal, decoy=decoy)
+                clients = _UnauthenticatedClients(context, job, port, goal, decoy=decoy)
                 rates[decoy].append(job.rate())
-                strangers.end(None if decoy else found)
+                clients.end(None if decoy else found)
             found.steps_per_s_decoy = statistics.median(rates[True])
             found.steps_per_s = statistics.median(rates[False])
             job.rate()
@@ -238,7 +242,7 @@ class _Job:
         return float(figure)
 
 
-class _Strangers:
+class _UnauthenticatedClients:
     """A process that calls `port`, `goal` times at most."""
 
     def __init__(
@@ -326,7 +330,9 @@ def _least(some: Sequence[Held]) -> Held | None:
 
 def _rank0(context: Any, place: Place) -> tuple[Connection, Any]:
     ours, theirs = context.Pipe()
-    process = context.Process(target=connection_flood_rank.cycles, args=(theirs, place), daemon=True)
+    process = context.Process(
+        target=connection_flood_rank.cycles, args=(theirs, place), daemon=True
+    )
     process.start()
     theirs.close()
     return ours, process
@@ -359,7 +365,7 @@ def _free_port() -> int:
 
 def _flood_table(found: Sequence[Flood]) -> Table:
     shown = Table()
-    for name in ("", "strangers", "formed in", "alone", "steps/s", "calls elsewhere", "leaked", ""):
+    for name in ("", "clients", "formed in", "alone", "steps/s", "calls elsewhere", "leaked", ""):
         shown.add_column(name)
     for one in found:
         shown.add_row(

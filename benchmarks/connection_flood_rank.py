@@ -1,7 +1,8 @@
-"""What the processes of connection_flood.py do: ranks that form, train, start and stop; and a stranger.
+"""What the processes of connection_flood.py do: ranks that form, train, start and stop; and an
+unauthenticated client.
 
-Of gloo and of pycomm alike; a stranger holds no key and says nothing that makes sense.
-"""
+Of gloo and of pycomm alike; an unauthenticated client holds no key and says nothing that makes
+sense."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from benchmarks.unauthenticated import KEPT, Strangers, inodes, listeners
+from benchmarks.unauthenticated import KEPT, UnauthenticatedClients, inodes, listeners
 
 FORM_LIMIT_S = 60.0
 CALL_LIMIT_S = 20.0
@@ -158,21 +159,21 @@ def be_strange(pipe: Connection, pids: list[int], port: int, decoy: bool) -> Non
     """Calls `port`, and unless it is a decoy whatever else `pids` listen at, as often as
     told; then tells how many connections stood, how many were refused, and how many let in."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (2 * KEPT,) * 2)
-    strangers, addresses = Strangers(), {("127.0.0.1", port)}
+    clients, addresses = UnauthenticatedClients(), {("127.0.0.1", port)}
     goal, per_s = pipe.recv()
     start = time.monotonic()
-    while (done := strangers.stood + strangers.refused) < goal:
+    while (done := clients.stood + clients.refused) < goal:
         if done % 50 == 0:
-            strangers.go_on()
+            clients.go_on()
             found = set(_listening(pids))  # for the decoy too: it costs the same
             addresses |= set() if decoy else found
         for address in sorted(addresses):
-            strangers.call(address)
-        late = start + (strangers.stood + strangers.refused) / per_s - time.monotonic()
+            clients.call(address)
+        late = start + (clients.stood + clients.refused) / per_s - time.monotonic()
         time.sleep(max(0.0, late))  # its rate
-    strangers.go_on()
-    strangers.close()
-    pipe.send((strangers.stood, strangers.refused, strangers.let_in))
+    clients.go_on()
+    clients.close()
+    pipe.send((clients.stood, clients.refused, clients.let_in))
 
 
 def _listening(pids: list[int]) -> Iterator[tuple[str, int]]:

@@ -26,7 +26,7 @@ from pycomm.demo import machine
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 NO_GPU = 3  # the exit status
-SUITES = ("dgc", "faults", "groups", "lanes", "messages")  # of tests/test_device_*.py
+SUITES = ("channels", "dgc", "faults", "groups", "messages")  # of tests/test_device_*.py
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def parts(count: int, results: Path) -> list[Part]:
     """All that runs where there are `count` GPUs, the short and telling ones first."""
     python = sys.executable
     ranks = min(count, 8)
-    suites = ("kernels", "lean_devices", *(f"device_{name}" for name in SUITES))
+    suites = ("kernels", "compact_devices", *(f"device_{name}" for name in SUITES))
     tests = [f"tests/test_{name}.py" for name in suites]
     own = [python, "-m", "benchmarks.gpu_ranks"]
     bench = [python, "-m", "pycomm", "bench"]

@@ -1,4 +1,5 @@
-"""`python -m benchmarks deaths`: a rank is killed; when do the others know, and whom? Beside gloo.
+"""`python -m benchmarks rank_failure`: a rank is killed; when do the others know, and whom? Beside
+gloo.
 
 Processes of a torch.distributed job make one all_reduce after another, the last rank ends itself by
 SIGKILL at a random moment, and the others tell what was raised and when. With pycomm they then
@@ -98,7 +99,7 @@ class Kind:
 
 def main(argv: Sequence[str]) -> int:
     """Kills, prints, stores; the exit status: 1 where a survivor of pycomm's did not know whom."""
-    parser = argparse.ArgumentParser(prog="pycomm bench deaths", description=__doc__)
+    parser = argparse.ArgumentParser(prog="pycomm bench rank_failure", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", default="2,4,8", help="in each job (%(default)s)")
     parser.add_argument("--peers", default=",".join(BACKENDS), help="backends (%(default)s)")
@@ -118,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     found: list[Death] = []
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         kinds = list(itertools.product(ranks, range(options.rounds), moments, peers))
-        for n, seed, moment, backend in bar.track(kinds, description="deaths"):
+        for n, seed, moment, backend in bar.track(kinds, description="rank failures"):
             found += job(backend, moment, n, seed)
     console.print(_table(found))
     if options.json:

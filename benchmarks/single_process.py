@@ -1,5 +1,5 @@
 """The kernels of `pycomm.kernels` that training joins into larger ones, each alone beside torch:
-contests, of which kernels.py times the calls.
+comparisons, of which kernels.py times the calls.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.comparison import OURS, Contest, Packet, Traffic, host, touched
+from benchmarks.comparison import OURS, Comparison, Packet, Traffic, host, touched
 from pycomm import kernels, reference
 
 
-def contests(x: Tensor, packets: Sequence[Packet], gradients: Sequence[Tensor]) -> list[Contest]:
+def comparisons(
+    x: Tensor, packets: Sequence[Packet], gradients: Sequence[Tensor]
+) -> list[Comparison]:
     """All of them, on copies of x [count]; packets have its indices, gradients its shape."""
     k = packets[0][0].numel()
     return [
@@ -30,9 +32,9 @@ def contests(x: Tensor, packets: Sequence[Packet], gradients: Sequence[Tensor]) 
     ]
 
 
-def _threshold(x: Tensor, k: int) -> Contest:
+def _threshold(x: Tensor, k: int) -> Comparison:
     room, out = kernels.topk_workspace(x, k), x.new_empty(1)
-    return Contest(
+    return Comparison(
         "threshold",
         Traffic(x.nbytes, 4),
         lambda: [reference.threshold(host(x), k)],
@@ -43,10 +45,10 @@ def _threshold(x: Tensor, k: int) -> Contest:
     )
 
 
-def _norm(x: Tensor) -> Contest:
+def _norm(x: Tensor) -> Comparison:
     room, out = kernels.norm_workspace(x), torch.empty(1, dtype=torch.float64, device=x.device)
     norm = torch.linalg.vector_norm
-    return Contest(
+    return Comparison(
         "norm",
         Traffic(x.nbytes, 8),
         lambda: [reference.norm(host(x))],
@@ -59,7 +61,7 @@ def _norm(x: Tensor) -> Contest:
     )
 
 
-def _clip(start: Tensor) -> Contest:
+def _clip(start: Tensor) -> Comparison:
     """Read for the norm, then read and written. The limit sinks: pycomm leaves alone what is under
     it."""
     x, before = start.clone(), float(torch.linalg.vector_norm(start))
@@ -73,7 +75,7 @@ def _clip(start: Tensor) -> Contest:
         torch.nn.utils.clip_grad_norm_([parameter], limit(step))
         return [x]
 
-    return Contest(
+    return Comparison(
         "clip_",
         Traffic(2 * x.nbytes, x.nbytes),
         lambda: [reference.clip(host(start), limit(0))],
@@ -83,10 +85,10 @@ def _clip(start: Tensor) -> Contest:
     )
 
 
-def _cast(x: Tensor) -> Contest:
+def _cast(x: Tensor) -> Comparison:
     """To bfloat16, as gradients travel."""
     half = torch.empty_like(x, dtype=torch.bfloat16)
-    return Contest(
+    return Comparison(
         "cast",
         Traffic(x.nbytes, x.nbytes / 2),
         lambda: [reference.cast(host(x), "bfloat16")],
@@ -98,7 +100,7 @@ def _cast(x: Tensor) -> Contest:
     )
 
 
-def _reduce(xs: Sequence[Tensor]) -> Contest:
+def _reduce(xs: Sequence[Tensor]) -> Comparison:
     """Each array read once, the sum written."""
     out = torch.empty_like(xs[0])
 
@@ -108,7 +110,7 @@ def _reduce(xs: Sequence[Tensor]) -> Contest:
             out.add_(x)
         return [out]
 
-    return Contest(
+    return Comparison(
         "reduce_",
         Traffic(sum(x.nbytes for x in xs), out.nbytes),
         lambda: [reference.reduce([host(x) for x in xs])],
@@ -121,10 +123,10 @@ def _reduce(xs: Sequence[Tensor]) -> Contest:
     )
 
 
-def _scatter_add(start: Tensor, packet: Packet) -> Contest:
+def _scatter_add(start: Tensor, packet: Packet) -> Comparison:
     """The packet read; each cache line that it touches read and written."""
     out, (indices, values), lines = start.clone(), packet, touched([packet])
-    return Contest(
+    return Comparison(
         "scatter_add",
         Traffic(8 * indices.numel() + lines, lines),
         lambda: [reference.scatter_add(host(start), host(indices), host(values))],
@@ -136,7 +138,7 @@ def _scatter_add(start: Tensor, packet: Packet) -> Contest:
     )
 
 
-def _decode_sum(like: Tensor, packets: Sequence[Packet]) -> Contest:
+def _decode_sum(like: Tensor, packets: Sequence[Packet]) -> Comparison:
     """The packets read, all of the sum written."""
     out, scale = torch.empty_like(like), 1 / len(packets)
 
@@ -146,7 +148,7 @@ def _decode_sum(like: Tensor, packets: Sequence[Packet]) -> Contest:
             out.index_add_(0, indices, values, alpha=scale)
         return [out]
 
-    return Contest(
+    return Comparison(
         "decode_sum",
         Traffic(8 * sum(i.numel() for i, _ in packets), out.nbytes),
         lambda: [reference.decode_sum(host(out), [(host(i), host(v)) for i, v in packets], scale)],
@@ -155,7 +157,7 @@ def _decode_sum(like: Tensor, packets: Sequence[Packet]) -> Contest:
     )
 
 
-def _momentum_mask(start: Tensor, indices: Tensor) -> Contest:
+def _momentum_mask(start: Tensor, indices: Tensor) -> Comparison:
     """The indices read; each cache line that they touch, of u and of v, read and written."""
     u, v, lines = start.clone(), start.clone(), 2 * touched([(indices, indices)])
     where = indices.long()
@@ -169,7 +171,7 @@ def _momentum_mask(start: Tensor, indices: Tensor) -> Contest:
         u.copy_(start)
         v.copy_(start)
 
-    return Contest(
+    return Comparison(
         "momentum_mask",
         Traffic(4 * indices.numel() + lines, lines),
         lambda: reference.momentum_mask(host(start), host(start), host(indices)),
@@ -182,7 +184,7 @@ def _momentum_mask(start: Tensor, indices: Tensor) -> Contest:
     )
 
 
-def _encoded(x: Tensor) -> list[Contest]:
+def _encoded(x: Tensor) -> list[Comparison]:
     """Raw packets of every fourth element, a ramp's first: enough bytes to see the memory. Encoding
     reads the pairs and writes them behind the header. Unpacking gives views: the header is read."""
     count = x.numel()
@@ -198,7 +200,7 @@ def _encoded(x: Tensor) -> list[Contest]:
     parts = (packet[:head].clone(), *(part.view(torch.uint8) for part in (values, indices)))
 
     return [
-        Contest(
+        Comparison(
             "encode",
             Traffic(indices.nbytes + values.nbytes, packet.nbytes),
             lambda: [np.frombuffer(encoded(), np.uint8)],
@@ -207,7 +209,7 @@ def _encoded(x: Tensor) -> list[Contest]:
                 "torch.cat": lambda _: [torch.cat(parts, out=into)],
             },
         ),
-        Contest(
+        Comparison(
             "unpack",
             Traffic(head, 0),
             lambda: reference.unpack(host(packet).tobytes()),

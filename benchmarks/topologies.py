@@ -187,7 +187,7 @@ class Cuda(Host):
         """The loops of csrc/cuda/stream.cu beside torch's copy, each in arrays of its own."""
         grad, u, v, source, target, x = (torch.ones(count, device=self.device) for _ in range(6))
         most = torch.zeros(1, dtype=torch.int32, device=self.device)
-        where = arrays.located(grad, "grad").device
+        where = arrays.as_array_ref(grad, "grad").device
         loops = devices.module(where)
 
         def on(array: Tensor) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""Strangers: who calls where ranks listen, holds no key and says nothing that makes sense.
+"""Unauthenticated clients: who calls where ranks listen, holds no key and says nothing that makes
+sense.
 
-Called by connection_flood_rank.py for the flood, and by tests/attack.py while the tests run. Not here: who
-is called and how often. Nothing but the standard library, so that one starts at once.
+Called by connection_flood_rank.py for the flood, and by tests/attack.py while the tests run. Not
+here: who is called and how often. Nothing but the standard library, so that one starts at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DIAG, BY_FAMILY, DUMP, LISTEN = 4, 20, 0x301, 1 << 10  # the kernel's: sock_diag
 
 
 class Manner(NamedTuple):
-    """How a stranger behaves: what it says, and what it does then."""
+    """How an unauthenticated client behaves: what it says, and what it does then."""
 
     says: bytes = b""
     then: str = "stays"  # or "shuts" its side, "leaves", "breaks" off; "drips": a byte at a time
@@ -56,12 +57,12 @@ class Listener(NamedTuple):
     backlog: int  # so many callers may wait
 
 
-class Strangers:
+class UnauthenticatedClients:
     """Calls wherever it is told to, in one manner after the other, and keeps up what it began."""
 
     def __init__(self) -> None:
         self.stood = self.refused = 0
-        self.let_in = 0  # were told more than a handshake tells a stranger
+        self.let_in = 0  # were told more than a handshake tells an unauthenticated client
         self._manners = itertools.cycle(MANNERS)
         self._kept: OrderedDict[int, _Call] = OrderedDict()
         self._ready = select.epoll()

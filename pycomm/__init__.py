@@ -48,7 +48,7 @@ from pycomm.objects import all_gather_object, user_get, user_pop, user_set
 
 if TYPE_CHECKING:
     from pycomm import data, kernels, metrics, reference, testing
-    from pycomm.checkpoint import load, print0, save
+    from pycomm.checkpoint import load, save
     from pycomm.coalesced import bcast_list_
     from pycomm.compress import DGC, dgc_hook
     from pycomm.functional import remote_recv, remote_send
@@ -123,7 +123,7 @@ _TRAINING = {
     "load": "pycomm.checkpoint",
     "make_allreduce_cb": "pycomm.parallel",
     "plan": "pycomm.planner",
-    "print0": "pycomm.checkpoint",
+    "print0": "pycomm.printing",
     "remote_recv": "pycomm.functional",
     "remote_send": "pycomm.functional",
     "save": "pycomm.checkpoint",

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BENCHMARKS = (
-    "checks",
+    "check_overhead",
     "collectives",
     "codec",
-    "deaths",
+    "rank_failure",
     "faults",
-    "interrupts",
+    "cancellation",
     "soak",
     "kernels",
     "links",
-    "strangers",
+    "connection_flood",
     "training",
 )
 MODULES = {"plan": "planner", "tune": "tuning", "trace": "trace", "top": "top"}  # by command

@@ -15,12 +15,12 @@ from pycomm.calls import Work
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
 
-__all__ = ["Lanes"]
+__all__ = ["CommunicatorPool"]
 
 BETWEEN_HOSTS = 2  # lanes by default; within a host one call already uses all of the memory's speed
 
 
-class Lanes:
+class CommunicatorPool:
     """The group itself and, for `count` > 1, groups split off it. Collective to make.
 
     Args:
@@ -101,7 +101,9 @@ class Lanes:
         source, target = arrays.view(x), arrays.view(out, write=True)
         call = (verb, source.dtype, "sum", source.pointer, target.pointer, 0, 0, 0, "auto")
         to_all = verb == "all_to_all"
-        work: Work = calls.go(self._next(), call, None, True, source, target, out, counts, to_all)
+        work: Work = calls.dispatch(
+            self._next(), call, None, True, source, target, out, counts, to_all
+        )
         return work
 
     def _next(self) -> Group:

@@ -1,8 +1,8 @@
 """The group of a group's ranks for arrays on CUDA devices: made at the first call with such arrays.
 
-Devices and NCCL come from the compiled module _cuda. `replaced` puts another in its place: that is
-how tests run all of this where there is no GPU. Called by calls.py and, for torch's tensors, by the
-module _c10d.
+Devices and NCCL come from the compiled module _cuda. `override_device_module` puts another in its
+place: that is how tests run all of this where there is no GPU. Called by calls.py and, for torch's
+tensors, by the module _c10d.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 from pycomm.kernels import devices
 
-__all__ = ["check_between_hosts", "check_lanes", "core", "on_device", "replaced", "stream"]
+__all__ = [
+    "check_internode_transport",
+    "check_lanes",
+    "core",
+    "on_device",
+    "override_device_module",
+    "stream",
+]
 
 # By what arrays on CUDA devices travel from host to host.
 BETWEEN_HOSTS = ("nccl", "tcp")
@@ -47,7 +54,7 @@ def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Group:
         return group._core
     found = group._devices.get(device.index)
     if found is None:
-        lines = group.cuda_lanes, group.cuda_between_hosts
+        lines = group.cuda_channels, group.cuda_internode_transport
         timeout_s = group._timeout_s
         found = _meet(group._core._capsule(), device.index, timeout_s, limit_s or timeout_s, *lines)
         group._devices[device.index] = found
@@ -80,11 +87,11 @@ def check_lanes(lanes: int) -> None:
         raise InvalidArgument(f"a group on devices has 1 to {MOST_LANES} lanes, not {lanes}")
 
 
-def check_between_hosts(way: str) -> None:
+def check_internode_transport(way: str) -> None:
     """Raises InvalidArgument: there is no such way between hosts."""
     if way not in BETWEEN_HOSTS:
         raise InvalidArgument(
-            f"cuda_between_hosts={way!r}: one of {', '.join(map(repr, BETWEEN_HOSTS))}"
+            f"cuda_internode_transport={way!r}: one of {', '.join(map(repr, BETWEEN_HOSTS))}"
         )
 
 
@@ -92,7 +99,7 @@ def _meet(
     host: object, index: int, timeout_s: float, limit_s: float, lanes: int, between_hosts: str
 ) -> _core.Group:
     check_lanes(lanes)
-    check_between_hosts(between_hosts)
+    check_internode_transport(between_hosts)
     module = _compiled()
     opened = module.open_device(index)
     library, why_none = None, ""
@@ -103,7 +110,7 @@ def _meet(
     shares = config.nccl_shares_gpus()
     lines = lanes, between_hosts == "nccl"
     made = _core.on_device(host, opened, library, why_none, shares, lines, timeout_s, limit_s)
-    if made.rank == 0 and made.stats().algorithm == "staged":
+    if made.rank == 0 and made.stats().algorithm == "host_staged":
         logging.getLogger("pycomm").warning(
             "ranks of the group %r share a GPU, which NCCL refuses: their arrays there travel "
             "through host memory, which is slow",
@@ -121,7 +128,7 @@ def _compiled() -> Any:
 
 
 @contextlib.contextmanager
-def replaced(by: Any, kind: str = "cuda") -> Iterator[None]:
+def override_device_module(by: Any, kind: str = "cuda") -> Iterator[None]:
     """Within it, groups that are made take devices and NCCL from the module `by`. For tests.
 
     `kind` is what torch calls devices of these.

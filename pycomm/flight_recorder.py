@@ -20,7 +20,7 @@ import numpy as np
 from pycomm import _core
 from pycomm.errors import InvalidArgument
 
-__all__ = ["Journal", "parse", "read", "running", "title"]
+__all__ = ["FlightRecord", "parse", "read", "running", "title"]
 
 MAGIC = b"PYCOMMJ1"
 HEAD_BYTES = 4096
@@ -52,13 +52,13 @@ TABLES = {
     "algorithm": _core.ALGORITHMS,
     "outcome": ("under way", "done", "failed"),
 }
-MEMORY_NAME = "/memfd:pycomm-journal"
+MEMORY_NAME = "/memfd:pycomm-flight-recorder"
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
 
 @dataclass(frozen=True)
-class Journal:
+class FlightRecord:
     """One rank's calls in one group.
 
     Attributes:
@@ -97,8 +97,8 @@ class Journal:
         return bool(len(self.records) and self.records[-1]["outcome"] == 0)
 
 
-def parse(data: bytes, source: str) -> Journal:
-    """The journal that these bytes are.
+def parse(data: bytes, source: str) -> FlightRecord:
+    """The flight record that these bytes are.
 
     Raises:
         InvalidArgument: they are none; the text names `source`.
@@ -126,7 +126,7 @@ def parse(data: bytes, source: str) -> Journal:
     del fields["magic"], fields["capacity"]
     for name in ("name", "host", "host_id", "reason"):
         fields[name] = _text(fields[name])
-    return Journal(source=source, records=records, **fields)
+    return FlightRecord(source=source, records=records, **fields)
 
 
 def _text(raw: bytes) -> str:
@@ -135,8 +135,8 @@ def _text(raw: bytes) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def read(path: str | Path) -> Journal:
-    """The journal in a file.
+def read(path: str | Path) -> FlightRecord:
+    """The flight record in a file.
 
     Raises:
         InvalidArgument: there is none, or it cannot be read.
@@ -147,12 +147,12 @@ def read(path: str | Path) -> Journal:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
 
 
-def running() -> list[Journal]:
+def running() -> list[FlightRecord]:
     """Those of the processes of this host that this user may look into, stopped ones too.
 
     Nothing is asked of the processes: their memory is read through /proc, whose rules say who may.
     """
-    found: dict[int, Journal] = {}
+    found: dict[int, FlightRecord] = {}
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # another user's process, or it has ended
             for link in folder.iterdir():
@@ -166,7 +166,7 @@ def running() -> list[Journal]:
     return sorted(found.values(), key=lambda one: (one.name, one.id, one.rank))
 
 
-def _consistent(path: Path) -> Journal:
+def _consistent(path: Path) -> FlightRecord:
     """What stands there while its process goes on: records that were written over meanwhile go."""
     with path.open("rb", buffering=0) as memory:  # of another's making: its size says nothing
         before = parse(memory.read(MEMORY_BYTES), str(path))
@@ -178,13 +178,13 @@ def _consistent(path: Path) -> Journal:
     torn = int(after["begun"]) - before.begun + 1
     if len(before.records) + torn <= int(after["capacity"]):
         return before
-    return Journal(**{**vars(before), "records": before.records[torn:]})
+    return FlightRecord(**{**vars(before), "records": before.records[torn:]})
 
 
-def groups_of(journals: Iterable[Journal]) -> list[list[Journal]]:
+def groups_of(flight_records: Iterable[FlightRecord]) -> list[list[FlightRecord]]:
     """The journals by group, ranks in order."""
-    by_id: dict[int, list[Journal]] = {}
-    for one in journals:
+    by_id: dict[int, list[FlightRecord]] = {}
+    for one in flight_records:
         by_id.setdefault(one.id, []).append(one)
     return [sorted(group, key=lambda one: one.rank) for group in by_id.values()]
 

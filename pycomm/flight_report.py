@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pycomm import flight_recorder
-from pycomm.flight_recorder import Journal
+from pycomm.flight_recorder import FlightRecord
 
 __all__ = ["report"]
 
@@ -30,11 +30,11 @@ def report(paths: Sequence[str | Path]) -> str:
     Raises:
         InvalidArgument: a file is none; the text names it.
     """
-    journals = [flight_recorder.read(path) for path in paths]
-    return "\n\n".join(_group(group) for group in flight_recorder.groups_of(journals))
+    flight_records = [flight_recorder.read(path) for path in paths]
+    return "\n\n".join(_group(group) for group in flight_recorder.groups_of(flight_records))
 
 
-def _group(ranks: list[Journal]) -> str:
+def _group(ranks: list[FlightRecord]) -> str:
     calls = [_calls(one) for one in ranks]
     first = ranks[0]
     missing = sorted(set(range(first.size)) - {one.rank for one in ranks})
@@ -52,7 +52,7 @@ def _group(ranks: list[Journal]) -> str:
     return "\n".join([*lines, "", *_table([ranks[i] for i in shown], [calls[i] for i in shown])])
 
 
-def _calls(one: Journal) -> dict[Key, Any]:
+def _calls(one: FlightRecord) -> dict[Key, Any]:
     calls: dict[Key, Any] = {}
     messages = 0
     before: tuple[int, int] | None = None
@@ -73,7 +73,7 @@ def _last(calls: dict[Key, Any]) -> Key:
     return max((key for key in calls if key[2] == COLLECTIVE), default=(-1, -1, 0))
 
 
-def _behind(ranks: list[Journal], calls: list[dict[Key, Any]]) -> list[str]:
+def _behind(ranks: list[FlightRecord], calls: list[dict[Key, Any]]) -> list[str]:
     """Who has not called what others have, and where ranks called different things."""
     lasts = [_last(each) for each in calls]
     most = max(lasts)
@@ -100,7 +100,7 @@ def _most_telling(calls: list[dict[Key, Any]]) -> list[int]:
     return sorted(behind[:COLUMNS])
 
 
-def _table(ranks: list[Journal], calls: list[dict[Key, Any]]) -> list[str]:
+def _table(ranks: list[FlightRecord], calls: list[dict[Key, Any]]) -> list[str]:
     keys = sorted(set().union(*calls))[-ROWS:]
     rows = [["call", "what", *(f"rank {one.rank}" for one in ranks)]]
     for key in keys:

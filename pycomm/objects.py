@@ -1,9 +1,9 @@
 """Plain values between ranks: gathered from all, or left under a key for whoever wants them.
 
-Plain are None, bool, int, float, str and bytes, and lists, tuples and dicts of them (serialization.py):
-what comes from another rank can never run code. Keys lie in the store in which the ranks of the run
-met, apart for each group: torch's where torch made the group, else that of rank 0's process, which
-serves them until it leaves.
+Plain are None, bool, int, float, str and bytes, and lists, tuples and dicts of them
+(serialization.py): what comes from another rank can never run code. Keys lie in the store in which
+the ranks of the run met, apart for each group: torch's where torch made the group, else that of
+rank 0's process, which serves them until it leaves.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def user_set(key: str, value: Any, *, group: Group | None = None) -> None:
         PeerLost: the store has gone, with rank 0.
         Timeout: the store did not answer within the group's limit.
     """
-    store, prefix, limit_s = (group or default())._board()
+    store, prefix, limit_s = (group or default())._key_store()
     encoded = serialization.encode(value)
     if len(encoded) > MAX_VALUE_BYTES:
         raise InvalidArgument(
@@ -107,7 +107,7 @@ def user_pop(key: str, timeout_s: float | None = None, *, group: Group | None = 
 
 def _wait(verb: str, key: str, timeout_s: float | None, group: Group | None) -> Any:
     """Waits for the key and gives its value, or takes it, as the verb says."""
-    store, prefix, limit_s = (group or default())._board()
+    store, prefix, limit_s = (group or default())._key_store()
     where = _place(prefix, key, verb)
     limit_s = calls.limit(timeout_s) or limit_s
     end = time.monotonic() + limit_s

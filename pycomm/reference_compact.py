@@ -1,4 +1,4 @@
-"""What a lean packet is, in NumPy, to be read and to be compared with: reference.py's neighbour.
+"""What a compact packet is, in NumPy, to be read and to be compared with: reference.py's neighbour.
 
 The layout of bytes and the choice of parameters stand in csrc/kernels/lean.h. Packets have the
 bytes that `pycomm.kernels.encode` writes, and are read without any check.

@@ -54,7 +54,7 @@ def regroup(core: _core.Group, store: Store, timeout_s: float) -> _core.Group:
     unconnected: set[tuple[int, int]] = set()  # pairs of ranks in that forming
     with _processes(core) as processes, _store_is_there(core):
         while True:
-            board = _Board(store, name, members.index(core.rank), len(members), end)
+            board = _SurvivorElection(store, name, members.index(core.rank), len(members), end)
             board.post_unreachable(unreachable)
             chosen = board.agree([processes[m] for m in members], lost)
             pairs = {(members[a], members[b]) for a, b in board.unconnected(chosen)}
@@ -153,7 +153,7 @@ def _store_is_there(core: _core.Group) -> Iterator[None]:
         ) from error
 
 
-class _Board:
+class _SurvivorElection:
     """What the `size` ranks of one group leave in the store to agree on who goes on, until `end`
     by the steady clock."""
 

@@ -9,34 +9,36 @@ import torch
 from pycomm import collectives
 from pycomm.group import Group
 
-__all__ = ["Left", "furthest", "left"]
+__all__ = ["ShrinkResult", "most_advanced_rank", "shrink_result"]
 
 
 @dataclass(frozen=True)
-class Left:
+class ShrinkResult:
     """What is left of a training.
 
     Attributes:
         group: those who go on.
         lost: who does not, as ranks of the first group.
         step: how many steps have been completed, the same on all.
-        owed_lost: what those who are gone still owed of their gradients goes with them: the norm of
-            it, if they owed as much as those who are left do in the mean (DGC; else 0).
+        lost_residual_norm: what those who are gone still owed of their gradients goes with them:
+            the norm of it, if they owed as much as those who are left do in the mean (DGC; else 0).
     """
 
     group: Group
     lost: list[int]
     step: int
-    owed_lost: float = 0.0
+    lost_residual_norm: float = 0.0
 
 
-def left(before: Group, group: Group, step: int, owed_lost: float = 0.0) -> Left:
+def shrink_result(
+    before: Group, group: Group, step: int, lost_residual_norm: float = 0.0
+) -> ShrinkResult:
     """What is left of `before`."""
     lost = [rank for rank in before.ranks if rank not in group.ranks]
-    return Left(group, lost, step, owed_lost)
+    return ShrinkResult(group, lost, step, lost_residual_norm)
 
 
-def furthest(count: int, group: Group) -> tuple[int, int]:
+def most_advanced_rank(count: int, group: Group) -> tuple[int, int]:
     """Collective. The highest count, and the lowest rank that has it."""
     counts = collectives.all_gather(torch.tensor([count]), group=group).flatten().tolist()
     return max(counts), counts.index(max(counts))

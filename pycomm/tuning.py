@@ -31,22 +31,22 @@ FEW = 8  # kFewRanks of collectives/choose.cpp: with more ranks middle_bytes cou
 
 
 @dataclass(frozen=True)
-class Contest:
+class Comparison:
     """Two algorithms of all_reduce: which is for small arrays, which for large ones."""
 
     small: str
     large: str
 
 
-SMALL = Contest("direct", "ring")
-MIDDLE = Contest("halving", "ring")
+SMALL = Comparison("direct", "ring")
+MIDDLE = Comparison("halving", "ring")
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one contest gave: seconds by size, and the threshold in bytes."""
+    """What one comparison gave: seconds by size, and the threshold in bytes."""
 
-    contest: Contest
+    comparison: Comparison
     seconds: list[tuple[float, float]]  # of the small and of the large one
     bytes: int
 
@@ -71,25 +71,25 @@ def main(argv: Sequence[str]) -> int:
     at = list(thresholds.BUILT_IN)
     for one in found:
         print(table(one))
-        at[0 if one.contest == SMALL else 1] = one.bytes
+        at[0 if one.comparison == SMALL else 1] = one.bytes
     file = thresholds.save([(transport, at[0], at[1])])
     print(f"{transport}: small_bytes {at[0]}, middle_bytes {at[1]}; kept in {file}")
     return 0
 
 
 def measure(own: Group) -> tuple[str, list[Found]]:
-    """On every rank, alike: the slowest transport of the group, what each contest gave."""
-    names = {member.transport for member in own.members}
+    """On every rank, alike: the slowest transport of the group, what each comparison gave."""
+    names = {member.transport for member in own.peer_info()}
     transport = next(by for by in ("tcp", "shm", "local") if by in names)
-    contests = [SMALL] if own.size <= FEW else [SMALL, MIDDLE]
+    comparisons = [SMALL] if own.size <= FEW else [SMALL, MIDDLE]
     found = []
-    with _progress(len(contests) * len(SIZES), own.rank == 0) as advance:
-        for contest in contests:
+    with _progress(len(comparisons) * len(SIZES), own.rank == 0) as advance:
+        for comparison in comparisons:
             seconds = []
             for size_bytes in SIZES:
-                seconds.append(_duel(own, contest, size_bytes))
+                seconds.append(_duel(own, comparison, size_bytes))
                 advance()
-            found.append(Found(contest, seconds, threshold(SIZES, seconds)))
+            found.append(Found(comparison, seconds, threshold(SIZES, seconds)))
     return transport, found
 
 
@@ -108,8 +108,8 @@ def threshold(sizes: Sequence[int], seconds: Sequence[tuple[float, float]]) -> i
 
 
 def table(found: Found) -> str:
-    """The times of a contest, and where it turned."""
-    small, large = found.contest.small, found.contest.large
+    """The times of a comparison, and where it turned."""
+    small, large = found.comparison.small, found.comparison.large
     lines = [f"{'# bytes':>10} {small + ' (us)':>14} {large + ' (us)':>14}  taken"]
     for size_bytes, (first, second) in zip(SIZES, found.seconds, strict=True):
         taken = small if size_bytes <= found.bytes else large
@@ -117,12 +117,12 @@ def table(found: Found) -> str:
     return "\n".join(lines)
 
 
-def _duel(own: Group, contest: Contest, size_bytes: int) -> tuple[float, float]:
+def _duel(own: Group, comparison: Comparison, size_bytes: int) -> tuple[float, float]:
     """Seconds of an all_reduce by each algorithm: medians over rounds in turn, of the slowest."""
     x = np.zeros(size_bytes // 4, np.float32)
     rounds: tuple[list[float], list[float]] = ([], [])
     for turn in range(ROUNDS + 1):
-        for which, algorithm in enumerate((contest.small, contest.large)):
+        for which, algorithm in enumerate((comparison.small, comparison.large)):
             collectives.barrier(group=own)
             start = time.perf_counter()
             for _ in range(CALLS):

@@ -1,15 +1,15 @@
-"""Strangers that call while the tests run, wherever the run listens at that moment.
+"""Unauthenticated clients that call while the tests run, wherever the run listens at that moment.
 
 One process for a run, at the lowest priority: `python -m tests.attack PID`, PID being pytest's. It
 calls the listeners of pycomm in all processes that pytest has started, and nobody else's: TCP
 sockets by the number of callers that they let wait (kBacklog in csrc/os/socket.h; where the system
 lets no listener have so many they cannot be told, which the run then says), Unix sockets by their
-name. gloo, MPI and torch's own store, which a stranger can stop, are not called. Nor is who
-listens in another network namespace. A test that has the mark `quiet` says why it must be spared:
-the native suites among them, which join ranks without a handshake.
+name. gloo, MPI and torch's own store, which an unauthenticated client can stop, are not called. Nor
+is who listens in another network namespace. A test that has the mark `no_attack` says why it must
+be spared: the native suites among them, which join ranks without a handshake.
 
-conftest.py starts it through Hostility, which fails the run where a stranger was let in, or where
-there was much to reach and nothing was reached. `--no-strangers` leaves it out.
+conftest.py starts it through AttackPlugin, which fails the run where an unauthenticated client was
+let in, or where there was much to reach and nothing was reached. `--no-attack` leaves it out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import pytest
 from benchmarks.unauthenticated import (
     MANNERS,
     Address,
-    Strangers,
+    UnauthenticatedClients,
     descendants,
     inodes,
     listeners,
@@ -41,7 +41,10 @@ from benchmarks.unauthenticated import (
 REPOSITORY = Path(__file__).resolve().parent.parent
 BACKLOG = 4093  # kBacklog in csrc/os/socket.h
 SOMAXCONN = Path("/proc/sys/net/core/somaxconn")  # so many callers may wait, whatever is asked for
-UNIX, QUIET = "pycomm-", "pycomm_quiet-"  # how names begin: of listeners, of a process to be spared
+UNIX, NO_ATTACK = (
+    "pycomm-",
+    "pycomm_no_attack-",
+)  # how names begin: of listeners, of a process to be spared
 ROUND_S = 0.02
 MOST = 200  # calls of one listener, so that one that stands for long is not called for ever
 MANY = 50  # listeners: of so many one at least is reached
@@ -51,7 +54,7 @@ END_S = 60.0
 
 @dataclass
 class Found:
-    """What the strangers did."""
+    """What the unauthenticated clients did."""
 
     listeners: int = 0
     stood: int = 0
@@ -61,9 +64,9 @@ class Found:
     def fault(self) -> str:
         """What is wrong with it, or ""."""
         if self.let_in:
-            return f"{self.let_in} strangers were let in"
+            return f"{self.let_in} unauthenticated clients were let in"
         if self.listeners >= MANY and not self.stood:
-            return f"strangers reached none of {self.listeners} listeners"
+            return f"unauthenticated clients reached none of {self.listeners} listeners"
         return ""
 
 
@@ -77,8 +80,8 @@ def blind() -> str:
     )
 
 
-class Hostility:
-    """pytest's plugin: has the strangers call from the first test to the last."""
+class AttackPlugin:
+    """pytest's plugin: has the unauthenticated clients call from the first test to the last."""
 
     def __init__(self) -> None:
         self.fault = self.told = ""
@@ -105,7 +108,7 @@ class Hostility:
             found = Found(**json.loads(text))
         except (ValueError, subprocess.TimeoutExpired):  # it has failed: that is told
             self._process.kill()
-            self.fault = "the strangers have failed"
+            self.fault = "the unauthenticated clients have failed"
         else:
             self.fault = found.fault()
             self.told = (
@@ -118,7 +121,7 @@ class Hostility:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Says what they did."""
         if self.told:
-            terminalreporter.section("strangers")
+            terminalreporter.section("clients")
             terminalreporter.line(self.told)
             if why := blind():
                 terminalreporter.line(why)
@@ -130,10 +133,10 @@ OTHERWISE_WELL = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Strangers spare this process, and those that it starts, meanwhile."""
+def no_attack() -> Iterator[None]:
+    """Unauthenticated clients spare this process, and those that it starts, meanwhile."""
     with socket.socket(socket.AF_UNIX) as sign:
-        sign.bind(f"\0{QUIET}{os.getpid()}")
+        sign.bind(f"\0{NO_ATTACK}{os.getpid()}")
         yield
 
 
@@ -144,7 +147,7 @@ class Attack:
         self._pid = pid
         self._calls: Counter[int] = Counter()  # by inode, of listeners of this run
         self._foreign: set[int] = set()  # inodes of others' listeners
-        self._strangers = Strangers()
+        self._clients = UnauthenticatedClients()
 
     def round(self) -> None:
         """Comes to each once, and to one that is new in every manner at once."""
@@ -154,8 +157,8 @@ class Attack:
             if self._calls[inode] < MOST:
                 self._calls[inode] += times
                 for _ in range(times):
-                    self._strangers.call(address)
-        self._strangers.go_on()
+                    self._clients.call(address)
+        self._clients.go_on()
 
     @property
     def listeners(self) -> int:
@@ -164,20 +167,20 @@ class Attack:
 
     def end(self) -> Found:
         """Leaves, and says what came of it."""
-        self._strangers.go_on()
-        self._strangers.close()
+        self._clients.go_on()
+        self._clients.close()
         return Found(
             self.listeners,
-            self._strangers.stood,
-            self._strangers.refused,
-            self._strangers.let_in,
+            self._clients.stood,
+            self._clients.refused,
+            self._clients.let_in,
         )
 
     def _theirs(self) -> dict[int, Address]:
         """Where this run listens, but for who is to be spared."""
         tcp = {i: one.address for i, one in listeners().items() if one.backlog == BACKLOG}
         # After the others: who is to be spared says so before it listens.
-        signs = {int(name.removeprefix(QUIET)) for name, _ in unix_sockets(QUIET).values()}
+        signs = {int(name.removeprefix(NO_ATTACK)) for name, _ in unix_sockets(NO_ATTACK).values()}
         quiet_ones = signs & with_descendants(self._pid) if signs else signs
         spared = inodes(pid for one in quiet_ones for pid in with_descendants(one))
         unix = {i: "\0" + name for i, (name, listens) in unix_sockets(UNIX).items() if listens}

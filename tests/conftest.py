@@ -13,7 +13,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 import pytest
-from hostile import Hostility, quiet
+from attack import AttackPlugin, no_attack
 
 from benchmarks.baselines import held, left
 
@@ -23,8 +23,8 @@ _skips: dict[str, str] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The one option of ours."""
-    text = "no strangers call where the run listens, while it does: tests/attack.py"
-    parser.addoption("--no-strangers", action="store_true", help=text)
+    text = "no unauthenticated clients call where the run listens, while it does: tests/attack.py"
+    parser.addoption("--no-attack", action="store_true", help=text)
 
 
 @pytest.fixture(params=["cpu", "emulated", "cuda"], scope="module")
@@ -75,8 +75,8 @@ class Before:
 
 @pytest.fixture(autouse=True)
 def spared(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Strangers do not call a test that is marked `quiet`."""
-    with quiet() if request.node.get_closest_marker("quiet") else contextlib.nullcontext():
+    """Unauthenticated clients do not call a test that is marked `no_attack`."""
+    with no_attack() if request.node.get_closest_marker("no_attack") else contextlib.nullcontext():
         yield
 
 
@@ -97,13 +97,13 @@ def nothing_left(request: pytest.FixtureRequest, spared: None) -> Iterator[Befor
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Once for a run, not in each of xdist's workers: says at once which test fails, as a long run
-    may be ended before pytest's own summary; and strangers call."""
+    may be ended before pytest's own summary; and unauthenticated clients call."""
     if hasattr(config, "workerinput"):
         return
     if (terminal := config.pluginmanager.get_plugin("terminalreporter")) is not None:
         config.pluginmanager.register(Told(terminal))
-    if not (config.option.no_strangers or config.option.collectonly):
-        config.pluginmanager.register(Hostility())
+    if not (config.option.no_attack or config.option.collectonly):
+        config.pluginmanager.register(AttackPlugin())
 
 
 class Told:

@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import hostile
+import attack
 import pytest
-from hostile import BACKLOG, MANY, Attack, Found, blind, quiet
+from attack import BACKLOG, MANY, Attack, Found, blind, no_attack
 
-from benchmarks.unauthenticated import ANSWER, MANNERS, Strangers
+from benchmarks.unauthenticated import ANSWER, MANNERS, UnauthenticatedClients
 from pycomm import _core
 
 HERE = Path(__file__).parent
@@ -55,14 +55,14 @@ def answers(text: bytes) -> Iterator[tuple[tuple[str, int], threading.Semaphore]
 
 
 TOLD_APART = pytest.mark.skipif(bool(blind()), reason=blind())
-LETS_IN = pytest.mark.quiet("it lets strangers in, for which the run would fail")
+LETS_IN = pytest.mark.no_attack("it lets unauthenticated clients in, for which the run would fail")
 
 
 @LETS_IN
 @pytest.mark.parametrize(("more", "let_in"), [(0, False), (1, True)])
-def test_who_is_told_more_than_a_stranger_is_was_let_in(more: int, let_in: bool) -> None:
+def test_a_client_that_passes_the_handshake_is_counted_as_let_in(more: int, let_in: bool) -> None:
     with answers(b"x" * (ANSWER + more)) as (address, came):
-        attack = Strangers()
+        attack = UnauthenticatedClients()
         for _ in MANNERS:
             attack.call(address)
         for _ in MANNERS:
@@ -90,7 +90,7 @@ def test_they_come_to_each_listener_of_ours_and_to_nobody_else() -> None:
                 attack.round()
             for _ in MANNERS:
                 attack.round()
-            assert rank.poll() is None, "the strangers ended a rank that forms"
+            assert rank.poll() is None, "the unauthenticated clients ended a rank that forms"
         finally:
             rank.kill()
             rank.wait()
@@ -108,7 +108,7 @@ def test_they_come_to_each_listener_of_ours_and_to_nobody_else() -> None:
 def test_they_spare_who_asks_for_it() -> None:
     store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
     attack = Attack(os.getpid())
-    with quiet():
+    with no_attack():
         attack.round()
     assert attack.listeners == 0
     attack.round()
@@ -122,7 +122,7 @@ def test_where_listeners_cannot_be_told_apart_that_is_said(
     most: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "somaxconn").write_text(f"{most}\n")
-    monkeypatch.setattr(hostile, "SOMAXCONN", tmp_path / "somaxconn")
+    monkeypatch.setattr(attack, "SOMAXCONN", tmp_path / "somaxconn")
     assert (says in blind()) if says else blind() == ""
 
 
@@ -131,8 +131,8 @@ def test_where_listeners_cannot_be_told_apart_that_is_said(
     [
         (Found(MANY, 1, 499, 0), ""),
         (Found(MANY - 1, 0, 490, 0), ""),  # too few to be sure
-        (Found(MANY, 0, 500, 0), f"strangers reached none of {MANY} listeners"),
-        (Found(1, 10, 0, 2), "2 strangers were let in"),
+        (Found(MANY, 0, 500, 0), f"unauthenticated clients reached none of {MANY} listeners"),
+        (Found(1, 10, 0, 2), "2 unauthenticated clients were let in"),
     ],
 )
 def test_what_is_wrong_is_told(found: Found, fault: str) -> None:
@@ -141,7 +141,7 @@ def test_what_is_wrong_is_told(found: Found, fault: str) -> None:
 
 # A run of one test, which waits until all have called.
 PLANTED = """
-    from test_hostile import ANSWER, LIMIT_S, MANNERS, answers
+    from test_attack import ANSWER, LIMIT_S, MANNERS, answers
 
     def test_planted():
         with answers(b"x" * (ANSWER + MORE)) as (_, came):
@@ -170,4 +170,4 @@ def test_a_run_says_what_they_did_and_fails_where_it_must(tmp_path: Path, let_in
     assert told, done.stdout
     assert int(told[1]) >= len(MANNERS)
     assert (int(told[2]) > 0, done.returncode) == (let_in, int(let_in)), done.stdout
-    assert ("strangers were let in" in done.stdout) == let_in
+    assert ("unauthenticated clients were let in" in done.stdout) == let_in

@@ -133,20 +133,20 @@ def test_a_wrong_bit_ends_it(
     assert "20000 elements: topk: pycomm and the reference differ" in capsys.readouterr().out
 
 
-def contests() -> list[comparison.Contest]:
+def comparisons() -> list[comparison.Comparison]:
     x, *gradients = torch.randn((7, 5_003), generator=torch.Generator().manual_seed(2))
     kept = [torch.arange(i, x.numel(), 97, dtype=torch.int32) for i in range(3)]
-    return single_process.contests(x, [(i, x[i]) for i in kept], gradients)
+    return single_process.comparisons(x, [(i, x[i]) for i in kept], gradients)
 
 
 def test_each_contestant_is_checked(tmp_path: Path) -> None:
     """One number of one result changed, by a bit, or by a hundredth where torch rounds
     otherwise."""
-    found, here = contests(), topologies.Host()
+    found, here = comparisons(), topologies.Host()
     assert {c.kernel: c.calls.keys() - {"pycomm"} for c in found} == ALONE
     recorded = load(write_residuals(tmp_path / "residuals.npz", 2_000))
     steps, choices = {"eager": composed.eager}, {"torch.topk": composed.torch_topk}
-    found += sparse.contests(sparse.Case(recorded, 9_000), steps, choices)
+    found += sparse.comparisons(sparse.Case(recorded, 9_000), steps, choices)
     for one in found:
         assert comparison.wrong(one, here) == ""
         for peer, call in one.calls.items():

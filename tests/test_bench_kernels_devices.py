@@ -112,7 +112,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module.set_order("forward", 1, 4)
     monkeypatch.setitem(topologies.PLACES, "cuda", Emulated)
     before = torch.get_num_threads(), _core.kernel_threads()
-    with devices.replaced("cpu", module.kernels):
+    with devices.override_kernels("cpu", module.kernels):
         yield module
     torch.set_num_threads(before[0])
     _core.set_kernel_threads(before[1])
@@ -167,7 +167,7 @@ def test_a_wrong_bit_on_the_device_ends_it(
         ctypes.c_uint8.from_address(out).value ^= 1
 
     module = SimpleNamespace(**{**vars(emulated.kernels), "norm": wrong})
-    with devices.replaced("cpu", module):
+    with devices.override_kernels("cpu", module):
         assert run(tmp_path, "--peers", "") == 1
     assert "9600 elements: norm: pycomm and the reference differ" in capsys.readouterr().out
 
@@ -294,12 +294,12 @@ def test_who_cannot_take_part_is_named_and_ours_must() -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    one = kernels.Contest("topk", kernels.Traffic(4, 0), list, {"pycomm": abs, "CuPy": fails})
+    one = kernels.Comparison("topk", kernels.Traffic(4, 0), list, {"pycomm": abs, "CuPy": fails})
     (left,), (missing,) = kernels.able([one])
     assert left.calls.keys() == {"pycomm"}
     assert (missing.peer, missing.why) == ("CuPy", "RuntimeError: no such instruction")
     with pytest.raises(RuntimeError, match="no such instruction"):
-        kernels.able([kernels.Contest("topk", kernels.Traffic(4, 0), list, {"pycomm": fails})])
+        kernels.able([kernels.Comparison("topk", kernels.Traffic(4, 0), list, {"pycomm": fails})])
 
 
 def test_libraries_take_part_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

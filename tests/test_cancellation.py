@@ -1,5 +1,5 @@
-"""Ctrl-C wherever a rank can wait (benchmarks/cancellation.py). What a busy peer holds up, or not, is
-tried in tests/native/patience_test.cpp.
+"""Ctrl-C wherever a rank can wait (benchmarks/cancellation.py). What a busy peer holds up, or not,
+is tried in tests/native/patience_test.cpp.
 """
 
 import json
@@ -24,7 +24,7 @@ def test_the_command_measures_and_stores(
     took = iter([1.0, 250.0, 3.0, 4.0])
     monkeypatch.setattr(cancellation, "WAITS", dict.fromkeys(["here", "there"]))
     monkeypatch.setattr(cancellation, "took_ms", lambda name: next(took))
-    path = tmp_path / "interrupts.json"
+    path = tmp_path / "cancellation.json"
     assert cancellation.main(["--rounds", "2", "--json", str(path)]) == 1  # one took too long
     rows = json.loads(path.read_text())["rows"]
     assert rows[0] == {"wait": "here", "median_ms": 125.5, "worst_ms": 250.0, "rounds": 2}

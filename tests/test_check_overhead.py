@@ -1,4 +1,5 @@
-"""What the checks cost (benchmarks/check_overhead.py): that both programs work, not how fast they are."""
+"""What the checks cost (benchmarks/check_overhead.py): that both programs work, not how fast they
+are."""
 
 import json
 
@@ -12,7 +13,9 @@ def test_both_programs_make_their_calls(tmp_path, monkeypatch):
     cases = [Case("shm", 4, 10), Case("tcp", 4096, 10)]
     monkeypatch.setattr(check_overhead, "CASES", cases)
     path = tmp_path / "checks.json"
-    assert check_overhead.main(["--rounds", "2", "--json", str(path)]) == 0  # nothing is promised of these
+    assert (
+        check_overhead.main(["--rounds", "2", "--json", str(path)]) == 0
+    )  # nothing is promised of these
     costs = json.loads(path.read_text())["costs"]
     assert [(c["transport"], c["bytes"]) for c in costs] == [("shm", 4), ("tcp", 4096)]
     assert all(c["with_ns"] > 0 and c["without_ns"] > 0 for c in costs)

@@ -1,4 +1,4 @@
-"""Lean packets against pycomm.reference_compact, bit by bit, and the bytes that they take."""
+"""Compact packets against pycomm.reference_compact, bit by bit, and the bytes that they take."""
 
 from math import lgamma, log
 from typing import Any
@@ -64,7 +64,9 @@ def check(indices, values, count, value_code, codec):
         rest = made("plain", count, 5, values.dtype.name)
     own = None if rest is None else rest.copy()
     packet = kernels.encode(indices, values, count, value_code, own, codec=codec)
-    want, left = reference_compact.encode(indices, values, count, value_code, rest, index_code=codec)
+    want, left = reference_compact.encode(
+        indices, values, count, value_code, rest, index_code=codec
+    )
     assert packet.tobytes() == want
     if rest is not None:
         same(own, left)
@@ -122,7 +124,7 @@ def test_nothing_is_lost_over_steps(value_code):
 
 
 def test_packets_decode_as_pairs_do():
-    """decode_sum and decode_update of lean, raw and unpacked ones together."""
+    """decode_sum and decode_update of compact, raw and unpacked ones together."""
     count = 9001
     lists = [(indices_of("some", count, s), made("plain", 10_000, s)) for s in range(4)]
     pairs = [(i, v[: len(i)]) for i, v in lists]

@@ -1,15 +1,15 @@
-"""Lean packets on every device: the bytes of pycomm.reference_compact, and whatever bytes are refused
-where the processor refuses them."""
+"""Compact packets on every device: the bytes of pycomm.reference_compact, and whatever bytes are
+refused where the processor refuses them."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_devices import SETTINGS, made, same
-from test_lean import CASES, CODECS, MOST, SHAPES, VALUES, indices_of, uniform
+from test_compact import CASES, CODECS, MOST, SHAPES, VALUES, indices_of, uniform
 
 from pycomm import _core, kernels, reference_compact
-from pycomm.arrays import located
+from pycomm.arrays import as_array_ref
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import compact
 
@@ -20,7 +20,7 @@ counts = st.sampled_from([1, 2, 63, 64, 65, 2048, 2049, 4097, 9001])
 def unpacked(device, packet, k, count):
     """(indices, values, whether they were refused), with nothing that waits but get()."""
     into = [device.put(np.full(n, 7, t)) for n, t in ((k, "int32"), (k, "float32"), (1, "int32"))]
-    room = kernels.lean_workspace(into[0], k, packet.size)
+    room = kernels.codec_workspace(into[0], k, packet.size)
     try:
         found = kernels.unpack(device.put(packet), count=count, into=tuple(into), workspace=room)
     except InvalidArgument:
@@ -35,7 +35,9 @@ def unpacked(device, packet, k, count):
 def test_bits(device, count, shape, seed, kind, dtype, value_code, codec):
     indices = indices_of(shape, count, seed)
     values, rest = made(kind, len(indices), seed, dtype), made("plain", count, 5, dtype)
-    want, left = reference_compact.encode(indices, values, count, value_code, rest, index_code=codec)
+    want, left = reference_compact.encode(
+        indices, values, count, value_code, rest, index_code=codec
+    )
     places, numbers, residual = (device.put(x) for x in (indices, values, rest))
     packet = kernels.encode(places, numbers, count, value_code, residual, codec=codec)
     assert device.get(packet).tobytes() == want
@@ -69,7 +71,7 @@ def test_with_room_for_everything(device):
     places, numbers = device.put(indices), device.put(values)
     most = kernels.packet_bytes(len(indices), "2bit", codec="auto", count=9001)
     out, length = device.put(np.full(most, 9, np.uint8)), device.put(np.zeros(1, np.int64))
-    room = kernels.lean_workspace(places, len(indices))
+    room = kernels.codec_workspace(places, len(indices))
     found = kernels.encode(
         places, numbers, 9001, "2bit", codec="auto", out=out, length=length, workspace=room
     )
@@ -104,7 +106,7 @@ def test_no_bytes_break_decoding(device, seed, shape, flips, longer, off):
         here = np.empty(k, np.int32), np.empty(k, np.float32), np.empty(1, np.int32)
         pointers = [x.ctypes.data for x in here]
         fits = (k, count) == found[:2]
-        _core.kernels.decode_lean(
+        _core.kernels.decode_compact(
             spoilt.ctypes.data, spoilt.size, k, count, *pointers, (0, 0), 0, 0
         )
         assert fits
@@ -124,8 +126,10 @@ def rice_packet(k, count, parameters):
     zeros = np.where(steps > 0, 2 * steps - 1, -2 * steps)
     unary = [bit for n in (*zeros, *[0] * k) for bit in (*[0] * n, 1)]
     widths = np.repeat(parameters, 64)[:k]
-    head = bytes(reference_compact.encode(np.arange(k, dtype=np.int32), np.ones(k, np.float32), count,
-                                       "1bit", index_code="list")[0])[: -4 * k]  # fmt: skip
+    every, ones = np.arange(k, dtype=np.int32), np.ones(k, np.float32)
+    head = bytes(reference_compact.encode(every, ones, count, "1bit", index_code="list")[0])[
+        : -4 * k
+    ]
     codes = head[3] & 0xF0 | reference_compact.INDEX_CODES.index("rice")
     body = np.packbits(unary, bitorder="little").tobytes() + bytes(-(-int(widths.sum()) // 8))
     return np.frombuffer(head[:3] + bytes([codes]) + head[4:] + body, np.uint8)
@@ -181,8 +185,8 @@ def test_the_header_of_a_packet_elsewhere():
     """Of which the first bytes are enough; their length must fit that of the whole."""
     indices, values = indices_of("some", 9001, 1), made("plain", 9001, 2)
     packet, _ = reference_compact.encode(indices, values[: len(indices)], 9001, "2bit")
-    whole = located(np.frombuffer(packet, np.uint8), "packet")
+    whole = as_array_ref(np.frombuffer(packet, np.uint8), "packet")
     assert compact.header(whole) == (len(indices), 9001)
     for wrong in (packet[:9], packet + bytes(9999), b"no" + packet[2:]):
         with pytest.raises(InvalidArgument, match="not a packet"):
-            compact.header(located(np.frombuffer(wrong, np.uint8), "packet"))
+            compact.header(as_array_ref(np.frombuffer(wrong, np.uint8), "packet"))

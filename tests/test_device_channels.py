@@ -21,7 +21,7 @@ LARGE = (2 << 20) // 4 + 7  # float32: two lanes of a MiB each, and no round num
 
 def rings(group: pycomm.Group, device: Any, counted: bool) -> None:
     if group.rank == 0:  # whose word counts
-        group.cuda_lanes = 2
+        group.cuda_channels = 2
     x = odd(group.rank, LARGE, "float32")
     there, small = device.put(x), device.put(x[:1000])
     pycomm.all_reduce(there, algorithm="ring")
@@ -51,7 +51,7 @@ def test_lanes_change_no_bit(machine):
 
 
 def too_many(group: pycomm.Group, device: Any) -> None:
-    group.cuda_lanes = 9
+    group.cuda_channels = 9
     with pytest.raises(errors.InvalidArgument, match="1 to 8 lanes, not 9"):
         pycomm.all_reduce(device.put(odd(group.rank, 10, "float32")))
 

@@ -1,4 +1,5 @@
-"""DGC with lean packets: what it must have for every kind of values, and the bytes that it sends.
+"""DGC with compact packets: what it must have for every kind of values, and the bytes that it
+sends.
 
 Ranks are threads. Scales, torch's DDP: test_dgc_steps.py. Who chooses: test_dgc_exchange_policy.py.
 The packets: test_compact.py.
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_devices import DEVICES
-from little_models import batch, equal, parameters, perceptron, step_on
+from small_models import batch, equal, parameters, perceptron, step_on
 from test_dgc_steps import compressed, memory_of, sgd
 from torch import Tensor, nn
 
@@ -24,13 +25,13 @@ from pycomm.compress.schedule import (
     packet_bytes,
     received_bytes,
 )
-from pycomm.compress.sharded import BLOCK, Shares
+from pycomm.compress.sharded import BLOCK, Sharding
 from pycomm.errors import Unsupported
 from pycomm.testing import run_ranks
 
 FORMS = [
     *(("gather", value_dtype) for value_dtype in VALUE_DTYPES),
-    *(("split", value_dtype) for value_dtype in ("float32", "2bit")),
+    *(("sharded", value_dtype) for value_dtype in ("float32", "2bit")),
 ]
 
 
@@ -62,17 +63,17 @@ def same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
 
 @pytest.mark.parametrize("select", ["parameter", "model"])
 def test_without_rounding_the_codec_changes_no_bit(select: str) -> None:
-    raw, lean = (
+    raw, compact = (
         run_ranks(3, trained_perceptron, {"codec": codec, "select": select})
-        for codec in ("raw", "lean")
+        for codec in ("raw", "compact")
     )
-    assert same(raw, lean)
+    assert same(raw, compact)
 
 
 @pytest.mark.parametrize(("exchange", "value_dtype"), FORMS)
 def test_buckets_fusion_and_a_resume_change_no_bit(exchange: str, value_dtype: str) -> None:
     """P5, P7, P8."""
-    options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "lean"}
+    options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "compact"}
     results = run_ranks(3, trained_perceptron, options)
     count = len(parameters(perceptron()))
     assert all(equal(one[:count], results[0][:count]) for one in results)
@@ -83,10 +84,10 @@ def test_buckets_fusion_and_a_resume_change_no_bit(exchange: str, value_dtype: s
         assert same(results, run_ranks(3, trained_perceptron, {**options, "fused": True}))
 
 
-@pytest.mark.parametrize(("exchange", "value_dtype"), [("gather", "int8"), ("split", "2bit")])
+@pytest.mark.parametrize(("exchange", "value_dtype"), [("gather", "int8"), ("sharded", "2bit")])
 def test_cuda_kernels_change_no_bit(exchange: str, value_dtype: str) -> None:
     """Emulated, as their arrays lie in host memory: all of a step but the copies."""
-    options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "lean"}
+    options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "compact"}
     wanted = run_ranks(2, trained_perceptron, options)
     with DEVICES["emulated"]() as device:
         device.module.take_traffic()  # of other tests
@@ -95,14 +96,14 @@ def test_cuda_kernels_change_no_bit(exchange: str, value_dtype: str) -> None:
     assert same(found, wanted)
 
 
-def owed_by_owner(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
+def residual_by_owner(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
     """What this rank owes as an owner, at its coordinates; of a DGC with one parameter."""
     (memory,) = dgc.memories.values()
     found = torch.zeros(memory.count, dtype=torch.float64)
-    for owed in dgc.state_dict()["owed"].values():
-        places = owed.nonzero().flatten()
-        where = Shares(memory.count, group.size).whole(group.rank, places)
-        found[where.long()] = owed[places].double()
+    for residual in dgc.state_dict()["owner_residual"].values():
+        places = residual.nonzero().flatten()
+        where = Sharding(memory.count, group.size).whole(group.rank, places)
+        found[where.long()] = residual[places].double()
     return found
 
 
@@ -126,16 +127,16 @@ def trained_alone(
         optimizer.step()
     (memory,) = dgc.memories.values()
     assert memory.v is not None
-    here = memory.v.double() + owed_by_owner(dgc, group)
+    here = memory.v.double() + residual_by_owner(dgc, group)
     return layer.weight.detach()[0], pycomm.all_reduce(total), pycomm.all_reduce(here)
 
 
 @pytest.mark.parametrize(
-    ("exchange", "value_dtype", "ranks"), [*((*form, 4) for form in FORMS), ("split", "1bit", 64)]
+    ("exchange", "value_dtype", "ranks"), [*((*form, 4) for form in FORMS), ("sharded", "1bit", 64)]
 )
 def test_nothing_is_lost(exchange: str, value_dtype: str, ranks: int) -> None:
     """P3: sent + owed = gradients, to rounding."""
-    options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "lean"}
+    options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "compact"}
     steps = 12 if ranks == 4 else 3
     results = run_ranks(ranks, trained_alone, options, steps, timeout_s=300)
     weight, total, missing = results[0]
@@ -151,7 +152,7 @@ def test_nan_and_inf_do_not_stay(exchange: str, value_dtype: str) -> None:
     def program(group: pycomm.Group) -> Tensor:
         layer = nn.Linear(50, 1, bias=False)
         nn.init.zeros_(layer.weight)
-        options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "lean"}
+        options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "compact"}
         model, optimizer, dgc = compressed(layer, **options)
         for step in range(3):
             gradient = torch.arange(1.0, 51.0)[None] * 100
@@ -177,7 +178,7 @@ WANTED = {
 def test_bytes_of_an_element(value_dtype: str) -> None:
     """A thousandth of 4 M; headers and lengths are counted."""
     count = 1 << 22
-    options = {"value_dtype": value_dtype, "exchange": "gather", "codec": "lean"}
+    options = {"value_dtype": value_dtype, "exchange": "gather", "codec": "compact"}
     for one in run_ranks(2, moved, count, options):
         assert one.k == round(count / 1000)
         assert one.sent <= one.written <= one.sent + 200  # frames
@@ -186,10 +187,10 @@ def test_bytes_of_an_element(value_dtype: str) -> None:
         assert abs(one.sent - guess) <= 0.01 * guess
 
 
-def test_split_receives_the_same_of_any_number() -> None:
+def test_sharded_receives_the_same_for_any_number_of_ranks() -> None:
     """A thousandth of 2 M with 2-bit values: no more than 0.0042 bytes of each element."""
     count = 1 << 21
-    options = {"value_dtype": "2bit", "exchange": "split"}
+    options = {"value_dtype": "2bit", "exchange": "sharded"}
     for ranks in (2, 3, 8):
         found = run_ranks(ranks, moved, count, options)
         assert max(one.received for one in found) <= 0.0042 * count
@@ -197,30 +198,32 @@ def test_split_receives_the_same_of_any_number() -> None:
             assert one.sent <= one.written <= one.sent + 300
 
 
-@pytest.mark.parametrize("send_on", [2, 4])
-def test_owners_send_on_as_many_as_they_are_told(send_on: int) -> None:
+@pytest.mark.parametrize("owner_k_factor", [2, 4])
+def test_owners_send_owner_k_factor_times_k(owner_k_factor: int) -> None:
     """In the bytes that "auto" counts with; what they do not send they owe, and owe less of it."""
     count, size = 1 << 21, 3
-    options = {"value_dtype": "2bit", "exchange": "split", "send_on": send_on}
+    options = {"value_dtype": "2bit", "exchange": "sharded", "owner_k_factor": owner_k_factor}
     for one in run_ranks(size, moved, count, options):
-        load = Load([one.k], [count], 4, "2bit", send_on)
-        expected = received_bytes(load, size)["split"]
+        load = Load([one.k], [count], 4, "2bit", owner_k_factor)
+        expected = received_bytes(load, size)["sharded"]
         assert abs(one.received - expected) < 0.05 * expected + 350  # frames
-        once = received_bytes(Load([one.k], [count], 4, "2bit"), size)["split"]
-        assert one.received > (1 + send_on) / 2 * 0.8 * once  # indices are denser on the way back
-    owed = []
-    for told in (1, send_on):
-        form = {"exchange": "split", "value_dtype": "2bit", "send_on": told}
+        once = received_bytes(Load([one.k], [count], 4, "2bit"), size)["sharded"]
+        assert (
+            one.received > (1 + owner_k_factor) / 2 * 0.8 * once
+        )  # indices are denser on the way back
+    residual = []
+    for told in (1, owner_k_factor):
+        form = {"exchange": "sharded", "value_dtype": "2bit", "owner_k_factor": told}
         ((weight, total, missing), *others) = run_ranks(4, trained_alone, form, 12)
         assert all(torch.equal(weight, other) for other, _, _ in others)
         assert float((missing - 4 * weight - total).abs().max()) <= 1e-5 * float(total.abs().max())
-        owed.append(float(missing.abs().sum()))
-    assert owed[1] < 0.95 * owed[0]
+        residual.append(float(missing.abs().sum()))
+    assert residual[1] < 0.95 * residual[0]
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (31, 2), (5000, 3), (4096, 8), (100, 64)])
 def test_shares_are_all_coordinates_once(count: int, size: int) -> None:
-    share = Shares(count, size)
+    share = Sharding(count, size)
     coordinates = torch.arange(count, dtype=torch.int32)
     cut = share.cut(coordinates, coordinates.double())
     assert len(cut.lengths) == size
@@ -237,7 +240,7 @@ def test_shares_are_all_coordinates_once(count: int, size: int) -> None:
 def test_no_stride_meets_one_owner() -> None:
     """Hot rows, hot columns of widths that the shares could be in step with, and hot beginnings."""
     count, size = 1 << 20, 64
-    share = Shares(count, size)
+    share = Sharding(count, size)
     every = torch.arange(count, dtype=torch.int32)
     for width in (64, 512, 2048, 8192):
         column, row = every % width, every // width
@@ -247,27 +250,29 @@ def test_no_stride_meets_one_owner() -> None:
             assert max(found) <= 1.5 * sum(found) / size, width
 
 
-@pytest.mark.parametrize(("after", "exchange"), [(2, "split"), (3, "split"), (4, "gather")])
+@pytest.mark.parametrize(("after", "exchange"), [(2, "sharded"), (3, "sharded"), (4, "gather")])
 @pytest.mark.parametrize("select", ["parameter", "model"])
-def test_at_another_number_the_same_is_owed(after: int, exchange: str, select: str) -> None:
+def test_at_another_number_of_ranks_the_residual_is_the_same(
+    after: int, exchange: str, select: str
+) -> None:
     """What owners owe goes on in v. The mean over ranks, as rates are of means."""
 
     def first(group: pycomm.Group) -> tuple[Any, dict[str, Tensor]]:
-        model, optimizer, dgc = compressed(perceptron(), exchange="split", select=select)
+        model, optimizer, dgc = compressed(perceptron(), exchange="sharded", select=select)
         for step in range(3):
             step_on(model, batch(group.rank, step), optimizer)
         state = dgc.gather_state()
-        assert any(bool(x.any()) for x in dgc.state_dict()["owed"].values())
+        assert any(bool(x.any()) for x in dgc.state_dict()["owner_residual"].values())
         names = [memory.name for memory in dgc.memories.values()]
         wanted = torch.cat([dgc.state_dict()["v"][name].double() for name in names])
         counts = [memory.count for memory in dgc.memories.values()]
         ends = dict(zip(names, itertools.accumulate(counts), strict=True))
-        for name, owed in dgc.state_dict()["owed"].items():
+        for name, residual in dgc.state_dict()["owner_residual"].items():
             count = sum(counts) if select == "model" else dgc.state_dict()["v"][name].numel()
             start = 0 if select == "model" else ends[name] - count
-            places = owed.nonzero().flatten()
-            where = Shares(count, group.size).whole(group.rank, places).long() + start
-            wanted[where] += owed[places].double()
+            places = residual.nonzero().flatten()
+            where = Sharding(count, group.size).whole(group.rank, places).long() + start
+            wanted[where] += residual[places].double()
         return state, pycomm.all_reduce(wanted, "avg")
 
     state, wanted = run_ranks(4, first)[0]
@@ -276,7 +281,7 @@ def test_at_another_number_the_same_is_owed(after: int, exchange: str, select: s
         model, optimizer, dgc = compressed(perceptron(), exchange=exchange, select=select)
         dgc.load_state_dict(state)
         found = torch.cat([m.v.double() for m in dgc.memories.values() if m.v is not None])
-        assert not dgc.state_dict()["owed"]
+        assert not dgc.state_dict()["owner_residual"]
         step_on(model, batch(group.rank, 3), optimizer)
         return pycomm.all_reduce(found, "avg")
 

@@ -1,4 +1,4 @@
-"""What a level of DGC takes where nobody has said it: "auto" by bytes, "tuned" by seconds.
+"""What a level of DGC takes where nobody has said it: "auto" by bytes, "auto_time" by seconds.
 
 Ranks are threads. The exchanges themselves: test_dgc_compact.py.
 """
@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import batch, perceptron, step_on
-from test_dgc_coded import owed_by_owner
+from small_models import batch, perceptron, step_on
+from test_dgc_compact import residual_by_owner
 from test_dgc_steps import compressed, sgd
 from torch import Tensor, nn
 
 import pycomm
-from pycomm.communicators import Lanes
+from pycomm.communicators import CommunicatorPool
+from pycomm.compress import cost_model
 from pycomm.compress.cost_model import Coding, Link, predicted
 from pycomm.compress.schedule import Load, code_at, received_bytes
 from pycomm.testing import run_ranks
@@ -49,7 +50,7 @@ def test_auto_counts_coded_bytes() -> None:
         (2, "float32"): {"gather"},
         (4, "float32"): {"gather"},  # as many
         (2, "2bit"): {"gather"},
-        (4, "2bit"): {"split"},
+        (4, "2bit"): {"sharded"},
     }
 
 
@@ -60,10 +61,10 @@ def test_levels_above_a_sixth_send_signs() -> None:
         ("bfloat16", ["1bit", "1bit", "bfloat16"]),
         ("float32", ["float32", "float32", "float32"]),
     ):
-        options = {**ramp, "value_dtype": value_dtype, "codec": "lean"}
+        options = {**ramp, "value_dtype": value_dtype, "codec": "compact"}
         for said in run_ranks(3, took, options, 3):
             assert [one["value_dtype"] for one in said] == wanted
-            assert [one["exchange"] for one in said] == ["split"] * 3
+            assert [one["exchange"] for one in said] == ["sharded"] * 3
 
 
 @pytest.mark.parametrize("select", ["parameter", "model"])
@@ -86,16 +87,16 @@ def test_nothing_is_lost_where_the_exchange_changes(select: str) -> None:
             model(gradient).sum().backward()
             optimizer.step()
             took.append(dgc.stats()["exchange"])
-            assert bool(owed_by_owner(dgc, group).any()) == (step < 4)
+            assert bool(residual_by_owner(dgc, group).any()) == (step < 4)
         (memory,) = dgc.memories.values()
         assert memory.v is not None
-        here = memory.v.double() + owed_by_owner(dgc, group)
+        here = memory.v.double() + residual_by_owner(dgc, group)
         return layer.weight.detach()[0], pycomm.all_reduce(total), pycomm.all_reduce(here), took
 
     results = run_ranks(3, program)
     weight, total, missing, took = results[0]
     assert all(torch.equal(weight, other) for other, *_ in results)
-    assert took == ["split"] * 4 + ["gather"] * 8
+    assert took == ["sharded"] * 4 + ["gather"] * 8
     sent = -weight.double() * 3
     assert float((sent + missing - total).abs().max()) <= 1e-5 * float(total.abs().max())
 
@@ -116,7 +117,7 @@ FAST, SLOW = Link(1e-5, 1e-11), Link(1e-3, 1e-7)
 CODING = Coding(select=1e-9, scan=1e-10, encode=4e-9, decode=4e-9, add=2e-9)
 
 
-def test_tuned_weighs_seconds() -> None:
+def test_auto_time_compares_seconds() -> None:
     """A fast line takes all of it, a slow one what is smallest, however long that is coded."""
     load = Load([10**4], [10**7], 4, "2bit")
 
@@ -125,44 +126,49 @@ def test_tuned_weighs_seconds() -> None:
         return min(found, key=lambda name: found[name])
 
     assert best(FAST, 8) == "dense"
-    assert best(SLOW, 8) == best(SLOW, 64) == "split"
+    assert best(SLOW, 8) == best(SLOW, 64) == "sharded"
     assert best(Link(1e-3, 1e-9), 2) == "gather"
 
 
-@pytest.mark.parametrize("send_on", [1, 2, 4])
-def test_what_owners_send_on_takes_its_time(send_on: int) -> None:
+@pytest.mark.parametrize("owner_k_factor", [1, 2, 4])
+def test_what_owners_send_on_takes_its_time(owner_k_factor: int) -> None:
     """It is coded and it travels."""
     k, n, size, link = 10**4, 10**7, 8, Link(1e-3, 1e-9)
-    load = Load([k], [n], 4, "2bit", send_on)
+    load = Load([k], [n], 4, "2bit", owner_k_factor)
     wanted = (CODING.select + CODING.scan * (1 + 2 / size)) * n + 4 * link.call_s
-    wanted += (1 + send_on) * k * (CODING.encode + CODING.decode + CODING.add)
-    wanted += received_bytes(load, size)["split"] * link.byte_s
+    wanted += (1 + owner_k_factor) * k * (CODING.encode + CODING.decode + CODING.add)
+    wanted += received_bytes(load, size)["sharded"] * link.byte_s
     found = predicted(load, size, link, CODING)
-    assert found.pop("split") == pytest.approx(wanted, rel=1e-12)
-    others = predicted(replace(load, send_on=1), size, link, CODING)
-    del others["split"]
+    assert found.pop("sharded") == pytest.approx(wanted, rel=1e-12)
+    others = predicted(replace(load, owner_k_factor=1), size, link, CODING)
+    del others["sharded"]
     assert found == others
 
 
 def test_auto_counts_what_owners_send_on() -> None:
-    def program(group: pycomm.Group, send_on: int) -> dict[str, float]:
-        options = {"exchange": "auto", "value_dtype": "2bit", "send_on": send_on}
+    def program(group: pycomm.Group, owner_k_factor: int) -> dict[str, float]:
+        options = {"exchange": "auto", "value_dtype": "2bit", "owner_k_factor": owner_k_factor}
         model, optimizer, dgc = compressed(perceptron(), **options)
         step_on(model, batch(group.rank, 0), optimizer)
-        weighed: dict[str, float] = dgc.stats()["weighed"]
-        return weighed
+        exchange_costs: dict[str, float] = dgc.stats()["exchange_costs"]
+        return exchange_costs
 
-    one, four = (run_ranks(2, program, send_on)[0] for send_on in (1, 4))
-    assert four.pop("split") > 1.2 * one.pop("split")
+    one, four = (run_ranks(2, program, owner_k_factor)[0] for owner_k_factor in (1, 4))
+    assert four.pop("sharded") > 1.2 * one.pop("sharded")
     assert four == one
 
 
-def test_tuned_is_decided_by_rank_0_and_kept() -> None:
+def test_auto_time_is_decided_by_rank_0_and_kept() -> None:
     """Ranks whose clocks disagree take the same; dense once more is no choice when v owes."""
 
     def program(group: pycomm.Group) -> tuple[list[Any], dict[int, str], bool]:
         module = perceptron()
-        options = {"sparsity": [0.5, 0.9], "rampup_step": 4, "exchange": "tuned", "codec": "lean"}
+        options = {
+            "sparsity": [0.5, 0.9],
+            "rampup_step": 4,
+            "exchange": "auto_time",
+            "codec": "compact",
+        }
         model, optimizer, dgc = compressed(module, **options)
         said = []
         for step in range(6):
@@ -170,38 +176,38 @@ def test_tuned_is_decided_by_rank_0_and_kept() -> None:
             said.append(dgc.stats())
         again = compressed(perceptron(), **options)[2]
         again.load_state_dict(dgc.state_dict())
-        return said, dgc.chosen, again.chosen == dgc.chosen
+        return said, dgc.exchanges, again.exchanges == dgc.exchanges
 
-    def by_rank(load: Load, lanes: Lanes, may_be_dense: bool) -> Any:
-        low = ("split", "gather", "masked")[lanes.group.rank]  # as each would have it
-        names = ["dense"] * may_be_dense + ["gather", "masked", "split"]
+    def by_rank(load: Load, lanes: CommunicatorPool, may_be_dense: bool) -> Any:
+        low = ("sharded", "gather", "dense_masked")[lanes.group.rank]  # as each would have it
+        names = ["dense"] * may_be_dense + ["gather", "dense_masked", "sharded"]
         return {name: 1.0 + (name != low) for name in names}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_model, "of_exchanges", by_rank)
         results = run_ranks(3, program)
-    for said, chosen, kept in results:
-        assert [one["exchange"] for one in said] == ["split"] * 6
-        assert "dense" in said[1]["weighed"]
-        assert "dense" not in said[2]["weighed"]
-        assert chosen == {0: "split", 1: "split"}
+    for said, exchanges, kept in results:
+        assert [one["exchange"] for one in said] == ["sharded"] * 6
+        assert "dense" in said[1]["exchange_costs"]
+        assert "dense" not in said[2]["exchange_costs"]
+        assert exchanges == {0: "sharded", 1: "sharded"}
         assert kept
 
 
-def test_tuned_measures() -> None:
+def test_auto_time_measures() -> None:
     """Whatever is found, all take it, and the numbers are there to be seen."""
-    options = {"exchange": "tuned", "value_dtype": "2bit"}
+    options = {"exchange": "auto_time", "value_dtype": "2bit"}
 
     def program(group: pycomm.Group) -> tuple[str, dict[str, float]]:
         model, optimizer, dgc = compressed(perceptron(), **options)
         for step in range(3):
             step_on(model, batch(group.rank, step), optimizer)
         said = dgc.stats()
-        return said["exchange"], said["weighed"]
+        return said["exchange"], said["exchange_costs"]
 
     results = run_ranks(2, program)
     assert results[0] == results[1]
-    exchange, weighed = results[0]
-    assert set(weighed) == {"dense", "gather", "masked", "split"}
-    assert all(math.isfinite(value) and value >= 0 for value in weighed.values())
-    assert exchange == min(weighed, key=lambda name: weighed[name])
+    exchange, exchange_costs = results[0]
+    assert set(exchange_costs) == {"dense", "gather", "dense_masked", "sharded"}
+    assert all(math.isfinite(value) and value >= 0 for value in exchange_costs.values())
+    assert exchange == min(exchange_costs, key=lambda name: exchange_costs[name])

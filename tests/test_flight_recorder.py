@@ -119,7 +119,9 @@ def _disagree_in_torch(record: str) -> None:
 
 def test_calls_through_torch_are_recorded(run: Run, record: Path) -> None:
     run(2, _disagree_in_torch, str(record))
-    lasts = [flight_recorder.title(flight_recorder.read(path).records[-1]) for path in written(record)]
+    lasts = [
+        flight_recorder.title(flight_recorder.read(path).records[-1]) for path in written(record)
+    ]
     assert lasts == ["all_reduce(float32, 8, sum)", "all_reduce(float32, 9, sum)"]
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import batch, equal, parameters, perceptron, step_on
-from test_dgc_coded import same, trained_perceptron
+from small_models import batch, equal, parameters, perceptron, step_on
+from test_dgc_compact import same, trained_perceptron
 from test_dgc_steps import compressed, memory_of, same_memory, sgd
 from torch import Tensor, nn
 
 import pycomm
-from pycomm.compress import exchange_policy, state
+from pycomm.compress import cost_model, exchange_policy, hierarchical, state
 from pycomm.compress.cost_model import Coding, Levels, Link, predicted
 from pycomm.compress.hierarchical import Hosts
 from pycomm.compress.schedule import Load, received_bytes
@@ -94,11 +94,11 @@ def test_a_host_is_what_a_rank_with_its_mean_gradient_is(
 ) -> None:
     """Bit for bit, and all of its ranks are; two hosts send all to all, three have owners."""
     on(hosts)
-    found = run_ranks(len(hosts), trained, {**options, "exchange": "two_level"}, ALONE)
+    found = run_ranks(len(hosts), trained, {**options, "exchange": "hierarchical"}, ALONE)
     count = max(hosts) + 1
     ranks = [[r for r, host in enumerate(hosts) if host == one] for one in range(count)]
-    exchange = "gather" if count == 2 else "split"
-    flat = {**options, "exchange": exchange, "codec": "lean"}
+    exchange = "gather" if count == 2 else "sharded"
+    flat = {**options, "exchange": exchange, "codec": "compact"}
     for (rank, host), wanted in itertools.product(
         enumerate(hosts), [run_ranks(count, trained, flat, ranks)]
     ):
@@ -110,7 +110,7 @@ def test_buckets_fusion_and_a_resume_change_no_bit(on: Any, hosts: list[int]) ->
     """P5, P7, P8."""
     on(hosts)
 
-    options = {"exchange": "two_level", "value_dtype": "2bit"}
+    options = {"exchange": "hierarchical", "value_dtype": "2bit"}
     size, count = len(hosts), len(parameters(perceptron()))
     results = run_ranks(size, trained_perceptron, options)
     assert all(equal(one[:count], results[0][:count]) for one in results)
@@ -124,9 +124,9 @@ def test_buckets_fusion_and_a_resume_change_no_bit(on: Any, hosts: list[int]) ->
         assert same(results, run_ranks(size, trained_perceptron, {**options, "fused": True}))
 
 
-def owed(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
+def residual(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
     """What this rank owes, as itself and as an owner; as if each rank of a host owed for itself."""
-    (v,) = state._with_owed(state._of_rank(dgc.state_dict()))["v"].values()
+    (v,) = state._with_owner_residual(state._of_rank(dgc.state_dict()))["v"].values()
     return v.double()
 
 
@@ -148,7 +148,7 @@ def trained_alone(
         model(mine).sum().backward()
         optimizer.step()
         took.append(dgc.stats()["exchange"])
-    mean = [pycomm.all_reduce(x, "avg") for x in (total, owed(dgc, group))]
+    mean = [pycomm.all_reduce(x, "avg") for x in (total, residual(dgc, group))]
     return layer.weight.detach()[0].double(), mean[0], mean[1], took
 
 
@@ -165,13 +165,15 @@ def assert_conserved(results: Sequence[tuple[Tensor, Tensor, Tensor, list[str]]]
 def test_nothing_is_lost(on: Any, hosts: list[int], value_dtype: str) -> None:
     """P3, also where a host has more ranks than another: gradients count by rank."""
     on(hosts)
-    options = {"exchange": "two_level", "value_dtype": value_dtype}
+    options = {"exchange": "hierarchical", "value_dtype": value_dtype}
     assert_conserved(run_ranks(len(hosts), trained_alone, options, 10))
 
 
 @pytest.mark.parametrize("select", ["parameter", "model"])
 @pytest.mark.parametrize("hosts", [EVEN, UNEVEN])
-@pytest.mark.parametrize("order", [["split", "two_level", "split"], ["two_level", "gather"]])
+@pytest.mark.parametrize(
+    "order", [["sharded", "hierarchical", "sharded"], ["hierarchical", "gather"]]
+)
 def test_nothing_is_lost_where_the_exchange_changes(
     on: Any, monkeypatch: pytest.MonkeyPatch, hosts: list[int], select: str, order: list[str]
 ) -> None:
@@ -179,7 +181,9 @@ def test_nothing_is_lost_where_the_exchange_changes(
     on(hosts)
 
     def counted(*_: Any) -> dict[str, float]:
-        return {name: 1.0 - (name == order[level[0]]) for name in ("gather", "split", "two_level")}
+        return {
+            name: 1.0 - (name == order[level[0]]) for name in ("gather", "sharded", "hierarchical")
+        }
 
     level = [0]
     real = exchange_policy.Chooser._choose
@@ -199,14 +203,14 @@ def test_nothing_is_lost_where_the_exchange_changes(
 
 @pytest.mark.parametrize(("hosts", "after"), [(UNEVEN, PAIRS), (EVEN, EVEN[::-1]), (EVEN, [0, 1])])
 @pytest.mark.parametrize("select", ["parameter", "model"])
-def test_on_other_hosts_the_same_is_owed(
+def test_on_other_hosts_the_residual_is_the_same(
     on: Any, hosts: list[int], after: list[int], select: str
 ) -> None:
     """Or by another number of ranks: the mean over ranks, of u and v, with what owners owe."""
-    settings = {"exchange": "two_level", "value_dtype": "2bit", "select": select}
+    settings = {"exchange": "hierarchical", "value_dtype": "2bit", "select": select}
 
     def means(dgc: pycomm.DGC) -> list[Tensor]:
-        told = state._with_owed(state._of_rank(dgc.state_dict()))
+        told = state._with_owner_residual(state._of_rank(dgc.state_dict()))
         return [
             pycomm.all_reduce(x.double(), "avg") for key in ("u", "v") for x in told[key].values()
         ]
@@ -246,7 +250,7 @@ def test_a_failed_exchange_is_a_step_that_sent_nothing(
         return real(hosts, *given)
 
     monkeypatch.setattr(Hosts, "all_gather_v", sometimes)
-    options = {"exchange": "two_level", "value_dtype": "2bit"}
+    options = {"exchange": "hierarchical", "value_dtype": "2bit"}
 
     def program(group: pycomm.Group) -> tuple[list[Tensor], float]:
         module = perceptron()
@@ -277,7 +281,7 @@ def test_a_failed_exchange_is_a_step_that_sent_nothing(
 
 
 @pytest.mark.parametrize("lost", [[1], [2, 3]], ids=["one of a host", "a host"])
-def test_survivors_go_on(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list[int]) -> None:
+def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list[int]) -> None:
     """Who is lost leaves before a step. What a host owes is owed by each of its ranks: as long as
     one lives nothing is lost. Without a host it is as where a rank is lost. Rank 3 hears of rank 1
     so early that it has not taken its gradient in, as rank 2 has; both go on from the same."""
@@ -299,7 +303,7 @@ def test_survivors_go_on(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list[in
         nn.init.zeros_(layer.weight)
         optimizer = sgd(layer, momentum=0.0, lr=1.0)
         dgc = pycomm.DGC(
-            optimizer, sparsity=[0.9], min_count=1, exchange="two_level", value_dtype="2bit"
+            optimizer, sparsity=[0.9], min_count=1, exchange="hierarchical", value_dtype="2bit"
         )
         model = pycomm.DataParallel(layer, compression=dgc)
         step, told = 0, None
@@ -319,7 +323,7 @@ def test_survivors_go_on(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list[in
                 step += 1
             except (PeerLost, GroupBroken):
                 left = model.shrink(optimizer, timeout_s=30)
-                step, told = left.step, (left.lost, left.owed_lost)
+                step, told = left.step, (left.lost, left.lost_residual_norm)
                 assert len(dgc.by_host) == 5 - len(lost)
                 v = dgc.state_dict()["v"]["weight"].clone()
                 told = (*told, v)
@@ -342,7 +346,7 @@ def test_a_rank_without_data_and_a_skipped_step(on: Any) -> None:
     """Under join() a host with data in one rank goes on; with a loss scale Inf on one rank lets all
     skip, with u and v as they were."""
     on(PAIRS)
-    options = {"exchange": "two_level", "value_dtype": "2bit"}
+    options = {"exchange": "hierarchical", "value_dtype": "2bit"}
 
     def program(group: pycomm.Group) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         module = perceptron()
@@ -374,22 +378,22 @@ def test_a_rank_without_data_and_a_skipped_step(on: Any) -> None:
         assert same_memory(results[a][1], results[b][1]) == (PAIRS[a] == PAIRS[b])
 
 
-def test_auto_and_tuned_know_hosts(on: Any) -> None:
+def test_auto_and_auto_time_know_hosts(on: Any) -> None:
     """A line carries what all ranks behind it ask for: two levels ask once."""
     load = Load([10**5], [10**7], 4, "2bit")
     for size, hosts in ((8, 2), (64, 8), (1024, 128)):
         counted = received_bytes(load, size, hosts)
-        assert min(counted, key=lambda name: counted[name]) == "two_level"
-        assert counted["two_level"] < 1.01 * min(received_bytes(load, hosts).values())
+        assert min(counted, key=lambda name: counted[name]) == "hierarchical"
+        assert counted["hierarchical"] < 1.01 * min(received_bytes(load, hosts).values())
         ranks = size // hosts
-        assert counted["split"] > 0.9 * ranks * received_bytes(load, hosts)["split"] / 2
-    assert "two_level" not in received_bytes(Load([10**5], [10**7], 4, None), 8, 2)
-    assert "two_level" not in received_bytes(load, 8, 8)
+        assert counted["sharded"] > 0.9 * ranks * received_bytes(load, hosts)["sharded"] / 2
+    assert "hierarchical" not in received_bytes(Load([10**5], [10**7], 4, None), 8, 2)
+    assert "hierarchical" not in received_bytes(load, 8, 8)
     coding = Coding(select=1e-9, scan=1e-10, encode=4e-9, decode=4e-9, add=2e-9)
     slow = predicted(load, 64, Link(1e-3, 1e-7), coding, Levels(8, Link(1e-5, 1e-10)))
-    assert min(slow, key=lambda name: slow[name]) == "two_level"
+    assert min(slow, key=lambda name: slow[name]) == "hierarchical"
     stuck = predicted(load, 64, Link(1e-5, 1e-9), coding, Levels(8, Link(1e-5, 1e-6)))
-    assert min(stuck, key=lambda name: stuck[name]) != "two_level"
+    assert min(stuck, key=lambda name: stuck[name]) != "hierarchical"
     on(PAIRS)
 
     def program(group: pycomm.Group, exchange: str) -> tuple[str, set[str]]:
@@ -397,10 +401,10 @@ def test_auto_and_tuned_know_hosts(on: Any) -> None:
         for step in range(2):
             step_on(model, batch(group.rank, step), optimizer)
         said = dgc.stats()
-        return said["exchange"], set(said["weighed"])
+        return said["exchange"], set(said["exchange_costs"])
 
-    names = {"gather", "masked", "split", "two_level"}
-    assert run_ranks(4, program, "auto") == [("two_level", names)] * 4
-    tuned = run_ranks(4, program, "tuned")
+    names = {"gather", "dense_masked", "sharded", "hierarchical"}
+    assert run_ranks(4, program, "auto") == [("hierarchical", names)] * 4
+    tuned = run_ranks(4, program, "auto_time")
     assert tuned == [tuned[0]] * 4
     assert tuned[0][1] == {*names, "dense"}

@@ -140,7 +140,9 @@ def test_devices_are_those_that_were_asked_for(tmp_path: Path, monkeypatch: Any)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,4"
     assert "--set-device" in line
     code = "import os, torch; from pycomm.launch import place; torch.cuda.device_count = lambda: 2"
-    code += "; torch.cuda.set_device = print; place.settle(os.getppid(), 3, None, True)"
+    code += (
+        "; torch.cuda.set_device = print; worker_setup.setup_worker(os.getppid(), 3, None, True)"
+    )
     rank = [sys.executable, "-c", code]  # of its own: it is to end with its parent
     assert subprocess.check_output(rank, env=CLEAN, timeout=LIMIT_S) == b"1\n"
 

@@ -131,7 +131,7 @@ def calls_of_all_kinds(group: pycomm.Group) -> tuple[set[str], float]:
         x[...] = 1
         pycomm.all_reduce(x, group=group)
     pycomm.barrier(group=group)
-    return {member.transport for member in group.members} - {"self"}, float(shared.mean())
+    return {member.transport for member in group.peer_info()} - {"self"}, float(shared.mean())
 
 
 def run_in_a_full_shm() -> None:

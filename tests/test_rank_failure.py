@@ -116,24 +116,24 @@ def check(results: list[Any]) -> None:
 @pytest.mark.parametrize("die", [kill, crash, leave])
 @pytest.mark.parametrize("hold", [fork_child, fork_foreign_child])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_death_is_seen_whatever_children_hold(
+def test_a_rank_failure_is_seen_whatever_children_hold(
     transport: str, hold: Callable[[str], Any], die: Callable[[], None], tmp_path: Path
 ) -> None:
     check(
         run_ranks(
             RANKS, lose_one, hold, die, str(tmp_path),
-            transport=transport, processes=True, grace_s=15, return_exceptions=True,
+            transport=transport, processes=True, exit_timeout_s=15, return_exceptions=True,
         )
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_death_is_seen_while_workers_load_data(transport: str, tmp_path: Path) -> None:
+def test_a_rank_failure_is_seen_while_workers_load_data(transport: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     check(
         run_ranks(
             RANKS, lose_one, load_data, kill, str(tmp_path),
-            transport=transport, processes=True, grace_s=15, return_exceptions=True,
+            transport=transport, processes=True, exit_timeout_s=15, return_exceptions=True,
         )
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ def call_in_a_child(group: Group) -> Any:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_child_holds_nothing_and_is_told_so(transport: str) -> None:
+def test_a_child_holds_nothing_and_its_calls_say_so(transport: str) -> None:
     for said, status in run_ranks(2, call_in_a_child, transport=transport, processes=True):
         assert "this process was forked off after the group formed" in said
         assert status == 0
@@ -182,7 +182,7 @@ def send_and_leave(group: Group, folder: str, orderly: bool) -> Any:
         if orderly:
             group.close()
         os._exit(0)
-    status = Path(f"/proc/{group.members[1].pid}/status")
+    status = Path(f"/proc/{group.peer_info()[1].pid}/status")
     with contextlib.suppress(OSError):
         while "State:\tZ" not in status.read_text():
             time.sleep(0.01)
@@ -203,7 +203,7 @@ def test_what_a_dead_rank_sent_is_still_received(
 ) -> None:
     result = run_ranks(
         2, send_and_leave, str(tmp_path), orderly,
-        transport=transport, processes=True, grace_s=15, return_exceptions=True,
+        transport=transport, processes=True, exit_timeout_s=15, return_exceptions=True,
     )[0]  # fmt: skip
     assert not isinstance(result, BaseException), result
     right, noticed_s, text = result
@@ -248,8 +248,8 @@ def form_with_one_that_dies(rank: int, transport: str, folder: str) -> None:
     try:
         _core.connect(
             FolderStore(folder, rank), rank=rank, size=3, name="world", timeout_s=30.0,
-            secret="k" * 32, transport=transport, address="", towards="", reproducible=False,
-            log=False, faults=[], tuned=[], line_bytes_s=0.0, full_mesh=64,
+            secret="k" * 32, transport=transport, address="", route_hint="", reproducible=False,
+            log=False, faults=[], tuned=[], link_bytes_per_s=0.0, full_mesh=64,
         )  # fmt: skip
     except errors.PeerLost as error:
         Path(folder, f"told{rank}").write_text(f"{time.monotonic()} {error}")

@@ -47,7 +47,7 @@ def started(pid: int) -> int:
 
 def tell_starts(group: Group) -> bool:
     pycomm.barrier(group=group)
-    right = [member.started == started(member.pid) for member in group.members]
+    right = [member.started == started(member.pid) for member in group.peer_info()]
     pycomm.barrier(group=group)
     return all(right)
 
@@ -97,7 +97,7 @@ def test_a_look_at_an_unchanged_board_is_one_call(monkeypatch: pytest.MonkeyPatc
             clock[0] = 100.0
 
     monkeypatch.setattr(shrink, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pause))
-    board = shrink._Board(store, "world", 0, 200, 50.0)
+    board = shrink._SurvivorElection(store, "world", 0, 200, 50.0)
     with pytest.raises(pycomm.errors.GroupBroken, match="too few"):
         board.agree([None] * 200, [])
     assert looks[0] == 50

@@ -45,7 +45,7 @@ def lose_one(group: Group, action: str, folder: str) -> Any:
     part = group.split(group.rank % 2)
     assert part is not None
     pair = group.split(0 if group.rank in (0, VICTIM) else None)
-    struck, pid = Path(folder, "struck"), group.members[VICTIM].pid
+    struck, pid = Path(folder, "struck"), group.peer_info()[VICTIM].pid
     pycomm.barrier(group=group)
     if group.rank == VICTIM:
         struck.write_text(str(time.monotonic()))
@@ -112,7 +112,7 @@ def fail_while_others_wait(group: Group) -> Any:
 
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-def test_an_exception_ends_the_calls_in_parts_with_its_text(processes: bool) -> None:
+def test_an_exception_ends_the_calls_in_subgroups_with_its_text(processes: bool) -> None:
     seen = run_ranks(
         4, fail_while_others_wait, transport="shm", processes=processes, return_exceptions=True
     )
@@ -195,7 +195,7 @@ def go_on_without_the_parent(group: Group) -> float:
 
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-def test_parts_go_on_when_their_parent_is_closed(processes: bool) -> None:
+def test_subgroups_continue_when_their_parent_is_closed(processes: bool) -> None:
     seen = run_ranks(4, go_on_without_the_parent, transport="shm", processes=processes)
     assert seen == [2.0, 4.0, 2.0, 4.0]
 
@@ -209,11 +209,11 @@ def split_until_cut(group: Group) -> tuple[str, str] | None:
     return None
 
 
-def test_a_loss_in_the_midst_of_a_split_is_told_as_one() -> None:
+def test_a_rank_failure_during_a_split_is_reported_as_one() -> None:
     """Also by who learns of it in a call of the whole that the split makes."""
     told = []
     for after in range(0, 1200, 20):  # bytes of the calls in which all tell each other their notes
-        cut = FaultPlan(2, "cut", "all_gather", after)
+        cut = FaultPlan(2, "disconnect", "all_gather", after)
         told += [
             said
             for said in run_ranks(3, split_until_cut, transport="tcp", faults=[cut])
@@ -223,7 +223,7 @@ def test_a_loss_in_the_midst_of_a_split_is_told_as_one() -> None:
     assert sum(text.startswith("all_gather: ") for _, text in told) > 10
 
 
-def test_an_abort_while_others_form_a_part_tells_them_why():
+def test_an_abort_while_others_form_a_subgroup_tells_them_why():
     """One of them hears of it before the others call it, and is not there then."""
 
     def program(group: Group) -> str:

@@ -21,9 +21,9 @@ from pycomm.testing import run_ranks
 LIMIT_S = 60.0  # against hanging
 
 
-def ours(sample: top.Sample) -> list[flight_recorder.Journal]:
+def ours(sample: top.Sample) -> list[flight_recorder.FlightRecord]:
     """Those of the newest group of this process, which other tests may have left some in."""
-    mine = [one for one in sample.journals if one.pid == os.getpid()]
+    mine = [one for one in sample.flight_records if one.pid == os.getpid()]
     newest = max(mine, key=lambda one: one.steady_ns, default=None)
     return [one for one in mine if newest and one.id == newest.id]
 
@@ -31,7 +31,7 @@ def ours(sample: top.Sample) -> list[flight_recorder.Journal]:
 def seen(now: top.Sample, before: top.Sample | None = None) -> list[str]:
     """The lines of the view that tell of this process's group."""
     for sample in filter(None, (now, before)):
-        sample.journals = ours(sample)
+        sample.flight_records = ours(sample)
     console = Console(width=200, no_color=True)
     with console.capture() as capture:
         console.print(top.view(now, before))
@@ -126,7 +126,7 @@ def test_a_closed_group_is_not_shown() -> None:
 def read_in_part(group: pycomm.Group, name: str) -> str:
     """Beside a group with a name that a console could take for markup: a memory of 8 GiB
     under the journals' name is read, and the first line of the view given."""
-    fd = os.memfd_create("pycomm-journal")
+    fd = os.memfd_create("pycomm-flight-recorder")
     try:
         os.ftruncate(fd, 8 << 30)
         sample = top.Sample()
@@ -135,7 +135,7 @@ def read_in_part(group: pycomm.Group, name: str) -> str:
         os.pwrite(fd, own, 0)
         same = flight_recorder._consistent(Path(f"/proc/self/fd/{fd}"))
         assert len(same.records) == len(one.records)
-        sample.journals = [dataclasses.replace(one, name=name)]
+        sample.flight_records = [dataclasses.replace(one, name=name)]
         console = Console(width=200, no_color=True)
         with console.capture() as capture:
             console.print(top.view(sample))

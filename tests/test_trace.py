@@ -63,7 +63,13 @@ def test_a_run_leaves_every_call_of_every_rank(
 def a_rank(rank: int, host: str, times: Any, **fields: Any) -> bytes:
     """The trace of a rank of two that made these calls: rows of begin and end, nanoseconds."""
     head = np.zeros(1, flight_recorder.HEAD)
-    given = {"magic": flight_recorder.MAGIC, "id": 1, "size": 2, "name": "world", "begun": len(times)}
+    given = {
+        "magic": flight_recorder.MAGIC,
+        "id": 1,
+        "size": 2,
+        "name": "world",
+        "begun": len(times),
+    }
     for name, value in {**given, "rank": rank, "host": host, "host_id": host, **fields}.items():
         head[name] = value.encode() if isinstance(value, str) else value
     records = np.zeros(len(times), flight_recorder.CALL)

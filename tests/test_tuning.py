@@ -72,7 +72,7 @@ def sent_by_tcp(tuned_by_rank: list[list[tuple[str, int, int]]], count: int) -> 
 
     def rank(i: int) -> None:
         options = {"name": "world", "timeout_s": 30.0, "secret": "x" * 32, "transport": "tcp"}
-        places = {"address": "", "towards": "", "reproducible": False, "log": False}
+        places = {"address": "", "route_hint": "", "reproducible": False, "log": False}
         core = _core.connect(
             store, rank=i, size=len(sent), **options, **places, tuned=tuned_by_rank[i]
         )

@@ -1,4 +1,4 @@
-"""`pycomm bench strangers`: it runs and stores, and a promise that was broken is told."""
+"""`pycomm bench connection_flood`: it runs and stores, and a promise that was broken is told."""
 
 import json
 import multiprocessing
@@ -25,23 +25,23 @@ def server() -> None:
     forkserver.ensure_running()
 
 
-@pytest.mark.quiet("descriptors of its ranks are counted, and it makes such calls itself")
+@pytest.mark.no_attack("descriptors of its ranks are counted, and it makes such calls itself")
 def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "strangers.json"
+    path = tmp_path / "flood.json"
     chosen = ["--peers", "pycomm", "--connections", "200", "--cycles", "24"]
     chosen += ["--rounds", "0", "--json", str(path)]
     connection_flood.main(chosen)  # its status tells of the speed too, on a machine that others use
     stored = json.loads(path.read_text())
     (flood,), (cycles,) = stored["flood"], stored["cycles"]
     assert flood["error"] == ""
-    assert flood["stood"] >= 100, "strangers were let in while the group formed"
+    assert flood["stood"] >= 100, "unauthenticated clients were let in while the group formed"
     assert flood["refused"] >= 100, "and met nobody at the store's public port once it was closed"
     assert flood["descriptors"] <= flood["descriptors_quiet"]
     assert min(flood["forming_s"], flood["steps_per_s"]) > 0
     assert (cycles["cycles"], cycles["failures"], cycles["files"]) == (24, [], 0)
     assert cycles["last"]["descriptors"] == cycles["first"]["descriptors"]
     shown = capsys.readouterr().out
-    assert "strangers" in shown
+    assert "clients" in shown
     assert "failures" in shown
 
 

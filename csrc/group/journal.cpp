@@ -88,7 +88,7 @@ void check_files(const JournalFiles& files) {
 
 Journal::Journal(const JournalHead& head, const JournalFiles& files)
     : files_(files),
-      memory_(make_shared_memory(kBytes, "pycomm-journal")),
+      memory_(make_shared_memory(kBytes, "pycomm-flight-recorder")),
       mapped_(map_shared_memory(memory_.get(), kBytes)),
       head_(*new (mapped_.get()) JournalHead(head)) {
   head_.capacity = kKept;

@@ -166,7 +166,7 @@ Algorithm NcclCarrier::algorithm_for(const Call& call) const {
   if (!is_plan(call.operation)) return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
   if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
     lacks(call,
-          "NCCL joins only the ranks of each host here (cuda_between_hosts); leave the algorithm "
+          "NCCL joins only the ranks of each host here (cuda_internode_transport); leave the algorithm "
           "out, or name one of ours");
   const bool own = call.counts.empty() && has_nccl(call.operation, call.dtype, call.op);
   if (call.algorithm == Algorithm::nccl && !own)
@@ -174,7 +174,7 @@ Algorithm NcclCarrier::algorithm_for(const Call& call) const {
           "NCCL has none of its own for this dtype, op or list of counts; leave the algorithm out, "
           "or name one of ours");
   if (call.algorithm == Algorithm::staged)
-    lacks(call, "the algorithm staged is for ranks that share a GPU");
+    lacks(call, "the algorithm host_staged is for ranks that share a GPU");
   if (call.algorithm == Algorithm::nccl && size == 1) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
   const bool ordered = reduces(call.operation) && host_->reproducible();

@@ -1,8 +1,8 @@
 """What is summed by itself: parameters laid end to end, and the elements that this rank takes out.
 
 What has arrived from the ranks becomes gradients or an update, what coding has lost goes back to
-v. How it travels is packet.py's and packet_exchange.py's, when is transaction.py's; both use this file.
-"""
+v. How it travels is packet.py's and packet_exchange.py's, when is transaction.py's; both use this
+file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.parameter_state import Memory, line
-from pycomm.kernels import Bundle
+from pycomm.compress.parameter_state import ParameterState, line
+from pycomm.kernels import PacketBatch
 
-__all__ = ["Arrived", "Pair", "Unit", "between"]
+__all__ = ["Arrived", "CompressionBucket", "Pair", "between"]
 
 Pair = tuple[Tensor, Tensor]  # indices int32 [k], ascending, and their values [k]
 
 
 @dataclass(eq=False)
-class Unit:
+class CompressionBucket:
     """Indices count through all of its memories; the gradients are lines in the same order."""
 
-    memories: list[Memory]
+    memories: list[ParameterState]
     gradients: list[Tensor]
     indices: Tensor
     values: Tensor
@@ -36,7 +36,7 @@ class Unit:
         """Elements, of which some were taken out."""
         return sum(memory.count for memory in self.memories)
 
-    def sent(self) -> Iterator[tuple[Memory, Tensor]]:
+    def sent(self) -> Iterator[tuple[ParameterState, Tensor]]:
         """For each memory the places within it that this rank has sent, ascending."""
         for memory, (indices, _) in self._cut(self.indices, self.values):
             yield memory, indices
@@ -47,11 +47,11 @@ class Unit:
             assert memory.v is not None
             memory.v[indices] += values
 
-    def decode(self, pairs: Sequence[Pair] | Bundle, factor: float) -> None:
+    def decode(self, pairs: Sequence[Pair] | PacketBatch, factor: float) -> None:
         """Gradients become factor * the sum of the ranks' elements, in their order."""
         kernels.decode_sum(self.gradients, pairs, factor)
 
-    def update(self, pairs: Sequence[Pair] | Bundle, factor: float) -> None:
+    def update(self, pairs: Sequence[Pair] | PacketBatch, factor: float) -> None:
         """The optimizer's step: parameters -= rate * factor * the sum, touched where it is sent."""
         for rate, first, last, offset, count in _by_rate(self.memories):
             lines = [line(memory.parameter) for memory in self.memories[first:last]]
@@ -60,7 +60,7 @@ class Unit:
                 cut = [between(*pair, offset, offset + count) for pair in _each(pairs)]
             kernels.decode_update(lines, cut, rate, factor)
 
-    def _cut(self, indices: Tensor, values: Tensor) -> Iterator[tuple[Memory, Pair]]:
+    def _cut(self, indices: Tensor, values: Tensor) -> Iterator[tuple[ParameterState, Pair]]:
         """What of these is of each memory, counted from its beginning."""
         offset = 0
         for memory in self.memories:
@@ -76,13 +76,13 @@ class Arrived:
         lost: [k], what this rank's values have lost on the way; None: nothing.
     """
 
-    unit: Unit
-    pairs: Sequence[Pair] | Bundle
+    unit: CompressionBucket
+    pairs: Sequence[Pair] | PacketBatch
     lost: Tensor | None = None
 
 
-def _each(pairs: Sequence[Pair] | Bundle) -> Iterable[Pair]:
-    if not isinstance(pairs, Bundle):
+def _each(pairs: Sequence[Pair] | PacketBatch) -> Iterable[Pair]:
+    if not isinstance(pairs, PacketBatch):
         return pairs
     parts = (torch.split(part, list(pairs.lengths)) for part in (pairs.indices, pairs.values))
     return zip(*parts, strict=True)
@@ -95,7 +95,7 @@ def between(indices: Tensor, values: Tensor, start: int, stop: int) -> Pair:
     return indices[first:last] - start, values[first:last]
 
 
-def _by_rate(memories: Sequence[Memory]) -> Iterator[tuple[float, int, int, int, int]]:
+def _by_rate(memories: Sequence[ParameterState]) -> Iterator[tuple[float, int, int, int, int]]:
     """Runs of memories with one learning rate: the rate, which, their offset and elements."""
     first = offset = 0
     for rate, run in itertools.groupby(memories, lambda memory: float(memory.group["lr"])):

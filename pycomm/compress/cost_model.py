@@ -3,8 +3,8 @@
     link     all_reduces of a small and of a large array: seconds of a call, and of a byte
     coding   the kernels on drawn elements, as dense as those of the level: seconds of an element
 
-A model, not a trial: nothing is trained meanwhile. Called by exchange_policy.py for exchange="tuned", and by
-the planner with links that are not here.
+A model, not a trial: nothing is trained meanwhile. Called by exchange_policy.py for
+exchange="auto_time", and by the planner with links that are not here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from pycomm import collectives, kernels
-from pycomm.communicators import Lanes
+from pycomm.communicators import CommunicatorPool
 from pycomm.compress.hierarchical import hosts_of
 from pycomm.compress.schedule import Load, between, received_bytes
 from pycomm.group import Group
@@ -76,7 +76,7 @@ class Coding:
     add: float
 
 
-def of_exchanges(load: Load, lanes: Lanes, may_be_dense: bool) -> dict[str, float]:
+def of_exchanges(load: Load, lanes: CommunicatorPool, may_be_dense: bool) -> dict[str, float]:
     """Collective: seconds of a step by exchange, each rank's own; "dense" where it is a choice."""
     group, of_rank, levels = lanes.group, hosts_of(lanes.group), FLAT
     hosts = max(of_rank) + 1
@@ -113,27 +113,27 @@ def predicted(
     kept = k * (coding.encode + coding.decode + coding.add)
     # Into u, v and out of them; what has arrived is written over zeros.
     every = coding.select * load.count + scan
-    lean = load.value_dtype is not None
+    compact = load.value_dtype is not None
     found = {
-        "dense": travel["masked"],
+        "dense": travel["dense_masked"],
         "gather": every
         + travel["gather"]
-        + lean * link.call_s  # lengths go ahead
+        + compact * link.call_s  # lengths go ahead
         + kept
         + (size - 1) * k * (coding.decode + coding.add),
-        "masked": every + travel["masked"],
+        "dense_masked": every + travel["dense_masked"],
     }
-    if lean:
+    if compact:
         # Coded on both ways; an owner writes its share and looks for the largest.
-        coded = (1 + load.send_on) * kept
-        found["split"] = every + travel["split"] + 3 * link.call_s + coded + 2 * scan / size
-    if "two_level" in received:
+        coded = (1 + load.owner_k_factor) * kept
+        found["sharded"] = every + travel["sharded"] + 3 * link.call_s + coded + 2 * scan / size
+    if "hierarchical" in received:
         # Sums inside a host, then what one rank of each does, and handing on what that has got.
         hosts, inside = levels.hosts, levels.inside
         summed = 2 * (1 - hosts / size) * load.count * load.itemsize
-        found["two_level"] = (
+        found["hierarchical"] = (
             predicted(load, hosts, link, coding)[between(load, hosts)]
-            + (summed + received["two_level"]) * inside.byte_s
+            + (summed + received["hierarchical"]) * inside.byte_s
             + 3 * inside.call_s
         )
     return found

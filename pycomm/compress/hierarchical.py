@@ -1,4 +1,4 @@
-"""The exchange "two_level": ranks of a host sum their gradients, and hosts exchange packets.
+"""The exchange "hierarchical": ranks of a host sum their gradients, and hosts exchange packets.
 
     sum       the gradients of a host's ranks, dense, as they become ready
     select    u and v are the host's: its ranks hold the same bits and take out the same elements
@@ -19,7 +19,7 @@ import torch
 
 from pycomm import collectives
 from pycomm.calls import Work
-from pycomm.communicators import Lanes
+from pycomm.communicators import CommunicatorPool
 from pycomm.group import Group
 
 __all__ = ["Hosts", "hosts_of"]
@@ -52,7 +52,7 @@ class Hosts:
         assert inside is not None  # every rank is on a host
         self.inside = inside
         between = group.split(0 if inside.rank == 0 else None)
-        self._between = None if between is None else Lanes(between, 1)
+        self._between = None if between is None else CommunicatorPool(between, 1)
         self.broken = False
 
     @property
@@ -72,19 +72,19 @@ class Hosts:
         return bool(word.item())
 
     def all_gather(self, x: Any, out: Any) -> Work:
-        """As of Lanes; so are the others."""
+        """As of CommunicatorPool; so are the others."""
         return self._led(out, lambda lanes: lanes.all_gather(x, out))
 
     def all_gather_v(self, x: Any, out: Any, counts: Sequence[int]) -> Work:
-        """See Lanes."""
+        """See CommunicatorPool."""
         return self._led(out, lambda lanes: lanes.all_gather_v(x, out, counts))
 
     def all_to_all(self, x: Any, out: Any) -> Work:
-        """See Lanes."""
+        """See CommunicatorPool."""
         return self._led(out, lambda lanes: lanes.all_to_all(x, out))
 
     def all_to_all_v(self, x: Any, out: Any, give: Sequence[int], take: Sequence[int]) -> Work:
-        """See Lanes."""
+        """See CommunicatorPool."""
         return self._led(out, lambda lanes: lanes.all_to_all_v(x, out, give, take))
 
     def give_up(self, reason: str) -> None:
@@ -94,7 +94,7 @@ class Hosts:
         for group in (self.inside, *([] if self._between is None else [self._between.group])):
             group.abort(reason)
 
-    def _led(self, out: Any, call: Callable[[Lanes], Work]) -> Work:
+    def _led(self, out: Any, call: Callable[[CommunicatorPool], Work]) -> Work:
         """Between hosts by the first rank of each, then inside."""
         if self._between is not None:
             call(self._between).wait()

@@ -2,7 +2,7 @@
 
     prepare    u, v take the gradients in, k elements of each go into the packet
     arrived    raw packets of all ranks, as pairs that bucket.py adds in rank order
-    units      what packet_exchange.py codes one by one, where packets are lean
+    units      what packet_exchange.py codes one by one, where packets are compact
     mask       the packet alone as a dense gradient, for a dense sum (the same mathematics)
     rollback   u, v as if nothing had been taken out
 
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.bucket import Arrived, Unit
-from pycomm.compress.parameter_state import Hyper, Memory, line
+from pycomm.compress.bucket import Arrived, CompressionBucket
+from pycomm.compress.parameter_state import Hyper, ParameterState, line
 
-__all__ = ["Parcel", "Update"]
+__all__ = ["Packet", "Update"]
 
 INDEX_BYTES = 4
 
@@ -40,7 +40,7 @@ class Update:
 
 
 @dataclass(eq=False)
-class _Part(Unit):
+class _Part(CompressionBucket):
     """Memories of one Hyper: one call of the kernel."""
 
     hyper: Hyper
@@ -48,7 +48,7 @@ class _Part(Unit):
     u_values: Tensor
 
 
-class Parcel:
+class Packet:
     """Made for one step.
 
     Args:
@@ -59,7 +59,7 @@ class Parcel:
 
     def __init__(
         self,
-        memories: Sequence[Memory],
+        memories: Sequence[ParameterState],
         gradients: Sequence[Tensor],
         ks: Sequence[int] | int,
         rooms: dict[tuple[str, ...], Tensor],
@@ -173,7 +173,7 @@ class Parcel:
             yield Arrived(part, pairs)
             start = stop
 
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[CompressionBucket]:
         """What has a k of its own: each memory, or all of them together. No bucket has a say in
         what shares a level, so none has in the bits."""
         for part in self._parts:
@@ -185,9 +185,11 @@ class Parcel:
             each = zip(part.memories, part.gradients, part.k, starts, offsets, strict=False)
             for memory, gradient, k, start, offset in each:
                 here = slice(start, start + k)
-                yield Unit([memory], [gradient], part.indices[here] - offset, part.values[here])
+                yield CompressionBucket(
+                    [memory], [gradient], part.indices[here] - offset, part.values[here]
+                )
 
-    def sent(self) -> Iterator[tuple[Memory, Tensor]]:
+    def sent(self) -> Iterator[tuple[ParameterState, Tensor]]:
         """For each memory the places within it that this rank has sent, ascending."""
         for part in self._parts:
             yield from part.sent()
@@ -198,7 +200,7 @@ class Parcel:
             kernels.decode_sum(part.gradients, [(part.indices, part.values)])
 
 
-def _by_hyper(memories: Sequence[Memory], apart: bool) -> list[tuple[Hyper, list[int]]]:
+def _by_hyper(memories: Sequence[ParameterState], apart: bool) -> list[tuple[Hyper, list[int]]]:
     """Places of memories with the same Hyper; all in the first one's unless `apart`."""
     found: dict[Hyper, list[int]] = {}
     for i, memory in enumerate(memories):

@@ -1,4 +1,4 @@
-"""Lean packets on their way: units coded, sent to all ranks in one message, and read again.
+"""Compact packets on their way: units coded, sent to all ranks in one message, and read again.
 
 A unit's packet has a length of its own, so lengths go ahead: int32 [units], of all ranks. Behind
 them one message of each rank holds its packets, end to end. Both stand behind the last gradient.
@@ -18,16 +18,25 @@ from torch import Tensor
 
 from pycomm import kernels
 from pycomm.calls import Work
-from pycomm.compress.bucket import Arrived, Pair, Unit
+from pycomm.compress.bucket import Arrived, CompressionBucket, Pair
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import Bundle
+from pycomm.kernels import PacketBatch
 
-__all__ = ["Packets", "ToAll", "Ways", "all_gather", "decode", "encode", "lost_in", "turned"]
+__all__ = [
+    "AllGatherExchange",
+    "PacketTransport",
+    "Packets",
+    "all_gather",
+    "decode",
+    "encode",
+    "quantization_error",
+    "transpose_packets",
+]
 
 Packets = tuple[Tensor, Sequence[int]]  # uint8 in host memory, end to end, and the bytes of each
 
 
-class Ways(Protocol):
+class PacketTransport(Protocol):
     """What packets travel by: Lanes between ranks, or Hosts, of which each counts as a rank."""
 
     @property
@@ -39,22 +48,22 @@ class Ways(Protocol):
         """How many there are."""
 
     def all_gather(self, x: Tensor, out: Tensor) -> Work:
-        """As of Lanes; so are the others."""
+        """As of CommunicatorPool; so are the others."""
 
     def all_gather_v(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Work:
-        """See Lanes."""
+        """See CommunicatorPool."""
 
     def all_to_all(self, x: Tensor, out: Tensor) -> Work:
-        """See Lanes."""
+        """See CommunicatorPool."""
 
     def all_to_all_v(
         self, x: Tensor, out: Tensor, give: Sequence[int], take: Sequence[int]
     ) -> Work:
-        """See Lanes."""
+        """See CommunicatorPool."""
 
 
-class ToAll:
-    """The exchange "gather" with lean packets: each rank's go to all.
+class AllGatherExchange:
+    """The exchange "gather" with compact packets: each rank's go to all.
 
     Attributes:
         value_dtype: of values on the way, as pycomm.kernels.encode has it.
@@ -63,46 +72,50 @@ class ToAll:
     def __init__(self, value_dtype: str) -> None:
         self.value_dtype = value_dtype
 
-    def exchange(self, units: Sequence[Unit], ways: Ways) -> tuple[list[Arrived], int]:
+    def exchange(
+        self, units: Sequence[CompressionBucket], ways: PacketTransport
+    ) -> tuple[list[Arrived], int]:
         """Collective. What has arrived for each unit, and the bytes that this rank has given."""
         everyone, sent = all_gather(self._coded(units), ways)
         found = []
         for unit, packets in zip(units, everyone, strict=True):
             came = decode(packets, unit.count, unit.values.device)
             mine = torch.split(came.values, list(came.lengths))[ways.rank]
-            found.append(Arrived(unit, came, lost_in(unit.values, mine)))
+            found.append(Arrived(unit, came, quantization_error(unit.values, mine)))
         return found, sent
 
     def commit(self) -> None:
         """Holds nothing from step to step."""
 
-    def lost(self, units: Sequence[Unit], size: int) -> list[Tensor]:
+    def lost(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
         """What rounding takes, which is the same each time."""
         return [
-            lost_in(unit.values, decode((packet, [len(packet)]), unit.count, unit.values.device)[1])
+            quantization_error(
+                unit.values, decode((packet, [len(packet)]), unit.count, unit.values.device)[1]
+            )
             for unit, packet in zip(units, self._coded(units), strict=True)
         ]
 
-    def _coded(self, units: Sequence[Unit]) -> list[Tensor]:
+    def _coded(self, units: Sequence[CompressionBucket]) -> list[Tensor]:
         """A packet of each."""
         return [
-            encode(Bundle(u.indices, u.values, [len(u.values)]), u.count, self.value_dtype)[0]
+            encode(PacketBatch(u.indices, u.values, [len(u.values)]), u.count, self.value_dtype)[0]
             for u in units
         ]
 
 
-def encode(bundle: Bundle, count: int, value_dtype: str) -> Packets:
-    """Lean packets of the fewest bytes; of nothing, none at all."""
-    if bundle.values.is_cpu:
-        packets: Packets = kernels.encode_bundle(bundle, count, value_dtype)
+def encode(batch: PacketBatch, count: int, value_dtype: str) -> Packets:
+    """Compact packets of the fewest bytes; of nothing, none at all."""
+    if batch.values.is_cpu:
+        packets: Packets = kernels.encode_batch(batch, count, value_dtype)
         return packets
-    lengths = list(bundle.lengths)
-    parts = (torch.split(part, lengths) for part in (bundle.indices, bundle.values))
+    lengths = list(batch.lengths)
+    parts = (torch.split(part, lengths) for part in (batch.indices, batch.values))
     each = [_written(pair, count, value_dtype) for pair in zip(*parts, strict=True)]
     return torch.cat(each), [len(packet) for packet in each]
 
 
-def decode(packets: Packets, count: int, device: torch.device) -> Bundle:
+def decode(packets: Packets, count: int, device: torch.device) -> PacketBatch:
     """What `encode` was given, its values as they have arrived, on the device.
 
     Raises:
@@ -110,10 +123,10 @@ def decode(packets: Packets, count: int, device: torch.device) -> Bundle:
     """
     message, sizes = packets
     if device.type == "cpu":
-        return kernels.decode_bundle(message, sizes, count)
+        return kernels.decode_batch(message, sizes, count)
     pairs = [_read(packet, count, device) for packet in torch.split(message, list(sizes))]
     indices, values = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    return Bundle(indices, values, [len(pair[0]) for pair in pairs])
+    return PacketBatch(indices, values, [len(pair[0]) for pair in pairs])
 
 
 def _written(pair: Pair, count: int, value_dtype: str) -> Tensor:
@@ -132,13 +145,13 @@ def _read(packet: Tensor, count: int, device: torch.device) -> Pair:
     return indices, values
 
 
-def lost_in(values: Tensor, arrived: Tensor) -> Tensor:
+def quantization_error(values: Tensor, arrived: Tensor) -> Tensor:
     """What is still owed of `values`. What has arrived as NaN or Inf shall not stay: nothing."""
     lost = values - arrived
     return torch.where(lost.isfinite(), lost, 0)
 
 
-def all_gather(packets: Sequence[Tensor], ways: Ways) -> tuple[list[Packets], int]:
+def all_gather(packets: Sequence[Tensor], ways: PacketTransport) -> tuple[list[Packets], int]:
     """Collective. By packet: those of all ranks, in rank order; and the bytes that were given."""
     mine = torch.tensor([len(packet) for packet in packets], dtype=torch.int32)
     lengths = mine.new_empty((ways.size, len(packets)))
@@ -147,10 +160,10 @@ def all_gather(packets: Sequence[Tensor], ways: Ways) -> tuple[list[Packets], in
     message = torch.cat(list(packets))
     whole = message.new_empty(sum(totals))
     ways.all_gather_v(message, whole, totals).wait()
-    return turned(whole, lengths), mine.nbytes + message.nbytes
+    return transpose_packets(whole, lengths), mine.nbytes + message.nbytes
 
 
-def turned(message: Tensor, sizes: Tensor) -> list[Packets]:
+def transpose_packets(message: Tensor, sizes: Tensor) -> list[Packets]:
     """Packets that lie in rows, with `sizes` bytes [rows, columns] each: by column."""
     columns = sizes.T.tolist()
     if len(columns) == 1:

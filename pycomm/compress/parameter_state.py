@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pycomm.errors import InvalidArgument, Unsupported
 
-__all__ = ["Hyper", "Memory", "TakenOver", "line"]
+__all__ = ["AdoptedMomentum", "Hyper", "ParameterState", "line"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Hyper:
 
 
 @dataclass(eq=False)
-class Memory:
+class ParameterState:
     """One parameter's. `v` is None where it travels dense."""
 
     name: str
@@ -71,7 +71,7 @@ def _is_dense(x: Tensor) -> bool:
     return x.numel() == 0 or reach + 1 == x.numel()
 
 
-class TakenOver:
+class AdoptedMomentum:
     """A torch.optim.SGD that does `p -= lr * p.grad` alone, and the memories of its parameters.
 
     While its step() runs, what is `owned` of momentum, weight_decay and nesterov is 0 in its
@@ -83,7 +83,7 @@ class TakenOver:
     ) -> None:
         _check(optimizer)
         self.optimizer, self._owned = optimizer, owned
-        self.memories: dict[Tensor, Memory] = {}
+        self.memories: dict[Tensor, ParameterState] = {}
         for g, group in enumerate(optimizer.param_groups):
             names = group.get("param_names") or [f"{g}.{i}" for i in range(len(group["params"]))]
             for name, parameter in zip(names, group["params"], strict=True):
@@ -94,7 +94,7 @@ class TakenOver:
         self._skipped = False  # the last exchange found Inf or NaN: step() may see such gradients
         self._applied: tuple[int, int, int] | None = None  # a gradient of the last step()
         self._update: Callable[[], None] | None = None
-        self._updated: Sequence[Memory] = ()
+        self._updated: Sequence[ParameterState] = ()
         self._had_gradients = False  # one of `_updated`, when it had arrived
         self._handles = [
             optimizer.register_step_pre_hook(self._hide),
@@ -104,7 +104,7 @@ class TakenOver:
 
     def _memory(
         self, name: str, parameter: Tensor, group: dict[str, Any], min_count: int
-    ) -> Memory:
+    ) -> ParameterState:
         if not _is_dense(parameter):
             raise Unsupported(f"DGC: the elements of {name!r} do not fill its memory: clone it")
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
@@ -116,7 +116,7 @@ class TakenOver:
             torch.as_strided(u, parameter.shape, parameter.stride()).copy_(velocity)
         compressed = parameter.numel() >= max(min_count, 1)
         v = torch.zeros_like(u) if compressed else None
-        return Memory(name, len(self.memories), parameter, group, self._owned, u, v)
+        return ParameterState(name, len(self.memories), parameter, group, self._owned, u, v)
 
     def rename(self, names: Mapping[str, Tensor]) -> None:
         """Gives memories the names of the model's parameters: those that are exchanged."""
@@ -126,7 +126,7 @@ class TakenOver:
                 self.memories[parameter].name = name
 
     def arrived(
-        self, update: Callable[[], None] | None = None, updated: Sequence[Memory] = ()
+        self, update: Callable[[], None] | None = None, updated: Sequence[ParameterState] = ()
     ) -> None:
         """For the next step(), which calls `update` once in the optimizer's stead for `updated`,
         unless zero_grad() has taken their gradients away before."""
@@ -205,7 +205,7 @@ class TakenOver:
         for group in groups:
             group.update({key: type(group[key])(0) for key in self._owned})
 
-    def _with_gradient(self) -> Iterator[tuple[Any, Memory]]:
+    def _with_gradient(self) -> Iterator[tuple[Any, ParameterState]]:
         """Of the model, as far as it is known: other parameters are not DGC's to exchange."""
         known = self.memories if self._exchanged is None else self._exchanged
         return (

@@ -1,13 +1,14 @@
-"""The exchange "split": each rank owns a share of the coordinates, and sums what all send of it.
+"""The exchange "sharded": each rank owns a share of the coordinates, and sums what all send of it.
 
-    cut      the elements that a rank takes out, by owner; each owner's in a lean packet of its own
+    cut      the elements that a rank takes out, by owner; each owner's in a compact packet of its
+             own
     to all   packets to their owners, one message for each pair of ranks
     sum      the owner adds in rank order to what it still owes, and chooses the largest
     gather   its choice, coded, goes to all; the rest, and what rounding lost, it owes
 
-A rank receives (1 + send_on) k elements or so, whatever the number of ranks. What owners owe is
-part of P3: sent + v + owed = gradients. Called by transaction.py; dgc.py makes an Owners for each
-step, and keeps what is owed.
+A rank receives (1 + owner_k_factor) k elements or so, whatever the number of ranks. What owners owe
+is part of P3: sent + v + owner_residual = gradients. Called by transaction.py; dgc.py makes a
+ShardedExchange for each step, and keeps the owner residual.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.bucket import Arrived, Unit
+from pycomm.compress.bucket import Arrived, CompressionBucket
 from pycomm.compress.packet_exchange import (
     Packets,
-    Ways,
+    PacketTransport,
     all_gather,
     decode,
     encode,
-    lost_in,
-    turned,
+    quantization_error,
+    transpose_packets,
 )
-from pycomm.compress.parameter_state import Memory
-from pycomm.kernels import Bundle
+from pycomm.compress.parameter_state import ParameterState
+from pycomm.kernels import PacketBatch
 
-__all__ = ["Owners", "Shares"]
+__all__ = ["ShardedExchange", "Sharding"]
 
-Cut = tuple[Bundle, Packets]  # places and values by owner, and the packets of them
+Cut = tuple[PacketBatch, Packets]  # places and values by owner, and the packets of them
 BLOCK = 32  # elements that lie together in one share: a kept set clusters, and a share must not
 
 
 @dataclass(frozen=True)
-class Shares:
+class Sharding:
     """Who owns which of `count` coordinates, of `size` ranks: blocks in rows of one for each rank,
     and each row turned by a hash of its number, so that no stride of a matrix meets one owner.
 
@@ -58,7 +59,7 @@ class Shares:
         """Of a share: the same for all ranks."""
         return -(-self.count // (BLOCK * self.size)) * BLOCK
 
-    def cut(self, indices: Tensor, values: Tensor) -> Bundle:
+    def cut(self, indices: Tensor, values: Tensor) -> PacketBatch:
         """By owner: the places in its share, ascending, and the values."""
         block, within = indices.long() // BLOCK, indices.long() % BLOCK
         row = block // self.size
@@ -66,7 +67,7 @@ class Shares:
         order = torch.argsort(owner, stable=True)
         lengths = torch.bincount(owner, minlength=self.size).tolist()
         places = (row * BLOCK + within).to(torch.int32)
-        return Bundle(places[order], values[order], lengths)
+        return PacketBatch(places[order], values[order], lengths)
 
     def whole(self, owner: int | Tensor, places: Tensor) -> Tensor:
         """The coordinates, ascending, of places in the share of `owner`, of all or of each."""
@@ -74,34 +75,45 @@ class Shares:
         block = row * self.size + (owner - self._turn(row)) % self.size
         return (block * BLOCK + within).to(torch.int32)
 
-    def joined(self, bundle: Bundle) -> Tensor:
+    def joined(self, batch: PacketBatch) -> Tensor:
         """The coordinates of what is of each owner, in order of owners."""
-        owners = torch.arange(self.size, device=bundle.indices.device)
-        lengths = torch.tensor(bundle.lengths, device=owners.device)
-        return self.whole(torch.repeat_interleave(owners, lengths), bundle.indices)
+        owners = torch.arange(self.size, device=batch.indices.device)
+        lengths = torch.tensor(batch.lengths, device=owners.device)
+        return self.whole(torch.repeat_interleave(owners, lengths), batch.indices)
 
     def _turn(self, row: Tensor) -> Tensor:
         return ((row * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % self.size
 
 
-class Owners:
+class ShardedExchange:
     """The exchange of one step.
 
     Attributes:
         value_dtype: of values on both ways, as pycomm.kernels.encode has it.
-        owed: what this rank owes as an owner, by the first memory of a unit: [places of the
-            share], of u's dtype. The caller's: commit() writes into it.
-        send_on: what all owners together send on, in multiples of what one rank sends.
+        owner_residual: what this rank owes as an owner, by the first memory of a unit: [places of
+            the share], of u's dtype. The caller's: commit() writes into it.
+        owner_k_factor: what all owners together send on, in multiples of what one rank sends.
     """
 
-    def __init__(self, value_dtype: str, owed: dict[Memory, Tensor], send_on: int = 1) -> None:
-        self.value_dtype, self.owed, self.send_on = value_dtype, owed, send_on
-        self._next: dict[Memory, Tensor] = {}
+    def __init__(
+        self,
+        value_dtype: str,
+        owner_residual: dict[ParameterState, Tensor],
+        owner_k_factor: int = 1,
+    ) -> None:
+        self.value_dtype, self.owner_residual, self.owner_k_factor = (
+            value_dtype,
+            owner_residual,
+            owner_k_factor,
+        )
+        self._next: dict[ParameterState, Tensor] = {}
 
-    def exchange(self, units: Sequence[Unit], ways: Ways) -> tuple[list[Arrived], int]:
+    def exchange(
+        self, units: Sequence[CompressionBucket], ways: PacketTransport
+    ) -> tuple[list[Arrived], int]:
         """Collective. What has arrived for each unit, and the bytes that this rank has given."""
         self._next = {}
-        shares = [Shares(unit.count, ways.size) for unit in units]
+        shares = [Sharding(unit.count, ways.size) for unit in units]
         cuts = self._cut(units, shares)
         came, given = _to_owners([packets for _, packets in cuts], ways)
         chosen = [
@@ -117,17 +129,17 @@ class Owners:
         return found, given + sent
 
     def commit(self) -> None:
-        """What is owed from now on."""
-        self.owed.update(self._next)
+        """Takes over the new owner residual."""
+        self.owner_residual.update(self._next)
         self._next = {}
 
-    def lost(self, units: Sequence[Unit], size: int) -> list[Tensor]:
+    def lost(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
         """On the way to owners."""
-        shares = [Shares(unit.count, size) for unit in units]
+        shares = [Sharding(unit.count, size) for unit in units]
         cuts = self._cut(units, shares)
         return [_lost(*one) for one in zip(units, shares, cuts, strict=True)]
 
-    def _cut(self, units: Sequence[Unit], shares: Sequence[Shares]) -> list[Cut]:
+    def _cut(self, units: Sequence[CompressionBucket], shares: Sequence[Sharding]) -> list[Cut]:
         """Of each unit, by owner."""
         cuts = []
         for unit, share in zip(units, shares, strict=True):
@@ -135,45 +147,45 @@ class Owners:
             cuts.append((cut, encode(cut, share.places, self.value_dtype)))
         return cuts
 
-    def _choose(self, unit: Unit, share: Shares, packets: Packets) -> Tensor:
-        """The largest of what there is for this owner, its part of send_on times what one rank
-        sends; it owes the rest. A packet."""
+    def _choose(self, unit: CompressionBucket, share: Sharding, packets: Packets) -> Tensor:
+        """The largest of what there is for this owner, its part of owner_k_factor times what one
+        rank sends; it owes the rest. A packet."""
         first, device = unit.memories[0], unit.values.device
         total = torch.zeros(share.places, dtype=unit.values.dtype, device=device)
         kernels.decode_sum(total, decode(packets, share.places, device))
-        if first in self.owed:
-            total += self.owed[first]
-        k = min(-(-self.send_on * len(unit.values) // share.size), share.places)
+        if first in self.owner_residual:
+            total += self.owner_residual[first]
+        k = min(-(-self.owner_k_factor * len(unit.values) // share.size), share.places)
         places, values = kernels.topk(total, k)
         some = values != 0
-        kept = Bundle(places[some], values[some], [int(some.sum())])
+        kept = PacketBatch(places[some], values[some], [int(some.sum())])
         packet = encode(kept, share.places, self.value_dtype)
         arrived = decode(packet, share.places, device)
-        total[kept.indices] = lost_in(kept.values, arrived.values)
+        total[kept.indices] = quantization_error(kept.values, arrived.values)
         self._next[first] = total
         return packet[0]
 
 
-def _lost(unit: Unit, share: Shares, cut: Cut) -> Tensor:
+def _lost(unit: CompressionBucket, share: Sharding, cut: Cut) -> Tensor:
     """What this rank's values have lost on the way to their owners, in their order."""
-    bundle, packets = cut
-    arrived = decode(packets, share.places, bundle.values.device)
-    lost = lost_in(bundle.values, arrived.values).to(unit.values.dtype)
-    return lost[torch.argsort(share.joined(bundle))]
+    batch, packets = cut
+    arrived = decode(packets, share.places, batch.values.device)
+    lost = quantization_error(batch.values, arrived.values).to(unit.values.dtype)
+    return lost[torch.argsort(share.joined(batch))]
 
 
-def _to_owners(packets: Sequence[Packets], ways: Ways) -> tuple[list[Packets], int]:
+def _to_owners(packets: Sequence[Packets], ways: PacketTransport) -> tuple[list[Packets], int]:
     """Collective. Of each unit those for each owner go there: of each unit those of all ranks for
     this rank, in rank order; and the bytes that went to others."""
     mine = torch.tensor([sizes for _, sizes in packets], dtype=torch.int32)
     give = mine.T.contiguous()  # [size, units]
     take = torch.empty_like(give)
     ways.all_to_all(give, take).wait()
-    by_owner = turned(torch.cat([message for message, _ in packets]), mine)
+    by_owner = transpose_packets(torch.cat([message for message, _ in packets]), mine)
     message = torch.cat([part for part, _ in by_owner])
     totals = [lengths.sum(1).tolist() for lengths in (give, take)]
     came = message.new_empty(sum(totals[1]))
     ways.all_to_all_v(message, came, *totals).wait()
     kept = give[ways.rank]
     sent = message.nbytes - int(kept.sum()) + give.nbytes - kept.nbytes
-    return turned(came, take), sent
+    return transpose_packets(came, take), sent

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from pycomm.compress.parameter_state import Memory
+from pycomm.compress.parameter_state import ParameterState
 
 __all__ = ["Ages"]
 
@@ -18,10 +18,10 @@ __all__ = ["Ages"]
 class Ages:
     """int32 for each element of `memories`: after which step this rank has last sent it."""
 
-    def __init__(self, memories: Sequence[Memory]) -> None:
+    def __init__(self, memories: Sequence[ParameterState]) -> None:
         self._at = {m: torch.zeros(m.count, dtype=torch.int32, device=m.u.device) for m in memories}
 
-    def sent(self, places: Iterable[tuple[Memory, Tensor]], step: int, whole: bool) -> None:
+    def sent(self, places: Iterable[tuple[ParameterState, Tensor]], step: int, whole: bool) -> None:
         """In step number `step`: all elements where it was dense, else those at `places`."""
         for memory, indices in places:
             self._at[memory][indices] = step

@@ -55,7 +55,7 @@ def share(array: Any, *, group: Group | None = None) -> Any:
         notes = objects.all_gather_object(note, group=group)
         for first in map(hosts.index, set(hosts)):
             if notes[first] is None:
-                name = group.members[first].host
+                name = group.peer_info()[first].host
                 raise InvalidArgument(f"share: rank {first}, the first on {name}, has no array")
         mapped, fault = None, ""
         try:

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pycomm import _core, arrays
-from pycomm.arrays import Located
+from pycomm.arrays import ArrayRef
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.kernels import compact, inputs
 
 
-class Bundle(NamedTuple):
+class PacketBatch(NamedTuple):
     """The elements of several packets, end to end.
 
     Attributes:
@@ -32,15 +32,15 @@ class Bundle(NamedTuple):
     lengths: Sequence[int]
 
 
-def encode_bundle(
-    bundle: Bundle, count: int, value_dtype: str, *, codec: str = "auto"
+def encode_batch(
+    batch: PacketBatch, count: int, value_dtype: str, *, codec: str = "auto"
 ) -> tuple[Any, list[int]]:
-    """The lean packets that `encode` writes of each, end to end.
+    """The compact packets that `encode` writes of each, end to end.
 
     Args:
-        bundle: in host memory, with float32 or float64 values.
+        batch: in host memory, with float32 or float64 values.
         count: of the array that all of them are of.
-        value_dtype, codec: as of `encode`, lean ones.
+        value_dtype, codec: as of `encode`, compact ones.
 
     Returns:
         uint8 [the sum of their bytes], and the bytes of each: 0 of one without elements.
@@ -49,16 +49,16 @@ def encode_bundle(
         InvalidArgument: as `encode`; lengths of other elements than there are.
         Unsupported: arrays on a GPU.
     """
-    pair = elements_of(bundle)
-    inputs.how_many(pair[0].count and max(bundle.lengths), count)
+    pair = elements_of(batch)
+    inputs.how_many(pair[0].count and max(batch.lengths), count)
     if pair[1].dtype not in ("float32", "float64"):
         raise InvalidArgument(f"values are {pair[1].dtype}; encode takes float32 or float64")
-    _on_host(pair, "encode_bundle")
-    lengths = list(bundle.lengths)
+    _on_host(pair, "encode_batch")
+    lengths = list(batch.lengths)
     compact.most_bytes(0, int(count), value_dtype, codec)  # refuses what there is not
-    room = _core.most_bundle_bytes(lengths, int(count), codec, value_dtype)
+    room = _core.most_batch_bytes(lengths, int(count), codec, value_dtype)
     out, packets = inputs.output(None, "out", pair[1], room, "uint8")
-    sizes: list[int] = _core.encode_bundle(
+    sizes: list[int] = _core.encode_batch(
         pair[0].pointer,
         pair[1].pointer,
         lengths,
@@ -71,11 +71,11 @@ def encode_bundle(
     return out[: sum(sizes)], sizes
 
 
-def decode_bundle(packets: Any, sizes: Sequence[int], count: int) -> Bundle:
-    """What `encode_bundle` was given, with float32 values as they have arrived.
+def decode_batch(packets: Any, sizes: Sequence[int], count: int) -> PacketBatch:
+    """What `encode_batch` was given, with float32 values as they have arrived.
 
     Args:
-        packets: uint8 [sum of sizes], in host memory: lean packets, end to end.
+        packets: uint8 [sum of sizes], in host memory: compact packets, end to end.
         sizes: bytes of each; 0 for one without elements.
         count: of the array that all of them are of.
 
@@ -84,41 +84,41 @@ def decode_bundle(packets: Any, sizes: Sequence[int], count: int) -> Bundle:
         Unsupported: they lie on a GPU.
     """
     found = inputs.array(packets, "packets", ("uint8",))
-    _on_host([found], "decode_bundle")
+    _on_host([found], "decode_batch")
     sizes = list(sizes)
     if sum(sizes) != found.nbytes or min(sizes, default=0) < 0:
         raise InvalidArgument(f"sizes make {sum(sizes)} bytes; there are {found.nbytes}")
-    lengths = _core.bundle_lengths(found.pointer, sizes, int(count))
+    lengths = _core.batch_lengths(found.pointer, sizes, int(count))
     kept = sum(lengths)
     indices, values = (arrays.new(found, (kept,), dtype) for dtype in ("int32", "float32"))
     where, what = (
         inputs.array(x, "out", (dtype,), write=True)
         for x, dtype in ((indices, "int32"), (values, "float32"))
     )
-    _core.decode_bundle(found.pointer, sizes, lengths, where.pointer, what.pointer)
-    return Bundle(indices, values, lengths)
+    _core.decode_batch(found.pointer, sizes, lengths, where.pointer, what.pointer)
+    return PacketBatch(indices, values, lengths)
 
 
-def elements_of(bundle: Bundle) -> list[Located]:
+def elements_of(batch: PacketBatch) -> list[ArrayRef]:
     """Its indices and values, validated.
 
     Raises:
         InvalidArgument: wrong dtypes; lengths of other elements than there are.
     """
-    where = inputs.array(bundle.indices, "indices", ("int32",))
-    what = inputs.array(bundle.values, "values", inputs.FLOATS)
-    total = sum(bundle.lengths)
-    if not where.count == what.count == total or min(bundle.lengths, default=0) < 0:
+    where = inputs.array(batch.indices, "indices", ("int32",))
+    what = inputs.array(batch.values, "values", inputs.FLOATS)
+    total = sum(batch.lengths)
+    if not where.count == what.count == total or min(batch.lengths, default=0) < 0:
         raise InvalidArgument(
             f"{where.count} indices and {what.count} values in packets of {total}"
         )
     return [where, what]
 
 
-def rows_of(bundle: Bundle, elements: list[Located]) -> NDArray[np.uint64]:
+def rows_of(batch: PacketBatch, elements: list[ArrayRef]) -> NDArray[np.uint64]:
     """uint64 [packets, 3]: where indices and values of each begin, and how many there are."""
     indices, values = elements
-    lengths = np.array(bundle.lengths, np.uint64)
+    lengths = np.array(batch.lengths, np.uint64)
     begin = np.cumsum(lengths) - lengths
     each = np.uint64(values.nbytes // max(1, values.count))
     starts = [np.uint64(indices.pointer) + np.uint64(4) * begin]
@@ -126,7 +126,7 @@ def rows_of(bundle: Bundle, elements: list[Located]) -> NDArray[np.uint64]:
     return np.stack([*starts, lengths], axis=1)
 
 
-def _on_host(found: Sequence[Located], name: str) -> None:
+def _on_host(found: Sequence[ArrayRef], name: str) -> None:
     for one in found:
         if one.device.kind != "cpu":
             raise Unsupported(f"{name} works in host memory: call encode and unpack for each")

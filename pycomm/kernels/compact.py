@@ -1,8 +1,8 @@
-"""Lean packets: fewer bytes for the same (index, value). The layout stands in
+"""Compact packets: fewer bytes for the same (index, value). The layout stands in
 csrc/kernels/lean.h, the meaning in pycomm/reference_compact.py.
 
 What a call was given has been validated by packets.py, which calls this file and no other does, but
-for `lean_workspace`. How long a packet is and whether bytes are one are known on the device: the
+for `codec_workspace`. How long a packet is and whether bytes are one are known on the device: the
 functions here wait for it where the caller has no room for that answer.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core, arrays
-from pycomm.arrays import Like, Located
+from pycomm.arrays import ArrayRef, Like
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import devices, inputs
 
@@ -33,7 +33,7 @@ def most_bytes(k: int, count: int, value_dtype: str, codec: str) -> int:
         raise InvalidArgument(
             f"value_dtype {value_dtype!r}: with codec={codec!r} one of {', '.join(VALUES)}"
         )
-    return _core.most_lean_bytes(k, count, codec, value_dtype)
+    return _core.most_compact_bytes(k, count, codec, value_dtype)
 
 
 def known_codec(codec: str) -> None:
@@ -42,8 +42,9 @@ def known_codec(codec: str) -> None:
         raise InvalidArgument(f"codec {codec!r}: one of raw, {', '.join(CODECS)}")
 
 
-def lean_workspace(x: Any, k: int, nbytes: int = 0) -> Any:
-    """A new workspace for `encode` and `unpack` of lean packets of k elements on the device of x.
+def codec_workspace(x: Any, k: int, nbytes: int = 0) -> Any:
+    """A new workspace for `encode` and `unpack` of compact packets of k elements on the device of
+    x.
 
     Args:
         x: any array there.
@@ -53,20 +54,20 @@ def lean_workspace(x: Any, k: int, nbytes: int = 0) -> Any:
         uint8 [what it takes]; nothing in host memory.
     """
     found = inputs.array(x, "x", _core.DTYPES)
-    needed = devices.module(found.device).lean_workspace_bytes(int(k), int(nbytes))
+    needed = devices.module(found.device).codec_workspace_bytes(int(k), int(nbytes))
     return arrays.new(found, (needed,), "uint8")
 
 
 def encode(
-    pair: list[Located], count: int, codes: tuple[str, str], residual: Located | None,
-    out: Located, length: Located, workspace: Any,
+    pair: list[ArrayRef], count: int, codes: tuple[str, str], residual: ArrayRef | None,
+    out: ArrayRef, length: ArrayRef, workspace: Any,
 ) -> None:  # fmt: skip
     """Writes a packet into `out`, of most_bytes; into `length` how many bytes it took. `codes`: of
     the indices and of the values."""
     device, k = pair[1].device, pair[0].count
     module = devices.module(device)
-    room = _Room(workspace, pair[1], module.lean_workspace_bytes(k, 0))
-    module.encode_lean(
+    room = _Room(workspace, pair[1], module.codec_workspace_bytes(k, 0))
+    module.encode_compact(
         pair[0].pointer,
         pair[1].pointer,
         k,
@@ -81,7 +82,7 @@ def encode(
     )
 
 
-def decode(packet: Located, count: int, into: tuple[Any, Any, Any], workspace: Any = None) -> None:
+def decode(packet: ArrayRef, count: int, into: tuple[Any, Any, Any], workspace: Any = None) -> None:
     """Reads a packet into (indices [k], values [k], refused [1]).
 
     Raises:
@@ -100,10 +101,10 @@ def decode(packet: Located, count: int, into: tuple[Any, Any, Any], workspace: A
         )
     module = devices.module(packet.device)
     inputs.same_device([packet, places, numbers, refused], "unpack")
-    inputs.apart([places, numbers, refused], [packet], "unpack")
-    needed = module.lean_workspace_bytes(places.count, packet.nbytes)
+    inputs.require_no_overlap([places, numbers, refused], [packet], "unpack")
+    needed = module.codec_workspace_bytes(places.count, packet.nbytes)
     room = _Room(workspace, packet, needed)
-    module.decode_lean(
+    module.decode_compact(
         packet.pointer,
         packet.nbytes,
         places.count,
@@ -120,7 +121,7 @@ class _Room:
     """The caller's workspace, or a new one where there is none; the processor needs none. Keep it
     while the core works."""
 
-    def __init__(self, workspace: Any, like: Located, nbytes: int) -> None:
+    def __init__(self, workspace: Any, like: ArrayRef, nbytes: int) -> None:
         self.address = 0, 0
         if nbytes:
             self._found = inputs.workspace(workspace, like, nbytes)
@@ -128,7 +129,7 @@ class _Room:
             self.address = self._found.pointer, self._found.nbytes
 
 
-def decoded(packet: Located, k: int, count: int, like: Like) -> tuple[Any, Any]:
+def decoded(packet: ArrayRef, k: int, count: int, like: Like) -> tuple[Any, Any]:
     """(indices int32 [k], values float32 [k]), new arrays of the kind of `like`.
 
     Raises:
@@ -143,7 +144,7 @@ def decoded(packet: Located, k: int, count: int, like: Like) -> tuple[Any, Any]:
     return indices, values
 
 
-def header(packet: Located) -> tuple[int, int]:
+def header(packet: ArrayRef) -> tuple[int, int]:
     """(k, count) of a packet, wherever it lies; waits for a device.
 
     Raises:
@@ -151,4 +152,4 @@ def header(packet: Located) -> tuple[int, int]:
     """
     some = packet.array[:MOST_HEAD]
     head = np.array(some.tolist(), np.uint8)
-    return _core.read_lean_head(head.ctypes.data, head.nbytes, packet.nbytes)
+    return _core.read_compact_header(head.ctypes.data, head.nbytes, packet.nbytes)

@@ -295,7 +295,7 @@ def _enter(
     config.keep_secret(key)
     answer: tuple[bool, Any, BaseException | None]
     try:
-        worker_setup.settle(parent, local, None, device)
+        worker_setup.setup_worker(parent, local, None, device)
         (module, name), args, kwargs = pickle.loads(job)
         found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
         function = found._function if isinstance(found, Launcher) else found

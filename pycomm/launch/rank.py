@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             *(int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         )
     )
-    worker_setup.settle(said.parent, int(env["LOCAL_RANK"]), said.cpus_per_rank, said.set_device)
+    worker_setup.setup_worker(
+        said.parent, int(env["LOCAL_RANK"]), said.cpus_per_rank, said.set_device
+    )
     try:
         if said.kind == "command":
             _supervise(said.parent, [said.program, *said.rest])

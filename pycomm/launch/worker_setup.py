@@ -13,7 +13,7 @@ import sys
 
 from pycomm.errors import InvalidArgument
 
-__all__ = ["cores_of", "default_count", "settle", "threads_for", "variables"]
+__all__ = ["cores_of", "default_count", "setup_worker", "threads_for", "variables"]
 
 PR_SET_PDEATHSIG = 1
 CORES_PER_RANK = 2  # without devices, if nothing is said
@@ -58,7 +58,7 @@ def threads_for(local_size: int, cores_per_rank: int | None) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(share)}
 
 
-def settle(parent: int, local_rank: int, cores_per_rank: int | None, device: bool) -> None:
+def setup_worker(parent: int, local_rank: int, cores_per_rank: int | None, device: bool) -> None:
     """In a rank's process, first of all: it takes its place and dies with `parent`, its launcher.
 
     Args:

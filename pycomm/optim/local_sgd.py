@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pycomm import coalesced, collectives
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
-from pycomm.shrink_result import Left, furthest, left
+from pycomm.shrink_result import ShrinkResult, most_advanced_rank, shrink_result
 
 __all__ = ["LocalSGD"]
 
@@ -154,7 +154,7 @@ class LocalSGD:
                 p.data.copy_(s - mean)
         self._keep(self._parameters)
 
-    def shrink(self, timeout_s: float | None = None) -> Left:
+    def shrink(self, timeout_s: float | None = None) -> ShrinkResult:
         """Collective over the survivors, after a rank was lost: goes on with those that are left.
 
         All stand on the last average that one of them has completed: who has not got it, as it
@@ -169,11 +169,11 @@ class LocalSGD:
             Who is left, and the count of steps, the same on all.
         """
         before, self._group = self._group, self._group.shrink(timeout_s)
-        last, source = furthest(self.last_sync, self._group)
+        last, source = most_advanced_rank(self.last_sync, self._group)
         self._follow(source, last)
-        self.step_count, _ = furthest(self.step_count, self._group)
+        self.step_count, _ = most_advanced_rank(self.step_count, self._group)
         self.last_sync = last
-        return left(before, self._group, self.step_count)
+        return shrink_result(before, self._group, self.step_count)
 
     def _follow(self, src: int, last: int) -> None:
         """Takes over from rank `src` what is the same on all after the average of step `last`; the

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pycomm.calls import Work
-from pycomm.communicators import Lanes
+from pycomm.communicators import CommunicatorPool
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
@@ -33,14 +33,14 @@ def make_allreduce_cb(op: str, group: Group | None = None) -> Callable[[Tensor],
     """
     if op not in ("sum", "mean"):
         raise InvalidArgument(f'op={op!r}: "sum" or "mean"')
-    packer = _Packer(Lanes(group, 1), "avg" if op == "mean" else "sum")
+    packer = _Packer(CommunicatorPool(group, 1), "avg" if op == "mean" else "sum")
     return packer.take
 
 
 class _Packer:
     """Gradients on their way: those that wait, and the packs that travel."""
 
-    def __init__(self, lanes: Lanes, op: str) -> None:
+    def __init__(self, lanes: CommunicatorPool, op: str) -> None:
         self._lanes, self._op = lanes, op
         self._waiting: list[Tensor] = []
         self._bytes = 0

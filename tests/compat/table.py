@@ -5,7 +5,7 @@
 
 Results lie in benchmarks/results/ as torch_suite.py and programs.py store them, each with its
 machine. What one backend passes and the other does not is named below the table, with the reason
-that the run gave. Called by `make peers`; tests/test_torch_suite.py holds that the page is what
+that the run gave. Called by `make compat`; tests/test_torch_suite.py holds that the page is what
 this writes.
 """
 
