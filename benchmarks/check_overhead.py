@@ -120,7 +120,7 @@ def build(folder: Path) -> dict[str, Path]:
         raise NotBuilt("nothing is built here: make build")
     compile_ = _compiler_of(built)
     main = folder / "checks.o"
-    _run([*compile_, "-c", str(ROOT / "benchmarks" / "checks.cpp"), "-o", str(main)])
+    _run([*compile_, "-c", str(ROOT / "benchmarks" / "check_overhead.cpp"), "-o", str(main)])
     instead = {}
     for path in REMOVED:
         source = folder / path
@@ -162,7 +162,9 @@ def measure(programs: dict[str, Path], case: Case, rounds: int) -> Cost:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; its exit status."""
     parser = argparse.ArgumentParser(
-        prog="checks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="pycomm bench check_overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=21, help="of both programs (21)")
     parser.add_argument("--json", type=Path, help="where to store what was found")
@@ -172,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             programs = build(Path(folder))
             costs = [measure(programs, case, args.rounds) for case in CASES]
     except NotBuilt as error:
-        print(f"checks: {error}", file=sys.stderr)
+        print(f"check_overhead: {error}", file=sys.stderr)
         return 2
     _show(costs)
     if args.json:

@@ -3,7 +3,7 @@
 A comparison has float32 arrays of its own, on one device: the bytes that nobody who does this can
 spare, the reference's result, pycomm's call and those of others. pycomm must give that result bit
 by bit; the others the same numbers, up to what another order of operations rounds.
-single_process.py and sparse.py make comparisons; nothing here is timed: that is kernels.py.
+single_kernels.py and sparse.py make comparisons; nothing here is timed: that is kernels.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from benchmarks.topologies import Host  # which imports this file
+    from benchmarks.device_timing import Host  # which imports this file
 
 OURS = "pycomm"
 LINE = 64

@@ -3,7 +3,7 @@
 Each part is a command of its own with a limit, after which it is killed with all that it started,
 so that one that hangs holds up no other. What a part prints goes to the screen and to
 benchmarks/results/gpu/; a summary of all stands beside it as gpu.json. Ends with 0 where every part
-did, with 1 where one failed, with 3 where there is no GPU. docs/gpu.md tells how to read it.
+did, with 1 where one failed, with 3 where there is no GPU. docs/cuda.md tells how to read it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ somebody beat the limit. Who cannot take part is named, with the reason.
 The limit of a kernel is the longest of three times: for the bytes that it reads, at the fastest
 that any loop read; for those that it writes, at the fastest that any wrote; and for all of them, at
 the rate of the best of copying and of 3 reads and 2 writes, also of reading where twice as much is
-read as written, and of filling where it is the other way about. sparse.py and single_process.py say
+read as written, and of filling where it is the other way about. sparse.py and single_kernels.py say
 which bytes are counted.
 
 main() is called by benchmarks.__main__ and pycomm.__main__.
@@ -25,15 +25,15 @@ from pathlib import Path
 import torch
 
 import pycomm
-from benchmarks import libraries, residuals, single_process, sparse
+from benchmarks import libraries, residuals, single_kernels, sparse
 from benchmarks.comparison import OURS, Call, Comparison, Traffic, wrong
 from benchmarks.composed import COMPOSED, Choose, Step, torch_topk
+from benchmarks.device_timing import PLACES, STREAMS, Host, Spent
 from benchmarks.kernel_table import HEADER, Missing, Row, draw, missing_text, store, text
 from benchmarks.limits import TOLERANCE
 from benchmarks.residuals import STEPS
 from benchmarks.sizes import format_size
 from benchmarks.sparse import Case
-from benchmarks.topologies import PLACES, STREAMS, Host, Spent
 from pycomm.errors import Unsupported
 
 SIZES = {
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             continue
         case = Case(recorded, size, place.device)
         comparisons = sparse.comparisons(case, steps, choices)
-        comparisons += single_process.comparisons(case.v, case.packets, case.gradients)
+        comparisons += single_kernels.comparisons(case.v, case.packets, case.gradients)
         if place.name == "cpu":
             comparisons.append(sparse.whole_step(case))
         comparisons, refused = able(comparisons)

@@ -10,8 +10,9 @@ backends take turns.
     workers    the same, and each rank has two DataLoader workers: forked processes, which outlive
                it by seconds and hold copies of what it had open
     idle       it has stopped calling; the others wait for it in one
-    parting    instead of calls all make a group of themselves, one after another (split(), gloo's
-               by new_group()): nearly always it dies while one forms
+    group_creation
+               instead of calls, all ranks make one group after another (split(), gloo's by
+               new_group()): the rank nearly always dies while one forms
 
 main() is called by benchmarks.__main__, pycomm.__main__ and `make faults`.
 """
@@ -54,7 +55,7 @@ from pycomm.demo import machine
 
 BACKENDS = {"pycomm-shm": "shm", "pycomm-tcp": "tcp", "gloo": ""}
 """By which transport pycomm goes; gloo has tcp."""
-MOMENTS = ("inside", "workers", "idle", "parting")
+MOMENTS = ("inside", "workers", "idle", "group_creation")
 CALL_LIMIT_S = 10.0
 """Of a call of gloo: who is told nothing waits as long."""
 FORM_LIMIT_S = 60.0
@@ -65,14 +66,14 @@ MOST_WORDS = 240  # characters of what a survivor said are stored
 
 
 @dataclass(frozen=True)
-class Death:
+class RankFailure:
     """What one survivor met; -1 ms where it met nothing, or cannot go on."""
 
     backend: str  # a key of BACKENDS
     moment: str
     ranks: int
-    noticed_ms: float  # from the death
-    works_ms: float  # from the death until the survivors' first call was right
+    noticed_ms: float  # from the failure
+    works_ms: float  # from the failure until the survivors' first call was right
     named: bool  # the text says which rank died
     text: str
 
@@ -89,10 +90,10 @@ class Kind:
     secret: str
     port: int
 
-    def death(self, noticed_ms: float, works_ms: float, text: str) -> Death:
+    def failure(self, noticed_ms: float, works_ms: float, text: str) -> RankFailure:
         """What a survivor met in it."""
         named = f"rank {self.ranks - 1} " in text
-        return Death(
+        return RankFailure(
             self.backend, self.moment, self.ranks, noticed_ms, works_ms, named, text[:MOST_WORDS]
         )
 
@@ -116,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
         if bad := [word for word in chosen if word not in known]:
             parser.error(f"no {bad[0]!r}: --{name} takes some of {', '.join(known)}")
     console = Console(width=WIDTH, highlight=False)
-    found: list[Death] = []
+    found: list[RankFailure] = []
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         kinds = list(itertools.product(ranks, range(options.rounds), moments, peers))
         for n, seed, moment, backend in bar.track(kinds, description="rank failures"):
@@ -124,30 +125,32 @@ def main(argv: Sequence[str]) -> int:
     console.print(_table(found))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        rows = ",\n".join(json.dumps(asdict(death)) for death in found)
+        rows = ",\n".join(json.dumps(asdict(failure)) for failure in found)
         described = json.dumps(machine.describe())
         options.json.write_text(f'{{"machine": {described},\n"rows": [\n{rows}\n]}}\n')
     if options.plot:
         rank_failure_plot.save(options.plot, found)
-    ours = [death for death in found if death.backend != "gloo"]
-    return 0 if all(death.named and death.works_ms >= 0 for death in ours) else 1
+    ours = [failure for failure in found if failure.backend != "gloo"]
+    return 0 if all(failure.named and failure.works_ms >= 0 for failure in ours) else 1
 
 
-def _table(found: Sequence[Death]) -> Table:
+def _table(found: Sequence[RankFailure]) -> Table:
     """A line for each backend with each number of ranks."""
     shown = Table()
     for name in ("backend", "moment"):
         shown.add_column(name)
     for name in ("ranks", "survivors", "told who", "median ms", "worst", "works ms", "worst"):
         shown.add_column(name, justify="right")
-    for key in sorted({(death.backend, death.moment, death.ranks) for death in found}):
-        of = [death for death in found if (death.backend, death.moment, death.ranks) == key]
+    for key in sorted({(failure.backend, failure.moment, failure.ranks) for failure in found}):
+        of = [
+            failure for failure in found if (failure.backend, failure.moment, failure.ranks) == key
+        ]
         shown.add_row(
             *map(str, key),
             str(len(of)),
-            str(sum(death.named for death in of)),
-            *_middle_and_worst([death.noticed_ms for death in of]),
-            *_middle_and_worst([death.works_ms for death in of]),
+            str(sum(failure.named for failure in of)),
+            *_middle_and_worst([failure.noticed_ms for failure in of]),
+            *_middle_and_worst([failure.works_ms for failure in of]),
         )
     return shown
 
@@ -160,7 +163,7 @@ def _middle_and_worst(times_ms: Sequence[float]) -> tuple[str, str]:
     return f"{statistics.median(told):.1f}", worst
 
 
-def job(backend: str, moment: str, ranks: int, seed: int) -> list[Death]:
+def job(backend: str, moment: str, ranks: int, seed: int) -> list[RankFailure]:
     """The survivors' words of one job."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -188,13 +191,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _heard(way_in: Connection, kind: Kind) -> Death:
+def _heard(way_in: Connection, kind: Kind) -> RankFailure:
     """A survivor's word. Raises RuntimeError where it never got as far as a group."""
     try:
         if way_in.poll(FORM_LIMIT_S) and way_in.recv() == STANDS:
             if not way_in.poll(3 * CALL_LIMIT_S):
-                return kind.death(-1.0, -1.0, "it still waits")
-            told: Death = way_in.recv()
+                return kind.failure(-1.0, -1.0, "it still waits")
+            told: RankFailure = way_in.recv()
             return told
     except EOFError:  # a rank ended before it had told
         pass
@@ -217,16 +220,16 @@ def _rank(way_out: Connection, kind: Kind, rank: int) -> None:
             signal.pause()  # until then
     try:
         while True:
-            if kind.moment == "parting":
+            if kind.moment == "group_creation":
                 _part(group)
             else:
                 dist.all_reduce(x)
     except RuntimeError as error:  # how survivors are told, by gloo and by us
         noticed_s, text = time.monotonic(), str(error)
     works_s = _go_on(group) if group is not None else -1.0
-    death_s = float(died.read_text())
-    works_ms = 1e3 * (works_s - death_s) if works_s >= 0 else -1.0
-    way_out.send(kind.death(1e3 * (noticed_s - death_s), works_ms, text))
+    failed_s = float(died.read_text())
+    works_ms = 1e3 * (works_s - failed_s) if works_s >= 0 else -1.0
+    way_out.send(kind.failure(1e3 * (noticed_s - failed_s), works_ms, text))
     way_out.close()
     signal.pause()  # an exit would tell the others, and end the workers
     del workers

@@ -32,9 +32,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import faults
-from benchmarks.baselines import held, left
 from benchmarks.fault_rank import DISAGREEMENTS, STRUCK, Seen
 from benchmarks.faults import Cell
+from benchmarks.leak_check import leaked, resources
 from benchmarks.soak_rank import REASON, Epoch, Story, live
 from pycomm.demo import machine
 from pycomm.testing import FaultPlan, run_ranks
@@ -159,14 +159,14 @@ def soak(
     for number in numbers:
         if not go_on():
             return
-        before = held()
+        before = resources()
         with tempfile.TemporaryDirectory() as folder:
             where = setting(seed, number, folder)
             told = play(where)
         wrong = judged(where, told, late_ms)
         _count(tally, where, told)
         del told
-        if more := left(before):
+        if more := leaked(before):
             wrong.append(f"left behind: {more}")
         if tally.epochs == WARM:
             warm_mb = memory_mb()

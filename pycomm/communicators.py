@@ -1,8 +1,8 @@
 """Communicators used in turn, so that the next call need not wait for the one before.
 
-Each lane is a group of the same ranks with a thread and channels of its own; calls in different
-lanes run at the same time. Not a scheduler: who calls does so in the same order on every rank.
-Called by the training layer (compress, parallel).
+Each communicator is a group of the same ranks with its own thread and channels. Calls on different
+communicators run at the same time. Not a scheduler: who calls does so in the same order on every
+rank. Called by the training layer (compress, parallel).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pycomm.group import Group, default
 
 __all__ = ["CommunicatorPool"]
 
-BETWEEN_HOSTS = 2  # lanes by default; within a host one call already uses all of the memory's speed
+# Communicators by default. Within a host one call already uses all of the memory bandwidth.
+BETWEEN_HOSTS = 2
 
 
 class CommunicatorPool:
@@ -44,7 +45,7 @@ class CommunicatorPool:
         if count < 1:
             raise InvalidArgument(f"lanes={count}: at least one is needed")
         parts = (self.group.split(0) for _ in range(count - 1))
-        self._lanes = [self.group, *(part for part in parts if part is not None)]
+        self._groups = [self.group, *(part for part in parts if part is not None)]
         self._algorithm = "hierarchical" if hierarchical and hosts > 1 else None
         self._turn = 0
 
@@ -65,36 +66,36 @@ class CommunicatorPool:
 
     @property
     def count(self) -> int:
-        """How many lanes there are."""
-        return len(self._lanes)
+        """How many communicators there are."""
+        return len(self._groups)
 
     def all_reduce(self, x: Any, op: str = "sum") -> Work:
-        """Starts pycomm.all_reduce of `x`, in place, in the next lane."""
-        lane = self._next()
+        """Starts pycomm.all_reduce of `x`, in place, on the next communicator."""
+        group = self._next()
         work: Work = collectives.all_reduce(
-            x, op, algorithm=self._algorithm, group=lane, async_op=True
+            x, op, algorithm=self._algorithm, group=group, async_op=True
         )
         return work
 
     def all_gather(self, x: Any, out: Any) -> Work:
-        """Starts pycomm.all_gather of `x` into `out` [size, *x.shape] in the next lane."""
+        """Starts pycomm.all_gather of `x` into `out` [size, *x.shape] on the next communicator."""
         work: Work = collectives.all_gather(x, out, group=self._next(), async_op=True)
         return work
 
     def all_gather_v(self, x: Any, out: Any, counts: Sequence[int]) -> Work:
         """Starts an all_gather of lines whose elements by rank are `counts`, as all ranks know,
-        into the line `out`, one after another, in the next lane."""
+        into the line `out`, one after another, on the next communicator."""
         return self._uneven("all_gather", x, out, counts)
 
     def all_to_all(self, x: Any, out: Any) -> Work:
-        """Starts pycomm.all_to_all of `x` [size, *row] into `out` in the next lane."""
+        """Starts pycomm.all_to_all of `x` [size, *row] into `out` on the next communicator."""
         work: Work = collectives.all_to_all(x, out, group=self._next(), async_op=True)
         return work
 
     def all_to_all_v(self, x: Any, out: Any, give: Sequence[int], take: Sequence[int]) -> Work:
-        """Starts an all_to_all in the next lane: of the line `x`, `give[i]` elements go to rank i,
-        in order; `take[i]` come from it, into the line `out`. The ranks have exchanged the counts,
-        which the call does not compare again."""
+        """Starts an all_to_all on the next communicator: of the line `x`, `give[i]` elements go to
+        rank i, in order; `take[i]` come from it, into the line `out`. The ranks have exchanged the
+        counts, which the call does not compare again."""
         return self._uneven("all_to_all", x, out, [*give, *take])
 
     def _uneven(self, verb: str, x: Any, out: Any, counts: Sequence[int]) -> Work:
@@ -107,6 +108,6 @@ class CommunicatorPool:
         return work
 
     def _next(self) -> Group:
-        lane = self._lanes[self._turn]
-        self._turn = (self._turn + 1) % len(self._lanes)
-        return lane
+        group = self._groups[self._turn]
+        self._turn = (self._turn + 1) % len(self._groups)
+        return group

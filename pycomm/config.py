@@ -196,7 +196,7 @@ def flight_recorder_files() -> dict[str, Any]:
 
 
 def nccl_shares_gpus() -> bool:
-    """Whether NCCL was told to let ranks share a GPU, by one of its own two ways (docs/gpu.md)."""
+    """Whether NCCL was told to let ranks share a GPU, by one of its own two ways (docs/cuda.md)."""
     env = os.environ
     return env.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1" or bool(env.get("NCCL_HOSTID", ""))
 

@@ -48,7 +48,7 @@ class Group:
     """Ranks that call collectives together, each from one thread, all in the same order.
 
     Attributes:
-        cuda_channels: in how many lanes rings over large CUDA arrays run, 1 to 8 (docs/cuda.md). To
+        cuda_channels: how many channels rings over large CUDA arrays use, 1 to 8 (docs/cuda.md). To
             be set before the first call with such arrays; rank 0's word counts.
         cuda_internode_transport: by what CUDA arrays travel from host to host: "nccl", or "tcp", by
             pycomm's own connections through host memory, and NCCL joins the ranks of each host

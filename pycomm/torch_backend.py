@@ -79,10 +79,10 @@ def Options(  # noqa: N802 - as torch's
         encrypt: as of `pycomm.init`; None: as the default group, if there is one.
 
     Raises:
-        InvalidArgument: there is no such way between hosts, or no such number of lanes.
+        InvalidArgument: there is no such transport between hosts, or no such number of channels.
     """
     device_groups.check_internode_transport(cuda_internode_transport)
-    device_groups.check_lanes(cuda_channels)
+    device_groups.check_channels(cuda_channels)
     given = {} if timeout is None else {"timeout": timeout}
     made: _c10d.Options = _module().Options(
         **given,

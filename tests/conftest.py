@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from attack import AttackPlugin, no_attack
 
-from benchmarks.baselines import held, left
+from benchmarks.leak_check import leaked, resources
 
 EXCUSE = re.compile(r"needs (a GPU|\d+ GPUs)")
 _skips: dict[str, str] = {}
@@ -61,14 +61,14 @@ class Before:
     """What was held before a test, and what of it is to stay beyond it."""
 
     def __init__(self) -> None:
-        self.held = held()
+        self.held = resources()
 
     @contextlib.contextmanager
     def stays(self) -> Iterator[None]:
         """What is made within it is there for the tests that follow."""
-        earlier = held()
+        earlier = resources()
         yield
-        now = held()
+        now = resources()
         for kind, some in self.held.items():
             some.update(now[kind] - earlier[kind])
 
@@ -90,7 +90,7 @@ def nothing_left(request: pytest.FixtureRequest, spared: None) -> Iterator[Befor
     before, failures = Before(), request.session.testsfailed
     yield before
     failed = request.session.testsfailed > failures  # the error holds what its frames hold
-    if not failed and (found := left(before.held)):
+    if not failed and (found := leaked(before.held)):
         pytest.fail(f"left behind: {found}", pytrace=False)
 
 

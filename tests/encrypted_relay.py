@@ -2,7 +2,7 @@
 
 Rank 0's note in the store gets the relay's address in place of its own, so that rank 1 calls the
 relay, which calls rank 0. The relay understands the handshake's sizes and the records behind it
-(docs/wire.md), and has no key.
+(docs/internals/wire.md), and has no key.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pycomm
-from benchmarks import comparison, composed, single_process, sparse, topologies
+from benchmarks import comparison, composed, device_timing, single_kernels, sparse
 from benchmarks import kernels as bench
 from benchmarks.kernel_table import Row
 from benchmarks.residuals import STEPS, WORKERS, Residuals, load, store
@@ -136,13 +136,13 @@ def test_a_wrong_bit_ends_it(
 def comparisons() -> list[comparison.Comparison]:
     x, *gradients = torch.randn((7, 5_003), generator=torch.Generator().manual_seed(2))
     kept = [torch.arange(i, x.numel(), 97, dtype=torch.int32) for i in range(3)]
-    return single_process.comparisons(x, [(i, x[i]) for i in kept], gradients)
+    return single_kernels.comparisons(x, [(i, x[i]) for i in kept], gradients)
 
 
 def test_each_contestant_is_checked(tmp_path: Path) -> None:
     """One number of one result changed, by a bit, or by a hundredth where torch rounds
     otherwise."""
-    found, here = comparisons(), topologies.Host()
+    found, here = comparisons(), device_timing.Host()
     assert {c.kernel: c.calls.keys() - {"pycomm"} for c in found} == ALONE
     recorded = load(write_residuals(tmp_path / "residuals.npz", 2_000))
     steps, choices = {"eager": composed.eager}, {"torch.topk": composed.torch_topk}

@@ -12,7 +12,7 @@ from benchmarks.check_overhead import Case, Cost, NotBuilt
 def test_both_programs_make_their_calls(tmp_path, monkeypatch):
     cases = [Case("shm", 4, 10), Case("tcp", 4096, 10)]
     monkeypatch.setattr(check_overhead, "CASES", cases)
-    path = tmp_path / "checks.json"
+    path = tmp_path / "check_overhead.json"
     assert (
         check_overhead.main(["--rounds", "2", "--json", str(path)]) == 0
     )  # nothing is promised of these

@@ -114,9 +114,9 @@ def test_a_bucket_has_arrived_before_the_last_gradient_exists(
     works: dict[int, list[pycomm.Work]] = {0: [], 1: []}
     start = getattr(CommunicatorPool, verb)
 
-    def kept(lanes: CommunicatorPool, *args: Any) -> pycomm.Work:
-        work: pycomm.Work = start(lanes, *args)
-        works[lanes.group.rank].append(work)
+    def kept(pool: CommunicatorPool, *args: Any) -> pycomm.Work:
+        work: pycomm.Work = start(pool, *args)
+        works[pool.group.rank].append(work)
         return work
 
     monkeypatch.setattr(CommunicatorPool, verb, kept)

@@ -1,4 +1,4 @@
-"""Rings over large arrays on devices in lanes: the same bits, twice the launches, in graphs too.
+"""Rings over large arrays on devices in channels: the same bits, twice the launches, in graphs too.
 
 Emulated devices with a fake NCCL, and GPUs; ranks are threads (tests/group_devices.py).
 """
@@ -16,7 +16,7 @@ from pycomm import errors
 
 pytestmark = pytest.mark.timeout(300)
 
-LARGE = (2 << 20) // 4 + 7  # float32: two lanes of a MiB each, and no round number
+LARGE = (2 << 20) // 4 + 7  # float32: two channels of a MiB each, and no round number
 
 
 def rings(group: pycomm.Group, device: Any, counted: bool) -> None:
@@ -37,7 +37,7 @@ def rings(group: pycomm.Group, device: Any, counted: bool) -> None:
     pycomm.barrier()  # nobody allocates while another captures
     device.capture()
     pycomm.all_reduce(there, algorithm="ring")
-    pycomm.all_reduce(small, algorithm="ring")  # in one lane, behind those of the large one
+    pycomm.all_reduce(small, algorithm="ring")  # in one channel, behind those of the large one
     launch = device.end_capture()
     launch()
     assert device.get(there).tobytes() == here.tobytes()
@@ -52,7 +52,7 @@ def test_lanes_change_no_bit(machine):
 
 def too_many(group: pycomm.Group, device: Any) -> None:
     group.cuda_channels = 9
-    with pytest.raises(errors.InvalidArgument, match="1 to 8 lanes, not 9"):
+    with pytest.raises(errors.InvalidArgument, match="cuda_channels: got 9"):
         pycomm.all_reduce(device.put(odd(group.rank, 10, "float32")))
 
 

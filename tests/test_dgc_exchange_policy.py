@@ -178,8 +178,8 @@ def test_auto_time_is_decided_by_rank_0_and_kept() -> None:
         again.load_state_dict(dgc.state_dict())
         return said, dgc.exchanges, again.exchanges == dgc.exchanges
 
-    def by_rank(load: Load, lanes: CommunicatorPool, may_be_dense: bool) -> Any:
-        low = ("sharded", "gather", "dense_masked")[lanes.group.rank]  # as each would have it
+    def by_rank(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> Any:
+        low = ("sharded", "gather", "dense_masked")[pool.group.rank]  # as each would have it
         names = ["dense"] * may_be_dense + ["gather", "dense_masked", "sharded"]
         return {name: 1.0 + (name != low) for name in names}
 

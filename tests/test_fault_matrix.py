@@ -186,7 +186,7 @@ def test_survivors_of_a_torch_job_know_who_died(
     ]
     assert all(row["named"] and 0 <= row["noticed_ms"] < row["works_ms"] for row in rows)
     for row in rows:
-        assert ("all_reduce" in row["text"]) == (row["moment"] != "parting"), row
+        assert ("all_reduce" in row["text"]) == (row["moment"] != "group_creation"), row
     assert "told who" in capsys.readouterr().out
     assert (tmp_path / "rank_failure.png").stat().st_size > 0
 
@@ -203,9 +203,11 @@ def test_survivors_of_a_torch_job_know_who_died(
 def test_a_survivor_that_is_told_nothing_is_seen(
     backend: str, named: bool, works_ms: float, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def job(*kind: Any) -> list[rank_failure.Death]:
+    def job(*kind: Any) -> list[rank_failure.RankFailure]:
         return [
-            rank_failure.Death(*kind[:3], noticed_ms=20.0, works_ms=works_ms, named=named, text="")
+            rank_failure.RankFailure(
+                *kind[:3], noticed_ms=20.0, works_ms=works_ms, named=named, text=""
+            )
         ]
 
     monkeypatch.setattr(rank_failure, "job", job)

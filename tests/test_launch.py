@@ -139,10 +139,9 @@ def test_devices_are_those_that_were_asked_for(tmp_path: Path, monkeypatch: Any)
     assert config.nproc_per_node == 2
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,4"
     assert "--set-device" in line
-    code = "import os, torch; from pycomm.launch import place; torch.cuda.device_count = lambda: 2"
-    code += (
-        "; torch.cuda.set_device = print; worker_setup.setup_worker(os.getppid(), 3, None, True)"
-    )
+    code = "import os, torch; from pycomm.launch.worker_setup import setup_worker"
+    code += "; torch.cuda.device_count = lambda: 2; torch.cuda.set_device = print"
+    code += "; setup_worker(os.getppid(), 3, None, True)"
     rank = [sys.executable, "-c", code]  # of its own: it is to end with its parent
     assert subprocess.check_output(rank, env=CLEAN, timeout=LIMIT_S) == b"1\n"
 
@@ -369,7 +368,7 @@ import pycomm
 print(pycomm.all_gather_object(dist.get_rank()))
 dist.destroy_process_group()
 """
-# What docs/clusters.md says of init_process_group, whose variables are torchrun's.
+# What docs/launching.md says of init_process_group, whose variables are torchrun's.
 AS_TORCHRUN = ["sh", "-c", 'RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE exec "$0" "$@"']
 
 

@@ -18,7 +18,7 @@ import pytest
 
 import pycomm
 from benchmarks import soak
-from benchmarks.baselines import held, left
+from benchmarks.leak_check import leaked, resources
 from pycomm import errors, testing
 
 MOST = 16 << 20  # bytes of a rank, as documented
@@ -101,12 +101,12 @@ def grown() -> dict[str, list[float]]:
     after all, when it holds nothing else that it did not hold before."""
     soak.one_arena()
     found: dict[str, list[float]] = {"MB": [], "mappings": []}
-    before = held()
+    before = resources()
     for number in range(GROUPS):
         for transport in ("local", "shm", "tcp"):
             testing.run_ranks(RANKS, live, number % 2 == 1, transport=transport)
         if number + 1 in (GROUPS // 3, GROUPS):
-            assert left(before) == ""
+            assert leaked(before) == ""
             found["MB"].append(soak.memory_mb())
             found["mappings"].append(len(Path("/proc/self/maps").read_text().splitlines()))
     return found

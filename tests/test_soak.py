@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from benchmarks import baselines, soak, soak_rank
+from benchmarks import leak_check, soak, soak_rank
 from benchmarks.soak import FAULTS, Tally, setting
 from pycomm import Group, errors
 
@@ -75,7 +75,7 @@ def test_a_descriptor_that_is_left_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         return right(where)
 
     monkeypatch.setattr(soak, "play", leaky)
-    monkeypatch.setattr(baselines, "LEAVE_S", 0.1)
+    monkeypatch.setattr(leak_check, "LEAVE_S", 0.1)
     try:
         assert "left behind: 1 more descriptors: " in complaints(first("", "local"))
     finally:

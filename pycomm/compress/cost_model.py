@@ -76,16 +76,16 @@ class Coding:
     add: float
 
 
-def of_exchanges(load: Load, lanes: CommunicatorPool, may_be_dense: bool) -> dict[str, float]:
+def of_exchanges(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> dict[str, float]:
     """Collective: seconds of a step by exchange, each rank's own; "dense" where it is a choice."""
-    group, of_rank, levels = lanes.group, hosts_of(lanes.group), FLAT
+    group, of_rank, levels = pool.group, hosts_of(pool.group), FLAT
     hosts = max(of_rank) + 1
     if 1 < hosts < group.size:
         here = group.split(of_rank[group.rank])
         assert here is not None  # every rank is on a host
         levels = Levels(hosts, measure_link(here))
         here.close()
-    found = predicted(load, lanes.size, measure_link(group, hosts), measure_coding(load), levels)
+    found = predicted(load, pool.size, measure_link(group, hosts), measure_coding(load), levels)
     found["dense"] += load.count * _momentum_s()  # which dgc_step has in it
     if not may_be_dense:
         del found["dense"]

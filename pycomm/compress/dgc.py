@@ -151,7 +151,7 @@ class DGC:
         self._chooser = Chooser(exchange, self._levels, k_rule, self._whole, code, owner_k_factor)
         self._ages = Ages(self._compressed()) if track_age else None
         self._rooms: dict[tuple[str, ...], Tensor] = {}
-        self._lanes: CommunicatorPool | None = None
+        self._pool: CommunicatorPool | None = None
         self._hosts: Hosts | None = None
         self.by_host: list[int] = []  # by rank: whose u and v it holds; none: each its own
         self._sent_bytes = 0
@@ -170,16 +170,16 @@ class DGC:
         """Whether k is of all together: select="model"."""
         return self._whole
 
-    def lanes(self, group: Group | None = None) -> CommunicatorPool:
-        """Those that packets take; made when first asked for."""
-        if self._lanes is None:
-            self._lanes = CommunicatorPool(group, 1)
-        return self._lanes
+    def pool(self, group: Group | None = None) -> CommunicatorPool:
+        """The communicators that packets use; made at the first call."""
+        if self._pool is None:
+            self._pool = CommunicatorPool(group, 1)
+        return self._pool
 
     def hosts(self) -> Hosts:
-        """Those of the lanes; collective when they are first asked for."""
+        """Those of the pool; collective when they are first asked for."""
         if self._hosts is None or self._hosts.broken:
-            self._hosts = Hosts(self.lanes().group)
+            self._hosts = Hosts(self.pool().group)
         return self._hosts
 
     @property
@@ -191,9 +191,9 @@ class DGC:
         """Levels are planned anew, where nothing was `chosen` for them."""
         self._chooser.forget(exchanges)
 
-    def exchange(self, named: Mapping[str, Tensor], lanes: CommunicatorPool) -> Compressed:
+    def exchange(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> Compressed:
         """For DataParallel: what takes its buckets."""
-        self._lanes = lanes
+        self._pool = pool
         self._owned.rename(named)
         for memory in self.memories.values():
             hyper = memory.hyper
@@ -211,17 +211,17 @@ class DGC:
 
     def begin(self, idle: bool = False) -> Step:
         """A new step. Collective at the first step of a level. `idle`: this rank has no data."""
-        lanes = self.lanes()
+        pool = self.pool()
         level = self.level
         scaler = self.scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
         held = DENSE
         if level is not None:
-            held = self._chooser.plan(level, self._compressed(), lanes, not self.switched)
+            held = self._chooser.plan(level, self._compressed(), pool, not self.switched)
         if held.exchange != "dense" and not self.switched:
             self._switch()
         if held is not self._held:
-            self._hold(held, lanes)
+            self._hold(held, pool)
         hosts = self.hosts() if held.exchange == "hierarchical" else None
         fused = self._fused and held.exchange in ("gather", "sharded", "hierarchical")
         clip = self._clip_norm, self._together
@@ -229,7 +229,7 @@ class DGC:
         plan = Plan(
             held.exchange, held.k, self._masking, *clip, scale, fused, packet_exchange, hosts
         )
-        return Step(plan, self.memories, self._rooms, lanes, idle)
+        return Step(plan, self.memories, self._rooms, pool, idle)
 
     def end(self, step: Step, ending: contextlib.ExitStack) -> bool:
         """Finishes the step and counts it; False where a loss scale lets all ranks skip it. See
@@ -245,15 +245,15 @@ class DGC:
         return True
 
     def resume_after_shrink(self, before: Group, src: int) -> float:
-        """Collective, when the lanes have shrunk from the ranks of `before` to those of today.
+        """Collective, when the pool has shrunk from the ranks of `before` to those of today.
 
         u and v of the survivors stay; of what has to be the same all take rank `src`'s. Gives the
         norm of what the lost ranks owed, if they owed as much as the others in the mean.
         """
-        lanes = self.lanes()
+        pool = self.pool()
         state.take_in_owner_residual(self, before)
-        lost = before.size - lanes.size
-        if not _everywhere(bool(self.by_host), lanes):
+        lost = before.size - pool.size
+        if not _everywhere(bool(self.by_host), pool):
             state.to_ranks(self, before)
         if self.by_host:
             lost = max(self.by_host)
@@ -266,31 +266,31 @@ class DGC:
         self._held = DENSE
         self._owned.forget()
         word = torch.tensor([self.step_count, self.switched])
-        collectives.broadcast(word, src, group=lanes.group)
+        collectives.broadcast(word, src, group=pool.group)
         self.step_count, self.switched = int(word[0]), bool(word[1])
         self.buckets.sync_from(src)
         squares = sum(
             float(m.v.double().square().sum()) for m in self._compressed() if m.v is not None
         )
         mean = collectives.all_reduce(
-            torch.tensor([squares], dtype=torch.float64), "avg", group=lanes.group
+            torch.tensor([squares], dtype=torch.float64), "avg", group=pool.group
         )
         return math.sqrt(float(mean) * lost)
 
     def _compressed(self) -> list[ParameterState]:
         return [memory for memory in self.memories.values() if memory.v is not None]
 
-    def _hold(self, held: Level, lanes: CommunicatorPool) -> None:
+    def _hold(self, held: Level, pool: CommunicatorPool) -> None:
         """From now on another level's plan."""
         self._held = held
         self._rooms.clear()
         by_host = held.exchange == "hierarchical"
         if "sharded" not in (held.exchange, held.between) or by_host != bool(self.by_host):
-            state.take_in_owner_residual(self, lanes.group)  # nobody asks these owners any more
+            state.take_in_owner_residual(self, pool.group)  # nobody asks these owners any more
         if by_host and not self.by_host:
             state.to_hosts(self, self.hosts())
         elif self.by_host and not by_host:
-            state.to_ranks(self, self.lanes().group)
+            state.to_ranks(self, self.pool().group)
 
     def _packet_exchange(self, held: Level) -> PacketExchange | None:
         if held.value_dtype is None:
@@ -329,18 +329,18 @@ class DGC:
             return
         self._give_up_broken_pass("detach")
         # A rank that only took part in the last steps of others, in join(), has one left over.
-        if _everywhere(self._owned.waiting, self.lanes()):
+        if _everywhere(self._owned.waiting, self.pool()):
             raise InvalidArgument(
                 "DGC.detach() between backward() and the optimizer's step(): take the step before, "
                 "or give it up with zero_grad()"
             )
         self._detached = True
         self._owned.forget()
-        state.to_ranks(self, self.lanes().group)
+        state.to_ranks(self, self.pool().group)
         memories = list(self.memories.values())
         velocities = [memory.u for memory in memories]
         if self.switched:
-            velocities = coalesced.average(velocities, self.lanes().group)
+            velocities = coalesced.average(velocities, self.pool().group)
             for memory, velocity in zip(memories, velocities, strict=True):
                 if memory.v is not None and memory.hyper.nesterov and memory.hyper.momentum:
                     velocity.div_(memory.hyper.momentum)  # u is that of the formulas
@@ -383,7 +383,7 @@ class DGC:
             InvalidArgument: inside backward().
         """
         self._give_up_broken_pass("state_dict")
-        return state.own(self, self.lanes().group)
+        return state.own(self, self.pool().group)
 
     def gather_state(self, dst: int = 0) -> dict[str, Any] | None:
         """Collective. The states of all ranks on rank `dst`, None elsewhere; loads anywhere.
@@ -392,7 +392,7 @@ class DGC:
             InvalidArgument: inside backward().
         """
         self._give_up_broken_pass("gather_state")
-        return state.gathered(self, self.lanes().group, dst)
+        return state.gathered(self, self.pool().group, dst)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Goes on where `saved` was taken: this rank's own state, or that of gather_state.
@@ -407,7 +407,7 @@ class DGC:
                 inside backward().
         """
         self._give_up_broken_pass("load_state_dict")
-        state.load(self, saved, self.lanes().group)
+        state.load(self, saved, self.pool().group)
         self._held = DENSE
         self._owned.forget()
 
@@ -465,17 +465,17 @@ class Compressed:
     def sync_from(self, src: int) -> None:
         """The velocity of what travels dense, to which a rank without data has added the decay of
         older parameters, and the loss scale."""
-        dgc, group = self._dgc, self._dgc.lanes().group
+        dgc, group = self._dgc, self._dgc.pool().group
         dense = [m.u for m in dgc.memories.values() if m.v is None or not dgc.switched]
         coalesced.bcast_list_(dense, src, group)
         if dgc.scaler is not None:
             dgc.scaler.load_state_dict(coalesced.bcast_value(dgc.scaler.state_dict(), src, group))
 
 
-def _everywhere(here: bool, lanes: CommunicatorPool) -> bool:
+def _everywhere(here: bool, pool: CommunicatorPool) -> bool:
     """Whether it is so on all ranks."""
     word = torch.tensor([int(here)])
-    collectives.all_reduce(word, "min", group=lanes.group)
+    collectives.all_reduce(word, "min", group=pool.group)
     return bool(word.item())
 
 

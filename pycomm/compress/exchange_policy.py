@@ -91,7 +91,7 @@ class Chooser:
         self,
         level: int,
         memories: Sequence[ParameterState],
-        lanes: CommunicatorPool,
+        pool: CommunicatorPool,
         may_be_dense: bool,
     ) -> Level:
         """Collective at the first step of a level.
@@ -99,7 +99,7 @@ class Chooser:
         Args:
             level: which one.
             memories: of all that is compressed.
-            lanes: whose ranks.
+            pool: whose ranks.
             may_be_dense: nothing was compressed yet, so that nothing is owed.
         """
         if not memories:
@@ -124,26 +124,26 @@ class Chooser:
         if code is not None and self._asked in ("auto", "auto_time"):
             code = code_at(code, 1 - sparsity)
         load = Load(ks, counts, memories[0].u.itemsize, code, self._owner_k_factor)
-        exchange = self._choose(level, load, lanes, may_be_dense)
+        exchange = self._choose(level, load, pool, may_be_dense)
         compact = exchange in ("gather", "sharded", "hierarchical")
-        way = between(load, _hosts(lanes)) if exchange == "hierarchical" else ""
+        way = between(load, _hosts(pool)) if exchange == "hierarchical" else ""
         plan = Level(
             exchange, k, code if compact else None, self._exchange_costs.get(level, {}), way
         )
         self._planned[level] = plan
         return plan
 
-    def _choose(self, level: int, load: Load, lanes: CommunicatorPool, may_be_dense: bool) -> str:
+    def _choose(self, level: int, load: Load, pool: CommunicatorPool, may_be_dense: bool) -> str:
         """Rank 0's choice, the first of the least weight."""
         if level not in self.exchanges:
             if self._asked not in ("auto", "auto_time"):
                 weights = dict.fromkeys([self._asked], 0.0)
             elif self._asked == "auto":
-                weights = received_bytes(load, lanes.size, _hosts(lanes))
+                weights = received_bytes(load, pool.size, _hosts(pool))
             else:
-                weights = cost_model.of_exchanges(load, lanes, may_be_dense)
+                weights = cost_model.of_exchanges(load, pool, may_be_dense)
             said = torch.tensor(list(weights.values()), dtype=torch.float64)
-            collectives.broadcast(said, 0, group=lanes.group)
+            collectives.broadcast(said, 0, group=pool.group)
             weights = dict(zip(weights, said.tolist(), strict=True))
             if self._asked in ("auto", "auto_time"):
                 self._exchange_costs[level] = weights
@@ -151,6 +151,6 @@ class Chooser:
         return self.exchanges[level]
 
 
-def _hosts(lanes: CommunicatorPool) -> int:
+def _hosts(pool: CommunicatorPool) -> int:
     """How many there are."""
-    return max(hosts_of(lanes.group)) + 1
+    return max(hosts_of(pool.group)) + 1

@@ -31,8 +31,8 @@ def hosts_of(group: Group) -> list[int]:
 
 
 class Hosts:
-    """The hosts of a group, each as if it were one rank: packets take them for lanes. All ranks of
-    a host make the same calls with the same packets. Collective to make.
+    """The hosts of a group, each as if it were one rank: packets use them like a CommunicatorPool.
+    All ranks of a host make the same calls with the same packets. Collective to make.
 
     Attributes:
         of_rank: hosts_of() the group.
@@ -73,19 +73,19 @@ class Hosts:
 
     def all_gather(self, x: Any, out: Any) -> Work:
         """As of CommunicatorPool; so are the others."""
-        return self._led(out, lambda lanes: lanes.all_gather(x, out))
+        return self._led(out, lambda pool: pool.all_gather(x, out))
 
     def all_gather_v(self, x: Any, out: Any, counts: Sequence[int]) -> Work:
         """See CommunicatorPool."""
-        return self._led(out, lambda lanes: lanes.all_gather_v(x, out, counts))
+        return self._led(out, lambda pool: pool.all_gather_v(x, out, counts))
 
     def all_to_all(self, x: Any, out: Any) -> Work:
         """See CommunicatorPool."""
-        return self._led(out, lambda lanes: lanes.all_to_all(x, out))
+        return self._led(out, lambda pool: pool.all_to_all(x, out))
 
     def all_to_all_v(self, x: Any, out: Any, give: Sequence[int], take: Sequence[int]) -> Work:
         """See CommunicatorPool."""
-        return self._led(out, lambda lanes: lanes.all_to_all_v(x, out, give, take))
+        return self._led(out, lambda pool: pool.all_to_all_v(x, out, give, take))
 
     def give_up(self, reason: str) -> None:
         """A step has failed here: nobody shall wait for this rank. Those of its host are not

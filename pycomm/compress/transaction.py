@@ -117,10 +117,10 @@ class Step:
         plan: Plan,
         memories: Mapping[Tensor, ParameterState],
         rooms: dict[tuple[str, ...], Tensor],
-        lanes: CommunicatorPool,
+        pool: CommunicatorPool,
         idle: bool = False,
     ) -> None:
-        self._plan, self._memories, self._rooms, self._lanes = plan, memories, rooms, lanes
+        self._plan, self._memories, self._rooms, self._pool = plan, memories, rooms, pool
         self._loads: list[_Load] = []
         self._waiting: list[_Load] = []
         self._parcels: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
@@ -129,7 +129,7 @@ class Step:
         self._works: list[Work] = []
         self._norm: Tensor | None = None  # of all gradients, if known
         self._idle = idle
-        self._ways: PacketTransport = plan.hosts or lanes
+        self._ways: PacketTransport = plan.hosts or pool
         self._size = self._ways.size  # today's: the lanes may shrink
         self.sent_bytes = 0
 
@@ -249,9 +249,9 @@ class Step:
             return
         if plan.packet_exchange is not None:
             return  # until the last gradient is there
-        gathered = parcel.packet.new_empty((self._lanes.size, *parcel.packet.shape))
+        gathered = parcel.packet.new_empty((self._pool.size, *parcel.packet.shape))
         self._parcels[-1] = (parcel, gathered)
-        self._works.append(self._lanes.all_gather(parcel.packet, gathered))
+        self._works.append(self._pool.all_gather(parcel.packet, gathered))
         self.sent_bytes += parcel.packet.nbytes
 
     def _carry(self) -> None:
@@ -268,7 +268,7 @@ class Step:
             if not load.dense:
                 return
             flat = load.rest = torch.cat([gradient.reshape(-1) for _, gradient in load.dense])
-        self._works.append(self._lanes.all_reduce(flat, "avg"))
+        self._works.append(self._pool.all_reduce(flat, "avg"))
         self.sent_bytes += flat.nbytes
 
     def _wait(self) -> None:
@@ -284,7 +284,7 @@ class Step:
         finite = all(bool(load.flat.isfinite().all()) for load in self._loads)
         low, high = (-math.inf, -math.inf) if self._idle else (-scale, scale)
         word = torch.tensor([0.0 if finite else 1.0, low, high], dtype=torch.float64)
-        collectives.all_reduce(word, "max", group=self._lanes.group)
+        collectives.all_reduce(word, "max", group=self._pool.group)
         found, low, high = word.tolist()
         if -low != high:
             raise Mismatch(

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument("--nproc", dest="nproc_per_node", metavar="N", help="ranks on this host")
     ours.add_argument("--devices", metavar="0,1", help="GPUs to use; one rank on each")
     ours.add_argument(
-        "--encrypt", action="store_true", help="encrypt what leaves a host (docs/clusters.md)"
+        "--encrypt", action="store_true", help="encrypt what leaves a host (docs/launching.md)"
     )
     ours.add_argument("--cpus-per-rank", type=int, metavar="N", help="bind each to N of its own")
     key = ours.add_mutually_exclusive_group()

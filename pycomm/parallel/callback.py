@@ -40,8 +40,8 @@ def make_allreduce_cb(op: str, group: Group | None = None) -> Callable[[Tensor],
 class _Packer:
     """Gradients on their way: those that wait, and the packs that travel."""
 
-    def __init__(self, lanes: CommunicatorPool, op: str) -> None:
-        self._lanes, self._op = lanes, op
+    def __init__(self, pool: CommunicatorPool, op: str) -> None:
+        self._pool, self._op = pool, op
         self._waiting: list[Tensor] = []
         self._bytes = 0
         self._sent: list[tuple[list[Tensor], Tensor, Work]] = []
@@ -64,7 +64,7 @@ class _Packer:
 
     def _send(self) -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in self._waiting])
-        self._sent.append((self._waiting, flat, self._lanes.all_reduce(flat, self._op)))
+        self._sent.append((self._waiting, flat, self._pool.all_reduce(flat, self._op)))
         self._waiting, self._bytes = [], 0
 
     def _flush(self) -> None:

@@ -87,7 +87,7 @@ class DataParallel(nn.Module):
         self._joining = False
         self._source = 0  # whose buffers count
         self._check_places()
-        made = self._lanes = CommunicatorPool(group, lanes, hierarchical)
+        made = self._pool = CommunicatorPool(group, lanes, hierarchical)
         check_layout(self._named_tensors(), self._group)
         if init == "check":
             check_equal(self._named_tensors(), self._group)
@@ -105,7 +105,7 @@ class DataParallel(nn.Module):
 
     @property
     def _group(self) -> Group:
-        return self._lanes.group
+        return self._pool.group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's; before it buffers are made equal, if gradients will be exchanged."""
@@ -175,7 +175,7 @@ class DataParallel(nn.Module):
             Who is left, and how many steps all have now completed.
         """
         before = self._group
-        self._lanes.shrink(timeout_s)
+        self._pool.shrink(timeout_s)
         step, source = most_advanced_rank(self._reducer.passes, self._group)
         self._broadcast_all(source)
         for other in others:

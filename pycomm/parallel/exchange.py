@@ -49,7 +49,7 @@ class Exchange(Protocol):
         ...
 
     def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
-        """Collective, when the lanes have shrunk from the ranks of `before` to those of today.
+        """Collective, when the pool has shrunk from the ranks of `before` to those of today.
 
         A pass that failed here counts after all if `counted`: another rank has had all of it. What
         has to be the same on all becomes that of rank `src`. Gives ShrinkResult.lost_residual_norm.
@@ -60,9 +60,9 @@ class Exchange(Protocol):
 class Mean:
     """Sum over all ranks, divided by their number once, after the last addition."""
 
-    def __init__(self, lanes: CommunicatorPool) -> None:
+    def __init__(self, pool: CommunicatorPool) -> None:
         self.idle = False
-        self._lanes = lanes
+        self._pool = pool
         self._works: list[Work] = []
 
     def compresses(self, parameter: Tensor) -> bool:
@@ -71,7 +71,7 @@ class Mean:
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Starts the all-reduce of the bucket."""
-        self._works.append(self._lanes.all_reduce(flat, "avg"))
+        self._works.append(self._pool.all_reduce(flat, "avg"))
 
     def finish(self) -> None:
         """Waits for all that was started."""

@@ -2,7 +2,7 @@
 
     backward    ... gradient of the last layer | ... of the first layer | callback at the end
     reducer     view into bucket 0, add(0)     | view, add(1)           | add the rest, finish
-    lanes            bucket 0 travels ......... | bucket 1 travels ..... |
+    communicators    bucket 0 travels ......... | bucket 1 travels ..... |
 
 Buckets go out in the order in which they stand, the same on all ranks, whatever order autograd
 brings. It knows modules and collectives only through its slots and its Exchange. Called by

@@ -346,14 +346,14 @@ ROWS = [
 ]
 
 
-def weakened(row: tuple[str, ...]) -> Path:
+def mutated(row: tuple[str, ...]) -> Path:
     """The suite of a row with its weak check, as a program. Raises BuildFailed."""
     name, file, old, new, suite, _ = row
     text = (CSRC / file).read_text()
     assert text.count(old) == 1, f"{name}: its text stands {text.count(old)} times in {file}"
     build("plain", [suite])
     plain = ROOT / "build" / "native" / "plain"
-    folder = ROOT / "build" / "native" / "weakened" / name
+    folder = ROOT / "build" / "native" / "mutated" / name
     folder.mkdir(parents=True, exist_ok=True)
     source, program = folder / Path(file).name, folder / suite
     source.write_text(text.replace(old, new))
@@ -361,7 +361,7 @@ def weakened(row: tuple[str, ...]) -> Path:
     ways = [f"-I{CSRC}", f"-I{HERE}", f"-I{HERE.parent}"]
     flags = [*(flag for flag in FLAGS if flag not in ("-O1", "-g", "-Werror")), "-O0", *ways]
     compiler = os.environ.get("CXX", "g++")
-    made = folder / "weakened.o"
+    made = folder / "mutated.o"
     subprocess.run([compiler, *flags, "-c", str(source), "-o", str(made)], check=True)
     parts = [str(plain / f"{suite}.o"), str(made), str(plain / "library.a")]
     subprocess.run([compiler, *flags, *parts, "-ldl", "-o", str(program)], check=True)

@@ -23,15 +23,15 @@ MEMORY = re.compile("memfd:pycomm[^ \n]*")
 FONTS = (".ttf", ".otf", ".ttc")  # matplotlib's own, or the system's
 OURS = re.compile("pycomm(?!_)")  # pycomm_... are a launcher's, who is somebody else
 
-Held = dict[str, Counter[str]]
+Resources = dict[str, Counter[str]]
 """By kind: how many there are of each name."""
 
 
-def held() -> Held:
+def resources() -> Resources:
     """At the moment. Threads are Python's and pycomm's own, but for those of its kernels, which
     stay for the next one. What libraries keep at hand is theirs: torch its threads, matplotlib the
     fonts that it has opened."""
-    found: Held = {
+    found: Resources = {
         "descriptors": Counter(),
         "threads": Counter(thread.name for thread in threading.enumerate()),
         "children": Counter(),
@@ -61,7 +61,7 @@ def _kind(link: str) -> str:
     return link if link.startswith("/") else link.partition(":[")[0]
 
 
-def more(before: Held, now: Held) -> str:
+def added(before: Resources, now: Resources) -> str:
     """What there is now and was not before, "" if nothing."""
     found = {kind: now[kind] - before[kind] for kind in now}
     return "; ".join(
@@ -71,11 +71,11 @@ def more(before: Held, now: Held) -> str:
     )
 
 
-def left(before: Held) -> str:
+def leaked(before: Resources) -> str:
     """What is held now and was not before, "" if nothing. Waits for what takes a moment to go, and
     as long as anything goes: on a busy machine a look at all objects takes seconds."""
     end = time.monotonic() + LEAVE_S
-    while found := more(before, held()):
+    while found := added(before, resources()):
         # Errors hold their frames, and these torch's graphs, which go one by one.
         if not gc.collect() and time.monotonic() > end:
             break
