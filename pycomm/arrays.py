@@ -2,9 +2,9 @@
 
 A view is validated here, once: what the core gets is a pointer to contiguous elements of a dtype
 that it knows. For a collective, an array in host memory that is not contiguous is copied into one
-that is, and copied back afterwards; on a device, and for a kernel (`located`), arrays are taken as
-they lie, and have to be contiguous. torch and CuPy are recognised without importing them. Called by
-collectives.py and the package kernels.
+that is, and copied back afterwards; on a device, and for a kernel (`as_array_ref`), arrays are
+taken as they lie, and have to be contiguous. torch and CuPy are recognised without importing them.
+Called by collectives.py and the package kernels.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class ArrayRef:
 
 
 class Like(Protocol):
-    """What new arrays are made after: Located, or several arrays of one kind."""
+    """What new arrays are made after: ArrayRef, or several arrays of one kind."""
 
     @property
     def dtype(self) -> str: ...

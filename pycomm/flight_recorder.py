@@ -1,8 +1,8 @@
 """What ranks called, as the core leaves it: in memory, in flight records, in traces.
 
 One layout for all three (csrc/group/journal.h): a head and a record of 64 bytes for each call.
-Bytes from outside give a Journal or InvalidArgument, whatever they are. `flight`, `trace` and `top`
-show them.
+Bytes from outside give a FlightRecord or InvalidArgument, whatever they are. `flight_report`,
+`trace` and `top` show them.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def apart(group: pycomm.Group, device: Any, body: Any, *args: Any) -> Any:
 
 
 def on_hosts(machine: Any, hosts: list[str], body: Any, *args: Any, **options: Any) -> list[Any]:
-    given = {"transport": "", "hosts": hosts, **options}
+    given = {"transport": "", "host_names": hosts, **options}
     results: list[Any] = machine.run(len(hosts), apart, body, *args, **given)
     return results
 
@@ -60,7 +60,7 @@ def refused_in_the_clear(group: pycomm.Group, device: Any) -> None:
 @on("emulated", "cuda")
 def test_encrypted(machine):
     on_hosts(machine, ["a", "a", "b"], every_verb, False, encrypt=True)
-    machine.run(2, refused_in_the_clear, transport="", hosts=["a", "b"], encrypt=True)
+    machine.run(2, refused_in_the_clear, transport="", host_names=["a", "b"], encrypt=True)
 
 
 @on("emulated", "cuda")

@@ -290,7 +290,8 @@ def test_a_rank_failure_is_noticed_in_an_exchange() -> None:
 
 
 def exchanged(group: Group) -> list[int]:
-    """Frames that an all_to_all sends: without counts, with counts, and with counts by Lanes."""
+    """Frames that an all_to_all sends: without counts, with counts, and with counts by a
+    CommunicatorPool."""
     x, out = np.ones(12, np.float32), np.zeros(12, np.float32)
     counts = [12 // group.size] * group.size
     call = ("all_to_all", "float32", "sum", x.ctypes.data, out.ctypes.data, 0, 0, 0, "auto", 0.0)

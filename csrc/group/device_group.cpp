@@ -387,7 +387,8 @@ bool goes_through_host(const Group& host, const std::vector<Told>& all) {
 void check_encrypted(const Group& host, const Told& first) {
   if (host.encrypted() && host.host_count() > 1 && first.nccl_between_hosts)
     throw Unsupported(
-        "encrypt=True: NCCL between hosts does not encrypt; use cuda_internode_transport=\"tcp\" for "
+        "encrypt=True: NCCL between hosts does not encrypt; use cuda_internode_transport=\"tcp\" "
+        "for "
         "arrays on CUDA devices");
 }
 

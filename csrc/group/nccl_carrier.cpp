@@ -166,7 +166,8 @@ Algorithm NcclCarrier::algorithm_for(const Call& call) const {
   if (!is_plan(call.operation)) return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
   if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
     lacks(call,
-          "NCCL joins only the ranks of each host here (cuda_internode_transport); leave the algorithm "
+          "NCCL joins only the ranks of each host here (cuda_internode_transport); leave the "
+          "algorithm "
           "out, or name one of ours");
   const bool own = call.counts.empty() && has_nccl(call.operation, call.dtype, call.op);
   if (call.algorithm == Algorithm::nccl && !own)

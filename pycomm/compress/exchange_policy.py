@@ -33,7 +33,7 @@ class Level:
         exchange: "dense", "gather", "dense_masked", "sharded" or "hierarchical".
         k: elements of each, or of all together.
         value_dtype: of compact packets; None: packets are raw, or there are none.
-        exchange_costs: bytes ("auto") or seconds ("auto_time") by exchange; {}: nobody has weighed.
+        exchange_costs: bytes ("auto") or seconds ("auto_time") by exchange; {}: not estimated.
         between: of "hierarchical": "gather" or "sharded", of hosts.
     """
 

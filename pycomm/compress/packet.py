@@ -71,11 +71,11 @@ class Packet:
         device = memories[0].u.device
         itemsize = real.itemsize
         used = self.k * (itemsize + INDEX_BYTES)
-        self.packet = torch.empty(-(-used // 8) * 8, dtype=torch.uint8, device=device)
-        self.packet[used:] = 0
+        self.buffer = torch.empty(-(-used // 8) * 8, dtype=torch.uint8, device=device)
+        self.buffer[used:] = 0
         self._split = self.k * itemsize, used, real
         u_values = torch.empty(self.k, dtype=real, device=device)
-        values, indices = self._open(self.packet)
+        values, indices = self._open(self.buffer)
         self._parts: list[_Part] = []
         start = 0
         for hyper, places in _by_hyper(memories, apart=not isinstance(ks, int)):

@@ -37,7 +37,7 @@ Packets = tuple[Tensor, Sequence[int]]  # uint8 in host memory, end to end, and 
 
 
 class PacketTransport(Protocol):
-    """What packets travel by: Lanes between ranks, or Hosts, of which each counts as a rank."""
+    """Sends packets: a CommunicatorPool between ranks, or Hosts, each of which counts as a rank."""
 
     @property
     def rank(self) -> int:
@@ -73,14 +73,14 @@ class AllGatherExchange:
         self.value_dtype = value_dtype
 
     def exchange(
-        self, units: Sequence[CompressionBucket], ways: PacketTransport
+        self, units: Sequence[CompressionBucket], transport: PacketTransport
     ) -> tuple[list[Arrived], int]:
         """Collective. What has arrived for each unit, and the bytes that this rank has given."""
-        everyone, sent = all_gather(self._coded(units), ways)
+        everyone, sent = all_gather(self._coded(units), transport)
         found = []
         for unit, packets in zip(units, everyone, strict=True):
             came = decode(packets, unit.count, unit.values.device)
-            mine = torch.split(came.values, list(came.lengths))[ways.rank]
+            mine = torch.split(came.values, list(came.lengths))[transport.rank]
             found.append(Arrived(unit, came, quantization_error(unit.values, mine)))
         return found, sent
 
@@ -151,15 +151,15 @@ def quantization_error(values: Tensor, arrived: Tensor) -> Tensor:
     return torch.where(lost.isfinite(), lost, 0)
 
 
-def all_gather(packets: Sequence[Tensor], ways: PacketTransport) -> tuple[list[Packets], int]:
+def all_gather(packets: Sequence[Tensor], transport: PacketTransport) -> tuple[list[Packets], int]:
     """Collective. By packet: those of all ranks, in rank order; and the bytes that were given."""
     mine = torch.tensor([len(packet) for packet in packets], dtype=torch.int32)
-    lengths = mine.new_empty((ways.size, len(packets)))
-    ways.all_gather(mine, lengths).wait()
+    lengths = mine.new_empty((transport.size, len(packets)))
+    transport.all_gather(mine, lengths).wait()
     totals = lengths.sum(1).tolist()
     message = torch.cat(list(packets))
     whole = message.new_empty(sum(totals))
-    ways.all_gather_v(message, whole, totals).wait()
+    transport.all_gather_v(message, whole, totals).wait()
     return transpose_packets(whole, lengths), mine.nbytes + message.nbytes
 
 

@@ -109,18 +109,18 @@ class ShardedExchange:
         self._next: dict[ParameterState, Tensor] = {}
 
     def exchange(
-        self, units: Sequence[CompressionBucket], ways: PacketTransport
+        self, units: Sequence[CompressionBucket], transport: PacketTransport
     ) -> tuple[list[Arrived], int]:
         """Collective. What has arrived for each unit, and the bytes that this rank has given."""
         self._next = {}
-        shares = [Sharding(unit.count, ways.size) for unit in units]
+        shares = [Sharding(unit.count, transport.size) for unit in units]
         cuts = self._cut(units, shares)
-        came, given = _to_owners([packets for _, packets in cuts], ways)
+        came, given = _to_owners([packets for _, packets in cuts], transport)
         chosen = [
             self._choose(unit, share, packets)
             for unit, share, packets in zip(units, shares, came, strict=True)
         ]
-        everyone, sent = all_gather(chosen, ways)
+        everyone, sent = all_gather(chosen, transport)
         found = []
         for unit, share, cut, packets in zip(units, shares, cuts, everyone, strict=True):
             told = decode(packets, share.places, unit.values.device)
@@ -174,18 +174,18 @@ def _lost(unit: CompressionBucket, share: Sharding, cut: Cut) -> Tensor:
     return lost[torch.argsort(share.joined(batch))]
 
 
-def _to_owners(packets: Sequence[Packets], ways: PacketTransport) -> tuple[list[Packets], int]:
+def _to_owners(packets: Sequence[Packets], transport: PacketTransport) -> tuple[list[Packets], int]:
     """Collective. Of each unit those for each owner go there: of each unit those of all ranks for
     this rank, in rank order; and the bytes that went to others."""
     mine = torch.tensor([sizes for _, sizes in packets], dtype=torch.int32)
     give = mine.T.contiguous()  # [size, units]
     take = torch.empty_like(give)
-    ways.all_to_all(give, take).wait()
+    transport.all_to_all(give, take).wait()
     by_owner = transpose_packets(torch.cat([message for message, _ in packets]), mine)
     message = torch.cat([part for part, _ in by_owner])
     totals = [lengths.sum(1).tolist() for lengths in (give, take)]
     came = message.new_empty(sum(totals[1]))
-    ways.all_to_all_v(message, came, *totals).wait()
-    kept = give[ways.rank]
+    transport.all_to_all_v(message, came, *totals).wait()
+    kept = give[transport.rank]
     sent = message.nbytes - int(kept.sum()) + give.nbytes - kept.nbytes
     return transpose_packets(came, take), sent

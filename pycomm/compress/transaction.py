@@ -34,7 +34,7 @@ class PacketExchange(Protocol):
     """How compact packets travel: packet_exchange.py, sharded.py."""
 
     def exchange(
-        self, units: Sequence[CompressionBucket], ways: PacketTransport
+        self, units: Sequence[CompressionBucket], transport: PacketTransport
     ) -> tuple[list[Arrived], int]:
         """Collective, behind the last gradient: what has arrived, and the bytes that were given.
         Nothing that lasts changes."""
@@ -123,14 +123,14 @@ class Step:
         self._plan, self._memories, self._rooms, self._pool = plan, memories, rooms, pool
         self._loads: list[_Load] = []
         self._waiting: list[_Load] = []
-        self._parcels: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
+        self._packets: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
         self._undone: list[Packet] = []  # that were rolled back
         self._coded: list[Arrived] = []
         self._works: list[Work] = []
         self._norm: Tensor | None = None  # of all gradients, if known
         self._idle = idle
-        self._ways: PacketTransport = plan.hosts or pool
-        self._size = self._ways.size  # today's: the lanes may shrink
+        self._transport: PacketTransport = plan.hosts or pool
+        self._size = self._transport.size  # today's: the pool may shrink
         self.sent_bytes = 0
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -183,10 +183,10 @@ class Step:
 
     def commit_sent(self) -> None:
         """After a step that was rolled back, but that another rank has completed."""
-        for parcel in self._undone:
-            parcel.take_out(self._plan.masking)
+        for packet in self._undone:
+            packet.take_out(self._plan.masking)
         if self._plan.packet_exchange is not None:
-            units = [unit for parcel in self._undone for unit in parcel.units()]
+            units = [unit for packet in self._undone for unit in packet.units()]
             for unit, lost in zip(
                 units, self._plan.packet_exchange.lost(units, self._size), strict=True
             ):
@@ -206,8 +206,11 @@ class Step:
 
     def _arrived(self) -> list[Arrived]:
         """What packets have brought."""
-        raw = [(parcel, packets) for parcel, packets in self._parcels if packets is not None]
-        return [*self._coded, *(one for parcel, packets in raw for one in parcel.arrived(packets))]
+        raw = [(packet, gathered) for packet, gathered in self._packets if gathered is not None]
+        return [
+            *self._coded,
+            *(one for packet, gathered in raw for one in packet.arrived(gathered)),
+        ]
 
     @property
     def is_dense(self) -> bool:
@@ -216,8 +219,8 @@ class Step:
 
     def sent(self) -> Iterator[tuple[ParameterState, Tensor]]:
         """For each memory that was compressed the places that this rank has sent."""
-        for parcel, _ in self._parcels:
-            yield from parcel.sent()
+        for packet, _ in self._packets:
+            yield from packet.sent()
 
     def _start(self, loads: list[_Load]) -> None:
         """Compresses what is to be compressed of these, in one packet, and lets all travel."""
@@ -238,27 +241,27 @@ class Step:
         plan = self._plan
         memories = [memory for memory, _ in pairs]
         k = plan.k if isinstance(plan.k, int) else [plan.k[memory] for memory in memories]
-        parcel = Packet(memories, [gradient for _, gradient in pairs], k, self._rooms)
-        self._parcels.append((parcel, None))
+        packet = Packet(memories, [gradient for _, gradient in pairs], k, self._rooms)
+        self._packets.append((packet, None))
         # The paper's threshold is for gradients divided by the number of ranks; these are not.
         limit = None if plan.clip is None else plan.clip * math.sqrt(self._size)
         unscale = (1.0 if plan.hosts is None else plan.hosts.share) / (plan.loss_scale or 1.0)
-        parcel.prepare(Update(plan.masking, unscale, limit, self._norm, self._idle))
+        packet.prepare(Update(plan.masking, unscale, limit, self._norm, self._idle))
         if plan.exchange == "dense_masked":
-            parcel.mask()
+            packet.mask()
             return
         if plan.packet_exchange is not None:
             return  # until the last gradient is there
-        gathered = parcel.packet.new_empty((self._pool.size, *parcel.packet.shape))
-        self._parcels[-1] = (parcel, gathered)
-        self._works.append(self._pool.all_gather(parcel.packet, gathered))
-        self.sent_bytes += parcel.packet.nbytes
+        gathered = packet.buffer.new_empty((self._pool.size, *packet.buffer.shape))
+        self._packets[-1] = (packet, gathered)
+        self._works.append(self._pool.all_gather(packet.buffer, gathered))
+        self.sent_bytes += packet.buffer.nbytes
 
     def _carry(self) -> None:
         """Lets compact packets travel."""
-        units = [unit for parcel, _ in self._parcels for unit in parcel.units()]
+        units = [unit for packet, _ in self._packets for unit in packet.units()]
         if self._plan.packet_exchange is not None and units:
-            self._coded, sent = self._plan.packet_exchange.exchange(units, self._ways)
+            self._coded, sent = self._plan.packet_exchange.exchange(units, self._transport)
             led = self._plan.hosts is not None and not self._plan.hosts.leads
             self.sent_bytes += 0 if led else sent
 
@@ -330,10 +333,10 @@ class Step:
                 _multiply([g for load in self._loads for _, g in load.compressed], scale)
 
     def _roll_back(self) -> None:
-        parcels, self._parcels = self._parcels, []
-        for parcel, _ in parcels:
-            parcel.rollback()
-            self._undone.append(parcel)
+        packets, self._packets = self._packets, []
+        for packet, _ in packets:
+            packet.rollback()
+            self._undone.append(packet)
 
     @contextlib.contextmanager
     def _rolled_back(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ def array(x: Any, name: str, dtypes: Collection[str], *, write: bool = False) ->
     """`x` as memory of one of these dtypes, of at most 2^31 - 1 elements.
 
     Raises:
-        InvalidArgument, Unsupported: as arrays.located; a wrong dtype, too many elements.
+        InvalidArgument, Unsupported: as arrays.as_array_ref; a wrong dtype, too many elements.
     """
     found = arrays.as_array_ref(x, name, write=write)
     if found.dtype not in dtypes:
