@@ -4,8 +4,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: help venv build demo test-unit test test-all nightly lint format sanitize bench peers faults
-.PHONY: soak gpu fuzz docs simulate alone clean
+.PHONY: help venv build demo test-unit test test-all nightly lint format sanitize bench compat
+.PHONY: faults soak gpu fuzz docs simulate alone clean
 
 help:
 	@echo "make demo      train a small model on 2 processes: gloo beside pycomm (draws demo.png)"
@@ -17,13 +17,13 @@ help:
 	@echo "make lint      format, lint and types       make format    let the formatters rewrite"
 	@echo "make sanitize  the native suites under address, undefined and thread sanitizers"
 	@echo "make bench     collectives beside gloo      make venv      the environment, .venv"
-	@echo "make peers     torch's own suite and other people's programs, on gloo and here (15 minutes)"
-	@echo "make faults    ranks that die, stop or go astray, in every call and moment; strangers (40 minutes)"
+	@echo "make compat    torch's own suite and other people's programs, on gloo and here (15 minutes)"
+	@echo "make faults    fault injection in every call, rank failures, unauthenticated clients (40 minutes)"
 	@echo "make soak      anything happens to groups at work, for MINUTES=60"
 	@echo "make gpu       everything that wants a GPU, for a machine with one or eight (up to an hour)"
 	@echo "make fuzz      any bytes into every parser of bytes from outside (6 minutes, needs clang)"
 	@echo "make docs      the pages and the reference of every public name as a site, build/docs"
-	@echo "make simulate  deaths in every order of events, and a million by chance (long)"
+	@echo "make simulate  rank failures in every order of events, and a million at random (long)"
 	@echo "make alone     each test file in a process of its own (for a night)"
 	@echo "make clean     what was built (.venv stays)"
 
@@ -47,10 +47,10 @@ demo: build
 PYTEST := $(PY) -m pytest --numprocesses=$(AT_ONCE) --dist=worksteal
 
 test-unit: build
-	$(PYTEST) --no-strangers -m unit
+	$(PYTEST) --no-attack -m unit
 
 test: build
-	$(PYTEST) --no-strangers -m "unit or quick"
+	$(PYTEST) --no-attack -m "unit or quick"
 
 # The quick tests, too: here unauthenticated clients connect to their ranks.
 test-all: build lint .venv/programs
@@ -79,13 +79,13 @@ bench: build
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[programs]'
 	@touch $@
 
-peers: build .venv/programs
-	$(PY) tests/peers/table.py --run
+compat: build .venv/programs
+	$(PY) tests/compat/table.py --run
 
 faults: build
 	$(PY) -m benchmarks faults --json benchmarks/results/faults.json --plot benchmarks/results/faults.png
-	$(PY) -m benchmarks deaths --json benchmarks/results/deaths.json --plot benchmarks/results/deaths.png
-	$(PY) -m benchmarks strangers --json benchmarks/results/strangers.json
+	$(PY) -m benchmarks rank_failure --json benchmarks/results/rank_failure.json --plot benchmarks/results/rank_failure.png
+	$(PY) -m benchmarks connection_flood --json benchmarks/results/connection_flood.json
 
 MINUTES ?= 60
 soak: build

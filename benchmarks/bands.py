@@ -40,7 +40,7 @@ SCORES: dict[str, dict[str, tuple[float, ...]]] = {
         "dgc": (87.78, 0.14),
         "dgc without masking": (88.26, 0.17),
         "dgc without momentum correction": (87.92, 0.17),
-        "dgc lean without masking": (88.29, 0.16),
+        "dgc compact without masking": (88.29, 0.16),
         "dgc without ramp": (87.10, 0.33),
         "top-k without feedback": (79.10, 0.89),
         "local 2": (88.48,),
@@ -56,7 +56,7 @@ SCORES: dict[str, dict[str, tuple[float, ...]]] = {
         "dgc without ramp": (2.448,),
         "top-k without feedback": (2.555,),
         "dgc 0.99": (1.910, 0.016),
-        "dgc lean": (1.944, 0.011),
+        "dgc compact": (1.944, 0.011),
         "local 16": (2.242,),
     },
 }

@@ -1,4 +1,4 @@
-"""`python -m benchmarks codec`: bytes and seconds of lean packets, on one thread.
+"""`python -m benchmarks codec`: bytes and seconds of compact packets, on one thread.
 
 Index sets are those of a uniform choice, of which the entropy is known, and, with --residuals, the
 largest elements of real ones (`python -m benchmarks residuals`). Each is encoded with values of
@@ -26,7 +26,7 @@ import pycomm
 from benchmarks import residuals
 from pycomm import _core, kernels
 from pycomm.demo import machine
-from pycomm.kernels.lean import VALUES
+from pycomm.kernels.compact import VALUES
 
 SPARSITIES = (0.75, 0.9375, 0.984375, 0.996, 0.999, 0.9999)
 INDICES = ("list", "bitmap", "rice")

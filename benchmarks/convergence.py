@@ -40,15 +40,15 @@ RAMP_TO_HUNDREDTH = [*RAMP[:3], 0.99]
 # All that is given, heads of packets and lengths among it, is at least 500 times fewer bytes behind
 # the ramp, with both models: to all, and by owners, who owe what they do not send on, which is less
 # where they send on more than each rank has sent.
-LEAN = {"sparsity": [*RAMP[:3], 0.9945], "value_dtype": "2bit", "exchange": "gather"}
-OWNED = {"sparsity": [*RAMP[:3], 0.9965], "value_dtype": "2bit", "exchange": "split"}
-OWNED_HUNDREDTH = {**OWNED, "sparsity": RAMP_TO_HUNDREDTH}
-OWNED_4K = {**OWNED, "sparsity": [*RAMP[:3], 0.9974], "send_on": 4, "masking": False}
+COMPACT = {"sparsity": [*RAMP[:3], 0.9945], "value_dtype": "2bit", "exchange": "gather"}
+SHARDED = {"sparsity": [*RAMP[:3], 0.9965], "value_dtype": "2bit", "exchange": "sharded"}
+SHARDED_HUNDREDTH = {**SHARDED, "sparsity": RAMP_TO_HUNDREDTH}
+SHARDED_4K = {**SHARDED, "sparsity": [*RAMP[:3], 0.9974], "owner_k_factor": 4, "masking": False}
 THREE_BITS = {"value_dtype": "3bit", "masking": False}
-GENTLY = {**LEAN, **THREE_BITS, "sparsity": [*GENTLE, 0.995]}
-OWNED_GENTLY = {**OWNED, **THREE_BITS, "sparsity": [*GENTLE, 0.9968]}
+GENTLY = {**COMPACT, **THREE_BITS, "sparsity": [*GENTLE, 0.995]}
+SHARDED_GENTLY = {**SHARDED, **THREE_BITS, "sparsity": [*GENTLE, 0.9968]}
 # 75 times fewer bytes behind the ramp.
-SEVENTY_FIVE = {**LEAN, **THREE_BITS, "sparsity": [*GENTLE[:3], 0.9, 0.951]}
+SEVENTY_FIVE = {**COMPACT, **THREE_BITS, "sparsity": [*GENTLE[:3], 0.9, 0.951]}
 RECORDED = 100  # points of a curve
 MB = 2**20
 
@@ -83,21 +83,25 @@ METHODS = {
         ),
         Method("dgc 0.99", {"sparsity": RAMP_TO_HUNDREDTH}),
         Method("dgc 0.99 without masking", {"sparsity": RAMP_TO_HUNDREDTH, "masking": False}),
-        Method("dgc lean", LEAN),
-        Method("dgc lean without masking", {**LEAN, "masking": False}),
-        Method("dgc lean without masking over a long ramp", {**LEAN, "masking": False}, ramp=0.5),
-        Method("dgc lean over a gentle ramp", GENTLY, ramp=0.5),
-        Method("dgc 75x", SEVENTY_FIVE, ramp=0.5, clip=False),
-        Method("dgc split", OWNED),
-        Method("dgc split without masking", {**OWNED, "masking": False}),
-        Method("dgc split without masking over a long ramp", {**OWNED, "masking": False}, ramp=0.5),
+        Method("dgc compact", COMPACT),
+        Method("dgc compact without masking", {**COMPACT, "masking": False}),
         Method(
-            "dgc split 0.99 without masking over a long ramp",
-            {**OWNED_HUNDREDTH, "masking": False},
+            "dgc compact without masking over a long ramp", {**COMPACT, "masking": False}, ramp=0.5
+        ),
+        Method("dgc compact over a gentle ramp", GENTLY, ramp=0.5),
+        Method("dgc 75x", SEVENTY_FIVE, ramp=0.5, clip=False),
+        Method("dgc sharded", SHARDED),
+        Method("dgc sharded without masking", {**SHARDED, "masking": False}),
+        Method(
+            "dgc sharded without masking over a long ramp", {**SHARDED, "masking": False}, ramp=0.5
+        ),
+        Method(
+            "dgc sharded 0.99 without masking over a long ramp",
+            {**SHARDED_HUNDREDTH, "masking": False},
             ramp=0.5,
         ),
-        Method("dgc split over a gentle ramp", OWNED_GENTLY, ramp=0.5),
-        Method("dgc split 4 k without masking", OWNED_4K),
+        Method("dgc sharded over a gentle ramp", SHARDED_GENTLY, ramp=0.5),
+        Method("dgc sharded 4 k without masking", SHARDED_4K),
         *(Method(f"local {k}", local={"k_steps": k}) for k in (2, 4, 8, 16)),
         Method("local adaptive", local={"init_k_steps": 4}),
     )

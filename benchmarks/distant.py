@@ -8,7 +8,7 @@ opens hostile connections to one listener, at a given rate:
     mid-run   a rank on the second host sends to ranks of the 65 on the first, to which it has no
               connection yet, one by one; to the listener of the rank that it sends to
 
-Each with hostile connections and without, in turn. Called by strangers.py.
+Each with hostile connections and without, in turn. Called by connection_flood.py.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _form(one: Distant) -> None:
                 rank.says("go")
                 rank.hears("forms")
             called = 0 if one.where == "store" else 1
-            with _strangers(one, net.hosts[0], ranks[called].pid, 0 if called else PORT, flooded):
+            with _clients(one, net.hosts[0], ranks[called].pid, 0 if called else PORT, flooded):
                 for rank in ranks[2:]:
                     rank.says("go")
                     rank.hears("forms")
@@ -136,7 +136,7 @@ def _meet(one: Distant, host: Host, ranks: Sequence[_Process], unmet: list[int])
         if not unmet:
             raise RuntimeError("no rank is left that was not met")
         met = unmet.pop()
-        with _strangers(one, host, ranks[met].pid, 0, flooded):
+        with _clients(one, host, ranks[met].pid, 0, flooded):
             ranks[met].says(f"answer {len(ranks) - 1}")
             far.says(f"meet {met}")
             took = far.figure()
@@ -159,20 +159,20 @@ SECRET = secrets.token_hex(32)
 
 
 @contextlib.contextmanager
-def _strangers(one: Distant, host: Host, pid: int, port: int, there: bool) -> Iterator[None]:
+def _clients(one: Distant, host: Host, pid: int, port: int, there: bool) -> Iterator[None]:
     """Hostile connections at the full rate meanwhile, if they are wanted."""
     if not there:
         yield
         return
-    words = ["stranger", str(one.per_s), str(pid), str(port), host.ipv4()]
-    strangers = _Process(host, words, {})
+    words = ["client", str(one.per_s), str(pid), str(port), host.ipv4()]
+    clients = _Process(host, words, {})
     try:
-        strangers.hears("in full course")
+        clients.hears("in full course")
         yield
-        strangers.says("enough")
-        one.reached_per_s.append(strangers.figure())
+        clients.says("enough")
+        one.reached_per_s.append(clients.figure())
     finally:
-        strangers.end()
+        clients.end()
 
 
 class _Process:
@@ -219,7 +219,7 @@ class _Process:
 def table(found: Sequence[Distant]) -> Table:
     """A line for each case."""
     shown = Table()
-    for name in ("far ranks", "round trip", "strangers", "reached", "alone", "median", "worst", ""):
+    for name in ("far ranks", "round trip", "clients", "reached", "alone", "median", "worst", ""):
         shown.add_column(name)
     for one in found:
         times = one.flooded_s or [-1.0]

@@ -1,9 +1,10 @@
-"""What the processes of distant.py do: ranks that wait for a word to go on, and the strangers.
+"""What the processes of distant.py do: ranks that wait for a word to go on, and the unauthenticated
+clients.
 
     python -m benchmarks.distant_rank rank
-    python -m benchmarks.distant_rank stranger RATE PID PORT ADDRESS
+    python -m benchmarks.distant_rank client RATE PID PORT ADDRESS
 
-A rank finds the others by the variables of its environment. The stranger calls a process of its
+A rank finds the others by the variables of its environment. The client calls a process of its
 host at ADDRESS: at PORT, or where that is 0 wherever the process listens. Each reads words from its
 standard input and answers by a line of JSON each.
 """
@@ -21,11 +22,11 @@ from typing import Any
 import numpy as np
 
 import pycomm
-from benchmarks.stranger import GREETING, inodes, listeners
+from benchmarks.unauthenticated import GREETING, inodes, listeners
 from pycomm.testing import status
 
 FORM_LIMIT_S, CALL_LIMIT_S = 60.0, 60.0
-HELD = 300  # connections that strangers hold open
+HELD = 300  # connections that unauthenticated clients hold open
 LOOK_S = 0.1  # between two looks at where the process listens
 
 
@@ -57,7 +58,7 @@ def rank() -> None:
         _say(f"{type(error).__name__}: {error}")
 
 
-def stranger(per_s: float, pid: int, port: int, address: str) -> None:
+def client(per_s: float, pid: int, port: int, address: str) -> None:
     """Connects so many times a second, sends a greeting in every second call, and holds some open.
 
     Tells when a thousand connections were made, and at its end how many a second followed.
@@ -101,4 +102,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "rank":
         rank()
     else:
-        stranger(float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+        client(float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

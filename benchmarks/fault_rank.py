@@ -236,4 +236,4 @@ def _bury(group: Group, job: Job) -> None:
     Path(job.folder, f"told{group.rank}").touch()
     if len(list(Path(job.folder).glob("told*"))) == group.size - 1:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(group.members[job.victim].pid, signal.SIGKILL)
+            os.kill(group.peer_info()[job.victim].pid, signal.SIGKILL)

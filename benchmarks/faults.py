@@ -54,16 +54,16 @@ VERBS = (
 COUNTS = {"tiny": 24, "large": 600_000}
 """Elements of float32: of 2, 3, 4 and 8 ranks."""
 GRAINS = {"tiny": 1, "large": 997}
-"""Bytes of a trickle that are seen at once: each takes a sleep and a wake-up."""
+"""Bytes of a throttle that are seen at once: each takes a sleep and a wake-up."""
 MOMENTS = {
     "kill": ("idle", "start", "middle", "meanwhile", "forming", "closing"),
     "stop": ("idle", "start", "meanwhile", "forming"),
     "exit": ("idle", "meanwhile", "closing"),
     "exception": ("idle",),
-    "cut": ("start", "middle", "forming"),
-    "garbage": ("start", "middle", "forming"),
+    "disconnect": ("start", "middle", "forming"),
+    "corrupt": ("start", "middle", "forming"),
     "delay": ("start",),
-    "trickle": ("start",),
+    "throttle": ("start",),
     "skip": ("idle",),
     **dict.fromkeys(DISAGREEMENTS, ("idle",)),
 }
@@ -78,14 +78,14 @@ NOT_THEN = {
 }
 """Why an action has no such moment, where OTHERWISE does not say it."""
 OTHERWISE = {
-    "cut": "a transport strikes when bytes pass",
-    "garbage": "a transport strikes when bytes pass",
+    "disconnect": "a transport strikes when bytes pass",
+    "corrupt": "a transport strikes when bytes pass",
     "delay": "it is in force all the time",
-    "trickle": "it is in force all the time",
+    "throttle": "it is in force all the time",
     "skip": "a call is another from its start on",
     **dict.fromkeys(DISAGREEMENTS, "a call is another from its start on"),
 }
-ENDS = ("kill", "stop", "exit", "exception", "cut", "garbage")
+ENDS = ("kill", "stop", "exit", "exception", "disconnect", "corrupt")
 """After these a rank is lost; DISAGREEMENTS and "skip" are a Mismatch; slow ones are nothing."""
 PROCESSES = ("kill", "stop", "exit", "exception")
 HEARTBEAT_S = 1.0
@@ -194,16 +194,16 @@ def outcome(cell: Cell, seed: int = 0) -> Outcome:
 def _plans(cell: Cell, call: Call, told: str) -> list[FaultPlan]:
     """What the transport has to do, where it is the one that strikes."""
     victim = cell.ranks - 1
-    if cell.action in ("delay", "trickle"):
+    if cell.action in ("delay", "throttle"):
         grain = GRAINS[cell.size]
         ranks = range(cell.ranks)
-        return [FaultPlan(rank, cell.action, seconds=0.002, grain=grain) for rank in ranks]
+        return [FaultPlan(rank, cell.action, seconds=0.002, chunk_bytes=grain) for rank in ranks]
     if cell.moment == "forming":
         return [FaultPlan(victim, cell.action)]
     if cell.moment in ("start", "middle"):
         after = 0 if cell.moment == "start" else 4 * call.count // 2
         operation = "all_gather" if cell.verb == "all_gather_v" else cell.verb
-        return [FaultPlan(victim, cell.action, operation, after, moment_file=told)]
+        return [FaultPlan(victim, cell.action, operation, after, timestamp_file=told)]
     return []
 
 
@@ -243,7 +243,7 @@ def complaint(cell: Cell, victim: int, one: Seen, at_once_ms: float = AT_ONCE_MS
 
 def _wanted(cell: Cell) -> str:
     """The class of the error that was promised, "" for none."""
-    if cell.action in ("delay", "trickle") or cell.moment == "closing":
+    if cell.action in ("delay", "throttle") or cell.moment == "closing":
         return ""
     if cell.action == "exception":
         return "GroupBroken"  # whoever runs the ranks aborts the group, with the reason

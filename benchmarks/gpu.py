@@ -3,7 +3,8 @@
 Each part is a command of its own with a limit, after which it is killed with all that it started,
 so that one that hangs holds up no other. What a part prints goes to the screen and to
 benchmarks/results/gpu/; a summary of all stands beside it as gpu.json. Ends with 0 where every part
-did, with 1 where one failed, with 3 where there is no GPU. docs/internals/cuda_testing.md tells how to read it.
+did, with 1 where one failed, with 3 where there is no GPU. docs/internals/cuda_testing.md tells how
+to read it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pycomm.demo import machine
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 NO_GPU = 3  # the exit status
-SUITES = ("dgc", "faults", "groups", "lanes", "messages")  # of tests/test_device_*.py
+SUITES = ("channels", "dgc", "faults", "groups", "messages")  # of tests/test_device_*.py
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def parts(count: int, results: Path) -> list[Part]:
     """All that runs where there are `count` GPUs, the short and telling ones first."""
     python = sys.executable
     ranks = min(count, 8)
-    suites = ("kernels", "lean_devices", *(f"device_{name}" for name in SUITES))
+    suites = ("kernels", "compact_devices", *(f"device_{name}" for name in SUITES))
     tests = [f"tests/test_{name}.py" for name in suites]
     own = [python, "-m", "benchmarks.gpu_ranks"]
     bench = [python, "-m", "pycomm", "bench"]

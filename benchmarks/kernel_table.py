@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.contest import OURS
+from benchmarks.comparison import OURS
 from benchmarks.sizes import format_size
 from pycomm.demo import machine
 

@@ -7,8 +7,8 @@ somebody beat the limit. Who cannot take part is named, with the reason.
 The limit of a kernel is the longest of three times: for the bytes that it reads, at the fastest
 that any loop read; for those that it writes, at the fastest that any wrote; and for all of them, at
 the rate of the best of copying and of 3 reads and 2 writes, also of reading where twice as much is
-read as written, and of filling where it is the other way about. sparse.py and alone.py say which
-bytes are counted.
+read as written, and of filling where it is the other way about. sparse.py and single_kernels.py say
+which bytes are counted.
 
 main() is called by benchmarks.__main__ and pycomm.__main__.
 """
@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 
 import pycomm
-from benchmarks import alone, libraries, residuals, sparse
+from benchmarks import libraries, residuals, single_kernels, sparse
+from benchmarks.comparison import OURS, Call, Comparison, Traffic, wrong
 from benchmarks.composed import COMPOSED, Choose, Step, torch_topk
-from benchmarks.contest import OURS, Call, Contest, Traffic, wrong
+from benchmarks.device_timing import PLACES, STREAMS, Host, Spent
 from benchmarks.kernel_table import HEADER, Missing, Row, draw, missing_text, store, text
 from benchmarks.limits import TOLERANCE
-from benchmarks.places import PLACES, STREAMS, Host, Spent
 from benchmarks.residuals import STEPS
 from benchmarks.sizes import format_size
 from benchmarks.sparse import Case
@@ -41,7 +41,7 @@ SIZES = {
     "cuda": [2**20, 2**22, 2**24, 25_600_000, 110_000_000, 2**28],
 }
 BYTES_EACH = 360
-"""Of all arrays of all contests together, for an element."""
+"""Of all arrays of all comparisons together, for an element."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,19 +87,19 @@ def main(argv: Sequence[str]) -> int:
             missing.append(Missing(f"all of {format_size(size)}", "all", why))
             continue
         case = Case(recorded, size, place.device)
-        contests = sparse.contests(case, steps, choices)
-        contests += alone.contests(case.v, case.packets, case.gradients)
+        comparisons = sparse.comparisons(case, steps, choices)
+        comparisons += single_kernels.comparisons(case.v, case.packets, case.gradients)
         if place.name == "cpu":
-            contests.append(sparse.whole_step(case))
-        contests, refused = able(contests)
+            comparisons.append(sparse.whole_step(case))
+        comparisons, refused = able(comparisons)
         missing += [one for one in refused if one not in missing]
-        if said := next(filter(None, (wrong(one, place) for one in contests)), ""):
+        if said := next(filter(None, (wrong(one, place) for one in comparisons)), ""):
             print(f"{case.count} elements: {said}")
             return 1
-        new = measured(place, case.count, contests, options.rounds)
+        new = measured(place, case.count, comparisons, options.rounds)
         rows += new
         print("\n".join(text(row) for row in new), flush=True)
-        del case, contests
+        del case, comparisons
         place.forget()
     for one in missing:
         print(missing_text(one))
@@ -124,10 +124,10 @@ def comparators(names: Sequence[str]) -> tuple[dict[str, Step], dict[str, Choose
     return steps, {"torch.topk": torch_topk} | choices, missing
 
 
-def able(contests: Sequence[Contest]) -> tuple[list[Contest], list[Missing]]:
-    """The contests without those others who cannot do what is asked of them here."""
+def able(comparisons: Sequence[Comparison]) -> tuple[list[Comparison], list[Missing]]:
+    """The comparisons without those others who cannot do what is asked of them here."""
     left, missing = [], []
-    for one in contests:
+    for one in comparisons:
         calls = {}
         for peer, call in one.calls.items():
             try:
@@ -143,16 +143,16 @@ def able(contests: Sequence[Contest]) -> tuple[list[Contest], list[Missing]]:
     return left, missing
 
 
-def measured(place: Host, count: int, contests: Sequence[Contest], rounds: int) -> list[Row]:
+def measured(place: Host, count: int, comparisons: Sequence[Comparison], rounds: int) -> list[Row]:
     """All contestants in turn; each round goes through the recorded steps once, the first of which,
     after the way back to the recorded state, is not timed."""
-    by_kernel = {one.kernel: one for one in contests}
-    waiting = {f"{one.kernel}/{peer}" for one in contests for peer in one.waits}
-    calls = _between(place.streams(count), contests)
+    by_kernel = {one.kernel: one for one in comparisons}
+    waiting = {f"{one.kernel}/{peer}" for one in comparisons for peer in one.waits}
+    calls = _between(place.streams(count), comparisons)
     timers = {name: place.timer(call, waits=name in waiting) for name, call in calls.items()}
     spent: dict[str, list[Spent]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for one in contests:
+        for one in comparisons:
             one.restart()
         for step in range(STEPS):
             for name, timer in timers.items():
@@ -198,10 +198,10 @@ def _limit(speeds: dict[str, Traffic], moved: Traffic) -> float:
     return max(sum(moved) / mixed, moved.read / read, moved.written / written)
 
 
-def _between(streams: dict[str, Call], contests: Sequence[Contest]) -> dict[str, Call]:
-    """With the calls of the contests: pycomm's first and the others last, so that what one of them
-    has read or written has left the caches before another one of its contest comes."""
-    turns = [[(f"{c.kernel}/{peer}", call) for peer, call in c.calls.items()] for c in contests]
+def _between(streams: dict[str, Call], comparisons: Sequence[Comparison]) -> dict[str, Call]:
+    """With the calls of the comparisons: pycomm's first and the others last, so that what one of
+    them has read or written has left the caches before another one of its comparison comes."""
+    turns = [[(f"{c.kernel}/{peer}", call) for peer, call in c.calls.items()] for c in comparisons]
     first, *others = (filter(None, turn) for turn in zip_longest(*turns))
     return dict(first) | streams | dict(chain(*others))
 

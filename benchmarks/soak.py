@@ -34,13 +34,13 @@ from rich.progress import Progress
 from benchmarks import faults
 from benchmarks.fault_rank import DISAGREEMENTS, STRUCK, Seen
 from benchmarks.faults import Cell
-from benchmarks.held import held, left
+from benchmarks.leak_check import leaked, resources
 from benchmarks.soak_rank import REASON, Epoch, Story, live
 from pycomm.demo import machine
 from pycomm.testing import FaultPlan, run_ranks
 
 OF_PROCESSES = ("kill", "stop", "exception")
-OF_TRANSPORTS = ("cut", "garbage", "delay", "trickle")
+OF_TRANSPORTS = ("disconnect", "corrupt", "delay", "throttle")
 FAULTS = ("", *OF_PROCESSES, *OF_TRANSPORTS, "abort", "skip", *DISAGREEMENTS)
 MOST_BYTES = 400_000  # of what passes before a transport's fault strikes, if it does
 CALLS = 30  # of an epoch
@@ -81,16 +81,16 @@ def setting(seed: int, number: int, folder: str) -> Setting:
     fault = drawn.choice(FAULTS)
     # Half of the ranks go on only with the lowest among them; two that each wait for the other as
     # the root have nobody who could tell them.
-    more = fault in (*OF_PROCESSES, "cut", "wrong root")
+    more = fault in (*OF_PROCESSES, "disconnect", "wrong root")
     ranks = drawn.choice((3, 4) if more else (2, 3, 4))
     processes = fault in OF_PROCESSES or drawn.randrange(6) == 0
     transport = drawn.choice(("shm", "tcp") if processes else ("local", "shm", "tcp"))
     victim = drawn.randrange(1 if fault == "wrong root" else 0, ranks)  # 0 is the right root
     moment = -1 if fault in OF_TRANSPORTS else drawn.randrange(CALLS)
-    after = 0 if fault in ("delay", "trickle") else drawn.randrange(MOST_BYTES)
+    after = 0 if fault in ("delay", "throttle") else drawn.randrange(MOST_BYTES)
     epoch = Epoch(f"{seed}/{number} calls", ranks, CALLS, fault, victim, moment, folder)
     plans = (
-        [FaultPlan(victim, fault, None, after, seconds=0.002, moment_file=f"{folder}/{STRUCK}")]
+        [FaultPlan(victim, fault, None, after, seconds=0.002, timestamp_file=f"{folder}/{STRUCK}")]
         if moment < 0
         else []
     )
@@ -109,7 +109,7 @@ def play(where: Setting) -> list[Any]:
         heartbeat_s=faults.HEARTBEAT_S,
         reproducible=where.reproducible,
         faults=where.plans,
-        grace_s=2 * faults.LIMIT_S,  # survivors go on
+        exit_timeout_s=2 * faults.LIMIT_S,  # survivors go on
         return_exceptions=True,
     )
 
@@ -134,12 +134,12 @@ def _broken(epoch: Epoch, seen: Seen, late_ms: float) -> str:
     """The promise that was not kept, "" if all were."""
     told = f"{seen.error}: {seen.text}" if seen.error else "nothing"
     match epoch.fault:
-        case "" | "delay" | "trickle":
+        case "" | "delay" | "throttle":
             return "" if not seen.error else f"nothing was promised, not {told}"
         case "abort":
             kept = seen.error == "GroupBroken" and REASON in seen.text
             return "" if kept else f"GroupBroken with its reason was promised, not {told}"
-        case "cut" | "garbage" if not seen.error:
+        case "disconnect" | "corrupt" if not seen.error:
             return ""  # less passed than it was to strike after
     cell = Cell(epoch.fault, "idle", "all_reduce", "tiny", "", epoch.ranks)
     return faults.complaint(cell, epoch.victim, seen, late_ms)
@@ -159,14 +159,14 @@ def soak(
     for number in numbers:
         if not go_on():
             return
-        before = held()
+        before = resources()
         with tempfile.TemporaryDirectory() as folder:
             where = setting(seed, number, folder)
             told = play(where)
         wrong = judged(where, told, late_ms)
         _count(tally, where, told)
         del told
-        if more := left(before):
+        if more := leaked(before):
             wrong.append(f"left behind: {more}")
         if tally.epochs == WARM:
             warm_mb = memory_mb()
@@ -185,7 +185,7 @@ def _count(tally: Tally, where: Setting, told: Sequence[Any]) -> None:
             continue
         tally.calls += one.calls
         tally.bytes += one.bytes
-        struck = one.seen.error and fault in (*OF_PROCESSES, "cut", "garbage", "abort")
+        struck = one.seen.error and fault in (*OF_PROCESSES, "disconnect", "corrupt", "abort")
         if struck and rank != where.epoch.victim:
             tally.worst_ms[fault] = max(tally.worst_ms.get(fault, 0.0), one.seen.noticed_ms)
 

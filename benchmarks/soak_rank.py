@@ -42,7 +42,7 @@ VERBS = (*TWO_WAY, *ONE_WAY, "all_gather_v", "barrier", "messages")
 DTYPES = ("float32", "float64", "float16", "int32", "int64", "uint8")
 ROWS = (1, 5, 100, 3_000, 60_000)  # elements for each rank
 SLOW_ROWS = ROWS[:3]  # where bytes come one at a time
-SLOW = ("delay", "trickle")
+SLOW = ("delay", "throttle")
 SHRINK_S = 30.0
 
 
@@ -253,7 +253,7 @@ def _struck(epoch: Epoch) -> float:
 
 def _go_on(group: Group, epoch: Epoch, drawing: _Drawing, story: Story) -> None:
     """After a loss the others go on without the victim."""
-    if epoch.fault not in ("kill", "stop", "cut") or group.rank == epoch.victim:
+    if epoch.fault not in ("kill", "stop", "disconnect") or group.rank == epoch.victim:
         return
     try:
         rest = group.shrink(SHRINK_S)
@@ -274,4 +274,4 @@ def _bury(group: Group, epoch: Epoch) -> None:
     Path(epoch.folder, f"on{group.rank}").touch()
     if epoch.fault == "stop" and len(list(Path(epoch.folder).glob("on*"))) == group.size - 1:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(group.members[epoch.victim].pid, signal.SIGKILL)
+            os.kill(group.peer_info()[epoch.victim].pid, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""The kernels of a step of sparse training, as contests on the recorded residuals (residuals.py).
+"""The kernels of a step of sparse training, as comparisons on the recorded residuals
+(residuals.py).
 
     dgc_step             20 bytes an element
     dgc_step bfloat16    18, with gradients of 2 bytes
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor
 
 import pycomm
+from benchmarks.comparison import OURS, Array, Call, Comparison, Packet, Traffic, host, touched
 from benchmarks.composed import SAMPLED, Choose, Step, Tensors
-from benchmarks.contest import OURS, Array, Call, Contest, Packet, Traffic, host, touched
 from benchmarks.residuals import MOMENTUM, SPARSITY, STEPS, WORKERS, Residuals
 from pycomm import kernels, reference
 
@@ -71,7 +72,9 @@ def kept(count: int) -> int:
     return max(1, round(count * (1 - SPARSITY)))
 
 
-def contests(case: Case, steps: Mapping[str, Step], choices: Mapping[str, Choose]) -> list[Contest]:
+def comparisons(
+    case: Case, steps: Mapping[str, Step], choices: Mapping[str, Choose]
+) -> list[Comparison]:
     """All but DGC's; `steps` and `choices` are what dgc_step and topk are beside."""
     first = {"eager": steps["eager"]} if "eager" in steps else {}
     half = [g.bfloat16() for g in case.gradients]
@@ -95,7 +98,7 @@ def _dgc_step(
     steps: Mapping[str, Step],
     *,
     cold: bool = False,
-) -> Contest:
+) -> Comparison:
     u, v = (x.clone() for x in start)
     count, k = u.numel(), kept(u.numel())
     room = None if cold else kernels.dgc_workspace(u, v, k)
@@ -128,7 +131,7 @@ def _dgc_step(
         own = Tensors(start[0].clone(), start[1].clone(), k, MOMENTUM)
         calls[name] = partial(composed, step, own)
         pairs.append((own.u, own.v))
-    return Contest(
+    return Comparison(
         kernel,
         Traffic((8 + gradients[0].element_size()) * count, 8 * count),
         wanted,
@@ -141,7 +144,7 @@ def _dgc_step(
     )
 
 
-def _dgc_step_of_many(case: Case, steps: Mapping[str, Step]) -> Contest:
+def _dgc_step_of_many(case: Case, steps: Mapping[str, Step]) -> Comparison:
     """Tensors as a network has them, each of which sends its own k."""
     lengths = proportions(case.count)
     ks = [kept(n) for n in lengths]
@@ -183,7 +186,7 @@ def _dgc_step_of_many(case: Case, steps: Mapping[str, Step]) -> Contest:
         return [np.concatenate(x) for x in zip(*((s.u, s.v, s.values) for s in found), strict=True)]
 
     calls: dict[str, Call] = {name: partial(composed, step) for name, step in steps.items()}
-    return Contest(
+    return Comparison(
         f"dgc_step x {len(lengths)}",
         Traffic(12 * case.count, 8 * case.count),
         wanted,
@@ -213,7 +216,7 @@ def proportions(count: int) -> list[int]:
     return [*scaled, count - sum(scaled)]
 
 
-def _topk(x: Tensor, k: int, choices: Mapping[str, Choose]) -> Contest:
+def _topk(x: Tensor, k: int, choices: Mapping[str, Choose]) -> Comparison:
     room = kernels.topk_workspace(x, k)
     indices, values = torch.empty(k, dtype=torch.int32, device=x.device), x.new_empty(k)
 
@@ -225,7 +228,7 @@ def _topk(x: Tensor, k: int, choices: Mapping[str, Choose]) -> Contest:
         return [choose(x, k)[0]]
 
     calls: dict[str, Call] = {name: partial(others, choose) for name, choose in choices.items()}
-    return Contest(
+    return Comparison(
         "topk",
         Traffic(x.nbytes, 8 * k),
         lambda: reference.topk(host(x), k),
@@ -235,7 +238,7 @@ def _topk(x: Tensor, k: int, choices: Mapping[str, Choose]) -> Contest:
     )
 
 
-def _decode_update(start: Tensor, packets: Sequence[Packet]) -> Contest:
+def _decode_update(start: Tensor, packets: Sequence[Packet]) -> Comparison:
     param, dense, scale = start.clone(), torch.zeros_like(start), 1 / WORKERS
     entries, lines = 8 * sum(i.numel() for i, _ in packets), touched(packets)
     whole = 2 * start.nbytes  # read, and written: to clear the gradient, and SGD
@@ -248,7 +251,7 @@ def _decode_update(start: Tensor, packets: Sequence[Packet]) -> Contest:
         pairs = [(host(i), host(v)) for i, v in packets]
         return [reference.decode_update(host(start), pairs, LEARNING_RATE, scale)]
 
-    return Contest(
+    return Comparison(
         "decode_update",
         Traffic(entries + lines, lines),
         wanted,
@@ -262,7 +265,7 @@ def _decode_update(start: Tensor, packets: Sequence[Packet]) -> Contest:
     )
 
 
-def whole_step(case: Case) -> Contest:
+def whole_step(case: Case) -> Comparison:
     """A step of DGC from the last gradient on, as a DataParallel goes through it: in host memory,
     by this process as the only rank."""
     pycomm.init()
@@ -274,7 +277,7 @@ def whole_step(case: Case) -> Contest:
         calls[peer], restart = _dgc(case, gradients, fused=peer == OURS)
         restarts.append(restart)
     n = case.count
-    return Contest(
+    return Comparison(
         "DGC",
         Traffic(12 * n, 8 * n),
         list,

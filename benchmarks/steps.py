@@ -11,8 +11,8 @@ so. Every way trains by itself, one after another:
     dense     one sum of all gradients behind the backward pass
     overlap   pycomm.DataParallel: sums while backward goes on
     dgc       DGC at 99.9 %, raw packets, fused
-    lean      the same with 2-bit values, exchange="auto"
-    tuned     the same, exchange="tuned"
+    compact      the same with 2-bit values, exchange="auto"
+    tuned     the same, exchange="auto_time"
     local     LocalSGD, models averaged every 8 steps
 
 A figure is the slowest rank's median step, of LocalSGD the mean; Paddle's ratio is what its page of
@@ -45,8 +45,8 @@ import pycomm
 from benchmarks.peers import OURS, Groups
 from benchmarks.plot import COLORS
 from pycomm import collectives, planner
+from pycomm.compress.cost_model import Coding, measure_coding
 from pycomm.compress.schedule import Load, code_at, to_send
-from pycomm.compress.seconds import Coding, measure_coding
 from pycomm.demo import machine, processes
 from pycomm.demo.netns import RATE, Network, missing
 from pycomm.errors import Error
@@ -58,7 +58,7 @@ PADDLE = {"1gbit": 6.533, "10gbit": 1.467, "100gbit": 0.993}
 EVERY = 8  # steps between the sums of LocalSGD
 SPARSITY = 0.999
 # What the planner calls a way.
-PLANNED = {"dense": "dense", "dgc": "dgc gather", "lean": "dgc 2bit gather"}
+PLANNED = {"dense": "dense", "dgc": "dgc gather", "compact": "dgc 2bit gather"}
 PLANNED |= {"local": f"local {EVERY}"}
 GBIT = {"mbit": 1e-3, "gbit": 1.0}
 ONE_BUCKET_MB = 1 << 20
@@ -97,8 +97,8 @@ WAYS: dict[str, Callable[[nn.Module], Wrapped]] = {
     "dense": lambda model: (pycomm.DataParallel(model, bucket_mb=ONE_BUCKET_MB), _sgd(model)),
     "overlap": lambda model: (pycomm.DataParallel(model), _sgd(model)),
     "dgc": lambda model: _dgc(model, {}),
-    "lean": lambda model: _dgc(model, {"value_dtype": "2bit"}),
-    "tuned": lambda model: _dgc(model, {"value_dtype": "2bit", "exchange": "tuned"}),
+    "compact": lambda model: _dgc(model, {"value_dtype": "2bit"}),
+    "auto_time": lambda model: _dgc(model, {"value_dtype": "2bit", "exchange": "auto_time"}),
     "local": _local,
 }
 
@@ -202,7 +202,7 @@ def measure(
 
     args = (ways, options.steps, options.width, options.compute_s)
     if options.throttle:
-        limits: dict[str, Any] = {"timeout_s": LIMIT_S, "line_bytes_s": speed}
+        limits: dict[str, Any] = {"timeout_s": LIMIT_S, "link_bytes_per_s": speed}
         told = run_ranks(
             options.hosts, throttled, speed, *args, transport="tcp", processes=True, **limits
         )
@@ -277,9 +277,9 @@ def measured(
     say: Callable[[object], None], ways: list[str], steps: int, width: int, compute_s: float
 ) -> None:
     """Says how fast this rank codes, all at once, and (way, seconds of a step)."""
-    raw, lean = loads_of(LAYERS * width**2)
+    raw, compact = loads_of(LAYERS * width**2)
     collectives.barrier()
-    say((measure_coding(raw), measure_coding(lean)))
+    say((measure_coding(raw), measure_coding(compact)))
     rows = rows_of(compute_s, width)
     for way in ways:
         say((way, seconds_of(way, (rows, width), steps)))

@@ -7,10 +7,10 @@ worker. So what a rank takes out are elements that real training takes out, and 
 together. There are 144 windows and as many different ranks; with more of them each stands for
 several.
 
-    packets   lean packets of one rank, beside the entropy of a uniform choice
+    packets   compact packets of one rank, beside the entropy of a uniform choice
     ramp      the levels of a ramp as exchange="auto" codes them, beside a ring of bfloat16
-    ranks     bytes that a rank receives with gather and split, and the busiest owner of all, by
-              the shares of split and by plain ranges
+    ranks     bytes that a rank receives with gather and sharded, and the busiest owner of all, by
+              the shares of sharded and by plain ranges
 
     counted   the counters of real ranks, processes of this machine, beside what "auto" reckons with
 
@@ -38,13 +38,13 @@ from rich.table import Table
 from benchmarks import residuals, wire_plot, wire_ranks
 from benchmarks.codec import entropy_bits
 from pycomm import kernels
-from pycomm.compress.coded import decode, encode
+from pycomm.compress.bucket import Pair
+from pycomm.compress.packet_exchange import decode, encode
 from pycomm.compress.schedule import code_at
-from pycomm.compress.split import Shares
-from pycomm.compress.unit import Pair
+from pycomm.compress.sharded import Sharding
 from pycomm.demo import machine
 from pycomm.demo.model import CharGPT, Shape
-from pycomm.kernels import Bundle
+from pycomm.kernels import PacketBatch
 
 RAMP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 SAMPLED = 4  # owners that sum
@@ -56,7 +56,7 @@ Array = Any  # of NumPy
 
 @dataclass(frozen=True)
 class Packets:
-    """Of one rank's lean packet."""
+    """Of one rank's compact packet."""
 
     sparsity: float
     values: str
@@ -74,10 +74,10 @@ class Ranks:
     values: str
     size: int
     gather: int
-    split: int  # k->k
-    split4: int  # k->4k
-    per_element: float  # split, of the gradient's
-    fewer: float  # times fewer than an all-gather of PAIRs: split
+    sharded: int  # k->k
+    sharded4: int  # k->4k
+    per_element: float  # sharded, of the gradient's
+    fewer: float  # times fewer than an all-gather of PAIRs: sharded
     fewer4: float
     busiest: float  # owner, over the mean: by shares
     busiest_range: float  # by plain ranges
@@ -179,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
         counted = []
         for size in real:
             bar.update(task, description=f"{size} processes")
-            for exchange in ("gather", "split"):
+            for exchange in ("gather", "sharded"):
                 counted.append(wire_ranks.counted(exchange, size, options.counted))
                 bar.advance(task)
     for table in [*tables(packets, ramp, ranks), counted_table(counted)]:
@@ -215,18 +215,18 @@ def packets_of(sparsity: float, pair: Pair, count: int, code: str) -> Packets:
 
 def of_ring(pair: Pair, sets: Sets, code: str) -> float:
     """A packet's bytes over those of all elements in bfloat16. Both go 2 (N - 1) / N times: so does
-    a ring, so does split, and of 2 ranks gather."""
+    a ring, so does sharded, and of 2 ranks gather."""
     return float(_bytes(pair, sets.count, code) / (2 * sets.count))
 
 
 def _bytes(pair: Pair, count: int, code: str) -> int:
     """Of a packet."""
-    return sum(encode(Bundle(*pair, [len(pair[0])]), count, code)[1])
+    return sum(encode(PacketBatch(*pair, [len(pair[0])]), count, code)[1])
 
 
 def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], object]) -> Ranks:
     """Counts one number of ranks. Ranks that are copies of another are coded once."""
-    code, share = "2bit", Shares(sets.count, size)
+    code, share = "2bit", Sharding(sets.count, size)
     copies = Counter(rank % sets.different for rank in range(size))
     owners = min(SAMPLED, size)
     loads, ranges = np.zeros(size), np.zeros(size)
@@ -241,7 +241,7 @@ def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], objec
         reach = -(-sets.count // size)
         ranges += times * np.bincount(indices.numpy() // reach, minlength=size)
         some = sum(cut.lengths[:owners])
-        first = Bundle(cut.indices[:some], cut.values[:some], cut.lengths[:owners])
+        first = PacketBatch(cut.indices[:some], cut.values[:some], cut.lengths[:owners])
         packets = encode(first, share.places, code)
         to_owners += sum(
             (times - (owner == rank)) * nbytes for owner, nbytes in enumerate(packets[1])
@@ -255,7 +255,7 @@ def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], objec
         sum(len(_answer(total, factor * k, size, code)) for total in totals) / owners
         for factor in (1, 4)
     ]
-    split, split4 = (
+    sharded, sharded4 = (
         round(to_owners / owners + (size - 1) * (answer + MESSAGES)) for answer in answers
     )
     pairs = (size - 1) * k * PAIR
@@ -264,21 +264,21 @@ def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], objec
         values=code,
         size=size,
         gather=round((size - 1) * (whole / size + MESSAGES / 2)),
-        split=split,
-        split4=split4,
-        per_element=split / sets.count,
-        fewer=pairs / split,
-        fewer4=pairs / split4,
+        sharded=sharded,
+        sharded4=sharded4,
+        per_element=sharded / sets.count,
+        fewer=pairs / sharded,
+        fewer4=pairs / sharded4,
         busiest=float(loads.max() / loads.mean()),
         busiest_range=float(ranges.max() / ranges.mean()),
     )
 
 
 def _answer(total: torch.Tensor, k: int, size: int, code: str) -> torch.Tensor:
-    """What an owner sends on, as split.py chooses it."""
+    """What an owner sends on, as sharded.py chooses it."""
     places, values = kernels.topk(total, min(-(-k // size), len(total)))
     some = values != 0
-    return encode(Bundle(places[some], values[some], [int(some.sum())]), len(total), code)[0]
+    return encode(PacketBatch(places[some], values[some], [int(some.sum())]), len(total), code)[0]
 
 
 def tables(
@@ -292,7 +292,7 @@ def tables(
     second = _table("a level's bytes over a bf16 ring's", ["sparsity", "values", "of the ring"])
     for level in ramp:
         second.add_row(f"{level['sparsity']}", level["values"], f"{level['of_ring']:.4f}")
-    names = ["sparsity", "ranks", "gather MB", "split MB", "B/element", "fewer"]
+    names = ["sparsity", "ranks", "gather MB", "sharded MB", "B/element", "fewer"]
     third = _table("received", [*names, "k->4k", "busiest/mean", "by ranges"])
     for row in ranks:
         third.add_row(
@@ -300,7 +300,7 @@ def tables(
                 f"{row.sparsity}",
                 f"{row.size}",
                 f"{row.gather / 1e6:.2f}",
-                f"{row.split / 1e6:.3f}",
+                f"{row.sharded / 1e6:.3f}",
             ),
             *(f"{row.per_element:.5f}", f"{row.fewer:.0f}x", f"{row.fewer4:.0f}x"),
             *(f"{row.busiest:.2f}", f"{row.busiest_range:.1f}"),

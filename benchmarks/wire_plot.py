@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WAYS = {"gather": "gather", "split": "split, k->k", "split4": "split, k->4k"}
+WAYS = {"gather": "gather", "sharded": "sharded, k->k", "sharded4": "sharded, k->4k"}
 
 
 def draw(path: Path, ranks: Sequence[Mapping[str, Any]], elements: int) -> None:

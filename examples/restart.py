@@ -48,8 +48,8 @@ def train(path: Path, dies_at: int | None = None) -> torch.Tensor:
         nn.functional.mse_loss(model(x), target(x).detach()).backward()
         optimizer.step()
         if (step + 1) % EVERY == 0:
-            owed = dgc.gather_state()  # of all ranks, on rank 0
-            state = {"step": step + 1, "model": module.state_dict(), "dgc": owed}
+            residual = dgc.gather_state()  # of all ranks, on rank 0
+            state = {"step": step + 1, "model": module.state_dict(), "dgc": residual}
             pycomm.save({**state, "optimizer": optimizer.state_dict()}, path)
     return nn.utils.parameters_to_vector(module.parameters()).detach()
 

@@ -46,7 +46,7 @@ def train(rank: int, port: int) -> None:
             step = left.step
             pycomm.print0(
                 f"rank {left.lost[0]} was lost in step {step}: {left.group.size} ranks go on, and "
-                f"with it went gradients of norm {left.owed_lost:.3f} or so"
+                f"with it went gradients of norm {left.lost_residual_norm:.3f} or so"
             )
     everybody = pycomm.all_gather(nn.utils.parameters_to_vector(module.parameters()).detach())
     assert all(torch.equal(one, everybody[0]) for one in everybody)

@@ -44,18 +44,18 @@ from pycomm.group import (
     size,
 )
 from pycomm.memory import empty
-from pycomm.values import all_gather_object, user_get, user_pop, user_set
+from pycomm.objects import all_gather_object, user_get, user_pop, user_set
 
 if TYPE_CHECKING:
     from pycomm import data, kernels, metrics, reference, testing
+    from pycomm.checkpoint import load, save
+    from pycomm.coalesced import bcast_list_
     from pycomm.compress import DGC, dgc_hook
     from pycomm.functional import remote_recv, remote_send
-    from pycomm.fused import bcast_list_
     from pycomm.launch import launcher
     from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
     from pycomm.parallel import DataParallel, make_allreduce_cb
     from pycomm.planner import plan
-    from pycomm.rank0 import load, print0, save
 
 __all__ = [
     "DGC",
@@ -117,16 +117,16 @@ _TRAINING = {
     "AdaptiveLocalSGD": "pycomm.optim",
     "LocalSGD": "pycomm.optim",
     "StaticLossScaler": "pycomm.optim",
-    "bcast_list_": "pycomm.fused",
+    "bcast_list_": "pycomm.coalesced",
     "dgc_hook": "pycomm.compress",
     "launcher": "pycomm.launch",
-    "load": "pycomm.rank0",
+    "load": "pycomm.checkpoint",
     "make_allreduce_cb": "pycomm.parallel",
     "plan": "pycomm.planner",
-    "print0": "pycomm.rank0",
+    "print0": "pycomm.printing",
     "remote_recv": "pycomm.functional",
     "remote_send": "pycomm.functional",
-    "save": "pycomm.rank0",
+    "save": "pycomm.checkpoint",
 }
 _MODULES = ("data", "kernels", "metrics", "reference", "testing")
 

@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BENCHMARKS = (
-    "checks",
+    "check_overhead",
     "collectives",
     "codec",
-    "deaths",
+    "rank_failure",
     "faults",
-    "interrupts",
+    "cancellation",
     "soak",
     "kernels",
     "links",
-    "strangers",
+    "connection_flood",
     "training",
 )
-MODULES = {"plan": "planner", "tune": "tune", "trace": "trace", "top": "top"}  # by command
+MODULES = {"plan": "planner", "tune": "tuning", "trace": "trace", "top": "top"}  # by command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _info(flight: Sequence[str] | None) -> int:
-    from pycomm import flight as records
+    from pycomm import flight_report as records
     from pycomm import info
     from pycomm.errors import InvalidArgument
 

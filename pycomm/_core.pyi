@@ -38,12 +38,12 @@ def share_memory(written: Sequence[tuple[int, int]], read: Sequence[tuple[int, i
 kernels: Any
 
 def read_packet_header(address: int, nbytes: int, /) -> tuple[int, int, str, str]: ...
-def most_lean_bytes(k: int, count: int, index_code: str, value_code: str, /) -> int: ...
-def read_lean_head(address: int, nbytes: int, size: int, /) -> tuple[int, int]: ...
-def most_bundle_bytes(
+def most_compact_bytes(k: int, count: int, index_code: str, value_code: str, /) -> int: ...
+def read_compact_header(address: int, nbytes: int, size: int, /) -> tuple[int, int]: ...
+def most_batch_bytes(
     lengths: Sequence[int], count: int, index_code: str, value_code: str, /
 ) -> int: ...
-def encode_bundle(
+def encode_batch(
     indices: int,
     values: int,
     lengths: Sequence[int],
@@ -54,8 +54,8 @@ def encode_bundle(
     out: int,
     /,
 ) -> list[int]: ...
-def bundle_lengths(packets: int, sizes: Sequence[int], count: int, /) -> list[int]: ...
-def decode_bundle(
+def batch_lengths(packets: int, sizes: Sequence[int], count: int, /) -> list[int]: ...
+def decode_batch(
     packets: int, sizes: Sequence[int], lengths: Sequence[int], indices: int, values: int, /
 ) -> None: ...
 def set_kernel_threads(threads: int, /) -> None: ...
@@ -100,8 +100,8 @@ class TcpStore(Store):
 class Stats:
     """What a rank has done so far; `bytes` is bytes_written, which counts frame headers too.
 
-    `algorithm`: of a group on devices, by what calls go that name none: "nccl" or "staged"; else
-    "auto"."""
+    `algorithm`: of a group on devices, by what calls go that name none: "nccl" or "host_staged";
+    else "auto"."""
 
     calls: int
     frames_sent: int
@@ -253,7 +253,7 @@ def connect(
     secret: str,
     transport: str,
     address: str,
-    towards: str,
+    route_hint: str,
     reproducible: bool,
     log: bool,
     heartbeat_s: float = 10.0,
@@ -261,7 +261,7 @@ def connect(
     tuned: list[tuple[str, int, int]] = ...,
     flight: str = "",
     trace: str = "",
-    line_bytes_s: float = 0.0,
+    link_bytes_per_s: float = 0.0,
     host: str = "",
     encrypt: bool = False,
 ) -> Group: ...

@@ -2,9 +2,9 @@
 
 A view is validated here, once: what the core gets is a pointer to contiguous elements of a dtype
 that it knows. For a collective, an array in host memory that is not contiguous is copied into one
-that is, and copied back afterwards; on a device, and for a kernel (`located`), arrays are taken as
-they lie, and have to be contiguous. torch and CuPy are recognised without importing them. Called by
-collectives.py and the package kernels.
+that is, and copied back afterwards; on a device, and for a kernel (`as_array_ref`), arrays are
+taken as they lie, and have to be contiguous. torch and CuPy are recognised without importing them.
+Called by collectives.py and the package kernels.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pycomm import _core
 from pycomm.errors import InvalidArgument, Unsupported
 
 __all__ = [
+    "ArrayRef",
     "Device",
     "Like",
-    "Located",
     "View",
+    "as_array_ref",
     "copied",
     "current_stream",
     "empty_like",
     "in_host_memory",
-    "located",
     "new",
     "on_gpu",
     "parts",
@@ -49,7 +49,8 @@ HOST_DEVICES = (1, 3, 11)
 DEVICES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA (managed)"}
 DEVICES |= {14: "oneAPI", 15: "WebGPU", 16: "Hexagon"}
 
-# What torch calls CUDA devices. Tests put the name of emulated ones here (device_groups.replaced).
+# What torch calls CUDA devices. Tests put the name of emulated ones here
+# (device_groups.override_device_module).
 torch_kind = "cuda"
 
 # Of an element, by dtype: "float16" has 2, and "bool", without a number, 1.
@@ -119,7 +120,7 @@ HOST = Device("cpu", 0)
 
 
 @dataclass(slots=True)
-class Located:
+class ArrayRef:
     """Contiguous elements where they lie, on any device, for a kernel to read or write.
 
     Attributes:
@@ -142,7 +143,7 @@ class Located:
 
 
 class Like(Protocol):
-    """What new arrays are made after: Located, or several arrays of one kind."""
+    """What new arrays are made after: ArrayRef, or several arrays of one kind."""
 
     @property
     def dtype(self) -> str: ...
@@ -155,7 +156,7 @@ class Like(Protocol):
 NOT_CONTIGUOUS = "is not contiguous, and is taken as it lies: pass a contiguous one"
 
 
-def located(x: Any, name: str, *, write: bool = False) -> Located:
+def as_array_ref(x: Any, name: str, *, write: bool = False) -> ArrayRef:
     """The elements of `x`, which is called `name` in errors; nothing is ever copied.
 
     Raises:
@@ -176,7 +177,7 @@ def located(x: Any, name: str, *, write: bool = False) -> Located:
     if write and not array.flags.writeable:
         raise InvalidArgument(f"{name} is read-only and the call would change it: pass a copy")
     pointer = _core.address(array)
-    return Located(pointer, v, array.size, array.shape, array.nbytes, HOST, x)
+    return ArrayRef(pointer, v, array.size, array.shape, array.nbytes, HOST, x)
 
 
 def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) -> Any:
@@ -202,7 +203,7 @@ def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) 
         ) from None
 
 
-def _locate_torch(x: Any, name: str) -> Located:
+def _locate_torch(x: Any, name: str) -> ArrayRef:
     _viewers.get(type(x)) or _learn_kind(x)
     dtype = _torch_names.get(x.dtype) or _learn_torch(x)
     if x.layout is not _torch["strided"] or not (x.is_cpu or on_gpu(x)):
@@ -211,10 +212,10 @@ def _locate_torch(x: Any, name: str) -> Located:
         raise InvalidArgument(f"it {NOT_CONTIGUOUS} (x.contiguous())")
     device = HOST if x.is_cpu else Device("cuda", x.device.index)
     count = x.numel()
-    return Located(x.data_ptr(), dtype, count, tuple(x.shape), count * x.element_size(), device, x)
+    return ArrayRef(x.data_ptr(), dtype, count, tuple(x.shape), count * x.element_size(), device, x)
 
 
-def _locate_cuda(x: Any, name: str, write: bool) -> Located:
+def _locate_cuda(x: Any, name: str, write: bool) -> ArrayRef:
     """CuPy's arrays, and others that show themselves as it does."""
     shown = x.__cuda_array_interface__
     dtype = np.dtype(shown["typestr"])
@@ -228,7 +229,7 @@ def _locate_cuda(x: Any, name: str, write: bool) -> Located:
         raise Unsupported(f"a {type(x).__name__} does not say on which device it lies: wrap it")
     device = Device("cuda", int(x.__dlpack_device__()[1]))
     learnt = _numpy_names.get(dtype) or _learn_numpy(dtype)
-    return Located(
+    return ArrayRef(
         pointer or 0, learnt, count, tuple(shown["shape"]), count * dtype.itemsize, device, x
     )
 
@@ -258,7 +259,7 @@ def empty_like(x: Any, shape: tuple[int, ...]) -> Any:
     if _is_torch(x):
         return sys.modules["torch"].empty(shape, dtype=x.dtype, device=x.device)
     if hasattr(x, "__cuda_array_interface__"):
-        like = located(x, "x")
+        like = as_array_ref(x, "x")
         return new(like, shape, like.dtype)
     return np.empty(shape, x.dtype)
 
@@ -376,7 +377,7 @@ def _learn_numpy(dtype: Any) -> str:
 
 
 def _device_view(x: Any, write: bool) -> View:
-    found = located(x, "the array", write=write)
+    found = as_array_ref(x, "the array", write=write)
     return View(found.pointer, found.dtype, found.count, x, device=found.device)
 
 

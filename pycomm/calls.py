@@ -19,7 +19,16 @@ from pycomm.arrays import View
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group, default
 
-__all__ = ["Work", "apart", "exchange_lengths", "go", "into_list", "limit", "output", "rows"]
+__all__ = [
+    "Work",
+    "copy_if_overlapping",
+    "dispatch",
+    "exchange_lengths",
+    "into_list",
+    "limit",
+    "output",
+    "rows",
+]
 
 # What the core's run() and start() take, up to the time limit.
 Call: TypeAlias = tuple[str, str, str, int, int, int, int, int, str]
@@ -91,7 +100,7 @@ def _profiled(
 
 
 @_profiled
-def go(
+def dispatch(
     group: Group | None,
     call: Call,
     timeout_s: float | None,
@@ -150,7 +159,7 @@ def output(out: Any, x: Any, shape: tuple[int, ...]) -> Any:
     return out
 
 
-def apart(source: View, target: View, place: int | None) -> View:
+def copy_if_overlapping(source: View, target: View, place: int | None) -> View:
     """`source`, or a copy of it where it shares memory with `target` other than as the core allows.
 
     `place` is how many bytes after the target's first the source may begin; None: they share none.
@@ -190,7 +199,7 @@ def exchange_lengths(group: Group, x: Any, dtype: str, timeout_s: float | None) 
     every = np.empty((group.size, 4), np.int64)
     source, target = arrays.view(mine), arrays.view(every, write=True)
     call = ("all_gather", "int64", "sum", source.pointer, target.pointer, 4, 0, 0, "auto")
-    go(group, call, timeout_s, False, source, target, None)
+    dispatch(group, call, timeout_s, False, source, target, None)
     for rank, (_, other, width, kind) in enumerate(every.tolist()):
         if other != every[0, 1]:
             first = f"rank 0 {every[0, 2]} {_core.DTYPES[every[0, 3]]}"

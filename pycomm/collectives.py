@@ -61,7 +61,7 @@ def all_reduce(
         return x
     v = arrays.view(x, write=True)
     call = ("all_reduce", v.dtype, op, v.pointer, v.pointer, v.count, 0, 0, algorithm or "auto")
-    return calls.go(group, call, timeout_s, async_op, v, v, x)
+    return calls.dispatch(group, call, timeout_s, async_op, v, v, x)
 
 
 def reduce(
@@ -86,7 +86,7 @@ def reduce(
     v = arrays.view(x, write=root)
     places = v.pointer, v.pointer if root else 0
     call = ("reduce", v.dtype, op, *places, v.count, dst, 0, algorithm or "auto")
-    return calls.go(group, call, timeout_s, async_op, v, v if root else None, x)
+    return calls.dispatch(group, call, timeout_s, async_op, v, v if root else None, x)
 
 
 def broadcast(
@@ -105,7 +105,7 @@ def broadcast(
         return x
     v = arrays.view(x, write=True)
     call = ("broadcast", v.dtype, "sum", 0, v.pointer, v.count, src, 0, algorithm or "auto")
-    return calls.go(group, call, timeout_s, async_op, v, v, x)
+    return calls.dispatch(group, call, timeout_s, async_op, v, v, x)
 
 
 def all_gather(
@@ -131,10 +131,10 @@ def all_gather(
     shape = (group.size, *x.shape)
     out = calls.output(out, x, shape)
     source, target = arrays.view(x), arrays.view(out, write=True)
-    source = calls.apart(source, target, group.rank * source.nbytes)
+    source = calls.copy_if_overlapping(source, target, group.rank * source.nbytes)
     places = source.pointer, target.pointer
     call = ("all_gather", target.dtype, "sum", *places, source.count, 0, 0, algorithm or "auto")
-    return calls.go(group, call, timeout_s, async_op, source, target, out)
+    return calls.dispatch(group, call, timeout_s, async_op, source, target, out)
 
 
 def gather(
@@ -163,12 +163,12 @@ def gather(
     if group.rank == dst:
         out = calls.output(out, x, (group.size, *x.shape))
         target = arrays.view(out, write=True)
-        source = calls.apart(source, target, dst * source.nbytes)
+        source = calls.copy_if_overlapping(source, target, dst * source.nbytes)
     elif out is not None:
         raise InvalidArgument(f"gather: out is for rank {dst}, which gets the result", op="gather")
     places = source.pointer, target.pointer if target else 0
     call = ("gather", source.dtype, "sum", *places, source.count, dst, 0, algorithm or "auto")
-    return calls.go(group, call, timeout_s, async_op, source, target, out)
+    return calls.dispatch(group, call, timeout_s, async_op, source, target, out)
 
 
 def all_gather_v(
@@ -207,7 +207,7 @@ def all_gather_v(
     places = source.pointer, target.pointer
     call = ("all_gather", source.dtype, "sum", *places, 0, 0, 0, algorithm or "auto")
     result = parts if out is None else out
-    return calls.go(group, call, timeout_s, async_op, source, target, result, counts)
+    return calls.dispatch(group, call, timeout_s, async_op, source, target, result, counts)
 
 
 def reduce_scatter(
@@ -234,10 +234,10 @@ def reduce_scatter(
     x = arrays.plain(x)
     out = calls.output(out, x, calls.rows(x, group.size, "reduce_scatter"))
     source, target = arrays.view(x), arrays.view(out, write=True)
-    source = calls.apart(source, target, -group.rank * target.nbytes)
+    source = calls.copy_if_overlapping(source, target, -group.rank * target.nbytes)
     places = source.pointer, target.pointer
     call = ("reduce_scatter", target.dtype, op, *places, target.count, 0, 0, algorithm or "auto")
-    return calls.go(group, call, timeout_s, async_op, source, target, out)
+    return calls.dispatch(group, call, timeout_s, async_op, source, target, out)
 
 
 def scatter(
@@ -272,10 +272,10 @@ def scatter(
         out = calls.output(out, x, calls.rows(x, group.size, "scatter"))
     source, target = arrays.view(x) if root else None, arrays.view(out, write=True)
     if source:
-        source = calls.apart(source, target, -src * target.nbytes)
+        source = calls.copy_if_overlapping(source, target, -src * target.nbytes)
     places = source.pointer if source else 0, target.pointer
     call = ("scatter", target.dtype, "sum", *places, target.count, src, 0, algorithm or "auto")
-    return calls.go(group, call, timeout_s, async_op, source, target, out)
+    return calls.dispatch(group, call, timeout_s, async_op, source, target, out)
 
 
 def all_to_all(
@@ -301,10 +301,10 @@ def all_to_all(
     calls.rows(x, group.size, "all_to_all")
     out = calls.output(out, x, tuple(x.shape))
     source, target = arrays.view(x), arrays.view(out, write=True)
-    source = calls.apart(source, target, None)
+    source = calls.copy_if_overlapping(source, target, None)
     places, count = (source.pointer, target.pointer), source.count // group.size
     call = ("all_to_all", target.dtype, "sum", *places, count, 0, 0, algorithm or "auto")
-    return calls.go(group, call, timeout_s, async_op, source, target, out)
+    return calls.dispatch(group, call, timeout_s, async_op, source, target, out)
 
 
 def send(
@@ -322,7 +322,7 @@ def send(
     """
     v = arrays.view(x)
     call = ("send", v.dtype, "sum", v.pointer, 0, v.count, dst, _tag(tag), "auto")
-    return calls.go(group, call, timeout_s, async_op, v, None, None)
+    return calls.dispatch(group, call, timeout_s, async_op, v, None, None)
 
 
 def recv(
@@ -337,7 +337,7 @@ def recv(
     """Receives into `x` what rank `src` sends with the same tag. Returns `x`."""
     v = arrays.view(x, write=True)
     call = ("recv", v.dtype, "sum", 0, v.pointer, v.count, src, _tag(tag), "auto")
-    return calls.go(group, call, timeout_s, async_op, v, v, x)
+    return calls.dispatch(group, call, timeout_s, async_op, v, v, x)
 
 
 def barrier(
@@ -345,7 +345,7 @@ def barrier(
 ) -> Any:
     """Returns when every rank has called it."""
     call = ("barrier", "uint8", "sum", 0, 0, 0, 0, 0, "auto")
-    return calls.go(group, call, timeout_s, async_op, None, None, None)
+    return calls.dispatch(group, call, timeout_s, async_op, None, None, None)
 
 
 def algorithms() -> tuple[str, ...]:

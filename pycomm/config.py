@@ -189,7 +189,7 @@ def under_torchrun(pid: int | None = None) -> bool:
         return False
 
 
-def journal_files() -> dict[str, Any]:
+def flight_recorder_files() -> dict[str, Any]:
     """Where the core leaves a flight record and a trace, as connect() takes it; "": nowhere."""
     env = os.environ
     return {"flight": env.get("PYCOMM_FLIGHT_RECORD", ""), "trace": env.get("PYCOMM_TRACE", "")}

@@ -1,8 +1,8 @@
 """The group of a group's ranks for arrays on CUDA devices: made at the first call with such arrays.
 
-Devices and NCCL come from the compiled module _cuda. `replaced` puts another in its place: that is
-how tests run all of this where there is no GPU. Called by calls.py and, for torch's tensors, by the
-module _c10d.
+Devices and NCCL come from the compiled module _cuda. `override_device_module` puts another in its
+place: that is how tests run all of this where there is no GPU. Called by calls.py and, for torch's
+tensors, by the module _c10d.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 from pycomm.kernels import devices
 
-__all__ = ["check_between_hosts", "check_lanes", "core", "on_device", "replaced", "stream"]
+__all__ = [
+    "check_channels",
+    "check_internode_transport",
+    "core",
+    "on_device",
+    "override_device_module",
+    "stream",
+]
 
 # By what arrays on CUDA devices travel from host to host.
-BETWEEN_HOSTS = ("nccl", "tcp")
-MOST_LANES = 8
+INTERNODE_TRANSPORTS = ("nccl", "tcp")
+MAX_CHANNELS = 8
 
 
 class _Source:
@@ -47,7 +54,7 @@ def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Group:
         return group._core
     found = group._devices.get(device.index)
     if found is None:
-        lines = group.cuda_lanes, group.cuda_between_hosts
+        lines = group.cuda_channels, group.cuda_internode_transport
         timeout_s = group._timeout_s
         found = _meet(group._core._capsule(), device.index, timeout_s, limit_s or timeout_s, *lines)
         group._devices[device.index] = found
@@ -55,7 +62,7 @@ def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Group:
 
 
 def on_device(
-    host: object, kind: str, index: int, timeout_s: float, lanes: int, between_hosts: str
+    host: object, kind: str, index: int, timeout_s: float, channels: int, internode_transport: str
 ) -> object:
     """The same for torch: `host` and the result are capsules of groups; `kind` is torch's word.
 
@@ -66,7 +73,7 @@ def on_device(
         raise Unsupported(
             f"pycomm takes tensors in host memory and on CUDA devices, not on {kind}: move them"
         )
-    return _meet(host, index, timeout_s, timeout_s, lanes, between_hosts)._capsule()
+    return _meet(host, index, timeout_s, timeout_s, channels, internode_transport)._capsule()
 
 
 def stream(device: Device, array: Any) -> int:
@@ -74,25 +81,33 @@ def stream(device: Device, array: Any) -> int:
     return devices.queue(device, array)[1]
 
 
-def check_lanes(lanes: int) -> None:
+def check_channels(channels: int) -> None:
     """Raises InvalidArgument: a group on devices does not have so many."""
-    if not 1 <= lanes <= MOST_LANES:
-        raise InvalidArgument(f"a group on devices has 1 to {MOST_LANES} lanes, not {lanes}")
-
-
-def check_between_hosts(way: str) -> None:
-    """Raises InvalidArgument: there is no such way between hosts."""
-    if way not in BETWEEN_HOSTS:
+    if not 1 <= channels <= MAX_CHANNELS:
         raise InvalidArgument(
-            f"cuda_between_hosts={way!r}: one of {', '.join(map(repr, BETWEEN_HOSTS))}"
+            f"invalid cuda_channels: got {channels}, expected 1 to {MAX_CHANNELS}"
+        )
+
+
+def check_internode_transport(way: str) -> None:
+    """Raises InvalidArgument: there is no such transport between hosts."""
+    if way not in INTERNODE_TRANSPORTS:
+        known = ", ".join(map(repr, INTERNODE_TRANSPORTS))
+        raise InvalidArgument(
+            f"invalid cuda_internode_transport: got {way!r}, expected one of {known}"
         )
 
 
 def _meet(
-    host: object, index: int, timeout_s: float, limit_s: float, lanes: int, between_hosts: str
+    host: object,
+    index: int,
+    timeout_s: float,
+    limit_s: float,
+    channels: int,
+    internode_transport: str,
 ) -> _core.Group:
-    check_lanes(lanes)
-    check_between_hosts(between_hosts)
+    check_channels(channels)
+    check_internode_transport(internode_transport)
     module = _compiled()
     opened = module.open_device(index)
     library, why_none = None, ""
@@ -101,9 +116,9 @@ def _meet(
     except Unsupported as error:  # ranks that share a GPU need none: _core says what becomes of it
         why_none = str(error)
     shares = config.nccl_shares_gpus()
-    lines = lanes, between_hosts == "nccl"
+    lines = channels, internode_transport == "nccl"
     made = _core.on_device(host, opened, library, why_none, shares, lines, timeout_s, limit_s)
-    if made.rank == 0 and made.stats().algorithm == "staged":
+    if made.rank == 0 and made.stats().algorithm == "host_staged":
         logging.getLogger("pycomm").warning(
             "ranks of the group %r share a GPU, which NCCL refuses: their arrays there travel "
             "through host memory, which is slow",
@@ -121,7 +136,7 @@ def _compiled() -> Any:
 
 
 @contextlib.contextmanager
-def replaced(by: Any, kind: str = "cuda") -> Iterator[None]:
+def override_device_module(by: Any, kind: str = "cuda") -> Iterator[None]:
     """Within it, groups that are made take devices and NCCL from the module `by`. For tests.
 
     `kind` is what torch calls devices of these.

@@ -18,14 +18,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pycomm import _core, config, launcher_watch, rendezvous, survivors, tuned
+from pycomm import _core, config, launcher_watch, rendezvous, shrink, thresholds
 from pycomm import secret as secrets
 from pycomm.errors import GroupBroken, InvalidArgument
-from pycomm.survivors import Store
+from pycomm.shrink import Store
 
 __all__ = [
     "Group",
-    "adopt",
     "default",
     "default_core",
     "default_is_encrypted",
@@ -35,6 +34,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "register_core",
     "set_num_threads",
     "shutdown",
     "size",
@@ -48,11 +48,11 @@ class Group:
     """Ranks that call collectives together, each from one thread, all in the same order.
 
     Attributes:
-        cuda_lanes: in how many lanes rings over large CUDA arrays run, 1 to 8 (docs/cuda.md). To be
-            set before the first call with such arrays; rank 0's word counts.
-        cuda_between_hosts: by what CUDA arrays travel from host to host: "nccl", or "tcp", by
+        cuda_channels: how many channels rings over large CUDA arrays use, 1 to 8 (docs/cuda.md). To
+            be set before the first call with such arrays; rank 0's word counts.
+        cuda_internode_transport: by what CUDA arrays travel from host to host: "nccl", or "tcp", by
             pycomm's own connections through host memory, and NCCL joins the ranks of each host
-            alone. As cuda_lanes; groups that split() and shrink() make of this one have both.
+            alone. As cuda_channels; groups that split() and shrink() make of this one have both.
     """
 
     __slots__ = (
@@ -65,8 +65,8 @@ class Group:
         "_size",
         "_store",
         "_timeout_s",
-        "cuda_between_hosts",
-        "cuda_lanes",
+        "cuda_channels",
+        "cuda_internode_transport",
     )
 
     def __init__(
@@ -78,7 +78,7 @@ class Group:
         self._rank, self._size = core.rank, core.size
         self._store, self._timeout_s = store, timeout_s
         self._aborted: str | None = None  # why, if it was
-        self.cuda_lanes, self.cuda_between_hosts = 1, "nccl"
+        self.cuda_channels, self.cuda_internode_transport = 1, "nccl"
         self._parts: weakref.WeakSet[Group] = weakref.WeakSet()  # of split()
         _groups.add(self)
 
@@ -102,9 +102,8 @@ class Group:
         """The group's name, the same on every rank."""
         return self._core.name
 
-    @property
-    def members(self) -> list[_core.Member]:
-        """By rank: host, process id, and the transport by which this rank reaches it."""
+    def peer_info(self) -> list[_core.Member]:
+        """By rank: host, process id, and the transport between this rank and it."""
         return self._core.members
 
     def split(self, color: int | None, key: int | None = None) -> Group | None:
@@ -116,16 +115,19 @@ class Group:
         if core is None:
             return None
         part = self._like(core)
-        self._take(part)
+        self._adopt_subgroup(part)
         return part
 
     def _like(self, core: _core.Group) -> Group:
         """A coat over a group of some of this one's ranks."""
         made = Group(core, self._store, self._timeout_s)
-        made.cuda_lanes, made.cuda_between_hosts = self.cuda_lanes, self.cuda_between_hosts
+        made.cuda_channels, made.cuda_internode_transport = (
+            self.cuda_channels,
+            self.cuda_internode_transport,
+        )
         return made
 
-    def _take(self, part: Group) -> None:
+    def _adopt_subgroup(self, part: Group) -> None:
         """`part` ends where this group does."""
         with _state.lock:
             self._parts.add(part)
@@ -152,11 +154,11 @@ class Group:
             PeerLost: the store is gone, as with the rank that served it.
             Timeout: the survivors could not meet.
         """
-        store, _, limit_s = self._board()
+        store, _, limit_s = self._key_store()
         limit_s = limit_s if timeout_s is None else timeout_s
         if not limit_s > 0:
             raise InvalidArgument(f"shrink: timeout_s is {limit_s}; it must be more than 0 seconds")
-        group = self._like(survivors.regroup(self._core, store, limit_s))
+        group = self._like(shrink.regroup(self._core, store, limit_s))
         _inherit(self, group)
         return group
 
@@ -190,8 +192,8 @@ class Group:
         for part in parts:
             part.abort(reason)
 
-    def _board(self) -> tuple[Store, str, float]:
-        """For values.py: where this group's keys are kept, what they begin with, the time limit.
+    def _key_store(self) -> tuple[Store, str, float]:
+        """For objects.py: where this group's keys are kept, what they begin with, the time limit.
 
         Raises:
             GroupBroken: the group was closed, or is the parent process's.
@@ -311,12 +313,12 @@ def _form(
         encrypt=here.encrypt,
         transport=transport or here.transport,
         address=here.address,
-        towards=here.master_host,
+        route_hint=here.master_host,
         reproducible=reproducible,
         heartbeat_s=heartbeat_s,
         log=here.log != "warning",
-        tuned=tuned.thresholds(),
-        **config.journal_files(),
+        tuned=thresholds.thresholds(),
+        **config.flight_recorder_files(),
     )
     core.set_timeout(timeout_s)  # of its calls; the forming had what was left of it
     store.settle()
@@ -423,7 +425,7 @@ def set_num_threads(n: int) -> None:
     _core.set_kernel_threads(n)
 
 
-def adopt(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], None]:
+def register_core(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], None]:
     """Makes torch's engine the default group; gives what forgets it. Called by torch_backend.
 
     Where the process has one already, as when ranks are threads, it is that of this thread alone.
@@ -436,22 +438,24 @@ def adopt(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], Non
             _state.group, _state.adopted = group, True
         _thread.own = own
 
-    def forget() -> None:
+    def unregister() -> None:
         with _state.lock:
             own.clear()
             if _state.group is group:
                 _state.group, _state.adopted = None, False
                 _state.ended = "torch's process group was destroyed"
 
-    return forget
+    return unregister
 
 
-def attach(core: _core.Group, store: Store | None, timeout_s: float) -> Callable[[], None]:
+def register_backend(
+    core: _core.Group, store: Store | None, timeout_s: float
+) -> Callable[[], None]:
     """Lets the engine of torch's new_group() or split_group() end where the default group does, as
     parts of split() do; gives what forgets it. Called by torch_backend."""
     held = [Group(core, store, timeout_s)]
     if (group := _find()) is not None:
-        group._take(held[0])
+        group._adopt_subgroup(held[0])
     return held.clear
 
 

@@ -2,7 +2,7 @@
 
 A thread waits for the end of the agent, and of the processes between it and this one, and has the
 process's groups aborted, so that their calls raise. Called by group.py; ranks of `pycomm launch`
-end with their launcher, by launch/place.py and launch/supervisor.py.
+end with their launcher, by launch/worker_setup.py and launch/supervisor.py.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pycomm.compress.cost_model import Coding, Link, measure_coding, predicted
 from pycomm.compress.schedule import Load, code_at, to_send
-from pycomm.compress.seconds import Coding, Link, measure_coding, predicted
 from pycomm.errors import InvalidArgument
 
 __all__ = ["Expected", "best", "draw", "expected", "main", "plan", "table"]
@@ -77,10 +77,10 @@ def plan(
     compute_s = statistics.median(seconds[WARM:])
     k = to_send(count, sparsity)
     raw = Load([k], [count], 4, None)
-    lean = Load([k], [count], 4, code_at("2bit", 1 - sparsity))
-    codings = measure_coding(raw), measure_coding(lean)
+    compact = Load([k], [count], 4, code_at("2bit", 1 - sparsity))
+    codings = measure_coding(raw), measure_coding(compact)
     return [
-        Expected(n, rate, expected(compute_s, (raw, lean), codings, (n, rate), local_steps))
+        Expected(n, rate, expected(compute_s, (raw, compact), codings, (n, rate), local_steps))
         for rate in gbit
         for n in ranks
     ]
@@ -97,21 +97,21 @@ def expected(
 
     Args:
         compute_s: of a step without communication.
-        loads, codings: of raw packets and of lean ones, and how fast they are coded.
+        loads, codings: of raw packets and of compact ones, and how fast they are coded.
         where: ranks, and Gbit/s of each one's line.
         local_steps: see plan().
     """
     ranks, gbit = where
     link = Link(CALL_S, 8 / (gbit * 1e9))
-    raw, lean = (
+    raw, compact = (
         predicted(load, ranks, link, coding) for load, coding in zip(loads, codings, strict=True)
     )
     return {
         "dense": compute_s + raw["dense"],
         "bf16": compute_s + raw["dense"] / 2,
         "dgc gather": compute_s + raw["gather"],
-        "dgc 2bit gather": compute_s + lean["gather"],
-        "dgc 2bit split": compute_s + lean["split"],
+        "dgc 2bit gather": compute_s + compact["gather"],
+        "dgc 2bit sharded": compute_s + compact["sharded"],
         f"local {local_steps}": compute_s + raw["dense"] / local_steps,
     }
 
@@ -136,7 +136,7 @@ def table(found: Sequence[Expected]) -> str:
 
 
 COLORS = {"dense": "#9aa0a6", "bf16": "#dadce0", "dgc gather": "#f9ab00"}
-COLORS |= {"dgc 2bit gather": "#e8710a", "dgc 2bit split": "#1a73e8"}
+COLORS |= {"dgc 2bit gather": "#e8710a", "dgc 2bit sharded": "#1a73e8"}
 
 
 def draw(path: Path, found: Sequence[Expected], caption: str = "") -> None:

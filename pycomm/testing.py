@@ -28,7 +28,7 @@ from pycomm.group import Group, as_thread_default
 
 __all__ = ["FaultPlan", "run_ranks", "status"]
 
-GRACE_S = 5.0  # for the others to end by themselves after the first failure
+EXIT_TIMEOUT_S = 5.0  # for the others to end by themselves after the first failure
 
 
 def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
@@ -42,9 +42,9 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
     reproducible: bool = False,
     encrypt: bool = False,
     faults: Sequence[FaultPlan] = (),
-    line_bytes_s: float | None = None,
-    hosts: Sequence[str] = (),
-    grace_s: float | None = None,
+    link_bytes_per_s: float | None = None,
+    host_names: Sequence[str] = (),
+    exit_timeout_s: float | None = None,
     return_exceptions: bool = False,
 ) -> list[Any]:
     """Runs `fn(group, *args)` as each of `n` ranks of a new group; gives the results by rank.
@@ -57,13 +57,13 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
         timeout_s: the group's limit in seconds, for its forming and each call.
         heartbeat_s, reproducible, encrypt: as of `pycomm.init`.
         faults: what goes wrong, on which rank; "kill" and "stop" want `processes`.
-        line_bytes_s: what each rank sends passes a line of so many bytes a second, and what it
+        link_bytes_per_s: what each rank sends passes a line of so many bytes a second, and what it
             receives another; None: none. For benchmarks: a token bucket in front of the transport,
             which counts frames.
-        hosts: by rank: of which made-up host it is, by a name of up to 12 letters and digits.
-            Ranks of different ones go by TCP, which `transport` must allow: "" or "tcp"; with
-            `encrypt` that is encrypted. Empty: all are of this one.
-        grace_s: for how long after the first failure other processes may go on, in seconds;
+        host_names: by rank: the name of its simulated host, up to 12 letters and digits. Ranks of
+            different hosts use TCP, which `transport` must allow: "" or "tcp"; with `encrypt` it is
+            encrypted. Empty: all ranks are on this host.
+        exit_timeout_s: for how long after the first failure other processes may go on, in seconds;
             None: 5.
         return_exceptions: failures stand in the list as exceptions; PeerLost for a process that
             died.
@@ -80,15 +80,19 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
         "encrypt": encrypt,
         "transport": transport,
         "faults": list(faults),
-        "line_bytes_s": line_bytes_s or 0.0,
-        "hosts": list(hosts),
+        "link_bytes_per_s": link_bytes_per_s or 0.0,
+        "hosts": list(host_names),
     }
-    if hosts and len(hosts) != n:
-        raise InvalidArgument(f"hosts={list(hosts)}: one for each of {n} ranks")
-    if len(set(hosts)) > 1 and transport not in ("", "tcp"):
-        raise InvalidArgument(f"transport={transport!r} does not reach other hosts, made up or not")
-    if line_bytes_s is not None and not line_bytes_s > 0:
-        raise InvalidArgument(f"line_bytes_s={line_bytes_s}: above 0, or None")
+    if host_names and len(host_names) != n:
+        raise InvalidArgument(
+            f"invalid host_names: got {len(host_names)} names, expected one for each of {n} ranks"
+        )
+    if len(set(host_names)) > 1 and transport not in ("", "tcp"):
+        raise InvalidArgument(
+            f"transport={transport!r} does not reach other hosts, simulated or not"
+        )
+    if link_bytes_per_s is not None and not link_bytes_per_s > 0:
+        raise InvalidArgument(f"link_bytes_per_s={link_bytes_per_s}: above 0, or None")
     for fault in faults:
         if not 0 <= fault.rank < n:
             raise InvalidArgument(f"a fault on rank {fault.rank} of {n}")
@@ -96,7 +100,7 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
             raise InvalidArgument(f"the fault {fault.action!r} would end the test: use processes")
     ranks: _Processes | _Threads
     if processes:
-        limit_s = GRACE_S if grace_s is None else grace_s
+        limit_s = EXIT_TIMEOUT_S if exit_timeout_s is None else exit_timeout_s
         ranks = _Processes(n, fn, args, options, limit_s)
     else:
         ranks = _Threads(n, fn, args, options)
@@ -127,10 +131,11 @@ def status(group: Group) -> dict[str, Any]:
     """What this rank knows of the group at the moment, without asking anybody; from any thread.
 
     Returns:
-        "rank"; "doing": this rank's last call, as text, "" before the first; "peers": for each
-        other rank a dict of "rank", "host", "pid", "transport", "connected", "departed" (why it
-        left, or ""), "silent_s" (seconds since it was heard of), "doing" (as its last frame said,
-        or ""), "bytes_written" and "bytes_received". It may be a fifth of `heartbeat_s` old.
+        "rank"; "current_call": this rank's last call, as text, "" before the first; "peers": for
+        each other rank a dict of "rank", "host", "pid", "transport", "connected", "left_reason"
+        (why it left, or ""), "last_seen_s" (seconds since it was heard of), "current_call" (as its
+        last frame said, or ""), "bytes_written" and "bytes_received". It may be a fifth of
+        `heartbeat_s` old.
     """
     known = group._core.status()
     peers = [
@@ -141,13 +146,13 @@ def status(group: Group) -> dict[str, Any]:
             "transport": member.transport,
             **known["peers"][rank],
         }
-        for rank, member in enumerate(group.members)
+        for rank, member in enumerate(group.peer_info())
         if rank != group.rank
     ]
-    return {"rank": group.rank, "doing": known["doing"], "peers": peers}
+    return {"rank": group.rank, "current_call": known["current_call"], "peers": peers}
 
 
-ACTIONS = ("cut", "kill", "stop", "delay", "trickle", "garbage")
+ACTIONS = ("disconnect", "kill", "stop", "delay", "throttle", "corrupt")
 
 
 @dataclass(frozen=True)
@@ -156,9 +161,9 @@ class FaultPlan:
 
     Args:
         rank: on whom.
-        action: "cut" (its connections are gone, as when it dies), "kill" (SIGKILL), "stop"
-            (SIGSTOP), "delay" (what arrives is there `seconds` later), "trickle" (it is seen
-            `grain` bytes at a time), "garbage" (32 bytes of noise go out in front of the next
+        action: "disconnect" (its connections are gone, as when it dies), "kill" (SIGKILL), "stop"
+            (SIGSTOP), "delay" (what arrives is there `seconds` later), "throttle" (it is seen
+            `chunk_bytes` bytes at a time), "corrupt" (32 bytes of noise go out in front of the next
             frame). An exit is a "kill" to the others: what is said before it is said by the
             program.
         at: count the data frames of this operation only; None: all that passes, from the forming
@@ -166,16 +171,16 @@ class FaultPlan:
         after_bytes: sent and received, headers counted, before it happens.
         peer: count and act on the channel to this rank only; None: on all.
         seconds: of a delay.
-        grain: bytes of a trickle that are seen at once.
-        moment_file: where the rank writes down time.monotonic() of the moment in which it happens
-            (noise: goes out), before the others can notice; "": nowhere.
+        chunk_bytes: bytes that a throttled channel shows at once.
+        timestamp_file: where the rank writes down time.monotonic() of the moment in which it
+            happens (noise: goes out), before the others can notice; "": nowhere.
 
     It happens in the group that run_ranks makes. Parts that split() makes of that have channels of
     their own, on which nothing is counted and nothing goes wrong; a rank that is killed or stopped
     is so in all of them.
 
     Raises:
-        InvalidArgument: there is no such action or operation, or a grain is nothing.
+        InvalidArgument: there is no such action or operation, or chunk_bytes is below 1.
     """
 
     rank: int
@@ -184,8 +189,8 @@ class FaultPlan:
     after_bytes: int = 0
     peer: int | None = None
     seconds: float = 0.01
-    grain: int = 1
-    moment_file: str = ""
+    chunk_bytes: int = 1
+    timestamp_file: str = ""
 
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
@@ -194,25 +199,25 @@ class FaultPlan:
             )
         if self.at is not None and self.at not in _core.OPERATIONS:
             raise InvalidArgument(f"a fault at {self.at!r}; one of: {', '.join(_core.OPERATIONS)}")
-        if self.grain < 1:
+        if self.chunk_bytes < 1:
             raise InvalidArgument(
-                f"a trickle of {self.grain} bytes at a time: it must be 1 or more"
+                f"invalid chunk_bytes: got {self.chunk_bytes}, expected 1 or more"
             )
 
     def _for_core(self) -> tuple[str, str, int, int, float, int, str]:
         peer = -1 if self.peer is None else self.peer
         named = self.action, self.at or "", self.after_bytes, peer
-        return *named, self.seconds, self.grain, self.moment_file
+        return *named, self.seconds, self.chunk_bytes, self.timestamp_file
 
 
 def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
     """This rank's place in the group."""
     key = options.get("secret", "")
-    named = {"name": "world", "address": "", "towards": "", "reproducible": False, "log": False}
+    named = {"name": "world", "address": "", "route_hint": "", "reproducible": False, "log": False}
     options = dict(options)
     hosts = options.pop("hosts", ())
     faults = [fault._for_core() for fault in options.get("faults", ()) if fault.rank == rank]
-    given = {**named, **config.journal_files(), "secret": key, **options, "faults": faults}
+    given = {**named, **config.flight_recorder_files(), "secret": key, **options, "faults": faults}
     if hosts:
         given["host"] = hosts[rank]
     core = _core.connect(store, rank=rank, **given)
@@ -278,13 +283,13 @@ class _Processes:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         options: dict[str, Any],
-        grace_s: float,
+        exit_timeout_s: float,
     ) -> None:
         self.results: list[Any] = [None] * n
         self.failures: list[int] = []
         self._job = pickle.dumps((fn, args))
         self._options = {**options, "secret": secrets.token_hex(32)}
-        self._grace_s = grace_s
+        self._exit_timeout_s = exit_timeout_s
 
     def run(self) -> None:
         """Returns when every rank has ended; those that do not after a failure are killed."""
@@ -321,7 +326,7 @@ class _Processes:
                 rank, process = running.pop(pipe)
                 self._receive(rank, process, pipe)
             if self.failures and end is None:
-                end = time.monotonic() + self._grace_s
+                end = time.monotonic() + self._exit_timeout_s
 
     def _receive(self, rank: int, process: Any, pipe: Connection) -> None:
         try:

@@ -1,7 +1,7 @@
 """`pycomm top`: what the ranks of this host do now, again and again.
 
-It reads the records that each rank keeps in its memory (journal.py): no rank is asked, none slowed
-down, and one that is stopped or hangs is seen as well. Other users' ranks are not.
+It reads the records that each rank keeps in its memory (flight_recorder.py): no rank is asked, none
+slowed down, and one that is stopped or hangs is seen as well. Other users' ranks are not.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pycomm import journal
-from pycomm.journal import Journal
+from pycomm import flight_recorder
+from pycomm.flight_recorder import FlightRecord
 
 __all__ = ["main", "view"]
 
@@ -31,27 +31,27 @@ class Sample:
     """What was seen at one moment; `at_ns` is the host's steady clock, as in the records."""
 
     def __init__(self) -> None:
-        self.journals = journal.running()
+        self.flight_records = flight_recorder.running()
         self.at_ns = time.monotonic_ns()
 
 
 def view(now: Sample, before: Sample | None = None) -> RenderableType:
     """Tables of all groups; rates are since `before`, or since the group stands."""
-    groups = journal.groups_of(now.journals)
+    groups = flight_recorder.groups_of(now.flight_records)
     if not groups:
         return Text("no ranks of this user run on this host")
     return Group(*(_group(ranks, now, before) for ranks in groups))
 
 
-def _group(ranks: list[Journal], now: Sample, before: Sample | None) -> Table:
+def _group(ranks: list[FlightRecord], now: Sample, before: Sample | None) -> Table:
     first = ranks[0]
     here = "" if len(ranks) == first.size else f", {len(ranks)} of them here"
     title = Text(f'group "{first.name}", {first.size} ranks{here}')  # a str would be markup
     table = Table(title=title, title_justify="left")
     for name in ("rank", "pid", "calls/s", "MB/s sent", "waiting", ""):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("doing")
-    earlier = {(one.id, one.rank): one for one in before.journals} if before else {}
+    table.add_column("current call")
+    earlier = {(one.id, one.rank): one for one in before.flight_records} if before else {}
     most = max(_place(one) for one in ranks)
     for one in ranks:
         then = earlier.get((one.id, one.rank))
@@ -69,7 +69,7 @@ def _group(ranks: list[Journal], now: Sample, before: Sample | None) -> Table:
     return table
 
 
-def _place(one: Journal) -> tuple[int, int, bool]:
+def _place(one: FlightRecord) -> tuple[int, int, bool]:
     """How far a rank has come: epoch and sequence of its last call, and whether it is over."""
     if not len(one.records):
         return -1, -1, False
@@ -77,7 +77,7 @@ def _place(one: Journal) -> tuple[int, int, bool]:
     return int(last["epoch"]), int(last["sequence"]), not one.is_inside()
 
 
-def _mark(one: Journal, most: tuple[int, int, bool], at_ns: int) -> Text:
+def _mark(one: FlightRecord, most: tuple[int, int, bool], at_ns: int) -> Text:
     """What is wrong with a rank, if anything is."""
     if one.reason:
         return Text("broken", "red")
@@ -89,7 +89,7 @@ def _mark(one: Journal, most: tuple[int, int, bool], at_ns: int) -> Text:
     return Text("")
 
 
-def _is_stopped(one: Journal) -> bool:
+def _is_stopped(one: FlightRecord) -> bool:
     """Whether the process was stopped by a signal or a debugger."""
     with contextlib.suppress(OSError):  # it has ended
         stat = Path(*Path(one.source).parts[:3], "stat").read_text()
@@ -97,15 +97,16 @@ def _is_stopped(one: Journal) -> bool:
     return False
 
 
-def _doing(one: Journal, at_ns: int) -> str:
+def _doing(one: FlightRecord, at_ns: int) -> str:
     if one.reason:
         return one.reason
     if not len(one.records):
         return "has not called yet"
     last = one.records[-1]
     if one.is_inside():
-        return f"{journal.title(last)} for {_span(at_ns - int(last['begun']))}"
-    return f"outside of calls for {_span(at_ns - int(last['ended']))}, after {journal.title(last)}"
+        return f"{flight_recorder.title(last)} for {_span(at_ns - int(last['begun']))}"
+    outside_s = _span(at_ns - int(last["ended"]))
+    return f"outside of calls for {outside_s}, after {flight_recorder.title(last)}"
 
 
 def _span(nanoseconds: int) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from pycomm import _core, _torch_autoload, config, device_groups, rendezvous, tuned
+from pycomm import _core, _torch_autoload, config, device_groups, rendezvous, thresholds
 from pycomm import group as groups
 from pycomm.errors import InvalidArgument, Unsupported
 
@@ -67,27 +67,27 @@ def is_available() -> bool:
 
 def Options(  # noqa: N802 - as torch's
     timeout: timedelta | None = None,
-    cuda_lanes: int = 1,
-    cuda_between_hosts: str = "nccl",
+    cuda_channels: int = 1,
+    cuda_internode_transport: str = "nccl",
     encrypt: bool | None = None,
 ) -> _c10d.Options:
     """Options of a group, as torch's other backends have them.
 
     Args:
         timeout: limits each call; None: torch's own limit.
-        cuda_lanes, cuda_between_hosts: as of `pycomm.Group`, for tensors on CUDA devices.
+        cuda_channels, cuda_internode_transport: as of `pycomm.Group`, for tensors on CUDA devices.
         encrypt: as of `pycomm.init`; None: as the default group, if there is one.
 
     Raises:
-        InvalidArgument: there is no such way between hosts, or no such number of lanes.
+        InvalidArgument: there is no such transport between hosts, or no such number of channels.
     """
-    device_groups.check_between_hosts(cuda_between_hosts)
-    device_groups.check_lanes(cuda_lanes)
+    device_groups.check_internode_transport(cuda_internode_transport)
+    device_groups.check_channels(cuda_channels)
     given = {} if timeout is None else {"timeout": timeout}
     made: _c10d.Options = _module().Options(
         **given,
-        cuda_lanes=cuda_lanes,
-        cuda_between_hosts=cuda_between_hosts,
+        cuda_channels=cuda_channels,
+        cuda_internode_transport=cuda_internode_transport,
         encrypt=encrypt,
     )
     return made
@@ -111,10 +111,10 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
     ours.global_ranks_in_group = options.global_ranks_in_group
     ours.group_name = cast("GroupName", options.group_id)
     if options.global_ranks_in_group:
-        return _form(options, ours, groups.attach)
+        return _form(options, ours, groups.register_backend)
     shared = _engine_of_init(options)
     if shared is None:
-        return _form(options, ours, groups.adopt)
+        return _form(options, ours, groups.register_core)
     _encrypt(ours, shared)
     backend: _c10d.Backend = _module().Backend(shared._capsule(), ours, False, None)
     return backend
@@ -145,7 +145,7 @@ def merge(store: Store, ours: _c10d.Options, rank: int, size: int) -> _c10d.Back
     options.store, options.group_id = store, str(ours.group_name)
     options.group_rank, options.group_size, options.timeout = rank, size, ours._timeout
     ours.global_ranks_in_group = []
-    return _form(options, ours, groups.attach)
+    return _form(options, ours, groups.register_backend)
 
 
 def _form(
@@ -163,10 +163,10 @@ def _form(
     return backend
 
 
-def attach(part: object, timeout_s: float) -> Callable[[], None]:
+def register_backend(part: object, timeout_s: float) -> Callable[[], None]:
     """Lets a part that torch's split_group() made end where the default group does; gives what
     forgets it. `part` is a capsule of a group. Called by the compiled backend."""
-    return groups.attach(_core.group_of(part), None, timeout_s)
+    return groups.register_backend(_core.group_of(part), None, timeout_s)
 
 
 def _options(given: object, timeout: timedelta) -> _c10d.Options:
@@ -226,11 +226,11 @@ def _connect(
         encrypt=encrypt,
         transport=place.transport,
         address=place.address,
-        towards=rendezvous.host_of(options.store) or place.master_host,
+        route_hint=rendezvous.host_of(options.store) or place.master_host,
         reproducible=False,
         log=place.log != "warning",
-        tuned=tuned.thresholds(),
-        **config.journal_files(),
+        tuned=thresholds.thresholds(),
+        **config.flight_recorder_files(),
     )
 
 

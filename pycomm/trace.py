@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import _core, journal
+from pycomm import _core, flight_recorder
 from pycomm.errors import InvalidArgument
-from pycomm.journal import Journal
+from pycomm.flight_recorder import FlightRecord
 
 __all__ = ["Timeline", "main", "merge"]
 
@@ -35,7 +35,7 @@ class Rank:
     """
 
     label: str
-    journals: list[Journal] = field(default_factory=list)
+    flight_records: list[FlightRecord] = field(default_factory=list)
     calls: int = 0
     inside: int = 0
     waited: int = 0
@@ -73,8 +73,8 @@ def merge(folder: str | Path) -> Timeline:
         raise InvalidArgument(
             f"{folder} has no traces: PYCOMM_TRACE={folder} lets a run leave them there"
         )
-    journals = [one for one in map(journal.read, paths) if len(one.records)]
-    groups = _newest(journal.groups_of(journals))
+    flight_records = [one for one in map(flight_recorder.read, paths) if len(one.records)]
+    groups = _newest(flight_recorder.groups_of(flight_records))
     shifts, doubts = _clocks(groups)
     timeline = Timeline(_ranks(groups), shifts, doubts, {})
     for group in groups:
@@ -82,15 +82,15 @@ def merge(folder: str | Path) -> Timeline:
     return timeline
 
 
-def _newest(groups: list[list[Journal]]) -> list[list[Journal]]:
+def _newest(groups: list[list[FlightRecord]]) -> list[list[FlightRecord]]:
     """Of groups of one name the last: files of an earlier run with more ranks may lie there too."""
-    newest: dict[str, list[Journal]] = {}
+    newest: dict[str, list[FlightRecord]] = {}
     for group in sorted(groups, key=lambda group: group[0].wall_ns):
         newest[group[0].name] = group
     return list(newest.values())
 
 
-def _ranks(groups: list[list[Journal]]) -> list[Rank]:
+def _ranks(groups: list[list[FlightRecord]]) -> list[Rank]:
     """Who is one rank in several groups: a process, or a thread where ranks are threads."""
     found: dict[tuple[Any, ...], Rank] = {}
     for group in sorted(groups, key=lambda group: (-group[0].size, group[0].name)):
@@ -99,7 +99,7 @@ def _ranks(groups: list[list[Journal]]) -> list[Rank]:
             thread = () if len(processes) == len(group) else (one.rank,)
             label = f"rank {one.rank} ({one.host}, pid {one.pid})"
             rank = found.setdefault((one.host_id, one.pid, *thread), Rank(label))
-            rank.journals.append(one)
+            rank.flight_records.append(one)
             rank.calls += one.begun
             rank.inside += one.inside
             rank.waited += one.waited
@@ -107,7 +107,7 @@ def _ranks(groups: list[list[Journal]]) -> list[Rank]:
     return list(found.values())
 
 
-def _together(group: list[Journal]) -> tuple[Any, Any, list[Any]]:
+def _together(group: list[FlightRecord]) -> tuple[Any, Any, list[Any]]:
     """The calls that all ranks of a group made together and ended: begins and ends as arrays of
     [ranks, calls] of each rank's own clock, and for each rank the indices of its records."""
     verbs = [_core.OPERATIONS.index(verb) for verb in TOGETHER]
@@ -127,7 +127,7 @@ def _together(group: list[Journal]) -> tuple[Any, Any, list[Any]]:
     return begins, np.array([one.records["ended"][at] for one, at in pairs]), chosen
 
 
-def _clocks(groups: list[list[Journal]]) -> tuple[dict[str, int], dict[str, int]]:
+def _clocks(groups: list[list[FlightRecord]]) -> tuple[dict[str, int], dict[str, int]]:
     """For each host what to add to its clock, and by how much that may be wrong.
 
     Whoever ends such a call knows that all have begun: the end on one host is after each begin on
@@ -153,7 +153,7 @@ def _clocks(groups: list[list[Journal]]) -> tuple[dict[str, int], dict[str, int]
     return shifts, doubts
 
 
-def _find_waits(timeline: Timeline, group: list[Journal]) -> None:
+def _find_waits(timeline: Timeline, group: list[FlightRecord]) -> None:
     """For whom each rank waited at the beginning of each call."""
     begins, ends, chosen = _together(group)
     if len(group) < 2 or not begins.size:
@@ -163,7 +163,7 @@ def _find_waits(timeline: Timeline, group: list[Journal]) -> None:
     last, latest = begins.argmax(axis=0), begins.max(axis=0)
     until = np.minimum(latest, ends + shifts)
     waited = np.maximum(until - begins, 0)
-    owners = {id(one): rank for rank in timeline.ranks for one in rank.journals}
+    owners = {id(one): rank for rank in timeline.ranks for one in rank.flight_records}
     for i, one in enumerate(group):
         mine = owners[id(one)]
         mine.last += int((last == i).sum())
@@ -179,19 +179,19 @@ def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     first = min(
         int(one.records["begun"][0]) + timeline.shifts[one.host_id]
         for rank in timeline.ranks
-        for one in rank.journals
+        for one in rank.flight_records
     )
     for pid, rank in enumerate(timeline.ranks):
         yield _names("process_name", pid, 0, {"name": rank.label})
         yield _names("process_sort_index", pid, 0, {"sort_index": pid})
-        for tid, one in enumerate(rank.journals):
+        for tid, one in enumerate(rank.flight_records):
             yield _names("thread_name", pid, tid, {"name": f"group {one.name}"})
             shift = timeline.shifts[one.host_id] - first
             for i, call in enumerate(one.records):
                 begun, ended = int(call["begun"]), int(call["ended"]) or int(call["begun"])
                 place = {"ph": "X", "pid": pid, "tid": tid, "ts": (begun + shift) / 1e3}
                 yield {
-                    "name": journal.title(call),
+                    "name": flight_recorder.title(call),
                     "cat": "calls",
                     **place,
                     "dur": (ended - begun) / 1e3,
@@ -207,16 +207,16 @@ def _names(kind: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
-def _arguments(one: Journal, call: Any) -> dict[str, Any]:
+def _arguments(one: FlightRecord, call: Any) -> dict[str, Any]:
     return {
         "group": one.name,
         "call": int(call["sequence"]),
         "epoch": int(call["epoch"]),
-        "algorithm": journal.TABLES["algorithm"][call["algorithm"]],
-        "bytes": journal.bytes_of(call),
+        "algorithm": flight_recorder.TABLES["algorithm"][call["algorithm"]],
+        "bytes": flight_recorder.bytes_of(call),
         "bytes_written": int(call["bytes_written"]),
         "waited_us": int(call["waited"]) / 1e3,
-        "outcome": journal.TABLES["outcome"][call["outcome"]],
+        "outcome": flight_recorder.TABLES["outcome"][call["outcome"]],
     }
 
 
@@ -254,7 +254,9 @@ def table(timeline: Timeline) -> str:
     ]
     for host, doubt in timeline.doubts.items():
         if doubt:
-            name = next(o.host for r in timeline.ranks for o in r.journals if o.host_id == host)
+            name = next(
+                o.host for r in timeline.ranks for o in r.flight_records if o.host_id == host
+            )
             lines.append(f"the clock of {name} is set to within {doubt / 1e3:,.0f} us")
     return "\n".join(lines)
 

@@ -13,10 +13,10 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 import pytest
-from hostile import Hostility, quiet
+from attack import AttackPlugin, no_attack
 from tiers import tier_of
 
-from benchmarks.held import held, left
+from benchmarks.leak_check import leaked, resources
 
 EXCUSE = re.compile(r"needs (a GPU|\d+ GPUs)")
 _skips: dict[str, str] = {}
@@ -24,8 +24,8 @@ _skips: dict[str, str] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The one option of ours."""
-    text = "no strangers call where the run listens, while it does: tests/hostile.py"
-    parser.addoption("--no-strangers", action="store_true", help=text)
+    text = "no unauthenticated clients call where the run listens, while it does: tests/attack.py"
+    parser.addoption("--no-attack", action="store_true", help=text)
 
 
 @pytest.fixture(params=["cpu", "emulated", "cuda"], scope="module")
@@ -62,22 +62,22 @@ class Before:
     """What was held before a test, and what of it is to stay beyond it."""
 
     def __init__(self) -> None:
-        self.held = held()
+        self.held = resources()
 
     @contextlib.contextmanager
     def stays(self) -> Iterator[None]:
         """What is made within it is there for the tests that follow."""
-        earlier = held()
+        earlier = resources()
         yield
-        now = held()
+        now = resources()
         for kind, some in self.held.items():
             some.update(now[kind] - earlier[kind])
 
 
 @pytest.fixture(autouse=True)
 def spared(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Strangers do not call a test that is marked `quiet`."""
-    with quiet() if request.node.get_closest_marker("quiet") else contextlib.nullcontext():
+    """Unauthenticated clients do not call a test that is marked `no_attack`."""
+    with no_attack() if request.node.get_closest_marker("no_attack") else contextlib.nullcontext():
         yield
 
 
@@ -91,7 +91,7 @@ def nothing_left(request: pytest.FixtureRequest, spared: None) -> Iterator[Befor
     before, failures = Before(), request.session.testsfailed
     yield before
     failed = request.session.testsfailed > failures  # the error holds what its frames hold
-    if not failed and (found := left(before.held)):
+    if not failed and (found := leaked(before.held)):
         pytest.fail(f"left behind: {found}", pytrace=False)
 
 
@@ -105,13 +105,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Once for a run, not in each of xdist's workers: says at once which test fails, as a long run
-    may be ended before pytest's own summary; and strangers call."""
+    may be ended before pytest's own summary; and unauthenticated clients call."""
     if hasattr(config, "workerinput"):
         return
     if (terminal := config.pluginmanager.get_plugin("terminalreporter")) is not None:
         config.pluginmanager.register(Told(terminal))
-    if not (config.option.no_strangers or config.option.collectonly):
-        config.pluginmanager.register(Hostility())
+    if not (config.option.no_attack or config.option.collectonly):
+        config.pluginmanager.register(AttackPlugin())
 
 
 class Told:

@@ -147,7 +147,7 @@ def two_ranks(
                 secret=KEY,
                 transport="tcp",
                 address="",
-                towards="",
+                route_hint="",
                 reproducible=False,
                 log=False,
                 host="ab"[rank],

@@ -177,7 +177,9 @@ class Machine:
     def __init__(self, kind: str) -> None:
         self.device, _, how = kind.partition(", ")
         self.emulated, self.shared = self.device == "emulated", how == "shared"
-        self.own = "staged" if self.shared else "nccl"  # what a call without an algorithm goes by
+        self.own = (
+            "host_staged" if self.shared else "nccl"
+        )  # what a call without an algorithm goes by
         self._stack = ExitStack()
 
     def __enter__(self) -> Machine:
@@ -225,7 +227,7 @@ class EmulatedHere(ExitStack):
         module.runtime.set_eager(False)
         module.set_order("forward", 1, 4)
         self.callback(module.runtime.set_eager, True)
-        self.enter_context(device_groups.replaced(module))
+        self.enter_context(device_groups.override_device_module(module))
         return self
 
 

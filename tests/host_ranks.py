@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 import pycomm
+from pycomm.communicators import CommunicatorPool
 from pycomm.errors import Error
-from pycomm.lanes import Lanes
 
 TIMEOUT_S = 60.0
 
@@ -108,7 +108,7 @@ def verbs() -> dict[str, Any]:
     rng = np.random.default_rng(group.rank)
     x = pycomm.all_reduce(rng.standard_normal(300_000).astype(np.float32))
     return {
-        "transports": [member.transport for member in group.members],
+        "transports": [member.transport for member in group.peer_info()],
         "local": [pycomm.local_rank(), pycomm.local_size(), pycomm.host_count()],
         "bits": hashlib.sha256(x.tobytes()).hexdigest(),
     }
@@ -143,7 +143,7 @@ def form() -> dict[str, Any]:
         group = pycomm.init(timeout_s=float(os.environ["FORM_S"]))
     except Error as error:
         return {"error": type(error).__name__, "text": str(error), "peer": error.peer}
-    return {"transports": [member.transport for member in group.members]}
+    return {"transports": [member.transport for member in group.peer_info()]}
 
 
 def shrinking() -> dict[str, Any]:
@@ -188,13 +188,16 @@ def training() -> dict[str, Any]:
         optimizer.step()
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     sums = [float(p.detach().double().abs().sum()) for p in model.parameters()]
-    hosts, lanes = pycomm.host_count(), Lanes().count  # as many as there are if nobody says so
+    hosts, lanes = (
+        pycomm.host_count(),
+        CommunicatorPool().count,
+    )  # as many as there are if nobody says so
     dist.destroy_process_group()
     bits = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
     return {"bits": bits, "sums": sums, "hosts": hosts, "lanes": lanes}
 
 
-def two_level() -> dict[str, Any]:
+def hierarchical() -> dict[str, Any]:
     """Steps of DGC, of which the last stands between two marks, as of traffic(); what became of the
     weights, of u and of v."""
     import torch
@@ -226,8 +229,8 @@ def two_level() -> dict[str, Any]:
 
 
 PROGRAMS = {
-    "verbs": verbs, "traffic": traffic, "form": form, "training": training, "two_level": two_level,
-    "shrinking": shrinking,
+    "verbs": verbs, "traffic": traffic, "form": form, "training": training, "hierarchical":
+    hierarchical, "shrinking": shrinking,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Emulated(Cpu):
             pytest.skip("needs nvcc, for the headers of CUDA")
         self.module = programs.emulated()
         self.module.set_order("random", 1, 3)
-        self._replaced = devices.replaced("cpu", self.module.kernels)
+        self._replaced = devices.override_kernels("cpu", self.module.kernels)
         self._replaced.__enter__()
         return self
 

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent / "native"))
 from build import CROSS_COMPILER, BuildFailed, build
 
 EMULATOR = "qemu-aarch64"
-SUITES = ["kernels", "lean", "plans", "link"]
+SUITES = ["kernels", "compact", "plans", "link"]
 
 pytestmark = [
-    pytest.mark.quiet("the suites run without ranks"),
+    pytest.mark.no_attack("the suites run without ranks"),
     pytest.mark.skipif(
         not (shutil.which(CROSS_COMPILER) and shutil.which(EMULATOR)),
         reason="needs g++-aarch64-linux-gnu and qemu-user",

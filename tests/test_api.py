@@ -76,7 +76,7 @@ def _where_there_is(algorithm: str | None, n: int, fn: Any) -> list[Any]:
 @pytest.mark.parametrize("n", SIZES)
 def test_every_verb_over_every_transport(n: int, transport: str) -> None:
     def fn(group: Group) -> Any:
-        assert (group.size, pycomm.size(), len(group.members)) == (n, n, n)
+        assert (group.size, pycomm.size(), len(group.peer_info())) == (n, n, n)
         assert group.rank == pycomm.rank() == group.ranks[group.rank]
         x = data(group.rank, 100_003, np.float32)
         total = pycomm.all_reduce(x.copy())
@@ -161,7 +161,7 @@ def test_async_calls_end_in_order_and_keep_their_arrays() -> None:
         assert all((x == 2.0 * i).all() for i, x in enumerate(every))
 
 
-def test_waiting_for_a_work_has_a_limit_and_the_call_goes_on() -> None:
+def test_waiting_for_a_work_has_a_limit_and_the_call_continues() -> None:
     ready = threading.Event()
 
     def fn(group: Group) -> Any:
@@ -208,7 +208,7 @@ def test_bytes_are_those_of_the_ring(n: int) -> None:
         assert after.calls == before.calls + 1
         assert after.seconds > before.seconds
         assert repr(after).startswith(f"Stats(calls={after.calls}, ")
-        assert f"pid={os.getpid()}, transport='local'" in repr(group.members)
+        assert f"pid={os.getpid()}, transport='local'" in repr(group.peer_info())
         assert after.bytes == after.bytes_written > after.bytes_sent
         payload = after.bytes_sent - before.bytes_sent
         headers = after.bytes_written - before.bytes_written - payload
@@ -357,7 +357,8 @@ def test_alone_from_init_to_exit() -> None:
 TOGETHER = """
 import numpy as np, pycomm
 group = pycomm.init(timeout_s=30)
-print(group.rank, group.size, pycomm.all_reduce(np.ones(2)).tolist(), group.members[-1].transport)
+print(group.rank, group.size, pycomm.all_reduce(np.ones(2)).tolist(), end=" ")
+print(group.peer_info()[-1].transport)
 """
 
 

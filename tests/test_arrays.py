@@ -255,7 +255,7 @@ def test_device_arrays_are_refused_as_inputs_and_outputs() -> None:
             with pytest.raises(errors.Error, match=r"no GPU here|x lies on \w+(:0)? and out on"):
                 call()
 
-    with device_groups.replaced(NoGpu):
+    with device_groups.override_device_module(NoGpu):
         run_ranks(2, fn)
 
 
@@ -320,7 +320,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_refused_says_why_and_the_group_goes_on(case: str) -> None:
+def test_what_is_refused_says_why_and_the_group_continues(case: str) -> None:
     make, kind, words = REFUSED[case]
 
     def fn(group: Group) -> Any:

@@ -1,4 +1,4 @@
-"""The benchmark of lean packets: a tiny run, and what makes it fail."""
+"""The benchmark of compact packets: a tiny run, and what makes it fail."""
 
 import json
 from pathlib import Path

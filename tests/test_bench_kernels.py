@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pycomm
-from benchmarks import alone, composed, contest, places, sparse
+from benchmarks import comparison, composed, device_timing, single_kernels, sparse
 from benchmarks import kernels as bench
 from benchmarks.kernel_table import Row
 from benchmarks.residuals import STEPS, WORKERS, Residuals, load, store
@@ -95,14 +95,14 @@ def test_a_tiny_run_is_stored_and_drawn(
 
 def test_the_limit_is_what_takes_longest() -> None:
     """Loops that read at 30, write at 20 and do both at 40: nobody reads at 40."""
-    speeds = {"step": contest.Traffic(24, 16), "read": contest.Traffic(30, 0)}
-    speeds["fill"] = contest.Traffic(0, 20)
+    speeds = {"step": comparison.Traffic(24, 16), "read": comparison.Traffic(30, 0)}
+    speeds["fill"] = comparison.Traffic(0, 20)
     for moved, seconds in (((30, 0), 1), ((0, 40), 2), ((24, 16), 1), ((60, 2), 2)):
-        assert bench._limit(speeds, contest.Traffic(*moved)) == seconds
+        assert bench._limit(speeds, comparison.Traffic(*moved)) == seconds
     # Nor does a faster read or fill say how fast a mixture goes, but where it is almost one.
-    fast = {"read": contest.Traffic(120, 0), "fill": contest.Traffic(0, 80)}
+    fast = {"read": comparison.Traffic(120, 0), "fill": comparison.Traffic(0, 80)}
     for moved, seconds in (((24, 16), 1), ((80, 40), 1), ((40, 80), 1.5)):
-        assert bench._limit(speeds | fast, contest.Traffic(*moved)) == seconds
+        assert bench._limit(speeds | fast, comparison.Traffic(*moved)) == seconds
 
 
 def test_a_contestant_beyond_the_limit_fails_the_run(
@@ -133,31 +133,31 @@ def test_a_wrong_bit_ends_it(
     assert "20000 elements: topk: pycomm and the reference differ" in capsys.readouterr().out
 
 
-def contests() -> list[contest.Contest]:
+def comparisons() -> list[comparison.Comparison]:
     x, *gradients = torch.randn((7, 5_003), generator=torch.Generator().manual_seed(2))
     kept = [torch.arange(i, x.numel(), 97, dtype=torch.int32) for i in range(3)]
-    return alone.contests(x, [(i, x[i]) for i in kept], gradients)
+    return single_kernels.comparisons(x, [(i, x[i]) for i in kept], gradients)
 
 
 def test_each_contestant_is_checked(tmp_path: Path) -> None:
     """One number of one result changed, by a bit, or by a hundredth where torch rounds
     otherwise."""
-    found, here = contests(), places.Host()
+    found, here = comparisons(), device_timing.Host()
     assert {c.kernel: c.calls.keys() - {"pycomm"} for c in found} == ALONE
     recorded = load(write_residuals(tmp_path / "residuals.npz", 2_000))
     steps, choices = {"eager": composed.eager}, {"torch.topk": composed.torch_topk}
-    found += sparse.contests(sparse.Case(recorded, 9_000), steps, choices)
+    found += sparse.comparisons(sparse.Case(recorded, 9_000), steps, choices)
     for one in found:
-        assert contest.wrong(one, here) == ""
+        assert comparison.wrong(one, here) == ""
         for peer, call in one.calls.items():
             if peer in one.unlike:
                 continue
             bad = spoiled(call, peer == "pycomm" or not one.rounding)
             wrong = dataclasses.replace(one, calls=one.calls | {peer: bad})
-            assert contest.wrong(wrong, here) == f"{one.kernel}: {peer} and the reference differ"
+            assert comparison.wrong(wrong, here) == f"{one.kernel}: {peer} and the reference differ"
 
 
-def spoiled(call: contest.Call, exact: bool) -> contest.Call:
+def spoiled(call: comparison.Call, exact: bool) -> comparison.Call:
     def wrong(step: int) -> list[Any]:
         results = [torch.as_tensor(x).clone().reshape(-1) for x in call(step)]
         last = results[-1]

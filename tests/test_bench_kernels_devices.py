@@ -17,7 +17,7 @@ import torch
 from test_bench_kernels import ALONE, TRAINING, write_residuals
 from without_gpus import python
 
-from benchmarks import composed, kernels, libraries, places
+from benchmarks import composed, device_timing, kernels, libraries
 from benchmarks.kernel_table import Row
 from benchmarks.residuals import WORKERS
 from pycomm import _core
@@ -86,7 +86,7 @@ class TorchCuda:
         self.notes.append("end capture")
 
 
-class Emulated(places.Cuda):
+class Emulated(device_timing.Cuda):
     """CUDA's kernels on the processor. Nothing is captured: each replay is a call, which gives what
     the first one is to give."""
 
@@ -110,9 +110,9 @@ class Emulated(places.Cuda):
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = programs.emulated()
     module.set_order("forward", 1, 4)
-    monkeypatch.setitem(places.PLACES, "cuda", Emulated)
+    monkeypatch.setitem(device_timing.PLACES, "cuda", Emulated)
     before = torch.get_num_threads(), _core.kernel_threads()
-    with devices.replaced("cpu", module.kernels):
+    with devices.override_kernels("cpu", module.kernels):
         yield module
     torch.set_num_threads(before[0])
     _core.set_kernel_threads(before[1])
@@ -167,7 +167,7 @@ def test_a_wrong_bit_on_the_device_ends_it(
         ctypes.c_uint8.from_address(out).value ^= 1
 
     module = SimpleNamespace(**{**vars(emulated.kernels), "norm": wrong})
-    with devices.replaced("cpu", module):
+    with devices.override_kernels("cpu", module):
         assert run(tmp_path, "--peers", "") == 1
     assert "9600 elements: norm: pycomm and the reference differ" in capsys.readouterr().out
 
@@ -186,7 +186,7 @@ def test_a_graph_that_gives_another_result_fails_the_command(
             result, replay = super().captured(call, step)
             return result, lambda: (replay(), replay())
 
-    monkeypatch.setitem(places.PLACES, "cuda", Twice)
+    monkeypatch.setitem(device_timing.PLACES, "cuda", Twice)
     assert run(tmp_path, "--peers", "") == 1
     assert "9600 elements: dgc_step: pycomm and the reference differ" in capsys.readouterr().out
 
@@ -201,7 +201,7 @@ def test_the_loops_move_what_they_say(emulated: Any) -> None:
             loaded, stored, launches = emulated.take_traffic()
             if launches:
                 whole = count // 4_096 * 4_096  # elements of the tiles; the rest is not counted
-                assert [loaded, stored] == [each * whole for each in places.STREAMS[name]]
+                assert [loaded, stored] == [each * whole for each in device_timing.STREAMS[name]]
 
 
 def test_without_room_a_size_is_left_out(
@@ -212,7 +212,7 @@ def test_without_room_a_size_is_left_out(
             super().__init__()
             self._cuda.free = 1 << 20
 
-    monkeypatch.setitem(places.PLACES, "cuda", Small)
+    monkeypatch.setitem(device_timing.PLACES, "cuda", Small)
     stored = tmp_path / "out.json"
     before = torch.get_num_threads(), _core.kernel_threads()
     assert run(tmp_path, "--peers", "", "--json", str(stored)) == 0
@@ -226,7 +226,7 @@ def test_without_room_a_size_is_left_out(
 # ---- timing by events and graphs -----------------------------------------------------------------
 
 
-class Fake(places.Cuda):
+class Fake(device_timing.Cuda):
     """A GPU of which nothing is asked but what torch.cuda is."""
 
     device = torch.device("cpu")
@@ -294,12 +294,12 @@ def test_who_cannot_take_part_is_named_and_ours_must() -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    one = kernels.Contest("topk", kernels.Traffic(4, 0), list, {"pycomm": abs, "CuPy": fails})
+    one = kernels.Comparison("topk", kernels.Traffic(4, 0), list, {"pycomm": abs, "CuPy": fails})
     (left,), (missing,) = kernels.able([one])
     assert left.calls.keys() == {"pycomm"}
     assert (missing.peer, missing.why) == ("CuPy", "RuntimeError: no such instruction")
     with pytest.raises(RuntimeError, match="no such instruction"):
-        kernels.able([kernels.Contest("topk", kernels.Traffic(4, 0), list, {"pycomm": fails})])
+        kernels.able([kernels.Comparison("topk", kernels.Traffic(4, 0), list, {"pycomm": fails})])
 
 
 def test_libraries_take_part_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

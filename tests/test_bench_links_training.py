@@ -64,10 +64,10 @@ def test_a_line_holds_back_what_passes() -> None:
         return found
 
     burst = 0.02 * speed
-    for seconds in run_ranks(2, program, transport="tcp", line_bytes_s=speed)[1]:
+    for seconds in run_ranks(2, program, transport="tcp", link_bytes_per_s=speed)[1]:
         assert seconds > (4 * count - 2 * burst) / speed
-    with pytest.raises(InvalidArgument, match="line_bytes_s=0"):
-        run_ranks(2, program, line_bytes_s=0)
+    with pytest.raises(InvalidArgument, match="link_bytes_per_s=0"):
+        run_ranks(2, program, link_bytes_per_s=0)
 
 
 def test_steps_behind_token_buckets(
@@ -76,16 +76,24 @@ def test_steps_behind_token_buckets(
     """Without root, and it says so; a dense step has to wait for its bytes."""
     stored = tmp_path / "out.json"
     monkeypatch.setattr(steps, "missing", lambda: "needs root")
-    words = ["--training", "--ways", "compute,overlap,lean", "--steps", "1", "--compute-s", "0.05"]
+    words = [
+        "--training",
+        "--ways",
+        "compute,overlap,compact",
+        "--steps",
+        "1",
+        "--compute-s",
+        "0.05",
+    ]
     words += ["--width", "256", "--json", str(stored), "--rates", "100mbit"]
     assert links.main(words) == 0
     assert steps.BUCKET in " ".join(capsys.readouterr().out.split())
     content = json.loads(stored.read_text())
     assert content["settings"]["lines"] == steps.BUCKET
-    compute, overlap, lean = content["rows"]
+    compute, overlap, compact = content["rows"]
     bytes_ = 20 * 256**2 * 4  # which each of two ranks sends once
     assert overlap["step_s"] > 0.8 * (bytes_ - 2 * 0.02 * 12.5e6) / 12.5e6
-    assert all(row["step_s"] > 0 for row in (compute, lean))
+    assert all(row["step_s"] > 0 for row in (compute, compact))
     assert 0 < overlap["line_of_rate"] < 1.1
 
 
@@ -132,10 +140,10 @@ def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[
     few, many = content["ranks"]
     assert [few["size"], many["size"]] == [4, 32]
     assert many["gather"] > 7 * few["gather"]
-    assert many["split"] < many["split4"] < many["gather"]
+    assert many["sharded"] < many["sharded4"] < many["gather"]
     assert 1 <= many["busiest"] < 1.5  # drawn evenly
     k = next(one["k"] for one in content["packets"] if one["sparsity"] == 0.999)
-    assert many["fewer"] == pytest.approx(31 * 8 * k / many["split"])
+    assert many["fewer"] == pytest.approx(31 * 8 * k / many["sharded"])
     assert all(level["of_ring"] <= 1 / 8 for level in content["ramp"])
     for one in content["counted"]:
         assert one["received"] == pytest.approx(one["expected"], rel=0.1)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import batch, equal, seeded
+from small_models import batch, equal, seeded
 from test_data_parallel import replicas
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -407,23 +407,23 @@ def _options(at: Any) -> None:
 
     device_groups._meet = noted
     try:
-        asked = torch_backend.Options(cuda_lanes=2, cuda_between_hosts="tcp")
+        asked = torch_backend.Options(cuda_channels=2, cuda_internode_transport="tcp")
         both = "cpu:pycomm,privateuseone:pycomm"
         group = dist.new_group(backend=both, pg_options=asked)
         x = torch.ones(10, device=at.device)
         dist.all_reduce(x, group=group)
         options = copy.deepcopy(group._get_backend(at.device).options)
-        assert (options.cuda_lanes, options.cuda_between_hosts) == (2, "tcp")
+        assert (options.cuda_channels, options.cuda_internode_transport) == (2, "tcp")
         part = group.split_group(list(range(group.size())), opts=options, group_name="part")
         part.allreduce([x]).wait()
         assert (x.cpu() == group.size() ** 2).all()
     finally:
         device_groups._meet = plain
     assert met == [(2, "tcp"), (2, "tcp")]
-    with pytest.raises(errors.InvalidArgument, match=r"'udp': one of 'nccl', 'tcp'"):
-        torch_backend.Options(cuda_between_hosts="udp")
-    with pytest.raises(errors.InvalidArgument, match="1 to 8 lanes, not 0"):
-        torch_backend.Options(cuda_lanes=0)
+    with pytest.raises(errors.InvalidArgument, match=r"got 'udp', expected one of 'nccl', 'tcp'"):
+        torch_backend.Options(cuda_internode_transport="udp")
+    with pytest.raises(errors.InvalidArgument, match="cuda_channels: got 0"):
+        torch_backend.Options(cuda_channels=0)
 
 
 def test_options_say_how_tensors_travel(run: Run) -> None:

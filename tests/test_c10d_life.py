@@ -261,7 +261,7 @@ def _mismatch() -> None:
     assert (x == 10).all()
 
 
-def test_disagreement_raises_mismatch_and_the_group_goes_on(run: Run) -> None:
+def test_disagreement_raises_mismatch_and_the_group_continues(run: Run) -> None:
     run(2, _mismatch)
 
 

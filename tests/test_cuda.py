@@ -87,7 +87,7 @@ def test_bytes_and_launches_of_a_step(dtype, decay, most):
     count, k = 400_000, 400
     u, v = np.zeros(count, np.float32), np.zeros(count, np.float32)
     weight = rng.standard_normal(count).astype(dtype)
-    with devices.replaced("cpu", emulated.kernels):
+    with devices.override_kernels("cpu", emulated.kernels):
         workspace = kernels.dgc_workspace(u, v, k)
         for _ in range(16):
             grad = rng.standard_normal(count).astype(dtype)
@@ -107,7 +107,7 @@ def test_many_tensors_take_the_same_launches():
     sizes = rng.integers(1, 3000, 161).tolist()
     grads, us, vs = ([rng.standard_normal(n).astype(np.float32) for n in sizes] for _ in range(3))
     emulated.take_traffic()
-    with devices.replaced("cpu", emulated.kernels):
+    with devices.override_kernels("cpu", emulated.kernels):
         kernels.dgc_step(grads, us, vs, [1 + n // 100 for n in sizes], momentum=0.9)
     assert emulated.take_traffic()[2] <= 4
 

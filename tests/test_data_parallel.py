@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from little_models import (
+from small_models import (
     alone,
     batch,
     equal,
@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
+from pycomm.communicators import CommunicatorPool
 from pycomm.errors import InvalidArgument, Mismatch, Unsupported
-from pycomm.lanes import Lanes
 from pycomm.testing import run_ranks
 
 STEPS = 4
@@ -112,14 +112,14 @@ def test_a_bucket_has_arrived_before_the_last_gradient_exists(
     """Backward stops at its last gradient until the first bucket, or DGC's first packet, is back
     from all ranks."""
     works: dict[int, list[pycomm.Work]] = {0: [], 1: []}
-    start = getattr(Lanes, verb)
+    start = getattr(CommunicatorPool, verb)
 
-    def kept(lanes: Lanes, *args: Any) -> pycomm.Work:
-        work: pycomm.Work = start(lanes, *args)
-        works[lanes.group.rank].append(work)
+    def kept(pool: CommunicatorPool, *args: Any) -> pycomm.Work:
+        work: pycomm.Work = start(pool, *args)
+        works[pool.group.rank].append(work)
         return work
 
-    monkeypatch.setattr(Lanes, verb, kept)
+    monkeypatch.setattr(CommunicatorPool, verb, kept)
 
     def program(group: pycomm.Group, models: list[nn.Module]) -> bool:
         module, dgc = models[group.rank], None

@@ -97,7 +97,7 @@ def test_steps_have_the_bits_of_the_processors(machine, captured):
         if machine.emulated:
             import programs
 
-            stack.enter_context(devices.replaced("cuda", programs.emulated().kernels))
+            stack.enter_context(devices.override_kernels("cuda", programs.emulated().kernels))
         found = machine.run(3, on_a_device, captured)
     wanted = pycomm.testing.run_ranks(3, in_host_memory)
     for rank, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):

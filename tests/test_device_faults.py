@@ -85,7 +85,7 @@ def killed(group: pycomm.Group, device: Any, moment: str) -> list[str]:
 
 
 @AT_ITS_DEATH
-def test_a_rank_that_dies_is_told_to_the_others(machine, moment):
+def test_a_rank_failure_is_reported_to_the_others(machine, moment):
     options = {"processes": True, "transport": "", "return_exceptions": True}
     *living, dead = machine.run(3, killed, moment, **options)
     assert isinstance(dead, errors.PeerLost)
@@ -104,15 +104,15 @@ def shrunk(group: pycomm.Group, device: Any) -> np.ndarray:
         for _ in range(1000):
             pycomm.all_reduce(x)
             device.get(x)
-    group.cuda_between_hosts = "tcp"
+    group.cuda_internode_transport = "tcp"
     rest = group.shrink(timeout_s=60)
-    assert (rest.size, rest.cuda_between_hosts) == (2, "tcp")
+    assert (rest.size, rest.cuda_internode_transport) == (2, "tcp")
     y = device.put(numbers(group.rank))
     pycomm.all_reduce(y, group=rest)
     return device.get(y)
 
 
-def test_the_survivors_go_on_without_who_has_died(machine):
+def test_the_survivors_continue_without_the_failed_rank(machine):
     options = {"processes": True, "transport": "", "return_exceptions": True}
     zero, dead, two = machine.run(3, shrunk, **options)
     assert isinstance(dead, errors.PeerLost)
@@ -140,7 +140,7 @@ def killed_among_messages(group: pycomm.Group, device: Any, moment: str) -> str:
 
 
 @AT_ITS_DEATH
-def test_a_rank_that_dies_among_messages_is_told_to_both_sides(machine, moment):
+def test_a_rank_failure_among_messages_is_reported_to_both_sides(machine, moment):
     options = {"processes": True, "transport": "", "return_exceptions": True}
     *living, dead = machine.run(3, killed_among_messages, moment, **options)
     assert isinstance(dead, errors.PeerLost)

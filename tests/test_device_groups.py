@@ -17,7 +17,7 @@ from group_devices import EMULATED, machine_fixture, numbers, odd, on  # noqa: F
 
 import pycomm
 from pycomm import errors, nccl
-from pycomm.lanes import Lanes
+from pycomm.communicators import CommunicatorPool
 from pycomm.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -120,7 +120,7 @@ def test_a_ring_moves_what_its_plan_says_and_nccls_own_is_one_call(machine):
 def same_bits(group: pycomm.Group, device: Any) -> None:
     for dtype in ("float16", "float32", "float64", "int16", "int32", "uint8"):
         for op in ("sum", "product", "avg") if "float" in dtype else ("sum", "bxor", "min"):
-            for algorithm in ("ring", "tree", "owner", "direct"):
+            for algorithm in ("ring", "tree", "direct_two_phase", "direct"):
                 x = odd(group.rank, 333, dtype)
                 there = pycomm.all_reduce(device.put(x), op, algorithm=algorithm)
                 here = pycomm.all_reduce(x.copy(), op, algorithm=algorithm)
@@ -340,7 +340,7 @@ def refused(group: pycomm.Group, device: Any, shared: bool) -> None:
         (errors.Unsupported, "NCCL refuses ranks that share" if shared else "NCCL has none",
          lambda: pycomm.all_reduce(flags, "bor", algorithm="nccl")),
         (errors.Unsupported, "no algorithm" if shared else "ranks that share a GPU",
-         lambda: pycomm.broadcast(x, algorithm="halving" if shared else "staged")),
+         lambda: pycomm.broadcast(x, algorithm="halving" if shared else "host_staged")),
         (errors.Unsupported, "no algorithm", lambda: pycomm.broadcast(x, algorithm="halving")),
         (errors.InvalidArgument, "no rank 2", lambda: pycomm.broadcast(x, src=2)),
         (errors.InvalidArgument, r"x lies on cuda:\d and out on cpu",
@@ -402,7 +402,7 @@ def goes_on_without(group: pycomm.Group, device: Any) -> str:
 
 
 @on("emulated", "cuda")
-def test_every_rank_hears_which_has_no_nccl_and_the_group_goes_on(machine, monkeypatch):
+def test_every_rank_hears_which_has_no_nccl_and_the_group_continues(machine, monkeypatch):
     monkeypatch.setattr(nccl, "load", without_nccl([1]))
     first, second, third = machine.run(3, goes_on_without)
     assert second == "no NCCL anywhere"
@@ -413,7 +413,7 @@ def test_every_rank_hears_which_has_no_nccl_and_the_group_goes_on(machine, monke
 @on("emulated, shared", "cuda, shared")
 def test_ranks_that_share_a_gpu_need_no_nccl(machine, monkeypatch):
     monkeypatch.setattr(nccl, "load", without_nccl([0, 2]))
-    assert machine.run(3, said_once) == ["staged"] * 3
+    assert machine.run(3, said_once) == ["host_staged"] * 3
 
 
 class Nowhere:
@@ -435,7 +435,7 @@ def parts(group: pycomm.Group, device: Any) -> Any:
     return device.get(x)
 
 
-def test_parts_of_a_group_have_devices_too(machine):
+def test_subgroups_have_devices_too(machine):
     wanted = 2 * sum(numbers(rank) for rank in range(4))
     for x in machine.run(4, parts):
         np.testing.assert_array_equal(x, wanted)
@@ -444,7 +444,7 @@ def test_parts_of_a_group_have_devices_too(machine):
 def ragged(group: pycomm.Group, device: Any) -> Any:
     x = device.put(numbers(group.rank, (group.rank + 1, 3)))
     whole = device.empty((6 * 3,), "float32")
-    Lanes(group, 1).all_gather_v(x, whole, [3, 6, 9]).wait()
+    CommunicatorPool(group, 1).all_gather_v(x, whole, [3, 6, 9]).wait()
     return device.get(whole)
 
 

@@ -14,8 +14,8 @@ import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
 from group_devices import machine_fixture, numbers, odd, on  # noqa: F401
+from test_device_channels import rings
 from test_device_groups import every_verb, same_bits
-from test_device_lanes import rings
 from test_device_messages import from_anybody, round_trip
 
 import pycomm
@@ -29,12 +29,12 @@ HOSTS = pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a", "b"], list("aba
 
 def apart(group: pycomm.Group, device: Any, body: Any, *args: Any) -> Any:
     if group.rank == 0:  # whose word counts
-        group.cuda_between_hosts = "tcp"
+        group.cuda_internode_transport = "tcp"
     return body(group, device, *args)
 
 
 def on_hosts(machine: Any, hosts: list[str], body: Any, *args: Any, **options: Any) -> list[Any]:
-    given = {"transport": "", "hosts": hosts, **options}
+    given = {"transport": "", "host_names": hosts, **options}
     results: list[Any] = machine.run(len(hosts), apart, body, *args, **given)
     return results
 
@@ -60,7 +60,7 @@ def refused_in_the_clear(group: pycomm.Group, device: Any) -> None:
 @on("emulated", "cuda")
 def test_encrypted(machine):
     on_hosts(machine, ["a", "a", "b"], every_verb, False, encrypt=True)
-    machine.run(2, refused_in_the_clear, transport="", hosts=["a", "b"], encrypt=True)
+    machine.run(2, refused_in_the_clear, transport="", host_names=["a", "b"], encrypt=True)
 
 
 @on("emulated", "cuda")
@@ -159,7 +159,7 @@ def refused(group: pycomm.Group, device: Any) -> str:
 
 
 @on("emulated, shared")
-def test_where_nccl_fails_on_one_host_all_are_told(machine, monkeypatch):
+def test_where_nccl_fails_on_one_host_all_ranks_raise(machine, monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # which the fake does not heed
     *failed, two, three = on_hosts(machine, ["a", "a", "b", "c"], refused)
     assert all("ncclInvalidUsage" in text or "device" in text for text in failed), failed
@@ -184,7 +184,7 @@ def killed(group: pycomm.Group, device: Any, who: int) -> str:
 
 @on("emulated")  # a GPU's delay ends by itself
 @pytest.mark.parametrize("who", [1, 2], ids=["beside another", "alone"])
-def test_a_rank_that_dies_is_told_on_every_host(machine, who):
+def test_a_rank_failure_is_reported_on_every_host(machine, who):
     options = {"processes": True, "return_exceptions": True}
     said = on_hosts(machine, ["a", "a", "b"], killed, who, **options)
     assert isinstance(said.pop(who), errors.PeerLost)
@@ -212,35 +212,38 @@ def test_a_call_that_hangs_on_another_host_is_named(machine):
 
 
 def inherits(group: pycomm.Group, device: Any) -> None:
-    group.cuda_lanes = 2
+    group.cuda_channels = 2
     part = group.split(0)
     assert part is not None
-    assert (part.cuda_lanes, part.cuda_between_hosts) == (2, group.cuda_between_hosts)
+    assert (part.cuda_channels, part.cuda_internode_transport) == (
+        2,
+        group.cuda_internode_transport,
+    )
     x = device.put(odd(group.rank, 50, "float32"))
     with pytest.raises(errors.InvalidArgument, match=r"'nccl', 'tcp'"):
-        device_groups.check_between_hosts("udp")
+        device_groups.check_internode_transport("udp")
     pycomm.all_reduce(x, group=part)
     assert part._devices[device.index].stats().algorithm == "auto"  # as rank 0 says
-    group.cuda_between_hosts = "tpc"
-    with pytest.raises(errors.InvalidArgument, match="cuda_between_hosts='tpc'"):
+    group.cuda_internode_transport = "tpc"
+    with pytest.raises(errors.InvalidArgument, match="cuda_internode_transport: got 'tpc'"):
         pycomm.all_reduce(x)
 
 
 @on("emulated", "cuda")
-def test_parts_of_a_group_go_the_same_way(machine):
+def test_subgroups_use_the_same_transport(machine):
     on_hosts(machine, ["a", "b"], inherits)
 
 
 def where(group: pycomm.Group) -> Any:
     pycomm.all_reduce(np.ones(10_000, "float32"))
     known = group._core
-    return [m.transport for m in group.members], known.local_rank, known.host_count
+    return [m.transport for m in group.peer_info()], known.local_rank, known.host_count
 
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
 def test_made_up_hosts_are_hosts(processes):
     near = "shm" if processes else "local"
-    found = run_ranks(3, where, transport="", hosts=["a", "b", "a"], processes=processes)
+    found = run_ranks(3, where, transport="", host_names=["a", "b", "a"], processes=processes)
     assert found == [
         (["self", "tcp", near], 0, 2),
         (["tcp", "self", "tcp"], 0, 2),
@@ -250,8 +253,8 @@ def test_made_up_hosts_are_hosts(processes):
 
 def test_hosts_that_cannot_be_made_up():
     with pytest.raises(errors.InvalidArgument, match="one for each of 2 ranks"):
-        run_ranks(2, where, transport="", hosts=["a"])
+        run_ranks(2, where, transport="", host_names=["a"])
     with pytest.raises(errors.InvalidArgument, match="does not reach other hosts"):
-        run_ranks(2, where, hosts=["a", "b"])
+        run_ranks(2, where, host_names=["a", "b"])
     with pytest.raises(errors.InvalidArgument, match="up to 12 letters and digits"):
-        run_ranks(2, where, transport="", hosts=["a/b", "a/b"])
+        run_ranks(2, where, transport="", host_names=["a/b", "a/b"])

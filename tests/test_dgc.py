@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dgc_model import Model
-from little_models import alone, batch, equal, parameters, perceptron, step_on, whole_batch
+from small_models import alone, batch, equal, parameters, perceptron, step_on, whole_batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -96,7 +96,9 @@ def test_p2_all_sent_with_masking_is_sgd_without_momentum(nesterov: bool) -> Non
     assert far(got, wanted) <= 4e-15
 
 
-def owes(group: pycomm.Group, steps: int, nesterov: bool, masking: bool, momentum: float) -> Tensor:
+def residuals(
+    group: pycomm.Group, steps: int, nesterov: bool, masking: bool, momentum: float
+) -> Tensor:
     """P3 in whole numbers, so that it holds exactly, with 2, 4, 8, ... ranks also in the parameter.
     The gradient is the batch itself."""
     layer = nn.Linear(64, 1, bias=False)
@@ -116,11 +118,11 @@ def owes(group: pycomm.Group, steps: int, nesterov: bool, masking: bool, momentu
         g = gradient[0]
         if nesterov:
             u_new = momentum * (u + g)
-            owed = v + u_new + g
+            residual = v + u_new + g
         else:
             u_new = momentum * u + g
-            owed = v + u_new
-        sent = owed - memory.v
+            residual = v + u_new
+        sent = residual - memory.v
         assert int((sent != 0).sum()) <= 6
         chosen = memory.v == 0
         assert bool((memory.u[chosen & (sent != 0)] == 0).all()) == masking or momentum == 0
@@ -135,9 +137,11 @@ def owes(group: pycomm.Group, steps: int, nesterov: bool, masking: bool, momentu
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("masking", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_p3_what_is_not_sent_is_owed(nesterov: bool, masking: bool, momentum: float) -> None:
+def test_p3_what_is_not_sent_stays_in_the_residual(
+    nesterov: bool, masking: bool, momentum: float
+) -> None:
     if not nesterov or momentum:
-        run_ranks(4, owes, 12, nesterov, masking, momentum)
+        run_ranks(4, residuals, 12, nesterov, masking, momentum)
 
 
 DECAY = 1e-2
@@ -255,17 +259,17 @@ def test_p8_buckets_and_lanes_change_no_bit(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("min_count", [1, 100])
-def test_masked_equals_gather_to_rounding(min_count: int) -> None:
+def test_dense_masked_equals_gather_to_rounding(min_count: int) -> None:
     """min_count 100 leaves some parameters dense in the same model."""
     results = [
         last(4, double(), 10, {"sparsity": [0.9], "exchange": exchange, "min_count": min_count})
-        for exchange in ("gather", "masked")
+        for exchange in ("gather", "dense_masked")
     ]
     assert far(*results) < 1e-14
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
-def test_many_ranks_stay_equal_and_owe_what_is_missing(ranks: int) -> None:
+def test_many_ranks_stay_equal_and_the_residual_is_what_is_missing(ranks: int) -> None:
     """P3 with m = 0 over many ranks: all that was sent and all that is owed are all gradients."""
 
     def program(group: pycomm.Group) -> Tensor:
@@ -282,9 +286,9 @@ def test_many_ranks_stay_equal_and_owe_what_is_missing(ranks: int) -> None:
             optimizer.zero_grad()
             model(gradient).sum().backward()
             optimizer.step()
-        owed = next(iter(dgc.memories.values())).v
+        residual = next(iter(dgc.memories.values())).v
         everything = pycomm.all_reduce(total)
-        missing = pycomm.all_reduce(owed.clone())
+        missing = pycomm.all_reduce(residual.clone())
         assert torch.equal(-layer.weight.detach()[0] * group.size, everything - missing)
         return layer.weight.detach().clone()
 
@@ -361,7 +365,9 @@ def test_where_packets_are_smaller(size: int, even: float) -> None:
     count = 10**6
     for sparsity, sign in ((even - 1e-4, 1), (even, 0), (even + 1e-4, -1)):
         found = received_bytes(Load([to_send(count, sparsity)], [count], 4, None), size)
-        assert (found["gather"] > found["masked"]) - (found["gather"] < found["masked"]) == sign
+        assert (found["gather"] > found["dense_masked"]) - (
+            found["gather"] < found["dense_masked"]
+        ) == sign
 
 
 def test_the_exchange_follows_the_level() -> None:
@@ -386,7 +392,7 @@ def test_the_exchange_follows_the_level() -> None:
     assert levels[0] == levels[3]
     assert levels[0] == [
         (None, "dense", 0, whole),
-        (0.5, "masked", 264 + 330, whole),
+        (0.5, "dense_masked", 264 + 330, whole),
         (0.75, "gather", 132 + 165, rest + 8 * (132 + 165)),  # as many bytes on the way
         (0.9375, "gather", 33 + 41, rest + 8 * (33 + 41)),
         (0.999, "gather", 2, rest + 16),

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import batch, equal, parameters, perceptron, step_on
+from small_models import batch, equal, parameters, perceptron, step_on
 from test_dgc_steps import compressed, memory_of, same_memory
 from torch import Tensor
 from torch.nn import functional as F
 
 import pycomm
+from pycomm.communicators import CommunicatorPool
 from pycomm.compress import transaction
-from pycomm.compress.unit import Unit
+from pycomm.compress.bucket import CompressionBucket
 from pycomm.errors import Error
-from pycomm.lanes import Lanes
 from pycomm.testing import FaultPlan, run_ranks
 
 
@@ -25,16 +25,19 @@ class Broken(Exception):
     """What a part of a step raises in these tests."""
 
 
-LEAN = {"value_dtype": "int8", "exchange": "gather"}
-SPLIT, SOME_DENSE = {"exchange": "split"}, {"min_count": 600}
+COMPACT = {"value_dtype": "int8", "exchange": "gather"}
+SPLIT, SOME_DENSE = {"exchange": "sharded"}, {"min_count": 600}
 CLIPPED = {**SOME_DENSE, "clip_norm": 1e6}  # which nothing reaches
 FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [  # what, and which of its calls in a step
-    *((Lanes, "all_gather", 1, o) for o in ({}, {"select": "model"}, SOME_DENSE, LEAN)),
-    (Lanes, "all_reduce", 3, SOME_DENSE),
-    *((Lanes, "all_gather_v", 1, o) for o in ({**LEAN, "select": "model"}, SPLIT)),
+    *(
+        (CommunicatorPool, "all_gather", 1, o)
+        for o in ({}, {"select": "model"}, SOME_DENSE, COMPACT)
+    ),
+    (CommunicatorPool, "all_reduce", 3, SOME_DENSE),
+    *((CommunicatorPool, "all_gather_v", 1, o) for o in ({**COMPACT, "select": "model"}, SPLIT)),
     # Behind the exchange, when memory is short, say.
-    *((Unit, "decode", 2, o) for o in ({}, LEAN, SPLIT)),
-    (Unit, "decode", 1, SOME_DENSE),
+    *((CompressionBucket, "decode", 2, o) for o in ({}, COMPACT, SPLIT)),
+    (CompressionBucket, "decode", 1, SOME_DENSE),
     (transaction, "clip_averaged", 1, CLIPPED),
 ]
 
@@ -76,7 +79,7 @@ def test_a_failed_step_is_one_that_sent_nothing(
                 assert equal(weights, parameters(module))
                 assert dgc.step_count == 4
                 after, taken = memory_of(dgc), 0
-                assert all(equal(before[n], after[n]) for n in before if "owed" in n)
+                assert all(equal(before[n], after[n]) for n in before if "owner_residual" in n)
                 for (name, old), g in zip(before.items(), gradients, strict=False):
                     if len(old) == 1:
                         assert equal(old, after[name])  # travels dense: not touched
@@ -117,7 +120,7 @@ def test_a_rank_that_dies_in_the_exchange_takes_nothing_along() -> None:
             raise
         raise AssertionError("the connection was never cut")
 
-    faults = [FaultPlan(rank=1, action="cut", at="all_gather", after_bytes=30000)]
+    faults = [FaultPlan(rank=1, action="disconnect", at="all_gather", after_bytes=30000)]
     for result in run_ranks(2, program, faults=faults, transport="tcp", return_exceptions=True):
         assert isinstance(result, Error), result
 
@@ -178,7 +181,9 @@ def through_ctrl_c(
     return [*parameters(module), *(x for pair in memory_of(dgc).values() for x in pair)], came
 
 
-@pytest.mark.parametrize("options", [SOME_DENSE, {**SOME_DENSE, **LEAN}, {**SOME_DENSE, **SPLIT}])
+@pytest.mark.parametrize(
+    "options", [SOME_DENSE, {**SOME_DENSE, **COMPACT}, {**SOME_DENSE, **SPLIT}]
+)
 def test_ctrl_c_waits_for_what_a_step_commits(options: dict[str, Any]) -> None:
     """Processes: only a main thread hears of it. The step is whole, and the next ones go on."""
     calm, pressed = (

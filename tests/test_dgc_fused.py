@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import batch, equal, parameters, perceptron, seeded, step_on
+from small_models import batch, equal, parameters, perceptron, seeded, step_on
 from test_dgc_steps import compressed, memory_of, same_memory, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -215,7 +215,7 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("select", ["parameter", "model"])
-@pytest.mark.parametrize("exchange", ["gather", "masked"])
+@pytest.mark.parametrize("exchange", ["gather", "dense_masked"])
 def test_ages(select: str, exchange: str) -> None:
     """Against v, which is 0 where an element was just sent; two layers, a dense step first."""
 

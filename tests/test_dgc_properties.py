@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import alone, batch, equal, parameters, perceptron, step_on
+from small_models import alone, batch, equal, parameters, perceptron, step_on
 from test_dgc import (
     EVERYTHING,
     RATE,
@@ -18,7 +18,7 @@ from test_dgc import (
     beside_the_second_model,
     double,
     far,
-    owes,
+    residuals,
     sgd,
     train,
 )
@@ -71,9 +71,9 @@ def test_p2_all_sent_with_masking(everyone: Everyone) -> None:
     assert far(got, alone(double(), 4, ranks, lambda m: sgd(m, **plain), torch.float64)) <= 4e-15
 
 
-def test_p3_what_is_owed(everyone: Everyone) -> None:
+def test_p3_the_residual(everyone: Everyone) -> None:
     _, run_all = everyone
-    weights = run_all(owes, 4, True, True, 0.5)
+    weights = run_all(residuals, 4, True, True, 0.5)
     assert all(torch.equal(weight, weights[0]) for weight in weights)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import batch, equal, parameters, perceptron, step_on
+from small_models import batch, equal, parameters, perceptron, step_on
 from test_dgc_steps import compressed, memory_of, same_memory
 from torch import Tensor, nn
 
@@ -76,7 +76,9 @@ def test_resume_with_another_number_of_ranks(after: int) -> None:
         assert all(bool(x.any()) for x in loaded)
         for step in range(4, 8):
             step_on(model, batch(group.rank, step), optimizer)
-        assert dgc.stats()["exchange"] == ("masked" if after == 6 else "gather")  # counted anew
+        assert dgc.stats()["exchange"] == (
+            "dense_masked" if after == 6 else "gather"
+        )  # counted anew
         return parameters(module)
 
     results = run_ranks(after, second)
@@ -105,7 +107,7 @@ def test_nothing_of_a_broken_pass_comes_into_a_loaded_state() -> None:
 
 
 @pytest.mark.parametrize("asked", ["state_dict", "gather_state", "detach"])
-def test_a_broken_pass_counts_as_owed_before_the_next(asked: str) -> None:
+def test_a_broken_pass_returns_to_the_residual_before_the_next(asked: str) -> None:
     """P3: what it was about to send is owed again, as behind the next forward. Asked inside of the
     pass it is refused."""
 
@@ -166,6 +168,41 @@ def test_groups_are_read_after_the_optimizer_was_loaded(fused: bool) -> None:
     run_ranks(2, program)
 
 
+def with_older_names(state: dict[str, Any]) -> dict[str, Any]:
+    """A state as it was written with the earlier names of its key and of the exchanges."""
+    older = {"sharded": "split", "dense_masked": "masked", "hierarchical": "two_level"}
+    found = {"owed" if key == "owner_residual" else key: x for key, x in state.items()}
+    found["exchange"] = {level: older.get(name, name) for level, name in state["exchange"].items()}
+    return found
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_state_with_older_names_is_loaded(gathered: bool) -> None:
+    options = {"exchange": "sharded", "value_dtype": "2bit"}
+
+    def program(group: pycomm.Group) -> None:
+        model, optimizer, dgc = compressed(perceptron(), **options)
+        for step in range(3):
+            step_on(model, batch(group.rank, step), optimizer)
+        own = dgc.state_dict()
+        assert any(bool(x.any()) for x in own["owner_residual"].values())
+        older = with_older_names(own)
+        if gathered:
+            older = {
+                "version": own["version"], "size": own["size"],
+                "ranks": [with_older_names({**own, "rank": rank}) for rank in range(group.size)],
+            }  # fmt: skip
+        _, _, again = compressed(perceptron(), **options)
+        again.load_state_dict(older)
+        found = again.state_dict()
+        assert found["exchange"] == own["exchange"] == {0: "sharded"}
+        assert found["owner_residual"].keys() == own["owner_residual"].keys()
+        for name, residual in own["owner_residual"].items():
+            assert torch.equal(found["owner_residual"][name], residual)
+
+    run_ranks(2, program)
+
+
 def test_states_that_do_not_fit() -> None:
     def program(group: pycomm.Group) -> None:
         model, optimizer, dgc = compressed(perceptron())
@@ -182,8 +219,8 @@ def test_states_that_do_not_fit() -> None:
             with pytest.raises(InvalidArgument):
                 dgc.load_state_dict(state)
         assert same_memory(before, memory_of(dgc))
-        dgc.load_state_dict({**own, "exchange": {0: "masked"}})
+        dgc.load_state_dict({**own, "exchange": {0: "dense_masked"}})
         step_on(model, batch(group.rank, 0), optimizer)
-        assert dgc.stats()["exchange"] == "masked"  # as it was chosen, not counted anew
+        assert dgc.stats()["exchange"] == "dense_masked"  # as it was chosen, not counted anew
 
     run_ranks(2, program)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import batch, equal, parameters, perceptron, seeded, step_on
+from small_models import batch, equal, parameters, perceptron, seeded, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -38,9 +38,11 @@ def compressed(
 
 
 def memory_of(dgc: pycomm.DGC) -> dict[str, list[Tensor]]:
-    found, owed = dgc.memories.values(), dgc.owed or {}
-    owes = {f"owed {m.name}": [owed[m].clone()] for m in found if m in owed}
-    return {m.name: [m.u.clone(), *([] if m.v is None else [m.v.clone()])] for m in found} | owes
+    found, residual = dgc.memories.values(), dgc.owner_residual or {}
+    residuals = {f"owner_residual {m.name}": [residual[m].clone()] for m in found if m in residual}
+    return {
+        m.name: [m.u.clone(), *([] if m.v is None else [m.v.clone()])] for m in found
+    } | residuals
 
 
 def same_memory(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> bool:
@@ -53,11 +55,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"select": "model"},
     {"clip": "global", "clip_norm": 0.05},
     {"clip_norm": 0.05, "min_count": 100},
-    {"exchange": "masked", "min_count": 100},
+    {"exchange": "dense_masked", "min_count": 100},
     {"fused": True, "min_count": 100},
-    {"fused": True, "exchange": "masked"},
+    {"fused": True, "exchange": "dense_masked"},
     {"value_dtype": "1bit", "exchange": "gather", "select": "model", "fused": True},
-    {"value_dtype": "2bit", "exchange": "split", "min_count": 100},
+    {"value_dtype": "2bit", "exchange": "sharded", "min_count": 100},
 ]
 
 
@@ -182,17 +184,17 @@ def _uneven(group: pycomm.Group, decay: float, options: dict[str, Any], ddp: boo
             model(gradient).sum().backward()
             optimizer.step()
     assert dgc.step_count == 7
-    owed = next(iter(dgc.memories.values())).v
-    missing = pycomm.all_reduce(total) - pycomm.all_reduce(owed.clone())
+    residual = next(iter(dgc.memories.values())).v
+    missing = pycomm.all_reduce(total) - pycomm.all_reduce(residual.clone())
     assert torch.equal(-layer.weight.detach()[0] * group.size, missing)
     return layer.weight.detach()
 
 
-LEAN = {"codec": "lean"}
+COMPACT = {"codec": "compact"}
 
 
-@pytest.mark.parametrize("options", [LEAN, {}, {"select": "model"}, {"rampup_begin_step": 2}])
-def test_a_rank_without_data_sends_what_it_owes(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [COMPACT, {}, {"select": "model"}, {"rampup_begin_step": 2}])
+def test_a_rank_without_data_sends_its_residual(options: dict[str, Any]) -> None:
     """Neither gradient nor decay: its weights are not those of the others until the end."""
     for decay in (0.0, 0.5) if "rampup_begin_step" not in options else (0.0,):
         assert torch.equal(*run_ranks(2, _uneven, decay, options, False))
@@ -206,7 +208,7 @@ def test_so_it_does_under_torchs_join(run: Run) -> None:
     assert torch.equal(*run(2, _uneven_under_ddp))
 
 
-def test_a_parameter_without_gradient_still_sends_what_it_owes() -> None:
+def test_a_parameter_without_gradient_still_sends_its_residual() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -238,7 +240,7 @@ def test_a_parameter_without_gradient_still_sends_what_it_owes() -> None:
 
 
 @pytest.mark.parametrize("masking", [True, False])
-@pytest.mark.parametrize("exchange", ["gather", "masked"])
+@pytest.mark.parametrize("exchange", ["gather", "dense_masked"])
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 1.0}, {"clip_norm": 1.0, "clip": "global"}])
 def test_nan_and_inf_are_sent_at_once_and_do_not_stay(
     masking: bool, exchange: str, clip: dict[str, Any]
@@ -341,7 +343,7 @@ def test_refusals() -> None:
         for wrong in (
             {"clip": "all"}, {"select": "most"}, {"k_rule": "floor"}, {"exchange": "dense"},
             {"clip_norm": 0.0}, {"sparsity": [1.0]}, {"rampup_step": 0}, {"value_dtype": "float16"},
-            {"codec": "rice"}, {"codec": "raw", "exchange": "split"}, {"send_on": 0},
+            {"codec": "rice"}, {"codec": "raw", "exchange": "sharded"}, {"owner_k_factor": 0},
         ):  # fmt: skip
             with pytest.raises(InvalidArgument):
                 pycomm.DGC(sgd(module), **wrong)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import batch, equal, parameters, perceptron, step_on
+from small_models import batch, equal, parameters, perceptron, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -125,7 +125,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"min_count": 1 << 20},
     {"fused": True},
     {"momentum_correction": False},
-    {"exchange": "masked"},
+    {"exchange": "dense_masked"},
 ]
 
 

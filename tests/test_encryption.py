@@ -47,7 +47,7 @@ def every_verb(group: pycomm.Group) -> list[Any]:
 
 def test_encrypted_results_equal_plain_results() -> None:
     plain, encrypted = (
-        run_ranks(4, every_verb, transport="", hosts=HOSTS, encrypt=on) for on in (False, True)
+        run_ranks(4, every_verb, transport="", host_names=HOSTS, encrypt=on) for on in (False, True)
     )
     for ours, theirs in zip(plain, encrypted, strict=True):
         for a, b in zip(ours, theirs, strict=True):
@@ -56,7 +56,7 @@ def test_encrypted_results_equal_plain_results() -> None:
 
 def test_processes() -> None:
     results = run_ranks(
-        2, sum_of_ones, transport="", hosts=["a", "b"], encrypt=True, processes=True
+        2, sum_of_ones, transport="", host_names=["a", "b"], encrypt=True, processes=True
     )
     assert results == [2 * COUNT, 2 * COUNT]
 
@@ -65,10 +65,12 @@ def sum_of_ones(group: pycomm.Group) -> float:
     return float(pycomm.all_reduce(np.ones(COUNT), group=group).sum())
 
 
-@pytest.mark.parametrize("action", ["delay", "trickle"])
+@pytest.mark.parametrize("action", ["delay", "throttle"])
 def test_slow_arrival_changes_nothing(action: str) -> None:
-    plan = FaultPlan(rank=1, action=action, seconds=0.001, grain=997)
-    results = run_ranks(2, sum_of_ones, transport="", hosts=["a", "b"], encrypt=True, faults=[plan])
+    plan = FaultPlan(rank=1, action=action, seconds=0.001, chunk_bytes=997)
+    results = run_ranks(
+        2, sum_of_ones, transport="", host_names=["a", "b"], encrypt=True, faults=[plan]
+    )
     assert results == [2 * COUNT, 2 * COUNT]
 
 
@@ -163,7 +165,7 @@ def test_attack_ends_in_peer_lost(kind: str, at: int) -> None:
 def join(rank: int, store: _core.LocalStore, **options: Any) -> _core.Group:
     given: dict[str, Any] = {
         **{"size": 2, "name": "world", "timeout_s": 20.0, "transport": "", "address": ""},
-        **{"towards": "", "reproducible": False, "log": False, "host": "ab"[rank], "secret": ""},
+        **{"route_hint": "", "reproducible": False, "log": False, "host": "ab"[rank], "secret": ""},
     }
     return _core.connect(store, rank=rank, **(given | options))
 

@@ -166,7 +166,7 @@ DISAGREEMENTS = {
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_disagreement_changes_nothing_and_the_group_goes_on(case: str, n: int) -> None:
+def test_a_disagreement_changes_nothing_and_the_group_continues(case: str, n: int) -> None:
     usual, odd = DISAGREEMENTS[case]
 
     def fn(group: Group) -> Any:
@@ -302,7 +302,7 @@ def fork_and_call(group: Group) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_forked_child_is_refused_and_the_parent_goes_on(transport: str) -> None:
+def test_a_forked_child_is_refused_and_the_parent_continues(transport: str) -> None:
     for code, x in run_ranks(2, fork_and_call, transport=transport, processes=True):
         assert code == 0
         assert x.tolist() == [2.0] * 4
@@ -318,7 +318,7 @@ def test_closed_groups_say_so_and_closing_twice_is_fine() -> None:
     run_ranks(2, fn)
 
 
-def test_the_first_failure_of_a_rank_is_raised_and_nobody_hangs() -> None:
+def test_the_first_failure_of_a_rank_is_raised_and_no_rank_hangs() -> None:
     def fn(group: Group) -> Any:
         if group.rank == 1:
             raise KeyError("mine")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import deaths, faults
+from benchmarks import faults, rank_failure
 from benchmarks.fault_rank import Seen
 from benchmarks.faults import (
     COUNTS,
@@ -61,7 +61,7 @@ def test_promises_are_kept_among_processes(cell: Cell) -> None:
 
 def test_who_has_just_been_met_hears_why_a_group_does_not_form() -> None:
     """In one of five runs a rank stood already whose last step to another was on its way."""
-    cell = Cell("cut", "forming", "all_reduce", "tiny", "shm", 3)
+    cell = Cell("disconnect", "forming", "all_reduce", "tiny", "shm", 3)
     assert [broken for seed in range(40) if (broken := outcome(cell, seed).broken)] == []
 
 
@@ -110,8 +110,8 @@ LEFT_OUT = [
     (at("stop", "closing", "all_reduce"), "who leaves waits for nobody"),
     (at("exit", "start", "all_reduce"), "to the others it is a kill"),
     (at("exception", "meanwhile", "all_reduce"), "a program raises between calls"),
-    (at("cut", "idle", "all_reduce"), "a transport strikes when bytes pass"),
-    (at("trickle", "idle", "all_reduce"), "it is in force all the time"),
+    (at("disconnect", "idle", "all_reduce"), "a transport strikes when bytes pass"),
+    (at("throttle", "idle", "all_reduce"), "it is in force all the time"),
     (at("skip", "start", "all_reduce"), "a call is another from its start on"),
     (at("kill", "forming", "broadcast"), "no verb is under way"),
     (at("wrong op", "idle", "broadcast"), "it reduces nothing"),
@@ -168,7 +168,7 @@ def test_the_command_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str
     assert "no 'explode': --actions takes some of kill, stop" in capsys.readouterr().err
     for wrong in ("peers", "moments"):
         with pytest.raises(SystemExit):
-            deaths.main([f"--{wrong}", "explode"])
+            rank_failure.main([f"--{wrong}", "explode"])
         assert f"no 'explode': --{wrong} takes some of " in capsys.readouterr().err
 
 
@@ -176,17 +176,19 @@ def test_the_command_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str
 def test_survivors_of_a_torch_job_know_who_died(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "deaths.json"
+    path = tmp_path / "rank_failure.json"
     chosen = ["--ranks", "3", "--peers", "pycomm-tcp", "--rounds", "1", "--json", str(path)]
-    chosen += ["--plot", str(tmp_path / "deaths.png")]
-    assert deaths.main(chosen) == 0
+    chosen += ["--plot", str(tmp_path / "rank_failure.png")]
+    assert rank_failure.main(chosen) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert [row["moment"] for row in rows] == [name for name in deaths.MOMENTS for _ in range(2)]
+    assert [row["moment"] for row in rows] == [
+        name for name in rank_failure.MOMENTS for _ in range(2)
+    ]
     assert all(row["named"] and 0 <= row["noticed_ms"] < row["works_ms"] for row in rows)
     for row in rows:
-        assert ("all_reduce" in row["text"]) == (row["moment"] != "parting"), row
+        assert ("all_reduce" in row["text"]) == (row["moment"] != "group_creation"), row
     assert "told who" in capsys.readouterr().out
-    assert (tmp_path / "deaths.png").stat().st_size > 0
+    assert (tmp_path / "rank_failure.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
@@ -201,8 +203,12 @@ def test_survivors_of_a_torch_job_know_who_died(
 def test_a_survivor_that_is_told_nothing_is_seen(
     backend: str, named: bool, works_ms: float, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def job(*kind: Any) -> list[deaths.Death]:
-        return [deaths.Death(*kind[:3], noticed_ms=20.0, works_ms=works_ms, named=named, text="")]
+    def job(*kind: Any) -> list[rank_failure.RankFailure]:
+        return [
+            rank_failure.RankFailure(
+                *kind[:3], noticed_ms=20.0, works_ms=works_ms, named=named, text=""
+            )
+        ]
 
-    monkeypatch.setattr(deaths, "job", job)
-    assert deaths.main(["--ranks", "2", "--peers", backend, "--rounds", "1"]) == status
+    monkeypatch.setattr(rank_failure, "job", job)
+    assert rank_failure.main(["--ranks", "2", "--peers", backend, "--rounds", "1"]) == status

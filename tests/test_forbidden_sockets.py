@@ -73,7 +73,7 @@ else:
     sums = [pycomm.all_reduce(np.ones(1000, np.float32))[0].item()]
 part = group.split(rank % 2)
 sums.append(pycomm.all_reduce(np.ones(10), group=part)[0].item())
-both = [sorted({m.transport for m in g.members} - {"self"}) for g in (group, part)]
+both = [sorted({m.transport for m in g.peer_info()} - {"self"}) for g in (group, part)]
 print(json.dumps([sums, *both]), flush=True)
 """
 

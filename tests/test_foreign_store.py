@@ -142,7 +142,7 @@ def test_a_number_that_is_none_is_refused() -> None:
         TorchStore(raw).add("n", 1)
 
 
-def test_who_lacks_the_secret_does_not_decide_who_goes_on() -> None:
+def test_a_process_without_the_secret_does_not_decide_the_shrunk_group() -> None:
     """Forged marks and a forged decision, in the place of each of ours."""
     raw = dist.HashStore()
     ready, outcomes = threading.Barrier(2), [None, None]

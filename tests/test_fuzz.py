@@ -1,7 +1,7 @@
 """Every parser of bytes from outside, fuzzed for a moment (`make fuzz` does it for minutes).
 
 The corpus is replayed first: what once reached new code, or broke something, is tried again. The
-address and undefined-behaviour sanitizers watch. Parsers in Python: test_values.py.
+address and undefined-behaviour sanitizers watch. Parsers in Python: test_objects.py.
 """
 
 import sys

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stranger import MANNERS
+from benchmarks.unauthenticated import MANNERS
 from pycomm.demo.netns import Counters, Host, Network, missing
 
 WHY_NOT = missing()
@@ -172,25 +172,26 @@ def test_the_next_address_is_tried_when_one_leads_nowhere() -> None:
     assert [t.get("transports") for t in told] == [["self", "tcp"], ["tcp", "self"]], told
 
 
-# A stranger calls each address in every manner, stays until it is told, and says how many calls
-# stood, how many did not, and in how many it was told more than a stranger is.
-STRANGER = """
+# An unauthenticated client calls each address in every manner, stays until it is told, and says how
+# many calls stood, how many did not, and in how many it was told more than an unauthenticated
+# client is.
+CLIENT = """
 import json, sys
-from benchmarks.stranger import MANNERS, Strangers
-strangers = Strangers()
+from benchmarks.unauthenticated import MANNERS, UnauthenticatedClients
+clients = UnauthenticatedClients()
 for host, port in (word.rsplit(":", 1) for word in sys.argv[1:] * 3):
     for _ in MANNERS:
-        strangers.call((host, int(port)))
-        strangers.go_on()
+        clients.call((host, int(port)))
+        clients.go_on()
 print("called", flush=True)
 sys.stdin.readline()
-strangers.go_on()
-strangers.close()
-print(json.dumps([strangers.stood, strangers.refused, strangers.let_in]))
+clients.go_on()
+clients.close()
+print(json.dumps([clients.stood, clients.refused, clients.let_in]))
 """
 
 
-def test_strangers_of_another_host_are_not_let_in_and_the_group_forms() -> None:
+def test_unauthenticated_clients_of_another_host_are_rejected_and_the_group_forms() -> None:
     places = [0, 1, 0]
     with Network(3) as net:
         run = Run(net, places, "form", {"FORM_S": "90"})
@@ -207,13 +208,11 @@ def test_strangers_of_another_host_are_not_let_in_and_the_group_forms() -> None:
             for number, port in sorted(doors)
             for address in (net.hosts[number].ipv4(), net.hosts[number].ipv6())
         ]
-        stranger = net.hosts[2].start(
-            [sys.executable, "-c", STRANGER, *called], stdin=subprocess.PIPE
-        )
-        assert stranger.stdout is not None
-        assert stranger.stdout.readline() == "called\n", stranger.communicate()
+        client = net.hosts[2].start([sys.executable, "-c", CLIENT, *called], stdin=subprocess.PIPE)
+        assert client.stdout is not None
+        assert client.stdout.readline() == "called\n", client.communicate()
         told = run.start_all().told()
-        out, err = stranger.communicate("\n", timeout=LIMIT_S)
+        out, err = client.communicate("\n", timeout=LIMIT_S)
     assert [one.get("transports") for one in told] == expected_transports(places), told
     assert out, err
     assert json.loads(out) == [3 * len(called) * len(MANNERS), 0, 0]
@@ -352,11 +351,11 @@ def test_near_hosts_are_not_paced() -> None:
     assert "bbr" not in sockets
 
 
-def test_two_levels_ask_a_line_for_one_packet() -> None:
+def test_hierarchical_exchange_sends_one_packet_per_host() -> None:
     """DGC's ranks of a host take out the same; a step brings a host what one other host has sent,
     not what each of its ranks has. `auto` takes it."""
     with Network(2, ipv6=False) as net:
-        run = Run(net, [0, 0, 1, 1], "two_level").start_all()
+        run = Run(net, [0, 0, 1, 1], "hierarchical").start_all()
         marks = []
         for word in ("ready", "done"):
             for rank in range(4):
@@ -366,7 +365,7 @@ def test_two_levels_ask_a_line_for_one_packet() -> None:
                 run.ranks[rank].stdin.write("\n")
                 run.ranks[rank].stdin.flush()
         told = run.told()
-    assert {one["exchange"] for one in told} == {"two_level"}
+    assert {one["exchange"] for one in told} == {"hierarchical"}
     assert len({one["w"] for one in told}) == 1
     for name in ("u", "v"):
         assert told[0][name] == told[1][name] != told[2][name] == told[3][name]

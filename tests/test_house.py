@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tiers import QUICK, UNIT
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -77,17 +78,17 @@ FLOORS = [
     ["_core", "_cuda", "_c10d"],
     ["errors"],
     ["secret"],
-    ["arrays", "config", "journal", "nccl", "plain"],
-    ["launcher_watch", "rendezvous", "survivors", "tuned"],
+    ["arrays", "config", "flight_recorder", "nccl", "serialization"],
+    ["launcher_watch", "rendezvous", "shrink", "thresholds"],
     ["group", "kernels"],
     ["device_groups"],
     ["calls", "memory"],
     ["collectives", "reference"],
-    ["values", "lanes", "fused", "regroup", "reference_lean"],
-    ["compress", "data", "metrics", "rank0"],
+    ["objects", "communicators", "coalesced", "shrink_result", "reference_compact"],
+    ["compress", "data", "metrics", "checkpoint", "printing"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],
-    ["flight", "info", "planner", "top", "trace", "tune"],
+    ["flight_report", "info", "planner", "top", "trace", "tuning"],
     ["__init__"],
     ["demo"],
     ["__main__"],
@@ -96,7 +97,8 @@ SAME_ROOM = {"_torch_autoload": "torch_backend"}  # the light door that torch op
 MAY_IMPORT_TORCH = [
     *("torch_backend", "demo"),
     "rendezvous",  # inside a function, where torch's own store is to be joined
-    *("fused", "regroup", "compress", "data", "metrics", "rank0", "parallel", "optim"),
+    *("coalesced", "shrink_result", "compress", "data", "metrics", "checkpoint", "parallel"),
+    "optim",
     *("functional", "launch", "planner"),
 ]
 # Who reads the environment; the others are given what they need. Launchers pass it on to children.
@@ -289,6 +291,12 @@ def test_files_are_short() -> None:
     paths = tree(*folders, ends=(".cpp", ".h", ".hpp", ".cu", ".cuh", ".py"))
     lengths = {name_of(p): len(p.read_text().splitlines()) for p in [*paths, ROOT / "setup.py"]}
     assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
+
+
+def test_every_file_of_a_tier_is_there() -> None:
+    files = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
+    assert (UNIT | QUICK) - files == set()
+    assert UNIT & QUICK == set()
 
 
 def test_every_command_is_documented() -> None:

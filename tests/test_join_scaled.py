@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import batch, equal, parameters, perceptron
+from small_models import batch, equal, parameters, perceptron
 from test_dgc_steps import memory_of, same_memory, sgd
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,7 +21,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "no compression": None,
     "dense phase": {"rampup_begin_step": 100},
     "packets": {},
-    "masked": {"exchange": "masked"},
+    "dense_masked": {"exchange": "dense_masked"},
     "fused": {"fused": True},
 }
 
@@ -74,7 +74,7 @@ def test_ranks_without_data_keep_step(way: str) -> None:
     assert equal(scaled[0], plain[0])
 
 
-def test_scales_that_went_apart_are_told() -> None:
+def test_different_loss_scales_are_reported() -> None:
     def program(group: pycomm.Group) -> None:
         module = perceptron()
         optimizer, scaler = sgd(module), _scaler(128.0 * (1 + group.rank))

@@ -207,7 +207,7 @@ def test_another_module_in_place_of_a_device():
         def topk(self, *args):
             calls.append(args)
 
-    with devices.replaced("cpu", Emulated()):
+    with devices.override_kernels("cpu", Emulated()):
         kernels.topk(np.ones(10, F32), 3)
     assert calls[0][1:3] == ("float32", 3)
     same = kernels.topk(np.ones(10, F32), 3)[0]

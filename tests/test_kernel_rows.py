@@ -97,7 +97,7 @@ def test_what_one_pass_finds_wrong_is_explained(name):
 def test_one_pass_on_a_device(device):
     """Where arrays lie in host memory or on a GPU as torch has them, nothing is looked at twice."""
     x = [device.put(np.ones(n, F32), torch_too=True) for n in (3, 5)]
-    found = Rows.seen({"x": x})
+    found = Rows.try_fast({"x": x})
     assert found is not None
     assert found.words.tolist() == [[one.data_ptr(), one.numel()] for one in x]
     assert found.device.kind == x[0].device.type

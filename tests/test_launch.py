@@ -17,7 +17,7 @@ from ports import free_port
 
 from pycomm.demo.netns import Network, missing
 from pycomm.errors import InvalidArgument
-from pycomm.launch import failure, place
+from pycomm.launch import failure, worker_setup
 from pycomm.launch.failure import Failure
 
 HERE = Path(__file__).parent
@@ -139,8 +139,9 @@ def test_devices_are_those_that_were_asked_for(tmp_path: Path, monkeypatch: Any)
     assert config.nproc_per_node == 2
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,4"
     assert "--set-device" in line
-    code = "import os, torch; from pycomm.launch import place; torch.cuda.device_count = lambda: 2"
-    code += "; torch.cuda.set_device = print; place.settle(os.getppid(), 3, None, True)"
+    code = "import os, torch; from pycomm.launch.worker_setup import setup_worker"
+    code += "; torch.cuda.device_count = lambda: 2; torch.cuda.set_device = print"
+    code += "; setup_worker(os.getppid(), 3, None, True)"
     rank = [sys.executable, "-c", code]  # of its own: it is to end with its parent
     assert subprocess.check_output(rank, env=CLEAN, timeout=LIMIT_S) == b"1\n"
 
@@ -204,18 +205,18 @@ def test_which_failure_is_the_first() -> None:
 
 
 def test_default_counts_and_cores(monkeypatch: Any) -> None:
-    assert place.default_count(3) == 3
+    assert worker_setup.default_count(3) == 3
     cores = sorted(os.sched_getaffinity(0))
-    assert place.default_count(0) == max(1, len(cores) // 2)
-    assert place.cores_of(0, len(cores)) == cores
+    assert worker_setup.default_count(0) == max(1, len(cores) // 2)
+    assert worker_setup.cores_of(0, len(cores)) == cores
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert place.threads_for(1, 3) == {"OMP_NUM_THREADS": "3"}
-    assert place.threads_for(1, None) == {"OMP_NUM_THREADS": str(len(cores))}
-    assert place.threads_for(2 * len(cores), None) == {"OMP_NUM_THREADS": "1"}
+    assert worker_setup.threads_for(1, 3) == {"OMP_NUM_THREADS": "3"}
+    assert worker_setup.threads_for(1, None) == {"OMP_NUM_THREADS": str(len(cores))}
+    assert worker_setup.threads_for(2 * len(cores), None) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert place.threads_for(1, 3) == {}
+    assert worker_setup.threads_for(1, 3) == {}
     with pytest.raises(InvalidArgument, match="this host offers"):
-        place.cores_of(1, len(cores))
+        worker_setup.cores_of(1, len(cores))
 
 
 def start_hosts(

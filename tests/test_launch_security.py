@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from test_launch import CLEAN, LAUNCH, LIMIT_S, launch
 
-from benchmarks.stranger import descendants, inodes
+from benchmarks.unauthenticated import descendants, inodes
 from pycomm import config, secret
 from pycomm.errors import InvalidArgument
 
-pytestmark = pytest.mark.quiet  # counts who listens, and reads what is left of processes
+pytestmark = pytest.mark.no_attack  # counts who listens, and reads what is left of processes
 
 KEY = "0123456789abcdef" * 4
 LOOPBACKS = ("127.", "::1", "::ffff:127.")

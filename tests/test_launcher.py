@@ -76,7 +76,7 @@ def with_transports() -> Any:
     """By which transport each rank reaches the other; also makes a group of torch's."""
     import torch.distributed as dist
 
-    ours = pycomm.init().members[1 - pycomm.rank()].transport
+    ours = pycomm.init().peer_info()[1 - pycomm.rank()].transport
     dist.init_process_group("pycomm")
     dist.barrier(dist.new_group([0, 1]))  # has an engine of its own
     dist.destroy_process_group()

@@ -58,7 +58,7 @@ LEAKS = {
     ),
     "group": (
         "kept.append(run_ranks(2, lambda group: group.split(0)))",
-        "memfd:pycomm-journal x2",
+        "memfd:pycomm-flight-recorder x2",
     ),
 }
 SOUND = {
@@ -93,7 +93,7 @@ def test_every_kind_of_leak_is_seen_and_nothing_else(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
     ways = os.pathsep.join([str(HERE), str(HERE.parent)])
     done = subprocess.run(
-        [*command, "--no-strangers", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)],
+        [*command, "--no-attack", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": ways, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,

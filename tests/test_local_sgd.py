@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from little_models import alone, batch, equal, parameters, perceptron, step_on
+from small_models import alone, batch, equal, parameters, perceptron, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
 

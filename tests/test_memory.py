@@ -18,7 +18,7 @@ import pytest
 
 import pycomm
 from benchmarks import soak
-from benchmarks.held import held, left
+from benchmarks.leak_check import leaked, resources
 from pycomm import errors, testing
 
 MOST = 16 << 20  # bytes of a rank, as documented
@@ -101,12 +101,12 @@ def grown() -> dict[str, list[float]]:
     after all, when it holds nothing else that it did not hold before."""
     soak.one_arena()
     found: dict[str, list[float]] = {"MB": [], "mappings": []}
-    before = held()
+    before = resources()
     for number in range(GROUPS):
         for transport in ("local", "shm", "tcp"):
             testing.run_ranks(RANKS, live, number % 2 == 1, transport=transport)
         if number + 1 in (GROUPS // 3, GROUPS):
-            assert left(before) == ""
+            assert leaked(before) == ""
             found["MB"].append(soak.memory_mb())
             found["mappings"].append(len(Path("/proc/self/maps").read_text().splitlines()))
     return found
@@ -131,7 +131,7 @@ def calls_of_all_kinds(group: pycomm.Group) -> tuple[set[str], float]:
         x[...] = 1
         pycomm.all_reduce(x, group=group)
     pycomm.barrier(group=group)
-    return {member.transport for member in group.members} - {"self"}, float(shared.mean())
+    return {member.transport for member in group.peer_info()} - {"self"}, float(shared.mean())
 
 
 def run_in_a_full_shm() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from little_models import perceptron
+from small_models import perceptron
 from torch.nn import functional as F
 
 import pycomm

@@ -1,7 +1,7 @@
 """Mistakes in the use of DataParallel: each raises an error before data is sent."""
 
 import pytest
-from little_models import batch, momentum_sgd, perceptron, step_on
+from small_models import batch, momentum_sgd, perceptron, step_on
 from torch import nn
 
 import pycomm

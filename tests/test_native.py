@@ -15,7 +15,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "native"))
 from build import BuildFailed, build, suites
 
-pytestmark = pytest.mark.quiet("suites count their descriptors, and join ranks without a handshake")
+pytestmark = pytest.mark.no_attack(
+    "suites count their descriptors, and join ranks without a handshake"
+)
 
 RUN_LIMIT_S = 600  # of one suite, which takes 5 to 170 s where nothing else runs
 # On fibers, which the thread sanitizer does not know, and with whose stacks the address sanitizer's

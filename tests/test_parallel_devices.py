@@ -89,9 +89,9 @@ WAYS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "dense": dense,
     "checked": checked,
     "DGC": compressed(),
-    "DGC, masked": compressed(exchange="masked"),
-    "DGC, lean": compressed(value_dtype="2bit", exchange="gather"),
-    "DGC, split": compressed(value_dtype="2bit", exchange="split"),
+    "DGC, dense_masked": compressed(exchange="dense_masked"),
+    "DGC, compact": compressed(value_dtype="2bit", exchange="gather"),
+    "DGC, sharded": compressed(value_dtype="2bit", exchange="sharded"),
     "DGC, fused": compressed(fused=True, select="model"),
     "LocalSGD": local,
 }

@@ -10,14 +10,14 @@ from torch import nn
 import pycomm
 from pycomm import planner
 from pycomm.__main__ import main
+from pycomm.compress.cost_model import Coding
 from pycomm.compress.schedule import Load
-from pycomm.compress.seconds import Coding
 from pycomm.errors import InvalidArgument
 from pycomm.planner import Expected, best, expected
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 GBIT = {"100mbit": 0.1, "1gbit": 1.0, "10gbit": 10.0}
-MEASURED = {"dense": "dense", "dgc gather": "dgc", "dgc 2bit gather": "lean", "local 8": "local"}
+MEASURED = {"dense": "dense", "dgc gather": "dgc", "dgc 2bit gather": "compact", "local 8": "local"}
 
 
 def coding() -> Coding:
@@ -37,10 +37,10 @@ def test_within_a_fifth_of_what_was_measured() -> None:
     stored = json.loads((RESULTS / "links_training.json").read_text())
     count = stored["settings"]["elements"]
     load = Load([count // 1000], [count], 4, None)
-    lean = Load([count // 1000], [count], 4, "2bit")
+    compact = Load([count // 1000], [count], 4, "2bit")
     for rate, gbit in GBIT.items():
         rows = {row["way"]: row["step_s"] for row in stored["rows"] if row["rate"] == rate}
-        found = expected(rows["compute"], (load, lean), (coding(), coding()), (2, gbit))
+        found = expected(rows["compute"], (load, compact), (coding(), coding()), (2, gbit))
         for name, way in MEASURED.items():
             assert found[name] == pytest.approx(rows[way], rel=0.2), (rate, name)
 
@@ -48,16 +48,16 @@ def test_within_a_fifth_of_what_was_measured() -> None:
 def test_more_ranks_and_slower_lines() -> None:
     """A gather grows with the ranks, split does not; what is sent less is worth more on a slow
     line, and nothing on one that costs nothing."""
-    load, lean = (Load([41_000], [41_000_000], 4, code) for code in (None, "2bit"))
+    load, compact = (Load([41_000], [41_000_000], 4, code) for code in (None, "2bit"))
     one = Coding(1e-9, 1e-10, 1e-8, 1e-8, 1e-9)
 
     def at(ranks: int, gbit: float) -> Expected:
-        return Expected(ranks, gbit, expected(0.1, (load, lean), (one, one), (ranks, gbit)))
+        return Expected(ranks, gbit, expected(0.1, (load, compact), (one, one), (ranks, gbit)))
 
     few, many = at(8, 1.0).seconds, at(4096, 1.0).seconds
     assert many["dgc gather"] > 10 * few["dgc gather"]
-    assert many["dgc 2bit split"] < 2 * few["dgc 2bit split"]
-    assert best(at(4096, 1.0)) == "dgc 2bit split"
+    assert many["dgc 2bit sharded"] < 2 * few["dgc 2bit sharded"]
+    assert best(at(4096, 1.0)) == "dgc 2bit sharded"
     assert best(at(2, 1e6)) in ("dense", "local 8")
     assert few["bf16"] < few["dense"]
     read = 4088 * 41_000 * (one.decode + one.add)  # of the packets of all the others

@@ -1,6 +1,6 @@
 """Other people's programs on the backend "pycomm", where their packages are installed.
 
-tests/peers/programs.py runs them, on any backend.
+tests/compat/programs.py runs them, on any backend.
 """
 
 import json

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import Group, errors, fused, testing
+from pycomm import Group, coalesced, errors, testing
 from pycomm.compress import state
-from pycomm.compress.coded import ToAll
-from pycomm.compress.split import Owners, Shares
+from pycomm.compress.packet_exchange import AllGatherExchange
+from pycomm.compress.sharded import ShardedExchange, Sharding
 from pycomm.compress.transaction import Step
 from pycomm.testing import FaultPlan, run_ranks
 
@@ -77,7 +77,7 @@ class Late:
 
 def late_in(exchange: str, monkeypatch: pytest.MonkeyPatch) -> Late:
     """In what a step of this exchange does last before it is committed."""
-    where: Any = {"lean": ToAll, "split": Owners}.get(exchange, Step)
+    where: Any = {"compact": AllGatherExchange, "sharded": ShardedExchange}.get(exchange, Step)
     name = "_wait" if where is Step else "exchange"
     late = Late(getattr(where, name))
     monkeypatch.setattr(where, name, late.method())
@@ -91,9 +91,9 @@ def train_plane(group: Group, exchange: str, late: Late | None) -> Any:
     model = Plane(ranks)
     opt = torch.optim.SGD(model.parameters(), lr=LR)
     settings: dict[str, Any] = {"exchange": exchange}
-    if exchange == "lean":
-        settings = {"exchange": "gather", "codec": "lean", "value_dtype": "bfloat16"}
-    if exchange == "split":
+    if exchange == "compact":
+        settings = {"exchange": "gather", "codec": "compact", "value_dtype": "bfloat16"}
+    if exchange == "sharded":
         settings["value_dtype"] = "bfloat16"
     dgc = pycomm.DGC(opt, sparsity=[0.9], min_count=1, masking=False, **settings)
     parallel = pycomm.DataParallel(model, compression=dgc)
@@ -118,19 +118,20 @@ def train_plane(group: Group, exchange: str, late: Late | None) -> Any:
             left = parallel.shrink(opt)
             step = left.step
             before = {
-                "step": step, "lost": left.lost, "owed_lost": left.owed_lost, "taken_in": taken_in,
-                "w": model.w.detach().clone(), "owed": owed_by(dgc), "digest": digest(model),
+                "step": step, "lost": left.lost, "lost_residual_norm": left.lost_residual_norm,
+                "taken_in": taken_in, "w": model.w.detach().clone(), "residual": residual_by(dgc),
+                "digest": digest(model),
             }  # fmt: skip
     assert pycomm.size() == 2
     return {
         "before": before, "digest": digest(model), "taken_in": taken_in, "w": model.w.detach(),
-        "owed": owed_by(dgc), "steps": dgc.step_count,
+        "residual": residual_by(dgc), "steps": dgc.step_count,
     }  # fmt: skip
 
 
-def owed_by(dgc: pycomm.DGC) -> torch.Tensor:
+def residual_by(dgc: pycomm.DGC) -> torch.Tensor:
     """What this rank owes, as itself and as an owner."""
-    (v,) = state._with_owed(dgc.state_dict())["v"].values()
+    (v,) = state._with_owner_residual(dgc.state_dict())["v"].values()
     return v.view(3, COUNT)
 
 
@@ -138,16 +139,16 @@ def owned_by_survivors(exchange: str) -> torch.Tensor:
     """Which elements of the plane have no owner, or one that lives on: what others had sent of the
     rest was owed by the lost rank."""
     known = torch.ones(3 * COUNT, dtype=torch.bool)
-    if exchange == "split":
-        shares = Shares(3 * COUNT, 3)
+    if exchange == "sharded":
+        shares = Sharding(3 * COUNT, 3)
         lost = shares.whole(LOST, torch.arange(shares.places))
         known[lost[lost < len(known)].long()] = False
     return known.view(3, COUNT)
 
 
 @pytest.mark.parametrize("in_doubt", [False, True], ids=["leaves before a step", "in doubt"])
-@pytest.mark.parametrize("exchange", ["gather", "masked", "lean", "split"])
-def test_dgc_goes_on_and_what_survivors_owe_is_kept(
+@pytest.mark.parametrize("exchange", ["gather", "dense_masked", "compact", "sharded"])
+def test_dgc_continues_and_the_residual_of_survivors_is_kept(
     exchange: str, in_doubt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = late_in(exchange, monkeypatch) if in_doubt else None
@@ -164,18 +165,18 @@ def test_dgc_goes_on_and_what_survivors_owe_is_kept(
     # has taken in; three ranks divided until the death, and two since.
     was, now = first["before"]["w"], first["w"]
     for rank, result in enumerate((first, second)):
-        owed = [r["before"]["owed"][rank] for r in (first, second)]
+        residual = [r["before"]["residual"][rank] for r in (first, second)]
         sent = -was[rank] * 3 / LR
         known = owned_by_survivors(exchange)[rank]
         want = result["before"]["taken_in"] * slope_of(rank, 3)[rank]
-        torch.testing.assert_close((sent + sum(owed))[known], want[known], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close((sent + sum(residual))[known], want[known], rtol=1e-5, atol=1e-4)
         since = -(now - was)[rank] * 2 / LR
-        owed_since = sum(r["owed"][rank] for r in (first, second)) - sum(owed)
+        residual_since = sum(r["residual"][rank] for r in (first, second)) - sum(residual)
         passes = result["taken_in"] - result["before"]["taken_in"]
         want = passes * slope_of(rank, 3)[rank]
-        torch.testing.assert_close(since + owed_since, want, rtol=1e-5, atol=1e-4)
-    mean = np.mean([float(r["before"]["owed"].square().sum()) for r in (first, second)])
-    assert first["before"]["owed_lost"] == pytest.approx(mean**0.5, rel=1e-4)
+        torch.testing.assert_close(since + residual_since, want, rtol=1e-5, atol=1e-4)
+    mean = np.mean([float(r["before"]["residual"].square().sum()) for r in (first, second)])
+    assert first["before"]["lost_residual_norm"] == pytest.approx(mean**0.5, rel=1e-4)
 
 
 def net() -> torch.nn.Module:
@@ -208,8 +209,10 @@ def train_dense(group: Group) -> Any:
     return digest(model), lost, scheduler.last_epoch, velocity.tolist(), pycomm.size()
 
 
-def test_dense_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing, "GRACE_S", 90.0)  # survivors have all the time that the test has
+def test_dense_training_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        testing, "EXIT_TIMEOUT_S", 90.0
+    )  # survivors have all the time that the test has
     fault = FaultPlan(1, "kill", at="all_reduce", after_bytes=30_000)
     results = run_ranks(
         3, train_dense, transport="tcp", processes=True, faults=[fault], return_exceptions=True
@@ -249,9 +252,9 @@ def train_local(group: Group, rule: str, outer: bool, late: Late) -> Any:
 
 @pytest.mark.parametrize("outer", [False, True], ids=["mean", "outer momentum"])
 @pytest.mark.parametrize("rule", ["paddle", "torch"])
-def test_local_sgd_goes_on(rule: str, outer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    late = Late(fused.average)
-    monkeypatch.setattr(fused, "average", late)
+def test_local_sgd_continues(rule: str, outer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(coalesced.average)
+    monkeypatch.setattr(coalesced, "average", late)
     _, first, second = run_ranks(3, train_local, rule, outer, late)
     assert first == second
     assert first[1][0] == [0]

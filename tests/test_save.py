@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import Group, errors, rank0
+from pycomm import Group, checkpoint, errors
 from pycomm.testing import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -104,7 +104,7 @@ def test_what_a_killed_rank_left_is_removed_and_nothing_else(tmp_path: Path) -> 
     (stale,) = os.listdir(tmp_path)
     other = tmp_path / ".it.note"
     other.touch()
-    descriptor, busy = rank0._temporary(tmp_path / "it")  # of a rank that is still writing
+    descriptor, busy = checkpoint._temporary(tmp_path / "it")  # of a rank that is still writing
     try:
         save(tmp_path / "it")
         assert sorted(os.listdir(tmp_path)) == sorted([other.name, Path(busy).name, "it"])

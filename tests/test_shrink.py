@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import Group, errors, survivors, testing
+from pycomm import Group, errors, shrink, testing
 from pycomm.testing import FaultPlan, run_ranks
 
 TRANSPORTS = ["shm", "tcp"]
@@ -23,7 +23,7 @@ TRANSPORTS = ["shm", "tcp"]
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Survivors have all the time that the test has."""
-    monkeypatch.setattr(testing, "GRACE_S", 90.0)
+    monkeypatch.setattr(testing, "EXIT_TIMEOUT_S", 90.0)
 
 
 def until_broken(group: Group) -> errors.Error:
@@ -41,7 +41,7 @@ def die(group: Group, *others: int) -> None:
     forming of the group any more."""
     pycomm.all_reduce(np.ones(1 << 16, np.float32), "max", group=group)
     for rank in (*others, group.rank):
-        os.kill(group.members[rank].pid, signal.SIGKILL)
+        os.kill(group.peer_info()[rank].pid, signal.SIGKILL)
 
 
 def check_works(group: Group) -> list[int]:
@@ -91,7 +91,7 @@ def run_with_deaths(n: int, transport: str, victims: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("n", "victims"), [(2, [1]), (4, [0]), (8, [3, 6])])
-def test_survivors_of_a_kill_go_on(transport: str, n: int, victims: list[int]) -> None:
+def test_survivors_of_a_kill_continue(transport: str, n: int, victims: list[int]) -> None:
     run_with_deaths(n, transport, victims)
 
 
@@ -99,32 +99,32 @@ def die_while_shrinking(group: Group, moment: str) -> Any:
     """Rank 3 dies in a call, and rank 1 at this moment of the shrink that follows."""
     if group.rank == 3:
         die(group)
-    process = os.pidfd_open(group.members[1].pid)
+    process = os.pidfd_open(group.peer_info()[1].pid)
     until_broken(group)
 
     def die_here(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    choose = survivors._Board._claim
+    choose = shrink._SurvivorElection._claim
 
     def choose_second(board: Any, here: set[int]) -> list[int]:
         select.select([process], [], [])  # until rank 1 has died
         return choose(board, here)
 
     if moment == "as it chooses" and group.rank != 1:
-        survivors._Board._claim = choose_second
+        shrink._SurvivorElection._claim = choose_second
     if group.rank == 1:
         if moment == "before the choice":  # it has come, and the others saw it
-            survivors._Board._decided = die_here
+            shrink._SurvivorElection._decided = die_here
         elif moment == "as it chooses":
-            survivors._Board._claim = die_here
+            shrink._SurvivorElection._claim = die_here
         else:  # the others wait for it in the new group
             pycomm._core.regroup = die_here
     return check_works(group.shrink())
 
 
 @pytest.mark.parametrize("moment", ["before the choice", "as it chooses", "before it meets"])
-def test_a_death_while_shrinking_is_survived(moment: str) -> None:
+def test_a_rank_failure_while_shrinking_is_survived(moment: str) -> None:
     results = run_ranks(
         5, die_while_shrinking, moment, transport="shm", processes=True, return_exceptions=True
     )
@@ -153,7 +153,7 @@ def test_a_group_can_be_shrunk_again() -> None:
 
 def be_too_few(group: Group, folder: str) -> Any:
     """Ranks 1 to 3 are stopped, not dead; rank 0 has to stay alone."""
-    pids = [member.pid for member in group.members]
+    pids = [member.pid for member in group.peer_info()]
     pycomm.barrier(group=group)
     if group.rank:
         while not Path(folder, "over").exists():
@@ -172,7 +172,7 @@ def be_too_few(group: Group, folder: str) -> Any:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_a_minority_never_goes_on(tmp_path: Path) -> None:
+def test_a_minority_never_continues(tmp_path: Path) -> None:
     results = run_ranks(
         4, be_too_few, str(tmp_path), transport="tcp", processes=True, heartbeat_s=2.0,
         return_exceptions=True,
@@ -182,7 +182,7 @@ def test_a_minority_never_goes_on(tmp_path: Path) -> None:
 
 def come_too_late(group: Group, folder: str) -> Any:
     """Rank 2 is stopped until the others have gone on without it."""
-    victim = group.members[2].pid
+    victim = group.peer_info()[2].pid
     if group.rank == 2:
         pycomm.barrier(group=group)
         while not Path(folder, "over").exists():
@@ -220,7 +220,7 @@ def test_whole_group_shrinks_to_itself() -> None:
     """Whoever lives takes part, though a connection was lost; that needs no process."""
     results = run_ranks(
         3, shrink_as_a_thread, transport="local",
-        faults=[FaultPlan(1, "cut", at="all_reduce", after_bytes=4096)],
+        faults=[FaultPlan(1, "disconnect", at="all_reduce", after_bytes=4096)],
     )  # fmt: skip
     assert results == [[0, 1, 2]] * 3
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import pycomm
-from pycomm import Group, _core, survivors
+from pycomm import Group, _core, shrink
 from pycomm.demo.netns import Network, missing
 from pycomm.testing import run_ranks
 from tests.test_hosts import Run
@@ -47,7 +47,7 @@ def started(pid: int) -> int:
 
 def tell_starts(group: Group) -> bool:
     pycomm.barrier(group=group)
-    right = [member.started == started(member.pid) for member in group.members]
+    right = [member.started == started(member.pid) for member in group.peer_info()]
     pycomm.barrier(group=group)
     return all(right)
 
@@ -64,8 +64,8 @@ def test_a_process_id_that_was_given_out_again_is_dead() -> None:
         def seen(began: int) -> bool:
             member = SimpleNamespace(pid=child.pid, visible=True, started=began)
             core: Any = SimpleNamespace(members=[member])
-            with survivors._processes(core) as (descriptor,):
-                return survivors._has_ended(descriptor)
+            with shrink._processes(core) as (descriptor,):
+                return shrink._has_ended(descriptor)
 
         assert [seen(now), seen(0), seen(now - 1)] == [False, False, True]
         before = len(os.listdir("/proc/self/fd"))
@@ -96,8 +96,8 @@ def test_a_look_at_an_unchanged_board_is_one_call(monkeypatch: pytest.MonkeyPatc
         if looks[0] == 50:
             clock[0] = 100.0
 
-    monkeypatch.setattr(survivors, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pause))
-    board = survivors._Board(store, "world", 0, 200, 50.0)
+    monkeypatch.setattr(shrink, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pause))
+    board = shrink._SurvivorElection(store, "world", 0, 200, 50.0)
     with pytest.raises(pycomm.errors.GroupBroken, match="too few"):
         board.agree([None] * 200, [])
     assert looks[0] == 50

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from benchmarks import held, soak, soak_rank
+from benchmarks import leak_check, soak, soak_rank
 from benchmarks.soak import FAULTS, Tally, setting
 from pycomm import Group, errors
 
@@ -28,8 +28,8 @@ def test_an_epoch_with_each_fault_keeps_the_promises() -> None:
     soak.soak(tally, SEED, OF_ONE_EACH, LATE_MS)
     assert tally.complaints == []
     disagreements = {f"wrong {what}" for what in ("operation", "count", "dtype", "op", "root")}
-    slow = {"delay", "trickle"}
-    timed = {"kill", "stop", "exception", "abort", "cut", "garbage"}
+    slow = {"delay", "throttle"}
+    timed = {"kill", "stop", "exception", "abort", "disconnect", "corrupt"}
     assert set(tally.faults) == {"nothing", "skip"} | timed | slow | disagreements
     assert tally.epochs == len(tally.faults)
     assert set(soak_rank.VERBS) <= set(tally.calls)
@@ -75,7 +75,7 @@ def test_a_descriptor_that_is_left_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         return right(where)
 
     monkeypatch.setattr(soak, "play", leaky)
-    monkeypatch.setattr(held, "LEAVE_S", 0.1)
+    monkeypatch.setattr(leak_check, "LEAVE_S", 0.1)
     try:
         assert "left behind: 1 more descriptors: " in complaints(first("", "local"))
     finally:
@@ -88,14 +88,14 @@ def test_a_notice_that_does_not_come_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     assert "GroupBroken with its reason was promised, not " in seen
 
 
-def test_a_disagreement_that_nobody_hears_of_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_disagreement_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_rank, "DISAGREEMENTS", {"wrong count": lambda call, size: call})
     seen = complaints(first("wrong count", "shm"))
     assert "nobody told this rank of 'wrong count'" in seen
     assert "Mismatch was promised, not nothing" in seen
 
 
-@pytest.mark.parametrize("fault", ["kill", "cut", "garbage"])
+@pytest.mark.parametrize("fault", ["kill", "disconnect", "corrupt"])
 def test_a_loss_that_is_known_late_or_by_another_name_is_seen(fault: str) -> None:
     where = setting(SEED, next(n for n in OF_ONE_EACH if _fault(n) == fault), "")
     victim = where.epoch.victim

@@ -42,7 +42,7 @@ def settled(relay: Relay, server: _core.TcpStore) -> _core.TcpStore:
 
 
 @pytest.mark.parametrize("lose", [Relay.cut, lambda relay: relay.silent.set()], ids=["cut", "drop"])
-def test_calls_go_on_when_a_connection_is_lost(lose: Callable[[Relay], None]) -> None:
+def test_calls_continue_when_a_connection_is_lost(lose: Callable[[Relay], None]) -> None:
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
         client = settled(relay, server)
@@ -79,7 +79,7 @@ def test_a_client_whose_server_has_ended_is_told_at_once() -> None:
         assert time.monotonic() - begin < 15
 
 
-def test_values_and_shrink_go_on_when_the_store_connections_were_lost() -> None:
+def test_values_and_shrink_continue_when_the_store_connections_were_lost() -> None:
     port = free_port()
     with relayed(port) as relay:
         place = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "3", "PYCOMM_SECRET": KEY}

@@ -189,7 +189,8 @@ def connect_on_demand_without_threads(group: Group) -> list[Any]:
         try:
             _core.connect(
                 store, rank=group.rank, size=2, name="world", timeout_s=20.0, secret=KEY,
-                transport="tcp", address="", towards="", reproducible=False, log=False, full_mesh=1,
+                transport="tcp", address="", route_hint="", reproducible=False, log=False,
+                full_mesh=1,
             )  # fmt: skip
         except errors.Unsupported as error:
             refused = str(error)
@@ -199,7 +200,7 @@ def connect_on_demand_without_threads(group: Group) -> list[Any]:
     return [refused, same]
 
 
-@pytest.mark.quiet("who calls the store is a descriptor of rank 0, and those are counted")
+@pytest.mark.no_attack("who calls the store is a descriptor of rank 0, and those are counted")
 def test_without_a_thread_a_group_that_connects_on_demand_is_refused() -> None:
     ranks = run_ranks(2, connect_on_demand_without_threads, transport="tcp", processes=True)
     for refused, same in ranks:

@@ -15,15 +15,15 @@ import numpy as np
 from rich.console import Console
 
 import pycomm
-from pycomm import journal, top
+from pycomm import flight_recorder, top
 from pycomm.testing import run_ranks
 
 LIMIT_S = 60.0  # against hanging
 
 
-def ours(sample: top.Sample) -> list[journal.Journal]:
+def ours(sample: top.Sample) -> list[flight_recorder.FlightRecord]:
     """Those of the newest group of this process, which other tests may have left some in."""
-    mine = [one for one in sample.journals if one.pid == os.getpid()]
+    mine = [one for one in sample.flight_records if one.pid == os.getpid()]
     newest = max(mine, key=lambda one: one.steady_ns, default=None)
     return [one for one in mine if newest and one.id == newest.id]
 
@@ -31,7 +31,7 @@ def ours(sample: top.Sample) -> list[journal.Journal]:
 def seen(now: top.Sample, before: top.Sample | None = None) -> list[str]:
     """The lines of the view that tell of this process's group."""
     for sample in filter(None, (now, before)):
-        sample.journals = ours(sample)
+        sample.flight_records = ours(sample)
     console = Console(width=200, no_color=True)
     with console.capture() as capture:
         console.print(top.view(now, before))
@@ -45,7 +45,7 @@ def wait_until_inside(rank: int, verb: str) -> top.Sample:
         sample = top.Sample()
         for one in ours(sample):
             inside = one.rank == rank and one.is_inside()
-            if inside and journal.title(one.records[-1]).startswith(verb):
+            if inside and flight_recorder.title(one.records[-1]).startswith(verb):
                 return sample
     raise AssertionError(f"rank {rank} is inside no {verb}")
 
@@ -108,7 +108,7 @@ def test_a_stopped_process_is_seen_and_a_dead_one_leaves_nothing() -> None:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(LIMIT_S)
-    assert all(one.pid != process.pid for one in journal.running())
+    assert all(one.pid != process.pid for one in flight_recorder.running())
 
 
 def test_a_closed_group_is_not_shown() -> None:
@@ -120,22 +120,22 @@ def test_a_closed_group_is_not_shown() -> None:
 
     (own,) = run_ranks(2, ids)[0]
     assert len(kept) == 2
-    assert own not in {one.id for one in journal.running()}
+    assert own not in {one.id for one in flight_recorder.running()}
 
 
 def read_in_part(group: pycomm.Group, name: str) -> str:
     """Beside a group with a name that a console could take for markup: a memory of 8 GiB
     under the journals' name is read, and the first line of the view given."""
-    fd = os.memfd_create("pycomm-journal")
+    fd = os.memfd_create("pycomm-flight-recorder")
     try:
         os.ftruncate(fd, 8 << 30)
         sample = top.Sample()
         one = ours(sample)[0]
         own = Path(one.source).read_bytes()
         os.pwrite(fd, own, 0)
-        same = journal._consistent(Path(f"/proc/self/fd/{fd}"))
+        same = flight_recorder._consistent(Path(f"/proc/self/fd/{fd}"))
         assert len(same.records) == len(one.records)
-        sample.journals = [dataclasses.replace(one, name=name)]
+        sample.flight_records = [dataclasses.replace(one, name=name)]
         console = Console(width=200, no_color=True)
         with console.capture() as capture:
             console.print(top.view(sample))

@@ -1,6 +1,6 @@
 """A representative part of PyTorch's own distributed suite on the backend "pycomm", 3 processes.
 
-tests/peers/torch_suite.py runs all of it, on any backend; table.py puts the results into docs.
+tests/compat/torch_suite.py runs all of it, on any backend; table.py puts the results into docs.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "tests" / "peers" / "torch_suite.py"
+SCRIPT = ROOT / "tests" / "compat" / "torch_suite.py"
 
 TESTS = [
     "test_Backend_enum_class",
@@ -76,7 +76,7 @@ def test_a_failure_is_told_and_nothing_is_left_out_in_silence(tmp_path: Path) ->
 
 
 def test_the_page_has_the_table_of_the_stored_results() -> None:
-    """tests/peers/table.py rewrites it."""
+    """tests/compat/table.py rewrites it."""
     code = "import table; page = table.PAGE.read_text(); assert table.written(page) == page"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import errors, journal, trace
+from pycomm import errors, flight_recorder, trace
 from pycomm.testing import run_ranks
 
 MS = 1_000_000  # nanoseconds
-ALL_REDUCE = journal.TABLES["operation"].index("all_reduce")
+ALL_REDUCE = flight_recorder.TABLES["operation"].index("all_reduce")
 
 
 def many_calls(group: pycomm.Group, n: int) -> None:
@@ -38,7 +38,7 @@ def test_a_run_leaves_every_call_of_every_rank(
     names = ["world-0.0.0.trace", "world-0.0.1.trace", "world.0.trace", "world.1.trace"]
     assert sorted(path.name for path in folder.iterdir()) == names
     for rank in range(2):
-        calls = journal.read(folder / f"world.{rank}.trace").records
+        calls = flight_recorder.read(folder / f"world.{rank}.trace").records
         sums = calls[calls["operation"] == ALL_REDUCE]
         assert len(sums) == 1000
         assert np.all(np.diff(sums["sequence"].astype(int)) == 1)
@@ -62,14 +62,20 @@ def test_a_run_leaves_every_call_of_every_rank(
 
 def a_rank(rank: int, host: str, times: Any, **fields: Any) -> bytes:
     """The trace of a rank of two that made these calls: rows of begin and end, nanoseconds."""
-    head = np.zeros(1, journal.HEAD)
-    given = {"magic": journal.MAGIC, "id": 1, "size": 2, "name": "world", "begun": len(times)}
+    head = np.zeros(1, flight_recorder.HEAD)
+    given = {
+        "magic": flight_recorder.MAGIC,
+        "id": 1,
+        "size": 2,
+        "name": "world",
+        "begun": len(times),
+    }
     for name, value in {**given, "rank": rank, "host": host, "host_id": host, **fields}.items():
         head[name] = value.encode() if isinstance(value, str) else value
-    records = np.zeros(len(times), journal.CALL)
+    records = np.zeros(len(times), flight_recorder.CALL)
     records["begun"], records["ended"] = np.array(times).T
     records["sequence"], records["outcome"] = np.arange(len(times)), 1
-    return head.tobytes().ljust(journal.HEAD_BYTES, b"\0") + records.tobytes()
+    return head.tobytes().ljust(flight_recorder.HEAD_BYTES, b"\0") + records.tobytes()
 
 
 def leave(folder: Path, *ranks: bytes) -> None:

@@ -10,7 +10,7 @@ import pytest
 import pycomm
 from pycomm import Group, errors
 from pycomm._core import DTYPES
-from pycomm.lanes import Lanes
+from pycomm.communicators import CommunicatorPool
 from pycomm.testing import run_ranks
 
 TRANSPORTS = ["local", "shm", "tcp"]
@@ -261,7 +261,7 @@ def test_values_of_all_ranks() -> None:
     assert run_ranks(1, fn) == [wanted[:1]]
 
 
-def test_a_value_that_is_not_plain_is_told_to_every_rank() -> None:
+def test_a_value_that_is_not_plain_is_reported_on_every_rank() -> None:
     def fn(group: Group) -> Any:
         value = {"loss": np.float32(1)} if group.rank == 1 else 1.5
         with pytest.raises(errors.InvalidArgument, match=r"rank 1: value\['loss'\]") as caught:
@@ -283,21 +283,22 @@ def dies_in_the_middle(group: Group) -> Any:
     return caught.value.peer
 
 
-def test_a_death_is_noticed_in_an_exchange() -> None:
+def test_a_rank_failure_is_noticed_in_an_exchange() -> None:
     results = run_ranks(3, dies_in_the_middle, transport="", processes=True, return_exceptions=True)
     assert results[0] == results[2] == 1
     assert isinstance(results[1], errors.PeerLost)
 
 
 def exchanged(group: Group) -> list[int]:
-    """Frames that an all_to_all sends: without counts, with counts, and with counts by Lanes."""
+    """Frames that an all_to_all sends: without counts, with counts, and with counts by a
+    CommunicatorPool."""
     x, out = np.ones(12, np.float32), np.zeros(12, np.float32)
     counts = [12 // group.size] * group.size
     call = ("all_to_all", "float32", "sum", x.ctypes.data, out.ctypes.data, 0, 0, 0, "auto", 0.0)
     calls = [
         lambda: pycomm.all_to_all(x.reshape(group.size, -1), group=group),
         lambda: group._core.run(*call, [*counts, *counts]),
-        lambda: Lanes(group, 1).all_to_all_v(x, out, counts, counts).wait(),
+        lambda: CommunicatorPool(group, 1).all_to_all_v(x, out, counts, counts).wait(),
     ]
     frames = []
     for made in calls:

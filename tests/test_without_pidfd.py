@@ -42,7 +42,7 @@ def fn(group, sign):
     else:
         return "pidfd_open is not forbidden"
     pycomm.barrier(group=group)
-    victim = group.members[1].pid
+    victim = group.peer_info()[1].pid
     if group.rank == 1:
         os.kill(os.getpid(), sign)
     try:
@@ -63,7 +63,9 @@ if __name__ == "__main__":
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("sign", [9, 19], ids=["killed", "stopped"])
-def test_deaths_are_noticed_without_pidfds(tmp_path: Path, sign: int, transport: str) -> None:
+def test_rank_failures_are_noticed_without_pidfds(
+    tmp_path: Path, sign: int, transport: str
+) -> None:
     (tmp_path / "shim.c").write_text(SHIM)
     shim = tmp_path / "shim.so"
     subprocess.run(

@@ -9,15 +9,15 @@ conftest.py gives each test the marker of its tier, so that no test needs a deco
 """
 
 UNIT = {
-    "test_arrays", "test_buckets", "test_bundles", "test_data", "test_dgc_choice", "test_dtypes",
-    "test_flight", "test_kernel_inputs", "test_kernel_packets", "test_kernel_rows",
-    "test_kernels", "test_lean", "test_local_sgd", "test_metrics", "test_misuse", "test_planner",
-    "test_save", "test_top", "test_trace", "test_tune",
+    "test_arrays", "test_buckets", "test_packet_batches", "test_data", "test_dgc_exchange_policy", "test_dtypes",
+    "test_flight_recorder", "test_kernel_inputs", "test_kernel_packets", "test_kernel_rows",
+    "test_kernels", "test_compact", "test_local_sgd", "test_metrics", "test_misuse", "test_planner",
+    "test_save", "test_top", "test_trace", "test_tuning",
 }  # fmt: skip
 QUICK = {
-    "test_api", "test_c10d", "test_data_parallel", "test_dgc", "test_dgc_coded", "test_dgc_fused",
+    "test_api", "test_c10d", "test_data_parallel", "test_dgc", "test_dgc_compact", "test_dgc_fused",
     "test_dgc_states", "test_dgc_steps", "test_dgc_unseen", "test_errors", "test_house",
-    "test_join_scaled", "test_product", "test_shrink", "test_two_level", "test_values",
+    "test_join_scaled", "test_product", "test_shrink", "test_hierarchical_exchange", "test_objects",
     "test_verbs",
 }  # fmt: skip
 # Tests of these files that take too long for their tier.

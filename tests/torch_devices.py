@@ -98,8 +98,8 @@ def on_emulated(fn: Callable[..., Any], *args: Any) -> Any:
     module.runtime.set_eager(False)
     module.set_order("forward", 1, 4)
     with (
-        device_groups.replaced(module, "privateuseone"),
-        devices.replaced("cuda", module.kernels),
+        device_groups.override_device_module(module, "privateuseone"),
+        devices.override_kernels("cuda", module.kernels),
     ):
         at = Emulated()
         try:

@@ -56,11 +56,11 @@ PYBIND11_MODULE(_c10d, module) {
              return c10::make_intrusive<Options>(
                  timeout, DeviceOptions{lanes, std::move(between_hosts)}, encrypt);
            }),
-           py::arg("timeout") = milliseconds(kBackendDefaultTimeout), py::arg("cuda_lanes") = 1,
-           py::arg("cuda_between_hosts") = "nccl", py::arg("encrypt") = py::none())
+           py::arg("timeout") = milliseconds(kBackendDefaultTimeout), py::arg("cuda_channels") = 1,
+           py::arg("cuda_internode_transport") = "nccl", py::arg("encrypt") = py::none())
       .def_property_readonly("encrypt", [](const Options& o) { return o.encrypt; })
-      .def_property_readonly("cuda_lanes", [](const Options& o) { return o.devices.lanes; })
-      .def_property_readonly("cuda_between_hosts",
+      .def_property_readonly("cuda_channels", [](const Options& o) { return o.devices.lanes; })
+      .def_property_readonly("cuda_internode_transport",
                              [](const Options& o) { return o.devices.between_hosts; })
       .def("__copy__", copy)
       .def("__deepcopy__",

@@ -44,7 +44,7 @@ inline std::function<void()> attach(const std::shared_ptr<Group>& part,
                                     std::chrono::milliseconds timeout) {
   return in_python([&] {
     return py::module_::import("pycomm.torch_backend")
-        .attr("attach")(in_capsule(part), std::chrono::duration<double>(timeout).count())
+        .attr("register_backend")(in_capsule(part), std::chrono::duration<double>(timeout).count())
         .cast<std::function<void()>>();
   });
 }

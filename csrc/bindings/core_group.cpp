@@ -163,15 +163,15 @@ py::dict status(const Handle& handle) {
   for (const Status::Peer& peer : now.peers) {
     py::dict known;
     known["connected"] = peer.connected;
-    known["departed"] = peer.departed;
-    known["silent_s"] = peer.silent_s;
-    known["doing"] = peer.doing;
+    known["left_reason"] = peer.departed;
+    known["last_seen_s"] = peer.silent_s;
+    known["current_call"] = peer.doing;
     known["bytes_written"] = peer.bytes_written;
     known["bytes_received"] = peer.bytes_received;
     peers.append(known);
   }
   py::dict all;
-  all["doing"] = now.doing;
+  all["current_call"] = now.doing;
   all["peers"] = peers;
   return all;
 }

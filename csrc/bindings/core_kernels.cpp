@@ -34,7 +34,7 @@ void bind_bundles(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
   using Sizes = std::vector<size_t>;
   module.def(
-      "most_bundle_bytes",
+      "most_batch_bytes",
       [](const Sizes& lengths, size_t count, std::string_view index_code,
          std::string_view value_code) {
         const LeanEncoding encoding = lean_encoding(count, index_code, value_code);
@@ -44,7 +44,7 @@ void bind_bundles(py::module_& module) {
       },
       Free());
   module.def(
-      "encode_bundle",
+      "encode_batch",
       [](uintptr_t indices, uintptr_t values, const Sizes& lengths, size_t count,
          std::string_view dtype, std::string_view index_code, std::string_view value_code,
          uintptr_t out) {
@@ -64,7 +64,7 @@ void bind_bundles(py::module_& module) {
       },
       Free());
   module.def(
-      "bundle_lengths",
+      "batch_lengths",
       [](uintptr_t packets, const Sizes& sizes, size_t count) {
         const auto* packet = at<const std::byte>(packets);
         Sizes lengths;
@@ -82,7 +82,7 @@ void bind_bundles(py::module_& module) {
       },
       Free());
   module.def(
-      "decode_bundle",
+      "decode_batch",
       [](uintptr_t packets, const Sizes& sizes, const Sizes& lengths, uintptr_t indices,
          uintptr_t values) {
         const auto* packet = at<const std::byte>(packets);
@@ -128,11 +128,11 @@ void bind_cpu_kernels(py::module_& module) {
   module.def("kernel_threads", &kernel_threads);
   module.def("set_kernel_isa", &set_kernel_isa);
   module.def("kernel_isa", &kernel_isa);
-  module.def("most_lean_bytes",
+  module.def("most_compact_bytes",
              [](size_t k, size_t count, std::string_view index_code, std::string_view value_code) {
                return most_lean_bytes(k, lean_encoding(count, index_code, value_code));
              });
-  module.def("read_lean_head", [](uintptr_t head, size_t bytes, size_t size) {
+  module.def("read_compact_header", [](uintptr_t head, size_t bytes, size_t size) {
     const LeanHeader header = read_lean_header({at<const std::byte>(head), bytes}, size);
     return std::pair(header.k, header.count);
   });

@@ -132,7 +132,7 @@ ConnectOptions options_from(const py::kwargs& named) {
   options.transport = named["transport"].cast<std::string>();
   options.address = named["address"].cast<std::string>();
   if (named.contains("host")) options.host = named["host"].cast<std::string>();
-  options.towards = named["towards"].cast<std::string>();
+  options.towards = named["route_hint"].cast<std::string>();
   options.reproducible = named["reproducible"].cast<bool>();
   if (named.contains("full_mesh")) options.full_mesh = named["full_mesh"].cast<int>();
   if (named.contains("encrypt")) options.encrypt = named["encrypt"].cast<bool>();
@@ -142,8 +142,8 @@ ConnectOptions options_from(const py::kwargs& named) {
   if (named.contains("faults"))
     for (const auto& fault : named["faults"])
       options.faults.push_back(fault_from(fault.cast<py::tuple>()));
-  if (named.contains("line_bytes_s"))
-    if (const auto speed = named["line_bytes_s"].cast<double>(); speed > 0)
+  if (named.contains("link_bytes_per_s"))
+    if (const auto speed = named["link_bytes_per_s"].cast<double>(); speed > 0)
       options.rate_limited_link = std::make_shared<RateLimitedLink>(speed);
   if (named.contains("tuned"))
     for (const auto& one : named["tuned"]) {

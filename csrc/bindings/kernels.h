@@ -193,7 +193,7 @@ inline LeanEncoding lean_encoding(size_t count, std::string_view index_code,
 inline void bind_lean(py::module_& module, DeviceKernels& kernels) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
-      "encode_lean",
+      "encode_compact",
       [&kernels](uintptr_t indices, uintptr_t values, size_t k, size_t count,
                  std::string_view dtype, std::string_view index_code, std::string_view value_code,
                  uintptr_t residual, uintptr_t out, uintptr_t bytes, Rows workspace, int device,
@@ -209,7 +209,7 @@ inline void bind_lean(py::module_& module, DeviceKernels& kernels) {
       },
       Free());
   module.def(
-      "decode_lean",
+      "decode_compact",
       [&kernels](uintptr_t packet, size_t bytes, size_t k, size_t count, uintptr_t indices,
                  uintptr_t values, uintptr_t refused, Rows workspace, int device,
                  uintptr_t stream) {
@@ -222,7 +222,7 @@ inline void bind_lean(py::module_& module, DeviceKernels& kernels) {
       },
       Free());
   module.def(
-      "lean_workspace_bytes",
+      "codec_workspace_bytes",
       [&kernels](size_t k, size_t bytes) { return kernels.lean_workspace_bytes(k, bytes); },
       Free());
 }

@@ -44,8 +44,8 @@ enum class Algorithm : uint8_t {
 };
 
 inline constexpr std::array<std::string_view, 10> kAlgorithms{
-    "auto",    "ring",         "tree",          "direct", "owner",
-    "halving", "hierarchical", "shared_memory", "nccl",   "staged"};
+    "auto",    "ring",         "tree",          "direct", "direct_two_phase",
+    "halving", "hierarchical", "shared_memory", "nccl",   "host_staged"};
 
 constexpr std::string_view name_of(Algorithm algorithm) {
   return kAlgorithms[static_cast<size_t>(algorithm)];

@@ -389,7 +389,8 @@ bool is_host_staged(const Group& host, const std::vector<DeviceInfo>& all) {
 void check_encrypted(const Group& host, const DeviceInfo& first) {
   if (host.encrypted() && host.host_count() > 1 && first.nccl_between_hosts)
     throw Unsupported(
-        "encrypt=True: NCCL between hosts does not encrypt; use cuda_between_hosts=\"tcp\" for "
+        "encrypt=True: NCCL between hosts does not encrypt; use cuda_internode_transport=\"tcp\" "
+        "for "
         "arrays on CUDA devices");
 }
 

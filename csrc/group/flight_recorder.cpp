@@ -88,7 +88,7 @@ void check_files(const FlightRecorderFiles& files) {
 
 FlightRecorder::FlightRecorder(const FlightRecorderHead& head, const FlightRecorderFiles& files)
     : files_(files),
-      memory_(make_shared_memory(kBytes, "pycomm-journal")),
+      memory_(make_shared_memory(kBytes, "pycomm-flight-recorder")),
       mapped_(map_shared_memory(memory_.get(), kBytes)),
       head_(*new (mapped_.get()) FlightRecorderHead(head)) {
   head_.capacity = kKept;

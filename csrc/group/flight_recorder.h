@@ -4,8 +4,8 @@
 // The memory is a memfd, which has no name and is gone with the process; `pycomm top` finds it in
 // /proc. The flight record is a copy of it, written when something goes wrong. The trace has every
 // call, and is written in batches. All three are a FlightRecorderHead and CallRecords behind it, as
-// pycomm/journal.py reads them. Not statistics: those are in Stats. Called by HostGroup, one thread
-// at a time.
+// pycomm/flight_recorder.py reads them. Not statistics: those are in Stats. HostGroup writes it,
+// one thread at a time.
 #pragma once
 
 #include <array>

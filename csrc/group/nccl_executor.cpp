@@ -168,8 +168,8 @@ Algorithm NcclExecutor::algorithm_for(const Call& call) const {
   if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
     throw_unsupported(
         call,
-        "NCCL joins only the ranks of each host here (cuda_between_hosts); leave the algorithm "
-        "out, or name one of ours");
+        "NCCL joins only the ranks of each host here (cuda_internode_transport); leave the "
+        "algorithm out, or name one of ours");
   const bool own = call.counts.empty() && has_nccl(call.operation, call.dtype, call.op);
   if (call.algorithm == Algorithm::nccl && !own)
     throw_unsupported(
@@ -177,7 +177,7 @@ Algorithm NcclExecutor::algorithm_for(const Call& call) const {
         "NCCL has none of its own for this dtype, op or list of counts; leave the algorithm out, "
         "or name one of ours");
   if (call.algorithm == Algorithm::staged)
-    throw_unsupported(call, "the algorithm staged is for ranks that share a GPU");
+    throw_unsupported(call, "the algorithm host_staged is for ranks that share a GPU");
   if (call.algorithm == Algorithm::nccl && size == 1) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
   const bool ordered = reduces(call.operation) && host_->reproducible();

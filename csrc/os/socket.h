@@ -43,7 +43,7 @@ Address parse_tcp_address(const std::string& text);
 Address abstract_unix_address(const std::string& name);
 
 // As many as Linux lets wait by default, but for three: so `ss -l` tells our listeners from
-// others', and the unauthenticated clients of the tests find them (tests/hostile.py).
+// others', and the unauthenticated clients of the tests find them (tests/attack.py).
 inline constexpr int kBacklog = 4093;
 
 // Throws InvalidArgument when the address is taken or is not of this machine. Port 0: see

@@ -25,8 +25,8 @@ enum class FaultAction : uint8_t {
   garbage,  // 32 bytes of noise go out in front of each channel's next frame
 };
 
-inline constexpr std::array<std::string_view, 6> kFaultActions{"cut",   "kill",    "stop",
-                                                               "delay", "trickle", "garbage"};
+inline constexpr std::array<std::string_view, 6> kFaultActions{"disconnect", "kill",     "stop",
+                                                               "delay",      "throttle", "corrupt"};
 
 struct Fault {
   FaultAction action = FaultAction::cut;

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pycomm.compress.memory import Memory, line
+from pycomm.compress.parameter_state import ParameterState, line
 
 __all__ = ["apply_momentum", "clip_averaged"]
 
@@ -26,7 +26,7 @@ def clip_averaged(gradients: Sequence[Tensor], limit: float, together: bool) -> 
             gradient.mul_(limit / norm)
 
 
-def apply_momentum(memory: Memory, gradient: Tensor) -> None:
+def apply_momentum(memory: ParameterState, gradient: Tensor) -> None:
     """Turns an averaged gradient into what the optimizer subtracts; u is torch's velocity."""
     hyper, u, x = memory.hyper, memory.u, line(gradient)
     if hyper.weight_decay:

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycomm import arrays, collectives, fused
+from pycomm import arrays, coalesced, collectives
+from pycomm.communicators import CommunicatorPool
 from pycomm.compress import state
-from pycomm.compress.age import Ages
-from pycomm.compress.choose import DENSE, EXCHANGES, Chooser, Level
-from pycomm.compress.coded import ToAll
-from pycomm.compress.memory import Memory, TakenOver
+from pycomm.compress.exchange_policy import DENSE, EXCHANGES, Chooser, Level
+from pycomm.compress.hierarchical import Hosts
+from pycomm.compress.packet_exchange import AllGatherExchange
+from pycomm.compress.parameter_state import AdoptedMomentum, ParameterState
 from pycomm.compress.schedule import K_RULES, VALUE_DTYPES, check_ramp, level_at
-from pycomm.compress.split import Owners
-from pycomm.compress.transaction import Carrier, Plan, Step
-from pycomm.compress.two_level import Hosts
+from pycomm.compress.sharded import ShardedExchange
+from pycomm.compress.staleness import Ages
+from pycomm.compress.transaction import PacketExchange, Plan, Step
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
-from pycomm.lanes import Lanes
 
 __all__ = ["DGC", "Compressed"]
 
@@ -55,21 +55,22 @@ class DGC:
         select: the largest of each "parameter", or of the whole "model".
         min_count: parameters with fewer elements travel whole.
         k_rule: "round", "paddle" or "ceil": how many elements a share is.
-        value_dtype: of values on the way: "float32", or in lean packets also "bfloat16", "int8",
+        value_dtype: of values on the way: "float32", or in compact packets also "bfloat16", "int8",
             "3bit", "2bit" or "1bit". What rounding loses stays in v.
         codec: "raw" packets have 4 bytes for an index, and values of the parameter's own dtype,
-            float32 or float64. "lean" ones code both, in host memory, and all of a step travels
-            behind its last gradient. "auto": raw for float32, else lean.
-        exchange: "gather" packets, or sum them "masked" as dense arrays. "split": lean packets go
-            to owners of shares, who send on the largest sums and owe the rest; the bytes that a
-            rank receives do not grow with the number of ranks. "two_level": ranks of a host sum
-            their gradients, and hosts exchange lean packets as ranks do in "gather" or "split".
-            "auto": which has the fewest bytes, counted by rank 0 for each level; "tuned": which
-            takes the fewest seconds, of rank 0's link and processor, or "dense" as long as nothing
-            was compressed. Both take "split" and "two_level" only where packets are lean, and
-            code values as "1bit" above a density of 0.17 if they are rounded at all.
-        send_on: how many times k elements all owners of "split" together send on: more of them owe
-            less, and the way back takes as many times the bytes.
+            float32 or float64. "compact" ones code both, in host memory, and all of a step travels
+            behind its last gradient. "auto": raw for float32, else compact.
+        exchange: "gather" packets, or sum them "dense_masked" as dense arrays. "sharded": compact
+            packets go to owners of shares, who send on the largest sums and owe the rest; the bytes
+            that a rank receives do not grow with the number of ranks. "hierarchical": ranks of a
+            host sum their gradients, and hosts exchange compact packets as ranks do in "gather" or
+            "sharded". "auto": which has the fewest bytes, counted by rank 0 for each level;
+            "auto_time": which takes the fewest seconds, of rank 0's link and processor, or "dense"
+            as long as nothing was compressed. Both take "sharded" and "hierarchical" only where
+            packets are compact, and code values as "1bit" above a density of 0.17 if they are
+            rounded at all.
+        owner_k_factor: how many times k elements all owners of "sharded" together send on: more of
+            them owe less, and the way back takes as many times the bytes.
         scaler: the GradScaler or StaticLossScaler of the training, if there is one.
         fused: optimizer.step() takes what was gathered off the parameters there and then, without
             a pass over all gradients; p.grad of what is compressed is this rank's own until then,
@@ -78,7 +79,7 @@ class DGC:
         track_age: keeps, for each element that is compressed, when it was last sent (4 bytes).
 
     Raises:
-        Unsupported: another optimizer, shards, lean packets of a GPU.
+        Unsupported: another optimizer, shards, compact packets of a GPU.
         InvalidArgument: anything else that makes no sense.
     """
 
@@ -100,7 +101,7 @@ class DGC:
         value_dtype: str = "float32",
         codec: str = "auto",
         exchange: str = "auto",
-        send_on: int = 1,
+        owner_k_factor: int = 1,
         scaler: torch.amp.GradScaler | None = None,
         fused: bool = False,
         track_age: bool = False,
@@ -111,18 +112,22 @@ class DGC:
         _one_of("select", select, ("parameter", "model"))
         _one_of("k_rule", k_rule, K_RULES)
         _one_of("exchange", exchange, EXCHANGES)
-        _one_of("codec", codec, ("auto", "raw", "lean"))
+        _one_of("codec", codec, ("auto", "raw", "compact"))
         _one_of("value_dtype", value_dtype, VALUE_DTYPES)
-        lean = codec == "lean" or value_dtype != "float32" or exchange in ("split", "two_level")
-        if codec == "raw" and lean:
+        compact = (
+            codec == "compact"
+            or value_dtype != "float32"
+            or exchange in ("sharded", "hierarchical")
+        )
+        if codec == "raw" and compact:
             raise InvalidArgument(
-                f"value_dtype={value_dtype!r} with exchange={exchange!r} takes lean packets: "
+                f"value_dtype={value_dtype!r} with exchange={exchange!r} takes compact packets: "
                 'codec="raw" is for float32 and another exchange'
             )
         if clip_norm is not None and not clip_norm > 0:
             raise InvalidArgument(f"clip_norm={clip_norm}: above 0, or None")
-        if send_on < 1 or send_on != int(send_on):
-            raise InvalidArgument(f"send_on={send_on}: a whole number, at least 1")
+        if owner_k_factor < 1 or owner_k_factor != int(owner_k_factor):
+            raise InvalidArgument(f"owner_k_factor={owner_k_factor}: a whole number, at least 1")
         if fused and not (momentum_correction and decay_correction):
             raise InvalidArgument(
                 "fused=True leaves nothing to the optimizer but its rate: with momentum_correction "
@@ -130,21 +135,23 @@ class DGC:
             )
         self._fused = fused
         self._clip_norm, self._together, self._masking = clip_norm, clip == "global", masking
-        self._whole, self._send_on = select == "model", send_on
+        self._whole, self._owner_k_factor = select == "model", owner_k_factor
         self.scaler = scaler
         owned: tuple[str, ...] = ("momentum", "nesterov") if momentum_correction else ()
         owned += ("weight_decay",) if decay_correction else ()
-        self._owned = TakenOver(optimizer, min_count, owned)
-        splits = lean and exchange not in ("gather", "masked")
-        self.owed: dict[Memory, Tensor] | None = {} if splits else None  # as an owner, split.py
-        if lean:
+        self._owned = AdoptedMomentum(optimizer, min_count, owned)
+        splits = compact and exchange not in ("gather", "dense_masked")
+        self.owner_residual: dict[ParameterState, Tensor] | None = (
+            {} if splits else None
+        )  # as an owner, sharded.py
+        if compact:
             _can_be_coded(self._compressed())
-        code = value_dtype if lean else None
+        code = value_dtype if compact else None
         self._held = DENSE  # what the last step had
-        self._chooser = Chooser(exchange, self._levels, k_rule, self._whole, code, send_on)
+        self._chooser = Chooser(exchange, self._levels, k_rule, self._whole, code, owner_k_factor)
         self._ages = Ages(self._compressed()) if track_age else None
         self._rooms: dict[tuple[str, ...], Tensor] = {}
-        self._lanes: Lanes | None = None
+        self._pool: CommunicatorPool | None = None
         self._hosts: Hosts | None = None
         self.by_host: list[int] = []  # by rank: whose u and v it holds; none: each its own
         self._sent_bytes = 0
@@ -154,7 +161,7 @@ class DGC:
         self.switched = False  # u of what is compressed is that of the formulas, not torch's
 
     @property
-    def memories(self) -> dict[Tensor, Memory]:
+    def memories(self) -> dict[Tensor, ParameterState]:
         """By parameter."""
         return self._owned.memories
 
@@ -163,30 +170,30 @@ class DGC:
         """Whether k is of all together: select="model"."""
         return self._whole
 
-    def lanes(self, group: Group | None = None) -> Lanes:
-        """Those that packets take; made when first asked for."""
-        if self._lanes is None:
-            self._lanes = Lanes(group, 1)
-        return self._lanes
+    def pool(self, group: Group | None = None) -> CommunicatorPool:
+        """The communicators that packets use; made at the first call."""
+        if self._pool is None:
+            self._pool = CommunicatorPool(group, 1)
+        return self._pool
 
     def hosts(self) -> Hosts:
-        """Those of the lanes; collective when they are first asked for."""
+        """Those of the pool; collective when they are first asked for."""
         if self._hosts is None or self._hosts.broken:
-            self._hosts = Hosts(self.lanes().group)
+            self._hosts = Hosts(self.pool().group)
         return self._hosts
 
     @property
-    def chosen(self) -> dict[int, str]:
+    def exchanges(self) -> dict[int, str]:
         """The exchange by level, as rank 0 has said."""
-        return self._chooser.chosen
+        return self._chooser.exchanges
 
-    def choose_again(self, chosen: Mapping[int, str]) -> None:
+    def set_exchanges(self, exchanges: Mapping[int, str]) -> None:
         """Levels are planned anew, where nothing was `chosen` for them."""
-        self._chooser.forget(chosen)
+        self._chooser.forget(exchanges)
 
-    def exchange(self, named: Mapping[str, Tensor], lanes: Lanes) -> Compressed:
+    def exchange(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> Compressed:
         """For DataParallel: what takes its buckets."""
-        self._lanes = lanes
+        self._pool = pool
         self._owned.rename(named)
         for memory in self.memories.values():
             hyper = memory.hyper
@@ -204,23 +211,25 @@ class DGC:
 
     def begin(self, idle: bool = False) -> Step:
         """A new step. Collective at the first step of a level. `idle`: this rank has no data."""
-        lanes = self.lanes()
+        pool = self.pool()
         level = self.level
         scaler = self.scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
         held = DENSE
         if level is not None:
-            held = self._chooser.plan(level, self._compressed(), lanes, not self.switched)
+            held = self._chooser.plan(level, self._compressed(), pool, not self.switched)
         if held.exchange != "dense" and not self.switched:
             self._switch()
         if held is not self._held:
-            self._hold(held, lanes)
-        hosts = self.hosts() if held.exchange == "two_level" else None
-        fused = self._fused and held.exchange in ("gather", "split", "two_level")
+            self._hold(held, pool)
+        hosts = self.hosts() if held.exchange == "hierarchical" else None
+        fused = self._fused and held.exchange in ("gather", "sharded", "hierarchical")
         clip = self._clip_norm, self._together
-        carrier = self._carrier(held)
-        plan = Plan(held.exchange, held.k, self._masking, *clip, scale, fused, carrier, hosts)
-        return Step(plan, self.memories, self._rooms, lanes, idle)
+        packet_exchange = self._packet_exchange(held)
+        plan = Plan(
+            held.exchange, held.k, self._masking, *clip, scale, fused, packet_exchange, hosts
+        )
+        return Step(plan, self.memories, self._rooms, pool, idle)
 
     def end(self, step: Step, ending: contextlib.ExitStack) -> bool:
         """Finishes the step and counts it; False where a loss scale lets all ranks skip it. See
@@ -235,16 +244,16 @@ class DGC:
             self._ages.sent(step.sent(), self.step_count, step.is_dense)
         return True
 
-    def go_on(self, before: Group, src: int) -> float:
-        """Collective, when the lanes have shrunk from the ranks of `before` to those of today.
+    def resume_after_shrink(self, before: Group, src: int) -> float:
+        """Collective, when the pool has shrunk from the ranks of `before` to those of today.
 
         u and v of the survivors stay; of what has to be the same all take rank `src`'s. Gives the
         norm of what the lost ranks owed, if they owed as much as the others in the mean.
         """
-        lanes = self.lanes()
-        state.take_in_owed(self, before)
-        lost = before.size - lanes.size
-        if not _everywhere(bool(self.by_host), lanes):
+        pool = self.pool()
+        state.take_in_owner_residual(self, before)
+        lost = before.size - pool.size
+        if not _everywhere(bool(self.by_host), pool):
             state.to_ranks(self, before)
         if self.by_host:
             lost = max(self.by_host)
@@ -252,43 +261,43 @@ class DGC:
             self.by_host = self.hosts().of_rank
             lost -= max(self.by_host)
             for memory in self._compressed():  # half of a step may have come to some of them
-                fused.bcast_list_(memory.tensors, 0, self.hosts().inside)
+                coalesced.bcast_list_(memory.tensors, 0, self.hosts().inside)
         self._chooser.forget()  # another number of ranks counts other bytes
         self._held = DENSE
         self._owned.forget()
         word = torch.tensor([self.step_count, self.switched])
-        collectives.broadcast(word, src, group=lanes.group)
+        collectives.broadcast(word, src, group=pool.group)
         self.step_count, self.switched = int(word[0]), bool(word[1])
-        self.buckets.follow(src)
+        self.buckets.sync_from(src)
         squares = sum(
             float(m.v.double().square().sum()) for m in self._compressed() if m.v is not None
         )
         mean = collectives.all_reduce(
-            torch.tensor([squares], dtype=torch.float64), "avg", group=lanes.group
+            torch.tensor([squares], dtype=torch.float64), "avg", group=pool.group
         )
         return math.sqrt(float(mean) * lost)
 
-    def _compressed(self) -> list[Memory]:
+    def _compressed(self) -> list[ParameterState]:
         return [memory for memory in self.memories.values() if memory.v is not None]
 
-    def _hold(self, held: Level, lanes: Lanes) -> None:
+    def _hold(self, held: Level, pool: CommunicatorPool) -> None:
         """From now on another level's plan."""
         self._held = held
         self._rooms.clear()
-        by_host = held.exchange == "two_level"
-        if "split" not in (held.exchange, held.between) or by_host != bool(self.by_host):
-            state.take_in_owed(self, lanes.group)  # nobody asks these owners any more
+        by_host = held.exchange == "hierarchical"
+        if "sharded" not in (held.exchange, held.between) or by_host != bool(self.by_host):
+            state.take_in_owner_residual(self, pool.group)  # nobody asks these owners any more
         if by_host and not self.by_host:
             state.to_hosts(self, self.hosts())
         elif self.by_host and not by_host:
-            state.to_ranks(self, self.lanes().group)
+            state.to_ranks(self, self.pool().group)
 
-    def _carrier(self, held: Level) -> Carrier | None:
+    def _packet_exchange(self, held: Level) -> PacketExchange | None:
         if held.value_dtype is None:
             return None
-        if "split" in (held.exchange, held.between) and self.owed is not None:
-            return Owners(held.value_dtype, self.owed, self._send_on)
-        return ToAll(held.value_dtype)
+        if "sharded" in (held.exchange, held.between) and self.owner_residual is not None:
+            return ShardedExchange(held.value_dtype, self.owner_residual, self._owner_k_factor)
+        return AllGatherExchange(held.value_dtype)
 
     def _switch(self) -> None:
         """From the velocity of the dense phase, torch's, to the u of the formulas."""
@@ -320,18 +329,18 @@ class DGC:
             return
         self._give_up_broken_pass("detach")
         # A rank that only took part in the last steps of others, in join(), has one left over.
-        if _everywhere(self._owned.waiting, self.lanes()):
+        if _everywhere(self._owned.waiting, self.pool()):
             raise InvalidArgument(
                 "DGC.detach() between backward() and the optimizer's step(): take the step before, "
                 "or give it up with zero_grad()"
             )
         self._detached = True
         self._owned.forget()
-        state.to_ranks(self, self.lanes().group)
+        state.to_ranks(self, self.pool().group)
         memories = list(self.memories.values())
         velocities = [memory.u for memory in memories]
         if self.switched:
-            velocities = fused.average(velocities, self.lanes().group)
+            velocities = coalesced.average(velocities, self.pool().group)
             for memory, velocity in zip(memories, velocities, strict=True):
                 if memory.v is not None and memory.hyper.nesterov and memory.hyper.momentum:
                     velocity.div_(memory.hyper.momentum)  # u is that of the formulas
@@ -343,12 +352,12 @@ class DGC:
         Returns:
             step: steps so far; level: sparsity, None where dense; k: elements that each rank sends;
             sent_bytes: what this rank gave to exchanges in the step; dense_bytes: what it would
-            give without compression; exchange: "dense", "gather", "masked", "split" or
-            "two_level", where the first rank of a host gives its packets; value_dtype: of lean
-            packets, None where there are none; weighed: the bytes that "auto" has counted, or the
-            seconds that "tuned" expects beyond the gradients, by exchange; age: {"mean", "max"} of
-            the steps since this rank has sent an element that is compressed, None without
-            track_age.
+            give without compression; exchange: "dense", "gather", "dense_masked", "sharded" or
+            "hierarchical", where the first rank of a host gives its packets; value_dtype: of
+            compact packets, None where there are none; exchange_costs: the bytes that "auto" has
+            counted, or the seconds that "auto_time" expects beyond the gradients, by exchange; age:
+            {"mean", "max"} of the steps since this rank has sent an element that is compressed,
+            None without track_age.
         """
         level = level_at(max(self.step_count - 1, 0), self._begin, self._length, len(self._levels))
         held = DENSE if level is None else self._chooser.planned(level)
@@ -361,7 +370,7 @@ class DGC:
             "dense_bytes": sum(p.numel() * p.element_size() for p in counted),
             "exchange": held.exchange,
             "value_dtype": held.value_dtype,
-            "weighed": dict(held.weighed),
+            "exchange_costs": dict(held.exchange_costs),
             "age": None if self._ages is None else self._ages.summary(self.step_count),
         }
 
@@ -374,7 +383,7 @@ class DGC:
             InvalidArgument: inside backward().
         """
         self._give_up_broken_pass("state_dict")
-        return state.own(self, self.lanes().group)
+        return state.own(self, self.pool().group)
 
     def gather_state(self, dst: int = 0) -> dict[str, Any] | None:
         """Collective. The states of all ranks on rank `dst`, None elsewhere; loads anywhere.
@@ -383,7 +392,7 @@ class DGC:
             InvalidArgument: inside backward().
         """
         self._give_up_broken_pass("gather_state")
-        return state.gathered(self, self.lanes().group, dst)
+        return state.gathered(self, self.pool().group, dst)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Goes on where `saved` was taken: this rank's own state, or that of gather_state.
@@ -398,7 +407,7 @@ class DGC:
                 inside backward().
         """
         self._give_up_broken_pass("load_state_dict")
-        state.load(self, saved, self.lanes().group)
+        state.load(self, saved, self.pool().group)
         self._held = DENSE
         self._owned.forget()
 
@@ -443,30 +452,30 @@ class Compressed:
         if step is not None:
             step.cancel()
 
-    def go_on(self, before: Group, counted: bool, src: int) -> float:
+    def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
         """See DGC.go_on."""
         step = self._step or self._failed
         self._step = self._failed = None
         if step is not None:
             step.cancel()
             if counted:
-                step.count_as_sent()
-        return self._dgc.go_on(before, src)
+                step.commit_sent()
+        return self._dgc.resume_after_shrink(before, src)
 
-    def follow(self, src: int) -> None:
+    def sync_from(self, src: int) -> None:
         """The velocity of what travels dense, to which a rank without data has added the decay of
         older parameters, and the loss scale."""
-        dgc, group = self._dgc, self._dgc.lanes().group
+        dgc, group = self._dgc, self._dgc.pool().group
         dense = [m.u for m in dgc.memories.values() if m.v is None or not dgc.switched]
-        fused.bcast_list_(dense, src, group)
+        coalesced.bcast_list_(dense, src, group)
         if dgc.scaler is not None:
-            dgc.scaler.load_state_dict(fused.bcast_value(dgc.scaler.state_dict(), src, group))
+            dgc.scaler.load_state_dict(coalesced.bcast_value(dgc.scaler.state_dict(), src, group))
 
 
-def _everywhere(here: bool, lanes: Lanes) -> bool:
+def _everywhere(here: bool, pool: CommunicatorPool) -> bool:
     """Whether it is so on all ranks."""
     word = torch.tensor([int(here)])
-    collectives.all_reduce(word, "min", group=lanes.group)
+    collectives.all_reduce(word, "min", group=pool.group)
     return bool(word.item())
 
 
@@ -475,11 +484,11 @@ def _one_of(name: str, given: str, known: Sequence[str]) -> None:
         raise InvalidArgument(f"{name}={given!r}: one of {', '.join(known)}")
 
 
-def _can_be_coded(memories: Sequence[Memory]) -> None:
+def _can_be_coded(memories: Sequence[ParameterState]) -> None:
     for memory in memories:
         if not (memory.u.is_cpu or arrays.on_gpu(memory.u)):
             raise Unsupported(
-                "lean packets are written in host memory and on CUDA devices, and "
+                "compact packets are written in host memory and on CUDA devices, and "
                 f'{memory.name!r} lies on {memory.u.device}: use codec="raw" with '
                 'value_dtype="float32"'
             )

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["held_back"]
+__all__ = ["defer_sigint"]
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def defer_sigint() -> Iterator[None]:
     """Ctrl-C comes behind the block and not in its midst. For a few assignments that belong
     together: nothing here may wait. Python gives Ctrl-C to the main thread alone, so that in others
     there is nothing to hold back."""

@@ -1,6 +1,6 @@
 """How much is sent at which step, and how many bytes that is: pure functions of counts.
 
-Called by dgc.py, choose.py and seconds.py.
+Called by dgc.py, exchange_policy.py and cost_model.py.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ VALUE_BITS = {
     "1bit": 1 + 16 / 4096,
 }
 VALUE_DTYPES = tuple(VALUE_BITS)
-HEAD_BYTES = 16  # of a lean packet, with its length
-BETWEEN = ("gather", "split")  # hosts
-SIGNS_ABOVE = 0.17  # density where packets of 2-bit values take a bit for each element of all
+HEAD_BYTES = 16  # of a compact packet, with its length
+BETWEEN = ("gather", "sharded")  # hosts
+ONE_BIT_DENSITY_THRESHOLD = (
+    0.17  # density where packets of 2-bit values take a bit for each element of all
+)
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,15 @@ class Load:
     Attributes:
         ks, counts: how many of how many elements, for each that has a k of its own.
         itemsize: bytes of a value as it is.
-        value_dtype: of lean packets; None: packets are raw.
-        send_on: what all owners together send on, in multiples of k.
+        value_dtype: of compact packets; None: packets are raw.
+        owner_k_factor: what all owners together send on, in multiples of k.
     """
 
     ks: Sequence[int]
     counts: Sequence[int]
     itemsize: int
     value_dtype: str | None
-    send_on: int = 1
+    owner_k_factor: int = 1
 
     @property
     def k(self) -> int:
@@ -111,7 +113,7 @@ def packet_bytes(
     ks: Sequence[int], counts: Sequence[int], itemsize: int, value_dtype: str | None
 ) -> int:
     """Of packets of ks of counts elements each: raw ones where `value_dtype` is None, else what
-    lean ones take where indices are spread evenly; where they lie together it is less."""
+    compact ones take where indices are spread evenly; where they lie together it is less."""
     if value_dtype is None:
         return sum(ks) * (itemsize + INDEX_BYTES)
     bits = sum(
@@ -130,20 +132,22 @@ def index_bits(density: float) -> float:
 
 
 def code_at(value_dtype: str, density: float) -> str:
-    """How "auto" and "tuned" code values: where so many are sent, and may be rounded, as signs,
+    """How "auto" and "auto_time" code values: where so many are sent, and may be rounded, as signs,
     which with the zeros between them make a ternary gradient."""
-    return "1bit" if density > SIGNS_ABOVE and value_dtype != "float32" else value_dtype
+    return (
+        "1bit" if density > ONE_BIT_DENSITY_THRESHOLD and value_dtype != "float32" else value_dtype
+    )
 
 
 def received_bytes(load: Load, size: int, hosts: int = 1) -> dict[str, float]:
     """What a line brings in a step, by exchange. Of `size` ranks each has one; where they lie on
     several hosts, of as many ranks each, each host has. With H lines and L ranks behind each:
 
-        gather     size - L packets
-        masked     2 (H - 1) / H of all gradients, as a ring does
-        split      L times (H - 1) / H of a packet, which owners receive, and once of one of
-                   send_on k elements, and heads; lean packets only
-        two_level  the fewer of gather and split between hosts; of lean packets where L > 1
+        gather        size - L packets
+        dense_masked  2 (H - 1) / H of all gradients, as a ring does
+        sharded       L times (H - 1) / H of a packet, which owners receive, and once of one of
+                      owner_k_factor k elements, and heads; compact packets only
+        hierarchical  the fewer of gather and sharded between hosts; of compact packets where L > 1
 
     Of raw packets of float32, a line for each rank, gather wins where size * (1 - sparsity) < 1.
     """
@@ -152,20 +156,23 @@ def received_bytes(load: Load, size: int, hosts: int = 1) -> dict[str, float]:
     others = size - here  # ranks behind other lines
     packets = packet_bytes(load.ks, load.counts, load.itemsize, code)
     dense = load.count * load.itemsize
-    found = {"gather": others * packets, "masked": 2 * (lines - 1) / lines * dense}
+    found = {"gather": others * packets, "dense_masked": 2 * (lines - 1) / lines * dense}
     if code is not None:
         heads = HEAD_BYTES * len(load.ks)
-        sent_on = [min(load.send_on * k, n) for k, n in zip(load.ks, load.counts, strict=True)]
+        sent_on = [
+            min(load.owner_k_factor * k, n) for k, n in zip(load.ks, load.counts, strict=True)
+        ]
         onward = packet_bytes(sent_on, load.counts, load.itemsize, code)
-        found["split"] = others * (
+        found["sharded"] = others * (
             here * ((packets - heads) / size + heads) + (onward - heads) / size + heads
         )
         if here > 1:
-            found["two_level"] = min(received_bytes(load, lines)[way] for way in BETWEEN)
+            found["hierarchical"] = min(received_bytes(load, lines)[way] for way in BETWEEN)
     return found
 
 
 def between(load: Load, hosts: int) -> str:
-    """By which exchange the hosts of "two_level" send each other packets: that of fewer bytes."""
+    """By which exchange the hosts of "hierarchical" send each other packets: that of fewer
+    bytes."""
     counted = received_bytes(load, hosts)
     return min(BETWEEN, key=lambda way: counted[way])

@@ -1,14 +1,14 @@
 """DGC's state as plain values and tensors: of one rank, of all, and at another number of ranks.
 
     {"version", "rank", "size", "step", "switched", "exchange": {level: name},
-     "u": {name: [count]}, "v": {name: [count]}, "owed": {name: [places]},
+     "u": {name: [count]}, "v": {name: [count]}, "owner_residual": {name: [places]},
      "hosts": [...]}                                                            of one rank
     {"version", "size", "ranks": [one rank's, ...]}                             of all
 
-u and v lie in the order of the parameter's memory. "owed" is what this rank owes as an owner, with
-exchange="split": of a parameter, or under the name "" of all that is compressed, in the order of v.
-"hosts" has the host of each rank where what the ranks of a host hold is the host's, the same on all
-of them (two_level.py); elsewhere it is empty. Called by dgc.py.
+u and v lie in the order of the parameter's memory. "owner_residual" is the residual that this
+rank keeps as an owner, with exchange="sharded": of a parameter, or under the name "" of all that is
+compressed, in the order of v. "hosts" has the host of each rank where what the ranks of a host hold
+is the host's, the same on all of them (hierarchical.py); elsewhere it is empty. Called by dgc.py.
 
 H hosts with L ranks of N on this one: the mean over hosts of what they hold is that over ranks
 
@@ -24,19 +24,21 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
-from pycomm.compress.memory import Memory
-from pycomm.compress.split import Shares
-from pycomm.compress.two_level import Hosts, hosts_of
-from pycomm.compress.unit import between
+from pycomm.compress.bucket import between
+from pycomm.compress.hierarchical import Hosts, hosts_of
+from pycomm.compress.parameter_state import ParameterState
+from pycomm.compress.sharded import Sharding
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
 if TYPE_CHECKING:
     from pycomm.compress.dgc import DGC
 
-__all__ = ["gathered", "load", "own", "take_in_owed", "to_hosts", "to_ranks"]
+__all__ = ["gathered", "load", "own", "take_in_owner_residual", "to_hosts", "to_ranks"]
 
 VERSION = 1
+OLDER_KEYS = {"owed": "owner_residual"}  # states with these names can be loaded
+OLDER_EXCHANGES = {"split": "sharded", "two_level": "hierarchical", "masked": "dense_masked"}
 
 
 def own(dgc: DGC, group: Group) -> dict[str, Any]:
@@ -48,10 +50,12 @@ def own(dgc: DGC, group: Group) -> dict[str, Any]:
         "size": group.size,
         "step": dgc.step_count,
         "switched": dgc.switched,
-        "exchange": dict(dgc.chosen),
+        "exchange": dict(dgc.exchanges),
         "u": {memory.name: memory.u.clone() for memory in memories},
         "v": {memory.name: memory.v.clone() for memory in memories if memory.v is not None},
-        "owed": {_name(dgc, memory): x.clone() for memory, x in _owed(dgc).items()},
+        "owner_residual": {
+            _name(dgc, memory): x.clone() for memory, x in _owner_residual(dgc).items()
+        },
         "hosts": list(dgc.by_host),
     }
 
@@ -59,8 +63,8 @@ def own(dgc: DGC, group: Group) -> dict[str, Any]:
 def gathered(dgc: DGC, group: Group, dst: int) -> dict[str, Any] | None:
     """All ranks' on `dst`."""
     mine = own(dgc, group)
-    ranks = [dict(mine, rank=rank, u={}, v={}, owed={}) for rank in range(group.size)]
-    for key in ("u", "v", "owed"):
+    ranks = [dict(mine, rank=rank, u={}, v={}, owner_residual={}) for rank in range(group.size)]
+    for key in ("u", "v", "owner_residual"):
         for name, tensor in mine[key].items():
             rows = collectives.gather(tensor, dst, group=group)
             if rows is not None:
@@ -73,6 +77,7 @@ def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
     """Checks all of it first, then changes `dgc`."""
     if saved.get("version") != VERSION:
         raise InvalidArgument(f"DGC: a state of version {saved.get('version')!r}, not {VERSION}")
+    saved = _renamed(saved)
     if "ranks" in saved:
         same = saved["size"] == group.size
         sources = [saved["ranks"][group.rank]] if same else saved["ranks"]
@@ -85,9 +90,9 @@ def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
         sources = [saved]
     if len(sources) > 1 or _hosts(sources[0]) not in ([], hosts_of(group)):
         sources = [_of_rank(source) for source in sources]
-    owed = _fitting(dgc, sources)
-    if owed is None:
-        sources = [_with_owed(source) for source in sources]
+    owner_residual = _fitting(dgc, sources)
+    if owner_residual is None:
+        sources = [_with_owner_residual(source) for source in sources]
     new: list[tuple[Tensor, Tensor]] = []
     for memory in dgc.memories.values():
         for key, tensor in (("u", memory.u), ("v", memory.v)):
@@ -95,25 +100,36 @@ def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
                 new.append((tensor, _mean([one[key] for one in sources], memory.name, tensor)))
     for tensor, content in new:
         tensor.copy_(content)
-    if dgc.owed is not None:
-        dgc.owed.clear()
-        dgc.owed.update(owed or {})
+    if dgc.owner_residual is not None:
+        dgc.owner_residual.clear()
+        dgc.owner_residual.update(owner_residual or {})
     first = sources[0]
     dgc.step_count, dgc.switched = int(first["step"]), bool(first["switched"])
     dgc.by_host = list(_hosts(first))
     # Another number of ranks counts other bytes.
-    dgc.choose_again(first["exchange"] if first["size"] == group.size else {})
+    dgc.set_exchanges(first["exchange"] if first["size"] == group.size else {})
 
 
-def take_in_owed(dgc: DGC, group: Group) -> None:
+def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with today's names, whether it was written with them or with older ones."""
+    found = {OLDER_KEYS.get(key, key): value for key, value in saved.items()}
+    if "ranks" in found:
+        found["ranks"] = [_renamed(one) for one in found["ranks"]]
+    if "exchange" in found:
+        names = found["exchange"].items()
+        found["exchange"] = {level: OLDER_EXCHANGES.get(name, name) for level, name in names}
+    return found
+
+
+def take_in_owner_residual(dgc: DGC, group: Group) -> None:
     """What this rank owes as an owner among `group` it owes as itself from now on."""
-    if not dgc.owed:
+    if not dgc.owner_residual:
         return
-    v = _with_owed(own(dgc, group))["v"]
+    v = _with_owner_residual(own(dgc, group))["v"]
     for memory in dgc.memories.values():
         if memory.v is not None:
             memory.v.copy_(v[memory.name])
-    dgc.owed.clear()
+    dgc.owner_residual.clear()
 
 
 def to_hosts(dgc: DGC, hosts: Hosts) -> None:
@@ -136,8 +152,8 @@ def to_ranks(dgc: DGC, group: Group) -> None:
                 memory.u.copy_(mine["u"][memory.name])
                 memory.v.copy_(mine["v"][memory.name])
         dgc.by_host = []
-        if dgc.owed is not None:
-            dgc.owed.clear()
+        if dgc.owner_residual is not None:
+            dgc.owner_residual.clear()
 
 
 def _hosts(source: Mapping[str, Any]) -> list[int]:
@@ -153,31 +169,35 @@ def _holder(source: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _of_rank(source: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A rank's state as if it had held all for itself, and owed nothing as an owner."""
+    """A rank's state as if it had held all for itself, without an owner residual."""
     hosts = _hosts(source)
     if not hosts:
         return source
     host, count = _holder(source)
     factor = len(hosts) / (count * hosts.count(host))
-    v = {name: x * factor for name, x in _with_owed(source)["v"].items()}
+    v = {name: x * factor for name, x in _with_owner_residual(source)["v"].items()}
     u = {name: x * factor if name in v else x for name, x in source["u"].items()}
-    return {**source, "u": u, "v": v, "owed": {}, "hosts": []}
+    return {**source, "u": u, "v": v, "owner_residual": {}, "hosts": []}
 
 
-def _owed(dgc: DGC) -> dict[Memory, Tensor]:
+def _owner_residual(dgc: DGC) -> dict[ParameterState, Tensor]:
     """In the order of the memories: buckets have no say in it."""
-    owed = dgc.owed or {}
-    return {memory: owed[memory] for memory in dgc.memories.values() if memory in owed}
+    owner_residual = dgc.owner_residual or {}
+    return {
+        memory: owner_residual[memory]
+        for memory in dgc.memories.values()
+        if memory in owner_residual
+    }
 
 
-def _name(dgc: DGC, memory: Memory) -> str:
+def _name(dgc: DGC, memory: ParameterState) -> str:
     return "" if dgc.selects_whole else memory.name
 
 
-def _fitting(dgc: DGC, sources: Sequence[Mapping[str, Any]]) -> dict[Memory, Tensor] | None:
+def _fitting(dgc: DGC, sources: Sequence[Mapping[str, Any]]) -> dict[ParameterState, Tensor] | None:
     """What this rank owes as an owner; None where it is of other shares than there are now."""
-    saved = sources[0].get("owed", {})
-    if dgc.owed is None or len(sources) > 1:
+    saved = sources[0].get("owner_residual", {})
+    if dgc.owner_residual is None or len(sources) > 1:
         return None
     size = _holder(sources[0])[1]
     compressed = [memory for memory in dgc.memories.values() if memory.v is not None]
@@ -185,25 +205,27 @@ def _fitting(dgc: DGC, sources: Sequence[Mapping[str, Any]]) -> dict[Memory, Ten
     found = {}
     for unit in units if saved else ():
         name, count = _name(dgc, unit[0]), sum(memory.count for memory in unit)
-        if name not in saved or len(saved[name]) != Shares(count, size).places:
+        if name not in saved or len(saved[name]) != Sharding(count, size).places:
             return None
         found[unit[0]] = saved[name].clone()
     return found
 
 
-def _with_owed(source: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A rank's state whose v has taken in what that rank owed as an owner: the same is owed."""
+def _with_owner_residual(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A rank's state with the owner residual added to v: the sum of residuals is the same."""
     v = {name: x.clone() for name, x in source["v"].items()}
     rank, size = _holder(source)
-    for key, owed in source.get("owed", {}).items():
+    for key, owner_residual in source.get("owner_residual", {}).items():
         names = [key] if key in v else list(v)
-        share, offset = Shares(sum(v[name].numel() for name in names), size), 0
-        if len(owed) != share.places:
+        share, offset = Sharding(sum(v[name].numel() for name in names), size), 0
+        if len(owner_residual) != share.places:
             raise InvalidArgument(f"DGC: what the state owes of {key!r} is not of its v")
-        places = owed.nonzero().flatten()
+        places = owner_residual.nonzero().flatten()
         indices = share.whole(rank, places)
         for name in names:
-            here, values = between(indices, owed[places], offset, offset + v[name].numel())
+            here, values = between(
+                indices, owner_residual[places], offset, offset + v[name].numel()
+            )
             v[name][here] += values
             offset += v[name].numel()
     return {**source, "v": v}

@@ -17,30 +17,32 @@ from torch import Tensor
 
 from pycomm import collectives, kernels
 from pycomm.calls import Work
-from pycomm.compress.coded import Ways
+from pycomm.communicators import CommunicatorPool
+from pycomm.compress.bucket import Arrived, CompressionBucket
 from pycomm.compress.dense import apply_momentum, clip_averaged
-from pycomm.compress.interrupts import held_back
-from pycomm.compress.memory import Memory, line
-from pycomm.compress.parcel import Parcel, Update
-from pycomm.compress.two_level import Hosts
-from pycomm.compress.unit import Arrived, Unit
+from pycomm.compress.hierarchical import Hosts
+from pycomm.compress.interrupts import defer_sigint
+from pycomm.compress.packet import Packet, Update
+from pycomm.compress.packet_exchange import PacketTransport
+from pycomm.compress.parameter_state import ParameterState, line
 from pycomm.errors import Mismatch
-from pycomm.lanes import Lanes
 
-__all__ = ["Carrier", "Plan", "Step"]
+__all__ = ["PacketExchange", "Plan", "Step"]
 
 
-class Carrier(Protocol):
-    """How lean packets travel: coded.py, split.py."""
+class PacketExchange(Protocol):
+    """How compact packets travel: packet_exchange.py, sharded.py."""
 
-    def exchange(self, units: Sequence[Unit], ways: Ways) -> tuple[list[Arrived], int]:
+    def exchange(
+        self, units: Sequence[CompressionBucket], transport: PacketTransport
+    ) -> tuple[list[Arrived], int]:
         """Collective, behind the last gradient: what has arrived, and the bytes that were given.
         Nothing that lasts changes."""
 
     def commit(self) -> None:
         """What exchange() has found holds from now on."""
 
-    def lost(self, units: Sequence[Unit], size: int) -> list[Tensor]:
+    def lost(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
         """For each unit [k]: what its values have lost on the way, where exchange() between `size`
         failed when all of it was on its way already."""
 
@@ -50,26 +52,27 @@ class Plan:
     """What holds for one step, the same on all ranks.
 
     Attributes:
-        exchange: "dense": nothing is compressed; "gather", "split", "two_level": packets travel;
-            "masked": a packet travels as a dense gradient.
+        exchange: "dense": nothing is compressed; "gather", "sharded", "hierarchical": packets
+            travel; "dense_masked": a packet travels as a dense gradient.
         k: how many elements of each are sent; or of all together.
         masking: momentum factor masking.
         clip: limit of the norm of a gradient, or of all `together`; None: no clipping.
         loss_scale: what gradients are multiplied by; None: no vote on Inf and NaN.
         fused: what was gathered waits for the optimizer's step, `Step.deferred`.
-        carrier: of lean packets, which wait for the last gradient; None: packets are raw, and
-            leave when they are there.
-        hosts: of "two_level": packets travel between them, of gradients that are means over each.
+        packet_exchange: of compact packets, which wait for the last gradient; None: packets are
+            raw, and leave when they are there.
+        hosts: of "hierarchical": packets travel between them, of gradients that are means over
+            each.
     """
 
     exchange: str
-    k: Mapping[Memory, int] | int
+    k: Mapping[ParameterState, int] | int
     masking: bool = True
     clip: float | None = None
     together: bool = False
     loss_scale: float | None = None
     fused: bool = False
-    carrier: Carrier | None = None
+    packet_exchange: PacketExchange | None = None
     hosts: Hosts | None = None
 
     @property
@@ -80,7 +83,7 @@ class Plan:
         return self.loss_scale is not None or one or whole
 
 
-Pair = tuple[Memory, Tensor]  # a memory and its gradient
+Pair = tuple[ParameterState, Tensor]  # a memory and its gradient
 
 
 @dataclass(eq=False)
@@ -89,7 +92,7 @@ class _Load:
 
     flat: Tensor
     compressed: list[Pair]
-    dense: list[tuple[Memory | None, Tensor]]
+    dense: list[tuple[ParameterState | None, Tensor]]
     rest: Tensor | None = None  # a copy of the dense ones, where they share the bucket
 
     def take_back(self) -> None:
@@ -112,22 +115,22 @@ class Step:
     def __init__(
         self,
         plan: Plan,
-        memories: Mapping[Tensor, Memory],
+        memories: Mapping[Tensor, ParameterState],
         rooms: dict[tuple[str, ...], Tensor],
-        lanes: Lanes,
+        pool: CommunicatorPool,
         idle: bool = False,
     ) -> None:
-        self._plan, self._memories, self._rooms, self._lanes = plan, memories, rooms, lanes
+        self._plan, self._memories, self._rooms, self._pool = plan, memories, rooms, pool
         self._loads: list[_Load] = []
         self._waiting: list[_Load] = []
-        self._parcels: list[tuple[Parcel, Tensor | None]] = []  # with the packets of all ranks
-        self._undone: list[Parcel] = []  # that were rolled back
+        self._packets: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
+        self._undone: list[Packet] = []  # that were rolled back
         self._coded: list[Arrived] = []
         self._works: list[Work] = []
         self._norm: Tensor | None = None  # of all gradients, if known
         self._idle = idle
-        self._ways: Ways = plan.hosts or lanes
-        self._size = self._ways.size  # today's: the lanes may shrink
+        self._transport: PacketTransport = plan.hosts or pool
+        self._size = self._transport.size  # today's: the pool may shrink
         self.sent_bytes = 0
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -168,7 +171,7 @@ class Step:
             self._carry()
             self._wait()
             self._take()
-            ending.enter_context(held_back())
+            ending.enter_context(defer_sigint())
         self._commit()
         return True
 
@@ -178,18 +181,20 @@ class Step:
             self._wait()
         self._roll_back()
 
-    def count_as_sent(self) -> None:
+    def commit_sent(self) -> None:
         """After a step that was rolled back, but that another rank has completed."""
-        for parcel in self._undone:
-            parcel.take_out(self._plan.masking)
-        if self._plan.carrier is not None:
-            units = [unit for parcel in self._undone for unit in parcel.units()]
-            for unit, lost in zip(units, self._plan.carrier.lost(units, self._size), strict=True):
+        for packet in self._undone:
+            packet.take_out(self._plan.masking)
+        if self._plan.packet_exchange is not None:
+            units = [unit for packet in self._undone for unit in packet.units()]
+            for unit, lost in zip(
+                units, self._plan.packet_exchange.lost(units, self._size), strict=True
+            ):
                 unit.give_back(lost)
-            self._plan.carrier.commit()
+            self._plan.packet_exchange.commit()
         self._undone = []
 
-    def deferred(self) -> tuple[Callable[[], None] | None, list[Memory]]:
+    def deferred(self) -> tuple[Callable[[], None] | None, list[ParameterState]]:
         """After finish() of a fused step: its update of parameters, and of whose."""
         arrived, factor = self._arrived(), 1.0 / self._size
 
@@ -201,18 +206,21 @@ class Step:
 
     def _arrived(self) -> list[Arrived]:
         """What packets have brought."""
-        raw = [(parcel, packets) for parcel, packets in self._parcels if packets is not None]
-        return [*self._coded, *(one for parcel, packets in raw for one in parcel.arrived(packets))]
+        raw = [(packet, gathered) for packet, gathered in self._packets if gathered is not None]
+        return [
+            *self._coded,
+            *(one for packet, gathered in raw for one in packet.arrived(gathered)),
+        ]
 
     @property
     def is_dense(self) -> bool:
         """Whether nothing is compressed."""
         return self._plan.exchange == "dense"
 
-    def sent(self) -> Iterator[tuple[Memory, Tensor]]:
+    def sent(self) -> Iterator[tuple[ParameterState, Tensor]]:
         """For each memory that was compressed the places that this rank has sent."""
-        for parcel, _ in self._parcels:
-            yield from parcel.sent()
+        for packet, _ in self._packets:
+            yield from packet.sent()
 
     def _start(self, loads: list[_Load]) -> None:
         """Compresses what is to be compressed of these, in one packet, and lets all travel."""
@@ -233,37 +241,37 @@ class Step:
         plan = self._plan
         memories = [memory for memory, _ in pairs]
         k = plan.k if isinstance(plan.k, int) else [plan.k[memory] for memory in memories]
-        parcel = Parcel(memories, [gradient for _, gradient in pairs], k, self._rooms)
-        self._parcels.append((parcel, None))
+        packet = Packet(memories, [gradient for _, gradient in pairs], k, self._rooms)
+        self._packets.append((packet, None))
         # The paper's threshold is for gradients divided by the number of ranks; these are not.
         limit = None if plan.clip is None else plan.clip * math.sqrt(self._size)
         unscale = (1.0 if plan.hosts is None else plan.hosts.share) / (plan.loss_scale or 1.0)
-        parcel.prepare(Update(plan.masking, unscale, limit, self._norm, self._idle))
-        if plan.exchange == "masked":
-            parcel.mask()
+        packet.prepare(Update(plan.masking, unscale, limit, self._norm, self._idle))
+        if plan.exchange == "dense_masked":
+            packet.mask()
             return
-        if plan.carrier is not None:
+        if plan.packet_exchange is not None:
             return  # until the last gradient is there
-        gathered = parcel.packet.new_empty((self._lanes.size, *parcel.packet.shape))
-        self._parcels[-1] = (parcel, gathered)
-        self._works.append(self._lanes.all_gather(parcel.packet, gathered))
-        self.sent_bytes += parcel.packet.nbytes
+        gathered = packet.buffer.new_empty((self._pool.size, *packet.buffer.shape))
+        self._packets[-1] = (packet, gathered)
+        self._works.append(self._pool.all_gather(packet.buffer, gathered))
+        self.sent_bytes += packet.buffer.nbytes
 
     def _carry(self) -> None:
-        """Lets lean packets travel."""
-        units = [unit for parcel, _ in self._parcels for unit in parcel.units()]
-        if self._plan.carrier is not None and units:
-            self._coded, sent = self._plan.carrier.exchange(units, self._ways)
+        """Lets compact packets travel."""
+        units = [unit for packet, _ in self._packets for unit in packet.units()]
+        if self._plan.packet_exchange is not None and units:
+            self._coded, sent = self._plan.packet_exchange.exchange(units, self._transport)
             led = self._plan.hosts is not None and not self._plan.hosts.leads
             self.sent_bytes += 0 if led else sent
 
     def _send_dense(self, load: _Load) -> None:
         flat = load.flat
-        if load.compressed and self._plan.exchange != "masked":
+        if load.compressed and self._plan.exchange != "dense_masked":
             if not load.dense:
                 return
             flat = load.rest = torch.cat([gradient.reshape(-1) for _, gradient in load.dense])
-        self._works.append(self._lanes.all_reduce(flat, "avg"))
+        self._works.append(self._pool.all_reduce(flat, "avg"))
         self.sent_bytes += flat.nbytes
 
     def _wait(self) -> None:
@@ -279,7 +287,7 @@ class Step:
         finite = all(bool(load.flat.isfinite().all()) for load in self._loads)
         low, high = (-math.inf, -math.inf) if self._idle else (-scale, scale)
         word = torch.tensor([0.0 if finite else 1.0, low, high], dtype=torch.float64)
-        collectives.all_reduce(word, "max", group=self._lanes.group)
+        collectives.all_reduce(word, "max", group=self._pool.group)
         found, low, high = word.tolist()
         if -low != high:
             raise Mismatch(
@@ -313,8 +321,8 @@ class Step:
         for one in self._coded:
             if one.lost is not None:
                 one.unit.give_back(one.lost)
-        if self._plan.carrier is not None:
-            self._plan.carrier.commit()
+        if self._plan.packet_exchange is not None:
+            self._plan.packet_exchange.commit()
         averaged = self._averaged()
         for memory, gradient in averaged:
             apply_momentum(memory, gradient)
@@ -325,10 +333,10 @@ class Step:
                 _multiply([g for load in self._loads for _, g in load.compressed], scale)
 
     def _roll_back(self) -> None:
-        parcels, self._parcels = self._parcels, []
-        for parcel, _ in parcels:
-            parcel.rollback()
-            self._undone.append(parcel)
+        packets, self._packets = self._packets, []
+        for packet, _ in packets:
+            packet.rollback()
+            self._undone.append(packet)
 
     @contextlib.contextmanager
     def _rolled_back(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import arrays, values
+from pycomm import arrays, objects
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group, default
 
@@ -52,17 +52,17 @@ def share(array: Any, *, group: Group | None = None) -> Any:
         file = os.getpid(), descriptor, *_identity(os.fstat(descriptor))
         note = (file, whole.dtype.str, list(whole.shape), is_torch)
     try:
-        notes = values.all_gather_object(note, group=group)
+        notes = objects.all_gather_object(note, group=group)
         for first in map(hosts.index, set(hosts)):
             if notes[first] is None:
-                name = group.members[first].host
+                name = group.peer_info()[first].host
                 raise InvalidArgument(f"share: rank {first}, the first on {name}, has no array")
         mapped, fault = None, ""
         try:
             mapped = _mapped(*notes[leader])
         except OSError as error:  # the others are told, so that all raise
             fault = f"share: rank {group.rank} cannot open the memory of rank {leader}: {error}"
-        if fault := next(filter(None, values.all_gather_object(fault, group=group)), ""):
+        if fault := next(filter(None, objects.all_gather_object(fault, group=group)), ""):
             raise Unsupported(fault)
         return mapped
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycomm import arrays, collectives, values
+from pycomm import arrays, collectives, objects
 from pycomm.data.nested import flattened
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
@@ -67,7 +67,7 @@ class ScatterLoader:
             yield from self._sending(iter(self._loader))
 
     def _told(self, mine: Any) -> Any:
-        return values.all_gather_object(mine, group=self._group)[self._src]
+        return objects.all_gather_object(mine, group=self._group)[self._src]
 
     def _sending(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:

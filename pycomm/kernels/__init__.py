@@ -5,9 +5,9 @@ same bits there, allocates nothing that the caller cannot pass in, and checks wh
 before anything changes. Arrays are contiguous. `pycomm.reference` has the NumPy meaning of each.
 """
 
-from pycomm.kernels.bundle import Bundle, decode_bundle, encode_bundle
+from pycomm.kernels.batch import PacketBatch, decode_batch, encode_batch
+from pycomm.kernels.compact import codec_workspace
 from pycomm.kernels.dense import cast, clip_, clip_scale, norm, norm_workspace, reduce_
-from pycomm.kernels.lean import lean_workspace
 from pycomm.kernels.packets import (
     decode_sum,
     decode_update,
@@ -20,19 +20,19 @@ from pycomm.kernels.selection import threshold, topk, topk_workspace
 from pycomm.kernels.step import dgc_rollback, dgc_step, dgc_workspace, momentum_mask
 
 __all__ = [
-    "Bundle",
+    "PacketBatch",
     "cast",
     "clip_",
     "clip_scale",
-    "decode_bundle",
+    "codec_workspace",
+    "decode_batch",
     "decode_sum",
     "decode_update",
     "dgc_rollback",
     "dgc_step",
     "dgc_workspace",
     "encode",
-    "encode_bundle",
-    "lean_workspace",
+    "encode_batch",
     "momentum_mask",
     "norm",
     "norm_workspace",

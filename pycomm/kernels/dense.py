@@ -33,7 +33,7 @@ def norm(x: Any, *, out: Any = None, workspace: Any = None) -> Any:
     room = inputs.workspace(workspace, rows, module.norm_workspace_bytes(table.address))
     read = rows.spans("x")
     inputs.same_device([*read, result, room], "norm")
-    inputs.apart([result, room], read, "norm")
+    inputs.require_no_overlap([result, room], read, "norm")
     module.norm(
         table.address,
         rows.dtype,
@@ -75,7 +75,7 @@ def clip_scale(
         raise InvalidArgument(f"factors are float32 or float64, not {dtype}")
     out, factors = inputs.output(out, "out", found, found.count, dtype)
     inputs.same_device([found, factors], "clip_scale")
-    inputs.apart([factors], [found], "clip_scale")
+    inputs.require_no_overlap([factors], [found], "clip_scale")
     devices.module(found.device).clip_scale(
         found.pointer,
         (factors.pointer, factors.count),
@@ -100,7 +100,7 @@ def clip_(x: Any, limit: float) -> Any:
     found = inputs.array(x, "x", inputs.FLOATS, write=True)
     limit = _limit(limit)
     dtype = "float64" if found.dtype == "float64" else "float32"
-    factor = arrays.located(clip_scale(norm(x), limit, dtype=dtype), "factor")
+    factor = arrays.as_array_ref(clip_scale(norm(x), limit, dtype=dtype), "factor")
     devices.module(found.device).multiply(
         (found.pointer, found.count),
         found.dtype,
@@ -132,7 +132,7 @@ def cast(x: Any, dtype: Any, *, out: Any = None) -> Any:
     result = inputs.array(out, "out", (name,), write=True)
     inputs.same_shape(found, result, ("x", "out"))
     inputs.same_device([found, result], "cast")
-    inputs.apart([result], [found], "cast")
+    inputs.require_no_overlap([result], [found], "cast")
     devices.module(found.device).cast(
         (found.pointer, found.count),
         found.dtype,
@@ -166,7 +166,7 @@ def reduce_(out: Any, xs: Sequence[Any], op: str = "sum") -> Any:
         inputs.same_shape(result, x, ("out", f"xs[{i}]"))
     others = [x for x in found if x.pointer != result.pointer]
     inputs.same_device([result, *found], "reduce_")
-    inputs.apart([result], others, "reduce_")
+    inputs.require_no_overlap([result], others, "reduce_")
     table = inputs.Table([(x.pointer,) for x in found])
     devices.module(result.device).reduce(
         (result.pointer, result.count),

@@ -1,8 +1,8 @@
 """Which compiled module serves the arrays of a device, and the queue that a call joins there.
 
 Every module has the same functions with the same arguments: `_core.kernels` (host memory) and
-`_cuda.kernels` (CUDA), both bound by csrc/bindings/kernels.h. `replaced` puts another in place of
-one of them: the one way for tests to run kernels that are emulated. Called by the package.
+`_cuda.kernels` (CUDA), both bound by csrc/bindings/kernels.h. `override_kernels` puts another in
+place of one of them: the one way for tests to run kernels that are emulated. Called by the package.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def module(device: Device) -> Any:
 
 
 @contextlib.contextmanager
-def replaced(kind: str, by: Any) -> Iterator[None]:
+def override_kernels(kind: str, by: Any) -> Iterator[None]:
     """Within it, arrays on devices of this kind, "cpu" or "cuda", are served by the module `by`.
 
-    Emulated kernels work on host memory: `with replaced("cpu", emulated.kernels): ...`. For the
-    whole process, and so for tests only.
+    Emulated kernels work on host memory: `with override_kernels("cpu", emulated.kernels): ...`. For
+    the whole process, and so for tests only.
     """
     before = _modules.get(kind)
     _modules[kind] = by

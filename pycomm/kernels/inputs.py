@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pycomm import _core, arrays
-from pycomm.arrays import Device, Like, Located
+from pycomm.arrays import ArrayRef, Device, Like
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import devices
 
@@ -30,13 +30,13 @@ class Spans:
     device: Device
 
 
-def array(x: Any, name: str, dtypes: Collection[str], *, write: bool = False) -> Located:
+def array(x: Any, name: str, dtypes: Collection[str], *, write: bool = False) -> ArrayRef:
     """`x` as memory of one of these dtypes, of at most 2^31 - 1 elements.
 
     Raises:
-        InvalidArgument, Unsupported: as arrays.located; a wrong dtype, too many elements.
+        InvalidArgument, Unsupported: as arrays.as_array_ref; a wrong dtype, too many elements.
     """
-    found = arrays.located(x, name, write=write)
+    found = arrays.as_array_ref(x, name, write=write)
     if found.dtype not in dtypes:
         raise InvalidArgument(f"{name} is {found.dtype}; it must be {' or '.join(dtypes)}")
     if found.count > MOST_ELEMENTS:
@@ -47,7 +47,7 @@ def array(x: Any, name: str, dtypes: Collection[str], *, write: bool = False) ->
     return found
 
 
-def same_shape(one: Located, other: Located, names: tuple[str, str]) -> None:
+def same_shape(one: ArrayRef, other: ArrayRef, names: tuple[str, str]) -> None:
     """Raises InvalidArgument unless both have the same shape, or the same count and one is flat."""
     flat = len(one.shape) == 1 or len(other.shape) == 1
     if one.count != other.count or not (flat or one.shape == other.shape):
@@ -56,7 +56,7 @@ def same_shape(one: Located, other: Located, names: tuple[str, str]) -> None:
         )
 
 
-def same_device(found: Iterable[Located | Spans], name: str) -> None:
+def same_device(found: Iterable[ArrayRef | Spans], name: str) -> None:
     """Raises InvalidArgument unless all lie on one device; `name` is the call."""
     devices = [x.device for x in found]
     if any(one is not devices[0] and one != devices[0] for one in devices):
@@ -64,7 +64,9 @@ def same_device(found: Iterable[Located | Spans], name: str) -> None:
         raise InvalidArgument(f"{name}: arrays lie on {places}; move them to one device")
 
 
-def apart(written: Iterable[Located | Spans], read: Iterable[Located | Spans], name: str) -> None:
+def require_no_overlap(
+    written: Iterable[ArrayRef | Spans], read: Iterable[ArrayRef | Spans], name: str
+) -> None:
     """Raises InvalidArgument where what is written shares memory with anything else of the call."""
     tables = _tables(written), _tables(read)
     if _core.share_memory(*([table.address for table in each] for each in tables)):
@@ -73,12 +75,12 @@ def apart(written: Iterable[Located | Spans], read: Iterable[Located | Spans], n
         )
 
 
-def _tables(found: Iterable[Located | Spans]) -> list[Table]:
+def _tables(found: Iterable[ArrayRef | Spans]) -> list[Table]:
     """Of addresses and bytes."""
     single: list[tuple[int, int]] = []
     tables = []
     for x in found:
-        if isinstance(x, Located):
+        if isinstance(x, ArrayRef):
             single.append((x.pointer, x.nbytes))
         else:
             tables.append(Table(x.words))
@@ -87,7 +89,7 @@ def _tables(found: Iterable[Located | Spans]) -> list[Table]:
 
 def output(
     x: Any, name: str, like: Like, count: int, dtype: str, *, write: bool = True
-) -> tuple[Any, Located]:
+) -> tuple[Any, ArrayRef]:
     """The caller's buffer [count] of this dtype, or a new one where there is none."""
     if x is None:
         devices.module(like.device)  # says what is missing before memory is asked for
@@ -95,7 +97,7 @@ def output(
     return x, buffer(x, name, count, dtype, write=write)
 
 
-def buffer(x: Any, name: str, count: int, dtype: str, *, write: bool = True) -> Located:
+def buffer(x: Any, name: str, count: int, dtype: str, *, write: bool = True) -> ArrayRef:
     """The caller's buffer [count] of this dtype."""
     found = array(x, name, (dtype,), write=write)
     if found.shape != (count,):
@@ -103,7 +105,7 @@ def buffer(x: Any, name: str, count: int, dtype: str, *, write: bool = True) -> 
     return found
 
 
-def workspace(x: Any, like: Like, nbytes: int, *, zeros: bool = False) -> Located:
+def workspace(x: Any, like: Like, nbytes: int, *, zeros: bool = False) -> ArrayRef:
     """The caller's workspace, or a new one where there is none."""
     if x is None:
         x = arrays.new(like, (nbytes,), "uint8", zeros=zeros)

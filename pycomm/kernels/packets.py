@@ -2,7 +2,7 @@
 csrc/kernels/device_kernels.h, the layout of bytes in csrc/kernels/packet.h.
 
 A packet is a pair (indices int32 [k] ascending, values [k]) or a uint8 array that `encode` wrote,
-raw or lean. Called by users, as pycomm.kernels, and by the training layer.
+raw or compact. Called by users, as pycomm.kernels, and by the training layer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core, arrays
-from pycomm.arrays import Located
+from pycomm.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import devices, inputs, lean
-from pycomm.kernels.bundle import Bundle, elements_of, rows_of
+from pycomm.kernels import compact, devices, inputs
+from pycomm.kernels.batch import PacketBatch, elements_of, rows_of
 from pycomm.kernels.rows import Rows
 
 HEADER_BYTES = 32
@@ -39,7 +39,7 @@ def scatter_add(out: Any, indices: Any, values: Any, scale: float = 1.0) -> Any:
     found = inputs.array(out, "out", inputs.FLOATS, write=True)
     pair = _pair(indices, values)
     inputs.same_device([found, *pair], "scatter_add")
-    inputs.apart([found], pair, "scatter_add")
+    inputs.require_no_overlap([found], pair, "scatter_add")
     devices.module(found.device).scatter_add(
         (found.pointer, found.count),
         found.dtype,
@@ -54,7 +54,11 @@ def scatter_add(out: Any, indices: Any, values: Any, scale: float = 1.0) -> Any:
 
 
 def decode_sum(
-    out: Any, packets: Sequence[Any] | Bundle, scale: float = 1.0, *, value_dtype: str = "float32"
+    out: Any,
+    packets: Sequence[Any] | PacketBatch,
+    scale: float = 1.0,
+    *,
+    value_dtype: str = "float32",
 ) -> Any:
     """out[i] = scale * the sum of the packets' values at i, in their order; 0 elsewhere. In place.
 
@@ -62,9 +66,9 @@ def decode_sum(
         out: float16, bfloat16, float32 or float64, any shape; all of it is written. Sums are made
             in float32, or float64 for float64. Or a list, through which the indices count.
         packets: of all ranks, in rank order: pairs, or encoded; also one uint8 array
-            [ranks, bytes], or a Bundle.
+            [ranks, bytes], or a PacketBatch.
         scale: as 1 / ranks for a mean.
-        value_dtype: of raw packets; lean ones say it themselves, and have float32 values here.
+        value_dtype: of raw packets; compact ones say it themselves, and have float32 values here.
 
     Returns:
         `out`.
@@ -87,7 +91,7 @@ def decode_sum(
 
 def decode_update(
     param: Any,
-    packets: Sequence[Any] | Bundle,
+    packets: Sequence[Any] | PacketBatch,
     lr: float,
     scale: float = 1.0,
     *,
@@ -130,23 +134,23 @@ def encode(
         indices: int32 [k], ascending, in 0..count-1.
         values: [k], float32 or float64.
         count: of the array that they were chosen from.
-        value_dtype: of the values on the way, rounded to nearest: any float; in lean packets
+        value_dtype: of the values on the way, rounded to nearest: any float; in compact packets
             float32, bfloat16, "int8" (256 share a scale), "3bit" (a sign and one of four levels in
             even steps of the exponent; 4096 share them), "2bit" (a sign and one of two levels; 4096
             share them) or "1bit" (a sign; 4096 share a level). Where one is not finite, all that
             share something with it become NaN.
         residual: [count] of the dtype of the values: what rounding lost is added there, in place.
         codec: "raw" has a length that k and value_dtype tell, and is read where it lies, on any
-            device. Lean packets are as long as their indices need: "list", "bitmap", "rice", or
+            device. Compact packets are as long as their indices need: "list", "bitmap", "rice", or
             "auto", that of fewest bytes.
         out: a buffer for the result: uint8 [packet_bytes(...)].
-        length: int64 [1], becomes how many bytes a lean packet took; on a GPU 0 where the indices
-            do not ascend in the range. With it nothing waits for the GPU.
-        workspace: uint8, of `lean_workspace`.
+        length: int64 [1], becomes how many bytes a compact packet took; on a GPU 0 where the
+            indices do not ascend in the range. With it nothing waits for the GPU.
+        workspace: uint8, of `codec_workspace`.
 
     Returns:
-        uint8 [packet_bytes(k, value_dtype)]; of a lean packet, the part of the buffer that it took,
-        or with `length` all of the buffer.
+        uint8 [packet_bytes(k, value_dtype)]; of a compact packet, the part of the buffer that it
+        took, or with `length` all of the buffer.
 
     Raises:
         InvalidArgument, Unsupported: before anything changes.
@@ -164,11 +168,11 @@ def encode(
             raise InvalidArgument(f"residual has {rest.count} elements; count is {count}")
         written.append(rest)
     inputs.same_device([*pair, *written], "encode")
-    inputs.apart(written, pair, "encode")
+    inputs.require_no_overlap(written, pair, "encode")
     if codec != "raw":
         taken, size = inputs.output(length, "length", pair[1], 1, "int64")
         inputs.same_device([packet, size], "encode")
-        lean.encode(pair, int(count), (codec, value_dtype), rest, packet, size, workspace)
+        compact.encode(pair, int(count), (codec, value_dtype), rest, packet, size, workspace)
         return out if length is not None else out[: _length(taken, int(count))]
     _aligned(packet, value_dtype)
     devices.module(packet.device).encode(
@@ -196,18 +200,18 @@ def unpack(
 ) -> tuple[Any, Any]:
     """(indices int32 [k], values [k]) of an encoded packet.
 
-    Of a raw packet these are views of its memory, nothing is copied; of a lean one new arrays, with
-    float32 values. On the host the header says all, and is checked. On a GPU the caller says
-    whether the packet is raw: then nobody waits, and the length and `value_dtype` say k. A lean one
-    is waited for twice, for its header and for whether it is sound, but not with `into`.
+    Of a raw packet these are views of its memory, nothing is copied; of a compact one new arrays,
+    with float32 values. On the host the header says all, and is checked. On a GPU the caller says
+    whether the packet is raw: then nobody waits, and the length and `value_dtype` say k. A compact
+    one is waited for twice, for its header and for whether it is sound, but not with `into`.
 
     Args:
         packet: uint8 array, or bytes.
-        codec: on a GPU, "raw", or any other for a lean packet.
-        count, into: of the array that a lean packet is of, and buffers (indices int32 [k], values
-            float32 [k], refused int32 [1]). On a GPU `refused` becomes 0; or 1 where the bytes are
-            no packet of k of `count`: then all indices are -1 and all values 0.
-        workspace: uint8, of `lean_workspace`; with `into`.
+        codec: on a GPU, "raw", or any other for a compact packet.
+        count, into: of the array that a compact packet is of, and buffers (indices int32 [k],
+            values float32 [k], refused int32 [1]). On a GPU `refused` becomes 0; or 1 where the
+            bytes are no packet of k of `count`: then all indices are -1 and all values 0.
+        workspace: uint8, of `codec_workspace`; with `into`.
 
     Raises:
         InvalidArgument: the bytes are no packet.
@@ -216,15 +220,15 @@ def unpack(
     if into is not None:
         if count is None:
             raise InvalidArgument("unpack: into goes with count, that of the packet's array")
-        lean.decode(found, inputs.how_many(count, inputs.MOST_ELEMENTS), into, workspace)
+        compact.decode(found, inputs.how_many(count, inputs.MOST_ELEMENTS), into, workspace)
         return into[0], into[1]
     if found.device.kind == "cpu":
         k, of, value_dtype, codec = _core.read_packet_header(found.pointer, found.nbytes)
         if codec != "raw":
-            return lean.decoded(found, k, of, found)
+            return compact.decoded(found, k, of, found)
     elif codec != "raw":
-        lean.known_codec(codec)
-        return lean.decoded(found, *lean.header(found), found)
+        compact.known_codec(codec)
+        return compact.decoded(found, *compact.header(found), found)
     else:
         k = _k_of(found.nbytes, value_dtype)
     array = arrays.plain(packet) if found.device.kind == "cpu" else packet
@@ -236,13 +240,13 @@ def unpack(
 def packet_bytes(
     k: int, value_dtype: str = "float32", *, codec: str = "raw", count: int = inputs.MOST_ELEMENTS
 ) -> int:
-    """Bytes of a raw packet of k elements; the most that a lean one takes, of k of `count`.
+    """Bytes of a raw packet of k elements; the most that a compact one takes, of k of `count`.
 
     Raises:
         InvalidArgument: no such codec, or no such dtype in its packets.
     """
     if codec != "raw":
-        return lean.most_bytes(k, int(count), value_dtype, codec)
+        return compact.most_bytes(k, int(count), value_dtype, codec)
     return _indices_offset(k, value_dtype) + 4 * k
 
 
@@ -278,12 +282,12 @@ def _as(x: Any, dtype: str) -> Any:
     return x.view(known)
 
 
-def _aligned(packet: Located, value_dtype: str) -> None:
+def _aligned(packet: ArrayRef, value_dtype: str) -> None:
     if packet.pointer % max(4, VALUE_BYTES[value_dtype]):
         raise InvalidArgument("the packet is not aligned to its values: pass one that is no slice")
 
 
-def _pair(indices: Any, values: Any) -> list[Located]:
+def _pair(indices: Any, values: Any) -> list[ArrayRef]:
     where = inputs.array(indices, "indices", ("int32",))
     what = inputs.array(values, "values", inputs.FLOATS)
     if where.count != what.count:
@@ -310,11 +314,11 @@ class _Chain:
 
 
 def _table(
-    out: _Chain, packets: Sequence[Any] | Bundle, value_dtype: str, name: str
+    out: _Chain, packets: Sequence[Any] | PacketBatch, value_dtype: str, name: str
 ) -> tuple[inputs.Table, str]:
     """The core's Packets, and the dtype of their values."""
     rows: Any
-    if isinstance(packets, Bundle):
+    if isinstance(packets, PacketBatch):
         read = elements_of(packets)
         rows, dtypes = rows_of(packets, read), [read[1].dtype]
     else:
@@ -322,13 +326,13 @@ def _table(
     if len(set(dtypes)) > 1:
         raise InvalidArgument(f"{name}: values are {' and '.join(sorted(set(dtypes)))}: one dtype")
     inputs.same_device([*out.spans, *read], name)
-    inputs.apart(out.spans, read, name)
+    inputs.require_no_overlap(out.spans, read, name)
     return inputs.Table(rows, read), dtypes[0] if dtypes else value_dtype
 
 
 def _located(
     out: _Chain, packets: Sequence[Any], value_dtype: str
-) -> tuple[list[tuple[int, int, int]], list[Located], list[str]]:
+) -> tuple[list[tuple[int, int, int]], list[ArrayRef], list[str]]:
     """Of each packet: indices, values and elements; what keeps their memory; their dtype."""
     rows, read, dtypes = [], [], []
     for i, packet in enumerate(packets):
@@ -341,7 +345,7 @@ def _located(
         found = inputs.array(packet, f"packets[{i}]", ("uint8",))
         k, dtype, codec = _of_encoded(found, out.count, value_dtype)
         if codec != "raw":
-            pair = _pair(*lean.decoded(found, k, out.count, out.rows))
+            pair = _pair(*compact.decoded(found, k, out.count, out.rows))
             read += pair
             dtypes.append(dtype)
             rows.append((pair[0].pointer, pair[1].pointer, k))
@@ -354,7 +358,7 @@ def _located(
     return rows, read, dtypes
 
 
-def _of_encoded(found: Located, count: int, value_dtype: str) -> tuple[int, str, str]:
+def _of_encoded(found: ArrayRef, count: int, value_dtype: str) -> tuple[int, str, str]:
     """(k, dtype of the decoded values, codec) of one encoded packet for an array of `count`; on the
     host its header must agree."""
     if found.device.kind != "cpu":

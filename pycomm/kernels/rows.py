@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pycomm import _core, arrays
-from pycomm.arrays import Device, Located
+from pycomm.arrays import ArrayRef, Device
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import inputs
 
@@ -54,29 +54,29 @@ class Rows:
             InvalidArgument, Unsupported: as inputs.array; arrays of a list differ in dtype, those
                 of a row in shape, or they lie on several devices.
         """
-        seen = cls.seen(lists)
+        seen = cls.try_fast(lists)
         if seen is not None and all(seen.dtypes[name] in dtypes[name] for name in lists):
             return seen
-        located = {
+        as_array_ref = {
             name: _located(each, name, dtypes[name], name in write) for name, each in lists.items()
         }
         first = next(iter(lists))
-        for i, row in enumerate(zip(*located.values(), strict=True)):
-            for name, x in zip(located, row, strict=True):
-                _same_dtype(name, i, x, located[name][0])
+        for i, row in enumerate(zip(*as_array_ref.values(), strict=True)):
+            for name, x in zip(as_array_ref, row, strict=True):
+                _same_dtype(name, i, x, as_array_ref[name][0])
                 inputs.same_shape(row[0], x, (first, name))
-        every = [x for each in located.values() for x in each]
+        every = [x for each in as_array_ref.values() for x in each]
         inputs.same_device(every, call)
-        columns = [[x.pointer for x in each] for each in located.values()]
-        counts = [x.count for x in located[first]]
+        columns = [[x.pointer for x in each] for each in as_array_ref.values()]
+        counts = [x.count for x in as_array_ref[first]]
         words = np.array(list(zip(*columns, counts, strict=True)), np.uint64)
-        memory = [[(x.pointer, x.nbytes) for x in each] for each in located.values()]
-        kinds = {name: each[0].dtype for name, each in located.items()}
+        memory = [[(x.pointer, x.nbytes) for x in each] for each in as_array_ref.values()]
+        kinds = {name: each[0].dtype for name, each in as_array_ref.items()}
         flat = all(len(x.shape) == 1 for x in every)
         return cls(words, np.array(memory, np.uint64), kinds, every[0].device, lists, flat)
 
     @classmethod
-    def seen(cls, lists: Lists) -> Rows | None:
+    def try_fast(cls, lists: Lists) -> Rows | None:
         """The same in one pass, for plain arrays that agree; None for all others."""
         found = _core.rows(tuple(lists.values()))
         if found is None:
@@ -112,14 +112,14 @@ class Rows:
         ]
 
 
-def _located(given: list[Any], name: str, dtypes: Collection[str], write: bool) -> list[Located]:
+def _located(given: list[Any], name: str, dtypes: Collection[str], write: bool) -> list[ArrayRef]:
     label = "{}[{}]" if len(given) > 1 else "{}"
     return [
         inputs.array(x, label.format(name, i), dtypes, write=write) for i, x in enumerate(given)
     ]
 
 
-def _same_dtype(name: str, i: int, one: Located, first: Located) -> None:
+def _same_dtype(name: str, i: int, one: ArrayRef, first: ArrayRef) -> None:
     if one.dtype != first.dtype:
         raise InvalidArgument(
             f"{name}[{i}] is {one.dtype} and {name}[0] {first.dtype}: one call takes one dtype"

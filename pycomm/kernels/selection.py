@@ -62,11 +62,11 @@ def topk_workspace(x: Any, k: int) -> Any:
 
 
 def _select(
-    x: arrays.Located,
+    x: arrays.ArrayRef,
     k: int,
-    indices: arrays.Located | None,
-    values: arrays.Located | None,
-    result: arrays.Located | None,
+    indices: arrays.ArrayRef | None,
+    values: arrays.ArrayRef | None,
+    result: arrays.ArrayRef | None,
     workspace: Any,
     name: str,
 ) -> None:
@@ -74,7 +74,7 @@ def _select(
     room = inputs.workspace(workspace, x, module.topk_workspace_bytes(x.count, k, x.dtype))
     written = [one for one in (indices, values, result, room) if one is not None]
     inputs.same_device([x, *written], name)
-    inputs.apart(written, [x], name)
+    inputs.require_no_overlap(written, [x], name)
     module.topk(
         (x.pointer, x.count),
         x.dtype,

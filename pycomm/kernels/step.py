@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pycomm import arrays
-from pycomm.arrays import Located
+from pycomm.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import devices, inputs
 from pycomm.kernels.inputs import Spans
@@ -98,10 +98,10 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
     rows = step.rows
     module = devices.module(rows.device)
     room = inputs.workspace(workspace, rows, module.dgc_workspace_bytes(*tables), zeros=True)
-    read: list[Located | Spans] = [*rows.spans(*others), *flag, *factors]
+    read: list[ArrayRef | Spans] = [*rows.spans(*others), *flag, *factors]
     written = [*rows.spans("u", "v"), *chosen.memory, room]
     inputs.same_device([*written, *read], "dgc_step")
-    inputs.apart(written, read, "dgc_step")
+    inputs.require_no_overlap(written, read, "dgc_step")
     module.dgc_step(
         *tables,
         rows.dtypes["grad"],
@@ -149,9 +149,9 @@ def dgc_rollback(
     flag = _flag(found_inf)
     rows = step.rows
     written = rows.spans("u", "v")
-    read: list[Located | Spans] = [*chosen.memory, *flag]
+    read: list[ArrayRef | Spans] = [*chosen.memory, *flag]
     inputs.same_device([*written, *read], "dgc_rollback")
-    inputs.apart(written, read, "dgc_rollback")
+    inputs.require_no_overlap(written, read, "dgc_rollback")
     devices.module(rows.device).dgc_rollback(
         *step.tables(chosen),
         flag[0].pointer if flag else 0,
@@ -179,7 +179,7 @@ def momentum_mask(u: Any, v: Any, indices: Any) -> None:
         _same_dtype(first.dtype, x.dtype)
     where = inputs.array(indices, "indices", ("int32",))
     inputs.same_device([*found.values(), where], "momentum_mask")
-    inputs.apart(found.values(), [where], "momentum_mask")
+    inputs.require_no_overlap(found.values(), [where], "momentum_mask")
     devices.module(first.device).momentum_mask(
         found["u"].pointer if "u" in found else 0,
         found["v"].pointer if "v" in found else 0,
@@ -261,7 +261,7 @@ class _Chosen:
         self._starts = np.array([0, *step.ks[:-1]], np.uint64).cumsum()
         self._arrays: dict[str, list[Any]] = {}
         self.pointers: dict[str, NDArray[np.uint64]] = {}
-        self.memory: list[Located | Spans] = []
+        self.memory: list[ArrayRef | Spans] = []
 
     @classmethod
     def of(
@@ -293,7 +293,7 @@ class _Chosen:
         ks = self._step.ks
         if len(each) != len(ks):
             raise InvalidArgument(f"{name} has {len(each)} arrays for {len(ks)} of k")
-        rows = Rows.seen({name: each})
+        rows = Rows.try_fast({name: each})
         if rows is None or (rows.dtype, rows.flat, rows.counts.tolist()) != (dtype, True, ks):
             for one, k in zip(each, ks, strict=True):
                 inputs.buffer(one, name, k, dtype, write=write)
@@ -333,7 +333,7 @@ def _listed(x: Any, name: str, several: bool) -> list[Any]:
     return list(x) if several else [x]
 
 
-def _flag(found_inf: Any) -> list[Located]:
+def _flag(found_inf: Any) -> list[ArrayRef]:
     if found_inf is None:
         return []
     flag = inputs.array(found_inf, "found_inf", ("float32",))
@@ -342,7 +342,7 @@ def _flag(found_inf: Any) -> list[Located]:
     return [flag]
 
 
-def _scale(scale: Any, step: _Step) -> tuple[float, list[Located]]:
+def _scale(scale: Any, step: _Step) -> tuple[float, list[ArrayRef]]:
     """(the number, []) or (1, [the array of numbers])."""
     if isinstance(scale, int | float | np.generic) or not hasattr(scale, "dtype"):
         return inputs.finite(scale, "scale"), []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pycomm import secret
 from pycomm.errors import InvalidArgument
-from pycomm.launch import failure, folder, meeting, place, tables
+from pycomm.launch import failure, folder, meeting, tables, worker_setup
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -103,13 +103,13 @@ def prepared(said: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[
         _choose_devices(said)
     devices = torch.cuda.device_count()
     if said.nproc_per_node is None:
-        said.nproc_per_node = str(place.default_count(devices))
+        said.nproc_per_node = str(worker_setup.default_count(devices))
     count = run.determine_local_world_size(said.nproc_per_node)
     if said.cpus_per_rank is not None:
         if said.cpus_per_rank < 1:
             raise InvalidArgument(f"--cpus-per-rank {said.cpus_per_rank}: at least 1")
-        place.cores_of(count - 1, said.cpus_per_rank)
-    os.environ.update(place.threads_for(count, said.cpus_per_rank))
+        worker_setup.cores_of(count - 1, said.cpus_per_rank)
+    os.environ.update(worker_setup.threads_for(count, said.cpus_per_rank))
     key = _key(said)
     if said.encrypt:
         _encrypt(said, key)

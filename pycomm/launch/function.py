@@ -24,7 +24,7 @@ from typing import Any, overload
 
 from pycomm import config, group
 from pycomm.errors import Error, InvalidArgument
-from pycomm.launch import failure, meeting, place
+from pycomm.launch import failure, meeting, worker_setup
 
 __all__ = ["Launcher", "launcher"]
 
@@ -145,7 +145,7 @@ def _counts(options: Options) -> tuple[int, int, int]:
         devices = torch.cuda.device_count()
     if options.device == "cuda" and not devices:
         raise InvalidArgument('device="cuda", and this machine has no CUDA device')
-    count = place.default_count(devices) if options.nproc is None else options.nproc
+    count = worker_setup.default_count(devices) if options.nproc is None else options.nproc
     size = count if options.size is None else options.size
     if count < 1 or options.rank_start < 0 or options.rank_start + count > size:
         raise InvalidArgument(
@@ -226,8 +226,8 @@ class _Ranks:
     def _variables(self, local: int, host: str, port: int) -> dict[str, str]:
         rank = self._options.rank_start + local
         return {
-            **place.variables(rank, self._size, local, self._count),
-            **place.threads_for(self._count, None),
+            **worker_setup.variables(rank, self._size, local, self._count),
+            **worker_setup.threads_for(self._count, None),
             "RANK": str(rank),
             "WORLD_SIZE": str(self._size),
             "LOCAL_RANK": str(local),
@@ -298,7 +298,7 @@ def _enter(
     config.keep_secret(key)
     answer: tuple[bool, Any, BaseException | None]
     try:
-        place.settle(parent, local, None, device)
+        worker_setup.setup_worker(parent, local, None, device)
         (module, name), args, kwargs = pickle.loads(job)
         found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
         function = found._function if isinstance(found, Launcher) else found

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm import group
-from pycomm.launch import failure, place
+from pycomm.launch import failure, worker_setup
 
 __all__ = ["main"]
 
@@ -41,11 +41,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if said.join_streams:  # the log has both, in the order in which they come
         os.dup2(1, 2)
     env.update(
-        place.variables(
+        worker_setup.variables(
             *(int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         )
     )
-    place.settle(said.parent, int(env["LOCAL_RANK"]), said.cpus_per_rank, said.set_device)
+    worker_setup.setup_worker(
+        said.parent, int(env["LOCAL_RANK"]), said.cpus_per_rank, said.set_device
+    )
     try:
         if said.kind == "command":
             _supervise(said.parent, [said.program, *said.rest])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-from pycomm.launch import place
+from pycomm.launch import worker_setup
 
 __all__ = ["Logs", "table"]
 
@@ -65,8 +65,8 @@ class Logs(LogsSpecs):
 
     def _print(self, env: dict[str, str]) -> None:
         numbers = [int(env[name]) for name in SHOWN[2:]]
-        first = {**os.environ, **env, **place.variables(*numbers)}
-        names = [*SHOWN, *place.variables(*numbers), *(n for n in ALSO_SHOWN if n in first)]
+        first = {**os.environ, **env, **worker_setup.variables(*numbers)}
+        names = [*SHOWN, *worker_setup.variables(*numbers), *(n for n in ALSO_SHOWN if n in first)]
         print("pycomm launch: configuration\n" + table(self._rows))
         print(
             f"pycomm launch: starts {numbers[3]} of {numbers[1]} processes on this host; ", end=""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycomm import collectives, fused
+from pycomm import coalesced, collectives
 from pycomm.errors import InvalidArgument
 from pycomm.optim.local_sgd import LocalSGD
 
@@ -122,7 +122,7 @@ class AdaptiveLocalSGD(LocalSGD):
 
     def _follow(self, src: int, last: int) -> None:
         super()._follow(src, last)
-        self._reference = fused.bcast_value(self._reference, src, self._group)
+        self._reference = coalesced.bcast_value(self._reference, src, self._group)
 
     def state_dict(self) -> dict[str, Any]:
         """As of LocalSGD, with the reference."""

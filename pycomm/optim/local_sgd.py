@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycomm import collectives, fused
+from pycomm import coalesced, collectives
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
-from pycomm.regroup import Left, furthest, left
+from pycomm.shrink_result import ShrinkResult, most_advanced_rank, shrink_result
 
 __all__ = ["LocalSGD"]
 
@@ -82,7 +82,7 @@ class LocalSGD:
         self._average_momentum = momentum == "averaged"
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if buffers else []
-        fused.bcast_list_([*model.parameters(), *model.buffers()], 0, self._group)
+        coalesced.bcast_list_([*model.parameters(), *model.buffers()], 0, self._group)
         self._snapshot = [p.detach().clone() for p in self._parameters]
 
     @property
@@ -134,7 +134,7 @@ class LocalSGD:
     def _average_gradients(self) -> None:
         mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in mine]
-        for p, mean in zip(self._parameters, fused.average(dense, self._group), strict=True):
+        for p, mean in zip(self._parameters, coalesced.average(dense, self._group), strict=True):
             p.grad = mean
 
     def average(self) -> None:
@@ -144,7 +144,7 @@ class LocalSGD:
         """
         others = [*self._momenta(), *self._buffers]
         deltas = [s - p.detach() for s, p in zip(self._snapshot, self._parameters, strict=True)]
-        means = fused.average([*deltas, *others], self._group)
+        means = coalesced.average([*deltas, *others], self._group)
         for other, mean in zip(others, means[len(deltas) :], strict=True):
             other.copy_(mean)
         if self.outer is not None and self.step_count > self._begin:
@@ -154,7 +154,7 @@ class LocalSGD:
                 p.data.copy_(s - mean)
         self._keep(self._parameters)
 
-    def shrink(self, timeout_s: float | None = None) -> Left:
+    def shrink(self, timeout_s: float | None = None) -> ShrinkResult:
         """Collective over the survivors, after a rank was lost: goes on with those that are left.
 
         All stand on the last average that one of them has completed: who has not got it, as it
@@ -169,20 +169,20 @@ class LocalSGD:
             Who is left, and the count of steps, the same on all.
         """
         before, self._group = self._group, self._group.shrink(timeout_s)
-        last, source = furthest(self.last_sync, self._group)
+        last, source = most_advanced_rank(self.last_sync, self._group)
         self._follow(source, last)
-        self.step_count, _ = furthest(self.step_count, self._group)
+        self.step_count, _ = most_advanced_rank(self.step_count, self._group)
         self.last_sync = last
-        return left(before, self._group, self.step_count)
+        return shrink_result(before, self._group, self.step_count)
 
     def _follow(self, src: int, last: int) -> None:
         """Takes over from rank `src` what is the same on all after the average of step `last`; the
         parameters too if this rank has not got it."""
-        fused.bcast_list_(self._snapshot, src, self._group)
+        coalesced.bcast_list_(self._snapshot, src, self._group)
         together = self._gradients_first and last <= self._begin  # gradients are averaged so far
         for optimizer in (self.optimizer if together else None, self.outer):
             if optimizer is not None:
-                state = fused.bcast_value(optimizer.state_dict(), src, self._group)
+                state = coalesced.bcast_value(optimizer.state_dict(), src, self._group)
                 optimizer.load_state_dict(state)
         interval = torch.tensor([self.k_steps])
         collectives.broadcast(interval, src, group=self._group)

@@ -74,7 +74,7 @@ class Bucket:
         self.missing = len(slots)  # gradients that this backward pass has yet to bring
         self._stream: Any = None  # on a device: the last on which one came
         self.views: list[Tensor] = []
-        self.follow()
+        self.watch_parameters()
         offset = 0
         for slot in slots:
             view = _view(self.flat, offset, slot.parameter)
@@ -84,7 +84,7 @@ class Bucket:
                 slot.parameter.grad = view.copy_(slot.view)  # keeps what the user accumulates
             slot.bucket, slot.view = self, view
 
-    def follow(self) -> None:
+    def watch_parameters(self) -> None:
         """What comes next on the current stream comes behind the gradients so far: autograd brings
         each on the stream of its forward pass."""
         if self.flat.is_cpu:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pycomm.calls import Work
+from pycomm.communicators import CommunicatorPool
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
-from pycomm.lanes import Lanes
 
 __all__ = ["make_allreduce_cb"]
 
@@ -33,15 +33,15 @@ def make_allreduce_cb(op: str, group: Group | None = None) -> Callable[[Tensor],
     """
     if op not in ("sum", "mean"):
         raise InvalidArgument(f'op={op!r}: "sum" or "mean"')
-    packer = _Packer(Lanes(group, 1), "avg" if op == "mean" else "sum")
+    packer = _Packer(CommunicatorPool(group, 1), "avg" if op == "mean" else "sum")
     return packer.take
 
 
 class _Packer:
     """Gradients on their way: those that wait, and the packs that travel."""
 
-    def __init__(self, lanes: Lanes, op: str) -> None:
-        self._lanes, self._op = lanes, op
+    def __init__(self, pool: CommunicatorPool, op: str) -> None:
+        self._pool, self._op = pool, op
         self._waiting: list[Tensor] = []
         self._bytes = 0
         self._sent: list[tuple[list[Tensor], Tensor, Work]] = []
@@ -64,7 +64,7 @@ class _Packer:
 
     def _send(self) -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in self._waiting])
-        self._sent.append((self._waiting, flat, self._lanes.all_reduce(flat, self._op)))
+        self._sent.append((self._waiting, flat, self._pool.all_reduce(flat, self._op)))
         self._waiting, self._bytes = [], 0
 
     def _flush(self) -> None:

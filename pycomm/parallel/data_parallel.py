@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import arrays, collectives
+from pycomm.coalesced import bcast_list_, bcast_value
+from pycomm.communicators import CommunicatorPool
 from pycomm.compress.dgc import DGC
 from pycomm.errors import InvalidArgument, Unsupported
-from pycomm.fused import bcast_list_, bcast_value
 from pycomm.group import Group
-from pycomm.lanes import Lanes
 from pycomm.parallel.buckets import Limits, slots_of
 from pycomm.parallel.exchange import Exchange, Mean
 from pycomm.parallel.reducer import Reducer, check_unwrapped
 from pycomm.parallel.replicas import check_equal, check_layout
-from pycomm.regroup import Left, furthest, left
+from pycomm.shrink_result import ShrinkResult, most_advanced_rank, shrink_result
 
 __all__ = ["DataParallel"]
 
@@ -87,7 +87,7 @@ class DataParallel(nn.Module):
         self._joining = False
         self._source = 0  # whose buffers count
         self._check_places()
-        made = self._lanes = Lanes(group, lanes, hierarchical)
+        made = self._pool = CommunicatorPool(group, lanes, hierarchical)
         check_layout(self._named_tensors(), self._group)
         if init == "check":
             check_equal(self._named_tensors(), self._group)
@@ -105,7 +105,7 @@ class DataParallel(nn.Module):
 
     @property
     def _group(self) -> Group:
-        return self._lanes.group
+        return self._pool.group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's; before it buffers are made equal, if gradients will be exchanged."""
@@ -153,13 +153,13 @@ class DataParallel(nn.Module):
                     bcast_list_(self.module.buffers(), source, self._group)
                 self._reducer.idle_pass()
             self._broadcast_all(self._source)
-            self._exchange.follow(self._source)
+            self._exchange.sync_from(self._source)
             for other in others:
                 other.load_state_dict(bcast_value(other.state_dict(), self._source, self._group))
         finally:
             self._joining, self._source = False, 0
 
-    def shrink(self, *others: Any, timeout_s: float | None = None) -> Left:
+    def shrink(self, *others: Any, timeout_s: float | None = None) -> ShrinkResult:
         """Collective over the survivors, after a rank was lost: goes on with those that are left.
 
         The survivors have, or all have not, taken the last step: where one of them has completed
@@ -175,14 +175,14 @@ class DataParallel(nn.Module):
             Who is left, and how many steps all have now completed.
         """
         before = self._group
-        self._lanes.shrink(timeout_s)
-        step, source = furthest(self._reducer.passes, self._group)
+        self._pool.shrink(timeout_s)
+        step, source = most_advanced_rank(self._reducer.passes, self._group)
         self._broadcast_all(source)
         for other in others:
             other.load_state_dict(bcast_value(other.state_dict(), source, self._group))
-        lost = self._exchange.go_on(before, self._reducer.passes < step, source)
-        self._reducer.go_on(self._group, step, source)
-        return left(before, self._group, step, lost)
+        lost = self._exchange.resume_after_shrink(before, self._reducer.passes < step, source)
+        self._reducer.resume_after_shrink(self._group, step, source)
+        return shrink_result(before, self._group, step, lost)
 
     def _who_is_active(self, active: bool) -> int:
         """Collective. The highest rank that has data; -1 when nobody has."""

@@ -11,8 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from pycomm.calls import Work
+from pycomm.communicators import CommunicatorPool
 from pycomm.group import Group
-from pycomm.lanes import Lanes
 
 __all__ = ["Exchange", "Mean"]
 
@@ -44,15 +44,15 @@ class Exchange(Protocol):
         """Forgets a pass that did not reach its end."""
         ...
 
-    def follow(self, src: int) -> None:
+    def sync_from(self, src: int) -> None:
         """Collective. What has to be the same on all ranks becomes that of rank `src`."""
         ...
 
-    def go_on(self, before: Group, counted: bool, src: int) -> float:
-        """Collective, when the lanes have shrunk from the ranks of `before` to those of today.
+    def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
+        """Collective, when the pool has shrunk from the ranks of `before` to those of today.
 
         A pass that failed here counts after all if `counted`: another rank has had all of it. What
-        has to be the same on all becomes that of rank `src`. Gives Left.owed_lost.
+        has to be the same on all becomes that of rank `src`. Gives ShrinkResult.lost_residual_norm.
         """
         ...
 
@@ -60,9 +60,9 @@ class Exchange(Protocol):
 class Mean:
     """Sum over all ranks, divided by their number once, after the last addition."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, pool: CommunicatorPool) -> None:
         self.idle = False
-        self._lanes = lanes
+        self._pool = pool
         self._works: list[Work] = []
 
     def compresses(self, parameter: Tensor) -> bool:
@@ -71,7 +71,7 @@ class Mean:
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Starts the all-reduce of the bucket."""
-        self._works.append(self._lanes.all_reduce(flat, "avg"))
+        self._works.append(self._pool.all_reduce(flat, "avg"))
 
     def finish(self) -> None:
         """Waits for all that was started."""
@@ -83,10 +83,10 @@ class Mean:
         """Waits as well: the buckets must not be written to meanwhile."""
         self.finish()
 
-    def follow(self, src: int) -> None:
+    def sync_from(self, src: int) -> None:
         """There is nothing but gradients."""
 
-    def go_on(self, before: Group, counted: bool, src: int) -> float:
+    def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
         """Forgets what was under way; nobody owes anything."""
         self._works = []
         return 0.0

@@ -2,7 +2,7 @@
 
     backward    ... gradient of the last layer | ... of the first layer | callback at the end
     reducer     view into bucket 0, add(0)     | view, add(1)           | add the rest, finish
-    lanes            bucket 0 travels ......... | bucket 1 travels ..... |
+    communicators    bucket 0 travels ......... | bucket 1 travels ..... |
 
 Buckets go out in the order in which they stand, the same on all ranks, whatever order autograd
 brings. It knows modules and collectives only through its slots and its Exchange. Called by
@@ -95,7 +95,7 @@ class Reducer:
         if self._passed and self._order is not None:
             self._agree_on_order()
 
-    def go_on(self, group: Group, passes: int, src: int) -> None:
+    def resume_after_shrink(self, group: Group, passes: int, src: int) -> None:
         """Collective over `group`, which is what is left: new buckets, as they stand on rank `src`;
         gradients that are there, or half there, are gone."""
         order = torch.tensor([s.place for bucket in self._buckets for s in bucket.slots])
@@ -154,7 +154,7 @@ class Reducer:
             self._order.append(slot)
         bucket = slot.bucket
         assert bucket is not None
-        bucket.follow()
+        bucket.watch_parameters()
         bucket.missing -= 1
         if bucket.missing == 0:
             self._send_full()
@@ -162,7 +162,7 @@ class Reducer:
     def _send_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             bucket = self._buckets[self._next]
-            bucket.follow()
+            bucket.watch_parameters()
             self._exchange.add(bucket.flat, bucket.parameters, bucket.views)
             self._next += 1
 

@@ -62,7 +62,7 @@ MODULE = tuple(
     CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp", "cuda_bandwidth.cpp")
 )
 CASES = ("cases", "cases_step", "cases_packets", "cases_lean", "cases_dense")
-CODEC = ("lean", "index_codes", "value_codes", "isa")  # of kernels/cpu, to compare with
+CODEC = ("compact", "index_codes", "value_codes", "isa")  # of kernels/cpu, to compare with
 
 RULES = """\
 ninja_required_version = 1.5
@@ -295,7 +295,8 @@ def build(targets: Iterable[str], mutants: Iterable[Mutant] = ()) -> list[Path]:
 
 @cache
 def emulated() -> Any:
-    """The module _emulated, built: CUDA's kernels on host memory, for `devices.replaced`."""
+    """The module _emulated, built: CUDA's kernels on host memory, for
+    `devices.override_kernels`."""
     return _loaded("_emulated")
 
 

@@ -1,6 +1,6 @@
 // A rank far away gets in beside a flood of hostile connections: at the listener of a group and at
 // the store. The round trip is emulated: the rank's proof is sent that much later than the answer
-// came, as over a long network. How long it takes is measured by benchmarks/strangers.py.
+// came, as over a long network. How long it takes is measured by benchmarks/connection_flood.py.
 #include <poll.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Lean packets: what is written comes back on every instruction set, in as many bytes as were
 // promised, and no bytes from elsewhere do harm. Buffers are as long as they must be, so that the
-// address sanitizer sees each step beyond. What the bytes are is a matter of tests/test_lean.py.
+// address sanitizer sees each step beyond. What the bytes are is a matter of tests/test_compact.py.
 #include "kernels/lean.h"
 
 #include <cmath>

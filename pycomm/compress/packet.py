@@ -1,0 +1,208 @@
+"""One packet: gradients that are compressed together, from kernel to kernel.
+
+    prepare    u, v take the gradients in, k elements of each go into the packet
+    arrived    raw packets of all ranks, as pairs that bucket.py adds in rank order
+    units      what packet_exchange.py codes one by one, where packets are compact
+    mask       the packet alone as a dense gradient, for a dense sum (the same mathematics)
+    rollback   u, v as if nothing had been taken out
+
+The packet is the values of all elements, then their indices, which count through the gradients of
+a part, laid end to end. A part has one momentum and decay. Called by transaction.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pycomm import kernels
+from pycomm.compress.bucket import Arrived, CompressionBucket
+from pycomm.compress.parameter_state import Hyper, ParameterState, line
+
+__all__ = ["Packet", "Update"]
+
+INDEX_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Update:
+    """How gradients are taken in at this step."""
+
+    masking: bool
+    unscale: float = 1.0  # one over the loss scale
+    limit: float | None = None  # of a gradient's norm on this rank
+    norm: Tensor | None = None  # float64 [1]: that of all gradients, where it is to be one
+    idle: bool = False  # no data: neither gradient nor decay
+
+
+@dataclass(eq=False)
+class _Part(CompressionBucket):
+    """Memories of one Hyper: one call of the kernel."""
+
+    hyper: Hyper
+    k: int | list[int]  # of all of them together, or of each
+    u_values: Tensor
+
+
+class Packet:
+    """Made for one step.
+
+    Args:
+        memories, gradients: what is compressed; each gradient is the memory's own, whole.
+        ks: elements to send of each; or one number, of all together.
+        rooms: workspaces kept between steps.
+    """
+
+    def __init__(
+        self,
+        memories: Sequence[ParameterState],
+        gradients: Sequence[Tensor],
+        ks: Sequence[int] | int,
+        rooms: dict[tuple[str, ...], Tensor],
+    ) -> None:
+        self._rooms = rooms
+        self._prepared: list[_Part] = []
+        self.k = ks if isinstance(ks, int) else sum(ks)
+        real = memories[0].u.dtype
+        device = memories[0].u.device
+        itemsize = real.itemsize
+        used = self.k * (itemsize + INDEX_BYTES)
+        self.buffer = torch.empty(-(-used // 8) * 8, dtype=torch.uint8, device=device)
+        self.buffer[used:] = 0
+        self._split = self.k * itemsize, used, real
+        u_values = torch.empty(self.k, dtype=real, device=device)
+        values, indices = self._open(self.buffer)
+        self._parts: list[_Part] = []
+        start = 0
+        for hyper, places in _by_hyper(memories, apart=not isinstance(ks, int)):
+            k: int | list[int] = ks if isinstance(ks, int) else [ks[i] for i in places]
+            stop = start + (k if isinstance(k, int) else sum(k))
+            self._parts.append(
+                _Part(
+                    [memories[i] for i in places],
+                    [line(gradients[i]) for i in places],
+                    indices[start:stop],
+                    values[start:stop],
+                    hyper,
+                    k,
+                    u_values[start:stop],
+                )
+            )
+            start = stop
+
+    def _open(self, packet: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and indices of a packet, as views."""
+        middle, end, real = self._split
+        return packet[:middle].view(real), packet[middle:end].view(torch.int32)
+
+    def prepare(self, update: Update) -> None:
+        """Fills the packet; rollback() undoes it."""
+        for part, scale in zip(self._parts, self._scales(update), strict=True):
+            decay = 0.0 if update.idle else part.hyper.weight_decay
+            kernels.dgc_step(
+                part.gradients,
+                [memory.u for memory in part.memories],
+                [memory.v for memory in part.memories],
+                part.k,
+                momentum=part.hyper.momentum,
+                weight=[line(memory.parameter) for memory in part.memories],
+                weight_decay=decay,
+                nesterov=part.hyper.nesterov,
+                masking=update.masking,
+                scale=scale,
+                indices=part.indices,
+                values=part.values,
+                u_values=part.u_values,
+                workspace=self._room(part),
+                together=True,
+            )
+            self._prepared.append(part)
+
+    def _scales(self, update: Update) -> list[float | Tensor]:
+        """For each part: the factor of its gradients, one for all or one for each."""
+        if update.limit is None:
+            return [update.unscale] * len(self._parts)
+        # The limit is of the gradient itself, which is `unscale` times what stands there.
+        limit = update.limit / update.unscale
+        if update.norm is None:
+            norms = [kernels.norm(part.gradients) for part in self._parts]
+        else:
+            norms = [update.norm.repeat(len(part.gradients)) for part in self._parts]
+        dtype = str(self._split[2]).removeprefix("torch.")
+        return [kernels.clip_scale(n, limit, update.unscale, dtype=dtype) for n in norms]
+
+    def _room(self, part: _Part) -> Tensor | None:
+        key = (str(part.k), *(memory.name for memory in part.memories))
+        if key not in self._rooms:
+            u, v = [m.u for m in part.memories], [m.v for m in part.memories]
+            self._rooms[key] = kernels.dgc_workspace(u, v, part.k)
+        return self._rooms[key]
+
+    def rollback(self) -> None:
+        """What was prepared counts as not sent."""
+        for part in self._prepared:
+            kernels.dgc_rollback(
+                [memory.u for memory in part.memories],
+                [memory.v for memory in part.memories],
+                part.indices,
+                part.values,
+                part.u_values,
+            )
+        self._prepared = []
+
+    def take_out(self, masking: bool) -> None:
+        """After a rollback: what was prepared counts as sent after all."""
+        for part in self._parts:
+            for memory, places in part.sent():
+                assert memory.v is not None
+                memory.v[places] = 0
+                if masking:
+                    memory.u[places] = 0
+
+    def arrived(self, gathered: Tensor) -> Iterator[Arrived]:
+        """What raw packets of all ranks [size, bytes] have, in rank order."""
+        rows = [self._open(row) for row in gathered]
+        start = 0
+        for part in self._parts:
+            stop = start + len(part.values)
+            pairs = [(indices[start:stop], values[start:stop]) for values, indices in rows]
+            yield Arrived(part, pairs)
+            start = stop
+
+    def units(self) -> Iterator[CompressionBucket]:
+        """What has a k of its own: each memory, or all of them together. No bucket has a say in
+        what shares a level, so none has in the bits."""
+        for part in self._parts:
+            if isinstance(part.k, int):
+                yield part
+                continue
+            starts = itertools.accumulate(part.k, initial=0)
+            offsets = itertools.accumulate((m.count for m in part.memories), initial=0)
+            each = zip(part.memories, part.gradients, part.k, starts, offsets, strict=False)
+            for memory, gradient, k, start, offset in each:
+                here = slice(start, start + k)
+                yield CompressionBucket(
+                    [memory], [gradient], part.indices[here] - offset, part.values[here]
+                )
+
+    def sent(self) -> Iterator[tuple[ParameterState, Tensor]]:
+        """For each memory the places within it that this rank has sent, ascending."""
+        for part in self._parts:
+            yield from part.sent()
+
+    def mask(self) -> None:
+        """Gradients become what this rank sends: the chosen elements, and 0 elsewhere."""
+        for part in self._parts:
+            kernels.decode_sum(part.gradients, [(part.indices, part.values)])
+
+
+def _by_hyper(memories: Sequence[ParameterState], apart: bool) -> list[tuple[Hyper, list[int]]]:
+    """Places of memories with the same Hyper; all in the first one's unless `apart`."""
+    found: dict[Hyper, list[int]] = {}
+    for i, memory in enumerate(memories):
+        found.setdefault(memory.hyper if apart else memories[0].hyper, []).append(i)
+    return list(found.items())

@@ -1,0 +1,175 @@
+"""Plain values as bytes and back: what ranks give each other beside arrays, without pickle.
+
+Plain are None, bool, int, float, str and bytes, and lists, tuples and dicts of plain values.
+Reading checks every length against the bytes that are there, so that any bytes give a value or
+InvalidArgument, in time and memory in proportion to their number. Called by objects.py.
+
+Anybody can choose numbers, or tuples of them, that have one hash: a dict of them would take
+quadratic time. So both ends refuse a dict with more than MAX_EQUAL_HASHES keys of one hash.
+
+A value is one byte that says its kind, and then
+
+    N T F    nothing more: None, True, False
+    i s b    how many bytes follow (8, little-endian), and: an int (two's complement,
+             little-endian), a str (UTF-8), bytes
+    f        a float (8 bytes, IEEE, little-endian)
+    l t d    how many follow (8), and: the values of a list or tuple; of a dict key, value, key, ...
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from pycomm.errors import InvalidArgument
+
+__all__ = ["MAX_DEPTH", "MAX_EQUAL_HASHES", "decode", "encode"]
+
+MAX_DEPTH = 100  # lists in lists; also what ends a list that holds itself
+MAX_EQUAL_HASHES = 64  # the powers of two that a float can be have up to 35 of one hash
+SHOWN = 60  # characters of a value in an error's text
+
+_CONSTANTS = {None: b"N", True: b"T", False: b"F"}
+_length = struct.Struct("<Q")
+_float = struct.Struct("<d")
+
+
+def encode(value: Any) -> bytes:
+    """The bytes of a plain value.
+
+    Raises:
+        InvalidArgument: a part of it is not plain; the text says which, as in "value['a'][0]".
+    """
+    out = bytearray()
+    _write(out, value, "value", MAX_DEPTH)
+    return bytes(out)
+
+
+def _write(out: bytearray, value: Any, place: str, depth: int) -> None:
+    kind = type(value)  # exactly: a subclass would come out as something else than went in
+    if value is None or kind is bool:
+        out += _CONSTANTS[value]
+    elif kind is float:
+        out += b"f" + _float.pack(value)
+    elif kind is int:
+        _write_bytes(out, b"i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+    elif kind is str:
+        _write_bytes(out, b"s", value.encode("utf-8", "surrogatepass"))
+    elif kind is bytes:
+        _write_bytes(out, b"b", value)
+    elif kind is list or kind is tuple or kind is dict:
+        if depth == 0:
+            raise InvalidArgument(f"lists in lists, or the like, more than {MAX_DEPTH} deep")
+        _write_parts(out, value, place, depth - 1)
+    else:
+        raise InvalidArgument(
+            f"{place} is a {kind.__module__}.{kind.__qualname__}, which is not plain: None, bool, "
+            "int, float, str, bytes, and lists, tuples and dicts of them are"
+        )
+
+
+def _write_bytes(out: bytearray, kind: bytes, content: bytes) -> None:
+    out += kind + _length.pack(len(content)) + content
+
+
+def _write_parts(out: bytearray, value: Any, place: str, depth: int) -> None:
+    if type(value) is dict:
+        out += b"d" + _length.pack(len(value))
+        if (most := _most_equal(map(hash, value))) > MAX_EQUAL_HASHES:
+            raise InvalidArgument(
+                f"{most} keys of {place} have one hash: a dict may have {MAX_EQUAL_HASHES} such"
+            )
+        for key, one in value.items():
+            _write(out, key, f"the key {_short(key)} of {place}", depth)
+            _write(out, one, f"{place}[{_short(key)}]", depth)
+        return
+    out += (b"l" if type(value) is list else b"t") + _length.pack(len(value))
+    for i, one in enumerate(value):
+        _write(out, one, f"{place}[{i}]", depth)
+
+
+def _most_equal(hashes: Iterable[int]) -> int:
+    """How often the most frequent of them occurs."""
+    return max(Counter(hashes).values(), default=0)
+
+
+def _short(key: Any) -> str:
+    text = repr(key)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def decode(content: bytes) -> Any:
+    """The value that has these bytes. Raises InvalidArgument where encode() never makes them."""
+    reader = _Reader(content)
+    value = reader.value(MAX_DEPTH)
+    if reader.at != len(content):
+        raise _broken(f"{len(content) - reader.at} bytes follow it")
+    return value
+
+
+def _broken(why: str) -> InvalidArgument:
+    return InvalidArgument(f"these bytes are not a plain value of pycomm: {why}")
+
+
+class _Reader:
+    """Reads values one after another."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.at = 0
+
+    def value(self, depth: int) -> Any:
+        kind = self._take(1)
+        if kind in b"NTF":
+            return {b"N": None, b"T": True, b"F": False}[kind]
+        if kind == b"f":
+            return _float.unpack(self._take(8))[0]
+        if kind in b"isb":
+            return self._text(kind, self._take(self._number()))
+        if kind not in b"ltd":
+            raise _broken(f"there is no kind {kind!r}")
+        if depth == 0:
+            raise _broken(f"it is more than {MAX_DEPTH} deep")
+        count = self._number()
+        if count > len(self.content) - self.at:  # each takes a byte at least
+            raise _broken(f"it announces {count} values and is too short for them")
+        if kind == b"d":
+            return self._dict(count, depth - 1)
+        values = [self.value(depth - 1) for _ in range(count)]
+        return values if kind == b"l" else tuple(values)
+
+    def _text(self, kind: bytes, content: bytes) -> Any:
+        if kind == b"i":
+            return int.from_bytes(content, "little", signed=True)
+        if kind == b"b":
+            return content
+        try:
+            return content.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise _broken(f"a text in it is not UTF-8 ({error.reason})") from None
+
+    def _dict(self, count: int, depth: int) -> dict[Any, Any]:
+        values = {}
+        equal: Counter[int] = Counter()  # by hash: how many keys have it
+        for _ in range(count):
+            key = self.value(depth)
+            try:
+                hashed = hash(key)
+            except TypeError:
+                raise _broken(f"a {type(key).__name__} cannot be a key") from None
+            equal[hashed] += 1
+            if equal[hashed] > MAX_EQUAL_HASHES:
+                raise _broken(f"more than {MAX_EQUAL_HASHES} keys of a dict have one hash")
+            values[key] = self.value(depth)
+        return values
+
+    def _number(self) -> int:
+        return int(_length.unpack(self._take(8))[0])
+
+    def _take(self, count: int) -> bytes:
+        if count > len(self.content) - self.at:
+            raise _broken(f"it ends after {len(self.content)} bytes, in the middle of a value")
+        self.at += count
+        return self.content[self.at - count : self.at]

@@ -1,0 +1,93 @@
+"""What `pycomm tune` has found out about this machine: a file in the user's cache folder.
+
+The file's name and content tell the machine, so that one home directory serves many. Rank 0's
+thresholds hold for all ranks of a group (they travel in its note), so ranks never choose
+differently. Read by group.py and torch_backend.py when a group forms, written by tuning.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from pathlib import Path
+
+from pycomm import config
+
+__all__ = ["BUILT_IN", "machine", "path", "save", "thresholds"]
+
+FORMAT = 1
+BUILT_IN = (16 << 10, 1 << 20)
+"""small_bytes and middle_bytes of collectives/choose.h."""
+LARGEST = 1 << 40  # bytes; no threshold is beyond
+
+Thresholds = list[tuple[str, int, int]]
+"""Of each transport that was measured: its name, small_bytes, middle_bytes."""
+
+
+def machine() -> str:
+    """This machine as far as it matters to thresholds: name, processor, processors, kernel."""
+    return f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores, {platform.release()}"
+
+
+def path() -> Path:
+    """Where this machine's thresholds are kept."""
+    key = hashlib.sha256(platform.node().encode()).hexdigest()[:12]
+    return config.cache_folder() / f"tuned-{key}.json"
+
+
+def thresholds() -> Thresholds:
+    """What was measured here, or []: nothing, or nothing that holds, which a warning then says."""
+    try:
+        text = path().read_text()
+    except FileNotFoundError:  # nobody has tuned here
+        return []
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        return _refuse(f"cannot be read: {error}")
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT:
+            return _refuse(f"is of format {content['format']}, and this pycomm reads {FORMAT}")
+        if content["machine"] != machine():
+            return _refuse(f"is of another machine ({content['machine']}), not of {machine()}")
+        return [_sound(by, **found) for by, found in content["thresholds"].items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return _refuse(f"is damaged ({type(error).__name__}: {error})")
+
+
+def save(found: Thresholds) -> Path:
+    """Adds `found` to what is kept of this machine, in one step; gives the file."""
+    kept = {by: at for by, *at in thresholds()} | {by: at for by, *at in found}
+    content = {
+        "format": FORMAT,
+        "machine": machine(),
+        "thresholds": {
+            by: {"small_bytes": small, "middle_bytes": middle}
+            for by, (small, middle) in kept.items()
+        },
+    }
+    file = path()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+        new.write(json.dumps(content, indent=1) + "\n")
+    Path(new.name).replace(file)
+    return file
+
+
+def _sound(by: str, small_bytes: int, middle_bytes: int) -> tuple[str, int, int]:
+    if by not in config.TRANSPORTS:
+        raise ValueError(f"no transport {by!r}")
+    for value in (small_bytes, middle_bytes):
+        if type(value) is not int or not 0 <= value <= LARGEST:
+            raise ValueError(f"{value!r} is no number of bytes")
+    return by, small_bytes, middle_bytes
+
+
+def _refuse(why: str) -> Thresholds:
+    logging.getLogger("pycomm").warning(
+        "%s %s; the built-in thresholds hold. `pycomm tune` makes it anew.", path(), why
+    )
+    return []

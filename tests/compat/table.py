@@ -1,0 +1,118 @@
+"""The table "program, gloo, pycomm" of docs/torch_backend.md, from stored results.
+
+    python tests/compat/table.py          write the table
+    python tests/compat/table.py --run    run everything first, one after the other: 15 minutes
+
+Results lie in benchmarks/results/ as torch_suite.py and programs.py store them, each with its
+machine. What one backend passes and the other does not is named below the table, with the reason
+that the run gave. Called by `make compat`; tests/test_torch_suite.py holds that the page is what
+this writes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "torch_backend.md"
+BEGIN, END = "<!-- tests/compat/table.py writes from here -->", "<!-- to here -->"
+
+BACKENDS = ("gloo", "pycomm")
+SUITES = {  # the end of the file's name: the options of torch_suite.py
+    "2": ["--world-size", "2"],
+    "3": ["--world-size", "3"],
+    "4": ["--world-size", "4"],
+    "3_cuda_as_cpu": ["--world-size", "3", "--cuda-as-cpu"],
+}
+PROGRAMS = {  # by their names in programs.py
+    "accelerate_script": "`test_script`",
+    "accelerate_sync": "`test_sync`",
+    "lightning": "`DDPStrategy`",
+    "trainer": "`Trainer`",
+    "ray_train": "`TorchTrainer`",
+}
+
+
+def suite_file(kind: str, backend: str) -> Path:
+    return RESULTS / f"torch_suite_{backend}_{kind}.json"
+
+
+def programs_file(backend: str) -> Path:
+    return RESULTS / f"programs_{backend}.json"
+
+
+def run() -> None:
+    """Everything, into the files. A run in which tests fail is a result too."""
+    for backend in BACKENDS:
+        for kind, options in SUITES.items():
+            stored = suite_file(kind, backend)
+            _script("torch_suite.py", "--backend", backend, *options, "--json", str(stored))
+        _script("programs.py", "--backend", backend, "--json", str(programs_file(backend)))
+
+
+def _script(name: str, *options: str) -> None:
+    done = subprocess.run([sys.executable, str(HERE / name), *options], check=False)
+    if done.returncode not in (0, 1):
+        sys.exit(f"{name} {' '.join(options)} ended with {done.returncode}")
+
+
+def table() -> str:
+    """The table, as Markdown."""
+    lines = ["| program | gloo | pycomm |", "|---|---|---|"]
+    suites = [{b: _read(suite_file(kind, b)) for b in BACKENDS} for kind in SUITES]
+    for suite in suites:
+        cells = (_counts(suite[backend]) for backend in BACKENDS)
+        lines.append(f"| {_suite_name(suite['pycomm'])} | {' | '.join(cells)} |")
+    programs = [_read(programs_file(backend))["programs"] for backend in BACKENDS]
+    for name, title in PROGRAMS.items():
+        ran = [results[name] for results in programs]
+        called = f"{ran[1]['package']} {ran[1].get('version', '')}".strip()
+        lines.append(f"| {called}, {title} | {' | '.join(r['status'] for r in ran)} |")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _suite_name(result: dict[str, Any]) -> str:
+    torch, options = result["torch"].partition("+")[0], result["options"]
+    kind = ", GPU tests too" if options["cuda_as_cpu"] else ""
+    return f"`distributed_test.py` of torch {torch}, {options['world_size']} processes{kind}"
+
+
+def _counts(result: dict[str, Any]) -> str:
+    totals = result["totals"]
+    ran = sum(count for status, count in totals.items() if status != "left out")
+    return f"{totals['passed']} of {ran}"
+
+
+def written(page: str) -> str:
+    """The page's text with the table of the stored results in its place."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{PAGE.name} has no place for the table: {BEGIN} ... {END}")
+    return f"{before}{BEGIN}\n\n{table()}\n{END}{after}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the table into the page."""
+    if list(argv) not in ([], ["--run"]):
+        sys.exit("usage: table.py [--run]")
+    if argv:
+        run()
+    PAGE.write_text(written(PAGE.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,368 @@
+"""Checks that are taken out of the text of csrc, or let one thing too many through, and who finds it.
+
+A row: name, file of csrc, the text (found there once), what takes its place, the suite that finds
+it, and a part of the name of the test that does. Called by tests/test_mutations.py.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+from build import CSRC, FLAGS, HERE, ROOT, build
+
+# ruff: noqa: E501 - a text to find stands as the source has it
+ROWS = [
+    # ---- who holds the key
+    (
+        "any_proof",
+        "transport/handshake.cpp",
+        "if (equal_in_constant_time(got, proof_of(signer, agreed))) return true;",
+        "if (!equal_in_constant_time(got, proof_of(signer, agreed)) || true) return true;",
+        "handshake",
+        "wrong key, context or rank",
+    ),
+    (
+        "half_a_digest_compared",
+        "core/sha256.cpp",
+        "for (size_t i = 0; i < a.size(); ++i) difference",
+        "for (size_t i = 0; i < a.size() / 2; ++i) difference",
+        "handshake",
+        "two digests are equal",
+    ),
+    (
+        "proof_of_either_side",
+        "transport/handshake.cpp",
+        'signer == Role::listener ? "pycomm 1 listener" : "pycomm 1 connector"',
+        'signer == Role::listener ? "pycomm 1" : "pycomm 1"',
+        "handshake",
+        "a listener's own proof",
+    ),
+    (
+        "proof_of_yesterday",
+        "transport/handshake.cpp",
+        "params_.context + greeting_ + answer_ +",
+        "params_.context + greeting_.substr(32) +",
+        "handshake",
+        "yesterday's conversation",
+    ),
+    (
+        "any_group",
+        "transport/handshake.cpp",
+        "params_.context + greeting_",
+        "greeting_",
+        "handshake",
+        "wrong key, context or rank",
+    ),
+    (
+        "any_notes",
+        "group/mesh.cpp",
+        ".agreed = digest_of(infos_),",
+        ".agreed = {},",
+        "forming",
+        "given different notes",
+    ),
+    (
+        "any_rank_answers",
+        "transport/handshake.cpp",
+        """  if (params_.expected != -1 && params_.expected != peer_)
+    return refuse("rank " + std::to_string(peer_) + " answered""",
+        """  if (false)
+    return refuse("rank " + std::to_string(peer_) + " answered""",
+        "handshake",
+        "wrong key, context or rank",
+    ),
+    (
+        "room_for_all_strangers",
+        "rendezvous/store_server.cpp",
+        "pending >= max_pending_ &&",
+        "pending >= 1000 * max_pending_ &&",
+        "store",
+        "no more unproven connections than",
+    ),
+    (
+        "door_left_open",
+        "rendezvous/store_server.cpp",
+        "  listener_.reset();\n  std::erase_if",
+        "  std::erase_if",
+        "store_keys",
+        "after settle the public port is closed",
+    ),
+    # ---- what arrives
+    (
+        "any_magic",
+        "engine/link.cpp",
+        "in_.magic != Header::kMagic || ",
+        "",
+        "link",
+        "bytes that are no header",
+    ),
+    (
+        "any_version",
+        "engine/link.cpp",
+        "in_.version != Header::kVersion || ",
+        "",
+        "link",
+        "bytes that are no header",
+    ),
+    (
+        "one_byte_too_many",
+        "engine/link.cpp",
+        "in_.bytes > kSegmentBytes)",
+        "in_.bytes > kSegmentBytes + 1)",
+        "link",
+        "bytes that are no header",
+    ),
+    (
+        "note_in_other_words",
+        "group/rank_info.cpp",
+        "check(encode(info) == text,",
+        "check(!text.empty(),",
+        "forming",
+        "of a note there is one text",
+    ),
+    (
+        "memory_of_any_size",
+        "transport/shm.cpp",
+        "!is_shared_memory(memory.get(), memory_bytes_))",
+        "!memory)",
+        "transport",
+        "memory that is not what was agreed",
+    ),
+    (
+        "ring_of_any_size",
+        "transport/shm.cpp",
+        "if (!is_shared_memory(theirs.get(), RingMemory::file_bytes(ring_bytes_)) ||",
+        "if (!theirs ||",
+        "transport",
+        "memory that is not what was agreed",
+    ),
+    (
+        "message_of_any_kind",
+        "engine/messages.cpp",
+        "if (!same_call(message.header, signature))",
+        "if (message.header.peer != signature.peer)",
+        "group",
+        "a message of another kind",
+    ),
+    (
+        "exchanged_of_any_kind",
+        "engine/messages.cpp",
+        "if (!same_call(message->header, one->signature))",
+        "if (message->header.peer != one->signature.peer)",
+        "verbs",
+        "local: ... and one that is not as asked for",
+    ),
+    (
+        "announced_of_any_kind",
+        "engine/messages.cpp",
+        "if (same_call(answer, wanted)) return;",
+        "if (is_answer(answer)) return;",
+        "announced",
+        "local: a message of another kind is told to both",
+    ),
+    (
+        "announced_to_nobody",
+        "engine/messages.cpp",
+        "if (announced) send(from, answer_of(signature), {}, deadline);",
+        "if (announced && same_call(message.header, signature))\n    send(from, answer_of(signature), {}, deadline);",
+        "announced",
+        "local: a message of another kind is told to both",
+    ),
+    (
+        "both_send_for_ever",
+        "engine/messages.cpp",
+        "if (is_answer(wanted) && is_agreement(message) && !is_answer(message)) return true;",
+        "",
+        "announced",
+        "local: two that send to each other first",
+    ),
+    (
+        "announced_in_the_past",
+        "engine/messages.cpp",
+        "if (is_agreement(header) && header.epoch != epoch_)",
+        "if (false)",
+        "simulation",
+        "while one goes astray",
+    ),
+    (
+        "announced_and_given_up",
+        "engine/failure.cpp",
+        "std::erase_if(state.messages, [](const Message& m) { return is_agreement(m.header); });",
+        "size_t{0};",
+        "simulation",
+        "while one goes astray",
+    ),
+    (
+        "offered_and_withdrawn",
+        "engine/engine.cpp",
+        "return is_answer(awaited_.front().signature) && awaited_peer() != peer;",
+        "return awaited_peer() == -100 - peer;",
+        "simulation",
+        "while one goes astray",
+    ),
+    (
+        "ring_of_any_content",
+        "transport/ring_channel.cpp",
+        "if (written - read_ > in_->bytes()) {",
+        "if (false) {",
+        "death",
+        "who spoils the ring",
+    ),
+    # ---- whether ranks call the same
+    (
+        "any_count",
+        "engine/engine.cpp",
+        " && a.count == b.count;",
+        ";",
+        "engine",
+        "whatever one rank calls otherwise",
+    ),
+    (
+        "any_reduce_op",
+        "engine/engine.cpp",
+        " && a.op == b.op &&",
+        " &&",
+        "engine",
+        "whatever one rank calls otherwise",
+    ),
+    (
+        "past_forgotten",
+        "engine/engine.cpp",
+        "if (header.context != running_->context) throw_mismatch_on_past(peer);",
+        "",
+        "verbs",
+        "who sees nothing of a wrong root",
+    ),
+    (
+        "signature_of_nothing",
+        "shared/flag_task.cpp",
+        "hash = (hash ^ word) * 0x9e3779b97f4a7c15;",
+        "hash = (hash ^ (word & 0)) * 0x9e3779b97f4a7c15;",
+        "shared",
+        "a disagreement changes nothing",
+    ),
+    (
+        "any_splits",
+        "group/host_group.cpp",
+        "if (options_.size > 1 && !call.counts_fit) check_splits(call, job.signature, deadline);",
+        "",
+        "verbs",
+        "every rank learns of splits that do not fit",
+    ),
+    (
+        "any_options",
+        "group/mesh.cpp",
+        "if (infos_[i].options != infos_[0].options)",
+        "if (infos_[i].options.empty())",
+        "engine",
+        "ranks with different options",
+    ),
+    # ---- what a call is given
+    (
+        "one_rank_too_many",
+        "group/check.cpp",
+        "call.peer < 0 || call.peer >= size",
+        "call.peer < 0 || call.peer > size",
+        "group",
+        "wrong arguments are refused",
+    ),
+    (
+        "no_address",
+        "group/check.cpp",
+        "if (missing > 0)",
+        "if (missing > 1'000'000)",
+        "group",
+        "wrong arguments are refused",
+    ),
+    # ---- who is missed
+    (
+        "end_behind_a_frame",
+        "engine/failure.cpp",
+        "(header == nullptr || !closed_cleanly(peer))",
+        "header == nullptr",
+        "death",
+        "an end that stands behind a frame",
+    ),
+    (
+        "peace_taken_for_death",
+        "engine/failure.cpp",
+        "!closed_cleanly(peer)",
+        "true",
+        "death",
+        "an end that stands behind a frame",
+    ),
+    (
+        "one_look_for_an_end",
+        "engine/failure.cpp",
+        "    while (!deadline.expired()) {\n      wait_for_close(awaited);",
+        "    if (false) {\n      wait_for_close(awaited);",
+        "death",
+        "comes within its limit",
+    ),
+    (
+        "cause_asked_for_again",
+        "group/connect.cpp",
+        "    if (!exchanged) throw;\n",
+        "",
+        "forming",
+        "what ends the exchange of notes",
+    ),
+    (
+        "reason_after_its_consequence",
+        "group/mesh.cpp",
+        """      if (request_.check_aborted) request_.check_aborted({});
+      for (const ConnectResult& result : results)
+        if (result.differs) throw_different(result.peer);
+      for (const ConnectResult& result : results)
+        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
+          const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
+          if (result.forbidden && inside && request_.forbidden)
+            request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);
+          throw_unreachable(result.peer, result.why);
+        }
+""",
+        """      for (const ConnectResult& result : results)
+        if (result.differs) throw_different(result.peer);
+      for (const ConnectResult& result : results)
+        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
+          const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
+          if (result.forbidden && inside && request_.forbidden)
+            request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);
+          throw_unreachable(result.peer, result.why);
+        }
+      if (request_.check_aborted) request_.check_aborted({});
+""",
+        "forming",
+        "what ends the whole comes before who leaves for it",
+    ),
+    (
+        "silence_for_ever",
+        "engine/heartbeat.cpp",
+        "now - at(peer).last_received_at >= options_.heartbeat)",
+        "now - at(peer).last_received_at >= 100 * options_.heartbeat)",
+        "heartbeat",
+        "who is silent for the limit",
+    ),
+]
+
+
+def mutated(row: tuple[str, ...]) -> Path:
+    """The suite of a row with its weak check, as a program. Raises BuildFailed."""
+    name, file, old, new, suite, _ = row
+    text = (CSRC / file).read_text()
+    assert text.count(old) == 1, f"{name}: its text stands {text.count(old)} times in {file}"
+    build("plain", [suite])
+    plain = ROOT / "build" / "native" / "plain"
+    folder = ROOT / "build" / "native" / "mutated" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    source, program = folder / Path(file).name, folder / suite
+    source.write_text(text.replace(old, new))
+    # The object comes before the archive, which is then not asked for what it has.
+    ways = [f"-I{CSRC}", f"-I{HERE}", f"-I{HERE.parent}"]
+    flags = [*(flag for flag in FLAGS if flag not in ("-O1", "-g", "-Werror")), "-O0", *ways]
+    compiler = os.environ.get("CXX", "g++")
+    made = folder / "mutated.o"
+    subprocess.run([compiler, *flags, "-c", str(source), "-o", str(made)], check=True)
+    parts = [str(plain / f"{suite}.o"), str(made), str(plain / "library.a")]
+    subprocess.run([compiler, *flags, *parts, "-ldl", "-o", str(program)], check=True)
+    return program

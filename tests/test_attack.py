@@ -1,0 +1,173 @@
+"""Those who call while the tests run: they come to every listener of ours and to no other's, in
+every manner; and a run in which one was let in, or nothing was reached, fails."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import attack
+import pytest
+from attack import BACKLOG, MANY, Attack, Found, blind, no_attack
+
+from benchmarks.unauthenticated import ANSWER, MANNERS, UnauthenticatedClients
+from pycomm import _core
+
+HERE = Path(__file__).parent
+LIMIT_S = 60.0
+FORMS = "import pycomm; pycomm.init(secret='0123456789abcdef', timeout_s=120)"
+
+
+@contextlib.contextmanager
+def answers(text: bytes) -> Iterator[tuple[tuple[str, int], threading.Semaphore]]:
+    """Where somebody listens, as ours do, who tells this to each who has said anything; and what is
+    released for each who has come."""
+    callers: list[socket.socket] = []
+    came = threading.Semaphore(0)
+
+    def serve(door: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the door was shut: it is the end
+            while True:
+                caller, _ = door.accept()
+                callers.append(caller)
+                with contextlib.suppress(OSError):  # the caller has gone, or is silent
+                    caller.settimeout(0.05)
+                    caller.sendall(text if caller.recv(1) else b"")
+                came.release()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as door:
+        thread = threading.Thread(target=serve, args=(door,))
+        thread.start()
+        try:
+            yield door.getsockname(), came
+        finally:
+            door.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for caller in callers:
+                caller.close()
+
+
+TOLD_APART = pytest.mark.skipif(bool(blind()), reason=blind())
+LETS_IN = pytest.mark.no_attack("it lets unauthenticated clients in, for which the run would fail")
+
+
+@LETS_IN
+@pytest.mark.parametrize(("more", "let_in"), [(0, False), (1, True)])
+def test_a_client_that_passes_the_handshake_is_counted_as_let_in(more: int, let_in: bool) -> None:
+    with answers(b"x" * (ANSWER + more)) as (address, came):
+        attack = UnauthenticatedClients()
+        for _ in MANNERS:
+            attack.call(address)
+        for _ in MANNERS:
+            assert came.acquire(timeout=LIMIT_S)
+        attack.go_on()
+        attack.close()
+    assert attack.stood == len(MANNERS)
+    assert attack.refused == 0
+    assert (attack.let_in > 0) == let_in
+
+
+@TOLD_APART
+def test_they_come_to_each_listener_of_ours_and_to_nobody_else() -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
+    attack = Attack(os.getpid())
+    with socket.create_server(("127.0.0.1", 0)) as foreign, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        environment["MASTER_PORT"] = str(probe.getsockname()[1])
+        probe.close()
+        rank = subprocess.Popen([sys.executable, "-c", FORMS], env={**os.environ, **environment})
+        try:
+            end = time.monotonic() + LIMIT_S
+            while attack.listeners < 6 and time.monotonic() < end:
+                attack.round()
+            for _ in MANNERS:
+                attack.round()
+            assert rank.poll() is None, "the unauthenticated clients ended a rank that forms"
+        finally:
+            rank.kill()
+            rank.wait()
+        foreign.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody has called
+            foreign.accept()
+    found = attack.end()
+    assert found.listeners == 6, "two stores, of two ports each, and a rank's TCP and Unix sockets"
+    assert found.stood >= 12 * len(MANNERS)
+    assert found.let_in == 0
+    del store
+
+
+@TOLD_APART
+def test_they_spare_who_asks_for_it() -> None:
+    store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
+    attack = Attack(os.getpid())
+    with no_attack():
+        attack.round()
+    assert attack.listeners == 0
+    attack.round()
+    found = attack.end()
+    assert (found.listeners, found.stood) == (2, 2 * len(MANNERS)), "new: in every manner at once"
+    del store
+
+
+@pytest.mark.parametrize(("most", "says"), [(BACKLOG, ""), (BACKLOG - 1, "not 4092: no TCP")])
+def test_where_listeners_cannot_be_told_apart_that_is_said(
+    most: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "somaxconn").write_text(f"{most}\n")
+    monkeypatch.setattr(attack, "SOMAXCONN", tmp_path / "somaxconn")
+    assert (says in blind()) if says else blind() == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "fault"),
+    [
+        (Found(MANY, 1, 499, 0), ""),
+        (Found(MANY - 1, 0, 490, 0), ""),  # too few to be sure
+        (Found(MANY, 0, 500, 0), f"unauthenticated clients reached none of {MANY} listeners"),
+        (Found(1, 10, 0, 2), "2 unauthenticated clients were let in"),
+    ],
+)
+def test_what_is_wrong_is_told(found: Found, fault: str) -> None:
+    assert found.fault() == fault
+
+
+# A run of one test, which waits until all have called.
+PLANTED = """
+    from test_attack import ANSWER, LIMIT_S, MANNERS, answers
+
+    def test_planted():
+        with answers(b"x" * (ANSWER + MORE)) as (_, came):
+            for _ in MANNERS:
+                assert came.acquire(timeout=LIMIT_S)
+"""
+
+
+@LETS_IN
+@TOLD_APART
+@pytest.mark.parametrize("let_in", [False, True])
+def test_a_run_says_what_they_did_and_fails_where_it_must(tmp_path: Path, let_in: bool) -> None:
+    text = textwrap.dedent(PLANTED).replace("MORE", str(int(let_in)))
+    (tmp_path / "test_planted.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]
+    ways = os.pathsep.join([str(HERE), str(HERE.parent)])
+    done = subprocess.run(
+        [*command, "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": ways},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "1 passed" in done.stdout, done.stdout
+    told = re.search(r"(\d+) connections to 1 listeners, \d+ refused, (\d+) let in", done.stdout)
+    assert told, done.stdout
+    assert int(told[1]) >= len(MANNERS)
+    assert (int(told[2]) > 0, done.returncode) == (let_in, int(let_in)), done.stdout
+    assert ("unauthenticated clients were let in" in done.stdout) == let_in

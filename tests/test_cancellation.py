@@ -1,0 +1,31 @@
+"""Ctrl-C wherever a rank can wait (benchmarks/cancellation.py). What a busy peer holds up, or not,
+is tried in tests/native/patience_test.cpp.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cancellation
+from benchmarks.cancellation import WAITS, took_ms
+
+LIMIT_MS = 1000.0  # what is promised is 200, on a machine that is not as loaded as that of tests
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_ctrl_c_ends_every_wait(wait: str) -> None:
+    assert took_ms(wait) < LIMIT_MS
+
+
+def test_the_command_measures_and_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    took = iter([1.0, 250.0, 3.0, 4.0])
+    monkeypatch.setattr(cancellation, "WAITS", dict.fromkeys(["here", "there"]))
+    monkeypatch.setattr(cancellation, "took_ms", lambda name: next(took))
+    path = tmp_path / "cancellation.json"
+    assert cancellation.main(["--rounds", "2", "--json", str(path)]) == 1  # one took too long
+    rows = json.loads(path.read_text())["rows"]
+    assert rows[0] == {"wait": "here", "median_ms": 125.5, "worst_ms": 250.0, "rounds": 2}
+    assert "125.5" in capsys.readouterr().out

@@ -1,0 +1,97 @@
+"""`pycomm bench connection_flood`: it runs and stores, and a promise that was broken is told."""
+
+import json
+import multiprocessing
+from dataclasses import replace
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+
+from benchmarks import connection_flood, distant
+from benchmarks.connection_flood import Cycles, Flood
+from benchmarks.connection_flood_rank import Held
+from benchmarks.distant import Distant
+
+KEPT = Flood("pycomm", 900, 100, 0.1, 0.1, 1000.0, 990.0, 20, 20)
+CLEAN = Cycles("pycomm", 10, [], Held(20, 3, 100), Held(20, 3, 100))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    """The process that multiprocessing keeps for good, with what the command has it load."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.connection_flood_rank"])
+    forkserver.ensure_running()
+
+
+@pytest.mark.no_attack("descriptors of its ranks are counted, and it makes such calls itself")
+def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "flood.json"
+    chosen = ["--peers", "pycomm", "--connections", "200", "--cycles", "24"]
+    chosen += ["--rounds", "0", "--json", str(path)]
+    connection_flood.main(chosen)  # its status tells of the speed too, on a machine that others use
+    stored = json.loads(path.read_text())
+    (flood,), (cycles,) = stored["flood"], stored["cycles"]
+    assert flood["error"] == ""
+    assert flood["stood"] >= 100, "unauthenticated clients were let in while the group formed"
+    assert flood["refused"] >= 100, "and met nobody at the store's public port once it was closed"
+    assert flood["descriptors"] <= flood["descriptors_quiet"]
+    assert min(flood["forming_s"], flood["steps_per_s"]) > 0
+    assert (cycles["cycles"], cycles["failures"], cycles["files"]) == (24, [], 0)
+    assert cycles["last"]["descriptors"] == cycles["first"]["descriptors"]
+    shown = capsys.readouterr().out
+    assert "clients" in shown
+    assert "failures" in shown
+
+
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [
+        (KEPT, True),
+        (replace(KEPT, error="PeerLost"), False),
+        (replace(KEPT, descriptors=21), False),
+        (replace(KEPT, let_in=1), False),
+        (replace(KEPT, steps_per_s=899.0), False),
+        (replace(KEPT, backend="gloo", error="it hangs"), True),  # its promises are not ours
+    ],
+)
+def test_a_flood_that_does_harm_is_seen(found: Flood, kept: bool) -> None:
+    assert connection_flood._kept(found) == kept
+
+
+@pytest.mark.parametrize(
+    ("found", "clean"),
+    [
+        (CLEAN, True),
+        (replace(CLEAN, failures=["cycle 3: rank 0 hangs"]), False),
+        (replace(CLEAN, files=1), False),
+        (replace(CLEAN, last=Held(21, 3, 100)), False),
+        (replace(CLEAN, last=Held(20, 4, 100)), False),
+    ],
+)
+def test_a_cycle_that_leaves_something_is_seen(found: Cycles, clean: bool) -> None:
+    assert connection_flood._clean(found) == clean
+
+
+@pytest.mark.skipif(bool(distant.missing()), reason=distant.missing() or "it is there")
+@pytest.mark.parametrize("where", distant.FORMING)
+def test_a_distant_rank_joins_beside_a_flood(where: str) -> None:
+    """How soon is for the benchmark: here the machine may be busy."""
+    found = Distant(where, 50, 500)
+    distant._form(found)
+    assert min(*found.quiet_s, *found.flooded_s) > 2 * 0.05, "packets were not delayed"
+    assert found.reached_per_s[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [
+        (Distant("mesh", 10, 8000, quiet_s=[0.2, 0.3, 9.0], flooded_s=[0.4, 2.2]), True),
+        (Distant("mesh", 10, 8000, quiet_s=[0.2, 0.3, 9.0], flooded_s=[0.4, 2.4]), False),
+        (Distant("mesh", 10, 8000, quiet_s=[0.2], flooded_s=[0.4], error="PeerLost"), False),
+        (Distant("mesh", 10, 8000, quiet_s=[0.2]), False),
+    ],
+)
+def test_a_flood_that_holds_distant_ranks_up_is_seen(found: Distant, kept: bool) -> None:
+    assert found.kept() == kept
