@@ -70,7 +70,7 @@ Wires::~Wires() { close(); }
 void Wires::close() {
   for (auto* side : {&out_, &in_}) {
     for (const int fd : *side)
-      if (fd >= 0) close(fd);
+      if (fd >= 0) ::close(fd);
     side->clear();
   }
 }
@@ -81,7 +81,7 @@ void Wires::connect(const pycomm::NcclId& id, int device, const std::function<bo
   sockaddr_un at;
   const struct Listener {
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    ~Listener() { close(fd); }
+    ~Listener() { ::close(fd); }
   } listener;
   socklen_t length = address(at, id, rank_);
   if (bind(listener.fd, reinterpret_cast<sockaddr*>(&at), length) != 0 ||

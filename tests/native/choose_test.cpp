@@ -138,7 +138,7 @@ void unsupported_test() {
   expect_equal(
       error,
       std::string(
-          "broadcast has no algorithm \"owner\"; there is ring, tree, direct, hierarchical"),
+          "broadcast has no algorithm \"direct_two_phase\"; there is ring, tree, direct, hierarchical"),
       "text");
   const size_t counts[] = {3, 5};
   const CollectiveShape ragged{.rank = 0, .size = 2, .counts = counts};
