@@ -1,6 +1,6 @@
 """What ranks called, as the core leaves it: in memory, in flight records, in traces.
 
-One layout for all three (flight_recorder.h of csrc/group): a head and a record of 64 bytes for each call.
+One layout for all three (flight_recorder.h): a head and a record of 64 bytes for each call.
 Bytes from outside give a Journal or InvalidArgument, whatever they are. `flight`, `trace` and `top`
 show them.
 """
