@@ -78,7 +78,7 @@ struct Comm {
   void fail(const Failed& failed) {
     error = failed.result;
     message = failed.what();
-    wires.close();
+    wires.hang_up();
   }
 };
 
@@ -420,7 +420,7 @@ NcclResult FakeNccl::comm_abort(NcclComm* handle) {
   comm->aborted = true;
   if (comm->connector.joinable()) comm->connector.join();
   const std::lock_guard lock(comm->mutex);
-  comm->wires.close();
+  comm->wires.hang_up();
   return NcclResult::success;
 }
 

@@ -65,9 +65,9 @@ std::string text(const Header& header) {
          ")";
 }
 
-Wires::~Wires() { close(); }
+Wires::~Wires() { hang_up(); }
 
-void Wires::close() {
+void Wires::hang_up() {
   for (auto* side : {&out_, &in_}) {
     for (const int fd : *side)
       if (fd >= 0) ::close(fd);

@@ -45,7 +45,7 @@ class Wires {
   // Meets all ranks, each of which has a device of its own. Waits; `given_up` ends that. Throws
   // Failed.
   void connect(const pycomm::NcclId& id, int device, const std::function<bool()>& given_up);
-  void close();
+  void hang_up();
 
   int size() const { return size_; }
   int rank() const { return rank_; }
