@@ -138,13 +138,13 @@ void unsupported_test() {
   expect_equal(
       error,
       std::string(
-          "broadcast has no algorithm \"owner\"; there is ring, tree, direct, hierarchical"),
+          "broadcast has no algorithm \"owner\"; supported: ring, tree, direct, hierarchical"),
       "text");
   const size_t counts[] = {3, 5};
   const CollectiveShape ragged{.rank = 0, .size = 2, .counts = counts};
   expect_equal(expect_throws<Unsupported>(
                    [&] { make_plan(Algorithm::tree, Operation::all_gather, ragged); }),
-               std::string("all_gather of parts that differ has no algorithm \"tree\"; there is "
+               std::string("all_gather with counts by rank has no algorithm \"tree\"; supported: "
                            "ring, direct"),
                "text");
   expect_throws<InternalError>([] {
