@@ -24,7 +24,8 @@ PFN_cuStreamWaitValue32_v11070 stream_wait_value() {
                                               cudaEnableDefault, &result),
              "cudaGetDriverEntryPointByVersion");
   if (result != cudaDriverEntryPointSuccess || found == nullptr)
-    throw Unsupported("NVIDIA's driver has no cuStreamWaitValue32: it is older than CUDA 11.7");
+    throw Unsupported(
+        "the NVIDIA driver has no cuStreamWaitValue32: CUDA 11.7 or newer is required");
   return reinterpret_cast<PFN_cuStreamWaitValue32_v11070>(found);
 }
 
@@ -34,8 +35,8 @@ class CudaDevice final : public Device {
     int count = 0;
     check_cuda(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
     if (index < 0 || index >= count)
-      throw Unsupported("there is no CUDA device " + std::to_string(index) + ", but " +
-                        std::to_string(count) + " of them");
+      throw Unsupported("no CUDA device " + std::to_string(index) + ": " + std::to_string(count) +
+                        " are visible");
   }
 
   int index() const override { return index_; }

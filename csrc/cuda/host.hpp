@@ -79,7 +79,7 @@ void with_float(Dtype dtype, F f) {
     case Dtype::boolean:
       break;
   }
-  throw InvalidArgument(std::string(name_of(dtype)) + " is no float dtype");
+  throw InvalidArgument(std::string(name_of(dtype)) + " is not a float dtype");
 }
 
 // The same for u and v: float32 or float64.

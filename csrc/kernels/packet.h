@@ -60,7 +60,7 @@ inline PacketHeader read_packet_header(std::span<const std::byte> bytes) {
   std::memcpy(&header, bytes.data(), sizeof header);
   if (header.magic != kPacketMagic) refuse("its magic word is invalid");
   if (header.codec != Codec::raw) refuse("its codec is unknown");
-  if (!is_float(header.value_dtype)) refuse("its value dtype is no float dtype");
+  if (!is_float(header.value_dtype)) refuse("its value dtype is not a float dtype");
   if (header.zeros != decltype(header.zeros){}) refuse("its reserved bytes are not zero");
   if (header.count >> 31 != 0 || header.k > header.count) refuse("its k or count is out of range");
   if (bytes.size() != raw_packet_bytes(header.k, header.value_dtype))

@@ -78,7 +78,7 @@ decltype(auto) with_float(Dtype dtype, F&& f) {
     case Dtype::boolean:
       break;
   }
-  throw InvalidArgument(std::string(name_of(dtype)) + " is no float dtype");
+  throw InvalidArgument(std::string(name_of(dtype)) + " is not a float dtype");
 }
 
 // The same for the dtypes of u and v: float32 and float64.

@@ -155,7 +155,7 @@ void check_selections(const DgcTables& tables) {
     check_indices({selection.indices, selection.k}, count);
     if (selection.k > 0 && static_cast<size_t>(selection.indices[0]) < selection.first)
       throw InvalidArgument("index " + std::to_string(selection.indices[0]) +
-                            " belongs to an array before its own");
+                            " is below the first index of its selection");
   }
 }
 
