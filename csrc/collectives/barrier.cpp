@@ -1,16 +1,16 @@
-// Plans in which nothing travels but word of the ranks: barriers, and the announcements with which
-// other plans begin so that they may write to the output.
+// Plans without data: barriers, and the announcements at the start of other plans, after which
+// these may write to the output.
 //
-// An empty message says that its sender has begun, and no more, for it waits for nothing. What is
-// to speak for others as well is a token, one element of scratch: its send waits for the receives
-// before it.
+// An empty message only signals that its sender has begun, because its send waits for nothing. A
+// message on behalf of several ranks is a token, one element of scratch: its send waits for the
+// receives before it.
 #include "collectives/collectives.h"
 
 namespace pycomm {
 namespace {
 
-// Up to this many ranks one step with size - 1 empty messages is held to beat log2(size) steps. To
-// be measured.
+// Up to this many ranks one step with size - 1 empty messages is assumed to be faster than
+// log2(size) steps. Not measured yet.
 constexpr int kFewRanks = 8;
 
 }  // namespace
@@ -42,13 +42,13 @@ Plan direct_barrier(int rank, int size) {
   return plan;
 }
 
-// Tokens alone. With three ranks:
+// Tokens only. With three ranks:
 //
 //           rank 0       rank 1       rank 2
 //   step 1  to rank 1    to rank 2    to rank 0
-//   step 2  to rank 2    to rank 0    to rank 1    says as well what step 1 told the sender
+//   step 2  to rank 2    to rank 0    to rank 1    includes the signal of step 1
 //
-// Steps: log2(size), rounded up. Elements sent: one at each.
+// Steps: log2(size), rounded up. Elements sent: one per step.
 Plan halving_barrier(int rank, int size) {
   Plan plan;
   append_tokens(plan, rank, size);

@@ -1,4 +1,4 @@
-// The rules of the choice and the one table of plans.
+// The selection rules and the table of plans.
 #include "collectives/choose.h"
 
 #include <array>
@@ -10,15 +10,15 @@
 namespace pycomm {
 namespace {
 
-// Up to this many ranks one step with size - 1 messages is held to beat a tree's 2 log2(size) steps
-// with one. To be measured.
+// Up to this many ranks one step with size - 1 messages is assumed to be faster than the 2
+// log2(size) steps of a tree with one message each. Not measured yet.
 constexpr int kFewRanks = 8;
 
 struct Entry {
   Operation operation;
   Algorithm algorithm;
   Plan (*plan)(const CollectiveShape&);
-  bool heeds_counts = false;
+  bool supports_counts = false;
 };
 
 template <Plan (*kPlan)(int, int, size_t)>
@@ -71,7 +71,8 @@ constexpr std::array<Entry, 32> kPlans{{
     {Operation::reduce, Algorithm::hierarchical, hierarchical_reduce},
 }};
 
-// Whether the sum must be a fold: asked for, or the type would round at every addition.
+// Whether the sum must be a fold: because the caller asks for it, or because the type would round
+// at every addition.
 bool needs_fold(const AlgorithmQuery& query) {
   if (query.operation != Operation::all_reduce && query.operation != Operation::reduce &&
       query.operation != Operation::reduce_scatter)
@@ -81,7 +82,7 @@ bool needs_fold(const AlgorithmQuery& query) {
   return query.reproducible || (is_half(query.dtype) && rounds);
 }
 
-// All contributions to an element have to meet in one place.
+// All contributions to an element must be received by one rank.
 Algorithm choose_fold(const AlgorithmQuery& query) {
   const bool small = query.count * bytes_of(query.dtype) <= query.thresholds.small_bytes;
   return query.operation == Operation::all_reduce && !small ? Algorithm::owner : Algorithm::direct;
@@ -99,7 +100,7 @@ Algorithm choose(const AlgorithmQuery& query) {
   const auto [small_bytes, middle_bytes] = query.thresholds;
   const bool few = query.size <= kFewRanks, small = bytes <= small_bytes;
   const bool nearby = small && few, middle = !few && all_bytes <= middle_bytes;
-  // Some hosts have several ranks, so that bytes between hosts can be saved.
+  // Some host has several ranks, so a hierarchical plan sends fewer bytes between hosts.
   const bool levels = query.hosts > 1 && query.hosts < query.size;
   switch (query.operation) {
     case Operation::all_reduce:
@@ -120,7 +121,7 @@ Algorithm choose(const AlgorithmQuery& query) {
       return middle ? Algorithm::halving : Algorithm::ring;
     case Operation::all_gather:
       if (nearby) return Algorithm::direct;
-      // Both hold all parts in scratch, and know nothing of counts.
+      // Both alternatives need all parts in scratch, and do not support counts.
       if (query.ragged || !(middle || (levels && all_bytes <= middle_bytes)))
         return Algorithm::ring;
       return levels ? Algorithm::hierarchical : Algorithm::halving;
@@ -141,27 +142,27 @@ Algorithm choose(const AlgorithmQuery& query) {
 std::vector<Algorithm> algorithms_for(Operation operation, bool counts) {
   std::vector<Algorithm> found;
   for (const Entry& entry : kPlans)
-    if (entry.operation == operation && (!counts || entry.heeds_counts))
+    if (entry.operation == operation && (!counts || entry.supports_counts))
       found.push_back(entry.algorithm);
   return found;
 }
 
 Plan make_plan(Algorithm algorithm, Operation operation, const CollectiveShape& at) {
-  check(algorithm != Algorithm::automatic, "a plan needs an algorithm that was chosen");
+  check(algorithm != Algorithm::automatic, "make_plan needs an algorithm from choose()");
   check(operation != Operation::send && operation != Operation::recv, "send and recv have no plan");
   check(0 <= at.rank && at.rank < at.size && 0 <= at.root && at.root < at.size,
-        "rank and root lie in the group");
+        "rank and root must be less than size");
   const bool counts = !at.counts.empty();
   for (const Entry& entry : kPlans)
     if (entry.operation == operation && entry.algorithm == algorithm &&
-        (!counts || entry.heeds_counts))
+        (!counts || entry.supports_counts))
       return entry.plan(at);
-  std::string there;
+  std::string names;
   for (const Algorithm other : algorithms_for(operation, counts))
-    there += (there.empty() ? "" : ", ") + std::string(name_of(other));
-  throw Unsupported(std::string(name_of(operation)) + (counts ? " of parts that differ" : "") +
-                        " has no algorithm \"" + std::string(name_of(algorithm)) + "\"; there is " +
-                        there,
+    names += (names.empty() ? "" : ", ") + std::string(name_of(other));
+  throw Unsupported(std::string(name_of(operation)) + (counts ? " with counts by rank" : "") +
+                        " has no algorithm \"" + std::string(name_of(algorithm)) +
+                        "\"; supported: " + names,
                     {.op = std::string(name_of(operation))});
 }
 

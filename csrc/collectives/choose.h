@@ -1,5 +1,4 @@
-// Which plan a call gets. Pure functions: all ranks ask the same question and get the same answer.
-// group/ calls them; what they choose among is in collectives.h.
+// Selects the plan of a call. Pure functions, so all ranks select the same plan.
 #pragma once
 
 #include <cstddef>
@@ -12,43 +11,43 @@
 
 namespace pycomm {
 
-// Up to where choices turn; these are built in, `pycomm tune` measures others.
+// Upper limits of the choices. These are defaults; `pycomm tune` measures others.
 struct Thresholds {
-  // Up to this a message costs its latency more than its bytes, and sending everything to everybody
-  // beats two rounds. A prototype inside one host turned here.
+  // Up to this size the latency of a message exceeds its transfer time, and one step with all peers
+  // is faster than two. Measured with a prototype inside one host.
   size_t small_bytes = size_t{16} << 10;
-  // With more than a few ranks: up to this (of the whole array) log2(size) steps that copy
-  // everything once more beat a ring's size - 1 steps. To be measured.
+  // With more than 8 ranks: up to this size (of the whole array) log2(size) steps with one extra
+  // copy are faster than the size - 1 steps of a ring. Not measured yet.
   size_t middle_bytes = size_t{1} << 20;
 };
 
-// `count` as in collectives.h; where counts differ by rank, in all_gather their mean, rounded up,
-// and in all_to_all 0, for ranks that see different counts have to choose the same. `dtype` and
-// `op` matter to all_reduce, reduce and reduce_scatter: 16-bit floats that round at every addition
-// are folded instead, with one rounding.
+// `count` as in collectives.h. If counts differ by rank: in all_gather their mean, rounded up, and
+// in all_to_all 0, because ranks that see different counts must select the same plan. `dtype` and
+// `op` matter to all_reduce, reduce and reduce_scatter: 16-bit floats would round at every
+// addition, so they are folded with one rounding.
 struct AlgorithmQuery {
   Operation operation = Operation::barrier;
   Dtype dtype = Dtype::uint8;
   ReduceOp op = ReduceOp::sum;
   int size = 1;
   size_t count = 0;
-  bool reproducible =
-      false;            // bits depend on the inputs alone: sums in rank order whatever the size
+  // The bits depend on the inputs alone: sums are in rank order for every count.
+  bool reproducible = false;
   bool ragged = false;  // counts differ by rank
-  int hosts = 1;        // on how many the ranks are
+  int hosts = 1;        // number of hosts
   Thresholds thresholds{};
 };
 
-// Never `automatic`, always one of algorithms_for(query.operation). send and recv are no plans:
-// to ask for one is a bug.
+// Returns one of algorithms_for(query.operation), never `automatic`. Throws InternalError for send
+// and recv, which have no plan.
 Algorithm choose(const AlgorithmQuery& query);
 
-// The algorithms that have a plan for this operation, with counts by rank if `counts`; none for
-// send and recv.
+// The algorithms with a plan for this operation; if `counts`, only those that support counts by
+// rank. None for send and recv.
 std::vector<Algorithm> algorithms_for(Operation operation, bool counts = false);
 
-// Throws Unsupported for an algorithm that has no plan for this operation and its counts.
-// `automatic`, send and recv are bugs of the caller.
+// Throws Unsupported if the algorithm has no plan for this operation and its counts, and
+// InternalError for `automatic`, send and recv.
 Plan make_plan(Algorithm algorithm, Operation operation, const CollectiveShape& at);
 
 }  // namespace pycomm

@@ -1,7 +1,7 @@
-// Plans in which every rank talks to every other at once, without a detour: step k sends to rank +
-// k and receives from rank - k, so that no two ranks send to the same one in the same step. One
-// round trip deep, but every rank handles size - 1 messages: for small arrays and few ranks. Sums
-// are folded in rank order, so that their bits depend on the inputs alone.
+// Plans in which every rank exchanges messages with every other directly. Step k sends to rank + k
+// and receives from rank - k, so no two ranks send to the same rank in one step. The depth is one
+// round trip, but every rank handles size - 1 messages: for small arrays and few ranks. Sums are
+// folded in rank order, so their bits depend on the inputs alone.
 #include <utility>
 
 #include "collectives/collectives.h"
@@ -34,7 +34,7 @@ void append_fold(Plan& plan, int rank, int size, const std::function<Range(int)>
   plan.moves.push_back({rank, {Space::scratch, 0, plan.scratch}, rank, result, Combine::fold});
 }
 
-// One shot. With three ranks and arrays a, b and c:
+// One phase. With three ranks and arrays a, b and c:
 //
 //           rank 0       rank 1       rank 2
 //   copy    a to slot 0  b to slot 1  c to slot 2
@@ -53,7 +53,7 @@ Plan direct_all_reduce(int rank, int size, size_t count) {
 
 // With three ranks and root 0: the root sends to rank 1, then to rank 2.
 //
-// Steps: size - 1. Elements sent: (size - 1) count by the root, else 0.
+// Steps: size - 1. Elements sent: (size - 1) count at the root, else 0.
 Plan direct_broadcast(int rank, int size, size_t count, int root) {
   const Range whole{Space::output, 0, count};
   Plan plan;
@@ -66,17 +66,17 @@ Plan direct_broadcast(int rank, int size, size_t count, int root) {
 // With three ranks that hold a, b and c, after the announcement:
 //
 //           rank 0       rank 1       rank 2
-//   step 1  a to rank 1  b to rank 2  c to rank 0    the receiver copies it to the sender's place
+//   step 1  a to rank 1  b to rank 2  c to rank 0    the receiver copies it to the sender's part
 //   step 2  a to rank 2  b to rank 0  c to rank 1
 //
-// Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
-// announcement's: (size - 1) times what this rank gives.
+// Steps: those of the announcement, plus size - 1; size - 1 with two ranks. Elements sent besides
+// the announcement: (size - 1) times this rank's contribution.
 Plan direct_all_gather(const CollectiveShape& at) {
   const auto [rank, size] = std::pair(at.rank, at.size);
   const auto place = [&](int i) { return part(Space::output, at.count, at.counts, i); };
   const Range input{Space::input, 0, place(rank).count};
   Plan plan;
-  // With two ranks the first message comes from the only peer and says as much.
+  // With two ranks the data of the only peer is the announcement.
   if (size > 2) append_announcement(plan, rank, size);
   for (int step = 1; step < size; ++step) {
     const int from = behind(rank, size, step);
@@ -114,7 +114,7 @@ Plan direct_reduce_scatter(int rank, int size, size_t count) {
 //   step 2                            c to rank 0
 //   fold    a + b + c                                 into the output
 //
-// Steps: size - 1. Elements sent: count, by the root 0.
+// Steps: size - 1. Elements sent: count, 0 at the root.
 Plan direct_reduce(int rank, int size, size_t count, int root) {
   const Range input{Space::input, 0, count}, output{Space::output, 0, count};
   if (size == 1) return copy_plan(input, output);

@@ -1,6 +1,5 @@
-// Plans that hand elements on as they are, everyone (or the root) to each peer straight: gather,
-// scatter and all-to-all. Nothing travels twice, but a root, or every rank, handles size - 1
-// messages. What goes to or comes from the root alone along a tree is in tree.cpp.
+// Gather, scatter and all-to-all by direct messages: no element is sent twice, but the root, or
+// every rank, handles size - 1 messages. tree.cpp has gather and scatter along a tree.
 #include "collectives/collectives.h"
 
 namespace pycomm {
@@ -8,19 +7,19 @@ namespace pycomm {
 // With three ranks that hold a, b and c, and root 0:
 //
 //           rank 0       rank 1           rank 2
-//   step 1               nothing to 0                      the root hears of everybody
-//   step 2                                nothing to 0
-//   step 3               b to rank 0                       straight to its place
+//   step 1               empty to 0                        the root hears from all ranks
+//   step 2                                empty to 0
+//   step 3               b to rank 0                       directly to its place
 //   step 4                                c to rank 0
 //   copy    a
 //
-// Steps: 2 (size - 1), the first half of them empty; 1 with two ranks. Elements sent: count, by the
-// root 0.
+// Steps: 2 (size - 1), the first half of them empty; 1 with two ranks. Elements sent: count, 0 at
+// the root.
 Plan direct_gather(int rank, int size, size_t count, int root) {
   const Range input{Space::input, 0, count};
   const auto place = [&](int i) { return part(Space::output, count, {}, i); };
   Plan plan;
-  const bool announces = size > 2;  // two ranks: the data says as much
+  const bool announces = size > 2;  // with two ranks the data is the announcement
   if (rank != root) {
     if (announces) plan.moves.push_back({root, {}});
     plan.moves.push_back({root, input});
@@ -39,7 +38,7 @@ Plan direct_gather(int rank, int size, size_t count, int root) {
 // With three ranks and root 0: the root sends part 1 to rank 1, then part 2 to rank 2, and copies
 // part 0.
 //
-// Steps: size - 1. Elements sent: (size - 1) count by the root, else 0.
+// Steps: size - 1. Elements sent: (size - 1) count at the root, else 0.
 Plan direct_scatter(int rank, int size, size_t count, int root) {
   const Range output{Space::output, 0, count};
   Plan plan;
@@ -62,15 +61,15 @@ Plan direct_scatter(int rank, int size, size_t count, int root) {
 //   step 2  part 2 to rank 2  part 0 to rank 0  part 1 to rank 1
 //   copy    part 0            part 1            part 2
 //
-// Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
-// announcement's: all parts but the own.
+// Steps: those of the announcement, plus size - 1; size - 1 with two ranks. Elements sent besides
+// the announcement: all parts except this rank's own.
 Plan direct_all_to_all(const CollectiveShape& at) {
   const auto size = static_cast<size_t>(at.size);
   const bool even = at.counts.empty();
-  const auto goes = even ? at.counts : at.counts.first(size);
-  const auto comes = even ? at.counts : at.counts.subspan(size, size);
-  const auto out = [&](int i) { return part(Space::input, at.count, goes, i); };
-  const auto in = [&](int i) { return part(Space::output, at.count, comes, i); };
+  const auto send_counts = even ? at.counts : at.counts.first(size);
+  const auto recv_counts = even ? at.counts : at.counts.subspan(size, size);
+  const auto out = [&](int i) { return part(Space::input, at.count, send_counts, i); };
+  const auto in = [&](int i) { return part(Space::output, at.count, recv_counts, i); };
   Plan plan;
   if (at.size > 2) append_announcement(plan, at.rank, at.size);
   for (int step = 1; step < at.size; ++step) {

@@ -1,14 +1,14 @@
-// Plans whose reach halves or doubles at every step: as few bytes as round a ring in log2(size)
-// steps, for any size. For arrays of middle size and many ranks; the price is that every array is
-// copied to scratch and back, so that what travels in one step lies in one run.
+// Plans by recursive halving and doubling: as few bytes as a ring in log2(size) steps, for any
+// size. For middle-sized arrays and many ranks. Every array is copied to scratch and back, so that
+// the data of one step is contiguous.
 //
 // A rank keeps its parts rotated: place i holds part rank + i (modulo size). "Skips" are size
-// halved again and again, rounded up, down to 1: for five ranks 3, 2, 1. Going down, with the skip
-// s and the one before it t (at first the size), a rank sends places s to t to rank + s, and what
-// comes from rank - s, which has the same parts at its places s to t, is added to its own places
-// from 0 on: it then answers for s parts. Going up is the same the other way round. Ranks need to
-// know only those a skip away. After J. L. Traff, "Optimal, Non-pipelined Reduce-scatter and
-// Allreduce Algorithms", 2024; the gather alone is Bruck's.
+// halved repeatedly, rounded up, down to 1: for five ranks 3, 2, 1. Reduce-scatter, with the skip s
+// and the one before it t (at first the size): a rank sends places s to t to rank + s. It adds the
+// data from rank - s, which is for the same parts, to its own places from 0 on, and is then
+// responsible for s parts. All-gather is the reverse. A rank needs to know only ranks a skip away.
+// After J. L. Traff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", 2024; the
+// all-gather is Bruck's.
 //
 // "log" below is log2(size) rounded up, the number of skips.
 #include <utility>
@@ -21,7 +21,7 @@ namespace {
 
 using PartOf = std::function<Range(int)>;
 
-// The skips of `size`, ascending, with `size` itself behind them.
+// The skips of `size`, ascending, then `size` itself.
 std::vector<int> skips_of(int size) {
   std::vector<int> skips{size};
   while (skips.back() > 1) skips.push_back((skips.back() + 1) / 2);
@@ -29,7 +29,7 @@ std::vector<int> skips_of(int size) {
   return skips;
 }
 
-// The places of one rank in scratch, from 0 on, as long as its parts.
+// The places of one rank in scratch, from 0 on, each as long as its part.
 class Rotated {
  public:
   Rotated(Plan& plan, int rank, int size, const PartOf& part_of)
@@ -45,7 +45,7 @@ class Rotated {
     return {Space::scratch, begin, begins_[static_cast<size_t>(end)] - begin};
   }
 
-  // One move for each part: a block of a larger call may have them apart.
+  // One move for each part, because the parts need not be contiguous in a block of a larger call.
   void copy_in() const {
     for (int i = 0; i < size_; ++i) plan_.moves.push_back({rank_, part(i), rank_, run(i, i + 1)});
   }
@@ -53,7 +53,7 @@ class Rotated {
     for (int i = 0; i < size_; ++i) plan_.moves.push_back({rank_, run(i, i + 1), rank_, part(i)});
   }
 
-  // Ends with part `rank`, finished, in `result`.
+  // Leaves part `rank`, finished, in `result`.
   void reduce(Range result) const {
     for (size_t k = skips_.size() - 1; k > 0; --k) {
       const int skip = skips_[k - 1], before = skips_[k];
@@ -63,7 +63,7 @@ class Rotated {
     }
   }
 
-  // Begins with part `rank` at place 0, ends with all.
+  // Needs part `rank` at place 0; afterwards all parts are in place.
   void gather() const {
     for (size_t k = 1; k < skips_.size(); ++k) {
       const int skip = skips_[k - 1], next = skips_[k];
@@ -94,8 +94,8 @@ class Rotated {
 //   step 4  a to rank 1   b to rank 2   c to rank 0   at place 2
 //   copy    a b c         b c a         c a b         to the output
 //
-// Steps: 2 log. Elements sent: count - piece(rank) down, and up at each step the pieces that are
-// there and that the receiver lacks; about 2 count (size - 1) / size.
+// Steps: 2 log. Elements sent: count - piece(rank) in the reduce-scatter, and in each step of the
+// all-gather the pieces that the receiver lacks; about 2 count (size - 1) / size.
 Plan halving_all_reduce(int rank, int size, size_t count) {
   const Range input{Space::input, 0, count}, output{Space::output, 0, count};
   if (size == 1) return copy_plan(input, output);
@@ -112,9 +112,10 @@ Plan halving_all_reduce(int rank, int size, size_t count) {
   return plan;
 }
 
-// The first half of the all-reduce: steps 1 and 2 in the drawing, the sum straight to the output.
+// The first half of the all-reduce: steps 1 and 2 in the drawing, with the sum written directly to
+// the output.
 //
-// Steps: log. Elements sent: all parts but the own: (size - 1) count.
+// Steps: log. Elements sent: all parts except its own, (size - 1) count.
 Plan halving_reduce_scatter(const CollectiveShape& at) {
   const auto parts = [&](int i) { return part(Space::input, at.count, at.counts, i); };
   const Range output{Space::output, 0, parts(at.rank).count};
@@ -126,8 +127,8 @@ Plan halving_reduce_scatter(const CollectiveShape& at) {
   return plan;
 }
 
-// The second half: steps 3 and 4 in the drawing. That everything lands in scratch first makes the
-// output safe: whoever has all parts has heard of all ranks.
+// The second half: steps 3 and 4 in the drawing. All data is received in scratch first: a rank with
+// all parts has data from every rank, so it may write to the output.
 //
 // Steps: log. Elements sent: (size - 1) count.
 Plan halving_all_gather(const CollectiveShape& at) {

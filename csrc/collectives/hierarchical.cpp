@@ -1,17 +1,17 @@
-// Plans of two levels, for ranks of several hosts: what crosses between hosts is as little as can
-// be, in as many lanes at once as the smallest host has ranks; the rest stays inside. Any number of
-// ranks on each host, in any order. With one host they are the plans of one level.
+// Two-level plans, for ranks on several hosts. They send the fewest bytes between hosts, in as many
+// concurrent lanes as the smallest host has ranks. Any number of ranks on each host, in any order.
+// With one host they are one-level plans.
 //
-// Each is made of plans of one level, run one after another on the ranks of a host and on those of
-// a lane: `halving` for short arrays, `ring` for long ones. The drawings have ranks 0 and 1 on one
-// host and rank 2 alone on another, so one lane, of ranks 0 and 2; "hosts" is their number, "here"
-// the ranks on a host, "log" as in halving.cpp.
+// Each plan is a sequence of one-level plans, on the ranks of a host and on those of a lane:
+// `halving` for short arrays, `ring` for long ones. The drawings have ranks 0 and 1 on one host and
+// rank 2 alone on another, so there is one lane, of ranks 0 and 2. "hosts" is their number, "here"
+// the number of ranks on this host, "log" as in halving.cpp.
 #include "collectives/levels.h"
 
 namespace pycomm {
 namespace {
 
-// Inside a host: the lanes' pieces by index, nothing for those outside lanes.
+// By index on the host: elements of each lane's piece, 0 for ranks in no lane.
 std::vector<size_t> lane_counts(const Levels& levels, size_t count) {
   std::vector<size_t> counts(static_cast<size_t>(levels.local_size()));
   for (int lane = 0; lane < levels.lanes; ++lane)
@@ -19,8 +19,8 @@ std::vector<size_t> lane_counts(const Levels& levels, size_t count) {
   return counts;
 }
 
-// This rank's piece of the sums over its host lies at the begin of scratch afterwards; alone on its
-// host it has it in the input.
+// Afterwards scratch begins with this rank's piece of the sum over its host. A rank that is alone
+// on its host uses its input instead.
 void append_sum_inside(Plan& plan, const Levels& levels, size_t count) {
   const auto counts = lane_counts(levels, count);
   const CollectiveShape at{.rank = levels.index, .size = levels.local_size(), .counts = counts};
@@ -31,7 +31,7 @@ void append_sum_inside(Plan& plan, const Levels& levels, size_t count) {
                {.members = levels.here(), .output = Space::scratch, .scratch_at = own});
 }
 
-// Everybody on a host gets the lanes' pieces of the output.
+// All ranks of a host receive the lanes' pieces of the output.
 void append_spread_inside(Plan& plan, const Levels& levels, size_t count) {
   const auto counts = lane_counts(levels, count);
   const CollectiveShape at{.rank = levels.index, .size = levels.local_size(), .counts = counts};
@@ -76,8 +76,8 @@ Plan hierarchical_all_reduce(const CollectiveShape& at) {
   return plan;
 }
 
-// Each block is as in hierarchical_all_reduce without what is inside. Pieces are equal: what is
-// left over is a block of its own in one lane.
+// Each block is as in hierarchical_all_reduce without the stages inside hosts. Pieces are equal;
+// the remainder is a block of its own in one lane.
 InterHostPlan cross_all_reduce(const CollectiveShape& at, size_t block) {
   const Levels levels(at);
   const auto lanes = static_cast<size_t>(levels.lanes);
@@ -89,7 +89,7 @@ InterHostPlan cross_all_reduce(const CollectiveShape& at, size_t block) {
   if (even < at.count || at.count == 0)
     inter_host.blocks.push_back({even, at.count - even, 1, 0, 0});
   const bool alone = levels.local_size() == 1;
-  // In one lane what is left over can be longer than a lane's piece of the rest.
+  // The remainder, in one lane, can be longer than a lane's piece of another block.
   size_t place = 0;
   for (const InterHostPlan::Block& block : inter_host.blocks)
     place = std::max(place, block.count / static_cast<size_t>(block.lanes));
@@ -113,8 +113,8 @@ InterHostPlan cross_all_reduce(const CollectiveShape& at, size_t block) {
   return inter_host;
 }
 
-// Reduce-scatter inside, a reduce in each lane to the root's host, whose lanes hand their pieces to
-// the root. The root has index 0 on its host.
+// Reduce-scatter inside, then a reduce in each lane to the root's host, whose lanes send their
+// pieces to the root. The root has index 0 on its host.
 //
 //           rank 0           rank 1           rank 2
 //   inside                   a to rank 0                      rank 0 adds, in scratch
@@ -136,7 +136,7 @@ Plan hierarchical_reduce(const CollectiveShape& at) {
   append_sum_inside(plan, levels, at.count);
   if (!levels.in_lane()) return plan;
   const size_t count = own(levels.index).count;
-  const Range sum{Space::scratch, count, count};  // what a lane has for the root
+  const Range sum{Space::scratch, count, count};  // the result of a lane, for the root
   if (levels.host == home && !at_root) plan.scratch = std::max(plan.scratch, 2 * count);
   append_stage(plan, one_level(levels.host, levels.hosts(), count, home),
                {.members = levels.lane(levels.index),
@@ -151,8 +151,8 @@ Plan hierarchical_reduce(const CollectiveShape& at) {
   return plan;
 }
 
-// The root hands the lanes of its host their pieces, each lane broadcasts its own, all-gather
-// inside. The root has index 0 on its host.
+// The root sends each lane of its host its piece, each lane broadcasts its own, all-gather inside.
+// The root has index 0 on its host.
 //
 //           rank 0           rank 1           rank 2
 //   lanes   a to rank 2
@@ -183,10 +183,11 @@ Plan hierarchical_broadcast(const CollectiveShape& at) {
   return plan;
 }
 
-// The ranks of a host tell its first, the first ranks exchange tokens, and each tells its host.
+// The ranks of a host send an empty message to its first rank, the first ranks exchange tokens, and
+// each sends a token to its host.
 //
 //           rank 0           rank 1           rank 2
-//   inside                   nothing to 0
+//   inside                   empty to 0
 //   lane    token to rank 2                   token to rank 0
 //   inside  token to rank 1
 //

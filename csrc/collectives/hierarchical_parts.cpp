@@ -1,7 +1,7 @@
-// Plans of two levels for arrays with a part for each rank. The parts that cross in one lane have
-// to lie together, so all parts pass through scratch in this order: by lane, by host, by index
-// there. A rank outside the lanes belongs to the lane of its index modulo their number; the rank of
-// that lane on its host speaks for it. Words and drawings as in hierarchical.cpp.
+// Two-level plans for arrays with one part per rank. The parts that one lane sends must be
+// contiguous, so scratch has all parts in this order: by lane, by host, by index there. A rank
+// outside the lanes belongs to the lane of its index modulo their number; the rank of that lane on
+// its host is its leader. Terms and drawings as in hierarchical.cpp.
 #include "collectives/levels.h"
 
 namespace pycomm {
@@ -9,8 +9,8 @@ namespace {
 
 // The order of the parts in scratch.
 struct Order {
-  std::vector<int> ranks;                        // whose part is where
-  std::vector<size_t> lane_counts;               // by index here: elements of its lane, or none
+  std::vector<int> ranks;                        // the rank of each part
+  std::vector<size_t> lane_counts;               // by index on the host: elements of its lane, or 0
   std::vector<std::vector<size_t>> host_counts;  // by lane, then by host
 
   Order(const Levels& levels, size_t count)
@@ -27,7 +27,7 @@ struct Order {
   }
 };
 
-// Of a rank in a lane: those on its host that it speaks for, itself first.
+// For a rank in a lane: the ranks on its host that it leads, itself first.
 std::vector<int> followers(const Levels& levels) {
   std::vector<int> ranks;
   const auto& here = levels.here();
@@ -37,7 +37,7 @@ std::vector<int> followers(const Levels& levels) {
   return ranks;
 }
 
-int speaker(const Levels& levels) {
+int leader(const Levels& levels) {
   return levels.here()[static_cast<size_t>(levels.index % levels.lanes)];
 }
 
@@ -53,8 +53,8 @@ CollectiveShape across(const Levels& levels, const Order& order) {
 
 }  // namespace
 
-// Parts to the lanes, all-gather in each lane, all-gather inside, all in scratch; then to the
-// output, when all have been heard of:
+// Parts to the lanes, all-gather in each lane, all-gather inside, all in scratch. After a message
+// from every rank, copy to the output:
 //
 //           rank 0           rank 1           rank 2
 //   inside                   b to rank 0
@@ -94,7 +94,7 @@ Plan hierarchical_all_gather(const CollectiveShape& at) {
                   .output = Space::scratch,
                   .scratch_at = whole});
   } else {
-    plan.moves.push_back({speaker(levels), input});
+    plan.moves.push_back({leader(levels), input});
   }
   if (levels.local_size() > 1)
     append_stage(plan, collect(inside(levels, order)),
@@ -111,7 +111,7 @@ Plan hierarchical_all_gather(const CollectiveShape& at) {
   return plan;
 }
 
-// The other way round: to scratch, reduce-scatter inside by lanes, reduce-scatter in each lane by
+// The reverse: copy to scratch, reduce-scatter inside by lanes, reduce-scatter in each lane by
 // hosts, parts from the lanes:
 //
 //           rank 0           rank 1           rank 2
@@ -147,7 +147,7 @@ Plan hierarchical_reduce_scatter(const CollectiveShape& at) {
                   .output = Space::scratch,
                   .scratch_at = plan.scratch});
   if (!levels.in_lane()) {
-    plan.moves.push_back({kNoRank, {}, speaker(levels), output});
+    plan.moves.push_back({kNoRank, {}, leader(levels), output});
     return plan;
   }
   const auto mine = followers(levels);

@@ -1,5 +1,5 @@
-// What plans of two levels are made of: who shares a host, and plans of smaller groups as stages of
-// a larger one. For hierarchical*.cpp alone.
+// Building blocks of two-level plans: the ranks of each host, and plans of smaller groups as stages
+// of a larger one. For hierarchical*.cpp only.
 #pragma once
 
 #include <span>
@@ -9,14 +9,14 @@
 
 namespace pycomm {
 
-// Where a rank stands among the hosts. Lanes run across hosts, as many as the smallest host has
-// ranks; lane l goes through the rank of index l on each.
+// Position of a rank among the hosts. A lane is a set of ranks, one per host; there are as many
+// lanes as the smallest host has ranks. Lane l consists of the rank of index l on each host.
 struct Levels {
-  std::vector<std::vector<int>> members;  // by host, then by index; ascending but for `first`
+  std::vector<std::vector<int>> members;  // by host, then by index; ascending except `first`
   int lanes = 0;
   int host = 0, index = 0;  // of this rank
 
-  // `first` gets index 0 on its host; kNoRank: no rank is preferred.
+  // `first` gets index 0 on its host. kNoRank: ascending order.
   explicit Levels(const CollectiveShape& at, int first = kNoRank);
 
   int hosts() const { return static_cast<int>(members.size()); }
@@ -28,21 +28,21 @@ struct Levels {
   std::vector<int> lane(int lane) const;
 };
 
-// Where a stage lies in the whole plan.
+// Placement of a stage in the whole plan.
 struct LevelStage {
-  std::span<const int> members;  // by the stage's ranks: the rank in the whole
-  size_t input_at = 0;           // of `input`: the place that the stage's input begins with
+  std::span<const int> members;  // by rank in the stage: the rank in the whole plan
+  size_t input_at = 0;           // offset of the stage's input in `input`
   Space input = Space::input;
   size_t output_at = 0;
   Space output = Space::output;
   size_t scratch_at = 0;
-  bool finishes = false;  // else its last additions are like the others
+  bool finishes = false;  // false: its last additions are no final ones
 };
 
-// Runs `part`, the plan of a smaller group, behind what `plan` does already.
+// Appends `part`, the plan of a smaller group, to `plan`.
 void append_stage(Plan& plan, const Plan& part, const LevelStage& stage);
 
-// Whether an array is long enough for plans with many steps and no copies. To be measured.
+// Whether an array is long enough for plans with many steps and no copies. Not measured yet.
 inline bool is_long(size_t count) { return count >= 65536; }
 
 }  // namespace pycomm

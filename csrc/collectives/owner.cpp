@@ -1,4 +1,4 @@
-// All-reduce in two shots: rank i owns piece i, adds it up for all and gives it to all.
+// All-reduce in two phases: rank i reduces piece i and sends the result to all ranks.
 #include "collectives/collectives.h"
 
 namespace pycomm {
@@ -13,8 +13,8 @@ namespace pycomm {
 //   step 3  a to rank 1  b to rank 2  c to rank 0    the receiver copies
 //   step 4  a to rank 2  b to rank 0  c to rank 1
 //
-// Steps: 2 (size - 1). Elements sent: count + (size - 2) piece(rank), about
-// 2 count (size - 1) / size: as few as round a ring, but added in rank order, with one rounding.
+// Steps: 2 (size - 1). Elements sent: count + (size - 2) piece(rank), about 2 count (size - 1) /
+// size: as few as in a ring, but added in rank order, with one rounding.
 Plan owner_all_reduce(int rank, int size, size_t count) {
   if (size == 1) return copy_plan({Space::input, 0, count}, {Space::output, 0, count});
   const auto output_piece = [&](int i) { return piece(Space::output, count, size, i); };

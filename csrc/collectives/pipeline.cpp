@@ -1,11 +1,10 @@
-// The tree plans of large arrays: cut into pieces that follow each other through a binary tree, so
-// that its levels work at the same time. tree.cpp calls them; ring.cpp has the chain, with less to
-// send and more to wait.
+// Tree plans of large arrays, split into pieces that follow each other through a binary tree, so
+// that all levels work concurrently. The chain in ring.cpp sends fewer bytes in more steps.
 //
-// Binary, for a binomial root would send every piece log2(size) times, and here twice. Not two
-// trees at once, which would send it once: a rank has one order of sends, and two trees in it wait
-// for each other's slowest rank. Node i has the children 2 i + 1 and 2 i + 2; "levels" is the
-// number of steps down from the root to the last node.
+// The tree is binary, because a binomial root would send every piece log2(size) times; here it
+// sends each twice. Two trees at once would send it once, but a rank has one order of sends, so two
+// trees would wait for each other's slowest rank. Node i has the children 2 i + 1 and 2 i + 2;
+// "levels" is the number of steps from the root down to the last node.
 #include <bit>
 #include <vector>
 
@@ -14,7 +13,8 @@
 namespace pycomm {
 namespace {
 
-// As in ring.cpp: no smaller pieces, and no more of them than hide the filling of the tree.
+// As in ring.cpp: a minimum piece size, and no more pieces than needed to hide the filling of the
+// tree.
 constexpr size_t kPiece = 16384;
 constexpr size_t kPiecesPerLevel = 8;
 
@@ -73,7 +73,7 @@ void append_pipelined_reduce(Plan& plan, const CollectiveShape& at) {
   if (!children.empty()) plan.scratch = std::max(plan.scratch, 2 * longest);
 }
 
-// The other way round: piece after piece from the parent, and on to both children.
+// The reverse: each piece is received from the parent and is sent to both children.
 void append_pipelined_broadcast(Plan& plan, const CollectiveShape& at) {
   const Node me(at);
   const int pieces = tree_pieces(at.size, at.count);

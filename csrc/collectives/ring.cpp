@@ -1,5 +1,5 @@
-// Plans round a ring: every rank sends to its right neighbour only. Each moves the fewest bytes
-// that the operation can do with, in a number of steps that grows with the size: for large arrays.
+// Plans along a ring: every rank sends to its right neighbour only. Each sends the fewest bytes
+// possible, in a number of steps that grows with the size: for large arrays.
 #include "collectives/collectives.h"
 
 namespace pycomm {
@@ -7,20 +7,20 @@ namespace {
 
 using PartOf = std::function<Range(int)>;
 
-// Pieces of a broadcast or a reduce are no smaller than this, so that a message is worth its header
-// and its wake-up: 64 KiB of float32. To be measured.
+// Minimum piece of a broadcast or a reduce, so that its transfer time exceeds the cost of a header
+// and a wake-up: 64 KiB of float32. Not measured yet.
 constexpr size_t kBroadcastPiece = 16384;
 
-// Pieces per rank that a broadcast or a reduce passes through on its way: filling the chain then
-// costs at most an eighth of the whole.
+// Pieces per hop of a broadcast or a reduce: filling the chain then takes at most an eighth of the
+// time.
 constexpr size_t kPiecesPerHop = 8;
 
 int right_of(int rank, int size) { return (rank + 1) % size; }
 int left_of(int rank, int size) { return (rank + size - 1) % size; }
 
-// Part i of the input goes once round the ring, from rank i+1 to rank i, and every rank on the way
-// adds its own; rank i finishes it into `result`. Two places of scratch take turns: one is sent
-// while the other fills.
+// Part i of the input passes once around the ring, from rank i+1 to rank i, and every rank adds its
+// own; rank i finishes it into `result`. Two scratch slots alternate: one is sent while the other
+// is filled.
 void append_reduce_round(Plan& plan, int rank, int size, const PartOf& input_part, Range result) {
   size_t place = 0;
   for (int i = 0; i < size; ++i) place = std::max(place, input_part(i).count);
@@ -36,8 +36,8 @@ void append_reduce_round(Plan& plan, int rank, int size, const PartOf& input_par
   plan.scratch = static_cast<size_t>(std::clamp(size - 2, 0, 2)) * place;
 }
 
-// Part i of the output goes once round the ring, from rank i to rank i-1. `first` is where this
-// rank's own part lies.
+// Part i of the output passes once around the ring, from rank i to rank i-1. `first` is the range
+// of this rank's own part.
 void append_gather_round(Plan& plan, int rank, int size, Range first, const PartOf& output_part) {
   for (int step = 0; step < size - 1; ++step)
     plan.moves.push_back({right_of(rank, size), step == 0 ? first : output_part(rank - step),
@@ -67,19 +67,19 @@ Plan ring_all_reduce(int rank, int size, size_t count) {
 }
 
 size_t ring_broadcast_pieces(int size, size_t count) {
-  const size_t hops = size > 2 ? static_cast<size_t>(size) - 2 : 0;  // behind the first
+  const size_t hops = size > 2 ? static_cast<size_t>(size) - 2 : 0;  // after the first
   return std::max<size_t>(1, std::min(kPiecesPerHop * hops, count / kBroadcastPiece));
 }
 
-// A chain from the root to its left neighbour; a rank passes one piece on while the next arrives.
-// With three ranks, root 0 and pieces a b:
+// A chain from the root to its left neighbour; a rank forwards one piece while it receives the
+// next. With three ranks, root 0 and pieces a b:
 //
 //           rank 0      rank 1      rank 2
 //   step 0  sends a
 //   step 1  sends b     sends a
 //   step 2              sends b
 //
-// Steps: pieces + size - 2. Elements sent: count, by the last rank 0.
+// Steps: pieces + size - 2. Elements sent: count, 0 at the last rank.
 Plan ring_broadcast(int rank, int size, size_t count, int root) {
   const auto pieces = static_cast<int>(ring_broadcast_pieces(size, count));
   const int right = right_of(rank, size);
@@ -92,15 +92,15 @@ Plan ring_broadcast(int rank, int size, size_t count, int root) {
   return plan;
 }
 
-// A reduce along the chain the other way: from the root's right neighbour round to the root, each
-// rank adding its own. With three ranks, root 0 and pieces a b:
+// A reduce along the chain, from the root's right neighbour around to the root; each rank adds its
+// own. With three ranks, root 0 and pieces a b:
 //
 //           rank 0      rank 1      rank 2
 //   step 0              sends a
-//   step 1              sends b     sends a      rank 2 adds, in scratch, and passes it on
+//   step 1              sends b     sends a      rank 2 adds, in scratch, and forwards
 //   step 2                          sends b      rank 0 finishes, in the output
 //
-// Steps: pieces + size - 2. Elements sent: count, by the root 0.
+// Steps: pieces + size - 2. Elements sent: count, 0 at the root.
 Plan ring_reduce(int rank, int size, size_t count, int root) {
   if (size == 1) return copy_plan({Space::input, 0, count}, {Space::output, 0, count});
   const auto pieces = static_cast<int>(ring_broadcast_pieces(size, count));
@@ -129,11 +129,11 @@ Plan ring_reduce(int rank, int size, size_t count, int root) {
 //   step 0  sends a     sends b     sends c      the receiver copies
 //   step 1  sends c     sends a     sends b
 //
-// Steps: the announcement's and size - 1; size - 1 with two ranks. Elements sent, beside the
-// announcement's: all parts but the right neighbour's: (size - 1) count.
+// Steps: those of the announcement, plus size - 1; size - 1 with two ranks. Elements sent besides
+// the announcement: all parts except the right neighbour's, (size - 1) count.
 Plan ring_all_gather(const CollectiveShape& at) {
   Plan plan;
-  // With two ranks the first message comes from the only peer and says as much.
+  // With two ranks the data of the only peer is the announcement.
   if (at.size > 2) append_announcement(plan, at.rank, at.size);
   const Plan round = ring_spread(at);
   plan.moves.insert(plan.moves.end(), round.moves.begin(), round.moves.end());

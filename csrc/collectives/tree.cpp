@@ -1,8 +1,8 @@
-// Plans along a binomial tree: log2(size) steps up or down, whole arrays at a time. For small
+// Plans along a binomial tree: log2(size) steps up or down, each with the whole array. For small
 // arrays and many ranks.
 //
 // The parent of a node is the node with its lowest set bit cleared; its children are the node plus
-// each power of two below that bit. The nodes under a node are a run that starts with it:
+// each power of two below that bit. The nodes of a subtree are consecutive, starting with its root:
 //
 //              0                  0 has the children 1, 2, 4
 //          /   |   \              2 has the child 3
@@ -13,7 +13,7 @@
 //                      7
 //
 // "log" below is log2(size) rounded up, "children" the number of this rank's children, "under" the
-// number of nodes under a node, itself included.
+// number of nodes in a node's subtree, itself included.
 #include <vector>
 
 #include "collectives/collectives.h"
@@ -23,7 +23,7 @@ namespace {
 
 int parent_of(int node) { return node & (node - 1); }
 
-// In ascending order, so by size of what is under them.
+// In ascending order, which is also the order of subtree sizes.
 std::vector<int> children_of(int node, int size) {
   std::vector<int> children;
   for (int bit = 1; (node & bit) == 0 && node + bit < size; bit *= 2)
@@ -32,7 +32,7 @@ std::vector<int> children_of(int node, int size) {
 }
 
 size_t under(int node, int size) {
-  const int bit = node & -node;  // 0 for the root, which has all
+  const int bit = node & -node;  // 0 for the root
   return static_cast<size_t>(node == 0 ? size : std::min(bit, size - node));
 }
 
@@ -40,14 +40,14 @@ size_t under(int node, int size) {
 struct Tree {
   int node, size, root;
   int rank_of(int of) const { return (of + root) % size; }
-  // The parts under node `of`, in scratch that begins with those of `node`.
+  // The parts of the subtree of node `of`, in scratch that begins with those of `node`.
   Range run(int of, size_t count) const {
     return {Space::scratch, static_cast<size_t>(of - node) * count, under(of, size) * count};
   }
 };
 
-// Sums `input` of all nodes towards the root, which finishes it into `result`. The others add up in
-// scratch, from 0 on.
+// Reduces `input` of all nodes to the root, which finishes it into `result`. The others reduce in
+// scratch, from offset 0.
 void append_reduce(Plan& plan, const CollectiveShape& at, Range input, Range result) {
   const Range scratch{Space::scratch, 0, input.count};
   const int node = (at.rank - at.root + at.size) % at.size;
@@ -68,7 +68,7 @@ void append_reduce(Plan& plan, const CollectiveShape& at, Range input, Range res
   if (!children.empty()) plan.scratch = std::max(plan.scratch, input.count);
 }
 
-// Hands `whole` down from the root, the largest subtree first; there it lies in `source`.
+// Sends `whole` down from the root, the largest subtree first. The root reads it from `source`.
 void append_broadcast(Plan& plan, int rank, int size, Range source, Range whole, int root = 0) {
   const int node = (rank - root + size) % size;
   const auto rank_of = [&](int of) { return (of + root) % size; };
@@ -88,8 +88,9 @@ void append_broadcast(Plan& plan, int rank, int size, Range source, Range whole,
 //   step 2  sends the sum to 2
 //   step 3  sends the sum to 1
 //
-// Steps: 2 log. Messages: children, and 1 more but for rank 0; each of count elements. Large arrays
-// go in pieces through a binary tree: at most 4 pieces + 5 log steps, and up to 3 count elements.
+// Steps: 2 log. Messages: children, plus 1 except at rank 0; each of count elements. Large arrays
+// are split into pieces along a binary tree: at most 4 pieces + 5 log steps, and up to 3 count
+// elements.
 Plan tree_all_reduce(int rank, int size, size_t count) {
   const Range input{Space::input, 0, count}, output{Space::output, 0, count};
   if (size == 1) return copy_plan(input, output);
@@ -107,8 +108,8 @@ Plan tree_all_reduce(int rank, int size, size_t count) {
 
 // Node i is rank root + i. With three ranks and root 0: rank 0 sends to rank 2, then to rank 1.
 //
-// Steps: log. Messages: children, each of count elements. Large arrays go in pieces through a
-// binary tree: at most 2 pieces + 2 log steps, and up to 2 count elements.
+// Steps: log. Messages: children, each of count elements. Large arrays are split into pieces along
+// a binary tree: at most 2 pieces + 2 log steps, and up to 2 count elements.
 Plan tree_broadcast(int rank, int size, size_t count, int root) {
   const Range whole{Space::output, 0, count};
   Plan plan;
@@ -119,10 +120,10 @@ Plan tree_broadcast(int rank, int size, size_t count, int root) {
   return plan;
 }
 
-// The first half of the all-reduce, towards the root, which is node 0.
+// The first half of the all-reduce, to the root, which is node 0.
 //
-// Steps: log. Messages: 1 of count elements, by the root none. Large arrays go in pieces through a
-// binary tree: at most 2 pieces + 3 log steps.
+// Steps: log. Messages: 1 of count elements, none at the root. Large arrays are split into pieces
+// along a binary tree: at most 2 pieces + 3 log steps.
 Plan tree_reduce(int rank, int size, size_t count, int root) {
   const Range input{Space::input, 0, count}, output{Space::output, 0, count};
   if (size == 1) return copy_plan(input, output);
@@ -135,8 +136,8 @@ Plan tree_reduce(int rank, int size, size_t count, int root) {
   return plan;
 }
 
-// Runs of inputs go up the tree in scratch, all of them come down. With three ranks that hold a, b,
-// c:
+// Inputs are gathered up the tree in scratch, and the whole is sent down. With three ranks that
+// hold a, b, c:
 //
 //           rank 0           rank 1        rank 2
 //   copy    a to scratch
@@ -145,10 +146,10 @@ Plan tree_reduce(int rank, int size, size_t count, int root) {
 //   step 2  a b c to rank 2                               the receiver copies, in the output
 //   step 3  a b c to rank 1
 //
-// Scratch instead of the output: rank 0 has heard of all only when all have arrived. Empty messages
-// in front would need one for every pair of ranks.
+// Scratch instead of the output, because rank 0 has a message from every rank only after the last
+// arrives. An announcement would need an empty message for every pair of ranks.
 //
-// Steps: 2 log. Messages: as in the all-reduce. Elements sent: under * count up (but for rank 0)
+// Steps: 2 log. Messages: as in the all-reduce. Elements sent: under * count up (none at rank 0)
 // and children * size * count down.
 Plan tree_all_gather(int rank, int size, size_t count) {
   const Range input{Space::input, 0, count};
@@ -173,8 +174,8 @@ Plan tree_all_gather(int rank, int size, size_t count) {
   return plan;
 }
 
-// The first half of the all-gather, towards the root, which is node 0; the parts lie in scratch in
-// the order of the nodes. With three ranks that hold a, b, c, and root 0:
+// The first half of the all-gather, to the root, which is node 0; scratch has the parts in the
+// order of the nodes. With three ranks that hold a, b, c, and root 0:
 //
 //           rank 0           rank 1        rank 2
 //   copy    a to scratch
@@ -182,7 +183,7 @@ Plan tree_all_gather(int rank, int size, size_t count) {
 //   step 1                                 c to rank 0
 //   copy    a b c                                         to the output
 //
-// Steps: log. Messages: 1 of under * count elements, by the root none.
+// Steps: log. Messages: 1 of under * count elements, none at the root.
 Plan tree_gather(int rank, int size, size_t count, int root) {
   const Tree tree{(rank - root + size) % size, size, root};
   const Range input{Space::input, 0, count};
@@ -203,12 +204,12 @@ Plan tree_gather(int rank, int size, size_t count, int root) {
   return plan;
 }
 
-// The other way round: the root copies its parts to scratch in the order of the nodes, and runs of
-// them come down. With three ranks, root 0 and parts a b c:
+// The reverse: the root copies its parts to scratch in the order of the nodes, and each subtree
+// receives its run. With three ranks, root 0 and parts a b c:
 //
 //           rank 0       rank 1      rank 2
 //   copy    a b c                               to scratch
-//   step 0  c to rank 2                         straight to the output: nobody is under it
+//   step 0  c to rank 2                         directly to the output: rank 2 is a leaf
 //   step 1  b to rank 1
 //   copy    a                                   to the output
 //
@@ -232,17 +233,17 @@ Plan tree_scatter(int rank, int size, size_t count, int root) {
   return plan;
 }
 
-// All inputs are added up the tree in scratch, runs of the sum come down. With three ranks and
-// parts a b c of the sum:
+// All inputs are reduced up the tree in scratch, and each subtree receives its run of the sum. With
+// three ranks and parts a b c of the sum:
 //
 //           rank 0       rank 1         rank 2
 //   step 0               sends to 0                    rank 0 adds, in scratch
 //   step 1                              sends to 0     rank 0 finishes, in scratch
-//   step 2  c to rank 2                                straight to the output: nobody is under it
+//   step 2  c to rank 2                                directly to the output: rank 2 is a leaf
 //   step 3  b to rank 1
 //   copy    a
 //
-// Steps: 2 log. Messages: as in the all-reduce. Elements sent: size * count up (but for rank 0) and
+// Steps: 2 log. Messages: as in the all-reduce. Elements sent: size * count up (none at rank 0) and
 // (under - 1) * count down.
 Plan tree_reduce_scatter(int rank, int size, size_t count) {
   const Range input{Space::input, 0, static_cast<size_t>(size) * count};

@@ -1,6 +1,5 @@
-// See nontemporal_copy.h. A block takes a tile of 4096 elements, a thread four rows of 16 bytes,
-// all of which are on their way before the first one is needed: as in the pass of a step
-// (update.cuh), but with nothing else to do.
+// A block takes a tile of 4096 elements, a thread four rows of 16 bytes. All loads of a thread are
+// issued before the first result is used, as in the pass of a step (update.cuh).
 #include "cuda/bandwidth.h"
 #include "cuda/host.hpp"
 
@@ -10,7 +9,7 @@ namespace {
 constexpr unsigned kThreads = 256, kRows = 4;
 constexpr size_t kTile = size_t{kThreads} * kRows * 4;  // elements
 
-// quads(at) where the block has a whole tile, whose rows hold four elements of this thread each,
+// Calls quads(at) if the block has a whole tile, whose rows have four elements of this thread each,
 // the first at `at`; in the last tile one(i) for each of its elements.
 template <class F, class G>
 __device__ __forceinline__ void each_tile(size_t count, F quads, G one) {
@@ -86,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
         }
       },
       [&](size_t i) { mine = max(mine, magnitude(x[i])); });
-  // Once the word has risen nobody writes any more: a warp costs one look at it.
+  // A warp writes only if it has a larger magnitude, so most warps only read the word.
   if (mine > gpu::load_acquire(most)) atomicMax(most, mine);
 }
 

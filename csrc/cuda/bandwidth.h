@@ -1,6 +1,6 @@
-// Loops that only move memory on a GPU, the twins of kernels/bandwidth.h: what a kernel that does
-// the same can reach at best there. Not kernels: nothing useful comes out. Called by the
-// benchmarks, through bindings/cuda_bandwidth.cpp. Arrays are aligned to 16 bytes.
+// Memory bandwidth loops on a GPU, as in kernels/bandwidth.h: an upper bound for kernels with the
+// same memory traffic. The benchmarks call them, through bindings/cuda_bandwidth.cpp. Arrays are
+// aligned to 16 bytes.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@ void stream_step(const float* grad, float* u, float* v, size_t count, Queue queu
 // to[i] = from[i]
 void stream_copy(const float* from, float* to, size_t count, Queue queue);
 
-// Reads x. `most`, a word on the device, rises to the largest magnitude's bits, so that no compiler
-// leaves the reading out.
+// Reads x. Raises `most`, a word on the device, to the bits of the largest magnitude, so that the
+// compiler keeps the loads.
 void stream_read(const float* x, size_t count, unsigned* most, Queue queue);
 
 }  // namespace pycomm::cuda

@@ -1,15 +1,15 @@
-// The first launch of a step: tables into the workspace, counters to zero, and the floor of the
-// pool.
+// The first launch of a step: writes the tables to the workspace, zeroes the counters and sets the
+// lower bound of the pool.
 //
-// Tables travel as arguments of the launch, so that nothing on the host has to live on and a CUDA
-// graph holds them.
+// Tables are launch arguments, so no host memory must outlive the call, and a CUDA graph contains
+// them.
 #pragma once
 
 #include "cuda/tables.cuh"
 
 namespace pycomm::cuda {
 
-// Rows of the tables. Arguments of a launch may take 32764 bytes.
+// Rows of the tables. Launch arguments are limited to 32764 bytes.
 template <unsigned kRowsOfPage>
 struct Page {
   unsigned first_piece, piece_count;
@@ -27,12 +27,12 @@ __device__ __forceinline__ void begin_selection(const Tables& t, const AnyPage& 
   const unsigned s = page.first_selection + at;
   for (unsigned b = threadIdx.x; b < kBins<V>; b += threads) t.bins[size_t{s} * kBins<V> + b] = 0;
   if (threadIdx.x != 0) return;
-  const uint64_t floor = t.memory[s].floor;
+  const uint64_t bound = t.memory[s].bound;
   t.selections[s] = page.selections[at];
-  t.states[s] = {floor == 0 ? kNoFloor : floor - 1, 0, 0, 0};
+  t.states[s] = {bound == 0 ? kNoBound : bound - 1, 0, 0, 0};
 }
 
-// A block per selection of the page, and at least one.
+// Grid: one block per selection of the page, at least one.
 template <class V, class AnyPage>
 __global__ void __launch_bounds__(kThreads)
     begin(const __grid_constant__ Tables t, const __grid_constant__ AnyPage page) {
@@ -43,8 +43,9 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x < page.selection_count) begin_selection<V>(t, page, blockIdx.x, kThreads);
 }
 
-// topk has no last step to take a floor from: it looks at a sample. The floor is the magnitude of a
-// rank in the sample under which, but for four standard deviations, k elements of the array lie.
+// topk has no previous step with a lower bound, so it uses a sample. The bound is the magnitude of
+// a rank in the sample such that k elements of the array are above it, with four standard
+// deviations of margin.
 inline constexpr unsigned kSampleThreads = 1024;
 inline constexpr unsigned kSampleEach = 16;
 inline constexpr unsigned kSample = kSampleThreads * kSampleEach;
@@ -53,7 +54,7 @@ struct SampleSpace {
   unsigned bins[2048];
 };
 
-// One block; one piece and one selection. `rank` is 0 where nothing should go to the pool.
+// Grid: one block; one piece and one selection. `rank` 0: no element enters the pool.
 template <class V>
 __global__ void __launch_bounds__(kSampleThreads)
     begin_topk(const __grid_constant__ Tables t, const __grid_constant__ SmallPage page,
@@ -73,20 +74,20 @@ __global__ void __launch_bounds__(kSampleThreads)
     keys[j] = count == 0 ? Key<V>{0} : magnitude(gpu::load(&x[at]));
   }
   auto& bins = gpu::shared<SampleSpace>().bins;
-  Key<V> floor = 0;
+  Key<V> bound = 0;
   for (unsigned d = 0; d < kDigits<V> && rank != 0; ++d) {
     const unsigned size = 1u << digit_bits<V>(d);
     for (unsigned b = threadIdx.x; b < size; b += kSampleThreads) bins[b] = 0;
     __syncthreads();
 #pragma unroll
     for (Key<V> key : keys)
-      if (d == 0 || (key ^ floor) >> digit_shift<V>(d - 1) == 0)
+      if (d == 0 || (key ^ bound) >> digit_shift<V>(d - 1) == 0)
         atomicAdd(&bins[static_cast<unsigned>(key >> digit_shift<V>(d)) & (size - 1)], 1u);
     __syncthreads();
     const Found found = narrow<kSampleThreads>(size, rank, [&](unsigned b) { return bins[b]; });
-    floor |= static_cast<Key<V>>(found.bin) << digit_shift<V>(d);
+    bound |= static_cast<Key<V>>(found.bin) << digit_shift<V>(d);
     rank = found.want;
-    if (threadIdx.x == 0 && d + 1 == kDigits<V>) t.states[0].floor = floor;
+    if (threadIdx.x == 0 && d + 1 == kDigits<V>) t.states[0].bound = bound;
   }
 }
 

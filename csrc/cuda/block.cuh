@@ -1,19 +1,19 @@
-// What a block does together: scans, searches, and taking turns with other blocks of its launch.
+// Block-wide functions: scans, searches, and tickets that order the blocks of a launch.
 //
-// Every function here is called by all threads of a block, or of a warp where it says so.
+// All threads of a block must call each function, or all threads of a warp if documented.
 #pragma once
 
 #include "gpu.hpp"
 
 namespace pycomm::cuda {
 
-// The sum of x over the lanes of the warp, for all of them.
+// The sum of x over the lanes of the warp, in all lanes.
 template <class T>
 __device__ __forceinline__ T sum_lanes(T x) {
   for (int by = 16; by > 0; by /= 2) x += __shfl_xor_sync(gpu::kFullWarp, x, by);
   return x;
 }
-// Over this lane and those below it.
+// Inclusive prefix sum over the lanes.
 template <class T>
 __device__ __forceinline__ T scan_lanes(T x) {
   for (unsigned by = 1; by < 32; by *= 2) {
@@ -28,7 +28,7 @@ struct ScanSpace {
   T sums[32];
 };
 
-// The sum of x over this thread and those below it in the block. A __syncthreads comes before the
+// Inclusive prefix sum over the threads of the block. The caller must call __syncthreads before the
 // next call.
 template <unsigned kThreads, class T>
 __device__ __forceinline__ T scan_block(T x) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ T scan_block(T x) {
 }
 
 // The last of `count` ascending numbers, number(0) <= x, that is not above x. Called by a warp with
-// one x; two rounds of loads serve a thousand numbers.
+// one x; two rounds of loads search a thousand numbers.
 template <class Number>
 __device__ __forceinline__ unsigned find_last(unsigned count, unsigned x, Number number) {
   unsigned low = 0;
@@ -57,10 +57,10 @@ __device__ __forceinline__ unsigned find_last(unsigned count, unsigned x, Number
   return low;
 }
 
-// Where the want-th largest of a histogram lies, counted from the top; 1 <= want <= their number.
+// The bin of the want-th largest entry of a histogram; 1 <= want <= number of entries.
 struct Found {
   unsigned bin;
-  unsigned want;  // its rank inside the bin
+  unsigned want;  // its rank within the bin
 };
 
 template <unsigned kThreads, class Bin>
@@ -81,19 +81,19 @@ __device__ __forceinline__ Found narrow(unsigned bins, unsigned want, Bin bin) {
     found = {b, want - above};
   }
   __syncthreads();
-  return found;  // until the next call has passed the barrier in its scan
+  return found;  // valid until the barrier in the scan of the next call
 }
 
-// Several passes in one launch: blocks take tickets as they start, and `blocks` of them make up a
-// pass. A block waits until all passes before its own are over. Whoever it waits for holds a lower
-// ticket and so runs already: there is always progress, however few blocks fit on the device.
+// Several passes in one launch: blocks take tickets as they start, and `blocks` of them form a
+// pass. A block waits until all earlier passes are complete. It waits only for blocks with lower
+// tickets, which already run. So there is always progress, however few blocks fit on the device.
 struct Turns {
   unsigned ticket;
   unsigned done;
 };
 struct Turn {
   unsigned pass;
-  unsigned rank;  // in the pass
+  unsigned rank;  // within the pass
 };
 
 __device__ __forceinline__ Turn take_turn(Turns& turns, unsigned blocks) {

@@ -1,4 +1,4 @@
-// Streams, events, memory and the one kernel that the stream engine needs, over CUDA's runtime.
+// Streams, events, memory and the reduction kernel for the stream engine, over the CUDA runtime.
 #include <cudaTypedefs.h>
 
 #include <array>
@@ -14,7 +14,8 @@ namespace {
 cudaStream_t raw_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t raw_event(void* event) { return static_cast<cudaEvent_t>(event); }
 
-// A function of the driver's, which the runtime has no name for and nothing links.
+// A driver function without a runtime equivalent, looked up at run time so that no driver is
+// linked.
 PFN_cuStreamWaitValue32_v11070 stream_wait_value() {
   constexpr unsigned kVersion = 11070;
   void* found = nullptr;
@@ -23,7 +24,8 @@ PFN_cuStreamWaitValue32_v11070 stream_wait_value() {
                                               cudaEnableDefault, &result),
              "cudaGetDriverEntryPointByVersion");
   if (result != cudaDriverEntryPointSuccess || found == nullptr)
-    throw Unsupported("NVIDIA's driver has no cuStreamWaitValue32: it is older than CUDA 11.7");
+    throw Unsupported(
+        "the NVIDIA driver has no cuStreamWaitValue32: CUDA 11.7 or newer is required");
   return reinterpret_cast<PFN_cuStreamWaitValue32_v11070>(found);
 }
 
@@ -33,8 +35,8 @@ class CudaDevice final : public Device {
     int count = 0;
     check_cuda(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
     if (index < 0 || index >= count)
-      throw Unsupported("there is no CUDA device " + std::to_string(index) + ", but " +
-                        std::to_string(count) + " of them");
+      throw Unsupported("no CUDA device " + std::to_string(index) + ": " + std::to_string(count) +
+                        " are visible");
   }
 
   int index() const override { return index_; }
@@ -80,8 +82,8 @@ class CudaDevice final : public Device {
     const OnDevice on({.device = index_});
     check_cuda(cudaStreamWaitEvent(raw_stream(stream), raw_event(event), 0), "cudaStreamWaitEvent");
   }
-  // Also while another thread captures a graph in the mode that torch takes, which a query by a
-  // thread that is not relaxed would end.
+  // Relaxed mode, because a query by a thread in another mode would invalidate a capture of another
+  // thread in the mode that torch uses.
   bool passed(void* event) override {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
@@ -115,7 +117,7 @@ class CudaDevice final : public Device {
     const CUresult result = stream_wait_value()(
         raw_stream(stream), reinterpret_cast<CUdeviceptr>(at), value, CU_STREAM_WAIT_VALUE_EQ);
     if (result != CUDA_SUCCESS)
-      throw InternalError("cuStreamWaitValue32: error " + std::to_string(result) + " of CUDA's");
+      throw InternalError("cuStreamWaitValue32: error " + std::to_string(result) + " from CUDA");
   }
 
   void copy(void* to, const void* from, size_t bytes, void* stream) override {

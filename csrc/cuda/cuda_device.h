@@ -1,5 +1,4 @@
-// A CUDA device behind the interface of device/device.h. No CUDA header is needed to include this
-// one. Called by tests/emulator/streams_test.cpp; cuda_device.cu implements it.
+// The CUDA implementation of device/device.h. This header needs no CUDA header.
 #pragma once
 
 #include <memory>
@@ -8,7 +7,7 @@
 
 namespace pycomm::cuda {
 
-// Device `index` of this process. Throws Unsupported where there is no driver or no such GPU.
+// Device `index` of this process. Throws Unsupported without a driver or such a GPU.
 std::shared_ptr<Device> open_device(int index);
 
 }  // namespace pycomm::cuda

@@ -1,6 +1,5 @@
-// CUDA's kernels behind the interface of kernels/device_kernels.h. No CUDA header is needed to
-// include this one. Called by bindings/cuda.cpp; step.cu, topk.cu, packets.cu, lean.cu and
-// dense.cu implement it.
+// The CUDA implementation of kernels/device_kernels.h, in step.cu, topk.cu, packets.cu, lean.cu and
+// dense.cu. This header needs no CUDA header.
 #pragma once
 
 #include <string>
@@ -9,9 +8,9 @@
 
 namespace pycomm::cuda {
 
-// Every call enqueues on the caller's stream and returns: nothing is allocated, nothing waits, and
-// a stream that is being captured into a graph may be given. Throws Unsupported where there is no
-// driver or no GPU, and InternalError with CUDA's words where a launch fails.
+// Every call enqueues on the caller's stream and returns. It allocates nothing and waits for
+// nothing, and works during a stream capture. Throws Unsupported without a driver or GPU, and
+// InternalError with the CUDA error text if a launch fails.
 class CudaKernels final : public DeviceKernels {
  public:
   void dgc_step(const DgcStep& step, Queue queue) override;
@@ -40,7 +39,7 @@ class CudaKernels final : public DeviceKernels {
   void reduce(TypedArray out, std::span<const void* const> xs, ReduceOp op, Queue queue) override;
 };
 
-// Why no GPU can be used here, in CUDA's words; empty where one can.
+// The CUDA error why no GPU is usable; empty if one is.
 std::string why_not();
 
 }  // namespace pycomm::cuda

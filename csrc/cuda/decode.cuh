@@ -1,12 +1,11 @@
-// Packets of all ranks become a sum, or an update of the parameters, in one launch.
+// Decodes the packets of all ranks into a sum, or an update of the parameters, in one launch.
 //
-// A warp owns a run of tiles of kWidth positions and keeps a cursor into every packet. For each
-// tile it goes through the packets in the order of the list, so that every element is summed in
-// rank order; no two lanes meet, as a packet has an index once. Indices that lie nowhere are left
-// out.
+// A warp processes a run of tiles of kWidth positions, with a cursor into every packet. For each
+// tile it reads the packets in list order, so every element is summed in rank order. No two lanes
+// write the same element, because a packet has an index once. Indices out of range are skipped.
 //
-//             tile 0    tile 1         cursors stand where the next tile begins
-//   packet 0  3 17      40 41 50       lanes take 32 entries at a time
+//             tile 0    tile 1         cursors point to the start of the next tile
+//   packet 0  3 17      40 41 50       the lanes read 32 entries at a time
 //   packet 1  17        44
 //   sums      [3] [17]  [40] [41] [44] [50], then written
 #pragma once
@@ -29,7 +28,7 @@ struct Entry {
   void* data;
   unsigned first;  // its first position
 };
-// Arguments of the launch, so that no memory has to hold them.
+// Launch arguments, so that they need no device memory.
 struct Decoding {
   unsigned packet_count, array_count;
   unsigned begin, end;  // positions of these arrays
@@ -42,7 +41,7 @@ static_assert(sizeof(Decoding) <= 32000);
 template <class Real>
 struct Sums {
   Real* sum;         // [kWidth]
-  unsigned* there;   // [kWidth / 32] which of them are
+  unsigned* there;   // [kWidth / 32] bits: whether there is a sum
   unsigned* cursor;  // [packets]
 
   __host__ __device__ static unsigned bytes(unsigned packets) {
@@ -62,7 +61,7 @@ __device__ __forceinline__ unsigned lower_bound(const Entries& packet, int64_t p
   return low;
 }
 
-// The entries of one packet that lie in [low, high); moves its cursor. Called by a warp.
+// Adds the entries of one packet in [low, high); advances its cursor. Called by a warp.
 template <class V, class Real>
 __device__ __forceinline__ void add_packet(const Entries& packet, unsigned& cursor,
                                            const Sums<Real>& sums, int64_t low, int64_t high) {
@@ -87,8 +86,8 @@ __device__ __forceinline__ void add_packet(const Entries& packet, unsigned& curs
   __syncwarp();
 }
 
-// Writes as much of a tile as lies in the array of its begin, four elements at a time where that is
-// aligned to them. Returns how many. Called by a warp.
+// Writes the part of a tile within its array, four elements at a time if aligned. Returns the
+// number of elements. Called by a warp.
 template <class T, class Real>
 __device__ __forceinline__ unsigned store_quads(const Decoding& d, unsigned array,
                                                 const Sums<Real>& sums, int64_t low, int64_t high,
@@ -110,8 +109,8 @@ __device__ __forceinline__ unsigned store_quads(const Decoding& d, unsigned arra
   return whole;
 }
 
-// kUpdate: param = fma(-lr, scale * sum, param) where a packet has something; else out = scale *
-// sum, and 0 elsewhere.
+// kUpdate: param = fma(-lr, scale * sum, param) if a packet has the element; else out = scale *
+// sum, 0 without a packet.
 template <bool kUpdate, class T, class V>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode(const __grid_constant__ Decoding d, Wide<T> scale, Wide<T> lr) {

@@ -1,5 +1,5 @@
-// Kernels over whole arrays: norms, clipping, casts, reductions. The formulas stand in
-// kernels/device_kernels.h.
+// Kernels over whole arrays: norms, clipping, casts, reductions. kernels/device_kernels.h has the
+// formulas.
 #include "cuda/block.cuh"
 #include "cuda/cuda_kernels.h"
 #include "cuda/host.hpp"
@@ -13,15 +13,14 @@ constexpr unsigned kThreads = 256;
 
 bool is_aligned(const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
-// Aligned for quads of elements of this size.
+// Whether it is aligned for quads of elements of this size.
 bool has_quads(const void* p, size_t element) {
   return is_aligned(p, std::min<size_t>(16, 4 * element));
 }
 
-// ---- element by element
-// -----------------------------------------------------------------------------
+// ---- element-wise -------------------------------------------------------------------------------
 
-// f(i) for quads of an array from i on, then g(i) for the elements that are left, over the grid.
+// Over the grid: calls f(i) for quads of an array from i on, then g(i) for the remaining elements.
 template <class F, class G>
 __device__ __forceinline__ void each_quad(size_t count, bool quads, F f, G g) {
   const size_t thread = size_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -61,8 +60,7 @@ __global__ void __launch_bounds__(kThreads)
       [&](size_t i) { gpu::store(x + i, narrow<T>(multiply(widen(gpu::load(x + i)), by))); });
 }
 
-// ---- reductions
-// -------------------------------------------------------------------------------------
+// ---- reductions ---------------------------------------------------------------------------------
 
 constexpr unsigned kMostInputs = 1024;
 
@@ -71,7 +69,7 @@ struct Inputs {
   unsigned count;
 };
 
-// A bool as it lies in memory: any byte but 0 is true.
+// A bool in memory: any byte except 0 is true.
 struct Bool {
   uint8_t byte;
 };
@@ -100,8 +98,8 @@ __device__ __forceinline__ T from_sum(ReduceOp op, Sum sum, unsigned size) {
     return sum;
 }
 
-// Either order of two floats gives the same bits: where neither is less they are equal, or -0
-// beside 0, or one is a NaN, and `or` decides.
+// Both operand orders give the same bits: if neither is less, both are equal, or -0 and 0, or one
+// is a NaN, and `or` combines their bits.
 template <class Real>
 __device__ __forceinline__ Real least(Real a, Real b) {
   return bits_as<Real>(static_cast<Word<Real>>(bits_as<Word<Real>>(a < b ? a : b) |
@@ -189,14 +187,13 @@ void with_any(Dtype dtype, F f) {
   }
 }
 
-// ---- norms
-// ------------------------------------------------------------------------------------------
+// ---- norms --------------------------------------------------------------------------------------
 
 constexpr unsigned kLanes = 128;
 constexpr unsigned kNormTile = 4096;
 constexpr unsigned kMostArrays = 1024;
 
-// Arguments of the launch: each array and the first of its tiles among those of all.
+// Launch arguments: each array, and the index of its first tile among all tiles.
 struct NormPage {
   unsigned count;
   struct {
@@ -211,7 +208,7 @@ struct LaneSpace {
   double at[kLanes];
 };
 
-// The lanes added in pairs, for all threads.
+// Adds the lanes in pairs; the sum in all threads.
 __device__ __forceinline__ double add_lanes(double lane) {
   auto& lanes = gpu::shared<LaneSpace>().at;
   lanes[threadIdx.x] = lane;
@@ -226,7 +223,7 @@ __device__ __forceinline__ double add_lanes(double lane) {
   return sum;
 }
 
-// A block per tile: the sum of its squares.
+// Grid: one block per tile; the sum of its squares.
 template <class T>
 __global__ void __launch_bounds__(kLanes)
     square_tiles(const __grid_constant__ NormPage page, double* sums) {
@@ -245,7 +242,7 @@ __global__ void __launch_bounds__(kLanes)
   if (threadIdx.x == 0) sums[tile] = sum;
 }
 
-// A block per array: the sums of its tiles, tile by tile, until one is left.
+// Grid: one block per array; sums its tiles, tile by tile, until one number remains.
 __global__ void __launch_bounds__(kLanes)
     finish_norms(const __grid_constant__ NormPage page, double* sums, double* norms) {
   const auto& array = page.arrays[blockIdx.x];
@@ -258,7 +255,7 @@ __global__ void __launch_bounds__(kLanes)
       const size_t end = left < (tile + 1) * kNormTile ? left : (tile + 1) * kNormTile;
       for (size_t i = tile * kNormTile + threadIdx.x; i < end; i += kLanes)
         lane = __dadd_rn(lane, mine[i]);
-      const double sum = add_lanes(lane);  // nobody reads this place any more
+      const double sum = add_lanes(lane);  // no thread reads this place again
       if (threadIdx.x == 0) mine[tile] = sum;
     }
     __syncthreads();
@@ -283,7 +280,7 @@ size_t norm_tiles(const Array& array) { return (array.count + kNormTile - 1) / k
 
 void CudaKernels::norm(std::span<const Array> arrays, Dtype dtype, double* norms,
                        Workspace workspace, Queue queue) {
-  check(norm_workspace_bytes(arrays) <= workspace.bytes, "the workspace of norm is too small");
+  check(norm_workspace_bytes(arrays) <= workspace.bytes, "norm: the workspace is too small");
   const OnDevice on(queue);
   auto* const sums = static_cast<double*>(workspace.data);
   for (size_t done = 0; done < arrays.size(); done += kMostArrays) {

@@ -1,4 +1,4 @@
-// What the host side of every kernel needs: errors, the caller's device, and dtypes as types.
+// Host code of every kernel: errors, the current device, and dtypes as types.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
   throw InternalError(text);
 }
 
-// The device of a call is the thread's current one while this lives.
+// Makes the device of a call the thread's current one during its lifetime.
 class OnDevice {
  public:
   explicit OnDevice(Queue queue) {
@@ -39,7 +39,7 @@ class OnDevice {
   bool changed_ = false;
 };
 
-// Multiprocessors of the current device.
+// Number of multiprocessors of the current device.
 inline unsigned multiprocessors() {
   int device = 0, count = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
@@ -48,7 +48,7 @@ inline unsigned multiprocessors() {
   return static_cast<unsigned>(count);
 }
 
-// Enough blocks of `threads` for `count` items, and not more than a few for each multiprocessor.
+// Number of blocks of `threads` for `count` items, at most a few per multiprocessor.
 inline unsigned blocks_for(size_t count, unsigned threads) {
   const size_t needed = (count + threads - 1) / threads;
   return static_cast<unsigned>(std::clamp<size_t>(needed, 1, size_t{16} * multiprocessors()));
@@ -59,7 +59,7 @@ struct Type {
   using type = T;
 };
 
-// Calls f(Type<T>{}) for the C++ type of a dtype of floats.
+// Calls f(Type<T>{}) with the C++ type of a float dtype.
 template <class F>
 void with_float(Dtype dtype, F f) {
   switch (dtype) {
@@ -79,14 +79,14 @@ void with_float(Dtype dtype, F f) {
     case Dtype::boolean:
       break;
   }
-  throw InvalidArgument(std::string(name_of(dtype)) + " is no float dtype");
+  throw InvalidArgument(std::string(name_of(dtype)) + " is not a float dtype");
 }
 
 // The same for u and v: float32 or float64.
 template <class F>
 void with_wide(Dtype dtype, F f) {
   if (dtype == Dtype::float64) return f(Type<double>{});
-  check(dtype == Dtype::float32, "u and v are float32 or float64");
+  check(dtype == Dtype::float32, "u and v must be float32 or float64");
   f(Type<float>{});
 }
 

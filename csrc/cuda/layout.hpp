@@ -1,4 +1,4 @@
-// The workspace of a step: where its parts lie, and the rows of its tables. Host code, no kernel.
+// The workspace of a step: the layout of its parts, and the rows of its tables. Host code only.
 #pragma once
 
 #include <vector>
@@ -9,14 +9,14 @@
 
 namespace pycomm::cuda {
 
-// A step as rows, before it has a workspace.
+// The tables of a step, without a workspace.
 struct Rows {
   std::vector<Piece> pieces;
   std::vector<Selection> selections;
   unsigned tiles = 0, units = 0, pool = 0;
 };
 
-// Room in the pool. Dense selections (above 1/16) read the whole tensors anyway.
+// Capacity of the pool. Dense selections (above 1/16) read the whole tensors instead.
 inline unsigned pool_capacity(size_t count, size_t k) {
   const size_t sparse = k <= count / 16 ? 4 * k : 0;
   return static_cast<unsigned>(std::min(count, sparse + kSample));
@@ -35,7 +35,7 @@ inline void add_piece(Rows& rows, const Piece& like, unsigned place) {
   rows.pieces.push_back(piece);
 }
 
-// Closes a selection whose pieces were added since `first_tile`.
+// Completes a selection whose pieces were added since `first_tile`.
 inline void add_selection(Rows& rows, Selection selection, unsigned first_tile, unsigned count,
                           unsigned capacity) {
   selection.count = count;
@@ -49,7 +49,8 @@ inline void add_selection(Rows& rows, Selection selection, unsigned first_tile, 
   rows.selections.push_back(selection);
 }
 
-// Hands out parts of the workspace, each aligned to 256 bytes. From null it only adds up.
+// Allocates from the workspace, aligned to 256 bytes. With a null workspace it only computes the
+// size.
 class BumpAllocator {
  public:
   explicit BumpAllocator(void* base) : base_(static_cast<char*>(base)) {}
@@ -65,8 +66,8 @@ class BumpAllocator {
   size_t bytes_ = 0;
 };
 
-// The tables of `rows` in a workspace; `bytes` becomes what they take. What lives on from step to
-// step comes first and depends on the number of selections alone.
+// Places the tables of `rows` in a workspace; `bytes` becomes their size. State kept between steps
+// comes first; its layout depends only on the number of selections.
 template <class V>
 Tables lay_out(const Rows& rows, void* workspace, size_t& bytes) {
   Tables t{};
@@ -92,7 +93,7 @@ Tables lay_out(const Rows& rows, void* workspace, size_t& bytes) {
   return t;
 }
 
-// Grids of the passes: enough for all units of work, few enough to start at once.
+// Grids of the passes: enough blocks for all units of work, few enough to be resident together.
 inline void size_passes(Tables& t) {
   const unsigned most = 4 * multiprocessors();
   t.select_blocks = std::clamp(std::max(t.tiles, t.selection_count), 1u, most);

@@ -1,5 +1,5 @@
-// Lean packets on the device. The format stands in kernels/lean.h, the meaning of the calls in
-// kernels/device_kernels.h.
+// Compact packets on the device. kernels/lean.h has the format, kernels/device_kernels.h the
+// contract of the calls.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -23,7 +23,7 @@ static_assert(kValueCodeCount == kValueCodes.size() && kGridReach == kReach);
 unsigned blocks_of(size_t k) { return static_cast<unsigned>((k + kGaps - 1) / kGaps); }
 unsigned runs_of(size_t k) { return std::max(1u, (blocks_of(k) + kRunBlocks - 1) / kRunBlocks); }
 
-// The workspace of a call; what it takes.
+// The workspace of a call, and its size.
 size_t lay_out(Writing& w, size_t k, void* workspace) {
   w.k = static_cast<unsigned>(k);
   w.block_count = blocks_of(k);
@@ -42,7 +42,7 @@ size_t lay_out(Reading& r, size_t k, size_t size, void* workspace) {
   r.k = static_cast<unsigned>(k);
   r.block_count = blocks_of(k);
   r.run_count = runs_of(k);
-  // Quotients and bitmaps have less than 2^32 bits; what is behind that much is no packet.
+  // Quotients and bitmaps have less than 2^32 bits; a longer packet is invalid.
   const size_t coded = std::min<size_t>(size, size_t{1} << 29);
   r.chunk_count = static_cast<unsigned>(std::max<size_t>(1, (coded + kChunk - 1) / kChunk));
   BumpAllocator allocator(workspace);
@@ -72,7 +72,7 @@ void CudaKernels::encode_lean(const Packet& packet, const LeanEncoding& encoding
   const size_t k = packet.count;
   Writing w{};
   check(lay_out(w, k, room.workspace.data) <= room.workspace.bytes,
-        "the workspace of encode_lean is too small");
+        "encode_lean: the workspace is too small");
   w.indices = packet.indices;
   w.values = packet.values;
   w.residual = encoding.residual;
@@ -87,7 +87,7 @@ void CudaKernels::encode_lean(const Packet& packet, const LeanEncoding& encoding
   cudaStream_t const stream = stream_of(queue);
   launch("measure", measure, {w.run_count, kLeanThreads, stream}, w);
   launch("settle", settle, {1, kTableThreads, stream}, w);
-  // A warp for each block of gaps, or a thread for each 32 bits of a bitmap.
+  // One warp per block of gaps, or one thread per 32 bits of a bitmap.
   const size_t items = std::max<size_t>(size_t{32} * w.block_count, encoding.count / 32);
   const gpu::Launch shape{blocks_for(items, kLeanThreads), kLeanThreads, stream};
   launch("write_indices", write_indices, shape, w);
@@ -104,7 +104,7 @@ void CudaKernels::decode_lean(const LeanPacket& packet, const LeanArrays& to, Qu
   const size_t k = packet.k;
   Reading r{};
   check(lay_out(r, k, packet.bytes.size(), to.workspace.data) <= to.workspace.bytes,
-        "the workspace of decode_lean is too small");
+        "decode_lean: the workspace is too small");
   r.bytes = reinterpret_cast<const uint8_t*>(packet.bytes.data());
   r.size = packet.bytes.size();
   r.indices = to.indices;

@@ -1,8 +1,8 @@
-// What both directions of lean packets share: bits in bytes that have no alignment, and sums that
-// one block makes over all rows of a table.
+// Shared by the encoder and the decoder of compact packets: bits in unaligned bytes, and sums that
+// one block computes over all rows of a table.
 //
-// kernels/lean.h has the format. Positions of bits are unsigned: the quotients of k gaps take k +
-// count bits at most, their parameters 61 for each 64 gaps, so both together less than 2^32.
+// kernels/lean.h has the format. Bit positions are unsigned: the quotients of k gaps take at most k
+// + count bits, their parameters 61 per 64 gaps, so both together less than 2^32.
 #pragma once
 
 #include "cuda/block.cuh"
@@ -12,8 +12,8 @@ namespace pycomm::cuda {
 
 inline constexpr unsigned kLeanThreads = 256;
 inline constexpr unsigned kLeanWarps = kLeanThreads / 32;
-inline constexpr unsigned kGaps = 64;            // of a block of the Rice code: two of each lane
-inline constexpr unsigned kRunBlocks = 32;       // of a run: one for each lane
+inline constexpr unsigned kGaps = 64;            // in a block of the Rice code: two per lane
+inline constexpr unsigned kRunBlocks = 32;       // in a run: one per lane
 inline constexpr unsigned kTableThreads = 1024;  // of the one block that sums a table
 inline constexpr unsigned kMostWidth = 30;       // of a remainder
 inline constexpr unsigned kLevelled = 4096;      // values that share levels
@@ -21,7 +21,7 @@ inline constexpr unsigned kShared = 256;         // int8 values that share a sca
 
 __host__ __device__ constexpr uint64_t bytes_for(uint64_t bits) { return (bits + 7) / 8; }
 
-// The lowest `bytes` of a number.
+// Stores the lowest `bytes` of a number.
 __device__ __forceinline__ void store_bytes(uint8_t* to, unsigned number, unsigned bytes) {
   for (unsigned i = 0; i < bytes; ++i) to[i] = static_cast<uint8_t>(number >> 8 * i);
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ unsigned load_bytes(const uint8_t* from, unsigned byt
   return number;
 }
 
-// `width` bits, at most kMostWidth of them; no byte is read that has none of these.
+// Loads `width` bits, at most kMostWidth. It reads no byte without any of these bits.
 __device__ __forceinline__ unsigned load_bits(const uint8_t* from, uint64_t at, unsigned width) {
   if (width == 0) return 0;
   uint64_t number = 0;
@@ -41,12 +41,12 @@ __device__ __forceinline__ unsigned load_bits(const uint8_t* from, uint64_t at, 
   return static_cast<unsigned>(number >> at % 8) & ((1u << width) - 1);
 }
 
-// Gaps of a block: 64, but of the last one.
+// Gaps of a block: 64, except in the last one.
 __device__ __forceinline__ unsigned gaps_of(unsigned block, unsigned k) {
   return min(kGaps, k - block * kGaps);
 }
 
-// What a thread of the one block has of a table: rows in order, about as many for each.
+// The rows of a table for a thread of the single block: in order, about equal numbers.
 struct Stretch {
   unsigned begin, end;
 };
@@ -56,8 +56,8 @@ __device__ __forceinline__ Stretch stretch_of(unsigned rows) {
   return {begin, min(rows, begin + each)};
 }
 
-// The sum of the rows before this thread's stretch; `total`, for the last thread, that of all.
-// A __syncthreads comes before the next call.
+// The sum of the rows before this thread's rows; `total`, in the last thread, the sum of all. The
+// caller must call __syncthreads before the next call.
 template <class T, class Row>
 __device__ __forceinline__ T sum_before(Stretch mine, T& total, Row row) {
   T sum = 0;

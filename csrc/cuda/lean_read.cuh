@@ -1,39 +1,39 @@
-// The bytes of a lean packet to indices and values, whatever the bytes are.
+// Decodes the bytes of a compact packet, which may be invalid, into indices and values.
 //
-//   count_ones        is the header the one that is expected; how many ones a kilobyte of the
-//                     bitmap or of the quotients has
-//   sum_ones          one block: how many there are before each kilobyte
-//   place_ones        where each one lies: of a bitmap the indices themselves; a list is checked
-//   read_parameters   one block: the parameters, and where the remainders of each block begin
-//   sum_gaps          a warp for each block of gaps: what they add up to
-//   sum_runs          one block: what goes before each run of 32; whether all of it is a packet
-//   read_indices      a warp for each block: the indices; all values. Or -1 and 0
+//   count_ones        checks the header; counts the ones in each kilobyte of the bitmap or of the
+//                     quotients
+//   sum_ones          one block: the number of ones before each kilobyte
+//   place_ones        the position of each one; in a bitmap these are the indices. Checks a list
+//   read_parameters   one block: the parameters, and the offset of the remainders of each block
+//   sum_gaps          one warp per block of gaps: their sum
+//   sum_runs          one block: the sum before each run of 32; checks the whole packet
+//   read_indices      one warp per block: the indices; all values. Or -1 and 0
 //
-// What a launch finds wrong stops those behind it: no byte leads outside of the packet or of the
-// workspace, and an index is written when it is known to be one.
+// An error in one launch stops the later ones. No byte causes an access outside the packet or the
+// workspace, and an index is written only after it was validated.
 #pragma once
 
 #include "cuda/lean_values.cuh"
 
 namespace pycomm::cuda {
 
-inline constexpr unsigned kChunk = 4 * kLeanThreads;  // bytes in which a block counts ones
+inline constexpr unsigned kChunk = 4 * kLeanThreads;  // bytes per block in count_ones
 
 // A block of gaps.
 struct BlockPlace {
   unsigned parameter;
-  unsigned remainders;  // 8 bytes each, of the blocks before it
-  unsigned sum;         // of what its indices grow by
+  unsigned remainders;  // of the blocks before it, in units of 8 bytes
+  unsigned sum;         // of the increments of its indices
 };
 struct Verdict {
-  unsigned bad;       // set by launches of one block, and by the first
+  unsigned bad;       // set by single-block launches and the first launch
   unsigned unsorted;  // set by any thread
   unsigned index_code, value_code;
   uint64_t index_at, index_bytes;
   uint64_t quotient_bytes;
 };
 
-// Arguments of every launch. What a good packet of k of `count` may have is known beforehand.
+// Arguments of every launch. The limits of a valid packet of k of `count` are known beforehand.
 struct Reading {
   const uint8_t* bytes;
   uint64_t size;
@@ -41,19 +41,19 @@ struct Reading {
   float* values;
   unsigned* refused;
   Verdict* verdict;
-  unsigned* ones;      // [block_count + k] where each one lies
-  unsigned* chunks;    // [chunk_count] ones in each, later before each
+  unsigned* ones;      // [block_count + k] position of each one
+  unsigned* chunks;    // [chunk_count] ones in each; later: before each
   BlockPlace* blocks;  // [block_count]
-  uint64_t* runs;      // [run_count] what the indices of each grow by, later before each
+  uint64_t* runs;      // [run_count] index increments in each; later: before each
   uint64_t value_bytes[kValueCodeCount], least[3], most[3];
   unsigned k, count;
   unsigned block_count, run_count, chunk_count;
   unsigned start;
   unsigned head_bytes;
-  uint8_t head[kLeanHead];  // but for the codes
+  uint8_t head[kLeanHead];  // without the codes
 };
 
-// Whether bits behind the last value are zeros.
+// Whether the bits after the last value are zero.
 __device__ __forceinline__ bool end_in_zeros(const Reading& r, unsigned code, uint64_t end) {
   const unsigned width = code == kTwoBit ? 2 : code == kOneBit ? 1 : code == kThreeBit ? 3 : 0;
   const unsigned used = width * (r.k % 8) % 8;
@@ -74,7 +74,7 @@ __device__ __forceinline__ Verdict read_head(const Reading& r) {
   return {0, 0, index_code, value_code, at, r.size - at, 0};
 }
 
-// 32 bits of the indices; behind their end, zeros.
+// 32 bits of the indices; zeros after their end.
 __device__ __forceinline__ unsigned word_at(const Reading& r, const Verdict& v, unsigned chunk) {
   const uint64_t at = uint64_t{chunk} * kChunk + 4 * threadIdx.x;
   if (at >= v.index_bytes) return 0;
@@ -82,7 +82,7 @@ __device__ __forceinline__ unsigned word_at(const Reading& r, const Verdict& v, 
                     static_cast<unsigned>(min(uint64_t{4}, v.index_bytes - at)));
 }
 
-// A block for each chunk.
+// Grid: one block per chunk.
 __global__ void __launch_bounds__(kLeanThreads) count_ones(const __grid_constant__ Reading r) {
   auto& found = gpu::shared<Verdict>();
   if (threadIdx.x == 0) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ void read_list(const Reading& r, const Verdict& v) {
   }
 }
 
-// A block for each chunk.
+// Grid: one block per chunk.
 __global__ void __launch_bounds__(kLeanThreads) place_ones(const __grid_constant__ Reading r) {
   if (r.verdict->bad != 0) return;
   const Verdict v{0, 0, r.verdict->index_code, 0, r.verdict->index_at, r.verdict->index_bytes, 0};
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kLeanThreads) place_ones(const __grid_constant
   }
 }
 
-// How many zeros there are before a one.
+// The number of zeros before a one.
 __device__ __forceinline__ unsigned zeros_before(const Reading& r, unsigned rank) {
   return r.ones[rank] - (rank == 0 ? 0 : r.ones[rank - 1] + 1);
 }
@@ -156,8 +156,8 @@ __device__ __forceinline__ int step_at(const Reading& r, unsigned block) {
   return number % 2 == 1 ? static_cast<int>(number / 2) + 1 : -static_cast<int>(number / 2);
 }
 
-// Whether the quotients end where the remainders begin, and those where the bytes do, with zeros
-// behind their last bits. Called by one thread.
+// Whether the quotients end at the start of the remainders, these at the end of the packet, and
+// padding is zero. Called by one thread.
 __device__ __forceinline__ bool planes_fit(const Reading& r, Verdict& v, unsigned widths) {
   const unsigned last = r.block_count - 1;
   const uint64_t remainders = uint64_t{kGaps} * (widths - r.blocks[last].parameter) +
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kTableThreads)
   *r.verdict = v;
 }
 
-// What the index of a gap grows by, where there is one.
+// The index increment of a gap; 0 if there is none.
 __device__ __forceinline__ uint64_t growth(const Reading& r, const Verdict& v, unsigned block,
                                            unsigned place) {
   if (place >= gaps_of(block, r.k)) return 0;
@@ -219,7 +219,7 @@ struct SumSpace {
   unsigned sum[kRunBlocks];
 };
 
-// A block for each run.
+// Grid: one block per run.
 __global__ void __launch_bounds__(kLeanThreads) sum_gaps(const __grid_constant__ Reading r) {
   if (r.verdict->bad != 0 || r.verdict->index_code != 2) return;
   const Verdict v{
@@ -231,8 +231,8 @@ __global__ void __launch_bounds__(kLeanThreads) sum_gaps(const __grid_constant__
     const unsigned block = first + j;
     if (block < r.block_count) {
       const unsigned n = gaps_of(block, r.k), rank = r.block_count + block * kGaps;
-      // The quotients of a block take 3n bits at most, by the choice of its parameter; so nothing
-      // below wraps.
+      // The quotients of a block take at most 3n bits, by the choice of its parameter, so the sums
+      // below do not wrap.
       const bool sound = r.ones[rank + n - 1] - r.ones[rank - 1] <= 3 * n;
       if (sound) sum = sum_lanes(growth(r, v, block, 2 * lane) + growth(r, v, block, 2 * lane + 1));
       if (lane == 0) {

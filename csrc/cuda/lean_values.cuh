@@ -1,5 +1,5 @@
-// Values to the bytes of a lean packet, a thread block for 4096 that share levels, and back, a
-// thread for each. Sums are made as the processor makes them: in float64, in 128 lanes that are
+// Encodes the values of a compact packet, one thread block per 4096 that share levels, and decodes
+// them, one thread per value. Sums are computed as on the CPU: in float64, in 128 lanes that are
 // then added in pairs.
 #pragma once
 
@@ -7,15 +7,15 @@
 
 namespace pycomm::cuda {
 
-inline constexpr unsigned kValueThreads = 128;   // the lanes of a sum
+inline constexpr unsigned kValueThreads = 128;   // lanes of a sum
 inline constexpr unsigned kNaNLevel = 0x7fc0;    // bfloat16
-inline constexpr unsigned kMostLevel = 0x7f7f;   // the largest finite one
-inline constexpr unsigned kGridReach = 8 * 128;  // of the levels of a block of 3bit values
+inline constexpr unsigned kMostLevel = 0x7f7f;   // the largest finite bfloat16
+inline constexpr unsigned kGridReach = 8 * 128;  // range of the levels of 3bit values
 
 // As in kernels/lean.h.
 enum : unsigned { kFloat32, kBfloat16, kInt8, kTwoBit, kOneBit, kThreeBit, kValueCodeCount };
 
-// Of a whole block.
+// For a whole block.
 __device__ __forceinline__ unsigned levelled_bytes(unsigned code) {
   switch (code) {
     case kFloat32:
@@ -34,7 +34,7 @@ __device__ __forceinline__ unsigned levelled_bytes(unsigned code) {
   return 0;
 }
 
-// Bits of a magnitude as bfloat16, by its number on a grid.
+// The bfloat16 bits of a magnitude, by its number on the grid.
 __device__ __forceinline__ unsigned grid_level(unsigned low, unsigned step, unsigned number) {
   return low > kMostLevel ? kNaNLevel : min(low + number * step + step / 2, kMostLevel);
 }
@@ -43,7 +43,7 @@ __device__ __forceinline__ float from_level(unsigned level) {
   return canonical(__uint_as_float(level << 16));
 }
 
-// The i-th value of a block, as the bytes say.
+// Decodes the i-th value of a block.
 __device__ __forceinline__ float read_value(unsigned code, const uint8_t* from, unsigned i) {
   switch (code) {
     case kFloat32:
@@ -87,7 +87,7 @@ __device__ __forceinline__ float magnitude_at(unsigned i) {
   return from_magnitude<float>(magnitude(gpu::shared<ValueSpace>().value[i]));
 }
 
-// Sums of the magnitudes up to a limit and of those above it, and how many are above.
+// Sums of the magnitudes up to a limit and above it, and the number above.
 struct Halves {
   double below, above;
   unsigned count;
@@ -120,7 +120,7 @@ __device__ __forceinline__ Halves split_at(unsigned n, float limit) {
   return all;
 }
 
-// The largest float32 up to a limit: the same float32 are above both.
+// The largest float32 up to a limit; it separates the same float32 values.
 __device__ __forceinline__ float limit_of(double limit) {
   const float near = static_cast<float>(limit);
   return static_cast<double>(near) > limit ? __uint_as_float(bits_as<uint32_t>(near) - 1) : near;
@@ -130,8 +130,8 @@ __device__ __forceinline__ unsigned level_of(double mean) {
   return min(unsigned{bits_as<uint16_t>(narrow<Bfloat16>(static_cast<float>(mean)))}, kMostLevel);
 }
 
-// The levels of a block, and what is above the limit has the higher one: means of what lies on
-// either side of it; first the limit is the mean of all, then, twice, the middle between the
+// The two levels of a block: the means of the magnitudes on either side of a limit; those above it
+// get the higher level. The limit is first the mean of all, then, twice, the midpoint of the
 // levels.
 struct Levels {
   unsigned low, high;
@@ -157,7 +157,7 @@ __device__ __forceinline__ Levels find_levels(unsigned code, unsigned n) {
   }
 }
 
-// A sign, and with two bits which level: a byte at a time.
+// Packs a sign and, with two bits, the level: a byte at a time.
 __device__ __forceinline__ void write_levelled(unsigned code, unsigned n, uint8_t* to) {
   const Levels levels = find_levels(code, n);
   const unsigned width = code == kTwoBit ? 2 : 1, each = 8 / width;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void write_levelled(unsigned code, unsigned n, uint8_
   }
 }
 
-// The least and the largest upper half of the magnitudes of a block.
+// The smallest and the largest upper half of the magnitudes of a block.
 struct ValueRange {
   unsigned least, largest;
 };
@@ -202,7 +202,7 @@ __device__ __forceinline__ ValueRange find_range(unsigned n) {
   return range;
 }
 
-// A sign, and a number on a grid of four: eight values at a time, which are three bytes.
+// Packs a sign and a number on a grid of four: eight values at a time, which take three bytes.
 __device__ __forceinline__ void write_gridded(unsigned n, uint8_t* to) {
   const ValueRange range = find_range(n);
   unsigned low = kNaNLevel, step = 0;
@@ -224,12 +224,11 @@ __device__ __forceinline__ void write_gridded(unsigned n, uint8_t* to) {
   }
 }
 
-// A warp for each scale, the largest magnitude / 127; NaN where a value is not finite.
+// One warp per scale: the largest magnitude / 127; NaN if a value is not finite.
 __device__ __forceinline__ void write_scaled(unsigned n, uint8_t* to) {
-  constexpr float kRound =
-      12582912;  // within 2^22, adding it rounds to a whole number, ties to even
+  constexpr float kRound = 12582912;  // within 2^22, adding it rounds to an integer, ties to even
   const float most = divide(__uint_as_float(0x7f7fffffu), 127.f);
-  const float most_scale = __uint_as_float(bits_as<uint32_t>(most) - 1);  // times 127 it is finite
+  const float most_scale = __uint_as_float(bits_as<uint32_t>(most) - 1);  // finite times 127
   const unsigned lane = gpu::lane_id();
   for (unsigned first = threadIdx.x / 32 * kShared; first < n;
        first += kValueThreads / 32 * kShared) {
@@ -255,7 +254,8 @@ __device__ __forceinline__ void write_scaled(unsigned n, uint8_t* to) {
   }
 }
 
-// The values of a block that lie in shared memory. A __syncthreads comes before they are read back.
+// Copies the values of a block to shared memory. The caller must call __syncthreads before it reads
+// them.
 __device__ __forceinline__ void write_levels(unsigned code, unsigned n, uint8_t* to) {
   if (code == kInt8) return write_scaled(n, to);
   if (code == kThreeBit) return write_gridded(n, to);
@@ -269,7 +269,7 @@ __device__ __forceinline__ void write_levels(unsigned code, unsigned n, uint8_t*
   }
 }
 
-// V: what comes in, and the residual: residual = residual + (value - what was written).
+// V: type of the input and of the residual. residual = residual + (value - encoded value).
 template <class V>
 __global__ void __launch_bounds__(kValueThreads) write_values(const __grid_constant__ Writing w) {
   if (w.choice->all.bad) return;

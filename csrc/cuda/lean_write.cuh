@@ -1,14 +1,14 @@
-// Indices to the bytes of a lean packet, by the code of the fewest.
+// Encodes the indices of a compact packet, with the smallest code.
 //
-//   measure          a warp for each block of gaps: its parameter and how many bits it takes; a
-//                    thread block adds those of a run of 32
-//   settle           one block: where the bits of each run begin; the code, the header, the length
-//   write_indices    a warp for each block: remainders, in place; quotients, as ones in a plane of
-//                    whole words, as a byte has bits of several blocks
-//   copy_quotients   that plane to its place behind the values, where nothing is aligned
+//   measure          one warp per block of gaps: its parameter and its number of bits; a thread
+//                    block sums them for a run of 32
+//   settle           one block: the bit offset of each run; the code, the header, the length
+//   write_indices    one warp per block: remainders, in place; quotients, as ones in an array of
+//                    whole words, because a byte has bits of several blocks
+//   copy_quotients   copies that array to its unaligned position after the values
 //
-// Values are lean_values.cuh's. Where the indices do not ascend, `settle` says so, and nobody
-// writes.
+// lean_values.cuh encodes the values. If the indices do not ascend, `settle` records it, and later
+// launches write nothing.
 #pragma once
 
 #include "cuda/decode.cuh"
@@ -16,23 +16,23 @@
 
 namespace pycomm::cuda {
 
-// A block of gaps: its parameter, and how many bits its quotients take.
+// A block of gaps: its parameter, and the number of bits of its quotients.
 struct GapBits {
   unsigned parameter, quotients;
 };
-// The bits of a run, later of all runs before it.
+// The bits of a run; later: of all earlier runs.
 struct RunBits {
-  unsigned steps;  // from parameter to parameter
+  unsigned steps;  // bits of the parameters
   unsigned quotients;
   unsigned remainders;
-  bool bad;  // indices that do not ascend within the array
+  bool bad;  // the indices do not ascend within the array
 };
 struct Choice {
   RunBits all;
   unsigned code;
 };
 
-// Arguments of every launch. `code` is 3 where it is to be chosen.
+// Arguments of every launch. `code` 3: choose the smallest.
 inline constexpr unsigned kLeanHead = 14;
 struct Writing {
   const int32_t* indices;
@@ -42,18 +42,18 @@ struct Writing {
   uint64_t* bytes;
   GapBits* blocks;  // [block_count]
   RunBits* runs;    // [run_count]
-  unsigned* ones;   // [word_count]: the plane of quotients
+  unsigned* ones;   // [word_count] bits of the quotients
   Choice* choice;
   uint64_t value_bytes;
   unsigned k, count;
   unsigned block_count, run_count, word_count;
   unsigned code, value_code;
-  unsigned start;  // the parameter before the first
+  unsigned start;  // the predecessor of the first parameter
   unsigned head_bytes;
   uint8_t head[kLeanHead];  // of index code 0
 };
 
-// The gaps 2 * lane and 2 * lane + 1 of a block; those that are not there are 0.
+// The gaps 2 * lane and 2 * lane + 1 of a block; 0 after its end.
 struct GapPair {
   unsigned gap[2];
   bool bad;
@@ -73,7 +73,7 @@ __device__ __forceinline__ GapPair load_gaps(const Writing& w, unsigned block) {
   return pair;
 }
 
-// The sum over the block of (gap / 2^b + 1) / 2, or more than 2^20 where it is more.
+// The sum over the block of (gap / 2^b + 1) / 2, exact up to 2^20.
 __device__ __forceinline__ unsigned halves(const GapPair& pair, unsigned b) {
   unsigned sum = 0;
 #pragma unroll
@@ -81,7 +81,7 @@ __device__ __forceinline__ unsigned halves(const GapPair& pair, unsigned b) {
   return sum_lanes(sum);
 }
 
-// The least b for which they are at most n.
+// The smallest b for which the sum is at most n.
 __device__ __forceinline__ unsigned find_parameter(const GapPair& pair, unsigned n) {
   unsigned low = 0, high = kMostWidth;
   while (low < high) {
@@ -94,13 +94,13 @@ __device__ __forceinline__ unsigned find_parameter(const GapPair& pair, unsigned
   return low;
 }
 
-// The unary number that says how a parameter follows another.
+// The unary number that encodes the difference between two parameters.
 __device__ __forceinline__ unsigned zigzag(unsigned from, unsigned to) {
   return to > from ? 2 * (to - from) - 1 : 2 * (from - to);
 }
 
 struct MeasureSpace {
-  GapBits block[kRunBlocks + 1];  // of a run, behind the one before it
+  GapBits block[kRunBlocks + 1];  // of a run, after the block before it
 };
 
 __global__ void __launch_bounds__(kLeanThreads) measure(const __grid_constant__ Writing w) {
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kLeanThreads) measure(const __grid_constant__ 
   if (lane == 0) w.runs[run] = sum;
 }
 
-// The code, the header and the length. Called by one thread.
+// Writes the code, the header and the length. Called by one thread.
 __device__ __forceinline__ void choose(const Writing& w, const RunBits& all) {
   const uint64_t quotients = uint64_t{all.steps} + all.quotients;
   const uint64_t bytes[3] = {uint64_t{4} * w.k, bytes_for(w.count),
@@ -179,7 +179,7 @@ struct RemainderSpace {
   unsigned number[kLeanWarps][kGaps];
 };
 
-// The remainders of a block, `width` bits each. Called by a warp.
+// Writes the remainders of a block, `width` bits each. Called by a warp.
 __device__ __forceinline__ void write_remainders(const GapPair& pair, unsigned n, unsigned width,
                                                  uint8_t* to) {
   auto& numbers = gpu::shared<RemainderSpace>().number[threadIdx.x / 32];
@@ -221,7 +221,7 @@ __device__ __forceinline__ void write_block(const Writing& w, const RunBits& all
   if (lane == 0) put_one(w.ones, before.steps + step_to(block));
   const unsigned first = pair.gap[0] >> width, second = pair.gap[1] >> width;
   const unsigned upto = scan_lanes(first + second + 2);
-  const unsigned at = all.steps + before.quotients + upto - second - 2;  // of the first gap's one
+  const unsigned at = all.steps + before.quotients + upto - second - 2;  // the one of the first gap
   if (2 * lane < n) put_one(w.ones, at);
   if (2 * lane + 1 < n) put_one(w.ones, at + 1 + second);
 
@@ -230,7 +230,7 @@ __device__ __forceinline__ void write_block(const Writing& w, const RunBits& all
   if (width > 0) write_remainders(pair, n, width, remainders + before.remainders / 8);
 }
 
-// 32 bits of the bitmap, at a time.
+// Writes the bitmap, 32 bits at a time.
 __device__ __forceinline__ void write_bitmap(const Writing& w, uint8_t* to) {
   const unsigned bytes = static_cast<unsigned>(bytes_for(w.count));
   const Entries indices{w.indices, nullptr, w.k};

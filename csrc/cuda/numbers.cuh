@@ -1,6 +1,4 @@
-// Element types as kernels see them: magnitudes as integers, four elements at a time, rounding.
-//
-// Included by the other .cuh files of this folder.
+// Element types in kernels: magnitudes as integers, accesses of four elements, rounding.
 #pragma once
 
 #include <cstring>
@@ -28,7 +26,7 @@ __device__ __forceinline__ To bits_as(const From& from) {
   return to;
 }
 
-// The type of the arithmetic: float64 for itself, else float32.
+// The arithmetic type: float64 for float64, else float32.
 template <class T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -39,7 +37,7 @@ __device__ __forceinline__ Wide<T> widen(T x) {
   if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) return x;
 }
 
-// Rounds to nearest even, once; a NaN becomes the one quiet NaN of the type.
+// Rounds to nearest even, once; a NaN becomes the quiet NaN of the type.
 template <class To, class From>
 __device__ __forceinline__ To narrow(From x) {
   if constexpr (std::is_same_v<To, Half>) {
@@ -57,7 +55,7 @@ __device__ __forceinline__ To narrow(From x) {
   }
 }
 
-// A NaN that was computed has the same bits on every device.
+// Gives a computed NaN the same bits on every device.
 __device__ __forceinline__ float canonical(float x) {
   return x == x ? x : __uint_as_float(0x7fc00000u);
 }
@@ -74,8 +72,8 @@ __device__ __forceinline__ double multiply(double a, double b) { return __dmul_r
 __device__ __forceinline__ float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 __device__ __forceinline__ double fused(double a, double b, double c) { return __fma_rn(a, b, c); }
 
-// Four elements as one or two accesses of 16 bytes, or one of 8 or 4. `p` is aligned to all four of
-// them, or to 16 bytes.
+// Accesses four elements with one or two 16-byte accesses, or one of 8 or 4 bytes. `p` is aligned
+// to all four elements, or to 16 bytes.
 template <class T>
 struct Quad {
   T at[4];
@@ -114,8 +112,8 @@ __device__ __forceinline__ void store_quad(T* p, const Quad<T>& value) {
   }
 }
 
-// The magnitude of a number is its bits without the sign: integers that order as the numbers do,
-// NaN above infinity.
+// The magnitude of a number: its bits without the sign. As integers they order like the numbers,
+// with NaN above infinity.
 template <class V>
 using Key = std::conditional_t<sizeof(V) == 8, uint64_t, uint32_t>;
 
@@ -131,7 +129,7 @@ __device__ __forceinline__ V from_magnitude(Key<V> key) {
   return bits_as<V>(static_cast<Word<V>>(key));
 }
 
-// A radix select looks at keys digit by digit, the highest first.
+// A radix select processes keys digit by digit, highest first.
 template <class V>
 inline constexpr unsigned kDigits = sizeof(V) == 8   ? 6
                                     : sizeof(V) == 4 ? 3
@@ -149,8 +147,8 @@ __host__ __device__ constexpr unsigned digit_shift(unsigned digit) {
   for (unsigned d = 0; d <= digit; ++d) shift -= digit_bits<V>(d);
   return shift;
 }
-// Where the bins of a digit begin in the histograms of a selection. After the last digit come those
-// of a second rank's second digit.
+// Offset of the bins of a digit in the histograms of a selection. The second digit of the second
+// rank follows the last digit.
 template <class V>
 __host__ __device__ constexpr unsigned first_bin(unsigned digit) {
   unsigned bin = 0;

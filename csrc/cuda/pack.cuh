@@ -1,8 +1,10 @@
-// Exactly k elements of every selection, in the order of their indices; ties go to the lower index.
+// Writes exactly k elements of every selection, in index order; of equal magnitudes the lower index
+// wins.
 //
 // A unit is a run of kRun tiles of one selection, shared by the warps of a block. The first pass
-// counts what each unit and warp has above and at the k-th magnitude; the second adds up what
-// stands before it and writes. The order follows from places, never from who came first.
+// counts the elements above and at the k-th magnitude for each unit and warp; the second sums the
+// counts of earlier units and writes. So the order depends on positions only, not on the order of
+// execution.
 #pragma once
 
 #include "cuda/tables.cuh"
@@ -17,7 +19,7 @@ struct CountSpace {
   Counts before;
 };
 
-// Sums over the warp, for all its lanes.
+// Sums over the warp, in all lanes.
 __device__ __forceinline__ Counts sum_warp(Counts c) {
   for (int by = 16; by > 0; by /= 2) {
     c.greater += __shfl_xor_sync(gpu::kFullWarp, c.greater, by);
@@ -26,7 +28,7 @@ __device__ __forceinline__ Counts sum_warp(Counts c) {
   return c;
 }
 
-// The tiles of a unit that belong to this warp: visit(items, piece).
+// Calls visit(items, piece) for the tiles of a unit of this warp.
 template <class V, class Visit>
 __device__ __forceinline__ void each_tile(const Tables& t, unsigned s, unsigned unit, Visit visit) {
   const Selection& selection = t.selections[s];
@@ -71,7 +73,7 @@ __device__ __forceinline__ void count_unit(const Tables& t, unsigned s, unsigned
   __syncthreads();
 }
 
-// What lies before this warp's tiles in the selection.
+// The counts before this warp's tiles in the selection.
 __device__ __forceinline__ Counts counts_before(const Tables& t, unsigned s, unsigned unit) {
   auto& space = gpu::shared<CountSpace>();
   const unsigned warp = threadIdx.x / 32;
@@ -102,7 +104,7 @@ __device__ __forceinline__ bool is_finite(V x) {
   return widen(x) - widen(x) == Wide<V>{0};
 }
 
-// An element that is sent leaves u and v.
+// Clears a sent element in u and v.
 template <class V>
 __device__ __forceinline__ void take(const Tables& t, const Piece& piece, unsigned i, void* u_value,
                                      V value) {
@@ -144,7 +146,7 @@ __device__ __forceinline__ void write_unit(const Tables& t, unsigned s, unsigned
   });
 }
 
-// The packet of a step that did not happen: the first k places, with nothing.
+// The packet of a skipped step: the first k indices, with zero values.
 template <class V>
 __device__ __forceinline__ void write_nothing(const Tables& t, unsigned rank) {
   for (unsigned s = 0; s < t.selection_count; ++s) {
@@ -158,7 +160,7 @@ __device__ __forceinline__ void write_nothing(const Tables& t, unsigned rank) {
   }
 }
 
-// 2 * pack_blocks blocks. kTake: what is sent leaves u and v.
+// Grid: 2 * pack_blocks blocks. kTake: clear sent elements in u and v.
 template <class V, bool kTake>
 __global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ Tables t) {
   const Turn turn = take_turn(t.header->pack, t.pack_blocks);

@@ -1,5 +1,5 @@
-// Kernels on packets: rollback, masking, scatter, decode, encode. The formulas stand in
-// kernels/device_kernels.h.
+// Kernels on packets: rollback, masking, scatter, decode, encode. kernels/device_kernels.h has the
+// formulas.
 #include "cuda/cuda_kernels.h"
 #include "cuda/decode.cuh"
 #include "cuda/host.hpp"
@@ -10,8 +10,7 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 
-// ---- rollback
-// -------------------------------------------------------------------------------------
+// ---- rollback -----------------------------------------------------------------------------------
 
 struct SentPiece {
   void* u;
@@ -25,7 +24,7 @@ struct SentSelection {
   unsigned k, first;
   unsigned first_piece, pieces;  // of the page
 };
-// A selection with more pieces than a page has goes through several pages.
+// A selection with more pieces than a page uses several pages.
 struct SentPage {
   unsigned pieces, selections;
   SentPiece piece[320];
@@ -43,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
   const unsigned part = blockIdx.x % kBlocksEach;
   for (unsigned i = part * kThreads + threadIdx.x; i < s.k; i += kBlocksEach * kThreads) {
     const int64_t place = int64_t{s.indices[i]} - s.first;
-    unsigned low = 0, high = s.pieces;  // the last piece that begins at or before this place
+    unsigned low = 0, high = s.pieces;  // the last piece that begins at or before this position
     while (high - low > 1) {
       const unsigned middle = (low + high) / 2;
       if (page.piece[s.first_piece + middle].place <= place)
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Calls f(page) for pages that have all pieces of all selections between them.
+// Calls f(page) for pages that together have all pieces of all selections.
 template <class F>
 void each_page(const DgcTables& tables, F f) {
   SentPage page{};
@@ -86,8 +85,7 @@ void each_page(const DgcTables& tables, F f) {
   flush();
 }
 
-// ---- single elements
-// --------------------------------------------------------------------------------
+// ---- single elements ----------------------------------------------------------------------------
 
 template <class V>
 __global__ void __launch_bounds__(kThreads)
@@ -120,7 +118,7 @@ struct EncodedPacket {
   PacketHeader header;
 };
 
-// V: what comes in; T: what travels.
+// V: type of the values; T: type in the packet.
 template <class T, class V>
 __global__ void __launch_bounds__(kThreads)
     write_packet(const __grid_constant__ EncodedPacket to, Entries from, V* residual,
@@ -145,10 +143,9 @@ Entries entries(const Packet& packet) {
   return {packet.indices, packet.values, static_cast<unsigned>(packet.count)};
 }
 
-// ---- decode
-// -----------------------------------------------------------------------------------------
+// ---- decode -------------------------------------------------------------------------------------
 
-// Calls f(decoding, shape) for launches that cover the chain between them.
+// Calls f(decoding, shape) for launches that together cover all arrays.
 template <class Real, class F>
 void each_decoding(const Chain& chain, std::span<const Packet> packets, cudaStream_t stream, F f) {
   if (packets.size() > kMostPackets)

@@ -1,4 +1,4 @@
-// The n-ary reduction of dense.cu, for kernels that users call and for the stream engine alike.
+// The n-ary reduction of dense.cu, for user kernels and the stream engine.
 #pragma once
 
 #include <span>
@@ -7,14 +7,14 @@
 
 namespace pycomm::cuda {
 
-// `avg` divides by `size`, which is the number of inputs unless some of them are sums already.
+// `avg` divides by `size`: the number of inputs, or more if some inputs are partial sums.
 struct Reducing {
   ReduceOp op;
   unsigned size;
 };
 
 // out[i] = xs[0][i] (+) xs[1][i] (+) ..., left to right. Throws Unsupported for more than 1024
-// inputs and for pairs without a meaning.
+// inputs and for undefined pairs.
 void reduce_into(TypedArray out, std::span<const void* const> xs, Reducing what, Queue queue);
 
 }  // namespace pycomm::cuda

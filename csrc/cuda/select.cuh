@@ -1,15 +1,15 @@
 // The exact k-th magnitude of every selection: a radix select whose passes are one launch.
 //
-// Pass d counts digit d of the keys that agree with the k-th in all digits above. The last pass
-// settles: the k-th magnitude, how many equal ones belong to the k, and the floor of the next step.
-// For the floor a second rank, 1.5k, is followed through the first two digits.
+// Pass d counts digit d of the keys that agree with the k-th in all higher digits. The last pass
+// computes the k-th magnitude, the number of equal ones among the k, and the lower bound of the
+// next step. For that bound a second rank, 1.5k, is followed through the first two digits.
 #pragma once
 
 #include "cuda/tables.cuh"
 
 namespace pycomm::cuda {
 
-// A rank on its way through the digits.
+// State of a rank across the digits.
 template <class V>
 struct Rank {
   Key<V> prefix;
@@ -21,7 +21,7 @@ __device__ __forceinline__ unsigned digit_of(Key<V> key, unsigned digit) {
   return static_cast<unsigned>(key >> digit_shift<V>(digit)) & ((1u << digit_bits<V>(digit)) - 1);
 }
 
-// Whether two keys agree above a digit.
+// Whether two keys agree in the digits above this one.
 template <class V>
 __device__ __forceinline__ bool agree(Key<V> a, Key<V> b, unsigned digit) {
   return digit == 0 || (a ^ b) >> digit_shift<V>(digit - 1) == 0;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void follow(Rank<V>& rank, const unsigned* bins, unsi
   rank.want = found.want;
 }
 
-// How far below the k-th magnitude the pool should reach.
+// The rank down to which the pool should reach.
 __device__ __forceinline__ unsigned reach_of(const Selection& selection) {
   return min(selection.count, selection.k + selection.k / 2 + 1);
 }
@@ -72,7 +72,7 @@ struct ListSpace {
   unsigned first[kThreads + 1];  // unit of each selection
 };
 
-// One selection's bins while a block counts for it.
+// A block's bins for the current selection.
 template <class V>
 struct Counter {
   const Tables& t;
@@ -107,7 +107,7 @@ struct Counter {
   }
   __device__ __forceinline__ void count(const Items<V>& items) {
     auto& space = gpu::shared<BinSpace<V>>();
-    constexpr unsigned kBatch = 8;  // loads under way before the first is needed
+    constexpr unsigned kBatch = 8;  // loads issued before the first is used
     for (unsigned first = threadIdx.x; first < items.count; first += kBatch * kThreads) {
       V batch[kBatch];
 #pragma unroll
@@ -128,7 +128,7 @@ struct Counter {
   }
 };
 
-// Units of work of a selection: tiles of its pool, or of its pieces.
+// Units of work of a selection: tiles of its pool or of its pieces.
 __device__ __forceinline__ unsigned units_of(const Selection& selection, const State& state) {
   if (selection.k == 0) return 0;
   return needs_all(selection, state) ? selection.tiles : (state.count + kTile - 1) / kTile;
@@ -167,10 +167,10 @@ __device__ __forceinline__ void count_digit(const Tables& t, Turn turn) {
   counter.flush();
 }
 
-// The floor of the next step: the magnitude of rank 1.5k, times its trend where that falls. (While
-// it rises, as in the first steps, it rises less and less, and a floor that is too high costs a
-// repair where one that is low costs some room.) Where the pool did not reach so far it is guessed
-// from the slope between rank k and the pool's last.
+// The lower bound of the next step: the magnitude of rank 1.5k, times its trend if that falls. A
+// rising trend, as in the first steps, is ignored: it flattens, and a bound that is too high costs
+// a repair, while one that is too low only needs a larger pool. If the pool ends before rank 1.5k,
+// the bound is extrapolated from the slope between rank k and the last rank of the pool.
 template <class V>
 __device__ __forceinline__ Memory look_ahead(const Tables& t, unsigned s, const Ranks<V>& ranks) {
   const Selection& selection = t.selections[s];
@@ -179,19 +179,19 @@ __device__ __forceinline__ Memory look_ahead(const Tables& t, unsigned s, const 
   const V here = from_magnitude<V>(ranks.reach.prefix);
   const bool useful = magnitude(here) != 0 && here - here == V{0} && reach <= selection.capacity;
   if (!useful) return {0, 0};
-  V floor;
+  V bound;
   if (!needs_all(selection, state) && state.count < reach) {
     const V slope = (from_magnitude<V>(ranks.kth.prefix) - here) /
                     static_cast<V>(state.count - selection.k + 1);
     const V guess = here - slope * static_cast<V>(reach - state.count);
-    floor = guess > here / 2 ? guess : here / 2;
+    bound = guess > here / 2 ? guess : here / 2;
   } else {
     const uint64_t last = t.memory[s].reach;
     V trend = last == 0 ? V{1} : here / from_magnitude<V>(static_cast<Key<V>>(last - 1));
     trend = trend < V(0.5) ? V(0.5) : trend > V{1} ? V{1} : trend;
-    floor = here * trend;
+    bound = here * trend;
   }
-  return {uint64_t{magnitude(floor)} + 1, uint64_t{ranks.reach.prefix} + 1};
+  return {uint64_t{magnitude(bound)} + 1, uint64_t{ranks.reach.prefix} + 1};
 }
 
 template <class V>
@@ -210,8 +210,8 @@ __device__ __forceinline__ void settle(const Tables& t, Turn turn) {
   }
 }
 
-// (kDigits + 1) * select_blocks blocks. Three on a multiprocessor leave 80 registers for a thread;
-// left alone, ptxas takes fewer and spills, and with four it does so on 12.0.
+// Grid: (kDigits + 1) * select_blocks blocks. Three per multiprocessor leave 80 registers per
+// thread. Without this bound ptxas uses fewer and spills; with four it spills on 12.0.
 template <class V>
 __global__ void __launch_bounds__(kThreads, 3) select(const __grid_constant__ Tables t) {
   const Turn turn = take_turn(t.header->select, t.select_blocks);

@@ -1,5 +1,5 @@
-// The DGC step: its tables, and its four launches. The kernels stand in begin.cuh, update.cuh,
-// select.cuh and pack.cuh; this is their host side.
+// Host code of the DGC step: its tables and its four launches. The kernels are in begin.cuh,
+// update.cuh, select.cuh and pack.cuh.
 #include "cuda/begin.cuh"
 #include "cuda/cuda_kernels.h"
 #include "cuda/layout.hpp"
@@ -62,7 +62,8 @@ void run_update(const DgcStep& step, const Tables& t, cudaStream_t stream) {
     launch("update", update<true, G, W, V>, shape, t, rule);
 }
 
-// The types of gradients and weights: those of u and v, or 16-bit gradients with weights of either.
+// The types of gradients and weights: those of u and v, or 16-bit gradients with either type of
+// weights.
 template <class V>
 void update_as(const DgcStep& step, const Tables& t, cudaStream_t stream) {
   if constexpr (std::is_same_v<V, double>) {
@@ -71,7 +72,7 @@ void update_as(const DgcStep& step, const Tables& t, cudaStream_t stream) {
     with_float(step.grad_dtype, [&](auto grad) {
       using G = typename decltype(grad)::type;
       if constexpr (std::is_same_v<G, double>)
-        throw InvalidArgument("float64 gradients need u and v of float64");
+        throw InvalidArgument("float64 gradients require float64 u and v");
       else if (step.weight_dtype == step.grad_dtype)
         run_update<G, G, V>(step, t, stream);
       else
@@ -87,7 +88,7 @@ void run_step(const DgcStep& step, cudaStream_t stream) {
   if (rows.selections.empty()) return;
   size_t bytes = 0;
   Tables t = lay_out<V>(rows, step.workspace.data, bytes);
-  check(bytes <= step.workspace.bytes, "the workspace of dgc_step is too small");
+  check(bytes <= step.workspace.bytes, "dgc_step: the workspace is too small");
   t.found_inf = step.found_inf;
   t.masking = step.masking;
   size_passes(t);

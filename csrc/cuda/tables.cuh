@@ -1,16 +1,16 @@
-// What a step of selection works on, in the caller's workspace on the device.
+// Tables of a selection step, in the caller's workspace on the device.
 //
-// Tensors ("pieces") are cut into tiles of kTile elements; a selection chooses k elements from
-// several pieces laid end to end. A step is four launches:
+// Tensors ("pieces") are split into tiles of kTile elements; a selection chooses k elements from
+// several concatenated pieces. A step has four launches:
 //
 //   begin    writes the tables and clears the counters
-//   update   the one pass over the tensors; elements of at least the floor go to the pool
-//   (update.cuh) select   the exact k-th magnitude, from the pool (select.cuh) pack     exactly k
-//   elements in the order of their indices (pack.cuh)
+//   update   one pass over the tensors; elements at or above the lower bound enter the pool
+//   select   finds the exact k-th magnitude, from the pool
+//   pack     writes exactly k elements in index order
 //
-// When the pool of a selection holds fewer than k elements, or more than fit, select and pack read
-// the whole tensors of that selection instead. That is the repair: no launch of its own, so that
-// the launches are always the same and a CUDA graph can hold them.
+// If the pool of a selection has fewer than k elements, or overflowed, select and pack read all
+// tensors of that selection instead (repair). This needs no launch of its own, so the sequence of
+// launches is constant and a CUDA graph can capture it.
 #pragma once
 
 #include "cuda/block.cuh"
@@ -19,10 +19,10 @@
 namespace pycomm::cuda {
 
 inline constexpr unsigned kThreads = 256;
-inline constexpr unsigned kRows = 4;                     // a thread has 4 elements of each row
-inline constexpr unsigned kTile = kThreads * 4 * kRows;  // 4096 elements, 16 of each thread
-inline constexpr unsigned kRun = 32;                     // tiles that a block packs at a time
-inline constexpr uint64_t kNoFloor = ~uint64_t{0};       // nothing goes to the pool
+inline constexpr unsigned kRows = 4;                     // 4 elements per thread in each row
+inline constexpr unsigned kTile = kThreads * 4 * kRows;  // 4096 elements, 16 per thread
+inline constexpr unsigned kRun = 32;                     // tiles that a block packs together
+inline constexpr uint64_t kNoBound = ~uint64_t{0};       // no element enters the pool
 
 struct Piece {
   const void* grad;
@@ -31,7 +31,7 @@ struct Piece {
   void* v;  // for topk: the array
   unsigned count;
   unsigned first_tile;
-  unsigned place;  // of its first element in the selection
+  unsigned place;  // position of its first element in the selection
   unsigned selection;
   bool aligned;  // to 16 bytes (grad and weight: four of their elements), all of them
 };
@@ -48,23 +48,23 @@ struct Selection {
   unsigned pool, capacity;
 };
 
-// Lives from step to step; zeros before the first.
+// State kept between steps; zero before the first.
 struct Memory {
-  uint64_t floor;  // magnitude for the pool of the next step, plus 1; 0 if there is none
+  uint64_t bound;  // lower bound of the next step, plus 1; 0: none
   uint64_t reach;  // the 1.5k-th magnitude of the last step, plus 1
 };
 
 struct State {
-  uint64_t floor;  // of this step
+  uint64_t bound;  // of this step
   uint64_t kth;    // the k-th magnitude
-  unsigned ties;   // how many elements of that magnitude belong to the k
-  unsigned count;  // elements that wanted to go to the pool
+  unsigned ties;   // elements of that magnitude among the k
+  unsigned count;  // elements at or above the lower bound
 };
 
 struct Header {
   Turns select, pack;
 };
-struct Span {  // a tile's part of the pool
+struct Span {  // the pool entries of a tile
   unsigned first, count;
 };
 struct Counts {
@@ -94,22 +94,22 @@ __device__ __forceinline__ bool stopped(const Tables& t) {
   return t.found_inf != nullptr && *t.found_inf != 0.f;
 }
 
-// Whether the pool of a selection cannot serve.
+// Whether the pool of a selection is too small or overflowed.
 __device__ __forceinline__ bool needs_all(const Selection& selection, const State& state) {
   return state.count < selection.k || state.count > selection.capacity;
 }
 
-// The piece that a tile belongs to. Called by a warp.
+// The piece of a tile. Called by a warp.
 __device__ __forceinline__ const Piece& piece_of(const Tables& t, unsigned tile) {
   return t
       .pieces[find_last(t.piece_count, tile, [&](unsigned i) { return t.pieces[i].first_tile; })];
 }
 
-// The elements that select and pack look at: a part of the pool, or a tile of a tensor.
+// The elements that select and pack read: a part of the pool, or a tile of a tensor.
 template <class V>
 struct Items {
   const V* values;
-  const unsigned* places;  // null: they follow `place`
+  const unsigned* places;  // null: consecutive from `place`
   unsigned place;
   unsigned count;
 

@@ -1,4 +1,5 @@
-// topk and threshold: a floor from a sample, one pass over the array, and the selection of a step.
+// topk and threshold: a lower bound from a sample, one pass over the array, and the selection of a
+// step.
 #include <cmath>
 
 #include "cuda/begin.cuh"
@@ -24,14 +25,14 @@ Rows rows_of_topk(size_t count, size_t k, void* x, const DeviceKernels::TopK* wh
     selection.indices = what->indices;
     selection.values = what->values;
   }
-  // The sample's rank is less sure than a step's memory: twice the room.
+  // A sample is less accurate than the bound of a previous step: twice the capacity.
   const size_t room = 2 * size_t{pool_capacity(count, k)} + count / 1024;
   add_selection(rows, selection, 0, piece.count, static_cast<unsigned>(std::min(count, room)));
   return rows;
 }
 
-// The rank in a sample under which k of `count` lie, but for four standard deviations; 0 if the
-// pool would be too large for it to pay.
+// The rank in a sample such that k of `count` elements are above it, with four standard deviations
+// of margin; 0 if the pool would be too large to be worthwhile.
 unsigned sample_rank(size_t count, size_t k) {
   if (k > count / 16 && count > kSample) return 0;
   const double hits = static_cast<double>(k) * kSample / static_cast<double>(count);
@@ -43,7 +44,7 @@ void run_topk(TypedArray x, const DeviceKernels::TopK& what, cudaStream_t stream
   const Rows rows = rows_of_topk(x.count, what.k, x.data, &what);
   size_t bytes = 0;
   Tables t = lay_out<V>(rows, what.workspace.data, bytes);
-  check(bytes <= what.workspace.bytes, "the workspace of topk is too small");
+  check(bytes <= what.workspace.bytes, "topk: the workspace is too small");
   t.threshold = what.threshold;
   size_passes(t);
   launch("begin_topk", begin_topk<V>, {1, kSampleThreads, stream}, t, page_of<SmallPage>(rows, 0),

@@ -1,14 +1,14 @@
-// The one pass over the tensors: u, v of the step, and the pool of what may be sent.
+// The pass over the tensors: updates u and v, and fills the pool of candidates.
 //
-// 16-byte accesses, one chain of operations per element, no block waits for another. A tile takes
-// its part of the pool with one atomic and writes it in the order of the indices.
+// It uses 16-byte accesses and one chain of operations per element; no block waits for another. A
+// tile reserves its part of the pool with one atomic and fills it in index order.
 #pragma once
 
 #include "cuda/tables.cuh"
 
 namespace pycomm::cuda {
 
-// What a step does to an element. The formula stands in kernels/device_kernels.h.
+// The update of an element. kernels/device_kernels.h has the formula.
 template <class V>
 struct Rule {
   V momentum, weight_decay, scale;
@@ -26,7 +26,8 @@ struct Rule {
   }
 };
 
-// The elements of one thread in a tile: row r, element e lies at ((r * kThreads) + thread) * 4 + e.
+// The elements of one thread in a tile: element e of row r is number (r * kThreads + thread) * 4 +
+// e.
 template <class T>
 struct Share {
   Quad<T> row[kRows];
@@ -36,8 +37,8 @@ __device__ __forceinline__ unsigned place_in_tile(unsigned row) {
   return (row * kThreads + threadIdx.x) * 4;
 }
 
-// `left`: elements of the tensor from the tile's first on. kWhole: there are kTile, and p is
-// aligned.
+// `left`: elements of the tensor from the start of the tile. kWhole: `left` is at least kTile, and
+// p is aligned.
 template <bool kWhole, class T>
 __device__ __forceinline__ Share<T> load_share(const T* p, unsigned left) {
   Share<T> share;
@@ -71,18 +72,18 @@ __device__ __forceinline__ void store_share(T* p, const Share<T>& share, unsigne
 }
 
 struct PoolSpace {
-  unsigned counts[kThreads / 32];          // by warp: of its four rows, a byte each
+  unsigned counts[kThreads / 32];          // by warp: one byte for each of its four rows
   unsigned starts[kRows * kThreads / 32];  // by row, then warp
-  unsigned first;                          // of the tile's part of the pool
+  unsigned first;                          // start of the tile's part of the pool
 };
 
-// Elements of at least the floor go to the pool, in order: row, then thread, then element.
+// Elements at or above the lower bound enter the pool, in order: row, then thread, then element.
 template <class V>
 __device__ __forceinline__ void pool_share(const Tables& t, unsigned tile, const Piece& piece,
                                            const Share<V>& share) {
   const Selection& selection = t.selections[piece.selection];
   State& state = t.states[piece.selection];
-  const uint64_t floor = state.floor;
+  const uint64_t bound = state.bound;
   const unsigned offset = (tile - piece.first_tile) * kTile, left = piece.count - offset;
   auto& space = gpu::shared<PoolSpace>();
   const unsigned lane = gpu::lane_id(), warp = threadIdx.x / 32;
@@ -92,11 +93,11 @@ __device__ __forceinline__ void pool_share(const Tables& t, unsigned tile, const
   for (unsigned r = 0; r < kRows; ++r)
 #pragma unroll
     for (unsigned e = 0; e < 4; ++e)
-      if (magnitude(share.row[r].at[e]) >= floor && place_in_tile(r) + e < left) {
+      if (magnitude(share.row[r].at[e]) >= bound && place_in_tile(r) + e < left) {
         hits |= 1u << (r * 4 + e);
         counts += 1u << (r * 8);
       }
-  unsigned upto = counts;  // a warp has at most 128 in a row, which a byte holds
+  unsigned upto = counts;  // at most 128 per warp and row, which fit a byte
   if (__any_sync(gpu::kFullWarp, hits != 0)) {
     for (unsigned by = 1; by < 32; by *= 2) {
       const unsigned below = __shfl_up_sync(gpu::kFullWarp, upto, by);
@@ -105,7 +106,7 @@ __device__ __forceinline__ void pool_share(const Tables& t, unsigned tile, const
   }
   if (lane == 31) space.counts[warp] = upto;
   __syncthreads();
-  if (warp == 0) {  // a lane for each row of each warp
+  if (warp == 0) {  // one lane per row and warp
     static_assert(kRows * kThreads / 32 == 32);
     const unsigned mine =
         space.counts[lane % (kThreads / 32)] >> (lane / (kThreads / 32) * 8) & 255;
@@ -141,7 +142,7 @@ __device__ __forceinline__ void pool_share(const Tables& t, unsigned tile, const
   }
 }
 
-// G and W: gradients and weights. Without kDecay weights are not read.
+// G and W: types of gradients and weights. Without kDecay, weights are not read.
 template <bool kWhole, bool kDecay, class G, class W, class V>
 __device__ __forceinline__ Share<V> step_share(const Piece& piece, unsigned offset, V scale,
                                                const Rule<V>& rule) {
@@ -167,7 +168,7 @@ __device__ __forceinline__ Share<V> step_share(const Piece& piece, unsigned offs
   return v;
 }
 
-// A block per tile.
+// Grid: one block per tile.
 template <bool kDecay, class G, class W, class V>
 __global__ void __launch_bounds__(kThreads)
     update(const __grid_constant__ Tables t, const __grid_constant__ Rule<V> rule) {
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kThreads)
   pool_share(t, tile, piece, v);
 }
 
-// The same for topk: the array is only read.
+// The same for topk, which only reads the array.
 template <class V>
 __global__ void __launch_bounds__(kThreads) collect(const __grid_constant__ Tables t) {
   const unsigned tile = blockIdx.x;

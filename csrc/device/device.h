@@ -1,9 +1,9 @@
-// A GPU as the stream engine sees it: a pure interface, so that the engine is built and tested
-// where there is none.
+// The GPU interface of the stream engine. It is pure virtual, so that the engine builds and is
+// tested without a GPU.
 //
-// Not the kernels that users call (kernels/device_kernels.h). cuda/cuda_device.cu implements it
-// over CUDA's runtime, and the emulator of tests/emulator runs that same file. Streams and events
-// are CUDA's own (cudaStream_t, cudaEvent_t) without its types.
+// cuda/cuda_device.cu implements it over the CUDA runtime, and the emulator of tests/emulator runs
+// the same file. Streams and events are CUDA's own (cudaStream_t, cudaEvent_t) without its types.
+// kernels/device_kernels.h has the kernels that users call.
 #pragma once
 
 #include <cstddef>
@@ -21,9 +21,9 @@
 
 namespace pycomm {
 
-// out[i] = inputs[0][i] (+) inputs[1][i] (+) ..., left to right, as kernels/kernels.h defines it
-// for the processor, with the same bits. `size` is what avg divides by; 16-bit floats are rounded
-// once. `out` may be one of the inputs.
+// out[i] = inputs[0][i] (+) inputs[1][i] (+) ..., left to right, with the same bits as
+// kernels/kernels.h on the CPU. avg divides by `size`; 16-bit floats are rounded once. `out` may be
+// one of the inputs.
 struct Reduction {
   void* out = nullptr;
   std::span<const void* const> inputs{};
@@ -33,10 +33,9 @@ struct Reduction {
   int size = 1;
 };
 
-// Any thread may call. What takes a stream enqueues there and returns; nothing but
-// finish() and release() waits for the device. Throws Unsupported where there is no driver or GPU,
-// InternalError with CUDA's words for the rest. While a stream is captured into a graph nothing may
-// be made or allocated.
+// Thread-safe. Functions that take a stream enqueue and return; only finish() and release() wait
+// for the device. Throws Unsupported without a driver or GPU, InternalError with the CUDA error
+// text otherwise. During a stream capture no object may be created and no memory allocated.
 class Device {
  public:
   Device() = default;
@@ -45,15 +44,15 @@ class Device {
   virtual ~Device() = default;
 
   virtual int index() const = 0;
-  // The place of the GPU in its machine, by which NCCL tells devices apart: "0000:3b:00.0".
+  // The PCI bus id, by which NCCL identifies devices: "0000:3b:00.0".
   virtual std::string bus_id() = 0;
-  // Runs `body` while the device is the calling thread's current one, as NCCL wants it.
+  // Runs `body` with the device as the calling thread's current one, as NCCL requires.
   virtual void while_current(const std::function<void()>& body) = 0;
 
-  virtual void* make_stream() = 0;  // ordered with no other
+  virtual void* make_stream() = 0;  // not ordered with other streams
   virtual void drop_stream(void* stream) noexcept = 0;
   virtual bool capturing(void* stream) = 0;
-  virtual void finish(void* stream) noexcept = 0;  // the one that waits: until it is through
+  virtual void finish(void* stream) noexcept = 0;  // waits until the stream is idle
 
   virtual void* make_event() = 0;
   virtual void drop_event(void* event) noexcept = 0;
@@ -64,23 +63,23 @@ class Device {
   virtual void* allocate(size_t bytes) = 0;         // aligned to 256 bytes
   virtual void release(void* memory) noexcept = 0;  // waits until no stream uses it
 
-  // Host memory that the device reads and writes itself, by the same address.
+  // Pinned host memory that the device reads and writes at the same address.
   virtual void* allocate_host(size_t bytes) = 0;
-  virtual void release_host(void* memory) noexcept = 0;  // that no stream uses any more
+  virtual void release_host(void* memory) noexcept = 0;  // no stream may use it
 
-  // `body(data)`, on a thread of CUDA's, when the stream gets there: it makes no call of CUDA's and
-  // waits for no rank.
+  // Calls `body(data)` on a CUDA thread when the stream reaches this point. It must make no CUDA
+  // call and wait for no rank.
   virtual void call(void* stream, void (*body)(void*), void* data) = 0;
   // The stream waits until *at, of allocate_host(), is `value`.
   virtual void wait_until(void* stream, const uint32_t* at, uint32_t value) = 0;
 
-  // From and to the device or memory of allocate_host().
+  // Source and destination: device memory or memory of allocate_host().
   virtual void copy(void* to, const void* from, size_t bytes, void* stream) = 0;
   virtual void clear(void* to, size_t bytes, void* stream) = 0;
   virtual void reduce(const Reduction& reduction, void* stream) = 0;
 };
 
-// A stream and an event that end with their owner.
+// A stream and an event that are destroyed with their owner.
 class Stream {
  public:
   explicit Stream(std::shared_ptr<Device> device)
@@ -103,9 +102,8 @@ class Event {
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   void record(void* stream) { device_->record(raw_, stream); }
-  void stream_wait(void* stream) {
-    device_->wait(stream, raw_);
-  }  // what follows there waits for it
+  // Later work on `stream` waits for the event.
+  void stream_wait(void* stream) { device_->wait(stream, raw_); }
   bool passed() { return device_->passed(raw_); }
 
  private:
@@ -113,12 +111,14 @@ class Event {
   void* raw_;
 };
 
-// Events that are used again, as a driver takes longer to make one than to record it. Any thread.
+// A pool of events, because a driver takes longer to create an event than to record one.
+// Thread-safe.
 class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
   explicit EventPool(std::shared_ptr<Device> device) : device_(std::move(device)) {}
 
-  // Given back when nobody holds it; what waits for it on a stream by then goes on waiting.
+  // The event returns to the pool with its last reference; streams that already wait for it still
+  // do.
   std::shared_ptr<Event> take() {
     const auto give_back = [pool = shared_from_this()](Event* event) { pool->keep(event); };
     const std::lock_guard lock(mutex_);

@@ -1,5 +1,5 @@
-// Memory for what calls on a stream have in the making, on the device or on its host: it grows
-// before a call that needs more.
+// Scratch memory of the calls on a stream, on the device or on its host. It grows before a call
+// that needs more.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ class GrowableBuffer {
   GrowableBuffer(std::shared_ptr<Device> device, Where where)
       : device_(std::move(device)), where_(where) {}
 
-  // From now on there are so many bytes at data(). Throws Unsupported where `caller`, the call's
-  // stream, is being captured into a graph and there are fewer.
+  // Ensures that data() has at least `bytes` bytes. Throws Unsupported if it would have to grow
+  // while `caller`, the stream of the call, is being captured into a graph.
   void reserve(size_t bytes, void* caller);
   std::byte* data() const { return blocks_.empty() ? nullptr : blocks_.back().get(); }
 
@@ -29,8 +29,8 @@ class GrowableBuffer {
   };
   std::shared_ptr<Device> device_;
   Where where_;
-  // The last is in use; older ones stay, for what is enqueued, or a graph, may hold their
-  // addresses. Each is at least twice as large as the one before, so that all together take at most
+  // The last block is in use. Older ones are kept, because enqueued work or a graph may hold their
+  // addresses. Each is at least twice as large as the one before, so all together take at most
   // twice the last.
   std::vector<std::unique_ptr<std::byte, Release>> blocks_;
   size_t bytes_ = 0;

@@ -13,7 +13,7 @@ HostCallbackThread::HostCallbackThread(std::shared_ptr<Device> device, void* str
       flag_(static_cast<uint32_t*>(device_->allocate_host(sizeof(uint32_t)))) {
   set_flag(1);
   try {
-    thread_ = start_thread("pycomm-relay", [this] { work(); });
+    thread_ = start_thread("pycomm-callback", [this] { work(); });
   } catch (...) {
     device_->release_host(flag_);
     throw;
@@ -32,7 +32,7 @@ HostCallbackThread::~HostCallbackThread() {
   device_->release_host(flag_);
 }
 
-// Release: the device that sees the flag also sees what the body wrote.
+// Release order: a device that sees the flag also sees the writes of the body.
 void HostCallbackThread::set_flag(uint32_t value) {
   std::atomic_ref(*flag_).store(value, std::memory_order_release);
 }
@@ -49,14 +49,14 @@ void HostCallbackThread::begin(Body body, bool captured) {
 
 void HostCallbackThread::stream_wait() { device_->wait_until(stream_, flag_, 1); }
 
-// On a thread of CUDA's, which must not wait for another rank.
+// Runs on a CUDA thread, which must not wait for another rank.
 void HostCallbackThread::arrived(void* callback) {
   const auto* const mine = static_cast<PendingCallback*>(callback);
   mine->owner->take(*mine);
 }
 
-// The stream reaches its next callback only behind the last one, so that the flag belongs to one
-// alone.
+// The stream reaches its next callback only after the last one, so the flag belongs to one callback
+// at a time.
 void HostCallbackThread::take(const PendingCallback& callback) {
   {
     const std::lock_guard lock(mutex_);

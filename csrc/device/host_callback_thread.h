@@ -1,11 +1,10 @@
-// Work on the host that a stream waits for, without a thread of the caller's that waits.
+// Runs host work that a stream waits for, without blocking the caller's thread.
 //
 //   stream            ... | call | other work | wait for the flag | ...
 //   callback thread             run the body, then set the flag
 //
-// The body has a thread of its own: what CUDA calls when a stream gets there may share its thread
-// with what other streams call, so that a callback that waited for another rank could block that
-// rank. Called by host_staging_channel.cpp and group/host_staged_executor.cpp.
+// The body runs on a thread of its own: CUDA may run the callbacks of several streams on one
+// thread, so a callback that waits for another rank could block that rank.
 #pragma once
 
 #include <condition_variable>
@@ -26,16 +25,17 @@ class HostCallbackThread {
   using Body = std::function<void()>;  // must not throw
 
   HostCallbackThread(std::shared_ptr<Device> device, void* stream);
-  ~HostCallbackThread();  // stops, and waits for the body that runs and for the stream
+  ~HostCallbackThread();  // stops, and waits for the running body and for the stream
   HostCallbackThread(const HostCallbackThread&) = delete;
   HostCallbackThread& operator=(const HostCallbackThread&) = delete;
 
-  // `body` runs each time the stream gets there: once, or, `captured` into a graph, in each run of
-  // it. What is put on the stream behind stream_wait() begins when it is over; between the two
-  // comes what need not wait for it, and no other begin(). One thread at a time.
+  // `body` runs when the stream reaches this point: once, or, if `captured` into a graph, in each
+  // run of the graph. Work enqueued after stream_wait() starts when the body is done. Work that
+  // need not wait is enqueued between the two, but no other begin(). Not thread-safe.
   void begin(Body body, bool captured);
   void stream_wait();
-  // From any thread: no body begins any more, and the stream waits for none. Whether one runs.
+  // Thread-safe. No further body starts, and the stream waits for none. Returns whether one is
+  // running.
   bool stop() noexcept;
 
  private:
@@ -51,12 +51,13 @@ class HostCallbackThread {
 
   std::shared_ptr<Device> device_;
   void* stream_;
-  uint32_t* flag_;  // 1: go on; in memory that the device reads
+  uint32_t* flag_;  // 1: the stream may continue; pinned memory
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Body> waiting_;
   bool stopped_ = false, ending_ = false, working_ = false;
-  // That the stream has not come to; and those of graphs, which may run as long as this lives.
+  // Callbacks that the stream has not reached, and those of graphs, which may run as long as this
+  // object lives.
   std::vector<std::unique_ptr<PendingCallback>> pending_;
   std::thread thread_;
 };

@@ -18,14 +18,14 @@ HostStagingChannel::HostStagingChannel(std::shared_ptr<Device> device, void* str
       callbacks_(device_, stream_) {}
 
 HostStagingChannel::~HostStagingChannel() {
-  if (callbacks_.stop()) transport_->abort("the group on devices ended during the call");
+  if (callbacks_.stop()) transport_->abort("the device group was destroyed during the call");
 }
 
 size_t HostStagingChannel::staged_bytes(size_t bytes) {
   return (bytes + kAligned - 1) / kAligned * kAligned;
 }
 
-// StreamStages of a stream come after one another, and each may use all of the memory.
+// The stages of a stream run one after another, so each may use all of the memory.
 void HostStagingChannel::begin(std::span<const HostMessage> messages,
                                std::chrono::nanoseconds timeout) {
   std::byte* free = staging_.data();
@@ -48,7 +48,7 @@ void HostStagingChannel::end() {
     device_->copy(copy_back.to, copy_back.from, copy_back.bytes, stream_);
 }
 
-// On the callback thread.
+// Runs on the callback thread.
 void HostStagingChannel::exchange(std::span<const HostMessage> messages,
                                   std::chrono::nanoseconds timeout) noexcept {
   std::optional<Error> error;
@@ -57,7 +57,7 @@ void HostStagingChannel::exchange(std::span<const HostMessage> messages,
     return;
   } catch (const Error& thrown) {
     error = thrown;
-  } catch (const std::exception& thrown) {  // of memory that there is not
+  } catch (const std::exception& thrown) {  // e.g. std::bad_alloc
     error = InternalError(thrown.what());
   }
   const std::lock_guard lock(mutex_);

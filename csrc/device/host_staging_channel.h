@@ -1,11 +1,8 @@
-// What a lane of the stream engine sends to ranks that its communicator does not join, and receives
-// from them: staged in host memory that the device reads and writes, from where a host transport
-// sends it.
+// Messages of a lane of the stream engine to and from ranks outside its communicator. They are
+// staged in host memory that the device reads and writes; a host transport sends and receives them.
 //
-//   lane              ... | copy to the host | call | NCCL near by | wait | copy to the device |
-//   ... callback thread                             the messages of the stage
-//
-// Called by stream_engine.cpp.
+//   lane             | copy to the host | call | NCCL messages | wait | copy to the device |
+//   callback thread                             the host messages of the stage
 #pragma once
 
 #include <chrono>
@@ -24,7 +21,7 @@
 
 namespace pycomm {
 
-// A message: to `peer`, or from it.
+// A message to `peer`, or from it.
 struct HostMessage {
   int peer;
   bool sends;
@@ -39,34 +36,36 @@ class HostTransport {
   HostTransport(const HostTransport&) = delete;
   HostTransport& operator=(const HostTransport&) = delete;
   virtual ~HostTransport() = default;
-  // All of them at once; those of one peer in order. Throws what ends the group.
+  // Exchanges all messages concurrently; those of one peer in order. Throws errors that end the
+  // group.
   virtual void exchange(std::span<const HostMessage> messages,
                         std::chrono::nanoseconds timeout) = 0;
-  // From any thread: what is under way ends, here and with the peers.
+  // Thread-safe. Ends the current exchange, here and on the peers.
   virtual void abort(const std::string& reason) noexcept = 0;
-  virtual void close() noexcept = 0;  // when nothing is under way
+  virtual void close() noexcept = 0;  // no exchange may be in progress
 };
 
 class HostStagingChannel {
  public:
   HostStagingChannel(std::shared_ptr<Device> device, void* stream,
                      std::unique_ptr<HostTransport> transport);
-  ~HostStagingChannel();  // ends what is under way
+  ~HostStagingChannel();  // aborts a running exchange
   HostStagingChannel(const HostStagingChannel&) = delete;
   HostStagingChannel& operator=(const HostStagingChannel&) = delete;
 
-  // Of host memory, which messages of so many bytes take when they travel at once.
+  // Host memory that a message of `bytes` takes.
   static size_t staged_bytes(size_t bytes);
-  // Before begin(): that there is so much of it. Throws Unsupported where `caller`, a stream, is
-  // being captured and there is too little.
+  // Call it before begin(): ensures that much host memory. Throws Unsupported if it would have to
+  // grow while `caller`, a stream, is being captured.
   void reserve(size_t bytes, void* caller) { staging_.reserve(bytes, caller); }
 
-  // Arrays lie on the device. What arrives is there for what the stream does behind end(); between
-  // the two comes what need not wait for it. One thread at a time.
+  // The arrays of `messages` are on the device. Received data is visible to work enqueued after
+  // end(). Work that need not wait is enqueued between the two. Not thread-safe.
   void begin(std::span<const HostMessage> messages, std::chrono::nanoseconds timeout);
   void end();
 
-  // From any thread. Why messages have not arrived: known before the stream goes on without them.
+  // Thread-safe. The error of a failed exchange; set before the stream continues without the
+  // messages.
   std::optional<Error> trouble();
   void abort(const std::string& reason) noexcept;
   void close() noexcept { transport_->close(); }
@@ -83,10 +82,10 @@ class HostStagingChannel {
   void* stream_;
   std::unique_ptr<HostTransport> transport_;
   GrowableBuffer staging_;
-  std::vector<CopyBack> copies_;  // of what has begun
+  std::vector<CopyBack> copies_;  // of the current begin()
   std::mutex mutex_;              // guards error_
   std::optional<Error> error_;    // the first one
-  HostCallbackThread callbacks_;  // the last member: its thread ends before what it uses
+  HostCallbackThread callbacks_;  // the last member, because its thread uses the others
 };
 
 }  // namespace pycomm

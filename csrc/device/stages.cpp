@@ -6,40 +6,41 @@
 namespace pycomm {
 namespace {
 
-// What arrives to be combined begins at a multiple of so many elements of scratch, so that kernels
-// find it aligned to 16 bytes whatever the dtype.
+// Received data to combine starts at a multiple of this many elements of scratch, so kernels find
+// it aligned to 16 bytes for every dtype.
 constexpr size_t kAligned = 16;
 
 size_t aligned(size_t count) { return (count + kAligned - 1) / kAligned * kAligned; }
 
-// `input` and `output` may be the same array; what is written there is seen in both.
+// `input` and `output` may be the same array, so ranges in either can overlap.
 bool overlap(const Range& a, const Range& b) {
   return (a.space == Space::scratch) == (b.space == Space::scratch) &&
          a.begin < b.begin + b.count && b.begin < a.begin + a.count;
 }
 
-// A stage in the making, and the ranges that it touches.
+// The current stage and the ranges that it reads and writes.
 class Maker {
  public:
   explicit Maker(size_t plan_scratch) : first_(aligned(plan_scratch)), free_(first_) {
     made_.scratch = plan_scratch;
   }
 
-  // What a move sends and receives travels in one stage: its counterparts may need both at once.
+  // The send and the receive of a move belong to one stage, because the peers may need both at
+  // once.
   void exchange(const Move& move, int rank) {
     const bool sends = move.to != kNoRank && move.to != rank && move.out.count > 0;
     const bool receives = move.from != kNoRank && move.from != rank && move.in.count > 0;
-    const bool lands = receives && move.combine == Combine::copy;
+    const bool copies = receives && move.combine == Combine::copy;
     begin_if((sends && any(writes_, move.out)) ||
-             (lands && (any(writes_, move.in) || any(reads_, move.in))));
+             (copies && (any(writes_, move.in) || any(reads_, move.in))));
     if (sends) {
       stage_.sends.push_back({move.to, move.out});
       reads_.push_back(move.out);
     }
-    if (lands) {
+    if (copies) {
       stage_.receives.push_back({move.from, move.in});
       writes_.push_back(move.in);
-    } else if (receives) {  // behind the plan's scratch, to be combined
+    } else if (receives) {  // after the plan's scratch, to be combined
       const Range staged{Space::scratch, free_, move.in.count};
       free_ += aligned(move.in.count);
       made_.scratch = std::max(made_.scratch, staged.begin + staged.count);
@@ -48,7 +49,7 @@ class Maker {
     }
   }
 
-  // Steps come after the messages of their stage, and in order.
+  // Steps run after the messages of their stage, in order.
   void step(const StreamStage::Step& step) {
     if (step.in.count == 0) return;
     stage_.steps.push_back(step);
@@ -77,7 +78,7 @@ class Maker {
     free_ = first_;
   }
 
-  size_t first_, free_;  // of scratch: behind the plan's
+  size_t first_, free_;  // of scratch: after the plan's
   StreamStages made_;
   StreamStage stage_;
   std::vector<Range> reads_, writes_;

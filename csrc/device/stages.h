@@ -1,9 +1,9 @@
-// A plan as a stream runs it: stages of messages that travel at once, and what is done with them.
+// A plan as a stream runs it: stages of concurrent messages and the kernels that combine them.
 //
-// A stage is one NCCL group and the kernels behind it; the next begins when both are through. A
-// move joins the stage before it as long as it neither reads nor overwrites what that stage writes,
-// so a ring of n ranks has 2 (n - 1) stages and everything that is sent to everybody has one. Pure:
-// no device, no NCCL. Called by stream_engine.cpp.
+// A stage is one NCCL group and the kernels after it; the next stage begins when both are done. A
+// move joins the previous stage if it neither reads nor overwrites data that stage writes. So a
+// ring of n ranks has 2 (n - 1) stages, and a one-step exchange with all peers has one. These are
+// pure functions, without device or NCCL.
 #pragma once
 
 #include <vector>
@@ -17,27 +17,28 @@ struct StreamStage {
     int peer;
     Range range;
   };
-  // What follows the messages, in order: `arrived` is combined into `in` as Move says. copy of
-  // nothing fills with zeros.
+  // Work after the messages, in order: `arrived` is combined into `in` as in Move. A copy of an
+  // empty range fills `in` with zeros.
   struct Step {
     Combine combine;
     Range in, with, arrived;
   };
-  std::vector<Message> sends, receives;  // those of one peer in the order of the plan
+  std::vector<Message> sends, receives;  // per peer in the order of the plan
   std::vector<Step> steps;
 };
 
 struct StreamStages {
   std::vector<StreamStage> stages;
-  size_t scratch = 0;  // elements: the plan's, and behind them those that wait to be combined
+  size_t scratch = 0;  // elements: the plan's, then received data to combine
 };
 
-// Messages without elements say only that a rank has come, and are left out: NCCL's calls do that.
+// Omits messages without elements, which only signal that a rank has begun: the NCCL calls do that.
 StreamStages make_stream_stages(const Plan& plan, int rank);
 
-// The same cut into lanes: each has its slice of every range, so that elements meet the same ones
-// in the same order as in the whole, and needs scratch of its own. For plans in which what a move
-// reads was written as one range, if at all: rings; one lane is for all.
+// Splits the plan into lanes: each has its slice of every range, so elements are combined in the
+// same order as in the whole plan. Each lane needs scratch of its own. With several lanes, each
+// range that a move reads must have been written as one range, if at all: use it for rings only.
+// One lane works for every plan.
 std::vector<StreamStages> make_lanes(const Plan& plan, int rank, int lanes);
 
 }  // namespace pycomm

@@ -11,11 +11,11 @@
 namespace pycomm {
 namespace {
 
-// How NCCL spells a dtype: elements of a type that it has. `exact` is false where that type only
-// has the same bytes, which is enough to move them and not to add them.
+// The NCCL type of a dtype. `exact` is false if that type only has the same size, which is enough
+// to move elements but not to add them.
 struct NcclSpelling {
   NcclDtype dtype;
-  size_t each;  // of it for one of ours
+  size_t each;  // NCCL elements per element
   bool exact;
 };
 
@@ -45,7 +45,7 @@ NcclSpelling spelling_of(Dtype dtype) {
   return {NcclDtype::uint8, 1, false};
 }
 
-// Of a lane: a multiple of what memory is aligned to.
+// Of a lane: a multiple of the alignment of allocations.
 size_t scratch_bytes(const StreamStages& stages, Dtype dtype) {
   constexpr size_t kAligned = 256;
   return (stages.scratch * bytes_of(dtype) + kAligned - 1) / kAligned * kAligned;
@@ -108,7 +108,7 @@ StreamEngine::StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device
   lanes_.push_back(std::make_unique<Lane>(device_));
 }
 
-// First of all, as the end of a stream waits for what is on it.
+// Aborts first, because destroying a stream waits for its work.
 StreamEngine::~StreamEngine() {
   for (Communicator* const communicator : communicators()) communicator->abort();
 }
@@ -176,7 +176,7 @@ void StreamEngine::prepare(const StreamJob& job, void* caller) {
       lanes_[i]->staging->reserve(staged_bytes((*job.plan)[i], job.dtype), caller);
 }
 
-// Of the stage that has most to send to far ranks and to receive from them.
+// Host memory of the stage with the most data to and from ranks outside the communicators.
 size_t StreamEngine::staged_bytes(const StreamStages& stages, Dtype dtype) const {
   size_t most = 0;
   for (const StreamStage& stage : stages.stages) {
@@ -204,9 +204,9 @@ std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before
   return over;
 }
 
-// Lanes begin behind what is on the first one, with which they share scratch, and that one goes on
-// behind them. All of a lane comes before the next: so all ranks launch in one order, as NCCL wants
-// it of communicators on one device.
+// Lanes start after the work on the first lane, with which they share scratch; the first lane
+// continues after all of them. All stages of a lane are enqueued before the next lane, so all ranks
+// launch in the same order, as NCCL requires for communicators on one device.
 void StreamEngine::run(const StreamJob& job, const Deadline& deadline) {
   std::byte* scratch = scratch_.data();
   void* const first = lanes_[0]->stream.raw();
@@ -230,7 +230,7 @@ void StreamEngine::run(const StreamJob& job, const Deadline& deadline) {
   }
 }
 
-// A message alone is a stage; one of nothing an empty one.
+// A single message is a stage; an empty message gives an empty stage.
 StreamStage StreamEngine::message_of(const StreamJob& job) {
   const bool sends = job.operation == Operation::send;
   const Range range{sends ? Space::input : Space::output, 0, job.count};
@@ -239,7 +239,7 @@ StreamStage StreamEngine::message_of(const StreamJob& job) {
   return stage;
 }
 
-// What travels far begins first, and what travels near does so meanwhile.
+// Messages between hosts start first, and NCCL's messages run concurrently.
 void StreamEngine::run_stage(const LaneJob& lane_job, const StreamStage& stage,
                              const Deadline& deadline) {
   const std::vector<HostMessage> messages = messages_of(lane_job, stage);
@@ -308,7 +308,7 @@ void StreamEngine::run_step(const LaneJob& lane_job, const StreamStage::Step& st
   }
 }
 
-// avg adds, and divides in the last addition of an element.
+// avg adds; the last addition of an element divides.
 void StreamEngine::reduce(const LaneJob& lane_job, const StreamStage::Step& step) {
   const StreamJob& job = lane_job.job;
   const size_t bytes = step.in.count * bytes_of(job.dtype);

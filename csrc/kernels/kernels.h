@@ -1,8 +1,7 @@
-// The element-wise kernels of the CPU and the one table that finds them.
+// The element-wise reductions of the CPU, and the table that finds them.
 //
-// Pointers need no alignment (what arrives on a wire has none) and `out` may be the same as `a` or
-// `b` but not overlap them otherwise. Nothing allocates, nothing throws, any number of threads may
-// call.
+// Pointers need no alignment (received data has none). `out` may be the same as `a` or `b` but must
+// not overlap them otherwise. No function allocates or throws; all are thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -14,20 +13,20 @@ namespace pycomm {
 
 // One reduction of one dtype. float16 and bfloat16 are added in float32 and rounded (to nearest,
 // ties to even) once per call. min and max: NaN wins, and -0 is less than +0, so that the operands
-// can be swapped. Integers wrap around. bool: sum is or, product is and.
+// commute. Integers wrap around. bool: sum is or, product is and.
 struct Reducer {
   // out[i] = a[i] (+) b[i]
   void (*reduce)(void* out, const void* a, const void* b, size_t count);
-  // The same, and the last addition of these elements: avg divides by `size` here.
+  // The same, as the last addition of these elements: avg divides by `size` here.
   void (*finish)(void* out, const void* a, const void* b, size_t count, int size);
   // out[i] = slots[i] (+) slots[count + i] (+) ... over `size` slots, left to right; finished.
   // `out` may be one of the slots.
   void (*fold)(void* out, const void* slots, size_t count, int size);
-  // The same, where each slot has a pointer of its own.
+  // The same, with one pointer per slot.
   void (*join)(void* out, const void* const* slots, size_t count, int size);
 };
 
-// Throws Unsupported where the pair has no meaning: avg of integers or bool, bits of floats.
+// Throws Unsupported for an undefined pair: avg of integers or bool, bitwise operations on floats.
 const Reducer& reducer(Dtype dtype, ReduceOp op);
 
 }  // namespace pycomm

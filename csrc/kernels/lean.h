@@ -1,36 +1,35 @@
-// A lean packet: k of (index, value) in few bytes, beside the raw packet of packet.h, which is as
-// long as k says and whose arrays can be read where they lie. This one is as long as its indices
-// need, and is decoded into arrays. Little-endian; nothing in it is aligned.
+// A compact packet ("lean" in C++ names): k pairs (index, value) in few bytes. The raw packet of
+// packet.h has a size that depends on k only, and its arrays are readable in place. The size of a
+// compact packet depends on its indices, and it is decoded into arrays. Little-endian; no field is
+// aligned.
 //
-//   "PL", 1          what it is, and the version
-//   codes            a byte: index code + 16 * value code
-//   k, count         two numbers, 7 bits a byte, lowest first; the top bit: another byte follows
-//   values           float32, bfloat16   [k] as they are
-//                    int8   for each 256: a scale, float32; then [k] numbers: number * scale
-//                    2bit   for each 4096: two levels, bfloat16; then 2 bits each, lowest first:
-//                           the sign, and which level
-//                    1bit   for each 4096: a level, bfloat16; then 1 bit each: the sign
-//                    3bit   for each 4096: two numbers of 2 bytes, low and step; then 3 bits each,
-//                           lowest first: the sign, and q. The magnitude is the bfloat16 with the
-//                           bits low + q * step + step / 2, at most the largest finite one: even
-//                           steps in the exponent, from the least magnitude, but no more than
-//                           eight octaves. A low that is not finite: all are NaN
+//   "PL", 1          magic, version
+//   codes            one byte: index code + 16 * value code
+//   k, count         two varints: 7 bits per byte, lowest first; top bit set: another byte follows
+//   values           float32, bfloat16   [k] unchanged
+//                    int8   per 256 values: a scale, float32; then [k] numbers: number * scale
+//                    2bit   per 4096 values: two levels, bfloat16; then 2 bits each, lowest first:
+//                           the sign, and the level
+//                    1bit   per 4096 values: a level, bfloat16; then 1 bit each: the sign
+//                    3bit   per 4096 values: two numbers of 2 bytes, low and step; then 3 bits
+//                           each, lowest first: the sign, and q. The magnitude is the bfloat16 with
+//                           the bits low + q * step + step / 2, at most the largest finite one:
+//                           equal steps in the exponent, from the smallest magnitude, over at most
+//                           eight octaves. If low is not finite, all values are NaN
 //   indices          list   [k] int32
 //                    bitmap [count] bits
 //                    rice   unary [..] bits, then remainders [..] bits
 //
-// Bits go into bytes lowest first, and the last byte of each of these arrays is filled with zeros.
+// Bits fill bytes lowest first, and the last byte of each of these arrays is padded with zeros.
 //
-// The Rice code writes gaps: index[i] - index[i - 1] - 1, for the first index itself. 64 of them
-// are a block and share a parameter b, the least for which the sum of (gap / 2^b + 1) / 2, both
-// rounded down, is at most their number: no other b takes fewer bits. A number n in unary is n
-// zeros and a one. Written so are first the parameters, each as its difference d to the one before
-// (2d - 1 if it is positive, else -2d), then for each gap the quotient by 2^b, and in b bits each
-// the remainders. The parameter before the first is that of gaps of one size, rice_start().
-// So where a quotient ends is a matter of counting ones and where a remainder lies of adding up
-// parameters: both directions are prefix sums.
-//
-// Called by the bindings; the loops are in kernels/cpu/.
+// The Rice code encodes gaps: index[i] - index[i - 1] - 1, and the first index itself. A block is
+// 64 gaps with one parameter b, the smallest for which the sum of (gap / 2^b + 1) / 2, both rounded
+// down, is at most the number of gaps: no other b takes fewer bits. A number n in unary is n zeros
+// and a one. The unary array has first the parameters, each as its difference d to the previous one
+// (2d - 1 if positive, else -2d), then the quotient of each gap by 2^b. The remainders have b bits
+// each. The first parameter is relative to rice_start(), the parameter of equal gaps. So the end of
+// a quotient follows from a count of ones, and the offset of a remainder from a sum of parameters:
+// encoder and decoder are prefix sums.
 #pragma once
 
 #include <array>
@@ -61,41 +60,41 @@ struct LeanHeader {
   size_t bytes;  // of the header itself
 };
 
-// Whether the bytes begin as a lean packet of any version does.
+// Whether the bytes start with the magic of a compact packet, of any version.
 bool is_lean(std::span<const std::byte> bytes);
 
-// The header of bytes from anywhere; throws InvalidArgument unless every field can be believed. Of
-// a packet of `size` bytes it needs the first ones alone, as many as a header has at most.
+// Reads the header of arbitrary bytes; throws InvalidArgument unless every field is valid. Of a
+// packet of `size` bytes it needs only the first ones, up to the maximum size of a header.
 LeanHeader read_lean_header(std::span<const std::byte> bytes, size_t size);
 inline LeanHeader read_lean_header(std::span<const std::byte> bytes) {
   return read_lean_header(bytes, bytes.size());
 }
 
-// What the encoder is asked for: `automatic` takes the index code of fewest bytes, of equals the
-// first of the enum.
+// Options of the encoder. `automatic` selects the index code with the fewest bytes, the first of
+// the enum if equal.
 struct LeanEncoding {
   size_t count;
   Dtype dtype;  // of the values and of the residual: float32 or float64
   bool automatic;
-  IndexCode index_code;  // unless automatic
+  IndexCode index_code;  // if not automatic
   ValueCode value_code;
-  void* residual;  // [count]: what rounding lost is added at the indices; may be null
+  void* residual;  // [count]: receives the rounding errors at the indices; may be null
 };
 
-// The most that such a packet of k elements takes.
+// Maximum size of such a packet of k elements.
 size_t most_lean_bytes(size_t k, const LeanEncoding& encoding);
 
-// Writes a packet to `out`, of most_lean_bytes(); how many bytes it took. Values are rounded to
-// float32 first. Throws InvalidArgument, before anything changes, unless the indices ascend in
+// Writes a packet to `out`, of most_lean_bytes(), and returns its size. Values are rounded to
+// float32 first. Throws InvalidArgument, before any change, unless the indices ascend in
 // 0..count-1.
 size_t encode_lean(const Packet& packet, const LeanEncoding& encoding, std::byte* out);
 
-// Reads a packet into indices [k] and values [k]. Throws InvalidArgument unless the bytes end where
-// their numbers say, padded with zeros, and the indices ascend in 0..count-1; the arrays may have
-// changed then.
+// Decodes a packet into indices [k] and values [k]. Throws InvalidArgument unless the size matches
+// the header, padding is zero and the indices ascend in 0..count-1; the arrays may have changed
+// then.
 void decode_lean(std::span<const std::byte> bytes, int32_t* indices, float* values);
 
-// floor(log2(ln 2 * count / k)), or 0: near the parameter of k gaps of one size.
+// The integer part of log2(ln 2 * count / k), or 0: near the parameter of k equal gaps.
 constexpr int rice_start(size_t k, size_t count) {
   const uint64_t scaled = (uint64_t{count} * 45426 / k) >> 16;  // ln 2 = 45426 / 65536
   return scaled == 0 ? 0 : static_cast<int>(std::bit_width(scaled)) - 1;

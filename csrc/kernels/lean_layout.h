@@ -1,5 +1,5 @@
-// How many bytes the parts of a lean packet take, and the bytes of its header: what lean.h says, as
-// functions. Called by every implementation of DeviceKernels.
+// The size of each part of a compact packet, and its header: lean.h as functions, for every
+// implementation of DeviceKernels.
 #pragma once
 
 #include <array>
@@ -14,14 +14,14 @@ inline constexpr size_t kValueBlock = 4096;  // values that share levels
 inline constexpr size_t kScaled = 256;       // int8 values that share a scale
 inline constexpr int kReach = 8 * 128;       // 3bit: eight octaves, in steps of bfloat16
 inline constexpr size_t kRiceBlock = 64;     // gaps that share a parameter
-inline constexpr int kMostParameter = 30;    // of a gap below 2^31 - 1 the quotient is then 0 or 1
-inline constexpr size_t kMostVarint = 5;     // bytes of a number below 2^31, 7 bits each
+inline constexpr int kMostParameter = 30;    // the quotient of a gap below 2^31 - 1 is then 0 or 1
+inline constexpr size_t kMostVarint = 5;     // bytes of a varint below 2^31
 inline constexpr size_t kMostHead = kLeanMagic.size() + 1 + 2 * kMostVarint;
 
 constexpr size_t bytes_of_bits(uint64_t bits) { return (bits + 7) / 8; }
 constexpr size_t bitmap_bytes(size_t count) { return bytes_of_bits(count); }
 
-// Bits of a value where they are packed, so that the last byte may have some to spare; else 0.
+// Bits per packed value, so the last byte may have padding; 0: not packed.
 constexpr size_t packed_bits(ValueCode code) {
   switch (code) {
     case ValueCode::float32:
@@ -38,7 +38,7 @@ constexpr size_t packed_bits(ValueCode code) {
   return 0;
 }
 
-// Of `count` values of one block.
+// For `count` values of one block.
 constexpr size_t value_block_bytes(ValueCode code, size_t count) {
   switch (code) {
     case ValueCode::float32:
@@ -56,14 +56,14 @@ constexpr size_t value_block_bytes(ValueCode code, size_t count) {
   return 0;
 }
 
-// Of `count` values, whole blocks of them but the last.
+// For `count` values; only the last block may be shorter.
 constexpr size_t value_bytes(ValueCode code, size_t count) {
   const size_t rest = count % kValueBlock;
   return count / kValueBlock * value_block_bytes(code, kValueBlock) +
          (rest > 0 ? value_block_bytes(code, rest) : 0);
 }
 
-// The least and the most that k indices of `count` take.
+// Minimum and maximum size of k indices of `count`.
 constexpr size_t least_index_bytes(IndexCode code, size_t k, size_t count) {
   switch (code) {
     case IndexCode::list:
@@ -76,7 +76,8 @@ constexpr size_t least_index_bytes(IndexCode code, size_t k, size_t count) {
   return 0;
 }
 constexpr size_t most_index_bytes(IndexCode code, size_t k, size_t count) {
-  // A gap: a remainder of 30 bits, a one, and zeros, 2 a gap at most by the choice of parameters.
+  // A gap takes a remainder of 30 bits, a one, and at most 2 zeros on average by the choice of
+  // parameters.
   if (code == IndexCode::rice) return (k * 33 + (k / kRiceBlock + 1) * 61) / 8 + 2;
   return least_index_bytes(code, k, count);
 }

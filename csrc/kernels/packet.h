@@ -1,4 +1,4 @@
-// An encoded packet: k of (index, value) in one piece of bytes that can travel. The same layout on
+// An encoded packet: k pairs (index, value) as one sequence of bytes. The layout is the same on
 // every device; little-endian.
 //
 //   0   magic "PYCOMMPK"                    24  value dtype, a byte, as in core/dtype.h
@@ -7,8 +7,7 @@
 //   32  values [k], then zeros up to a multiple of 4
 //       indices [k], int32, ascending
 //
-// The header names its codec, so that one whose indices take fewer bits can stand beside this one.
-// Called by the bindings and by every implementation of DeviceKernels.
+// The header names its codec, so that other codecs can be added.
 #pragma once
 
 #include <array>
@@ -24,7 +23,7 @@
 
 namespace pycomm {
 
-static_assert(std::endian::native == std::endian::little, "packets are written as they lie");
+static_assert(std::endian::native == std::endian::little, "packets are written in host byte order");
 
 inline constexpr size_t kPacketHeaderBytes = 32;
 inline constexpr std::array<char, 8> kPacketMagic{'P', 'Y', 'C', 'O', 'M', 'M', 'P', 'K'};
@@ -50,22 +49,22 @@ constexpr size_t raw_packet_bytes(size_t k, Dtype value_dtype) {
   return raw_indices_offset(k, value_dtype) + k * sizeof(int32_t);
 }
 
-// The header of bytes from anywhere. Throws InvalidArgument, with a sentence, unless they are a
-// packet whose every field can be believed; the indices are checked by whoever reads them.
+// Reads the header of arbitrary bytes. Throws InvalidArgument, with the reason, unless every field
+// is valid. The caller must check the indices.
 inline PacketHeader read_packet_header(std::span<const std::byte> bytes) {
   const auto refuse = [&](const std::string& why) {
     throw InvalidArgument("not a packet: " + why + " (" + std::to_string(bytes.size()) + " bytes)");
   };
   PacketHeader header;
-  if (bytes.size() < sizeof header) refuse("shorter than its header");
+  if (bytes.size() < sizeof header) refuse("it is shorter than its header");
   std::memcpy(&header, bytes.data(), sizeof header);
-  if (header.magic != kPacketMagic) refuse("it does not begin with its magic word");
-  if (header.codec != Codec::raw) refuse("its codec is not known here");
-  if (!is_float(header.value_dtype)) refuse("its values are not floats");
+  if (header.magic != kPacketMagic) refuse("its magic word is invalid");
+  if (header.codec != Codec::raw) refuse("its codec is unknown");
+  if (!is_float(header.value_dtype)) refuse("its value dtype is not a float dtype");
   if (header.zeros != decltype(header.zeros){}) refuse("its reserved bytes are not zero");
-  if (header.count >> 31 != 0 || header.k > header.count) refuse("its counts make no sense");
+  if (header.count >> 31 != 0 || header.k > header.count) refuse("its k or count is out of range");
   if (bytes.size() != raw_packet_bytes(header.k, header.value_dtype))
-    refuse("k = " + std::to_string(header.k) + " takes another length");
+    refuse("its length does not match k = " + std::to_string(header.k));
   return header;
 }
 

@@ -1,5 +1,5 @@
-// The entry to the CPU reductions: the best instruction set of this processor, and the refusal of
-// pairs without a meaning. Called by engine/ and by the bindings, through kernels.h.
+// Entry point of the CPU reductions: selects the best instruction set of this processor and rejects
+// undefined pairs.
 #include <string>
 
 #include "core/errors.h"

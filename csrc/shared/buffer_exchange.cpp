@@ -11,17 +11,16 @@
 namespace pycomm {
 namespace {
 
-// Below it slots cost nothing that could be saved.
+// Below this size the exchange saves nothing over slots.
 constexpr size_t kMinBytes = size_t{16} << 10;
-// Below it the kernel's calls take longer than slots: to ask whether memory can be read takes 1 us.
+// Below this size system calls take longer than slots: the test for readable memory takes 1 us.
 constexpr size_t kMinRemoteReadBytes = size_t{256} << 10;
 
 uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
 
 }  // namespace
 
-// Bytes of every rank's arrays that others work on; none at all: the operation always goes through
-// slots.
+// Bytes of every rank's arrays that peers access. Both 0: the operation always uses slots.
 struct BufferExchange::Needed {
   size_t input = 0, output = 0;
 
@@ -52,16 +51,16 @@ BufferExchange::Needed BufferExchange::Needed::of(const SharedJob& job, int size
   return {};
 }
 
-// What the line of the flag holds. Addresses are those of the rank's own process, and the last
-// three are 1 or 0: no bool, as another rank wrote them.
+// Contents of the cache line of the flag. Addresses belong to the rank's own process. The last
+// three are 0 or 1; they are no bool, because another rank wrote them.
 struct BufferExchange::BufferDescriptor {
   uint64_t input, output;
-  uint64_t heap;             // where its heap begins
-  uint64_t token_at, token;  // what who reads its process finds there
+  uint64_t heap;             // start of its heap
+  uint64_t token_at, token;  // a reader of its process must find `token` there
   int32_t process;
-  uint8_t mapped;          // what others need lies in its heap
-  uint8_t readable;        // that can be read where it lies, and this rank may read all others
-  uint8_t reads_remotely;  // as it would have it
+  uint8_t mapped;          // all arrays that peers access are in its heap
+  uint8_t readable;        // peers can read the arrays, and this rank can read all peers
+  uint8_t reads_remotely;  // its preference
 };
 
 bool BufferExchange::applies_to(const SharedJob& job, const SharedMemoryRegion& region) {
@@ -92,7 +91,7 @@ bool BufferExchange::are_readable(const Needed& needed) const {
   return in_place || is_readable(job_.output, needed.output);
 }
 
-// An array that lies askew is not to be mapped: others would have to work on it.
+// A misaligned array counts as not mapped, because peers would have to process it.
 void BufferExchange::publish_buffer() {
   static_assert(sizeof(BufferDescriptor) <= kTinyBytes);
   const Needed needed = Needed::of(job_, size_);
@@ -134,7 +133,7 @@ RemoteBuffer BufferExchange::remote_buffer_of(int peer, const BufferDescriptor& 
     if (bytes == 0) return nullptr;
     engine_.require_valid(region_.member(peer),
                           heap.holds(offset, bytes) && offset % job_.element_bytes == 0,
-                          "an offer of memory outside its heap");
+                          "an array address outside its heap");
     return heap.base.get() + offset;
   };
   const Needed needed = Needed::of(job_, size_);
@@ -162,7 +161,7 @@ void BufferExchange::choose_access_mode() {
         reaches_all() ? SharedMemoryRegion::Reach::all : SharedMemoryRegion::Reach::not_all;
 }
 
-// The number of a process can be another's in another namespace: what is read must be its token.
+// Another namespace can reuse a process id, so the value read must be the peer's token.
 bool BufferExchange::reaches_all() const {
   for (int peer = 0; peer < size_; ++peer) {
     const BufferDescriptor descriptor = descriptor_of(peer);

@@ -1,13 +1,12 @@
-// How a call on larger arrays begins: each rank publishes where its arrays are, and all ranks
-// derive the same access mode from what all have published.
+// First step of a call on larger arrays: each rank publishes the addresses of its arrays, and all
+// ranks derive the same access mode from the published addresses.
 //
-//   zero_copy     all arrays that others use are in heaps, which all ranks have mapped
-//   remote_read   ranks may read each other's processes, and do
-//   staged        through slots
+//   zero_copy     all arrays that peers use are in heaps, which all ranks have mapped
+//   remote_read   each rank reads the memory of its peers' processes
+//   staged        data is copied through slots
 //
-// Each mode has its task: zero_copy_task.h, remote_read_task.h, staged_task.h. Where slots and
-// reading are both possible the lowest rank chooses for all: it tries both from time to time.
-// Called by shared_call.h.
+// Each mode has its task: zero_copy_task.h, remote_read_task.h, staged_task.h. If both slots and
+// remote reads are possible, the lowest rank chooses for all ranks: it times both periodically.
 #pragma once
 
 #include <sys/types.h>
@@ -20,7 +19,7 @@ namespace pycomm {
 
 enum class AccessMode { zero_copy, remote_read, staged };
 
-// Where a rank's arrays lie: as mapped here, if they are, and in its own process.
+// Addresses of a rank's arrays: mapped into this process (if they are), and in its own process.
 struct RemoteBuffer {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
@@ -30,16 +29,16 @@ struct RemoteBuffer {
 
 class BufferExchange final : public FlagTask {
  public:
-  // Whether a call begins so; all find the same.
+  // Whether a call needs this exchange; the same on all ranks.
   static bool applies_to(const SharedJob& job, const SharedMemoryRegion& region);
 
-  // `prefers_remote_read`: what the lowest rank chooses where both ways are possible.
+  // `prefers_remote_read`: the choice of the lowest rank if both modes are possible.
   BufferExchange(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
                  const Header& header, bool prefers_remote_read);
 
   bool advance() override;
   bool done() const override { return exchanged_; }
-  // Once it is done.
+  // Valid once done().
   AccessMode access_mode() const { return mode_; }
   bool can_read_remotely() const { return can_read_remotely_; }
   const std::vector<RemoteBuffer>& buffers() const { return buffers_; }

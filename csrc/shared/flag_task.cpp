@@ -41,8 +41,8 @@ bool FlagTask::is_missing(int peer, const std::atomic<uint64_t>& flag, uint64_t 
   return true;
 }
 
-// A slot is free when all ranks have read what was in it. The flag is looked at once in many
-// tickets, as a look takes it out of its owner's cache.
+// A slot is free when all ranks have read it. The flag is loaded only once per several tickets,
+// because a load takes the line from its owner's cache.
 bool FlagTask::may_fill(uint64_t ticket) {
   const uint64_t need = std::max(region_.base(), ticket < kSlots ? 0 : ticket + 1 - kSlots);
   for (int peer = 0; peer < size_; ++peer) {
@@ -63,8 +63,8 @@ bool FlagTask::has_filled(int peer, uint64_t ticket) {
   return true;
 }
 
-// A one-directional call can be over before a rank has heard of the others: then the next call
-// shows the mismatch.
+// A one-directional call can end before a rank has received anything from its peers. Then the next
+// call detects the mismatch.
 void FlagTask::throw_mismatch(int peer, uint64_t ticket) {
   const auto& theirs = region_.of(peer).reduced[ticket % kSlots];
   const Header header = theirs.header.load(), before = theirs.before.load();
@@ -87,8 +87,7 @@ bool FlagTask::have_reduced(uint64_t ticket) {
   return true;
 }
 
-// A rank that aborted the call may use its array for something else by now; the engine receives the
-// reason.
+// A rank that aborted the call may already reuse its array. The engine receives the reason.
 bool FlagTask::all_in_call() {
   for (int peer = 0; peer < size_; ++peer)
     if (!region_.is_in(peer, header_)) {
@@ -99,8 +98,8 @@ bool FlagTask::all_in_call() {
   return true;
 }
 
-// Sleeping and waking cross as in a ring: the sleeper stores `sleeps` and then looks at the flags,
-// we store a flag and then look at `sleeps`; all four are sequentially consistent.
+// Sleep and wake-up, as in a ring buffer: the sleeper stores `sleeps` and then loads the flags,
+// this rank stores a flag and then loads `sleeps`. All four accesses are sequentially consistent.
 void FlagTask::publish(std::atomic<uint64_t>& flag, uint64_t value) {
   flag.store(value);
   for (int peer = 0; peer < size_; ++peer) {
@@ -116,7 +115,7 @@ void FlagTask::arm() {
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_ && region_.differs(peer, header_, theirs))
       engine_.throw_mismatch(region_.member(peer), theirs);
-  // A peer in a later call has done all it does in this one: what is missing will not come.
+  // A peer in a later call has finished this one, so the missing flag will never be set.
   if (awaited_ != kNoRank && awaited_flag_ != nullptr &&
       region_.is_past(awaited_, header_, theirs) &&
       awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
@@ -125,7 +124,7 @@ void FlagTask::arm() {
 
 void FlagTask::disarm() { region_.own().sleeps.store(0); }
 
-// With what the slot holds, and to what call it belongs.
+// Publishes the filled slot, with the headers of the call.
 void FlagTask::show_filled(uint64_t ticket) {
   Segment& own = region_.own();
   auto& filled = own.filled[ticket % kSlots];

@@ -1,5 +1,5 @@
-// What the tasks of this folder have in common: tickets, flags that others wait for, and headers
-// that must agree. See segment.h for what the flags say.
+// Base of the tasks of this folder: tickets, flags that peers wait for, and headers that must
+// agree. segment.h documents the flags.
 #pragma once
 
 #include <atomic>
@@ -18,11 +18,11 @@ struct SharedJob {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   size_t count = 0, element_bytes = 1;  // count as in group.h
-  int root = 0;                         // as the region counts
+  int root = 0;                         // number in the region
   const Reducer* reducer = nullptr;
-  bool folds = false;    // 16-bit sums: all summands at once, rounded once
-  bool finishes = true;  // else the last addition is like the others, and others are to follow
-  // Of reduce_scatter and all_gather: as many ranks, the first ones, have a part; 0: all.
+  bool folds = false;    // 16-bit sums: add all summands at once, round once
+  bool finishes = true;  // false: more summands follow, so the last addition is no final one
+  // For reduce_scatter and all_gather: only the first `parts` ranks have a part; 0: all ranks.
   int parts = 0;
 };
 
@@ -36,14 +36,14 @@ class FlagTask : public Task {
   void disarm() override;
 
  protected:
-  // `header` with its epoch and sequence; the task has the next `tickets`.
+  // `header` has its epoch and sequence set. The task takes the next `tickets` tickets.
   FlagTask(Engine& engine, SharedMemoryRegion& region, const Header& header, uint64_t tickets);
 
-  // Whether a flag of `peer` has yet to come to `need`: then that is what this rank waits for.
+  // Whether a flag of `peer` is below `need`. If so, this rank waits for that flag.
   bool is_missing(int peer, const std::atomic<uint64_t>& flag, uint64_t need);
-  // Whether all ranks have read what was in the ticket's slot.
+  // Whether all ranks have read the previous contents of the ticket's slot.
   bool may_fill(uint64_t ticket);
-  // Whether `peer` has laid out its slot; ends the call if it has done so for another one.
+  // Whether `peer` has filled its slot. Ends the call if the slot belongs to a different call.
   bool has_filled(int peer, uint64_t ticket);
   bool have_reduced(uint64_t ticket);
   // Whether no rank has aborted this call.
@@ -54,7 +54,7 @@ class FlagTask : public Task {
   Engine& engine_;
   SharedMemoryRegion& region_;
   const Header& header_;
-  int rank_, size_;  // as the region counts
+  int rank_, size_;  // in the region
   uint64_t first_;   // ticket
   int awaited_ = kNoRank;
 

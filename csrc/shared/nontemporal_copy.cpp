@@ -17,7 +17,7 @@ constexpr size_t kLine = 64;
 
 }  // namespace
 
-// Whole lines go round the caches, what is before and behind them does not.
+// Only whole cache lines bypass the caches; the head and the tail use plain stores.
 void nontemporal_copy(std::byte* into, const std::byte* from, size_t bytes) {
   const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(into) % kLine);
   std::memcpy(into, from, head);

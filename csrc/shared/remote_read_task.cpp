@@ -11,7 +11,7 @@
 namespace pycomm {
 namespace {
 
-// What is read at once: few calls of the kernel, and still in the second cache when it is added.
+// Bytes per read: few system calls, and the data is still in the L2 cache when it is added.
 constexpr size_t kStepBytes = size_t{256} << 10;
 
 }  // namespace
@@ -35,7 +35,7 @@ bool RemoteReadTask::advance() {
   }
   if (turn_ < size_) return collect_more();
   if (!shown_) {
-    if (!all_in_call()) return false;  // else what was read may be anything
+    if (!all_in_call()) return false;  // a peer that left may have overwritten its array
     keep_own_row();
     count();
     publish(region_.own().done, first_ + 1);
@@ -44,7 +44,7 @@ bool RemoteReadTask::advance() {
   return ended_ = have_all_read();
 }
 
-// Of all ranks' pieces, this rank's: those of the others are read into scratch side by side.
+// Sums this rank's piece of all ranks. The peers' pieces are first read into scratch, side by side.
 bool RemoteReadTask::sum_more() {
   const size_t element = job_.element_bytes, others = static_cast<size_t>(size_ - 1);
   const size_t n = std::min(end_ - at_, std::max<size_t>(1, kStepBytes / others / element));
@@ -119,14 +119,14 @@ void RemoteReadTask::keep_own_row() {
   if (bytes > 0 && into != job_.input) std::memmove(into, job_.input, bytes);
 }
 
-// Until then others may still read what is this rank's.
+// Until all ranks have read, peers may still read this rank's arrays.
 bool RemoteReadTask::have_all_read() {
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_ && is_missing(peer, region_.of(peer).done, first_ + 1)) return false;
   return true;
 }
 
-// What this rank gave, as if it had laid it out for others.
+// Counts the data that peers read from this rank as sent.
 void RemoteReadTask::count() {
   const size_t whole = job_.count * job_.element_bytes;
   if (job_.operation == Operation::reduce_scatter)
@@ -135,8 +135,8 @@ void RemoteReadTask::count() {
     region_.bytes_sent += whole;
 }
 
-// A peer that cannot be read has died or aborted, which the engine detects: its arrays could be
-// read when the ranks met.
+// A peer that cannot be read died or aborted, because its arrays were readable during the buffer
+// exchange. The engine detects which.
 bool RemoteReadTask::pull(int peer, uint64_t from, std::byte* into, size_t bytes) {
   if (!read_process(of(peer).process, from, into, bytes)) {
     awaited_ = peer;

@@ -1,5 +1,5 @@
-// A call on arrays that lie anywhere, where the ranks of a host may read each other's processes:
-// each takes what it needs out of the others' arrays as they are, and nothing is staged.
+// A call on arrays at any address, where the ranks of a host may read each other's processes: each
+// rank reads directly from its peers' arrays, without staging.
 //
 //   all_reduce, two ranks    rank 0                              rank 1
 //     sum                    reads 1's piece 0, adds its own     reads 0's piece 1, adds its own
@@ -12,9 +12,9 @@
 //   broadcast                          the root's array
 //   all_gather                         the others' inputs
 //
-// An all_reduce of S bytes reads S out of others' processes, where slots cost S written into them
-// and S read; but the kernel finds each page anew. Which is faster is tried. No rank writes into
-// another's memory. The ranks have met.
+// An all_reduce of S bytes reads S bytes from other processes; slots would write S and read S. But
+// the kernel looks up each page again, so the faster mode is measured. No rank writes into
+// another's memory. The ranks have completed the buffer exchange.
 #pragma once
 
 #include <vector>
@@ -32,7 +32,7 @@ class RemoteReadTask final : public FlagTask {
   bool done() const override { return ended_; }
 
  private:
-  // What this rank reads of a peer's in the end, and where to.
+  // Data that this rank collects from a peer, and its destination.
   struct Take {
     uint64_t from = 0;
     std::byte* into = nullptr;
@@ -50,9 +50,9 @@ class RemoteReadTask final : public FlagTask {
 
   const SharedJob& job_;
   std::vector<RemoteBuffer> buffers_;    // by rank
-  size_t begin_ = 0, at_ = 0, end_ = 0;  // elements that this rank sums, and has summed
-  int turn_ = 1;                         // whose array is read now: peer(turn_)
-  size_t taken_ = 0;                     // bytes of it
+  size_t begin_ = 0, at_ = 0, end_ = 0;  // elements this rank sums; at_: the next one
+  int turn_ = 1;                         // reads the array of peer(turn_)
+  size_t taken_ = 0;                     // bytes read of it
   bool published_ = false, shown_ = false, ended_ = false;
 };
 

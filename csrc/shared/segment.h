@@ -1,9 +1,9 @@
-// What one rank lays out for the other ranks of its host: a page that says how far it is, and slots
-// that hold what they are to read. Zeroed memory is a segment at its beginning.
+// Shared memory of one rank for the other ranks of its host: a page of progress flags, and slots
+// with data to read. Zeroed memory is a valid initial segment.
 //
-// Work is counted in tickets: one for each chunk of each call, the same numbers on all ranks, and
-// never one twice. Ticket t uses slot t % kSlots of every segment. Only its owner writes a segment,
-// except `sleeps`.
+// Work is numbered by tickets: one per chunk of each call, the same numbers on all ranks, never
+// reused. Ticket t uses slot t % kSlots of every segment. Only its owner writes a segment, except
+// `sleeps`.
 #pragma once
 
 #include <array>
@@ -17,13 +17,13 @@
 namespace pycomm {
 
 inline constexpr size_t kSlots = 16;
-// A chunk and its neighbours stay in a core's cache between being written and being read.
+// A chunk and its neighbours stay in a core's cache between write and read.
 inline constexpr size_t kSlotBytes = size_t{64} << 10;
-// What fits into the cache line of the flag itself: the reader fetches one line.
+// Payload that fits into the cache line of the flag: the reader fetches one line.
 inline constexpr size_t kTinyBytes = 48;
 
-// A header that another rank may read while it is written: a reader looks at the flag beside it
-// before and after. Release and acquire keep both looks in their places.
+// A header that another rank may read during a write. The reader loads the flag beside it before
+// and after; release and acquire order keep both loads in place.
 class SharedHeader {
  public:
   void store(const Header& header) {
@@ -41,20 +41,20 @@ class SharedHeader {
 };
 
 struct Segment {
-  // Behind a flag that is t + 1 everything of ticket t is there: the flag is stored last, with
-  // release, and loaded first, with acquire.
+  // If the flag is t + 1, all data of ticket t is visible: the flag is stored last, with release,
+  // and loaded first, with acquire.
   struct alignas(64) Filled {
     std::atomic<uint64_t> flag;
-    // Of the headers of this call and of all before it in the epoch. Where it differs the headers
-    // are looked at.
+    // Hash of the headers of this call and of all earlier ones in the epoch. If it differs, the
+    // headers are compared.
     uint32_t signature;
     alignas(8) std::array<std::byte, kTinyBytes> tiny;
   };
   struct alignas(64) Reduced {
     std::atomic<uint64_t> flag;
-    SharedHeader header, before;  // belong to Filled: this call's, and that of the one before it
+    SharedHeader header, before;  // for Filled: of this call and of the previous one
   };
-  // The call that the owner is in, whatever carries it out.
+  // The current call of the owner, whichever engine runs it.
   struct alignas(64) Begun {
     std::atomic<uint64_t> call;  // number_of() its header; stored last
     SharedHeader header;
@@ -63,8 +63,8 @@ struct Segment {
   std::array<Filled, kSlots> filled;
   std::array<Reduced, kSlots> reduced;
   Begun begun;
-  alignas(64) std::atomic<uint64_t> done;    // tickets below it are read: their slots are free
-  alignas(64) std::atomic<uint32_t> sleeps;  // 1: ring for it when something above changes
+  alignas(64) std::atomic<uint64_t> done;    // all lower tickets were read: their slots are free
+  alignas(64) std::atomic<uint32_t> sleeps;  // 1: wake the owner when a flag changes
   alignas(4096) std::array<std::array<std::byte, kSlotBytes>, kSlots> slots;
 };
 

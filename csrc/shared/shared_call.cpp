@@ -23,8 +23,8 @@ SharedCall::SharedCall(Engine& engine, SharedMemoryRegion& region, const SharedJ
   }
 }
 
-// Others may work on this rank's arrays, or read them: also before it has met them, as they may
-// have met meanwhile.
+// Peers may read or write this rank's arrays, even before this rank has completed the exchange: the
+// peers may have completed it.
 SharedCall::~SharedCall() {
   if (mode_ != AccessMode::staged && !done()) region_.leave();
 }
@@ -39,7 +39,7 @@ bool SharedCall::advance() {
   return true;
 }
 
-// Only the lowest rank's times count, as it chooses.
+// Only the lowest rank measures, because it chooses the mode.
 Task* SharedCall::begin(const BufferExchange& exchange) {
   mode_ = exchange.access_mode();
   if (exchange.can_read_remotely() && region_.is_warm()) {

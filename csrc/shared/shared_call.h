@@ -1,7 +1,7 @@
-// A call inside one host: a larger one begins with an exchange of buffers, which selects the access
+// A call within one host. A larger call begins with a buffer exchange, which selects the access
 // mode; a small one uses slots.
 //
-// The engine drives this task, and does its waiting, deadlines and failures. Called by the group.
+// The engine runs this task and handles waiting, deadlines and failures.
 #pragma once
 
 #include <optional>
@@ -15,7 +15,7 @@ namespace pycomm {
 
 class SharedCall final : public Task {
  public:
-  // `header` with its epoch and sequence.
+  // `header` has its epoch and sequence set.
   SharedCall(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
              const Header& header);
   ~SharedCall() override;
@@ -31,7 +31,7 @@ class SharedCall final : public Task {
   void arm() override { now_->arm(); }
   void disarm() override { now_->disarm(); }
 
-  // How it is carried out; none before the ranks have met.
+  // None before the buffer exchange is done.
   std::optional<AccessMode> access_mode() const { return mode_; }
 
  private:
@@ -43,9 +43,9 @@ class SharedCall final : public Task {
   const SharedJob& job_;
   const Header& header_;
   std::variant<std::monostate, BufferExchange, ZeroCopyTask, RemoteReadTask, StagedTask> tasks_;
-  Task* now_;  // the one of them
+  Task* now_;  // the active one
   std::optional<AccessMode> mode_;
-  bool tries_ = false;  // this rank finds out how long it takes
+  bool tries_ = false;  // this rank measures the duration
   uint64_t turn_ = 0;
   Clock::time_point begun_{};
 };

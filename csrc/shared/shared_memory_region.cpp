@@ -5,11 +5,11 @@
 namespace pycomm {
 namespace {
 
-// Calls that are lost to a disagreement leave tickets behind that some ranks have used and others
-// have not. So every epoch begins at a number that no earlier one reaches.
+// After a mismatch some ranks have used tickets that others have not. So every epoch begins at a
+// number above all earlier ones.
 constexpr int kEpochShift = 40;
 
-// Never 0, which a fresh segment holds.
+// Never 0, the value in a new segment.
 uint64_t number_of(const Header& header) {
   return (uint64_t{1} << 63) | (uint64_t{header.epoch} << 32) | header.sequence;
 }
@@ -44,7 +44,7 @@ bool SharedMemoryRegion::differs(int peer, const Header& mine, Header& theirs) c
   const Segment::Begun& begun = of(peer).begun;
   if (begun.call.load(std::memory_order_acquire) != number_of(mine)) return false;
   theirs = begun.header.load();
-  if (begun.call.load(std::memory_order_relaxed) != number_of(mine)) return false;  // it went on
+  if (begun.call.load(std::memory_order_relaxed) != number_of(mine)) return false;  // next call
   return !same_call(theirs, mine);
 }
 

@@ -13,15 +13,15 @@
 namespace pycomm {
 namespace {
 
-// Up to this every rank reduces everything: one exchange of flags instead of two. Measured on two
-// processors of a shared virtual machine (EPYC): the two are equal between 8 and 32 KiB.
+// Up to this size every rank reduces everything: one exchange of flags instead of two. Measured on
+// two processors of a shared virtual machine (EPYC): both are equal between 8 and 32 KiB.
 constexpr size_t kOneShotBytes = size_t{16} << 10;
-// Chunks that a rank fills ahead of those that it collects.
+// Chunks that a rank fills before it collects the oldest.
 constexpr uint64_t kAhead = 8;
-// Shorter runs are in the other's way to it before they are out of ours.
+// Shorter runs reach the reader's cache before non-temporal stores leave this core.
 constexpr size_t kLeastStream = size_t{2} << 10;
 
-// Rows of `count` elements that a slot holds side by side, one for each reader.
+// Whether a slot holds one row of `count` elements for each reader.
 bool has_row_per_rank(Operation operation) {
   return operation == Operation::reduce_scatter || operation == Operation::scatter ||
          operation == Operation::all_to_all;
@@ -131,7 +131,7 @@ bool StagedTask::collects() const {
   return false;
 }
 
-// What others wait for comes first, and what is still in the caches.
+// Order: first the steps that peers wait for, and whose data is still in the caches.
 bool StagedTask::advance() {
   awaited_ = kNoRank;
   if (collected_ < reduced_) {
@@ -173,8 +173,8 @@ bool StagedTask::have_filled(uint64_t ticket) {
   return true;
 }
 
-// Only where every rank both writes and reads can it tell by itself which way is faster; the other
-// verbs take what those have found.
+// Only ranks that both write and read can measure which stores are faster. The other operations use
+// the result of these.
 void StagedTask::begin_stores(size_t call_bytes) {
   if (call_bytes <= kOneShotBytes) return;
   stores_ = &region_.store_tuner(call_bytes);
@@ -197,7 +197,7 @@ void StagedTask::begin_stores(size_t call_bytes) {
   counted_ = std::exchange(stores_->turns, stores_->turns + chunks_);
 }
 
-// Does a step of chunk `i`.
+// Runs a step of chunk `i`.
 void StagedTask::work(uint64_t i, void (StagedTask::*step)(const Chunk&)) {
   const uint64_t turn = counted_ + i;
   if (stores_ != nullptr)
@@ -208,7 +208,7 @@ void StagedTask::work(uint64_t i, void (StagedTask::*step)(const Chunk&)) {
   spent_[i % kSlots] += Clock::now() - start;
 }
 
-// Chunk `i` is over.
+// Records the time of chunk `i` at its end.
 void StagedTask::record_try(uint64_t i) {
   const uint64_t turn = counted_ + i;
   if (!tries_ || !stores_->tries(turn)) return;
@@ -217,12 +217,12 @@ void StagedTask::record_try(uint64_t i) {
                                  static_cast<double>(bytes(chunk(i).count)));
 }
 
-// What was laid out is behind the flags that come now.
+// Orders the written data before the flags that follow.
 void StagedTask::end_nontemporal() {
   if (std::exchange(nontemporal_, false)) nontemporal_fence();
 }
 
-// From an array of ours into a slot, for others to read.
+// Copies from an array of this rank into its slot, for peers to read.
 void StagedTask::lay_out(std::byte* into, const std::byte* from, size_t bytes) {
   if (nontemporal_ && bytes >= kLeastStream)
     nontemporal_copy(into, from, bytes);
@@ -231,7 +231,7 @@ void StagedTask::lay_out(std::byte* into, const std::byte* from, size_t bytes) {
   region_.bytes_sent += bytes;
 }
 
-// From another rank's slot into an array of ours.
+// Copies from another rank's slot into an array of this rank.
 void StagedTask::take(std::byte* into, const std::byte* from, size_t bytes) {
   copy_bytes(into, from, bytes);
   region_.bytes_received += bytes;
@@ -259,8 +259,8 @@ void StagedTask::fill(const Chunk& at) {
   show_filled(at.ticket);
 }
 
-// into = the sum of what lies `at` bytes from the beginning of every other rank's slot and, for
-// this rank, at `own`; `into` may be `own`. `again`: where it is laid out for others, or null.
+// into = the sum of the data at byte offset `at` in every other rank's slot and, for this rank, at
+// `own`. `into` may be `own`. `again`: a second destination, for peers to read, or null.
 struct StagedTask::Sum {
   std::byte* into;
   const std::byte* own;

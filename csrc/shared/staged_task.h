@@ -1,19 +1,19 @@
-// The second strategy inside one host: ranks read each other's memory directly, without messages.
+// Staged access within one host: ranks read each other's slots in shared memory, without messages.
 //
-// A call is cut into chunks. For each of them a rank fills its slot with what the others are to
-// read, reduces what is its part out of all slots, and collects what the others have made:
+// A call is cut into chunks. For each chunk a rank copies the data for its peers into its slot
+// (fill), reduces its piece from all slots (reduce), and copies the peers' results (collect):
 //
 //   all_reduce, two ranks, large        rank 0              rank 1
 //     fill      into one's own slot     its piece 1         its piece 0
 //     reduce    one's own piece         0: own + slot 1     1: slot 0 + own   -> output and slot
 //     collect   the other's piece       1 from slot 1       0 from slot 0
 //
-// Each element of an array is read once and written once in memory; what passes through slots stays
-// in the caches. Small arrays are filled whole and every rank reduces all of it (one shot instead
-// of two). Sums are added in rank order, always. Nothing is written to an output before every
-// rank's signature was seen, except by broadcast and scatter, as with plans.
+// Each element of an array is read once and written once in memory; slots stay in the caches. Small
+// arrays are filled whole, and every rank reduces all of it (one phase instead of two). Sums are
+// always added in rank order. No output is written before every rank's signature was checked,
+// except by broadcast and scatter, as with plans.
 //
-// Not the engine: that drives this task, and does its waiting, deadlines and failures.
+// The engine runs this task and handles waiting, deadlines and failures.
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ namespace pycomm {
 
 class StagedTask final : public FlagTask {
  public:
-  // `header` with its epoch and sequence.
+  // `header` has its epoch and sequence set.
   StagedTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
              const Header& header);
 
@@ -59,15 +59,15 @@ class StagedTask final : public FlagTask {
   std::byte* out_row(int i, const Chunk& chunk) const;
 
   const SharedJob& job_;
-  int parts_;          // ranks that have one
-  bool tiny_ = false;  // slots are the flags' own lines
+  int parts_;          // ranks that have a part
+  bool tiny_ = false;  // data is stored in the flags' cache lines
   bool two_shots_ = false;
-  OnlineTuner* stores_ = nullptr;                // null: plain ones
-  bool tries_ = false;                           // whether this call's chunks count there
+  OnlineTuner* stores_ = nullptr;                // null: plain stores
+  bool tries_ = false;                           // this call's chunks are measured
   uint64_t counted_ = 0;                         // chunks before this call
-  bool nontemporal_ = false;                     // what is laid out now
-  std::array<Clock::duration, kSlots> spent_{};  // in a try, on each chunk under way
-  size_t chunk_count_ = 0;                       // elements of a row in a chunk
+  bool nontemporal_ = false;                     // the current chunk uses non-temporal stores
+  std::array<Clock::duration, kSlots> spent_{};  // time on each measured chunk
+  size_t chunk_count_ = 0;                       // elements of a row per chunk
   uint64_t chunks_ = 1;
   uint64_t filled_ = 0, reduced_ = 0, collected_ = 0;
 };

@@ -1,4 +1,4 @@
-// The sums of all ranks' elements, in rank order, of arrays that this rank sees wherever they lie.
+// Sums of all ranks' elements, in rank order, over arrays that this process can address.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 
 namespace pycomm {
 
-// What is worked on at a time: with all its summands it stays in the first cache.
+// Bytes per step: with all its summands it stays in the L1 cache.
 inline constexpr size_t kBlockBytes = size_t{8} << 10;
 
-// into = the sums of `count` elements of every rank's, from(rank) on. `into` may be one of these.
-// Behind each block then(offset, bytes) is called.
+// into = the sums of `count` elements of every rank, read from from(rank). `into` may be one of
+// these. Calls then(offset, bytes) after each block.
 template <typename From, typename Then>
 void add_up(const SharedJob& job, int size, std::byte* into, size_t count, const From& from,
             const Then& then) {

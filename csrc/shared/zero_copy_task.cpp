@@ -10,7 +10,7 @@
 namespace pycomm {
 namespace {
 
-// Between two looks at the world, which come every 1,024 steps: some 50 ms.
+// Bytes per step. The engine checks for failures every 1,024 steps: some 50 ms.
 constexpr size_t kStepBytes = size_t{256} << 10;
 
 bool has_pieces(Operation operation) {
@@ -39,7 +39,7 @@ bool ZeroCopyTask::advance() {
     return true;
   }
   if (!published_) {
-    if (!all_in_call()) return false;  // else what the last step has read may be anything
+    if (!all_in_call()) return false;  // a peer that left may have overwritten its array
     publish(region_.own().reduced[first_ % kSlots].flag, first_ + 1);
     published_ = true;
     return true;
@@ -62,7 +62,7 @@ void ZeroCopyTask::work_more() {
   at_ += count;
 }
 
-// Of all_reduce and reduce_scatter, whose row of the inputs is this rank's alone.
+// For all_reduce and reduce_scatter. In reduce_scatter only this rank needs its row of the inputs.
 void ZeroCopyTask::add_up_piece(size_t begin, size_t count) {
   const bool for_all = job_.operation == Operation::all_reduce;
   const size_t row = for_all ? 0 : static_cast<size_t>(rank_) * job_.count * job_.element_bytes;
@@ -75,7 +75,7 @@ void ZeroCopyTask::add_up_piece(size_t begin, size_t count) {
   region_.bytes_received += static_cast<uint64_t>(size_ - 1) * count * job_.element_bytes;
 }
 
-// From the array of `owner` at `from` into the outputs of all others.
+// Copies from the array of `owner` at `from` into the outputs of all others.
 void ZeroCopyTask::spread(const std::byte* from, size_t begin, size_t bytes, int owner) {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == owner) continue;

@@ -1,5 +1,5 @@
-// A call on arrays that the other ranks of the host have mapped, because they lie in heaps: each
-// rank takes what it needs out of the others' arrays, and nothing is staged.
+// A call on arrays in heaps, which all ranks of the host have mapped: each rank reads its peers'
+// arrays directly, without staging.
 //
 //   all_reduce, two ranks    rank 0                          rank 1
 //     work                   piece 0 of both -> both         piece 1 of both -> both
@@ -11,8 +11,9 @@
 //   all_gather       all inputs              copies all inputs into its output
 //   reduce_scatter   all inputs              adds up its row of all inputs
 //
-// An all_reduce of S bytes reads S and writes S in each rank. Nothing is written into an array
-// whose rank has aborted the call, but for the step in which it did so. The ranks have met.
+// An all_reduce of S bytes reads S and writes S in each rank. A rank stops writing into the array
+// of a peer that aborted the call, at the latest after the current step. The ranks have completed
+// the buffer exchange.
 #pragma once
 
 #include <vector>
@@ -39,7 +40,7 @@ class ZeroCopyTask final : public FlagTask {
   const SharedJob& job_;
   std::vector<RemoteBuffer> buffers_;  // by rank
   bool published_ = false, ended_ = false;
-  size_t at_ = 0, end_;  // elements of this rank's work that are still to do
+  size_t at_ = 0, end_;  // remaining elements of this rank's work
 };
 
 }  // namespace pycomm

@@ -238,7 +238,7 @@ void run_step(std::mt19937& random) {
   for (const auto& list : lists)
     for (const Setting how : {Setting{false, false, true, false}, {true, true, false, true}}) {
       Steps steps(random, list, how);
-      // Steady; none; a jump that the floor does not expect; and down again, where the pool is
+      // Steady; none; a jump beyond the lower bound; and down again, where the pool is
       // short.
       for (const float size : {0.1f, 0.1f, 0.f, 5.f, 0.01f, 0.01f})
         steps.run(size, ++number % 4 == 3);

@@ -93,7 +93,7 @@ struct How {
 };
 
 // Makes fewer than k of 20,011 elements large, and only such as a sample sees
-// (kernels/cpu/sample.h): the floor that it gives is too high, each time it is asked.
+// (kernels/cpu/sample.h): its lower bound is always too high.
 void mislead(Floats& x) {
   for (size_t i = 0; i < std::min<size_t>(x.size(), 128); ++i)
     if (i % 64 < 16) x[i] = 1e6f;
@@ -238,7 +238,7 @@ const Test kSteps{"sparse: steps of ragged tensors, every dtype and option", [] 
                                           {.nesterov = true, .masking = false, .together = true}};
                       for (const How& how : ways) {
                         Steps steps(random, kRagged, how);
-                        // Steady, a jump that the floor does not expect, and nothing new.
+                        // Steady, a jump that the lower bound does not expect, and nothing new.
                         for (const float size : {0.1f, 0.1f, 9.f, 0.f}) steps.run(size, where);
                       }
                     });

@@ -1,11 +1,11 @@
-// What one operation does with one element: load, combine, divide, store. No loops here: loops.h.
+// One operation on one element: load, combine, divide, store. The loops are in loops.h.
 //
-// Every function gives the same bits whatever the compiler makes of it, one element at a time or a
-// vector of them, with operands swapped or not:
-//   * no expression multiplies and then adds, so nothing can be contracted to a fused multiply-add;
-//     the build says -ffp-contract=off all the same, and never -ffast-math;
-//   * a NaN is stored as the one quiet NaN, as its payload would depend on the order of operands;
-//   * loads and stores are memcpy, as pointers need no alignment.
+// Every function gives the same bits for every compiler and vector width, and with operands
+// swapped:
+//   * no expression multiplies and then adds, so none can be contracted to a fused multiply-add;
+//     the build also uses -ffp-contract=off, and never -ffast-math;
+//   * a NaN is stored as one quiet NaN, because its payload would depend on the operand order;
+//   * loads and stores use memcpy, because pointers need no alignment.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ namespace pycomm::cpu {
 #error "NaN and -0 have a meaning here: build without -ffast-math"
 #endif
 
-// `Stored` lies in memory, `Value` is what is computed with.
+// `Stored` is the type in memory, `Value` the type of the computation.
 template <Dtype>
 struct Element;
 template <typename T, typename V = T>
@@ -97,9 +97,9 @@ template <Dtype kDtype>
   std::memcpy(static_cast<std::byte*>(to) + i * sizeof stored, &stored, sizeof stored);
 }
 
-// The least of two floats. Where neither is less they are equal, and `or` tells -0 from 0, or one
-// is NaN, and `or` keeps an exponent of ones and some bit of the payload. So both picks make one
-// answer.
+// Minimum of two floats. If neither is less, either both are equal, and `or` distinguishes -0 from
+// 0; or one is NaN, and `or` keeps the exponent of ones and a bit of the payload. So both operand
+// orders give one answer.
 template <typename Float>
 [[gnu::always_inline]] inline Float least(Float a, Float b) {
   using Bits = std::conditional_t<sizeof(Float) == 4, uint32_t, uint64_t>;
@@ -123,7 +123,8 @@ template <ReduceOp kOp, typename Float>
 template <ReduceOp kOp, typename Integer>
   requires std::is_integral_v<Integer>
 [[gnu::always_inline]] inline Integer combine(Integer a, Integer b) {
-  // Unsigned, as that wraps; at least an int wide, as a narrower type would be promoted to signed.
+  // Unsigned, because it wraps; at least as wide as int, because a narrower type would be promoted
+  // to signed.
   using Wrapping = std::common_type_t<unsigned, std::make_unsigned_t<Integer>>;
   const auto x = static_cast<Wrapping>(a), y = static_cast<Wrapping>(b);
   if constexpr (kOp == ReduceOp::product)
@@ -142,7 +143,7 @@ template <ReduceOp kOp, typename Integer>
     return static_cast<Integer>(x + y);
 }
 
-// A bool counts up to 1: its sum is `or`, its product is `and`.
+// For bool, sum is `or` and product is `and`.
 constexpr ReduceOp spelled_in_bits(ReduceOp op) {
   if (op == ReduceOp::sum || op == ReduceOp::max) return ReduceOp::bor;
   if (op == ReduceOp::product || op == ReduceOp::min) return ReduceOp::band;
@@ -152,7 +153,7 @@ constexpr ReduceOp spelled_in_bits(ReduceOp op) {
 template <Dtype kDtype, ReduceOp kOp>
 inline constexpr ReduceOp kOpOf = kDtype == Dtype::boolean ? spelled_in_bits(kOp) : kOp;
 
-// After the last addition. A true division: a product with 1/size would round twice.
+// Applied after the last addition. A division, because a product with 1/size would round twice.
 template <ReduceOp kOp, typename V>
 [[gnu::always_inline]] inline V last(V value, int size) {
   if constexpr (kOp == ReduceOp::avg)

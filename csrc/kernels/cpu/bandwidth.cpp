@@ -1,4 +1,3 @@
-// See nontemporal_copy.h.
 #include "kernels/bandwidth.h"
 
 #include <algorithm>
@@ -19,7 +18,7 @@ namespace {
 
 using cpu::Isa;
 
-constexpr size_t kRange = 1 << 17;  // elements that a thread takes at a time
+constexpr size_t kRange = 1 << 17;  // elements per task of a thread
 
 struct StepLoop {
   template <Isa>
@@ -51,7 +50,7 @@ void copy_around(const float* from, float* to, size_t count) {
   if (count > 0) std::memcpy(to, from, count * sizeof(float));
 }
 
-// f(begin, count) for ranges of an array, by several threads.
+// Calls f(begin, count) for ranges of an array, on several threads.
 template <typename F>
 void by_ranges(size_t count, F&& f) {
   cpu::parallel((count + kRange - 1) / kRange,
@@ -71,7 +70,7 @@ void stream_copy(const float* from, float* to, size_t count, bool around) {
     if (around)
       copy_around(from + begin, to + begin, n);
     else
-      for (size_t i = begin; i < begin + n; i += 4096)  // below what memcpy sends round the caches
+      for (size_t i = begin; i < begin + n; i += 4096)  // small enough for plain stores in memcpy
         std::memcpy(to + i, from + i, std::min<size_t>(4096, begin + n - i) * sizeof(float));
   });
 }

@@ -1,5 +1,5 @@
-// Arrays of bits in bytes, lowest first: numbers in unary, and numbers of a fixed width. Called by
-// the index codes. Every function is inlined into its loop, so that the loop's target is theirs.
+// Bit arrays in bytes, lowest bit first: unary numbers, and numbers of a fixed width. Every
+// function is inlined into its loop, so it is compiled for the target of the loop.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace pycomm::cpu {
 
-// Writes 64 bits at a time; finish() writes the bytes of the rest.
+// Writes 64 bits at a time; finish() writes the remaining bytes.
 class UnaryWriter {
  public:
   explicit UnaryWriter(std::byte* out) : out_(out) {}
@@ -31,7 +31,7 @@ class UnaryWriter {
     }
     word_ |= uint64_t{1} << at_++;
   }
-  // Where the next byte goes.
+  // Position of the next byte.
   std::byte* finish() const {
     if (at_ > 0) std::memcpy(out_, &word_, bytes_of_bits(at_));
     return out_ + bytes_of_bits(at_);
@@ -39,15 +39,15 @@ class UnaryWriter {
 
  private:
   std::byte* out_;
-  uint64_t word_ = 0, at_ = 0;  // bits of `word_` that are written, 64 at most
+  uint64_t word_ = 0, at_ = 0;  // at_: bits written in `word_`, at most 64
 };
 
-// The places of the ones, one after another.
+// Iterates over the positions of the ones.
 class OnesReader {
  public:
   explicit OnesReader(std::span<const std::byte> bytes) : bytes_(bytes) {}
 
-  // Of the next one, counted in bits from the begin; kNone where there is no other.
+  // Bit position of the next one, or kNone.
   [[gnu::always_inline]] uint64_t next() {
     while (word_ == 0) [[unlikely]] {
       if (at_ >= bytes_.size()) return kNone;
@@ -57,7 +57,7 @@ class OnesReader {
     word_ &= word_ - 1;
     return base_ + bit;
   }
-  // Passes over the first `bits`.
+  // Skips the first `bits`.
   void skip(uint64_t bits) {
     at_ = bits / 64 * sizeof word_;
     if (at_ >= bytes_.size()) return;
@@ -65,7 +65,7 @@ class OnesReader {
     word_ &= ~uint64_t{0} << bits % 64;
   }
 
-  static constexpr uint64_t kNone = ~uint64_t{0} >> 1;  // far, and adding to it does not wrap
+  static constexpr uint64_t kNone = ~uint64_t{0} >> 1;  // large, but additions to it do not wrap
 
  private:
   [[gnu::always_inline]] void load() {
@@ -83,7 +83,7 @@ class OnesReader {
   uint64_t word_ = 0, base_ = 0;
 };
 
-inline constexpr size_t kPacked = kRiceBlock;  // numbers of b bits, which are b words
+inline constexpr size_t kPacked = kRiceBlock;  // numbers of b bits, which fill b words
 inline constexpr unsigned kMostWidth = kMostParameter;
 
 template <unsigned kWidth>

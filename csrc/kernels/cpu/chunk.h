@@ -1,5 +1,5 @@
-// Between a run of elements in memory and a buffer of values that stays in the first cache; float16
-// has an instruction for it where the processor has F16C. Called by loops.h only.
+// Converts between elements in memory and a buffer of values in the L1 cache. float16 uses F16C
+// instructions if available. Included by loops.h only.
 #pragma once
 
 #include <cstddef>

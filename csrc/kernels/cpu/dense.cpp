@@ -1,5 +1,5 @@
-// Kernels over whole arrays on the processor: norms, clipping, casts, reductions. The formulas
-// stand in device_kernels.h.
+// Kernels over whole arrays on the CPU: norms, clipping, casts, reductions. device_kernels.h has
+// the formulas.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -16,9 +16,9 @@ namespace pycomm::cpu {
 namespace {
 
 constexpr size_t kTile = 4096, kLanes = 128;
-constexpr size_t kRange = 16 * kTile;  // what a thread takes at a time
+constexpr size_t kRange = 16 * kTile;  // elements per task of a thread
 
-// The sum of one tile, squared or not, in the order that device_kernels.h fixes.
+// The sum of one tile, squared or not, in the order of device_kernels.h.
 template <Dtype kDtype, bool kSquare>
 struct TileSum {
   template <Isa>
@@ -90,7 +90,7 @@ struct Cast {
   }
 };
 
-// f(begin, count) for ranges of an array, by several threads.
+// Calls f(begin, count) for ranges of an array, on several threads.
 template <typename F>
 void by_ranges(size_t count, F&& f) {
   parallel((count + kRange - 1) / kRange, [&](size_t range) {

@@ -1,5 +1,5 @@
-// What the kernels of sparse training do with one float: its magnitude as an integer, the dtype of
-// its arithmetic, rounding on the way in and out. Called by the other files of this folder.
+// Operations of the sparse-training kernels on one float: magnitude as an integer, arithmetic
+// dtype, rounding of inputs and outputs.
 #pragma once
 
 #ifdef __x86_64__
@@ -21,13 +21,13 @@
 
 namespace pycomm::cpu {
 
-// The unsigned integer as wide as the element.
+// The unsigned integer with the width of the element.
 template <Dtype kDtype>
 using Bits =
     std::conditional_t<sizeof(Stored<kDtype>) == 2, uint16_t,
                        std::conditional_t<sizeof(Stored<kDtype>) == 4, uint32_t, uint64_t>>;
 
-// The element without its sign: integers in the order of magnitudes, NaN above infinity.
+// The element without its sign: integers order like magnitudes, with NaN above infinity.
 template <typename Element>
 [[gnu::always_inline]] constexpr auto key_of(Element element) {
   using Key = std::conditional_t<sizeof(Element) == 2, uint16_t,
@@ -41,9 +41,9 @@ template <typename Float>
   return key_of(value) < kInfinity;
 }
 
-// A double, or any float, as an element of kDtype, rounded once. A 16-bit float is reached through
-// float32 rounded to odd: towards zero, and the last bit set where anything was lost, so that the
-// second rounding sees on which side of the middle the number lies.
+// Converts a double, or any float, to an element of kDtype, rounded once. The path to a 16-bit
+// float is via float32 rounded to odd: towards zero, with the last bit set if the result is
+// inexact. So the second rounding detects on which side of the midpoint the number is.
 template <Dtype kDtype, typename From>
 [[gnu::always_inline]] inline void store_rounded(void* to, size_t i, From value) {
   if constexpr (is_half(kDtype) && std::is_same_v<From, double>) {
@@ -58,7 +58,7 @@ template <Dtype kDtype, typename From>
   }
 }
 
-// Calls f with the dtype as a constant; it must be a float's.
+// Calls f with the dtype as a constant; it must be a float dtype.
 template <typename F>
 decltype(auto) with_float(Dtype dtype, F&& f) {
   switch (dtype) {
@@ -78,18 +78,19 @@ decltype(auto) with_float(Dtype dtype, F&& f) {
     case Dtype::boolean:
       break;
   }
-  throw InvalidArgument(std::string(name_of(dtype)) + " is no float dtype");
+  throw InvalidArgument(std::string(name_of(dtype)) + " is not a float dtype");
 }
 
-// The same for float32 and float64, the dtypes of u and v.
+// The same for the dtypes of u and v: float32 and float64.
 template <typename F>
 decltype(auto) with_real(Dtype dtype, F&& f) {
   if (dtype == Dtype::float64) return f(std::integral_constant<Dtype, Dtype::float64>());
-  check(dtype == Dtype::float32, "u and v are float32 or float64");
+  check(dtype == Dtype::float32, "u and v must be float32 or float64");
   return f(std::integral_constant<Dtype, Dtype::float32>());
 }
 
-// Within its life the thread rounds to nearest and keeps subnormals, whatever the program has set.
+// During its lifetime the thread rounds to nearest and keeps subnormals, whatever the program has
+// set.
 class ExactFloats {
  public:
 #ifdef __x86_64__
@@ -99,7 +100,7 @@ class ExactFloats {
   ExactFloats() : before_(__builtin_aarch64_get_fpcr()) { __builtin_aarch64_set_fpcr(0); }
   ~ExactFloats() { __builtin_aarch64_set_fpcr(before_); }
 #else
-#error "pycomm: exact floats need the control register of this processor family"
+#error "pycomm: unsupported processor family: no access to its floating-point control register"
 #endif
   ExactFloats(const ExactFloats&) = delete;
   ExactFloats& operator=(const ExactFloats&) = delete;

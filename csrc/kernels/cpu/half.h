@@ -1,9 +1,9 @@
-// float16 and bfloat16 to and from float32, in integer steps without a branch, so that a loop over
-// them becomes vector code on any processor. Called by arithmetic.h; loops.h has an instruction for
-// float16 where the processor has one, with the same bits.
+// Conversion of float16 and bfloat16 to and from float32, with branch-free integer operations, so
+// that loops vectorize on any processor. chunk.h uses float16 instructions if available, with the
+// same bits.
 //
-// Widening is exact. Narrowing rounds to nearest, ties to even, once: subnormals are kept, what is
-// too large becomes infinity, and every NaN becomes the one quiet NaN (sign clear, payload zero).
+// Widening is exact. Narrowing rounds to nearest, ties to even, once: subnormals are kept, overflow
+// becomes infinity, and every NaN becomes one quiet NaN (sign clear, payload zero).
 #pragma once
 
 #include <bit>
@@ -12,14 +12,14 @@
 
 namespace pycomm::cpu {
 
-// A NaN's payload depends on the order of operands, and on the processor; this one does not.
+// A NaN's payload depends on the operand order and the processor; this NaN does not.
 template <typename Float>
 [[gnu::always_inline]] inline Float with_one_nan(Float value) {
   return value != value ? std::numeric_limits<Float>::quiet_NaN() : value;
 }
 
-// By a mask: with ?: the compiler moves the unused side behind a branch, and the loop stays scalar.
-// Signed everywhere here, as old vector instructions compare signed integers only.
+// Uses a mask: with ?: the compiler branches, and the loop stays scalar. All integers are signed,
+// because old vector instructions compare signed integers only.
 [[gnu::always_inline]] inline int32_t select(bool condition, int32_t yes, int32_t no) {
   const int32_t mask = -static_cast<int32_t>(condition);
   return (yes & mask) | (no & ~mask);
@@ -34,14 +34,15 @@ template <typename Float>
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-inline constexpr int32_t kHalfBias = (127 - 15) << 23;            // between the two exponents
-inline constexpr int32_t kHalfNormal = kHalfBias + (1 << 23);     // 2^-14, the least normal float16
-inline constexpr int32_t kHalfInfinity = kHalfBias + (31 << 23);  // 2^16, too large a float16
+inline constexpr int32_t kHalfBias = (127 - 15) << 23;            // bias difference
+inline constexpr int32_t kHalfNormal = kHalfBias + (1 << 23);     // 2^-14, smallest normal float16
+inline constexpr int32_t kHalfInfinity = kHalfBias + (31 << 23);  // 2^16, beyond float16
 
 [[gnu::always_inline]] inline float widen_float16(uint16_t bits) {
   const int32_t magnitude = (bits & 0x7fff) << 13;
   const int32_t normal = magnitude + kHalfBias + select(magnitude >= 31 << 23, kHalfBias, 0);
-  // The bits of a subnormal, under the exponent of 2^-14, read 2^-14 too much: an exact difference.
+  // The bits of a subnormal with the exponent of 2^-14 read 2^-14 too large; the difference is
+  // exact.
   const auto subnormal = std::bit_cast<int32_t>(std::bit_cast<float>(magnitude + kHalfNormal) -
                                                 std::bit_cast<float>(kHalfNormal));
   const auto any = static_cast<uint32_t>(select(magnitude < 1 << 23, subnormal, normal));
@@ -53,7 +54,7 @@ inline constexpr int32_t kHalfInfinity = kHalfBias + (31 << 23);  // 2^16, too l
   const int32_t magnitude = bits & 0x7fffffff;
   const int32_t limited = select(magnitude < kHalfInfinity, magnitude, kHalfInfinity);
   const int32_t normal = (limited - kHalfBias + 0xfff + (limited >> 13 & 1)) >> 13;
-  // Beside 0.5 a float32 has the spacing of subnormal float16, 2^-24: the addition rounds.
+  // Near 0.5 a float32 has the spacing of subnormal float16, 2^-24, so the addition rounds.
   const int32_t subnormal =
       std::bit_cast<int32_t>(std::bit_cast<float>(limited) + 0.5f) - std::bit_cast<int32_t>(0.5f);
   const int32_t number = select(limited < kHalfNormal, subnormal, normal);

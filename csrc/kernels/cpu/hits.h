@@ -1,5 +1,5 @@
-// Which elements reach a floor, as bits. What is hit rarely costs one branch for all then, and not
-// one for each. Called by select.h.
+// Finds elements that reach a lower bound, as bits. Rare hits then cost one branch per group
+// instead of one per element.
 #pragma once
 
 #include <array>
@@ -16,14 +16,14 @@
 
 namespace pycomm::cpu {
 
-inline constexpr size_t kGroup = 64;          // elements looked at together
-inline constexpr size_t kTile = 16 * kGroup;  // elements worked on while they are in the cache
+inline constexpr size_t kGroup = 64;          // elements compared together
+inline constexpr size_t kTile = 16 * kGroup;  // elements processed while in the cache
 
 #ifdef __x86_64__
-// A bit for each element whose key is at least the floor. Keys are below 2^31, so signed
-// comparisons hold, of a floor of 0 too.
-[[gnu::target("avx2")]] inline uint64_t hit_bits_of_group(const float* elements, uint32_t floor) {
-  const __m256i below = _mm256_set1_epi32(static_cast<int>(floor - 1));
+// A bit for each element whose key is at least the lower bound. Keys are below 2^31, so signed
+// comparisons are correct, also for the bound 0.
+[[gnu::target("avx2")]] inline uint64_t hit_bits_of_group(const float* elements, uint32_t bound) {
+  const __m256i below = _mm256_set1_epi32(static_cast<int>(bound - 1));
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   uint64_t bits = 0;
   for (size_t i = 0; i < kGroup; i += 8) {
@@ -35,9 +35,9 @@ inline constexpr size_t kTile = 16 * kGroup;  // elements worked on while they a
   return bits;
 }
 
-// A bit for each group of a tile that has such an element.
-[[gnu::target("avx2")]] inline unsigned hit_groups_of_tile(const float* elements, uint32_t floor) {
-  const __m256i below = _mm256_set1_epi32(static_cast<int>(floor - 1));
+// A bit for each group of a tile with such an element.
+[[gnu::target("avx2")]] inline unsigned hit_groups_of_tile(const float* elements, uint32_t bound) {
+  const __m256i below = _mm256_set1_epi32(static_cast<int>(bound - 1));
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   unsigned groups = 0;
   for (size_t begin = 0; begin < kTile; begin += kGroup) {
@@ -53,29 +53,29 @@ inline constexpr size_t kTile = 16 * kGroup;  // elements worked on while they a
 }
 #endif
 
-// hits[i]: 1 where the key of element i is at least the floor, else 0.
+// hits[i]: 1 if the key of element i is at least the lower bound, else 0.
 template <typename Element>
 struct Hits {
   template <Isa>
   [[gnu::always_inline]] static void run(const Element* elements, size_t count,
-                                         decltype(key_of(Element{})) floor, uint8_t* hits) {
+                                         decltype(key_of(Element{})) bound, uint8_t* hits) {
     if (count == kGroup)
-      for (size_t i = 0; i < kGroup; ++i) hits[i] = key_of(elements[i]) >= floor;
+      for (size_t i = 0; i < kGroup; ++i) hits[i] = key_of(elements[i]) >= bound;
     else
-      for (size_t i = 0; i < count; ++i) hits[i] = key_of(elements[i]) >= floor;
+      for (size_t i = 0; i < count; ++i) hits[i] = key_of(elements[i]) >= bound;
   }
 };
 
-// The same, a bit each: one loop over what was hit has one end to guess for the processor.
+// The same as bits: one loop over the set bits has one exit to predict.
 template <typename Element>
 uint64_t hit_bits(Isa isa, const Element* elements, size_t count,
-                  decltype(key_of(Element{})) floor) {
+                  decltype(key_of(Element{})) bound) {
 #ifdef __x86_64__
   if constexpr (sizeof(Element) == 4)
-    if (isa != Isa::baseline && count == kGroup) return hit_bits_of_group(elements, floor);
+    if (isa != Isa::baseline && count == kGroup) return hit_bits_of_group(elements, bound);
 #endif
   alignas(8) std::array<uint8_t, kGroup> hits{};
-  run_on<Hits<Element>>(isa, elements, count, floor, hits.data());
+  run_on<Hits<Element>>(isa, elements, count, bound, hits.data());
   uint64_t bits = 0;
   for (size_t begin = 0; begin < kGroup; begin += 8) {
     uint64_t eight;

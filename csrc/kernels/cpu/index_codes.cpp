@@ -1,6 +1,5 @@
-// The index codes: what they take, how they are written and read. A Rice code is written in two
-// passes, of which the first finds the parameters; both go through blocks that stay in registers
-// and the first cache.
+// The index codes: sizes, encoders and decoders. The Rice code is written in two passes, the first
+// of which finds the parameters; both process blocks in registers and the L1 cache.
 #include "kernels/cpu/index_codes.h"
 
 #include <algorithm>
@@ -22,7 +21,7 @@ constexpr size_t kBlock = kPacked;
   throw InvalidArgument(std::string("not a packet: ") + why);
 }
 
-// The gaps of one block, padded with those that cost nothing.
+// The gaps of one block, padded with gaps that take no bits.
 struct Gaps {
   std::array<uint32_t, kBlock> gap;
 
@@ -32,7 +31,7 @@ struct Gaps {
     for (size_t i = 1; i < n; ++i) gap[i] = at(i) - at(i - 1) - 1;
     for (size_t i = n; i < kBlock; ++i) gap[i] = 0;
   }
-  // The sum of (gap / 2^b + 1) / 2, or more than 2^20 where it is more.
+  // The sum of (gap / 2^b + 1) / 2, exact up to 2^20.
   [[gnu::always_inline]] uint32_t halves(int b) const {
     uint32_t sum = 0;
     for (const uint32_t g : gap) sum += std::min(((g >> b) + 1) >> 1, uint32_t{1} << 20);
@@ -49,7 +48,7 @@ struct Gaps {
   return static_cast<uint64_t>(difference > 0 ? 2 * difference - 1 : -2 * difference);
 }
 
-// Each block begins at the parameter of the one before: the bits are convex in b.
+// The search starts at the previous parameter: the number of bits is convex in b.
 struct FindParameters {
   template <Isa>
   [[gnu::always_inline]] static void run(std::span<const int32_t> indices, int b, RicePlan* plan) {
@@ -68,7 +67,8 @@ struct FindParameters {
   }
 };
 
-// The quotients go to `quotients`, the remainders to `out`; where the next byte goes there.
+// Writes the quotients to `quotients` and the remainders to `out`; returns the position of the next
+// byte there.
 struct WriteGaps {
   template <Isa>
   [[gnu::always_inline]] static std::byte* run(std::span<const int32_t> indices,
@@ -106,9 +106,9 @@ struct WriteGaps {
 };
 
 struct ReadGaps {
-  // The bit behind the last quotient, or 0 where something was missing or out of range. `ones` has
-  // passed over the parameters, which end before bit `end`. `low` has the bytes that parameters
-  // promise.
+  // Returns the bit after the last quotient, or 0 if data is missing or out of range. `ones` is
+  // past the parameters, which end before bit `end`. `low` has as many bytes as the parameters
+  // require.
   template <Isa>
   [[gnu::always_inline]] static uint64_t run(std::span<int32_t> indices, size_t count,
                                              const uint8_t* parameters, OnesReader* quotients,
@@ -127,7 +127,7 @@ struct ReadGaps {
         indices[first + i] = static_cast<int32_t>(next - 1);
         end = one + 1;
       }
-      // The quotients of a block add up to 2n at most, by the choice of b; so nothing has wrapped.
+      // The quotients of a block sum to at most 2n, by the choice of b, so no sum has wrapped.
       if (end - begin > 3 * n || next > count) return 0;
     }
     *quotients = ones;
@@ -149,52 +149,52 @@ struct ReadGaps {
   }
 };
 
-// The parameters of k indices; the bit behind them.
+// Reads the parameters of k indices; returns the bit after them.
 uint64_t read_parameters(OnesReader& ones, int b, std::span<uint8_t> parameters) {
   uint64_t end = 0;
   for (uint8_t& parameter : parameters) {
     const uint64_t one = ones.next(), number = one - end;
-    if (number > 2 * kMostParameter) refuse("a parameter of its indices is out of range");
+    if (number > 2 * kMostParameter) refuse("a Rice parameter of its indices is out of range");
     b += number % 2 == 1 ? static_cast<int>(number + 1) / 2 : -static_cast<int>(number / 2);
-    if (b < 0 || b > kMostParameter) refuse("a parameter of its indices is out of range");
+    if (b < 0 || b > kMostParameter) refuse("a Rice parameter of its indices is out of range");
     parameter = static_cast<uint8_t>(b);
     end = one + 1;
   }
   return end;
 }
 
-// Whether the bits of the last byte behind the first `bits` are zeros.
+// Whether the bits of the last byte after the first `bits` are zero.
 bool zeros_behind(std::span<const std::byte> bytes, uint64_t bits) {
   return bits % 8 == 0 || std::to_integer<unsigned>(bytes[bits / 8]) >> bits % 8 == 0;
 }
 
 void read_rice(std::span<const std::byte> bytes, size_t count, std::span<int32_t> indices) {
   if (indices.empty()) {
-    if (!bytes.empty()) refuse("its indices take another length");
+    if (!bytes.empty()) refuse("the length of its indices is invalid");
     return;
   }
   std::vector<uint8_t> parameters((indices.size() + kBlock - 1) / kBlock);
-  // Each parameter takes a bit at least: no memory is asked for that the bytes cannot fill.
+  // Each parameter takes at least a bit, so the allocation is bounded by the size of the packet.
   OnesReader all(bytes);
   uint64_t end = read_parameters(all, rice_start(indices.size(), count), parameters);
   uint64_t remainder_bits = 0;
   for (size_t block = 0; block < parameters.size(); ++block)
     remainder_bits += parameters[block] * std::min(kBlock, indices.size() - block * kBlock);
   const size_t remainder_bytes = bytes_of_bits(remainder_bits);
-  if (remainder_bytes > bytes.size()) refuse("its indices take another length");
+  if (remainder_bytes > bytes.size()) refuse("the length of its indices is invalid");
   const auto unary = bytes.first(bytes.size() - remainder_bytes);
   const auto low = bytes.last(remainder_bytes);
   OnesReader ones(unary);
   ones.skip(end);
   end = run_on<ReadGaps>(isa_here(), indices, count, parameters.data(), &ones, low.data(), end);
-  if (end == 0) refuse("its indices go beyond the array");
+  if (end == 0) refuse("an index is out of range");
   if (bytes_of_bits(end) != unary.size() || ones.next() != OnesReader::kNone ||
       !zeros_behind(low, remainder_bits))
-    refuse("its indices take another length");
+    refuse("the length of its indices is invalid");
 }
 
 void read_bitmap(std::span<const std::byte> bytes, size_t count, std::span<int32_t> indices) {
-  if (bytes.size() != bitmap_bytes(count)) refuse("its indices take another length");
+  if (bytes.size() != bitmap_bytes(count)) refuse("the length of its indices is invalid");
   OnesReader ones(bytes);
   uint64_t last = 0;
   for (int32_t& index : indices) {
@@ -203,7 +203,7 @@ void read_bitmap(std::span<const std::byte> bytes, size_t count, std::span<int32
     if (last >= count) break;
   }
   if ((!indices.empty() && last >= count) || ones.next() != OnesReader::kNone)
-    refuse("its bitmap has another number of indices");
+    refuse("the number of ones in its bitmap is not k");
 }
 
 }  // namespace
@@ -254,7 +254,7 @@ void read_indices(IndexCode code, std::span<const std::byte> bytes, size_t count
                   std::span<int32_t> indices) {
   switch (code) {
     case IndexCode::list:
-      if (bytes.size() != indices.size_bytes()) refuse("its indices take another length");
+      if (bytes.size() != indices.size_bytes()) refuse("the length of its indices is invalid");
       if (!indices.empty()) std::memcpy(indices.data(), bytes.data(), bytes.size());
       return check_indices(indices, count);
     case IndexCode::bitmap:

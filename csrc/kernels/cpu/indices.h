@@ -1,5 +1,4 @@
-// Indices from elsewhere: whether they ascend in the range of their array. Called by whoever is
-// given some.
+// Checks received indices: they must ascend in the range of their array.
 #pragma once
 
 #include <cstddef>
@@ -11,10 +10,10 @@
 
 namespace pycomm::cpu {
 
-// Throws InvalidArgument, with the first that is wrong, unless they ascend in 0..count-1.
+// Throws InvalidArgument, with the first invalid index, unless they ascend in 0..count-1.
 inline void check_indices(std::span<const int32_t> indices, size_t count) {
   if (indices.empty()) return;
-  // A number, as a loop over a bool does not become vector code.
+  // An integer, because a loop over a bool does not vectorize.
   unsigned bad = indices[0] < 0 || static_cast<size_t>(indices.back()) >= count ? 1 : 0;
   for (size_t i = 1; i < indices.size(); ++i) bad |= indices[i - 1] >= indices[i] ? 1 : 0;
   if (bad == 0) return;

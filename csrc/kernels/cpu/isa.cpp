@@ -1,4 +1,4 @@
-// Which instruction set the loops of this folder use, and its name.
+// The instruction set of the loops of this folder, and its name.
 #include "kernels/cpu/isa.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ void set_kernel_isa(std::string_view name) {
   if (found == cpu::kIsaNames.end())
     throw InvalidArgument(std::string(name) + ": not one of baseline, avx2, avx512");
   const cpu::Isa isa = cpu::kIsas[static_cast<size_t>(found - cpu::kIsaNames.begin())];
-  if (!cpu::runs_here(isa)) throw Unsupported("this processor has no " + std::string(name));
+  if (!cpu::runs_here(isa)) throw Unsupported("this processor lacks " + std::string(name));
   cpu::chosen_isa().store(isa, std::memory_order_relaxed);
 }
 

@@ -1,10 +1,9 @@
-// Instruction sets that loops are compiled for, and which of them run here.
+// Instruction sets of the compiled loops, and which of them this processor supports.
 //
-// A loop is written once, without a target, and always inlined; On<isa>::run is an ordinary
-// function with a target, into which it is inlined and vectorised anew. So no file needs flags of
-// its own, no inline function escapes into a program that may run elsewhere, and the choice is an
-// ordinary pointer: an ifunc (target_clones) would be resolved before the sanitizers have started.
-// Called by the loops of this folder.
+// A loop is written once, without a target, and always inlined; On<isa>::run is a function with a
+// target, into which the loop is inlined and vectorized. So no file needs compiler flags of its
+// own, and no inline function compiled for a newer target is linked elsewhere. The choice is a
+// plain pointer: an ifunc (target_clones) would be resolved before the sanitizers start.
 #pragma once
 
 #include <array>
@@ -14,7 +13,7 @@
 
 namespace pycomm::cpu {
 
-// avx2 means FMA and F16C as well, avx512 the F, BW, DQ and VL parts of it.
+// avx2 includes FMA and F16C; avx512 means its F, BW, DQ and VL extensions.
 enum class Isa : uint8_t { baseline, avx2, avx512 };
 
 inline constexpr std::array kIsas{Isa::baseline, Isa::avx2, Isa::avx512};
@@ -33,7 +32,7 @@ inline bool runs_here(Isa isa) {
   return isa == Isa::baseline || (isa == Isa::avx2 ? avx2 : avx512);
 }
 
-// What loops use: the best of this processor, or what a test has asked for.
+// The set in use: the best of this processor, or the one that a test selected.
 std::atomic<Isa>& chosen_isa();
 inline Isa isa_here() { return chosen_isa().load(std::memory_order_relaxed); }
 
@@ -66,7 +65,7 @@ struct On<Isa::avx512> {
 };
 #endif
 
-// Loop::run for `isa`, which runs here.
+// Loop::run for `isa`, which this processor must support.
 template <typename Loop, typename... Args>
 auto run_on([[maybe_unused]] Isa isa, Args... args) {
 #ifdef __x86_64__

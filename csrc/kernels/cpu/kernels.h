@@ -1,5 +1,5 @@
-// The processor's DeviceKernels. Its functions stand in step.cpp, topk.cpp, packets.cpp, lean.cpp
-// and dense.cpp; cpu_kernels() in dense.cpp gives the one object, which holds nothing.
+// The CPU implementation of DeviceKernels, in step.cpp, topk.cpp, packets.cpp, lean.cpp and
+// dense.cpp. cpu_kernels() in dense.cpp returns the only object, which is stateless.
 #pragma once
 
 #include <span>

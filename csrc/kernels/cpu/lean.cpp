@@ -1,5 +1,5 @@
-// Lean packets on the processor: the header, the choice of an index code by counted bytes, and
-// values block by block, so that what rounding lost goes back while they are near.
+// Compact packets on the CPU: the header, the choice of the smallest index code, and the values.
+// Values are coded block by block, so the residual is updated while the block is in the cache.
 #include "kernels/lean.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace {
 
 using namespace cpu;
 
-// Nothing where it does not end, takes more bytes than it must, or is 2^31 or more.
+// Returns nothing if the varint does not end, is longer than necessary, or is 2^31 or more.
 std::optional<size_t> read_varint(std::span<const std::byte> bytes, size_t& at) {
   uint64_t number = 0;
   for (size_t i = 0; i < kMostVarint && at < bytes.size(); ++i) {
@@ -34,7 +34,7 @@ std::optional<size_t> read_varint(std::span<const std::byte> bytes, size_t& at) 
   return {};
 }
 
-// Writes the values, and adds to the residual what the packet does not have of them.
+// Writes the values, and adds their rounding errors to the residual.
 template <typename Real>
 void write_all_values(const Packet& packet, const LeanEncoding& encoding, std::byte* out) {
   const ExactFloats exact;
@@ -67,22 +67,22 @@ bool is_lean(std::span<const std::byte> bytes) {
 }
 
 LeanHeader read_lean_header(std::span<const std::byte> bytes, size_t size) {
-  if (!is_lean(bytes)) refuse("it does not begin with its magic word", size);
-  if (bytes.size() < kLeanMagic.size() + 3) refuse("shorter than its header", size);
+  if (!is_lean(bytes)) refuse("its magic word is invalid", size);
+  if (bytes.size() < kLeanMagic.size() + 3) refuse("it is shorter than its header", size);
   if (std::memcmp(bytes.data(), kLeanMagic.data(), kLeanMagic.size()) != 0)
-    refuse("its version is not known here", size);
+    refuse("its version is unknown", size);
   size_t at = kLeanMagic.size();
   const auto codes = std::to_integer<unsigned>(bytes[at++]);
   if (codes % 16 >= kIndexCodes.size() || codes / 16 >= kValueCodes.size())
-    refuse("its codec is not known here", size);
+    refuse("its codec is unknown", size);
   const auto k = read_varint(bytes, at), count = read_varint(bytes, at);
-  if (!k || !count || *k > *count) refuse("its counts make no sense", size);
+  if (!k || !count || *k > *count) refuse("its k or count is out of range", size);
   const LeanHeader header{static_cast<IndexCode>(codes % 16), static_cast<ValueCode>(codes / 16),
                           *k, *count, at};
   const size_t least = at + value_bytes(header.value_code, *k);
   if (size < least + least_index_bytes(header.index_code, *k, *count) ||
       size > least + most_index_bytes(header.index_code, *k, *count))
-    refuse("k = " + std::to_string(*k) + " takes another length", size);
+    refuse("its length does not match k = " + std::to_string(*k), size);
   return header;
 }
 
@@ -126,7 +126,7 @@ void decode_lean(std::span<const std::byte> bytes, int32_t* indices, float* valu
   const auto body = bytes.subspan(header.bytes);
   const auto coded = body.first(value_bytes(header.value_code, header.k));
   if (!values_end_in_zeros(header.value_code, coded, header.k))
-    refuse("bits behind its last value are not zero", bytes.size());
+    refuse("bits after its last value are not zero", bytes.size());
   read_indices(header.index_code, body.subspan(coded.size()), header.count, {indices, header.k});
   const ExactFloats exact;
   for (size_t first = 0; first < header.k; first += kValueBlock) {

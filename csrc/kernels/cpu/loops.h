@@ -1,5 +1,5 @@
-// The loops over elements of the reductions. Included by reduce.cpp only: one copy of each loop in
-// the program.
+// The element loops of the reductions. Included by reduce.cpp only, so that the program has one
+// copy of each loop.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace pycomm::cpu {
 
-// Values of one chunk: 4 KiB, so that two of them and what they came from stay in the first cache.
+// Values of one chunk: 4 KiB, so that two chunks and their sources stay in the L1 cache.
 template <Dtype kDtype>
 using Values = std::array<Value<kDtype>, 4096 / sizeof(Value<kDtype>)>;
 
@@ -24,7 +24,7 @@ struct Finish {
     if constexpr (Chunk<kIsa, kDtype>::kHasInstruction) {
       by_chunks<kIsa>(out, a, b, count, size);
     } else {
-      // `ivdep`: out may be a or b, element for element; that is no reason to go one by one.
+      // `ivdep`: out may be a or b, element by element, which does not prevent vectorization.
 #pragma GCC ivdep
       for (size_t i = 0; i < count; ++i)
         store<kDtype>(out, i, one(load<kDtype>(a, i), load<kDtype>(b, i), size));
@@ -59,8 +59,8 @@ struct Reduce {
   }
 };
 
-// Two slots are a finish. More go chunk by chunk: all slots of a chunk are read before `out` is
-// written, so that `out` may be any of them.
+// Two slots are one finish(). More are processed by chunk: all slots of a chunk are read before
+// `out` is written, so `out` may be any of them.
 template <Dtype kDtype, ReduceOp kOp>
 struct Join {
   template <Isa kIsa>
@@ -98,7 +98,7 @@ struct Join {
   }
 };
 
-// The slots lie one after another.
+// The slots are contiguous.
 template <Dtype kDtype, ReduceOp kOp>
 struct Fold {
   template <Isa kIsa>

@@ -1,6 +1,6 @@
-// Packets on the processor: checked, added up, applied, written. One pass in index order over
-// ranges of 16384 elements: each range keeps its sums and a bit for each element that has one, so
-// every touched cache line of the parameters is visited once, whatever the number of packets.
+// Packets on the CPU: check, sum, apply, write. One pass in index order over ranges of 16384
+// elements. Each range keeps its sums and a bit per element with a value, so each touched cache
+// line of the parameters is visited once for any number of packets.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -21,7 +21,7 @@ namespace {
 constexpr size_t kRange = 16384;
 constexpr size_t kRangesPerTask = 32;
 
-// A value on its way into a sum of `Real`.
+// Converts a value to the sum type `Real`.
 template <typename Real, Dtype kDtype>
 Real value_at(const void* values, size_t i) {
   return static_cast<Real>(load<kDtype>(values, i));
@@ -30,14 +30,14 @@ Real value_at(const void* values, size_t i) {
 template <Dtype kDtype>
 using RealOf = std::conditional_t<kDtype == Dtype::float64, double, float>;
 
-// Arrays end to end, cut into runs of at most kRange elements of one array.
+// Concatenated arrays, split into runs of at most kRange elements of one array.
 class Ranges {
  public:
   struct IndexRange {
     Array array;
     size_t begin;  // in the array
     size_t count;
-    size_t first;  // of the range, in the chain
+    size_t first;  // of the range, in the concatenation
   };
   explicit Ranges(std::span<const Array> arrays) {
     for (const Array& array : arrays) {
@@ -46,7 +46,7 @@ class Ranges {
       count_ += array.count;
     }
   }
-  size_t count() const { return count_; }  // of elements
+  size_t count() const { return count_; }  // elements
   size_t tasks() const { return (ranges_.size() + kRangesPerTask - 1) / kRangesPerTask; }
   std::span<const IndexRange> of_task(size_t task) const {
     const size_t first = task * kRangesPerTask;
@@ -58,7 +58,7 @@ class Ranges {
   size_t count_ = 0;
 };
 
-// Sums of what packets have for one range after another.
+// Sums the values of the packets for one range after another.
 template <typename Real, Dtype kValue>
 class Sums {
  public:
@@ -90,7 +90,7 @@ class Sums {
     }
   }
 
-  // f(i, sum) for each element of the range that has one.
+  // Calls f(i, sum) for each element of the range with a sum.
   template <typename F>
   void each(F&& f) {
     for (size_t j = 0; j < touched_; ++j) {
@@ -106,10 +106,10 @@ class Sums {
   size_t touched_ = 0;
   std::array<uint32_t, kRange + 1> places_;
   std::array<bool, kRange> there_{};
-  std::array<Real, kRange> sums_;  // only where there_ says so
+  std::array<Real, kRange> sums_;  // valid if the bit in there_ is set
 };
 
-// f(first element of the range, its count, sums) for each range of the chain.
+// Calls f(first element of the range, its count, sums) for each range.
 template <typename Real, typename F>
 void for_each_range(const Chain& chain, std::span<const Packet> packets, Dtype value_dtype, F&& f) {
   const Ranges ranges(chain.arrays);
@@ -130,7 +130,7 @@ void for_each_range(const Chain& chain, std::span<const Packet> packets, Dtype v
   });
 }
 
-// f(index in its array, place in the packet, the piece) for each index of a selection.
+// Calls f(index in its array, position in the packet, the piece) for each index of a selection.
 template <typename F>
 void for_each_chosen(const DgcTables& tables, F&& f) {
   size_t next = 0;
@@ -155,7 +155,7 @@ void check_selections(const DgcTables& tables) {
     check_indices({selection.indices, selection.k}, count);
     if (selection.k > 0 && static_cast<size_t>(selection.indices[0]) < selection.first)
       throw InvalidArgument("index " + std::to_string(selection.indices[0]) +
-                            " belongs to an array before its own");
+                            " is below the first index of its selection");
   }
 }
 

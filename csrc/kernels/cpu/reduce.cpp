@@ -1,4 +1,4 @@
-// One table per instruction set: dtype x op -> loops. No function here is called by name.
+// One table per instruction set: dtype x op -> loops.
 #include "kernels/cpu/reduce.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The reductions of one instruction set. kernels.h is the interface for everybody; this one is for
-// reducers.cpp, which chooses the set, and for the test, which runs them all.
+// The reductions of one instruction set, for reducers.cpp, which selects the set, and for the test,
+// which runs all sets. Other code uses kernels.h.
 #pragma once
 
 #include "kernels/cpu/isa.h"
@@ -7,8 +7,8 @@
 
 namespace pycomm::cpu {
 
-// Of a set that runs here; those of avx512 are avx2's, as they wait for memory. All null where the
-// pair has no meaning.
+// For a supported set. avx512 uses the loops of avx2, because they are bound by memory. All null
+// for an undefined pair.
 const Reducer& reducer_for(Isa isa, Dtype dtype, ReduceOp op);
 
 }  // namespace pycomm::cpu

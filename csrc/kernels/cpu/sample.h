@@ -1,5 +1,5 @@
-// A guess at a floor for k of `count` elements, from a sample: what select.h collects with when
-// nothing better is known. Called by topk.cpp and step.cpp.
+// Estimates a lower bound for the k largest of `count` elements from a sample. select.h uses it
+// when no earlier bound is known.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,12 @@
 namespace pycomm::cpu {
 
 inline constexpr size_t kSample = 16384;
-inline constexpr size_t kRun = 16;  // neighbours, as they come in one cache line
+inline constexpr size_t kRun = 16;  // neighbours in one cache line
 
-// `read(i)` gives an element, 0 <= i < count. The floor lies four standard deviations of the sample
-// below where the k-th magnitude is expected. 0, so no floor, where the sample is too small to say.
+// `read(i)` returns an element, 0 <= i < count. The bound is four standard deviations of the sample
+// below the expected k-th magnitude. It is 0 (no bound) if the sample is too small.
 template <typename Read>
-auto sample_floor(size_t count, size_t k, Read&& read) {
+auto sample_bound(size_t count, size_t k, Read&& read) {
   using Key = decltype(key_of(read(size_t{0})));
   const size_t runs = std::min(kSample, count / 4) / kRun;
   const double share = static_cast<double>(k) / static_cast<double>(count);

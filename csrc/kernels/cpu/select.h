@@ -1,16 +1,15 @@
-// The k largest magnitudes of some tensors, laid end to end: what topk and the DGC step share.
+// Selects the k largest magnitudes of several concatenated tensors, for topk and the DGC step.
 //
-//   collect  each part of the elements is read once, in order. What reaches its floor is kept in a
-//            pool; where that is full, all but its k best go, and the floor rises above them.
-//            Nothing that wins can be lost so, as k better ones stand in the same part.
-//   cut      the k-th magnitude of what the pools hold, by its bits; and for each part how many lie
-//            above it and how many on it, and so where in the result its winners begin
-//   emit     parts give their winners, in index order
+//   collect  reads each part of the elements once, in order. Elements at or above the lower bound
+//            enter the pool of the part. A full pool drops all but its k best and raises the bound
+//            above the dropped ones. It never drops a winner, because k better elements remain.
+//   cut      finds the k-th magnitude in the pools, by its bits, and for each part the number of
+//            elements above and at it, and so the offset of its winners in the result
+//   emit     writes the winners of each part, in index order
 //
-// The first floor decides how long this takes and never what comes out: where fewer than k reach
-// it, whoever calls collects again from a lower one. Above one element in 64 pools would not be
-// small any more, and all elements are looked at instead, as often as it takes (`dense`). Called by
-// topk.cpp and step.cpp.
+// The first lower bound affects the time but never the result: if fewer than k elements reach it,
+// the caller collects again with a lower bound. Above one element in 64, pools would be large, so
+// all elements are read instead, as often as necessary (`dense`).
 #pragma once
 
 #include <algorithm>
@@ -32,15 +31,15 @@
 
 namespace pycomm::cpu {
 
-inline constexpr size_t kSmallestPart = 1 << 19;  // below, threads cost more than they bring
+inline constexpr size_t kSmallestPart = 1 << 19;  // smaller parts do not pay for a thread
 inline constexpr size_t kMostParts = 8;
 
 constexpr size_t groups_of(size_t count) { return (count + kGroup - 1) / kGroup; }
 
-// How a choice of k from `count` elements is divided, and what its pools hold.
+// How a selection of k from `count` elements is split, and the size of its pools.
 struct Shape {
   size_t parts;
-  size_t part_count;  // elements of every part but the last, whole groups
+  size_t part_count;  // elements of every part except the last, whole groups
   size_t capacity;    // elements of each pool; 0: dense
 
   constexpr Shape(size_t count, size_t k)
@@ -53,14 +52,14 @@ struct Shape {
   }
 };
 
-// Memory for pools, handed out piece by piece.
+// Allocates the pools from the workspace.
 class BumpAllocator {
  public:
   BumpAllocator(void* data, size_t bytes) : at_(static_cast<std::byte*>(data)), left_(bytes) {}
   template <typename T>
   T* take(size_t count) {
     const size_t bytes = (count * sizeof(T) + 7) / 8 * 8;
-    check(bytes <= left_, "the workspace is smaller than it was said to be");
+    check(bytes <= left_, "the workspace is too small");
     auto* const taken = reinterpret_cast<T*>(at_);
     at_ += bytes;
     left_ -= bytes;
@@ -74,9 +73,9 @@ class BumpAllocator {
 
 using Histogram = std::array<uint32_t, 2048>;
 
-// The k-th largest key, 1 <= k <= number of keys. `count(prefix, shift)` gives the histogram of the
-// 11 bits above `shift` over the keys whose bits above those are `prefix`. Also says how many keys
-// of that value are among the k largest.
+// Finds the k-th largest key, 1 <= k <= number of keys. `count(prefix, shift)` returns the
+// histogram of the 11 bits above `shift` over the keys whose bits above those are `prefix`. Also
+// returns how many keys of that value are among the k largest.
 template <typename Key, typename Count>
 Key kth_largest(size_t k, size_t& ties, Count&& count) {
   constexpr int kDigit = 11, kWidth = 8 * sizeof(Key) - 1;
@@ -93,7 +92,7 @@ Key kth_largest(size_t k, size_t& ties, Count&& count) {
 
 template <typename Key>
 [[gnu::always_inline]] inline void tally(Histogram& histogram, Key key, Key prefix, int shift) {
-  // Two shifts, as one by the whole width has no meaning.
+  // Two shifts, because a shift by the whole width is undefined.
   if (static_cast<Key>(key >> shift) >> 11 == prefix)
     ++histogram[key >> shift & (histogram.size() - 1)];
 }
@@ -111,27 +110,27 @@ class Pool {
         capacity_(capacity),
         keep_(keep) {}
 
-  void begin(Key floor) {
-    floor_ = floor;
+  void begin(Key bound) {
+    bound_ = bound;
     taken_ = 0;
   }
-  Key floor() const { return floor_; }
+  Key bound() const { return bound_; }
   size_t size() const { return taken_; }
   uint32_t place(size_t i) const { return places_[i]; }
   std::span<const Element> elements() const { return {elements_, taken_}; }
 
-  // Looks at up to kGroup elements, the first of which is number `place` of the choice.
+  // Reads up to kGroup elements; the first has position `place` in the selection.
   void look_at(Isa isa, const Element* group, size_t count, size_t place) {
     if (taken_ + count > capacity_) keep_the_best();
-    for (uint64_t bits = hit_bits(isa, group, count, floor_); bits != 0; bits &= bits - 1) {
+    for (uint64_t bits = hit_bits(isa, group, count, bound_); bits != 0; bits &= bits - 1) {
       const auto i = static_cast<size_t>(std::countr_zero(bits));
       places_[taken_] = static_cast<uint32_t>(place + i);
       elements_[taken_++] = group[i];
     }
   }
 
-  // Drops all below `kth` and what is equal to it beyond the first `ties`. Without a branch, which
-  // nobody could guess.
+  // Drops all keys below `kth`, and those equal to it after the first `ties`. Without a branch,
+  // which would be unpredictable.
   void keep(Key kth, size_t ties) {
     size_t kept = 0;
     for (size_t i = 0; i < taken_; ++i) {
@@ -146,7 +145,7 @@ class Pool {
   }
 
  private:
-  // The pool holds more than keep_: those beyond are dropped.
+  // If the pool has more than keep_ elements, it drops the others.
   [[gnu::noinline]] void keep_the_best() {
     size_t ties = 0;
     const Key kth = kth_largest<Key>(keep_, ties, [this](Key prefix, int shift) {
@@ -155,13 +154,13 @@ class Pool {
       return histogram;
     });
     keep(kth, ties);
-    floor_ = std::max(floor_, static_cast<Key>(kth + 1));  // a later tie would lose
+    bound_ = std::max(bound_, static_cast<Key>(kth + 1));  // a later tie would lose
   }
 
   uint32_t* places_ = nullptr;
   Element* elements_ = nullptr;
   size_t capacity_ = 0, keep_ = 0, taken_ = 0;
-  Key floor_ = 0;
+  Key bound_ = 0;
 };
 
 // A run of elements of one tensor.
@@ -171,17 +170,17 @@ struct Slice {
   const Element* elements;  // its first one
   size_t begin;             // of the run, in the tensor
   size_t count;
-  size_t place;  // of the tensor's first element, in the choice
+  size_t place;  // of the tensor's first element, in the selection
 };
 
-// What one thread walks through.
+// The elements of one thread.
 template <typename Element>
 struct Part {
   size_t choice;
   size_t first_slice;
   size_t slices = 0;
   Pool<Element> pool{};
-  size_t above = 0, on = 0;  // the cut; later: how many of these there are in parts before
+  size_t above = 0, on = 0;  // at the cut; later: in earlier parts
 };
 
 template <typename Element>
@@ -193,10 +192,10 @@ struct Choice {
   size_t first_part;
   size_t parts = 0;
   Key kth = 0;      // of the k-th magnitude
-  size_t ties = 0;  // how many of its magnitude win
+  size_t ties = 0;  // how many elements equal to it win
 };
 
-// The largest key of each group, so that a group without candidates costs nothing more.
+// The largest key of each group, so that groups without candidates are skipped.
 template <typename Element>
 struct LargestKeys {
   using Key = decltype(key_of(Element{}));
@@ -208,7 +207,7 @@ struct LargestKeys {
       for (size_t i = begin; i < begin + kGroup; ++i) most = std::max(most, key_of(elements[i]));
       *largest++ = most;
     }
-    if (begin < count) *largest = std::numeric_limits<Key>::max();  // look at each
+    if (begin < count) *largest = std::numeric_limits<Key>::max();  // read each
   }
 };
 
@@ -221,7 +220,7 @@ class Selection {
   std::vector<Part<Element>> parts;
   std::vector<Slice<Element>> slices;
 
-  // Opens a choice of k from `count` elements, which add() then gives, tensor by tensor.
+  // Starts a selection of k from `count` elements; add() adds its tensors in order.
   void open(size_t count, size_t k, BumpAllocator& allocator) {
     const Shape shape(count, k);
     choices.push_back({.k = k, .dense = shape.capacity == 0, .first_part = parts.size()});
@@ -254,22 +253,23 @@ class Selection {
     return {parts.data() + choice.first_part, choice.parts};
   }
 
-  // Candidates of a tile that begins at `begin` of a slice, whose groups' largest keys are known.
+  // Collects candidates of a tile that begins at `begin` of a slice; the largest keys of its groups
+  // are known.
   static void collect(Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
                       size_t count, const Key* largest) {
     const size_t groups = groups_of(count);
-    const Key floor = pool.floor();
-    unsigned hit = 0;  // a bit for each group; what rarely is hit has one branch for all
+    const Key bound = pool.bound();
+    unsigned hit = 0;  // a bit for each group; one branch for all, as hits are rare
     for (size_t group = 0; group < groups; ++group)
-      hit |= static_cast<unsigned>(largest[group] >= floor) << group;
+      hit |= static_cast<unsigned>(largest[group] >= bound) << group;
     look_at(isa, pool, slice, begin, count, hit);
   }
 
-  // Reads all elements of a choice, from this floor on.
-  void collect(Isa isa, const Choice<Element>& choice, Key floor) {
+  // Reads all elements of a selection, with this lower bound.
+  void collect(Isa isa, const Choice<Element>& choice, Key bound) {
     const auto own = parts_of(choice);
     parallel(own.size(), [&](size_t p) {
-      own[p].pool.begin(floor);
+      own[p].pool.begin(bound);
       for (const auto& slice : slices_of(own[p]))
         for (size_t i = 0; i < slice.count; i += kTile)
           collect(isa, own[p].pool, slice, slice.begin + i, std::min(kTile, slice.count - i));
@@ -282,7 +282,7 @@ class Selection {
     return count;
   }
 
-  // The `rank`-th largest candidate's key; there are at least that many.
+  // The key of the `rank`-th largest candidate, which must exist.
   Key candidate(const Choice<Element>& choice, size_t rank, size_t& ties) const {
     return kth_largest<Key>(rank, ties, [&](Key prefix, int shift) {
       Histogram histogram{};
@@ -293,8 +293,8 @@ class Selection {
     });
   }
 
-  // After collect(): the cut of every choice, and where each part's winners go. `beside(i)` for
-  // each i below `others` runs at the same time and may look at candidates.
+  // After collect(): finds the cut of every selection, and the offset of each part's winners. Runs
+  // `beside(i)` for each i below `others` concurrently; it may read candidates.
   template <typename F>
   void cut(size_t others, F&& beside) {
     const size_t own = choices.size();
@@ -316,12 +316,12 @@ class Selection {
     }
   }
 
-  // winner(at, element, slice, i): number `at` of the result is element i of the slice's tensor.
-  // Once for each part: its pool holds nothing else afterwards.
+  // Calls winner(at, element, slice, i): result position `at` is element i of the slice's tensor.
+  // Once for each part, because it consumes the pool.
   template <typename Winner>
   void emit(Part<Element>& part, Winner&& winner) {
     const Choice<Element>& choice = choices[part.choice];
-    const size_t ties = choice.ties - std::min(part.on, choice.ties);  // that win in this part
+    const size_t ties = choice.ties - std::min(part.on, choice.ties);  // winners in this part
     size_t at = part.above + (choice.ties - ties), on = 0;
     if (!choice.dense) part.pool.keep(choice.kth, ties);
     const Slice<Element>* slice = slices.data() + part.first_slice;
@@ -333,7 +333,7 @@ class Selection {
     });
   }
 
-  // f(part) for each, by several threads where they have more to do than to wake.
+  // Calls f(part) for each part, on several threads if the work exceeds the cost of a wake-up.
   template <typename F>
   void each_part(F&& f) {
     size_t elements = 0;
@@ -355,14 +355,14 @@ class Selection {
     }
   }
 
-  // Of a tile of which nothing is known.
+  // For a tile with unknown keys.
   static void collect(Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
                       size_t count) {
     const Element* const elements = slice.elements + begin;
 #ifdef __x86_64__
     if constexpr (std::is_same_v<Element, float>)
       if (isa != Isa::baseline && count == kTile)
-        return look_at(isa, pool, slice, begin, count, hit_groups_of_tile(elements, pool.floor()));
+        return look_at(isa, pool, slice, begin, count, hit_groups_of_tile(elements, pool.bound()));
 #endif
     std::array<Key, kTile / kGroup> largest;
     run_on<LargestKeys<Element>>(isa, elements, count, largest.data());
@@ -386,7 +386,7 @@ class Selection {
       return histogram;
     };
     choice.kth = kth_largest<Key>(choice.k, choice.ties, [&](Key prefix, int shift) {
-      if (own.size() == 1) return counted(own[0], prefix, shift);  // small: adding up would be most
+      if (own.size() == 1) return counted(own[0], prefix, shift);  // small: the sum would dominate
       std::array<std::atomic<uint32_t>, std::tuple_size_v<Histogram>> sums{};
       parallel(own.size(), [&](size_t p) {
         const Histogram histogram = counted(own[p], prefix, shift);
@@ -410,7 +410,7 @@ class Selection {
     part.on = on;
   }
 
-  // f(place in the choice, element) for whatever may win, in order.
+  // Calls f(position in the selection, element) for all possible winners, in order.
   template <typename F>
   void each(const Part<Element>& part, F&& f) const {
     const Choice<Element>& choice = choices[part.choice];
@@ -426,7 +426,7 @@ class Selection {
   }
 
   BumpAllocator* allocator_ = nullptr;
-  size_t capacity_ = 0, part_count_ = 0;  // of the choice that is open
+  size_t capacity_ = 0, part_count_ = 0;  // of the current selection
   size_t left_ = 0;                       // of its last part
   size_t place_ = 0;                      // where its next tensor begins
 };

@@ -1,6 +1,6 @@
-// The DGC step of the processor: one pass over memory that updates u and v and collects candidates
-// with the floor that the last step left, then what select.h makes of them. Formula and contract:
-// device_kernels.h.
+// The DGC step on the CPU: one pass over memory updates u and v and collects candidates with the
+// lower bound from the last step; select.h then selects. device_kernels.h has the formula and the
+// contract.
 #include <cstring>
 #include <vector>
 
@@ -12,18 +12,18 @@
 namespace pycomm::cpu {
 namespace {
 
-// What one choice leaves for the next step, at the beginning of the workspace. Any bits may stand
-// here: they only make a floor.
+// State of one selection for the next step, at the start of the workspace. Any bits are valid: they
+// only set a lower bound.
 struct SelectionMemory {
-  double floor;  // 0: nothing is known
+  double bound;  // 0: unknown
   double kth;    // the last step's k-th magnitude
 };
 
-// How far below the k-th magnitude the next floor lies: at the magnitude of rank 1.5 k, times the
-// trend where that falls, as on CUDA: a floor that is too high costs a second look at v. What was
-// sent is gone, so next time the first k come from those that lay under the cut and from what
-// gradients lift over it.
-constexpr size_t floor_rank(size_t k) { return k + k / 2; }
+// Distance of the next lower bound from the k-th magnitude: the magnitude of rank 1.5 k, times the
+// trend if that falls, as on CUDA. A bound that is too high costs a second read of v. The sent
+// elements are zero now, so the next k winners are elements below the cut that gradients raise
+// above it.
+constexpr size_t bound_rank(size_t k) { return k + k / 2; }
 
 template <typename Real>
 using KeyOf = decltype(key_of(Real{}));
@@ -128,16 +128,16 @@ class StepRun {
       selection_.add(first_piece + i, static_cast<const Real*>(pieces[i].v), pieces[i].count);
     const auto& choice = selection_.choices.back();
     if (choice.dense) return;
-    const Key floor = first_floor(choice, count);
-    for (auto& part : selection_.parts_of(choice)) part.pool.begin(floor);
+    const Key bound = first_bound(choice, count);
+    for (auto& part : selection_.parts_of(choice)) part.pool.begin(bound);
   }
 
-  // What the last step left, or a guess from a sample of what v will be.
-  Key first_floor(const Choice<Real>& choice, size_t count) const {
-    const double known = memory_[&choice - selection_.choices.data()].floor;
+  // The bound from the last step, or an estimate from a sample of the future v.
+  Key first_bound(const Choice<Real>& choice, size_t count) const {
+    const double known = memory_[&choice - selection_.choices.data()].bound;
     if (known > 0 && std::isfinite(known)) return key_of(static_cast<Real>(known));
     const ExactFloats exact;
-    return sample_floor(count, choice.k, [this, at = begin_of(choice)](size_t i) mutable {
+    return sample_bound(count, choice.k, [this, at = begin_of(choice)](size_t i) mutable {
       while (i >= at->place + at->begin + at->count) ++at;
       return v_after(at->piece, i - at->place);
     });
@@ -175,26 +175,26 @@ class StepRun {
     }
   }
 
-  // The floor was too high: reads v again, from what a sample says, and at last from 0.
+  // The bound was too high: reads v again, with a bound from a sample, and finally with 0.
   void repair(size_t c) {
     const auto& choice = selection_.choices[c];
     if (choice.dense || selection_.candidates(choice) >= choice.k) return;
     size_t count = 0;
     for (const auto& part : selection_.parts_of(choice))
       for (const auto& slice : selection_.slices_of(part)) count += slice.count;
-    const Key floor = sample_floor(count, choice.k, [at = begin_of(choice)](size_t i) mutable {
+    const Key bound = sample_bound(count, choice.k, [at = begin_of(choice)](size_t i) mutable {
       while (i >= at->place + at->begin + at->count) ++at;
       return at->elements[i - at->place];
     });
-    selection_.collect(isa_, choice, floor);
+    selection_.collect(isa_, choice, bound);
     if (selection_.candidates(choice) < choice.k) selection_.collect(isa_, choice, 0);
   }
 
-  // The magnitude at floor_rank, or that of the last candidate.
+  // The magnitude of that rank, or of the last candidate.
   Key low(const Choice<Real>& choice) const {
     if (choice.dense) return 0;
     size_t ties = 0;
-    const size_t rank = std::min(floor_rank(choice.k), selection_.candidates(choice));
+    const size_t rank = std::min(bound_rank(choice.k), selection_.candidates(choice));
     return selection_.candidate(choice, rank, ties);
   }
 

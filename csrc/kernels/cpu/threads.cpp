@@ -1,5 +1,5 @@
-// See threads.h. One job at a time: its tasks are taken from a counter. The job's number is the
-// signal; a thread that wakes late finds the counter at its end and takes nothing.
+// One job at a time: threads take its tasks from a counter. The job number is the signal; a thread
+// that wakes late finds the counter at its end and takes no task.
 #include "kernels/cpu/threads.h"
 
 #include <pthread.h>
@@ -30,8 +30,8 @@ std::atomic<int>& wanted() {
   return threads;
 }
 
-// So long one looks before one sleeps: a kernel has several jobs, one soon after another, and to
-// wake a thread costs more than this on a virtual machine.
+// Spin time before a thread sleeps: a kernel has several jobs in close succession, and a wake-up
+// takes longer than this on a virtual machine.
 constexpr std::chrono::microseconds kLook{50};
 
 template <typename F>
@@ -42,7 +42,7 @@ void look(F&& seen) {
 
 class ThreadPool {
  public:
-  // False, and nothing done, where another caller uses the pool.
+  // False, without any effect, if another caller uses the pool.
   bool work(size_t tasks, const std::function<void(size_t)>& task, int threads) {
     const std::unique_lock mine(busy_, std::try_to_lock);
     if (!mine) return false;
@@ -59,7 +59,7 @@ class ThreadPool {
     take(task, tasks);
     {
       const std::lock_guard lock(mutex_);
-      task_ = nullptr;  // who has not begun by now will not
+      task_ = nullptr;  // late threads take no task
     }
     look([this] { return working_.load(std::memory_order_relaxed) == 0; });
     std::unique_lock lock(mutex_);
@@ -97,7 +97,7 @@ class ThreadPool {
   }
 
   std::mutex busy_;
-  std::mutex mutex_;  // of all below but next_
+  std::mutex mutex_;  // guards all members below except next_
   std::condition_variable wake_, done_;
   const std::function<void(size_t)>* task_ = nullptr;
   size_t tasks_ = 0;
@@ -107,11 +107,12 @@ class ThreadPool {
   int members_ = 0, places_ = 0;
 };
 
-// The thread pool of this process, never destroyed: its threads wait in it until the process ends.
+// The thread pool of this process. It is never destroyed, because its threads wait in it until the
+// process ends.
 ThreadPool& thread_pool() {
   static std::atomic<ThreadPool*> current{new ThreadPool};
   static const int registered = pthread_atfork(nullptr, nullptr, [] {
-    current.store(new ThreadPool, std::memory_order_relaxed);  // the parent's threads are not here
+    current.store(new ThreadPool, std::memory_order_relaxed);  // a child lacks the threads
   });
   static_cast<void>(registered);
   return *current.load(std::memory_order_relaxed);

@@ -1,4 +1,4 @@
-// Sharing a loop between the threads of this process. Called by the other files of this folder.
+// Runs a loop on the kernel threads of this process.
 #pragma once
 
 #include <cstddef>
@@ -6,9 +6,10 @@
 
 namespace pycomm::cpu {
 
-// task(i) for each i below `tasks`, in any order, by the caller and by waiting threads; returns
-// when all are done. Tasks do not throw. Threads start when they are first needed and then wait for
-// ever; while they work for one caller another does its tasks alone. A forked child starts its own.
+// Calls task(i) for each i below `tasks`, in any order, on the caller and on waiting threads;
+// returns when all are done. Tasks must not throw. Threads start at first use and stay until the
+// process ends. While they work for one caller, another caller runs its tasks alone. A forked child
+// starts its own threads.
 void parallel(size_t tasks, const std::function<void(size_t)>& task);
 
 }  // namespace pycomm::cpu

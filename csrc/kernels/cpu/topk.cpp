@@ -1,4 +1,4 @@
-// topk and threshold of the processor: one read of x, and what select.h makes of the candidates.
+// topk and threshold on the CPU: one read of x, then the selection of select.h.
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/sample.h"
 #include "kernels/cpu/select.h"
@@ -18,8 +18,8 @@ void select(const TypedArray& x, const DeviceKernels::TopK& what) {
   selection.add(0, elements, x.count);
   const auto& choice = selection.choices[0];
   if (!choice.dense) {
-    const auto floor = sample_floor(x.count, what.k, [=](size_t i) { return elements[i]; });
-    selection.collect(isa_here(), choice, floor);
+    const auto bound = sample_bound(x.count, what.k, [=](size_t i) { return elements[i]; });
+    selection.collect(isa_here(), choice, bound);
     if (selection.candidates(choice) < what.k) selection.collect(isa_here(), choice, 0);
   }
   selection.cut(0, [](size_t) {});

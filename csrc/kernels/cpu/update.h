@@ -1,5 +1,6 @@
-// The element-wise part of a DGC step: gradient into u and v, a chunk at a time. The formula stands
-// in device_kernels.h. Included by step.cpp only: one copy of each loop in the program.
+// The element-wise part of a DGC step: applies the gradient to u and v, a chunk at a time.
+// device_kernels.h has the formula. Included by step.cpp only, so that the program has one copy of
+// each loop.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +39,8 @@ struct Moved {
   Real v;
 };
 
-// One element. fma is one instruction where the target has it and exact in the C library elsewhere.
+// One element. fma is one instruction if the target has it; otherwise the C library computes it
+// exactly.
 template <bool kNesterov, bool kDecay, typename Real>
 [[gnu::always_inline]] inline Moved<Real> moved(Real grad, Real weight, Moved<Real> from,
                                                 Numbers<Real> n) {
@@ -55,8 +57,8 @@ template <bool kNesterov, bool kDecay, typename Real>
   return to;
 }
 
-// `count` elements from `begin` on, at most kTile, and the largest key of v in each group of them.
-// What is 16 bits wide is widened into a buffer first.
+// Updates `count` elements from `begin` on, at most kTile, and stores the largest key of v in each
+// group. 16-bit elements are first widened into a buffer.
 template <Dtype kGrad, Dtype kWeight, bool kNesterov, bool kDecay>
 struct UpdateRange {
   using Real = std::conditional_t<kGrad == Dtype::float64, double, float>;
@@ -89,7 +91,7 @@ struct UpdateRange {
       v[i] = to.v;
       most = std::max(most, key_of(to.v));
     }
-    // A NaN in u is one in v too.
+    // A NaN in u gives a NaN in v.
     if (most > key_of(std::numeric_limits<Real>::infinity())) [[unlikely]]
       most = make_one_nan(u, v, count);
     return most;

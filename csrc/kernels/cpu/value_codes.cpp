@@ -1,5 +1,5 @@
-// The value codes. Arithmetic that decides bits is in the order that lean.h and the reference say:
-// sums over a block are made in float64, in 128 lanes that are then added in pairs.
+// The value codes. The order of arithmetic is that of lean.h and the reference: sums over a block
+// use float64, in 128 lanes that are then added in pairs.
 #include "kernels/cpu/value_codes.h"
 
 #include <algorithm>
@@ -21,14 +21,14 @@ constexpr int kRefinements = 2;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr uint16_t kLargestLevel = 0x7f7f;  // finite bfloat16
-// Times 127 it is finite; one float32 more is not.
+// The largest float32 that is finite times 127.
 constexpr auto kLargestScale = std::bit_cast<float>(std::bit_cast<uint32_t>(kLargest / 127.0f) - 1);
 
 using Block = std::array<float, kValueBlock>;
 
 // ---- int8 ---------------------------------------------------------------------------------------
 
-// The scale is the largest magnitude / 127; NaN where a value is not finite.
+// The scale is the largest magnitude / 127; NaN if a value is not finite.
 struct WriteInt8 {
   template <Isa>
   [[gnu::always_inline]] static void run(const float* values, size_t n, std::byte* out) {
@@ -42,8 +42,8 @@ struct WriteInt8 {
       std::memset(numbers, 0, n);
       return;
     }
-    // Within 2^22 this addition rounds to a whole number, ties to even. A subnormal scale may have
-    // been rounded down much: hence the limits.
+    // Within 2^22 this addition rounds to an integer, ties to even. A subnormal scale may have been
+    // rounded down a lot, hence the limits.
     constexpr float kRound = 12582912;
     for (size_t i = 0; i < n; ++i) {
       const float number = std::clamp(values[i] / scale, -127.0f, 127.0f);
@@ -70,7 +70,7 @@ void by_scales(size_t count, F&& f) {
 
 // ---- levels -------------------------------------------------------------------------------------
 
-// The magnitudes of a block and whether all are finite.
+// The magnitudes of a block, and whether all are finite.
 struct Magnitudes {
   alignas(64) Block value;
   bool finite;
@@ -90,14 +90,13 @@ struct Magnitudes {
   }
 };
 
-// Sums of the magnitudes up to a limit and of those above it, and how many are above.
+// Sums of the magnitudes up to a limit and above it, and the number above.
 struct Split {
   double below = 0, above = 0;
   size_t count_above = 0;
 };
 
-// All bits where a float is above the limit. No branch: which side a value is on is any one's
-// guess.
+// All bits set if a float is above the limit. Branch-free, because the result is unpredictable.
 [[gnu::always_inline]] inline uint32_t mask_above(float magnitude, float limit) {
   return -static_cast<uint32_t>(magnitude > limit);
 }
@@ -134,20 +133,20 @@ Split split_at(const Magnitudes& magnitudes, size_t n, float limit) {
   return split;
 }
 
-// The largest float32 up to a limit: the same float32 are above both.
+// The largest float32 up to a limit; it separates the same float32 values.
 float limit_of(double limit) {
   const auto near = static_cast<float>(limit);
   return static_cast<double>(near) > limit ? std::nextafter(near, 0.0f) : near;
 }
 
-// A level as it travels: rounded to float32, to bfloat16, and never up to infinity.
+// Encodes a level: rounded to float32, then to bfloat16, and never up to infinity.
 uint16_t level_of(double mean) {
   return std::min(narrow_bfloat16(static_cast<float>(mean)), kLargestLevel);
 }
 
 constexpr float kEverything = std::numeric_limits<float>::infinity();
 
-// A byte for each value: its sign, and in the next bit whether its magnitude is above a limit.
+// One byte per value: its sign, and in the next bit whether its magnitude is above a limit.
 struct Signs {
   template <Isa>
   [[gnu::always_inline]] static void run(const float* values, size_t n, float limit,
@@ -160,12 +159,12 @@ struct Signs {
   }
 };
 
-// The lowest kBits of each of 8 codes, one after another.
+// Packs the lowest kBits of each of 8 codes.
 template <unsigned kBits>
 uint64_t packed(const uint8_t* codes) {
   uint64_t eight;
   std::memcpy(&eight, codes, sizeof eight);
-  // Products whose upper byte has the lowest bit of each byte, the first lowest.
+  // The upper byte of the product has the lowest bit of each byte, in order.
   if constexpr (kBits == 1) return eight * 0x0102040810204080 >> 56;
   eight |= eight >> (8 - kBits);  // in pairs, then pairs of pairs
   constexpr uint64_t kPair = (1 << 2 * kBits) - 1, kPairs = kPair * 0x0001000100010001;
@@ -174,7 +173,7 @@ uint64_t packed(const uint8_t* codes) {
   return (eight & kFour) | (eight >> (32 - 4 * kBits) & kFour << 4 * kBits);
 }
 
-// The codes of a block of n values; those behind the last value become zeros.
+// Packs the codes of a block of n values; codes after the last value become zero.
 using Codes = std::array<uint8_t, kValueBlock>;
 template <unsigned kBits>
 void pack(Codes& codes, size_t n, std::byte* out) {
@@ -193,7 +192,7 @@ void pack_signs(std::span<const float> values, float limit, std::byte* out) {
   pack<kBits>(codes, values.size(), out);
 }
 
-// values[i] = one of the 2^kBits values that a block has. No code lies in two bytes.
+// values[i] = one of the 2^kBits values of the block. No code crosses a byte boundary.
 template <unsigned kBits>
 void unpack(const std::byte* in, std::array<float, 1 << kBits> meanings, std::span<float> values) {
   constexpr size_t kEach = 8 / kBits, kMask = (1 << kBits) - 1;
@@ -218,9 +217,9 @@ void write_one_bit(std::span<const float> values, std::byte* out) {
   pack_signs<1>(values, kEverything, out + sizeof level);
 }
 
-// The levels are means of what lies on either side of a limit: first the mean of all, then, twice,
-// the middle between the levels (S. Lloyd, Least squares quantization in PCM, IEEE Trans. Inf.
-// Theory 28(2), 1982). Where nothing lies above the limit, both levels are the mean.
+// Two levels: the means of the magnitudes on either side of a limit. The limit is first the mean of
+// all, then, twice, the midpoint of the levels (S. Lloyd, Least squares quantization in PCM, IEEE
+// Trans. Inf. Theory 28(2), 1982). If no magnitude is above the limit, both levels are the mean.
 void write_two_bit(std::span<const float> values, std::byte* out) {
   const Magnitudes magnitudes(values);
   const size_t n = values.size();
@@ -252,9 +251,9 @@ void read_two_bit(const std::byte* in, std::span<float> values) {
   unpack<2>(in + 4, {with_one_nan(low), negative(low), with_one_nan(high), negative(high)}, values);
 }
 
-// ---- an even grid of exponents ------------------------------------------------------------------
+// ---- equal steps of the exponent ----------------------------------------------------------------
 
-// The upper halves of the magnitudes, as bfloat16 has them; the least and the largest.
+// The smallest and the largest upper half (as in bfloat16) of the magnitudes.
 struct Halves {
   alignas(64) std::array<uint16_t, kValueBlock> value;
   int least, largest;
@@ -273,7 +272,7 @@ struct Halves {
   }
 };
 
-// What a block of 3bit values has in front.
+// The header of a block of 3bit values.
 struct Grid {
   uint16_t low, step;
 
@@ -284,7 +283,7 @@ struct Grid {
   }
 };
 
-// A byte for each value: its sign, and in the next two bits its number on the grid.
+// One byte per value: its sign, and in the next two bits its number on the grid.
 struct ValueNumbers {
   template <Isa>
   [[gnu::always_inline]] static void run(const float* values, const uint16_t* halves, size_t n,

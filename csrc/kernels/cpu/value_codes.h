@@ -1,4 +1,4 @@
-// Values as bytes, by the codes of lean.h: 4096 at a time, each by itself. Called by lean.cpp.
+// Encodes and decodes values with the codes of lean.h, in independent blocks of 4096.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +8,13 @@
 
 namespace pycomm::cpu {
 
-// One block of at most kValueBlock values to value_bytes() of it. What is not finite makes NaN of
-// all that share its scale or level.
+// Encodes one block of at most kValueBlock values to value_bytes(). A non-finite value makes all
+// values with the same scale or level NaN.
 void write_values(ValueCode code, std::span<const float> values, std::byte* out);
-// And back. Any bytes have a meaning.
+// Decodes a block. All bytes are valid.
 void read_values(ValueCode code, const std::byte* in, std::span<float> values);
 
-// Whether bits behind the last value are zeros, as they must be.
+// Whether the bits after the last value are zero, as required.
 bool values_end_in_zeros(ValueCode code, std::span<const std::byte> bytes, size_t count);
 
 }  // namespace pycomm::cpu
