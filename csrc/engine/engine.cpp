@@ -269,7 +269,7 @@ bool Engine::sleep(Task& task, const Deadline& deadline) {
   }
   if (woken > 0) find_ended(first_process);
   if (process_ended_) update_ended();
-  if (woken <= 0) asked_ = {};  // a signal, or the poll timed out
+  if (woken <= 0) interrupt_checked_at_ = {};  // a signal, or the poll timed out
   if (woken == 0 && task.receiving_from() >= 0) request_connection(task.receiving_from());
   // Received data takes precedence over a goodbye behind it.
   if (task.advance()) return true;
@@ -284,8 +284,8 @@ void Engine::check_abort_conditions(const Task& task, const Deadline& deadline) 
   }
   const auto now = Clock::now();
   send_heartbeats(now);
-  if (options_.interrupted && now - asked_ >= kInterruptInterval) {
-    asked_ = now;
+  if (options_.interrupted && now - interrupt_checked_at_ >= kInterruptInterval) {
+    interrupt_checked_at_ = now;
     const ReleasedTurn released{turn_};
     if (options_.interrupted()) throw GroupBroken(name(options_.rank) + " was interrupted");
   }

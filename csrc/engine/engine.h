@@ -200,8 +200,8 @@ class Engine {
   [[noreturn]] void throw_mismatch_on_past(int peer);
   // The same for a call of this epoch that some ranks completed, with `text` as the error text.
   [[noreturn]] void abort_call(int peer, uint32_t sequence, const std::string& text);
-  // Throws PeerLost, which blames `peer`, unless what it sent is valid (`sound`).
-  void require_valid(int peer, bool sound, std::string_view what) const;
+  // Throws PeerLost, which blames `peer`, unless what it sent is valid.
+  void require_valid(int peer, bool valid, std::string_view what) const;
   // Wakes `peer`, which shares memory with this rank, if it sleeps.
   void wake_peer(int peer) { at(peer).link->channel().wake_peer(); }
   Bytes scratch(size_t bytes);
@@ -305,7 +305,7 @@ class Engine {
   std::vector<Channel*> armed_;
   std::vector<int> watched_;
   bool process_ended_ = false;  // a process ended, and its last bytes may still arrive
-  Clock::time_point asked_{};   // when options_.interrupted was last called
+  Clock::time_point interrupt_checked_at_{};  // when options_.interrupted was last called
   std::vector<std::byte> scratch_;
   std::chrono::nanoseconds spin_limit_{0};  // how long the next wait spins
   uint16_t epoch_ = 0;

@@ -164,8 +164,8 @@ void Engine::read_notice(int peer, const Header& header) {
       payload, {.op = std::string(op), .sequence = sequence, .rank = options_.rank, .peer = peer});
 }
 
-void Engine::require_valid(int peer, bool sound, std::string_view what) const {
-  if (!sound) throw protocol_violation(peer, what);
+void Engine::require_valid(int peer, bool valid, std::string_view what) const {
+  if (!valid) throw protocol_violation(peer, what);
 }
 
 PeerLost Engine::protocol_violation(int peer, std::string_view what) const {

@@ -126,14 +126,14 @@ class Shm final : public SocketTransport {
     const std::array<int, kMostFds> fds{memory.get(), memory_.get(),
                                         heap_ ? heap_->descriptor() : -1};
     pass(fd, std::span(fds).first(heap_ ? kMostFds : kLeastFds));
-    offered_[fd] = std::move(memory);
+    sent_memory_[fd] = std::move(memory);
   }
 
   bool exchanges() const override { return true; }
 
   std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) override {
-    auto mine = offered_.extract(fd.get());
-    check(!mine.empty(), "accepted without an offer");
+    auto mine = sent_memory_.extract(fd.get());
+    check(!mine.empty(), "accept() was called without send_memory()");
     const auto [theirs, memory, heap] = take_passed(fd.get(), deadline);
     if (!is_shared_memory(theirs.get(), RingMemory::file_bytes(ring_bytes_)) ||
         !is_shared_memory(memory.get(), memory_bytes_))
@@ -157,7 +157,7 @@ class Shm final : public SocketTransport {
   std::shared_ptr<std::byte> mapped_;
   std::string address_;
   Fd listener_;
-  std::map<int, Fd> offered_;
+  std::map<int, Fd> sent_memory_;
 };
 
 }  // namespace
