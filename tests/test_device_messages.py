@@ -163,7 +163,7 @@ def disagree(group: pycomm.Group, device: Any) -> list[str]:
     ]
     said = []
     for mistake in mistakes:
-        with pytest.raises(errors.Mismatch, match="nothing has moved") as caught:
+        with pytest.raises(errors.Mismatch, match="no data was sent") as caught:
             pycomm.send(x, 1) if rank == 0 else mistake()
         np.testing.assert_array_equal(device.get(x), numbers(7))
         np.testing.assert_array_equal(device.get(y), numbers(7, 100, "int32"))

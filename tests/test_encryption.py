@@ -156,7 +156,7 @@ def test_attack_ends_in_peer_lost(kind: str, at: int) -> None:
         assert error.peer == 1 - rank
         assert f"rank {1 - rank}" in str(error)
     if kind not in ("truncate",):
-        assert "altered, replayed, reordered or cut" in str(results[0])
+        assert "altered, replayed, reordered or truncated" in str(results[0])
 
 
 # --- options ------------------------------------------------------------------------------------

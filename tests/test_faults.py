@@ -82,7 +82,7 @@ def test_a_stopped_rank_is_named_after_the_limit(
         assert peer == 2
         assert "rank 2" in text
         assert f"pid {pid}" in text
-        assert "not been heard of for 1 s" in text
+        assert "sent no heartbeat for 1 s" in text
 
 
 def busy_outside(group: Group) -> Any:

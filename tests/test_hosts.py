@@ -247,7 +247,7 @@ def test_an_address_that_is_none_is_refused_with_those_that_are() -> None:
         assert "link-local" in told["text"]
         told = refusal(net, {"MASTER_ADDR": link_local, "FORM_S": "1"})
         assert told["error"] == "Timeout"
-        assert f"say by which interface, as {link_local}%eth0" in told["text"]
+        assert f"needs its interface, as in {link_local}%eth0" in told["text"]
 
 
 @pytest.mark.parametrize("by", [0, 1])

@@ -1,5 +1,5 @@
-// A hint to the processor that this thread spins: the other hardware thread of the core may run,
-// and the power falls. Called by loops that look at memory until it changes.
+// A hint to the processor that this thread spins on memory: lets the other hardware thread of the
+// core run, and saves power.
 #pragma once
 
 namespace pycomm {

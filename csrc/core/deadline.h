@@ -1,4 +1,4 @@
-// A point in time after which a wait must give up.
+// The time at which a wait must end.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ using Clock = std::chrono::steady_clock;
 class Deadline {
  public:
   explicit Deadline(std::chrono::nanoseconds limit) : Deadline(Clock::now(), limit) {}
-  // As of an earlier time.
+  // Relative to an earlier time.
   Deadline(Clock::time_point start, std::chrono::nanoseconds limit)
       : start_(start), end_(start + limit) {}
   Clock::time_point start() const { return start_; }

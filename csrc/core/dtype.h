@@ -1,5 +1,4 @@
-// The element types that travel: names, sizes, and nothing else. What an operation does with an
-// element is the business of kernels/.
+// The element types of arrays in calls: names and sizes. kernels/ has their arithmetic.
 #pragma once
 
 #include <array>

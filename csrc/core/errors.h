@@ -1,8 +1,9 @@
-// The one tree of errors, the same in C++, in Python and in the last frame that a rank sends.
+// The error classes, the same in C++, in Python and in goodbye messages.
 //
-// Three classes of them. Your mistake (InvalidArgument, Unsupported, Mismatch): nothing moved and
-// the group stays usable. The world's (Timeout, PeerLost): the group is broken for good, and every
-// later call raises GroupBroken with the first cause. Ours (InternalError): a bug in this library.
+// Usage errors (InvalidArgument, Unsupported, Mismatch): no array was changed, unless the text says
+// so, and the group stays usable. Remote failures (Timeout, PeerLost): the group is permanently
+// broken, and every later call raises GroupBroken with the first cause. InternalError: a bug in
+// this library.
 #pragma once
 
 #include <array>
@@ -25,20 +26,20 @@ enum class ErrorKind : uint8_t {
   internal,
 };
 
-// The Python class that each kind becomes; pycomm/errors.py defines them in this order.
+// The Python class of each kind; pycomm/errors.py defines them in this order.
 inline constexpr std::array<std::string_view, 7> kErrorNames{
     "InvalidArgument", "Unsupported", "Mismatch",     "Timeout",
     "PeerLost",        "GroupBroken", "InternalError"};
 
-// The numbers that go with a text. A field that does not apply keeps its default.
+// The attributes of an error. A field that does not apply keeps its default.
 struct ErrorFields {
   std::string op{};       // "all_reduce", "init", ...
-  int64_t sequence = -1;  // which call of the group, counted from 0
-  int rank = -1;          // who raises
-  int peer = -1;          // who is to blame
+  int64_t sequence = -1;  // index of the call in the group, from 0
+  int rank = -1;          // the rank that raises
+  int peer = -1;          // the rank that is to blame
   double elapsed_s = 0;
   int64_t bytes = -1;
-  int unreachable = -1;  // a peer with which this rank itself could not connect while forming
+  int unreachable = -1;  // a peer that this rank could not reach during group creation
 };
 
 class [[gnu::visibility("default")]] Error : public std::runtime_error {
@@ -68,7 +69,7 @@ using PeerLost = ErrorOf<ErrorKind::peer_lost>;
 using GroupBroken = ErrorOf<ErrorKind::group_broken>;
 using InternalError = ErrorOf<ErrorKind::internal>;
 
-// An invariant of ours: InternalError with its place when it does not hold.
+// Checks an internal invariant: throws InternalError with the source location if it is false.
 inline void check(bool holds, std::string_view what,
                   std::source_location at = std::source_location::current()) {
   if (!holds)

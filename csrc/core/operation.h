@@ -1,4 +1,4 @@
-// The verbs, by name, and the algorithms that can be forced for them.
+// The operations and the algorithms that can be selected for them, with their names.
 #pragma once
 
 #include <array>
@@ -39,8 +39,8 @@ enum class Algorithm : uint8_t {
   halving,
   hierarchical,
   shared_memory,
-  nccl,    // its own collectives
-  staged,  // arrays of devices, by the ranks' collective in host memory
+  nccl,    // NCCL's collectives
+  staged,  // device arrays, by a collective in host memory
 };
 
 inline constexpr std::array<std::string_view, 10> kAlgorithms{

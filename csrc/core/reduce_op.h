@@ -1,4 +1,4 @@
-// The reductions, by name. kernels/ says what each does to each dtype.
+// The reductions and their names. kernels/ has their arithmetic.
 #pragma once
 
 #include <array>

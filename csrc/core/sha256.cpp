@@ -94,7 +94,7 @@ Digest hmac_sha256(std::string_view key, std::string_view data) {
 }
 
 bool equal_in_constant_time(const Digest& a, const Digest& b) {
-  volatile uint8_t difference = 0;  // volatile: no early way out may be made of the loop
+  volatile uint8_t difference = 0;  // volatile: the compiler must not add an early exit
   for (size_t i = 0; i < a.size(); ++i) difference = difference | (a[i] ^ b[i]);
   return difference == 0;
 }

@@ -1,5 +1,5 @@
-// SHA-256 (FIPS 180-4) and HMAC-SHA-256 (RFC 2104), to prove that two ranks hold the same key. Not
-// for speed, not for encryption. Called by transport/handshake.cpp.
+// SHA-256 (FIPS 180-4) and HMAC-SHA-256 (RFC 2104), for handshakes and key derivation. Not
+// optimized for speed.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ using Digest = std::array<uint8_t, 32>;
 Digest sha256(std::string_view data);
 Digest hmac_sha256(std::string_view key, std::string_view data);
 
-// Takes the same time wherever the two differ, so that the time tells a guesser nothing.
+// Its run time does not depend on the digests, so that it reveals nothing to an attacker.
 bool equal_in_constant_time(const Digest& a, const Digest& b);
 
 }  // namespace pycomm

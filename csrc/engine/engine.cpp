@@ -12,15 +12,15 @@
 namespace pycomm {
 namespace {
 
-// How often `interrupted` is asked where much happens: it may wait for a lock for long.
+// Minimum time between calls of `interrupted`: it may wait for a lock (the GIL).
 constexpr std::chrono::milliseconds kInterruptInterval{50};
-constexpr int kLooksPerClock = 32, kStepsPerClock = 1024;
-// Of one peer, before others have their turn: a peer that sends without end blocks no other.
-constexpr int kFramesPerLook = 4;
-// A wait that sleeps for less would have been over sooner, had it gone on looking.
+constexpr int kPollsPerClock = 32, kStepsPerClock = 1024;
+// Frames of one peer per poll: a peer that sends without pause delays no other.
+constexpr int kFramesPerPoll = 4;
+// After a sleep shorter than this, spinning would have ended the wait sooner.
 constexpr std::chrono::microseconds kShortSleep{200};
 
-// The hash of the calls so far and of `call`. The count of an all_to_all differs by rank.
+// The hash of the calls so far (`past`) and of `call`. The count of an all_to_all differs by rank.
 uint64_t followed_by(uint64_t past, const Header& call) {
   const bool to_all = call.operation == static_cast<uint8_t>(Operation::all_to_all);
   const uint64_t what = uint64_t{call.operation} | uint64_t{call.dtype} << 8 |
@@ -33,7 +33,7 @@ uint64_t followed_by(uint64_t past, const Header& call) {
   return past;
 }
 
-// While it exists heartbeat() may use the links.
+// Releases the turn for its lifetime, so that heartbeat() may use the links.
 struct ReleasedTurn {
   explicit ReleasedTurn(std::mutex& turn) : mutex(turn) { mutex.unlock(); }
   ReleasedTurn(const ReleasedTurn&) = delete;
@@ -42,7 +42,7 @@ struct ReleasedTurn {
   std::mutex& mutex;
 };
 
-// Adds the time since `since` to a sum, however the wait ends.
+// Adds the time since `since` to a sum, also when the wait throws.
 struct WaitTimer {
   std::chrono::nanoseconds& sum;
   Clock::time_point since;
@@ -112,7 +112,7 @@ void Engine::run(Task& task, const Header& header, const Deadline& deadline) {
   before_ = header;
 }
 
-// Runs the task; whatever breaks it, other than a disagreement, breaks the engine.
+// Runs the task. An error other than Mismatch breaks the engine.
 void Engine::guard(Task& task, const Header& signature, const Deadline& deadline) {
   const std::lock_guard turn(turn_);
   last_ = signature;
@@ -152,13 +152,13 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
                 describe_peer(at(peer));
       if (!missing.empty()) fields.peer = missing[0];
       const auto unmet = std::ranges::count_if(peers_, [](const auto& p) { return !p.link; });
-      if (unmet > 1)  // oneself among them
-        text += "; not connected, and not asked: " + std::to_string(unmet - 1) + " ranks";
+      if (unmet > 1)  // this rank is one of them
+        text += "; not connected and not checked: " + std::to_string(unmet - 1) + " ranks";
     }
     const Error reported(error.kind(), text, fields);
     abort(reported);
     throw reported;
-  } catch (const std::exception& error) {  // of `interrupted`, or out of memory
+  } catch (const std::exception& error) {  // thrown by `interrupted`, or out of memory
     abort(InternalError(std::string(name_of(static_cast<Operation>(signature.operation))) + ": " +
                         error.what()));
     throw;
@@ -166,7 +166,7 @@ void Engine::guard(Task& task, const Header& signature, const Deadline& deadline
 }
 
 void Engine::drive(Task& task, const Deadline& deadline) {
-  int looks = 0, steps = 0;
+  int polls = 0, steps = 0;
   Clock::time_point idle_since{}, idle_until{};
   while (!task.done()) {
     if (task.advance()) {
@@ -175,10 +175,10 @@ void Engine::drive(Task& task, const Deadline& deadline) {
       if (++steps % kStepsPerClock == 0) check_abort_conditions(task, deadline);
       continue;
     }
-    // Look again for a while: a peer that is about to answer does so sooner than a sleeper wakes.
+    // Spin first: a peer often answers sooner than a sleeping thread wakes up.
     if (options_.spin.count() > 0 && worth_spinning(task)) {
       cpu_relax();
-      if (++looks % kLooksPerClock != 0) continue;
+      if (++polls % kPollsPerClock != 0) continue;
       idle_until = Clock::now();
       if (idle_since == Clock::time_point{}) {
         idle_since = idle_until;
@@ -198,17 +198,17 @@ void Engine::drive(Task& task, const Deadline& deadline) {
   }
 }
 
-// Between a sleep and the next: also where something came, or a peer whose bytes come a few at a
-// time would hold up a signal, a limit, an abort, and this rank's signs of life.
+// Between two sleeps. The checks run also after progress: otherwise a peer that sends a few bytes
+// at a time would delay signals, timeouts, aborts and this rank's heartbeats.
 void Engine::check_between_sleeps(const Task& task, const Deadline& deadline, bool moved) {
   if (!moved) check_peers_needed(task);
   check_abort_conditions(task, deadline);
   if (!moved) check_heartbeats(task);
 }
 
-// How long to look next time. Two ranks that both sleep after `spin` could miss each other
-// repeatedly, as waking takes longer than that. After a short sleep a rank therefore spins twice as
-// long, and gradually less from then on. A sleep without spinning before it changes nothing.
+// Sets how long the next wait spins. Two ranks that both sleep after `spin` could miss each other
+// repeatedly, because waking up takes longer than that. After a short sleep a rank therefore spins
+// twice as long, and gradually less from then on. A sleep without spinning changes nothing.
 void Engine::adapt_spin_limit(Clock::time_point idle_since) {
   if (idle_since == Clock::time_point{}) return;
   const auto idle = Clock::now() - idle_since;
@@ -216,7 +216,7 @@ void Engine::adapt_spin_limit(Clock::time_point idle_since) {
                                    : options_.spin;
 }
 
-// Not where a look costs much and a sleep little: while much is on its way by a socket.
+// False where polling costs more than a sleep: while much data is in transit on a socket.
 bool Engine::worth_spinning(const Task& task) const {
   const int from = task.receiving_from(), peer = from != kNoRank ? from : task.sending_to();
   if (peer < 0 || (from != kNoRank && task.receiving_bytes() < kSegmentBytes)) return true;
@@ -224,7 +224,7 @@ bool Engine::worth_spinning(const Task& task) const {
   return !link || !link->channel().polling_is_expensive();
 }
 
-// Arms, looks once more, and only then sleeps: so no wake-up is lost. True if the task moved.
+// Arms, polls once more, and only then sleeps, so that no wake-up is lost. True on progress.
 bool Engine::sleep(Task& task, const Deadline& deadline) {
   polled_.assign(1, {wake_.get(), POLLIN, 0});
   if (options_.connector) polled_.push_back({options_.connector->descriptor(), POLLIN, 0});
@@ -269,9 +269,9 @@ bool Engine::sleep(Task& task, const Deadline& deadline) {
   }
   if (woken > 0) find_ended(first_process);
   if (process_ended_) update_ended();
-  if (woken <= 0) asked_ = {};  // a signal, or nothing happened for long
+  if (woken <= 0) interrupt_checked_at_ = {};  // a signal, or the poll timed out
   if (woken == 0 && task.receiving_from() >= 0) request_connection(task.receiving_from());
-  // What is there already comes before what a peer says at its end.
+  // Received data takes precedence over a goodbye behind it.
   if (task.advance()) return true;
   (void)poll_peers();
   return task.done() || task.advance();
@@ -284,8 +284,8 @@ void Engine::check_abort_conditions(const Task& task, const Deadline& deadline) 
   }
   const auto now = Clock::now();
   send_heartbeats(now);
-  if (options_.interrupted && now - asked_ >= kInterruptInterval) {
-    asked_ = now;
+  if (options_.interrupted && now - interrupt_checked_at_ >= kInterruptInterval) {
+    interrupt_checked_at_ = now;
     const ReleasedTurn released{turn_};
     if (options_.interrupted()) throw GroupBroken(name(options_.rank) + " was interrupted");
   }
@@ -295,14 +295,14 @@ void Engine::check_abort_conditions(const Task& task, const Deadline& deadline) 
   std::string text = "Timed out after " + std::to_string(deadline.limit_s()) + " s";
   if (peer != kNoRank)
     text += (from != kNoRank ? ", waiting for data from " : ", waiting to send to ") + name(peer);
-  if (awaited_peer() == kAnyPeer) text += ", waiting for a message from anybody";
+  if (awaited_peer() == kAnyPeer) text += ", waiting for a message from any rank";
   throw Timeout(text, {.peer = peer});
 }
 
-// A peer that left cleanly matters only to ranks that still need something from it.
+// A peer that left cleanly is an error only for a rank that still needs data from it or for it.
 void Engine::check_peers_needed(const Task& task) {
   const int from = task.receiving_from();
-  // Behind what belongs to a later call no message comes; a call would see that they disagree.
+  // No message can follow a frame of a later call; a collective would detect the mismatch.
   if (running_ == nullptr && from >= 0 && at(from).link && over(at(from)) &&
       !at(from).left_reason && at(from).link->has_front() && at(from).front == Front::later)
     throw_peer_error(from);
@@ -311,11 +311,11 @@ void Engine::check_peers_needed(const Task& task) {
   if (awaited_peer() == kAnyPeer && options_.connector == nullptr &&
       std::ranges::all_of(peers_,
                           [](const PeerState& state) { return !state.link || state.left_reason; }))
-    throw PeerLost("everybody else has left the group, and no message came before");
+    throw PeerLost("all other ranks left the group, and none sent a message before");
 }
 
-// The sender opens the connection. A receiver that has waited for long opens it too, because it
-// could not otherwise detect that a peer it never connected to has died.
+// The sender opens the connection. A receiver opens it too after its first sleep without progress:
+// without a connection it could not detect that the peer died.
 void Engine::request_connection(int peer) {
   PeerState& state = at(peer);
   if (state.link || state.requested || state.left_reason || options_.connector == nullptr) return;
@@ -324,7 +324,7 @@ void Engine::request_connection(int peer) {
   options_.connector->request(peer);
 }
 
-// True if a peer has connected, or cannot be reached.
+// True if a peer connected or turned out to be unreachable.
 bool Engine::accept_connections() {
   if (options_.connector == nullptr) return false;
   std::vector<ConnectResult> arrivals = options_.connector->take();
@@ -332,7 +332,7 @@ bool Engine::accept_connections() {
     PeerState& state = at(arrival.peer);
     if (state.link) continue;
     if (!arrival.channel) {
-      state.left_reason = "cannot be reached: " + arrival.why + "; it has died, or left the group";
+      state.left_reason = "cannot be reached: " + arrival.why + "; it died or left the group";
       continue;
     }
     state.link = std::make_unique<Link>(std::move(arrival.channel));
@@ -361,20 +361,20 @@ bool Engine::poll_peers() {
   return moved;
 }
 
-// True if the frame at the front has to stay there, so that what arrives behind it is no news.
+// True if the frame at the front must stay there: bytes that arrive behind it are no progress.
 bool Engine::must_wait(int peer, const Task& task) {
   const Front front = at(peer).front;
   return at(peer).link->has_front() &&
          (front == Front::later || (front == Front::ours && task.receiving_from() != peer));
 }
 
-// Deals with what has arrived from `peer` until something is at the front that belongs to a call.
+// Handles the frames received from `peer` until one that belongs to a call is at the front.
 Engine::Front Engine::poll_peer(int peer) {
   PeerState& state = at(peer);
   if (!state.link) return Front::nothing;
   Link& link = *state.link;
-  for (int frames = 0; frames < kFramesPerLook; ++frames) {
-    const bool last = over(state);  // looked at first: what it sent before is there now
+  for (int frames = 0; frames < kFramesPerPoll; ++frames) {
+    const bool last = over(state);  // checked first: all that it sent before has arrived now
     const Header* header = this->front(peer);
     const Front front = header == nullptr ? Front::nothing : dispatch_frame(peer, *header);
     state.front = front;
@@ -388,8 +388,7 @@ Engine::Front Engine::poll_peer(int peer) {
   return Front::nothing;
 }
 
-// What the frame at the front means here. Front::nothing: it was dealt with, as far as it has
-// arrived.
+// Handles the frame at the front, or classifies it. Front::nothing: handled as far as it arrived.
 Engine::Front Engine::dispatch_frame(int peer, const Header& header) {
   switch (header.kind) {
     case FrameKind::data:
@@ -400,9 +399,9 @@ Engine::Front Engine::dispatch_frame(int peer, const Header& header) {
       if (contradicts_run(*at(peer).last)) throw_mismatch(peer, *at(peer).last);
       return Front::nothing;
     case FrameKind::mismatch:
-      // Of a call that we have yet to make, or of an epoch that we have yet to hear of; and a
-      // message that we send is not cut by one of the past. What we know already must not stay in
-      // the way.
+      // A notice stays for later if it is about a later call or epoch, or, while this rank is in no
+      // collective, about this epoch and would end a message that is being sent. A notice of an
+      // earlier epoch must be removed.
       if (const int when = order(header, epoch_, sequence_);
           when > 0 || (running_ == nullptr && header.epoch == epoch_ &&
                        (when == 0 || !only_awaits() || has_announced_to_other(peer))))
@@ -422,12 +421,12 @@ Engine::Front Engine::dispatch_data(int peer, const Header& header) {
   Link& link = *at(peer).link;
   const int when = order(header, epoch_, sequence_);
   if (when < 0) {
-    if (header.epoch != epoch_) {  // of a call that failed
+    if (header.epoch != epoch_) {  // belongs to a call that failed
       link.discard();
       (void)front(peer);
       return Front::nothing;
     }
-    // It sent more than our call took. A message on its way to us or from us is not cut by that.
+    // It sent more than this rank's call received. That must not end a message in transit.
     if (running_ == nullptr && (!only_awaits() || has_announced_to_other(peer)))
       return Front::later;
     throw_mismatch_on_end(peer, header);
@@ -438,7 +437,7 @@ Engine::Front Engine::dispatch_data(int peer, const Header& header) {
   return Front::ours;
 }
 
-// A rank that announced a message accepts mismatch errors only from its receiver: where that one
+// A rank that announced a message accepts mismatch errors only from its receiver: if the receiver
 // takes the message, both must continue.
 bool Engine::has_announced_to_other(int peer) const {
   return is_answer(awaited_.front().signature) && awaited_peer() != peer;
@@ -450,8 +449,8 @@ void Engine::take_heartbeat(int peer, const Header& header) {
   at(peer).link->finish();
 }
 
-// Whether its sender waits in another call than this rank, perhaps for this rank. A
-// heartbeat of an all_to_all does not carry the counts between the two.
+// Whether the sender of the heartbeat waits in a different call than this rank. A heartbeat of an
+// all_to_all does not carry the counts between the two.
 bool Engine::contradicts_run(const Header& heartbeat) const {
   if (running_ == nullptr || heartbeat.context != static_cast<uint16_t>(CallState::in_call) ||
       is_message(heartbeat) || order(heartbeat, epoch_, sequence_) != 0)
@@ -461,7 +460,7 @@ bool Engine::contradicts_run(const Header& heartbeat) const {
   return !same_call(heartbeat, *running_);
 }
 
-// The run under way, as the frames of `peer` must tell it.
+// The header that the frames of `peer` must have in the current run.
 Header Engine::expected_from(int peer) const {
   Header header = *running_;
   if (!peer_counts_.empty()) header.count = peer_counts_[peers_.size() + static_cast<size_t>(peer)];
@@ -470,10 +469,10 @@ Header Engine::expected_from(int peer) const {
 
 Link* Engine::incoming(int peer) {
   const Front front = poll_peer(peer);
-  Link* link = at(peer).link.get();  // null: not met yet
+  Link* link = at(peer).link.get();  // null: not connected yet
   if (front == Front::ours) return link;
   if (front != Front::later || running_ == nullptr) return nullptr;
-  // What it sent for our call came before this: it has gone on without what we wait for.
+  // A frame of a later call: the peer completed this call without sending what this rank waits for.
   const Header& next = *link->front();
   if (next.epoch == epoch_ && next.kind == FrameKind::data) throw_mismatch_on_end(peer, next);
   return nullptr;
@@ -484,7 +483,7 @@ bool Engine::open(int peer, const Header& header, ConstBytes payload, bool more)
   if (!at(peer).link || at(peer).left_reason) return false;
   Link& link = *at(peer).link;
   if (over(at(peer)))
-    throw_peer_error(peer);  // a rank that only sends would not learn it otherwise
+    throw_peer_error(peer);  // a rank that only sends would not detect it otherwise
   if (!link.idle() && !link.flush()) return false;
   link.begin(header, payload, more);
   return true;

@@ -1,4 +1,4 @@
-// How an engine fails: disagreements, goodbyes, and the first cause that it repeats.
+// Failures of an engine: mismatches, goodbye messages, and the first cause that it reports.
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,19 +11,19 @@
 namespace pycomm {
 namespace {
 
-// What a peer does not take in this time is left to its channel: with the 100 ms after which a wait
-// hears a signal it is what Ctrl-C may take.
+// Bytes that a peer does not take within this time are left to its channel. A wait notices a signal
+// within 100 ms; together these bound the time that Ctrl-C takes.
 constexpr std::chrono::milliseconds kGoodbyeTimeout{100};
-// For what has arrived and was not looked at when the engine breaks.
+// Time to read frames that had arrived but were unread when the engine broke.
 constexpr std::chrono::milliseconds kFinalPollTimeout{10};
-// Much longer than a rank that waits in a call needs to answer, on a busy machine too; with
-// kGoodbyeTimeout within the second that a call may exceed its limit by.
+// Much longer than a rank that waits in a call needs to answer, even on a busy machine. Together
+// with kGoodbyeTimeout it is below 1 s, by which a call may exceed its timeout.
 constexpr std::chrono::milliseconds kLivenessTimeout{400};
 
 // A goodbye that blames no rank: the sender left cleanly.
 constexpr uint8_t kLeftCleanly = 255;
 
-// The payload of a goodbye: kind, who is to blame, and a sentence.
+// The payload of a goodbye message: kind, blamed rank, text.
 std::string encode_goodbye(uint8_t kind, int32_t peer, const std::string& text) {
   std::string payload(1 + sizeof peer, '\0');
   payload[0] = static_cast<char>(kind);
@@ -31,7 +31,8 @@ std::string encode_goodbye(uint8_t kind, int32_t peer, const std::string& text) 
   return payload + text;
 }
 
-// Whether data flows from the root only: a rank can be through with it before it heard of others.
+// Whether data flows only from the root: a rank can complete it before it received anything from
+// the others.
 bool is_one_way(const Header& header) {
   return (header.algorithm & kOnDevice) == 0 &&
          (header.operation == static_cast<uint8_t>(Operation::broadcast) ||
@@ -81,8 +82,8 @@ std::string describe(const Header& header) {
          (on_device ? ", on CUDA devices)" : ")");
 }
 
-// Tells all peers, then forgets the calls of this epoch. User memory is untouched by then: plans
-// write to it only when every rank's header was seen.
+// Notifies all peers, then drops the calls of this epoch. User memory is still unchanged: plans
+// write to it only after the headers of all ranks were checked.
 void Engine::throw_mismatch(int peer, const Header& theirs) {
   const std::string text =
       "ranks disagree about call " + std::to_string(sequence_) + ": " + name(options_.rank) +
@@ -93,14 +94,14 @@ void Engine::throw_mismatch(int peer, const Header& theirs) {
   abort_call(peer, sequence_, text);
 }
 
-// The peer has sent more for a call than this rank took, or less: one of them took it for another.
-// That shows when the call is over on one side, which may have written its output by then.
+// The peer sent more or less data for a call than this rank expected: the two made different calls.
+// It is detected after one side completed the call, which may have written its output.
 void Engine::throw_mismatch_on_end(int peer, const Header& theirs) {
   const bool over = order(theirs, epoch_, sequence_) < 0;
   const uint32_t sequence = over ? theirs.sequence : sequence_;
-  const std::string mine = over ? "has ended it without what " + name(peer) + " sent it for "
+  const std::string mine = over ? "completed it without the data that " + name(peer) + " sent for "
                                 : "called " + describe(expected_from(peer)) + " and waits for " +
-                                      name(peer) + ", which has gone on to ";
+                                      name(peer) + ", which continued with ";
   abort_call(peer, sequence,
              "ranks disagree about call " + std::to_string(sequence) + ": " + name(options_.rank) +
                  " " + mine + describe(theirs) + "; what the call writes is undefined");
@@ -112,7 +113,7 @@ void Engine::throw_mismatch_on_past(int peer) {
   abort_call(peer, before_.sequence,
              "ranks disagree about a call before " + describe(*running_) + ": " +
                  name(options_.rank) + " and " + name(peer) +
-                 " have not made the same ones, here the last was " + describe(before_) +
+                 " made different calls; the last one here was " + describe(before_) +
                  "; what the call writes is undefined");
 }
 
@@ -125,8 +126,8 @@ void Engine::abort_call(int peer, uint32_t sequence, const std::string& text) {
   throw Mismatch(text, fields);
 }
 
-// Every rank passes the notice on to every other before it forgets the old epoch. So a rank that
-// waits for a rank which has aborted the call receives the notice on the very link that it reads.
+// Every rank forwards the notice to all others before it drops the old epoch. A rank that waits for
+// a peer which aborted the call therefore receives the notice on the link that it reads.
 void Engine::new_epoch(const Header& notice, const std::string& text) {
   ++epoch_;
   sequence_ = 0;
@@ -135,11 +136,11 @@ void Engine::new_epoch(const Header& notice, const std::string& text) {
   last_mismatch_ = notice;
   last_mismatch_text_ = text;
   for (PeerState& state : peers_) {
-    const auto peer_lost =
+    const auto dropped =
         std::erase_if(state.messages, [](const Message& m) { return is_agreement(m.header); });
-    state.buffered_bytes -= peer_lost * sizeof(Message);
+    state.buffered_bytes -= dropped * sizeof(Message);
     if (!state.link) continue;
-    state.link->abandon();  // what was half received is of an old epoch and is dropped
+    state.link->abandon();  // a partly received frame has an old epoch and is dropped
     state.link->post(notice, text);
   }
   flush_all(kGoodbyeTimeout);
@@ -149,13 +150,13 @@ void Engine::read_notice(int peer, const Header& header) {
   PeerState& state = at(peer);
   require_valid(peer, header.bytes <= kNoticeBytes, "a notice is too long");
   const ConstBytes here = state.link->peek();
-  if (here.size() < header.bytes) return;  // not whole yet
+  if (here.size() < header.bytes) return;  // not complete yet
   const std::string payload(reinterpret_cast<const char*>(here.data()), here.size());
   const Header notice = header;
   state.link->take(here.size());
   state.link->finish();
   if (notice.kind == FrameKind::goodbye) return handle_goodbye(peer, payload);
-  if (notice.epoch != epoch_) return;  // we have noticed it ourselves
+  if (notice.epoch != epoch_) return;  // this rank has detected the mismatch itself
   const int64_t sequence = sequence_;
   const auto op = running_ ? name_of(static_cast<Operation>(running_->operation)) : "";
   new_epoch(notice, payload);
@@ -163,12 +164,12 @@ void Engine::read_notice(int peer, const Header& header) {
       payload, {.op = std::string(op), .sequence = sequence, .rank = options_.rank, .peer = peer});
 }
 
-void Engine::require_valid(int peer, bool sound, std::string_view what) const {
-  if (!sound) throw protocol_violation(peer, what);
+void Engine::require_valid(int peer, bool valid, std::string_view what) const {
+  if (!valid) throw protocol_violation(peer, what);
 }
 
 PeerLost Engine::protocol_violation(int peer, std::string_view what) const {
-  return PeerLost(name(peer) + " sent what nobody can read: " + std::string(what), {.peer = peer});
+  return PeerLost("protocol error from " + name(peer) + ": " + std::string(what), {.peer = peer});
 }
 
 void Engine::handle_goodbye(int peer, const std::string& payload) {
@@ -183,7 +184,7 @@ void Engine::handle_goodbye(int peer, const std::string& payload) {
   const std::string reported = text + " (as " + name(peer) + " reports)";
   if (kind == static_cast<uint8_t>(ErrorKind::timeout)) throw Timeout(reported, {.peer = blamed});
   if (blamed == options_.rank)
-    throw PeerLost(name(peer) + " gave up on this rank: " + text, {.peer = peer});
+    throw PeerLost(name(peer) + " considers this rank lost: " + text, {.peer = peer});
   if (kind == static_cast<uint8_t>(ErrorKind::peer_lost))
     throw PeerLost(reported, {.peer = blamed});
   throw GroupBroken(reported, {.peer = blamed == kNoRank ? peer : blamed});
@@ -196,7 +197,7 @@ void Engine::throw_peer_error(int peer) {
     if (header->kind != FrameKind::goodbye)
       state.link->discard();
     else if (read_notice(peer, *header); !state.left_reason)
-      break;  // it never came whole
+      break;  // it never arrived completely
   }
   throw peer_lost(peer);
 }
@@ -206,14 +207,15 @@ PeerLost Engine::peer_lost(int peer) const {
   const auto protocol_error = link ? link->channel().protocol_error() : std::string_view{};
   if (!protocol_error.empty()) return protocol_violation(peer, protocol_error);
   const PeerState& state = peers_[static_cast<size_t>(peer)];
-  const std::string no_word = state.ended && link && !link->channel().is_closed()
-                                  ? "died: its process ended without a word"
-                                  : "died or lost its connection: it hung up without a word";
-  return PeerLost(name(peer) + " " + state.left_reason.value_or(no_word), {.peer = peer});
+  const std::string unexpected =
+      state.ended && link && !link->channel().is_closed()
+          ? "died: its process ended without a goodbye message"
+          : "died or lost its connection: the connection closed unexpectedly";
+  return PeerLost(name(peer) + " " + state.left_reason.value_or(unexpected), {.peer = peer});
 }
 
-// A rank that waits in a call answers a goodbye at once with one of its own, so that all ranks
-// learn which did not answer. Returns those.
+// A liveness check: a rank that waits in a call answers a goodbye message at once with its own.
+// Returns the peers that did not answer.
 std::vector<int> Engine::find_unresponsive_peers(const Error& error) {
   post_goodbye(static_cast<uint8_t>(error.kind()), error.fields().peer, error.what());
   const Deadline deadline(kLivenessTimeout);
@@ -225,7 +227,7 @@ std::vector<int> Engine::find_unresponsive_peers(const Error& error) {
       silent.push_back(static_cast<int>(i));
       waiting.push_back(peers_[i].link->channel().arm({true, false}));
       if (answers(static_cast<int>(i), deadline))
-        waiting.back().fd = -1;  // it came between: do not sleep for it
+        waiting.back().fd = -1;  // it answered in the meantime: do not sleep
     }
     if (silent.empty() || deadline.expired()) return silent;
     const bool idle = std::ranges::all_of(waiting, [](const pollfd& p) { return p.fd >= 0; });
@@ -235,7 +237,7 @@ std::vector<int> Engine::find_unresponsive_peers(const Error& error) {
   }
 }
 
-// What it sends before its goodbye is thrown away, for as long as there is time.
+// Discards what the peer sent before its goodbye, until the deadline.
 bool Engine::answers(int peer, const Deadline& deadline) {
   PeerState& state = at(peer);
   try {
@@ -244,7 +246,7 @@ bool Engine::answers(int peer, const Deadline& deadline) {
       if (deadline.expired()) break;
       state.link->discard();
     }
-  } catch (const PeerLost&) {  // it violates the protocol: that is no silence
+  } catch (const PeerLost&) {  // a protocol error is an answer, too
     return true;
   }
   return state.left_reason || over(state);
@@ -265,14 +267,14 @@ void Engine::say_goodbye(uint8_t kind, int peer, const std::string& text) noexce
     if (options_.connector) options_.connector->close();
     (void)accept_connections();  // peers that have just connected receive it too
     post_goodbye(kind, peer, text);
-  } catch (...) {  // out of memory: the closed connection must say it alone
+  } catch (...) {  // out of memory: the peers see only the closed connection
   }
   for (PeerState& state : peers_)
     if (state.link) state.link->close();
 }
 
-// Sends what is unsent to all peers, for at most `limit`. Does not read: peers that wait for this
-// rank do.
+// Sends the unsent bytes of all links, for at most `limit`. Does not read, because peers that wait
+// for this rank read.
 bool Engine::flush_all(std::chrono::nanoseconds limit) {
   const Deadline deadline(limit);
   for (;;) {
@@ -282,7 +284,7 @@ bool Engine::flush_all(std::chrono::nanoseconds limit) {
       if (!state.link || state.link->channel().is_closed() || state.link->flush()) continue;
       waiting.push_back(state.link->channel().arm({false, true}));
       armed.push_back(&state.link->channel());
-      if (state.link->flush()) waiting.back().fd = -1;  // room came between: do not sleep for it
+      if (state.link->flush()) waiting.back().fd = -1;  // sent in the meantime: do not sleep
     }
     if (armed.empty()) return true;
     const bool idle = std::ranges::all_of(waiting, [](const pollfd& p) { return p.fd >= 0; });
@@ -314,13 +316,13 @@ void Engine::abort(const Error& error) noexcept {
     broken_ = error.what();
     try {
       lost_ = find_lost(error);
-    } catch (...) {  // out of memory: then no rank is known to be lost
+    } catch (...) {  // out of memory: no rank is reported as lost
     }
   }
   say_goodbye(static_cast<uint8_t>(error.kind()), error.fields().peer, error.what());
 }
 
-// The blamed rank, unless it has said itself why it aborted; ranks whose connection closed
+// The blamed rank, unless it sent the reason of its own abort; ranks whose connection closed
 // unexpectedly; and ranks that left cleanly.
 std::vector<int> Engine::find_lost(const Error& error) {
   const int blamed = error.kind() == ErrorKind::peer_lost ? error.fields().peer : kNoRank;
@@ -328,13 +330,13 @@ std::vector<int> Engine::find_lost(const Error& error) {
   std::vector<int> found;
   for (size_t i = 0; i < peers_.size(); ++i) {
     PeerState& state = peers_[i];
-    bool peer_lost = static_cast<int>(i) == blamed && (!state.left_reason || !state.link);
-    // It may have left so lately that nothing of that was looked at.
+    bool is_lost = static_cast<int>(i) == blamed && (!state.left_reason || !state.link);
+    // Its goodbye may have arrived without having been read.
     if (state.link && !state.left_reason && answers(static_cast<int>(i), deadline)) {
-      const ConstBytes word = state.link->has_front() ? state.link->peek() : ConstBytes{};
-      peer_lost |= word.empty() ? over(state) : static_cast<uint8_t>(word[0]) == kLeftCleanly;
+      const ConstBytes goodbye = state.link->has_front() ? state.link->peek() : ConstBytes{};
+      is_lost |= goodbye.empty() ? over(state) : static_cast<uint8_t>(goodbye[0]) == kLeftCleanly;
     }
-    if (peer_lost || state.left_cleanly) found.push_back(static_cast<int>(i));
+    if (is_lost || state.left_cleanly) found.push_back(static_cast<int>(i));
   }
   return found;
 }
@@ -365,7 +367,7 @@ void Engine::check_usable() {
     throw GroupBroken("this group cannot be used any more: " + broken_, {.rank = options_.rank});
 }
 
-// Asks the kernel, for some channels learn it from their descriptor alone.
+// Polls the descriptor, because some channels detect a closed connection only by it.
 bool Engine::has_closed(int peer) {
   PeerState& state = at(peer);
   if (over(state)) return true;
@@ -381,8 +383,7 @@ bool Engine::has_closed(int peer) {
   return over(state);
 }
 
-// Whether behind the frame at its front, which the next call may request_connection, `peer` says
-// that it is done.
+// Whether a clean goodbye of `peer` follows the frame at the front, which the next call may read.
 bool Engine::closed_cleanly(int peer) {
   const auto goodbye = at(peer).link->behind_front(FrameKind::goodbye);
   return goodbye && !goodbye->empty() && static_cast<uint8_t>((*goodbye)[0]) == kLeftCleanly;
@@ -422,7 +423,7 @@ void Engine::poll_for_failures(const std::vector<int>& awaited) {
   }
 }
 
-// Until one of them closes its connection, as every rank that ends does, or for a moment.
+// Waits until one of them closes its connection, as every rank does at its end, or for 10 ms.
 void Engine::wait_for_close(const std::vector<int>& awaited) {
   std::vector<pollfd> polled;
   std::vector<Channel*> armed;

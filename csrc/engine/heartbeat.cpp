@@ -1,10 +1,10 @@
-// How an engine distinguishes a rank that is stopped, or whose host is gone, from a busy one.
+// Distinguishes a rank that is stopped, or whose host failed, from a busy one.
 //
-// A busy rank sends heartbeats: inside a call between two looks at its links, and between calls
-// from group/heartbeat_thread.h, which needs nothing that Python could hold. A link on which
-// nothing else was written for an interval, a fifth of the limit, gets one. A rank checks only the
-// peers that it waits for, and only if its own progress thread has been running. Also here: how it
-// detects that the process of a peer on its host has ended.
+// A busy rank sends heartbeats: inside a call between two polls of its links, and between calls
+// from group/heartbeat_thread.h, which never needs the GIL. A link gets one if nothing else was
+// written for an interval, a fifth of the limit. A rank checks only the peers that it waits for,
+// and only if its own progress thread has been running. This file also detects that the process of
+// a peer on the same host ended.
 #include <algorithm>
 #include <cstdio>
 
@@ -13,11 +13,11 @@
 namespace pycomm {
 namespace {
 
-// No sleep is longer, so that signals and deadlines are looked at.
+// Maximum length of a sleep, so that signals and deadlines are checked.
 constexpr std::chrono::milliseconds kSlice{100};
-// How long no byte of a process that has ended must have come, until none will.
+// If a process ended and no byte of it arrived for this time, no more bytes will arrive.
 constexpr std::chrono::milliseconds kQuiet{50};
-// How old what peer_statuses() tells may be.
+// Maximum age of the result of peer_statuses().
 constexpr std::chrono::milliseconds kFresh{50};
 
 std::string seconds(std::chrono::nanoseconds time) {
@@ -26,7 +26,7 @@ std::string seconds(std::chrono::nanoseconds time) {
   return text;
 }
 
-// Where the sender of a header is, as far as it tells.
+// The call state of the sender of a header.
 std::string describe_activity(const Header& header) {
   const std::string call = "call " + std::to_string(header.sequence) + ", " + describe(header);
   if (header.kind == FrameKind::data) return "with a frame of " + call;
@@ -50,9 +50,9 @@ std::chrono::nanoseconds Engine::longest_sleep(const Deadline& deadline) const {
   return limit;
 }
 
-// Between the end of a process and the sight of it all that it sent has been handed to the kernel,
-// and what is in shared memory is there. A socket that another process holds open may yet deliver
-// what this rank has not made room for: as long as bytes come, a peer is not over.
+// When the end of a process is detected, all that it sent is in the kernel or in shared memory. A
+// socket that another process keeps open may still deliver bytes for which this rank had no buffer
+// space. A peer therefore counts as ended only when no more bytes arrive.
 void Engine::watch_process(int peer) {
   const auto i = static_cast<size_t>(peer);
   const int64_t pid = i < options_.pids.size() ? options_.pids[i] : 0;
@@ -62,7 +62,7 @@ void Engine::watch_process(int peer) {
   process_ended_ = true;
 }
 
-// Whose processes, of those that polled_ holds from `first` on, have ended.
+// Marks the peers whose processes ended; polled_ holds those processes from index `first` on.
 void Engine::find_ended(size_t first) {
   for (size_t i = 0; i < watched_.size(); ++i) {
     if (polled_[first + i].revents == 0) continue;
@@ -96,7 +96,7 @@ bool Engine::send_heartbeats_locked() noexcept {
       const std::lock_guard lock(mutex_);
       if (!broken_.empty()) return false;
     }
-    (void)accept_connections();  // a peer that has dialed this rank waits for a sign of life
+    (void)accept_connections();  // a peer that connected to this rank waits for a heartbeat
     const auto now = Clock::now();
     for (size_t i = 0; i < peers_.size(); ++i) {
       PeerState& state = peers_[i];
@@ -106,14 +106,14 @@ bool Engine::send_heartbeats_locked() noexcept {
         take_heartbeat(static_cast<int>(i), *header);
         header = front(static_cast<int>(i));
       }
-      // What stays for the next call hides the heartbeats behind it.
+      // A frame that stays for the next call hides the heartbeats behind it.
       if (header != nullptr || state.link->bytes_received() != state.bytes_received_seen)
         state.last_received_at = now;
       state.bytes_received_seen = state.link->bytes_received();
     }
     send_heartbeats(now);
     update_last_received(now);
-  } catch (...) {  // whatever is wrong with a link is told by the next call
+  } catch (...) {  // the next call reports the error of a link
   }
   return true;
 }
@@ -138,8 +138,8 @@ void Engine::send_heartbeats(Clock::time_point now) {
   }
 }
 
-// A rank that was itself stopped or starved knows nothing of its peers: all get the full limit
-// again.
+// A rank that was itself stopped or got no processor time cannot judge its peers: all get the full
+// limit again.
 void Engine::update_last_received(Clock::time_point now) {
   const bool away = now - updated_at_ > 2 * heartbeat_interval();
   updated_at_ = now;
@@ -157,12 +157,12 @@ void Engine::check_heartbeats(const Task& task) {
   for (const int peer : {task.receiving_from(), task.sending_to()})
     if (peer != kNoRank && (at(peer).link || at(peer).requested) &&
         now - at(peer).last_received_at >= options_.heartbeat)
-      throw PeerLost(name(peer) + " has not been heard of for " + seconds(options_.heartbeat) +
-                         ": it is stopped or its host is gone",
+      throw PeerLost(name(peer) + " sent no heartbeat for " + seconds(options_.heartbeat) +
+                         ": its process is stopped or its host failed",
                      {.peer = peer});
 }
 
-// What arrives as a frame but is none is its sender's doing.
+// An invalid frame is a protocol error of its sender.
 const Header* Engine::front(int peer) {
   try {
     return at(peer).link->front();
@@ -204,10 +204,10 @@ std::vector<PeerStatus> Engine::peer_statuses() const {
   return peer_statuses_;
 }
 
-// Of a rank that is missing from a call: what it was last known to do.
+// The last known activity of a rank that is missing from a call.
 std::string Engine::describe_peer(const PeerState& state) const {
   if (!state.last) return "";
-  return ", last heard of " + seconds(Clock::now() - state.last_received_at) + " ago " +
+  return ", last seen " + seconds(Clock::now() - state.last_received_at) + " ago " +
          describe_activity(*state.last);
 }
 

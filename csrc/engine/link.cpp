@@ -39,7 +39,7 @@ size_t Link::push() {
 
 void Link::abandon() {
   if (abandoned_ || !open()) return;
-  if (head_left_ == sizeof(Header)) {  // none of it is out
+  if (head_left_ == sizeof(Header)) {  // nothing of it was sent
     head_left_ = 0;
     body_ = {};
     --frames_sent_;
@@ -56,7 +56,7 @@ void Link::post(Header header, const std::string& text) {
 }
 
 bool Link::flush() {
-  if (open() && !abandoned_) return false;  // a notice must not cut a live frame in two
+  if (open() && !abandoned_) return false;  // a notice must not split a frame
   if (open()) push();
   if (open()) return false;
   while (!notices_.empty()) {
@@ -78,12 +78,13 @@ void Link::close() noexcept {
   std::vector<std::byte> rest;
   try {
     rest = unsent();
-  } catch (...) {  // out of memory: the closed connection must say it alone
+  } catch (...) {  // out of memory: the peer sees only the closed connection
   }
   channel_->close(rest);
 }
 
-// A frame that was neither sent nor abandoned is of no use, and nothing can follow it.
+// Empty if a frame is open and not abandoned: its payload may be invalid, and nothing can follow
+// it.
 std::vector<std::byte> Link::unsent() const {
   std::vector<std::byte> rest;
   if (open() && !abandoned_) return rest;
@@ -108,14 +109,14 @@ const Header* Link::front() {
 
 bool Link::read_header() {
   const Bytes header = std::as_writable_bytes(std::span(&in_, 1));
-  while (head_have_ < sizeof(Header)) {  // a channel may give a part of what is there
+  while (head_have_ < sizeof(Header)) {  // a channel may return less than has arrived
     const size_t n = channel_->receive(header.subspan(head_have_));
     if (n == 0) return false;
     head_have_ += n;
     bytes_received_ += n;
   }
   if (in_.magic != Header::kMagic || in_.version != Header::kVersion || in_.bytes > kSegmentBytes)
-    throw PeerLost("bytes arrived that are no frame of this version");
+    throw PeerLost("received bytes that are not a frame of this version");
   whole_ = true;
   payload_left_ = in_.bytes;
   return true;

@@ -1,8 +1,8 @@
 // Frames over a channel: a header and its payload, sent and received in pieces as they fit.
 //
-// A link also keeps the stream whole when a call fails in the middle: a frame that was begun still
-// goes out, with its true bytes, for its receiver may take it for good; one that was half received
-// is thrown away; and notices go out between frames.
+// A link also keeps the stream valid when a call fails. A frame that was begun is still sent
+// completely, with its true bytes, because its receiver may use them. A partly received frame is
+// discarded. Notices are sent between frames.
 #pragma once
 
 #include <deque>
@@ -20,24 +20,24 @@ class Link {
  public:
   explicit Link(std::unique_ptr<Channel> channel) : channel_(std::move(channel)) {}
 
-  // Sending. begin() may be called once idle(); its payload stays where it is until the frame is
-  // out or abandoned. push() sends what fits of it and gives the payload bytes that went.
+  // Sending. begin() may be called once idle(); its payload must stay valid until the frame is sent
+  // or abandoned. push() sends what fits now and returns the payload bytes sent.
   bool idle() const { return !open() && notices_.empty(); }
-  // `more`: another frame follows at once.
+  // `more`: another frame follows immediately.
   void begin(const Header& header, ConstBytes payload, bool more = false);
   size_t push();
-  // Lets go of the payload of the frame in the making: what is left of it is copied, for flush().
+  // Releases the payload of the current frame: copies its unsent rest, for flush().
   void abandon();
-  // Queues a frame of one sentence behind what is being sent.
+  // Queues a notice, a frame with a short text, behind what is being sent.
   void post(Header header, const std::string& text);
   // Sends the rest of an abandoned frame, and notices. True when nothing is left.
   bool flush();
-  // Ends this side; the channel delivers what is unsent.
+  // Closes this side; the channel delivers the unsent bytes.
   void close() noexcept;
 
-  // Receiving. front() is the header of the frame at the front, or null until it has arrived whole;
-  // its payload is then taken bit by bit, and finish() makes way for the next frame. Throws
-  // PeerLost on bytes that are no header.
+  // Receiving. front() is the header of the frame at the front, or null until it has arrived
+  // completely. Take the payload in pieces, then call finish() to get to the next frame. Throws
+  // PeerLost if the bytes are not a valid header.
   const Header* front();
   bool has_front() const { return whole_ && !discarding_; }
   size_t payload_left() const { return payload_left_; }
@@ -45,10 +45,10 @@ class Link {
   void take(size_t bytes);
   size_t receive(Bytes into);
   void finish();
-  // Throws the frame at the front away, now and as the rest of it arrives.
+  // Discards the frame at the front, including the part that has not arrived yet.
   void discard();
-  // Takes nothing: what has arrived so far, behind the frame at the front, of the payload of the
-  // next frame of this kind; null where no such frame is in sight.
+  // Looks behind the frame at the front for the next frame of this kind, without taking anything:
+  // the part of its payload that has arrived; null if no such frame has arrived.
   std::optional<ConstBytes> behind_front(FrameKind kind);
 
   Channel& channel() { return *channel_; }
@@ -68,15 +68,14 @@ class Link {
   bool drop();
 
   std::unique_ptr<Channel> channel_;
-  // Sending: what is left of the frame in the making. The body is the caller's, or
-  // `abandoned_body_`.
+  // Sending: the unsent rest of the current frame. The body is the caller's, or `abandoned_body_`.
   Header out_{};
   size_t head_left_ = 0;
   ConstBytes body_;
   std::vector<std::byte> abandoned_body_;
   bool abandoned_ = false, more_ = false;
   std::deque<Notice> notices_;
-  size_t notice_sent_ = 0;  // bytes of the first notice that are out
+  size_t notice_sent_ = 0;  // bytes sent of the first notice
   // Receiving: the frame at the front.
   Header in_{};
   size_t head_have_ = 0, payload_left_ = 0;

@@ -1,5 +1,4 @@
-// Messages between two ranks: sent, received, and buffered until a receive takes them. The frames
-// of plans are in engine.cpp.
+// Messages between two ranks: sent, received, and buffered until a receive takes them.
 #include <algorithm>
 #include <cstring>
 
@@ -10,19 +9,19 @@
 namespace pycomm {
 namespace {
 
-// More than any machine holds, and nothing overflows.
+// More than the memory of any machine, and small enough that no sum overflows.
 constexpr size_t kMostMessageBytes = size_t{1} << 48;
-// Of a payload that comes in pieces, before others have their turn.
-constexpr int kPartsPerLook = 16;
+// Reads of one payload per poll, before other peers have their turn.
+constexpr int kReadsPerPoll = 16;
 
-// What a receiver answers to the announcement that its `signature` is meant for.
+// The answer of a receive with this `signature` to an announcement.
 Header answer_of(Header signature) {
   signature.operation = static_cast<uint8_t>(Operation::recv);
   return signature;
 }
 
-// Whether `wanted` is meant for a message, which may yet be of another kind. Who waits for an
-// answer, too, takes the announcement of the rank that it waits for: neither would answer.
+// Whether a receive for `wanted` takes the message; dtype and count may still differ. A rank that
+// waits for an answer also takes an announcement of the same peer: otherwise neither would answer.
 bool is_meant(const Header& message, const Header& wanted) {
   if (is_answer(wanted) && is_agreement(message) && !is_answer(message)) return true;
   return message.operation == wanted.operation && message.peer == wanted.peer;
@@ -38,7 +37,7 @@ bool is_answer(const Header& message) {
   return message.operation == static_cast<uint8_t>(Operation::recv);
 }
 
-// Who receives in host memory answers an announcement, too.
+// A receive into host memory also answers an announcement.
 bool is_agreement(const Header& message) {
   return is_answer(message) || (message.algorithm & kOnDevice) != 0;
 }
@@ -50,11 +49,11 @@ void Engine::send(int to, const Header& signature, ConstBytes bytes, const Deadl
   guard(task, signature, deadline);
 }
 
-// `signature`: what this rank is said to be in.
+// `signature`: the call that errors and heartbeats of this rank report.
 Message Engine::await(int& from, const Header& wanted, Bytes into, const Header& signature,
                       const Deadline& deadline) {
   {
-    const std::lock_guard turn(turn_);  // check_for_failures() looks
+    const std::lock_guard turn(turn_);  // check_for_failures() reads it
     awaited_ = {{from, wanted, into}};
   }
   ReceiveMessage task(*this, from, wanted);
@@ -72,14 +71,13 @@ int Engine::receive(int from, const Header& signature, Bytes into, const Deadlin
   return from;
 }
 
-// A message that is not what a receive wants is dropped, and the others go on: its sender has done
-// nothing else wrong.
+// A message that does not match its receive is dropped, and the other messages continue.
 void Engine::exchange(std::span<const MessageRequest> messages, const Deadline& deadline) {
   if (messages.empty()) return;
   refused_.clear();
   ExchangeMessages task(*this);
   {
-    const std::lock_guard turn(turn_);  // check_for_failures() looks
+    const std::lock_guard turn(turn_);  // check_for_failures() reads it
     for (const MessageRequest& one : messages) {
       Header header = one.signature;
       header.epoch = epoch_;
@@ -100,7 +98,7 @@ void Engine::refuse(const Refused& message) const {
   const auto& [from, theirs, mine] = message;
   throw Mismatch(name(from) + " sent " + describe(theirs) + ", but " + name(options_.rank) +
                      " receives " + describe(answer_of(mine)) +
-                     (is_agreement(theirs) ? "; nothing has moved" : "; the message is dropped"),
+                     (is_agreement(theirs) ? "; no data was sent" : "; the message is dropped"),
                  {.op = "recv", .rank = options_.rank, .peer = from});
 }
 
@@ -134,13 +132,13 @@ void Engine::announce_send(int to, const Header& signature, const Deadline& dead
           : name(to) + " sends this rank " + describe(answer) +
                 ", and each waits for the other to receive: let one of the two receive first";
   throw Mismatch(name(options_.rank) + " sends " + describe(signature) + ", but " + theirs +
-                     "; nothing has moved",
+                     "; no data was sent",
                  {.op = "send", .rank = options_.rank, .peer = to});
 }
 
-// Whether the message at the front of a link may be read, though no receive may request_connection
-// it. A collective reads all messages, as its own frames arrive behind them. A rank that sends to
-// this peer does too: the peer may have stopped reading as well. A dead peer sends no more.
+// Whether the message at the front of a link may be read although no receive waits for it. A
+// collective reads all messages, because its own frames arrive behind them. A rank that sends to
+// this peer does too: otherwise both could stop reading. A closed connection brings no more.
 bool Engine::has_buffer_space(int peer, const Header& header) const {
   const PeerState& state = peers_[static_cast<size_t>(peer)];
   if (state.buffered_bytes < kMaxBufferedBytes || running_ != nullptr || is_agreement(header))
@@ -157,34 +155,33 @@ void Engine::check_arrives(int from, const Header& wanted) {
   const PeerState& state = at(from);
   if (!state.link || state.front != Front::later || !state.link->has_front()) return;
   if (!is_message(*state.link->front())) return;
-  throw Mismatch(name(from) + " has sent " + std::to_string(state.messages.size()) +
-                     " messages that " + name(options_.rank) + " has not received, the first " +
-                     describe(state.messages.front().header) + ", and they fill the " +
-                     std::to_string(kMaxBufferedBytes >> 20) +
-                     " MiB that a rank keeps of each peer's; no " + describe(wanted) +
-                     " is among them; receive those first",
+  throw Mismatch(name(from) + " sent " + std::to_string(state.messages.size()) + " messages that " +
+                     name(options_.rank) + " has not received, the first " +
+                     describe(state.messages.front().header) + "; they fill the buffer of " +
+                     std::to_string(kMaxBufferedBytes >> 20) + " MiB per peer; none is " +
+                     describe(wanted) + "; receive those first",
                  {.op = "recv", .rank = options_.rank, .peer = from});
 }
 
-// A message that no receive waits for is kept for a later one, so that its sender does not wait for
-// a peer that is in another call.
+// A message that no receive waits for is buffered, so that its sender does not wait for a peer that
+// is in another call.
 void Engine::buffer_message(int peer, const Header& header) {
   PeerState& state = at(peer);
   Link& link = *state.link;
   if (state.messages.empty() || state.messages.back().have == state.messages.back().bytes) {
-    const auto sound = [&](bool holds) {
-      require_valid(peer, holds, "a message has no sound header");
+    const auto require = [&](bool holds) {
+      require_valid(peer, holds, "a message has an invalid header");
     };
-    sound(header.dtype < kDtypes.size());
+    require(header.dtype < kDtypes.size());
     const size_t each = bytes_of(static_cast<Dtype>(header.dtype));
     const size_t bytes = is_agreement(header) ? 0 : header.count * each;
-    sound(header.count <= kMostMessageBytes / each && header.bytes <= bytes);
+    require(header.count <= kMostMessageBytes / each && header.bytes <= bytes);
     if (is_agreement(header) && header.epoch != epoch_)
-      return link.finish();  // its sender has given it up, or hears that this rank has
+      return link.finish();  // one of the two ranks aborted it, and the other receives the error
     Message message{.header = header, .arrival = ++arrivals_, .bytes = bytes};
     message.into = destination_for(peer, header);
     state.buffered_bytes += bytes_used_by(message);
-    if (message.bytes == 0) {  // whole already: mark it so that an empty message counts
+    if (message.bytes == 0) {  // complete: an empty message has no payload to wait for
       link.finish();
       state.messages.push_back(std::move(message));
       return;
@@ -192,11 +189,11 @@ void Engine::buffer_message(int peer, const Header& header) {
     state.messages.push_back(std::move(message));
   }
   Message& message = state.messages.back();
-  for (int part = 0; link.payload_left() > 0; ++part) {
-    if (part == kPartsPerLook) return;
+  for (int reads = 0; link.payload_left() > 0; ++reads) {
+    if (reads == kReadsPerPoll) return;
     const size_t end = message.have + link.payload_left();
-    require_valid(peer, end <= message.bytes, "a message is longer than it says");
-    // Memory for what arrives, not for what is announced.
+    require_valid(peer, end <= message.bytes, "a message is longer than its header says");
+    // Allocates for the bytes that arrive, not for the announced size.
     if (message.into == nullptr && message.buffer.size() < end) message.buffer.resize(end);
     std::byte* const into = message.into != nullptr ? message.into : message.buffer.data();
     const size_t n = link.receive({into + message.have, link.payload_left()});
@@ -206,8 +203,8 @@ void Engine::buffer_message(int peer, const Header& header) {
   link.finish();
 }
 
-// Where the receive that will take a message which begins to arrive wants it; null: nobody waits
-// for it yet, or not for one like this. Messages that came before it are for receives before that.
+// The buffer of the receive that will take a message which begins to arrive; null: no receive waits
+// for it, or it does not match. Earlier messages belong to earlier receives.
 std::byte* Engine::destination_for(int peer, const Header& header) {
   auto before = std::ranges::count_if(at(peer).messages,
                                       [&](const Message& m) { return is_meant(m.header, header); });
@@ -217,8 +214,8 @@ std::byte* Engine::destination_for(int peer, const Header& header) {
   return nullptr;
 }
 
-// Receives end before their messages are taken: what has come is not theirs, and the rest must not
-// land in arrays that may be gone.
+// A receive can end (on an error) before its message is complete. The received part is copied to a
+// buffer, and the rest must not be written to an array that may be freed.
 void Engine::detach_partial_messages() {
   for (const Awaited& one : awaited_) {
     if (one.from == kAnyPeer) continue;  // its messages are buffered first

@@ -1,7 +1,5 @@
-// How an engine obtains links that it does not have yet. Pure: group/on_demand_connector.h makes
-// them.
-//
-// An engine without a connector holds a link to every peer from the start.
+// The interface by which an engine obtains missing links; group/on_demand_connector.h implements
+// it. An engine without a connector has a link to every peer from the start.
 #pragma once
 
 #include <memory>
@@ -12,25 +10,25 @@
 
 namespace pycomm {
 
-// A channel that both ends have accepted, requested or not; or, without one, why the peer cannot be
-// reached.
+// A channel that both ends accepted, requested or not; or null and the reason why the peer cannot
+// be reached.
 struct ConnectResult {
   int peer = -1;
   std::unique_ptr<Channel> channel{};
   std::string why{};
-  bool differs = false;    // the peer was given another description of the group
+  bool differs = false;    // the peer has a different description of the group
   bool forbidden = false;  // the system refuses connections to it by this transport
 };
 
-// Called by one thread at a time, and never waits. Of each peer there is one channel at most.
+// Used by one thread at a time; never waits. At most one channel for each peer.
 class PeerConnector {
  public:
   virtual ~PeerConnector() = default;
-  // Asks for a channel to `peer`; take() gives it, or says why there is none.
+  // Requests a channel to `peer`; take() returns it, or the reason of the failure.
   virtual void request(int peer) = 0;
-  // What has arrived since the last call. Cheap when nothing has.
+  // The results since the last call. Cheap if there are none.
   virtual std::vector<ConnectResult> take() = 0;
-  // Readable while take() has something to give.
+  // Readable while take() has results.
   virtual int descriptor() const = 0;
   // Accepts and dials no further peer; take() returns the results until then.
   virtual void close() noexcept = 0;

@@ -5,7 +5,7 @@
 namespace pycomm {
 namespace {
 
-// `input` and `output` may be the same array; what is written there is seen in both.
+// `input` and `output` may be the same array; a write to one changes both.
 bool same_memory(Space a, Space b) { return (a == Space::scratch) == (b == Space::scratch); }
 
 bool overlap(const Range& a, const Range& b) {

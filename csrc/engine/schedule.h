@@ -1,5 +1,5 @@
-// A plan with what its moves wait for: which received elements a send needs, and which sends must
-// be out before a place may be overwritten. Worked out once per plan and kept with it.
+// A plan with the dependencies of its moves: the received elements that a send needs, and the sends
+// that must complete before a range may be overwritten. Computed once per plan.
 #pragma once
 
 #include <vector>
@@ -9,8 +9,8 @@
 namespace pycomm {
 
 struct Needs {
-  // The last earlier move that writes what this one sends, or -1. When it writes exactly that range
-  // (`streams`), elements can be sent on as they land.
+  // The last earlier move that writes what this one sends, or -1. If it writes exactly that range
+  // (`streams`), elements can be forwarded as they arrive.
   int send_after = -1;
   bool streams = false;
   // The last earlier move that sends what this one overwrites, or -1.

@@ -6,7 +6,7 @@
 namespace pycomm {
 namespace {
 
-// One step moves at most this much, so that sending and receiving take turns.
+// Maximum bytes of one step, so that sending and receiving alternate.
 constexpr size_t kStepBytes = size_t{64} << 10;
 
 }  // namespace
@@ -33,7 +33,7 @@ std::byte* PlanTask::place_out(const Range& range) const {
   return const_cast<std::byte*>(place(range));
 }
 
-// Both cursors step over the moves that are not theirs; local moves are the receiving cursor's.
+// Each cursor skips the moves of the other; the receiving cursor executes local moves.
 void PlanTask::skip() {
   while (sending_ < end() && (move(sending_).to == kNoRank || move(sending_).to == rank_))
     ++sending_;
@@ -42,7 +42,7 @@ void PlanTask::skip() {
 
 int PlanTask::sending_to() const { return may_send() ? move(sending_).to : kNoRank; }
 
-// While a place is not free yet it is the send before it that the run waits for.
+// kNoRank while the target range is not free yet: then the run waits for an earlier send.
 int PlanTask::receiving_from() const {
   if (!may_receive() || needs(receiving_).land_after >= static_cast<int>(sending_)) return kNoRank;
   return move(receiving_).from != rank_ ? move(receiving_).from : kNoRank;
@@ -52,7 +52,7 @@ size_t PlanTask::receiving_bytes() const {
   return may_receive() ? bytes(move(receiving_).in) - landed_ : 0;
 }
 
-// Whether the first `upto` bytes of the sending move are there.
+// Whether the first `upto` bytes of the sending move are available.
 bool PlanTask::sendable(size_t upto) const {
   const Needs& need = needs(sending_);
   const auto after = static_cast<size_t>(need.send_after);
@@ -75,8 +75,8 @@ bool PlanTask::send_step() {
     if (!engine_.open(now.to, header_, payload, more)) return false;
     frame_open_ = true;
   }
-  const size_t peer_lost = engine_.push(now.to);
-  if (!engine_.frame_over(now.to)) return peer_lost > 0;
+  const size_t pushed = engine_.push(now.to);
+  if (!engine_.frame_over(now.to)) return pushed > 0;
   frame_open_ = false;
   sent_ += header_.bytes;
   if (sent_ == total) {
@@ -108,7 +108,7 @@ bool PlanTask::receive_step() {
   return true;
 }
 
-// Takes some payload of the frame at the front. False if too little of it is there.
+// Takes some payload of the frame at the front. False if less than one element has arrived.
 bool PlanTask::land(Link& link, const Move& now) {
   engine_.require_valid(now.from, landed_ + link.payload_left() <= bytes(now.in),
                         "a frame is longer than the plan says");
@@ -162,15 +162,15 @@ bool SendMessage::advance() {
     if (!engine_.open(to_, header_, bytes_.subspan(sent_, frame))) return false;
     frame_open_ = true;
   }
-  const size_t peer_lost = engine_.push(to_);
-  if (!engine_.frame_over(to_)) return peer_lost > 0;
+  const size_t pushed = engine_.push(to_);
+  if (!engine_.frame_over(to_)) return pushed > 0;
   frame_open_ = false;
   sent_ += header_.bytes;
   done_ = sent_ == bytes_.size();
   return true;
 }
 
-// To each peer one after another, and to all peers at once: a slow peer delays no other.
+// One message at a time to each peer, all peers concurrently: a slow peer delays no other.
 bool ExchangeMessages::advance() {
   bool moved = false, left = false;
   std::vector<int> busy;

@@ -1,5 +1,4 @@
-// What an engine does: a plan, a message out, a message in, messages both ways. The plan is also a
-// part of what group/hierarchical_all_reduce.cpp does.
+// The tasks of an engine: a plan, one message to send, one to receive, and an exchange of messages.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +9,8 @@
 
 namespace pycomm {
 
-// A plan on its way: one cursor sends, one receives, both in the order of the moves. What is
-// received is combined as it arrives; what depends on it is sent on frame by frame.
+// Executes a plan. One cursor sends and one receives, both in the order of the moves. Received data
+// is reduced as it arrives. Data that depends on it is forwarded frame by frame.
 class PlanTask final : public Task {
  public:
   PlanTask(Engine& engine, const PlanJob& job, const Header& header);
@@ -21,10 +20,10 @@ class PlanTask final : public Task {
   int receiving_from() const override;
   size_t receiving_bytes() const override;
 
-  // Moves from `end` on wait until a later call allows them: what they send or add is not there
+  // Moves from index `end` on wait until a later call allows them, because their input is not ready
   // yet. Without a call all are allowed.
   void allow(size_t end) { allowed_ = end; }
-  // Moves below are over.
+  // All moves below this index are complete.
   size_t passed() const { return std::min(sending_, receiving_); }
 
  private:
@@ -50,8 +49,8 @@ class PlanTask final : public Task {
   std::byte* scratch_;
   size_t allowed_ = SIZE_MAX;
   size_t sending_ = 0, receiving_ = 0;  // the two cursors
-  size_t sent_ = 0, landed_ = 0;        // bytes of the moves under the cursors
-  bool frame_open_ = false;             // a frame of the sending move is on its way
+  size_t sent_ = 0, landed_ = 0;        // bytes done of the moves at the cursors
+  bool frame_open_ = false;             // a frame of the sending move is partly sent
 };
 
 class SendMessage final : public Task {
@@ -81,7 +80,7 @@ class ReceiveMessage final : public Task {
   int sending_to() const override { return kNoRank; }
   int receiving_from() const override { return from_ == kAnyPeer ? kNoRank : from_; }
   Message& message() { return *message_; }
-  int sender() const { return from_; }  // once it is done
+  int sender() const { return from_; }  // after done()
 
  private:
   Engine& engine_;
@@ -90,7 +89,7 @@ class ReceiveMessage final : public Task {
   std::optional<Message> message_;
 };
 
-// Messages to peers, and those that the engine awaits meanwhile.
+// Sends messages to peers while the engine receives the awaited ones.
 class ExchangeMessages final : public Task {
  public:
   explicit ExchangeMessages(Engine& engine) : engine_(engine) {}

@@ -10,7 +10,7 @@
 
 namespace pycomm {
 
-// As <openssl/evp.h> declares them.
+// Functions as declared in <openssl/evp.h>.
 struct CryptoLibrary {
   void* (*new_context)();
   void (*free_context)(void*);
@@ -26,17 +26,17 @@ namespace {
 constexpr int kGetTag = 0x10, kSetTag = 0x11;  // EVP_CTRL_AEAD_GET_TAG, EVP_CTRL_AEAD_SET_TAG
 
 [[noreturn]] void throw_unsupported(const std::string& name, const std::string& why) {
-  throw Unsupported("encrypt=True needs OpenSSL 3: " + name + " cannot be used (" + why +
-                    "); install it (on Debian: apt-get install libssl3) or leave encrypt out");
+  throw Unsupported("encrypt=True needs OpenSSL 3: cannot load " + name + " (" + why +
+                    "); install it (on Debian: apt-get install libssl3) or omit encrypt");
 }
 
 template <typename F>
 void find(void* handle, const std::string& name, const char* symbol, F& function) {
   function = reinterpret_cast<F>(::dlsym(handle, symbol));
-  if (function == nullptr) throw_unsupported(name, std::string("it has no ") + symbol);
+  if (function == nullptr) throw_unsupported(name, std::string("missing function ") + symbol);
 }
 
-// It stays loaded: contexts may be freed while the process ends.
+// Never unloaded: contexts may be freed while the process ends.
 CryptoLibrary load(const std::string& name) {
   void* handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) throw_unsupported(name, ::dlerror());
@@ -56,7 +56,7 @@ const unsigned char* bytes(AesGcm::In in) {
 }
 unsigned char* bytes(std::byte* out) { return reinterpret_cast<unsigned char*>(out); }
 
-void succeed(int result, const char* what) {
+void require_success(int result, const char* what) {
   check(result == 1, std::string("OpenSSL failed: ") + what);
 }
 
@@ -80,16 +80,16 @@ AesGcm::AesGcm(Direction direction, Key key)
 }
 
 void AesGcm::set_key(Key key) {
-  succeed(library_.init(context_.get(), library_.aes_256_gcm(), nullptr, key.data(), nullptr,
-                        direction_ == Direction::encrypt ? 1 : 0),
-          "EVP_CipherInit_ex with a key");
+  require_success(library_.init(context_.get(), library_.aes_256_gcm(), nullptr, key.data(),
+                                nullptr, direction_ == Direction::encrypt ? 1 : 0),
+                  "EVP_CipherInit_ex with a key");
 }
 
 void AesGcm::begin(const Nonce& nonce, In header) {
-  succeed(library_.init(context_.get(), nullptr, nullptr, nullptr, nonce.data(), -1),
-          "EVP_CipherInit_ex with a nonce");
+  require_success(library_.init(context_.get(), nullptr, nullptr, nullptr, nonce.data(), -1),
+                  "EVP_CipherInit_ex with a nonce");
   int n = 0;
-  succeed(
+  require_success(
       library_.update(context_.get(), nullptr, &n, bytes(header), static_cast<int>(header.size())),
       "EVP_CipherUpdate of a header");
 }
@@ -99,13 +99,13 @@ void AesGcm::encrypt(const Nonce& nonce, In header, In first, In second, std::by
   int n = 0;
   for (const In part : {first, second}) {
     if (part.empty()) continue;
-    succeed(
+    require_success(
         library_.update(context_.get(), bytes(out), &n, bytes(part), static_cast<int>(part.size())),
         "EVP_CipherUpdate");
     out += part.size();
   }
-  succeed(library_.final(context_.get(), bytes(out), &n), "EVP_CipherFinal_ex");
-  succeed(library_.control(context_.get(), kGetTag, kTagBytes, out), "the tag of a record");
+  require_success(library_.final(context_.get(), bytes(out), &n), "EVP_CipherFinal_ex");
+  require_success(library_.control(context_.get(), kGetTag, kTagBytes, out), "the tag of a record");
 }
 
 bool AesGcm::decrypt(const Nonce& nonce, In header, In in, std::byte* out) {
@@ -114,9 +114,11 @@ bool AesGcm::decrypt(const Nonce& nonce, In header, In in, std::byte* out) {
   std::memcpy(tag.data(), in.data() + size, kTagBytes);
   begin(nonce, header);
   int n = 0;
-  succeed(library_.update(context_.get(), bytes(out), &n, bytes(in), static_cast<int>(size)),
-          "EVP_CipherUpdate");
-  succeed(library_.control(context_.get(), kSetTag, kTagBytes, tag.data()), "the tag of a record");
+  require_success(
+      library_.update(context_.get(), bytes(out), &n, bytes(in), static_cast<int>(size)),
+      "EVP_CipherUpdate");
+  require_success(library_.control(context_.get(), kSetTag, kTagBytes, tag.data()),
+                  "the tag of a record");
   if (library_.final(context_.get(), bytes(out) + size, &n) == 1) return true;
   std::memset(out, 0, size);
   return false;

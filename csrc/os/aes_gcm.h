@@ -1,5 +1,4 @@
-// AES-256-GCM (NIST SP 800-38D) of OpenSSL 3's libcrypto, which is loaded when it is first needed.
-// Called by transport/encrypted.cpp.
+// AES-256-GCM (NIST SP 800-38D) of OpenSSL 3's libcrypto, which is loaded at the first use.
 #pragma once
 
 #include <array>
@@ -11,15 +10,14 @@
 
 namespace pycomm {
 
-// The library that Python's own ssl and hashlib modules use; where one of them is loaded, that
-// copy.
+// The library of Python's ssl and hashlib modules; if one of them is imported, the same copy.
 inline constexpr const char* kCryptoLibrary = "libcrypto.so.3";
 
 struct CryptoLibrary;  // its functions
-// Loads `name` once. Throws Unsupported: there is no such library, or it lacks a function.
+// Loads `name` once. Throws Unsupported if there is no such library or a function is missing.
 const CryptoLibrary& crypto_library(const std::string& name = kCryptoLibrary);
 
-// One direction of one connection under one key. Used by one thread at a time.
+// One direction of one connection with one key. Used by one thread at a time.
 class AesGcm {
  public:
   static constexpr size_t kKeyBytes = 32, kNonceBytes = 12, kTagBytes = 16;
@@ -31,9 +29,9 @@ class AesGcm {
   AesGcm(Direction direction, Key key);
   void set_key(Key key);
 
-  // Encrypts `first` and then `second` to `out`, with the tag behind them. A nonce is used once.
+  // Encrypts `first` and then `second` to `out`, followed by the tag. Use each nonce only once.
   void encrypt(const Nonce& nonce, In header, In first, In second, std::byte* out);
-  // Decrypts `in`, a tag at its end, to `out`. False: the tag does not fit, and `out` is zeroed.
+  // Decrypts `in`, which ends with the tag, to `out`. False: invalid tag, and `out` is zeroed.
   [[nodiscard]] bool decrypt(const Nonce& nonce, In header, In in, std::byte* out);
 
  private:

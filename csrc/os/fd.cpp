@@ -1,5 +1,5 @@
-// The registry of open descriptors, one bit each: what runs in a forked child may neither lock nor
-// allocate, for another thread of the parent may have held the lock.
+// The registry of open descriptors, one bit each. Code in a forked child must not lock or allocate,
+// because another thread of the parent may have held the lock.
 #include "os/fd.h"
 
 #include <pthread.h>
@@ -13,7 +13,7 @@
 namespace pycomm {
 namespace {
 
-// As many descriptors as Linux lets a process have by default; one beyond stays open in children.
+// Linux's default limit of descriptors; one beyond it stays open in children.
 constexpr size_t kMostDescriptors = size_t{1} << 20;
 constexpr size_t kBits = 64;
 
@@ -22,7 +22,7 @@ std::atomic<size_t> words_used{0};
 
 uint64_t bit(int fd) { return uint64_t{1} << (static_cast<size_t>(fd) % kBits); }
 
-// Async-signal-safe. Only the thread that forked is there.
+// Async-signal-safe. Only the thread that forked exists.
 void close_in_child() {
   fork_state::count.fetch_add(1, std::memory_order_relaxed);
   const size_t used = words_used.load(std::memory_order_relaxed);
@@ -46,7 +46,7 @@ void Fd::enter() const {
   }
 }
 
-// The bit goes first: a number that is free may be another's at once.
+// Clears the bit first: another thread may get the number as soon as it is closed.
 void Fd::close() const {
   const size_t word = static_cast<size_t>(fd_) / kBits;
   if (word < registered.size()) registered[word].fetch_and(~bit(fd_), std::memory_order_relaxed);

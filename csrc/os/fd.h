@@ -1,10 +1,10 @@
-// A file descriptor that closes itself, and that no forked child keeps open.
+// An owned file descriptor that a forked child does not keep open.
 //
-// A child that held a rank's sockets would hide the rank's death from its peers: the kernel closes
-// a connection when the last process that holds it ends. So every descriptor here is registered,
-// and a child closes those of its parent as the first thing it does (pthread_atfork). In the child
-// the objects that held them are empty: get() gives -1, and what the child opens under the same
-// number is left alone.
+// A child with a rank's sockets would hide the rank's death from its peers, because the kernel
+// closes a connection only when the last process that has it ends. So every descriptor here is
+// registered, and a forked child closes those of its parent first (pthread_atfork). In the child,
+// get() of the parent's objects returns -1, and they do not close a new descriptor with the same
+// number.
 #pragma once
 
 #include <atomic>
@@ -16,8 +16,8 @@ namespace fork_state {
 inline std::atomic<unsigned> count{0};
 }
 
-// How many forks lie between this process and the one that loaded the library: an object that was
-// made under another number is the parent's.
+// The number of forks between this process and the one that loaded the library. An object that was
+// created with a different number belongs to the parent.
 inline unsigned forks() { return fork_state::count.load(std::memory_order_relaxed); }
 
 class Fd {

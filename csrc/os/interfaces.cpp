@@ -18,10 +18,10 @@
 namespace pycomm {
 namespace {
 
-// Told to others at most; a host may have hundreds, and a note has 4 KiB.
+// Maximum number of published addresses: a host may have hundreds, and a rank info has 4 KiB.
 constexpr size_t kMostOffered = 8;
 
-// One address of one interface; an interface without any has one entry without.
+// One address of one interface; an interface without addresses has one entry without an address.
 struct Entry {
   std::string interface;
   unsigned flags = 0;
@@ -65,7 +65,7 @@ bool same_bits(const std::string& a, const std::string& b, size_t bits) {
   return true;
 }
 
-// Whether an entry is what a word of the choice names.
+// Whether a word of the choice names this entry.
 bool is_named(const Entry& entry, const std::string& word) {
   if (!entry.has_address()) return false;
   if (entry.interface == word) return true;
@@ -104,10 +104,9 @@ std::vector<Address> chosen_addresses(const std::string& choice) {
       return is_named(entry, word) && entry.address.is_link_local();
     });
   }
-  throw InvalidArgument("GLOO_SOCKET_IFNAME is '" + choice + "', and " +
-                        (only_link_local
-                             ? "that is a link-local address, which other hosts cannot use"
-                             : "no interface that is up, and no address of one, is so named") +
+  throw InvalidArgument("GLOO_SOCKET_IFNAME is '" + choice + "', which " +
+                        (only_link_local ? "is a link-local address that other hosts cannot use"
+                                         : "names no interface that is up and no address of one") +
                         "; this host has " + described_interfaces());
 }
 
@@ -121,7 +120,7 @@ std::vector<Address> offered_addresses(const std::string& towards) {
     if (Address source;
         !towards.empty() && source_towards(tcp_address(towards, 0), source) && is_global(source))
       offer(source);
-  } catch (const InvalidArgument&) {  // nobody knows that name here; the interfaces do without
+  } catch (const InvalidArgument&) {  // the name cannot be resolved here: use the interfaces only
   }
   const auto all = entries();
   for (const int family : {AF_INET, AF_INET6})

@@ -1,4 +1,4 @@
-// Another process of this machine, as the kernel tells of its end.
+// Detects the end of another process on this machine.
 #pragma once
 
 #include <cstdint>
@@ -7,21 +7,19 @@
 
 namespace pycomm {
 
-// A process that this one can see by its number. The descriptor is of whatever process has the
-// number now: of the one that is meant, or, where the number was given out again, of another, while
-// the one that is meant has ended.
+// A process with a given id. If the id was reused, the descriptor refers to the new process, and
+// the intended one has ended; start_time() tells them apart.
 class Process {
  public:
   Process() = default;
-  // Nothing is known of it, as of a default one, where `pid` is 0 or the system has no pidfds (a
-  // kernel before 5.3, a sandbox that forbids them).
+  // Without information, like a default one, if `pid` is 0 or the system has no pidfds (a kernel
+  // before 5.3, or a sandbox that forbids them).
   explicit Process(int64_t pid);
 
-  // To be polled for POLLIN, which comes when the process has ended; empty: there is nothing to
-  // wait for.
+  // Becomes readable (POLLIN) when the process ends; empty: there is nothing to wait for.
   const Fd& descriptor() const { return fd_; }
   bool ended() const { return ended_; }
-  // Asks the kernel, unless it is known.
+  // Updates and returns ended().
   bool look();
   void found_ended() {
     ended_ = true;
@@ -33,8 +31,8 @@ class Process {
   bool ended_ = false;
 };
 
-// When a process began, in clock ticks since the machine did: field 22 of /proc/PID/stat. 0: it
-// cannot be seen. A process id that was given out again has another.
+// The start time of a process in clock ticks since boot: field 22 of /proc/PID/stat. 0: not
+// visible. It differs after a process id was reused.
 int64_t start_time(int64_t pid);
 
 }  // namespace pycomm

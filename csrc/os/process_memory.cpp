@@ -12,7 +12,7 @@ void* address_of(uint64_t at) { return reinterpret_cast<void*>(static_cast<uintp
 
 }  // namespace
 
-// Less than all comes back where the memory ends, or a signal comes.
+// A read may be partial, at the end of a mapping or after a signal.
 bool read_process(pid_t process, uint64_t from, std::byte* into, size_t bytes) {
   while (bytes > 0) {
     const iovec to{into, bytes}, at{address_of(from), bytes};

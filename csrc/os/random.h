@@ -1,4 +1,4 @@
-// Bytes that nobody can guess, from the kernel: keys, nonces, names of sockets.
+// Cryptographically secure random bytes of the kernel, for keys, nonces and names of sockets.
 #pragma once
 
 #include <array>

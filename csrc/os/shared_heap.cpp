@@ -16,7 +16,7 @@
 namespace pycomm {
 namespace {
 
-// Of 64 ranks that map each other a process maps 64 TiB, half of what there is.
+// With 64 ranks a process maps 64 TiB, half of the address space.
 constexpr size_t kMostBytes = size_t{1} << 40;
 
 bool is_limited(int resource) {
@@ -27,7 +27,7 @@ bool is_limited(int resource) {
 
 HeapView map(int fd, size_t bytes) {
   HeapView view{map_shared_memory(fd, bytes), bytes};
-  // Of little use in a core file, and it would be written there whole.
+  // Excludes it from core dumps, which would contain all of it.
   (void)::madvise(view.base.get(), bytes, MADV_DONTDUMP);
   return view;
 }
@@ -70,9 +70,10 @@ std::shared_ptr<std::byte> SharedHeap::allocate(size_t bytes) {
   const auto found =
       std::ranges::find_if(free_, [&](const auto& hole) { return hole.second >= whole; });
   if (found == free_.end())
-    throw InvalidArgument("there is no room for " + std::to_string(bytes) +
-                          " bytes of shared memory: a process has " + std::to_string(most) +
-                          ", as the machine has memory");
+    throw InvalidArgument(
+        "cannot allocate " + std::to_string(bytes) +
+        " bytes of shared memory: no free range of the heap is large enough; it has " +
+        std::to_string(most) + " bytes, the machine's memory");
   const auto [begin, length] = *found;
   free_.erase(found);
   if (length > whole) free_.emplace(begin + whole, length - whole);
@@ -82,11 +83,11 @@ std::shared_ptr<std::byte> SharedHeap::allocate(size_t bytes) {
 }
 
 void SharedHeap::release(size_t begin) noexcept {
-  if (owner_ != ::getpid()) return;  // a forked child lets go of what is still its parent's
+  if (owner_ != ::getpid()) return;  // a forked child: the pages belong to the parent
   const std::lock_guard lock(mutex_);
-  auto hole = taken_.extract(begin);  // goes to the other map: nothing here can run out of memory
+  auto hole = taken_.extract(begin);  // moves to the other map, which allocates nothing
   size_t& bytes = hole.mapped();
-  // Gives the pages back; where that fails they are kept for the next who asks.
+  // Returns the pages to the system; if that fails, the next allocation reuses them.
   (void)::madvise(view_.base.get() + begin, bytes, MADV_REMOVE);
   auto next = free_.lower_bound(begin);
   if (next != free_.end() && next->first == begin + bytes) {

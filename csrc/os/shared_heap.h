@@ -1,13 +1,11 @@
-// Memory of a process that the other ranks of its host map whole, so that they can reduce its
-// arrays where they lie. Not a general allocator: pages at a time, for arrays of many.
+// The shared heap of a process: the other ranks of its host map all of it, so that they can reduce
+// its arrays in place (zero-copy). It allocates whole pages, for large arrays.
 //
-// A heap is one memfd, as large as the machine's memory and sparse: it costs what is allocated in
-// it. Whoever has mapped it keeps the mapping as long as it needs it, so nothing that another
-// process allocates, frees, or leaves behind by dying can make it fault; what was freed reads as
-// zeroes. It has no name, so nothing is left behind. After a fork the child's arrays stay the
-// parent's memory, and what the child allocates lies in a heap of its own.
-//
-// Called by the transport that passes its descriptor on, and by the group.
+// A heap is one sparse memfd of the size of the machine's memory: it uses only the memory that is
+// allocated in it. A peer keeps its mapping as long as it needs it. So nothing that another process
+// allocates or frees, nor its death, can cause a fault; freed memory reads as zeros. The memfd has
+// no name, so nothing remains after the processes end. After a fork the child's arrays remain the
+// parent's memory, and the child allocates in a heap of its own.
 #pragma once
 
 #include <sys/types.h>
@@ -23,12 +21,12 @@
 
 namespace pycomm {
 
-// A heap as it is mapped here.
+// A heap as mapped by this process.
 struct HeapView {
-  std::shared_ptr<std::byte> base;  // null: there is none
+  std::shared_ptr<std::byte> base;  // null: no heap
   size_t bytes = 0;
 
-  // Where these bytes of this process lie in the heap, if they do.
+  // The offset of these bytes in the heap, if they are in it.
   std::optional<uint64_t> offset_of(const void* at, size_t size) const {
     const auto begin = reinterpret_cast<uintptr_t>(base.get());
     const auto address = reinterpret_cast<uintptr_t>(at);
@@ -42,15 +40,15 @@ struct HeapView {
 
 class SharedHeap : public std::enable_shared_from_this<SharedHeap> {
  public:
-  // This process's: made when first asked for, gone when nobody holds it. Null where address space
-  // or the size of files is limited, or there are no memfds.
+  // The heap of this process: created at the first call, destroyed with its last reference. Null if
+  // address space or file size is limited, or there are no memfds.
   static std::shared_ptr<SharedHeap> own();
-  // What own() would have, the same for all processes of a machine that have one; 0: none.
+  // The size of own(), equal for all processes of a machine that have a heap; 0: no heap.
   static size_t capacity();
 
   SharedHeap();
-  // Whole pages, at least one; they hold the heap. Throws InvalidArgument where there is not that
-  // much left.
+  // Whole pages, at least one; they keep the heap alive. Throws InvalidArgument if the heap has not
+  // enough free space.
   std::shared_ptr<std::byte> allocate(size_t bytes);
   int descriptor() const { return fd_.get(); }
   const HeapView& view() const { return view_; }
@@ -62,11 +60,11 @@ class SharedHeap : public std::enable_shared_from_this<SharedHeap> {
   HeapView view_;
   pid_t owner_;
   std::mutex mutex_;               // guards the rest
-  std::map<size_t, size_t> free_;  // begin to bytes, none beside another
+  std::map<size_t, size_t> free_;  // begin to bytes; adjacent ranges are merged
   std::map<size_t, size_t> taken_;
 };
 
-// The heap of `bytes` behind a peer's descriptor, mapped once however often it is asked for.
+// A peer's heap of `bytes`, by its descriptor; mapped only once, also after repeated calls.
 HeapView map_heap(int fd, size_t bytes);
 
 }  // namespace pycomm

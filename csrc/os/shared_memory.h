@@ -1,4 +1,4 @@
-// Memory that two ranks share and that has no name: nothing is left behind when both are gone.
+// Shared memory of two ranks without a name, so that nothing remains after both ended.
 #pragma once
 
 #include <cstddef>
@@ -8,20 +8,20 @@
 
 namespace pycomm {
 
-// A memfd of `bytes`, sealed against shrinking, so that a peer cannot make us fault. `name` is what
-// /proc shows of it.
+// A memfd of `bytes`, sealed against shrinking, so that a peer cannot cause a fault here. /proc
+// shows it as `name`.
 Fd make_shared_memory(size_t bytes, const char* name = "pycomm");
 
-// True if `fd` is such a memory of exactly `bytes`.
+// True if `fd` is such memory of exactly `bytes`.
 bool is_shared_memory(int fd, size_t bytes);
 
-// `bytes` of `fd`, readable and writable until the last copy goes.
+// Maps `bytes` of `fd`, readable and writable until the last reference is destroyed.
 std::shared_ptr<std::byte> map_shared_memory(int fd, size_t bytes);
 
 size_t page_bytes();
 
-// A page of head and a ring of `bytes` (a multiple of the page) that is mapped twice in a row, so
-// that any run of up to `bytes` in it is contiguous.
+// A head of one page and a ring of `bytes` (a multiple of the page size), which is mapped twice in
+// a row, so that any range of up to `bytes` in it is contiguous.
 class RingMemory {
  public:
   RingMemory(int fd, size_t bytes);

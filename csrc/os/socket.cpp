@@ -40,12 +40,12 @@ bool take_congestion_control(int fd, std::string_view name) {
                       static_cast<socklen_t>(name.size())) == 0;
 }
 
-// What a listener accepts begins as the listener is.
+// Accepted connections inherit the listener's congestion control.
 Fd open_stream(int family) {
   Fd fd(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd) throw_errno("opening a socket");
   if (family != AF_UNIX && is_paced(fd.get()) && !take_congestion_control(fd.get(), "cubic"))
-    take_congestion_control(fd.get(), "reno");  // which is allowed everywhere
+    take_congestion_control(fd.get(), "reno");  // always allowed
   return fd;
 }
 
@@ -93,7 +93,7 @@ Address copy_of(const sockaddr* from, socklen_t length) {
 }
 
 Address every_interface(uint16_t port) {
-  // A kernel without IPv6 has no such sockets; where it is only switched off they do no harm.
+  // A kernel without IPv6 has no such sockets; if IPv6 is only disabled, they do no harm.
   if (const Fd probe(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0)); probe) {
     sockaddr_in6 any{};
     any.sin6_family = AF_INET6;
@@ -106,7 +106,7 @@ Address every_interface(uint16_t port) {
   return copy_of(reinterpret_cast<const sockaddr*>(&any), sizeof any);
 }
 
-// Takes both families where it is the address of every interface, whatever the system's default.
+// The address of every interface accepts both families, regardless of the system's default.
 void set_families(int fd, const Address& address) {
   if (address.storage.ss_family != AF_INET6) return;
   const int ipv6_only = IN6_IS_ADDR_UNSPECIFIED(&as_ipv6(address).sin6_addr) ? 0 : 1;
@@ -114,7 +114,7 @@ void set_families(int fd, const Address& address) {
     throw_errno("setting IPV6_V6ONLY");
 }
 
-// The port is left open until connect(), which may then share it with other peers.
+// connect() chooses the port, so that connections to different peers can share it.
 void bind_source(int fd, const Address& from) {
   const int on = 1;
   ::setsockopt(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &on, sizeof on);
@@ -179,8 +179,7 @@ std::vector<Address> tcp_addresses(const std::string& host, uint16_t port) {
   addrinfo* found = nullptr;
   const int failure = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &wanted, &found);
   if (failure != 0)
-    throw InvalidArgument("no address is known for the host '" + host +
-                          "': " + ::gai_strerror(failure));
+    throw InvalidArgument("cannot resolve the host '" + host + "': " + ::gai_strerror(failure));
   const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(found, ::freeaddrinfo);
   std::vector<Address> addresses;
   for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next)
@@ -190,10 +189,8 @@ std::vector<Address> tcp_addresses(const std::string& host, uint16_t port) {
   const Address& first = addresses.at(0);
   if (first.storage.ss_family == AF_INET6 && first.is_link_local() &&
       as_ipv6(first).sin6_scope_id == 0)
-    throw InvalidArgument("'" + host +
-                          "' is a link-local address, which every network has: say by which "
-                          "interface, as " +
-                          host + "%eth0");
+    throw InvalidArgument("invalid address '" + host +
+                          "': a link-local address needs its interface, as in " + host + "%eth0");
   return addresses;
 }
 
@@ -216,7 +213,8 @@ Address parse_tcp_address(const std::string& text) {
                                           ::inet_pton(AF_INET6, host.c_str(), &ipv6.sin6_addr) == 1
                                     : ::inet_pton(AF_INET, host.c_str(), &ipv4.sin_addr) == 1;
   if (colon == std::string::npos || read.ec != std::errc{} || read.ptr != end || !is_address)
-    throw InvalidArgument("'" + text + "' is not an address as 127.0.0.1:14758 or [::1]:14758");
+    throw InvalidArgument("invalid address '" + text +
+                          "': expected a form like 127.0.0.1:14758 or [::1]:14758");
   address.storage.ss_family = bracketed ? AF_INET6 : AF_INET;
   address.length = bracketed ? sizeof ipv6 : sizeof ipv4;
   return address.with_port(port);
@@ -225,8 +223,8 @@ Address parse_tcp_address(const std::string& text) {
 Address abstract_unix_address(const std::string& name) {
   sockaddr_un unix_address{};
   if (name.empty() || name.size() >= sizeof unix_address.sun_path)
-    throw InvalidArgument("the name of a Unix socket has 1 to " +
-                          std::to_string(sizeof unix_address.sun_path - 1) + " bytes, this one " +
+    throw InvalidArgument("invalid name of a Unix socket: it must have 1 to " +
+                          std::to_string(sizeof unix_address.sun_path - 1) + " bytes, got " +
                           std::to_string(name.size()));
   unix_address.sun_family = AF_UNIX;
   std::memcpy(unix_address.sun_path + 1, name.data(), name.size());
@@ -265,8 +263,8 @@ Fd start_connect(const Address& address, const Address* from) {
   if (from != nullptr) bind_source(fd.get(), *from);
   if (::connect(fd.get(), as_sockaddr(address), address.length) == 0) return fd;
   const int error = errno;
-  // A refusal at once (the loopback, a Unix name nobody has, a Unix backlog that is full) leaves a
-  // socket that hangs up when polled: connect_error() knows it by that.
+  // After an immediate refusal (loopback, unknown Unix name, full Unix backlog) poll() reports
+  // POLLHUP, by which connect_error() recognizes it.
   if (error == EINPROGRESS || error == EINTR || error == ECONNREFUSED || error == EAGAIN) return fd;
   const std::string why = "cannot connect to " + address.text() + ": " + reason(error) +
                           " (errno " + std::to_string(error) + ")";
@@ -275,7 +273,7 @@ Fd start_connect(const Address& address, const Address* from) {
 }
 
 bool source_towards(const Address& address, Address& source) {
-  // To connect a datagram socket is to look the route up; the port (discard) is of no account.
+  // connect() of a datagram socket only looks up the route; the port (discard) does not matter.
   const Fd fd(::socket(address.storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   const Address to = address.with_port(9);
   if (!fd || ::connect(fd.get(), as_sockaddr(to), to.length) != 0) return false;
@@ -316,7 +314,7 @@ Fd accept_from(int fd, bool* exhausted) {
       case ENOMEM:
         if (exhausted != nullptr) *exhausted = true;
         return {};
-      // Not of the listener but of the connection that waited: it is gone, the next may be well.
+      // Errors of the waiting connection, not of the listener: try the next one.
       case EINTR:
       case ECONNABORTED:
       case EPROTO:

@@ -1,5 +1,5 @@
-// Starts a thread of the library. All threads that pycomm makes are started here, so that each has
-// a name, leaves signals to the program's own threads, and fails with an Error of ours.
+// Starts all threads of pycomm, so that each has a name, blocks signals, which the program's own
+// threads handle, and fails with a pycomm Error.
 #pragma once
 
 #include <pthread.h>
@@ -14,8 +14,9 @@
 
 namespace pycomm {
 
-// While it lives this thread, and every thread that it starts, takes no signal but those of its own
-// faults: a signal taken elsewhere would not wake the thread of the program that waits.
+// Blocks all signals except those of its own faults for this thread, and for every thread that it
+// starts, during its lifetime. A signal handled in a library thread would not wake the program's
+// waiting thread.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -33,8 +34,8 @@ class SignalsBlocked {
   sigset_t before_{};
 };
 
-// `name` has at most 15 bytes. Throws Unsupported, and `function` does not run, where the system
-// gives no thread: call it before anything refers to what the thread is to do.
+// `name` has at most 15 bytes. Throws Unsupported, without running `function`, if the system cannot
+// create a thread: call it before other state depends on the thread.
 template <typename Function>
 std::thread start_thread(const char* name, Function function) {
   const SignalsBlocked blocked;  // the new thread inherits the mask
@@ -46,7 +47,7 @@ std::thread start_thread(const char* name, Function function) {
   } catch (const std::system_error& error) {
     throw Unsupported("the thread " + std::string(name) + " cannot be created: " + error.what() +
                       "; the limit of threads of this user or container is reached (ulimit -u, "
-                      "pids.max of its cgroup): raise it, or let the program use fewer threads");
+                      "pids.max of its cgroup): raise it, or use fewer threads");
   }
 }
 

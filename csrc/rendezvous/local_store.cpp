@@ -43,10 +43,11 @@ std::optional<int64_t> LocalStore::add_within(const std::string& key, int64_t am
     const char* end = old->second.data() + old->second.size();
     const auto parsed = std::from_chars(old->second.data(), end, sum);
     if (parsed.ec != std::errc{} || parsed.ptr != end)
-      throw InvalidArgument("the value of '" + key + "' is no number that can be added to");
+      throw InvalidArgument("cannot add to the key '" + key +
+                            "': its value is not a 64-bit integer");
   }
   if (__builtin_add_overflow(sum, amount, &sum))
-    throw InvalidArgument("the sum under '" + key + "' is too large for 64 bits");
+    throw InvalidArgument("cannot add to the key '" + key + "': the sum exceeds 64 bits");
   if (!put(key, std::to_string(sum), max_bytes)) return std::nullopt;
   return sum;
 }
@@ -92,8 +93,8 @@ std::optional<std::string> LocalStore::find(const std::string& key) const {
 void throw_key_timeout(const std::string& key, const Deadline& deadline, const std::string& store) {
   std::ostringstream text;
   text.precision(3);
-  text << "nobody set the key '" << key << "' in " << store << " within " << deadline.limit_s()
-       << " s";
+  text << "timed out: no rank set the key '" << key << "' in " << store << " within "
+       << deadline.limit_s() << " s";
   ErrorFields fields;
   fields.elapsed_s = deadline.elapsed_s();
   throw Timeout(text.str(), fields);

@@ -1,4 +1,5 @@
-// The store of ranks that are threads of one process. The TCP store's server keeps its keys in one.
+// The rendezvous store in memory: for ranks that are threads of one process, and for the keys of
+// the TCP store's server.
 #pragma once
 
 #include <condition_variable>
@@ -13,7 +14,7 @@
 
 namespace pycomm {
 
-// From any thread.
+// Thread-safe.
 class LocalStore final : public Store {
  public:
   void set(const std::string& key, const std::string& value,
@@ -26,13 +27,13 @@ class LocalStore final : public Store {
   std::string claim(const std::string& key, const std::string& value,
                     const Deadline& deadline = store_limit()) override;
 
-  // The value if somebody has set it; never waits.
+  // The value, or nothing if the key is not set; never waits.
   std::optional<std::string> find(const std::string& key) const;
-  // As set(), unless keys and values together would then exceed `max_bytes`: false.
+  // As set(); false, without effect, if keys and values together would exceed `max_bytes`.
   bool set_within(const std::string& key, const std::string& value, size_t max_bytes);
-  // As add(), with the same limit: nothing if the sum has no room.
+  // As add(); nothing if the sum would exceed the limit.
   std::optional<int64_t> add_within(const std::string& key, int64_t amount, size_t max_bytes);
-  // As claim(): nothing if the value would be the first and has no room.
+  // As claim(); nothing if the value would be the first and exceed the limit.
   std::optional<std::string> claim_within(const std::string& key, const std::string& value,
                                           size_t max_bytes);
 
@@ -45,7 +46,7 @@ class LocalStore final : public Store {
   size_t bytes_ = 0;  // of all keys and values
 };
 
-// What every store's get() throws at its deadline.
+// Throws the Timeout of get() for every store.
 [[noreturn]] void throw_key_timeout(const std::string& key, const Deadline& deadline,
                                     const std::string& store);
 

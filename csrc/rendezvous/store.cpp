@@ -16,7 +16,7 @@ std::string get_in_slices(Store& store, const std::string& key, const Deadline& 
     const bool last = deadline.left() <= kSlice;
     try {
       return store.get(key, last ? deadline : Deadline(kSlice));
-    } catch (const Timeout&) {  // of a slice
+    } catch (const Timeout&) {  // the end of a slice
       if (last) throw;
     }
     if (interrupted && interrupted())

@@ -1,19 +1,17 @@
-// What the TCP store's client and server say to each other after the handshake, byte by byte: one
-// request, one reply, in turn. Parsing gives a value, "more bytes are needed" or "no frame of
-// ours", for any bytes, and never holds more than the limits below. Used by tcp_store.cpp,
-// store_server.cpp.
+// The wire format of the TCP store after the handshake: one request, one reply, in turn. For any
+// bytes, parsing returns a frame, "more bytes are needed" or "broken", and never holds more than
+// the limits below.
 //
-//   request: verb (1 byte), bytes of key (4), bytes of value (4), how long to wait in ms (4),
+//   request: verb (1 byte), bytes of key (4), bytes of value (4), wait time in ms (4),
 //            client (8), number (8), oldest (8), key, value
 //   reply:   status (1 byte), bytes of value (4), value
 //
-// What is added, and the sum, are numbers in decimal text.
+// For `add`, the amount and the sum are decimal text.
 //
-// A client that loses a connection sends the request again on another one. So that no change is
-// applied twice, the server keeps the reply to each change by client and number until the client
-// says that it needs it no longer: `oldest` is the lowest number that the client still waits for.
-// `hello` is the first request on each connection: the reply names the server and the port at which
-// its clients reconnect.
+// A client that loses a connection sends the request again on another one. To apply no change
+// twice, the server keeps the reply to each change by client and number while the client may need
+// it: `oldest` is the lowest number that the client still waits for. `hello` is the first request
+// on each connection: the reply names the server and the port at which its clients reconnect.
 #pragma once
 
 #include <cstddef>
@@ -25,20 +23,20 @@ namespace pycomm::store_frame {
 
 inline constexpr size_t kMaxKeyBytes = 1024, kMaxValueBytes = size_t{1} << 20;
 inline constexpr size_t kRequestHeadBytes = 37, kReplyHeadBytes = 5;
-inline constexpr std::string_view kContext = "pycomm store";  // of the handshake's parameters
-inline constexpr int kServerRank = 0, kClientRank = 1;        // and its ranks
+inline constexpr std::string_view kContext = "pycomm store";  // context of the handshake
+inline constexpr int kServerRank = 0, kClientRank = 1;        // ranks in the handshake
 
 enum class Verb : uint8_t { set = 1, get = 2, add = 3, remove = 4, claim = 5, hello = 6 };
-// refused: the value is a sentence that says why.
+// refused: the value is the reason as text.
 enum class Status : uint8_t { ok = 1, absent = 2, full = 3, refused = 4 };
 
 struct Request {
   Verb verb = Verb::get;
-  uint32_t wait_ms = 0;  // get: after so long without the key the reply is `absent`
+  uint32_t wait_ms = 0;  // get: if the key is not set within this time, the reply is `absent`
   std::string key, value;
-  uint64_t client = 0;  // a random number of the sender's
-  uint64_t number = 0;  // of a change, from 1 on; 0: the reply is not kept
-  uint64_t oldest = 0;  // replies to changes with lower numbers are not needed any more
+  uint64_t client = 0;  // random number that identifies the client
+  uint64_t number = 0;  // of a change, from 1; 0: the reply is not kept
+  uint64_t oldest = 0;  // replies to changes with lower numbers are no longer needed
 };
 
 struct Reply {
@@ -48,8 +46,7 @@ struct Reply {
 
 enum class Parse : uint8_t { complete, more, broken };
 
-// `needed`: how many bytes the frame has, as far as that can be told yet; when complete, all of
-// them.
+// `needed`: the size of the frame if it is known, else of its header.
 template <typename Frame>
 struct Parsed {
   Parse parse = Parse::more;

@@ -28,12 +28,12 @@ using store_frame::Verb;
 
 namespace {
 
-// Connections that are accepted before the others, and the clients, get a turn.
-constexpr int kAcceptsInARound = 16;
-// How long the listener rests when no descriptor is left and no pending connection can be evicted.
-constexpr std::chrono::milliseconds kRest{100};
+// Connections accepted per round, before other sockets have their turn.
+constexpr int kAcceptsPerRound = 16;
+// Pause of accepting when no descriptor is left and no pending connection can be evicted.
+constexpr std::chrono::milliseconds kAcceptPause{100};
 constexpr size_t kReadBytes = 1 << 16;
-// Waits longer than this are asked anew: nothing overflows.
+// Upper limit of a wait, so that nothing overflows.
 constexpr std::chrono::hours kLongest{1};
 
 std::string random_name() {
@@ -49,13 +49,13 @@ struct StoreServer::Client {
       : source(from), handshake(std::make_unique<Handshake>(std::move(first))) {}
   int fd() const { return handshake ? handshake->fd() : socket.get(); }
 
-  uint64_t source;                       // source_of() it
-  std::unique_ptr<Handshake> handshake;  // until it is over
+  uint64_t source;                       // source_of() the connection
+  std::unique_ptr<Handshake> handshake;  // null after it completed
   bool handshake_sends = false;
-  Fd socket;                       // from then on
-  std::string in, out;             // a request in part, a reply
-  size_t sent = 0;                 // of the reply
-  std::optional<Request> waiting;  // a get whose key nobody has set yet
+  Fd socket;                       // after the handshake
+  std::string in, out;             // a partial request, a reply
+  size_t sent = 0;                 // bytes of the reply
+  std::optional<Request> waiting;  // a get whose key is not set yet
   Clock::time_point wait_end{};
 };
 
@@ -75,7 +75,7 @@ StoreServer::StoreServer(const Address& address, std::string key,
 }
 
 StoreServer::~StoreServer() {
-  if (::getpid() != born_) {  // the thread and the listener stayed with the parent
+  if (::getpid() != born_) {  // a forked child: thread and listeners belong to the parent
     thread_.detach();
     return;
   }
@@ -93,8 +93,7 @@ void StoreServer::stop_listening() {
   listener_state_.wait(ListenerState::closing);
 }
 
-// Closes the public listener, on the thread that polls it, and the connections that have not shown
-// the key by now.
+// Closes the public listener, on the thread that polls it, and the pending connections.
 void StoreServer::shut_down() {
   listener_.reset();
   std::erase_if(clients_, [](const Client& client) { return client.handshake != nullptr; });
@@ -128,7 +127,7 @@ void StoreServer::run() try {
     if (polled[2].revents != 0) accept_some(reconnect_listener_);
   }
 } catch (const std::exception&) {
-  // Out of memory, or a bug. Nobody may wait for a server that does not run: all connections end.
+  // Out of memory, or a bug. Closes all connections, so that no client waits for a dead server.
   clients_.clear();
   reconnect_listener_.reset();
   shut_down();
@@ -146,12 +145,12 @@ Clock::time_point StoreServer::next_deadline() const {
 }
 
 void StoreServer::accept_some(Fd& listener) {
-  const auto is_stranger = [](const Client& client) { return client.handshake != nullptr; };
-  auto pending = static_cast<size_t>(std::ranges::count_if(clients_, is_stranger));
-  for (int i = 0; i < kAcceptsInARound; ++i) {
+  const auto is_pending = [](const Client& client) { return client.handshake != nullptr; };
+  auto pending = static_cast<size_t>(std::ranges::count_if(clients_, is_pending));
+  for (int i = 0; i < kAcceptsPerRound; ++i) {
     bool exhausted = false;
     Fd fd = accept_from(listener.get(), &exhausted);
-    if (exhausted && !evict()) accept_again_ = Clock::now() + kRest;
+    if (exhausted && !evict()) accept_again_ = Clock::now() + kAcceptPause;
     if (!fd) return;
     keep_alive(fd.get());
     if (pending >= max_pending_ && evict()) --pending;
@@ -162,14 +161,14 @@ void StoreServer::accept_some(Fd& listener) {
                                     handshake_limit_),
                           source);
     ++pending;
-    // Its greeting may be there, which counts when another one comes.
+    // Reads the greeting if it has arrived: evict() prefers connections without one.
     if (advance_handshake(clients_.back(), POLLIN)) continue;
     clients_.pop_back();
     --pending;
   }
 }
 
-// Closes one of the connections that are in their handshake; false where there is none.
+// Closes one of the pending connections; false if there is none.
 bool StoreServer::evict() {
   std::vector<Pending> pending;
   std::vector<std::list<Client>::iterator> places;
@@ -183,11 +182,11 @@ bool StoreServer::evict() {
   return true;
 }
 
-// False when the client is to be dropped. Called for every client in every round.
+// Called for every client in every round. False: drop the client.
 bool StoreServer::advance(Client& client, short events) {
   if (client.handshake) return advance_handshake(client, events);
   if (!client.out.empty()) return events == 0 || send(client);
-  if (client.waiting) return events == 0 && answer(client);  // who waits is silent, or has gone
+  if (client.waiting) return events == 0 && answer(client);  // a waiting client must not send
   return events == 0 || receive(client);
 }
 
@@ -210,7 +209,7 @@ bool StoreServer::advance_handshake(Client& client, short events) {
   return true;
 }
 
-// Reads never past the end of the request that is being read, so that no more than one is held.
+// Never reads past the end of the current request, so that at most one is in memory.
 bool StoreServer::receive(Client& client) {
   auto parsed = store_frame::parse_request(client.in);
   const size_t had = client.in.size();
@@ -236,7 +235,7 @@ bool StoreServer::answer(Client& client) {
     reply.value = hello_;
   } else if (request.verb != Verb::get) {
     reply = change_once(request);
-    // It may be what other clients wait for, also those whose turn in this round is over.
+    // Clients may wait for this change, also those that already had their turn in this round.
     wake();
   } else if (auto value = keys_.find(request.key)) {
     reply.value = std::move(*value);
@@ -250,20 +249,20 @@ bool StoreServer::answer(Client& client) {
   return send(client);
 }
 
-// Applies a change, but where it was applied before, and gives the same reply then.
+// Applies a change, or returns the kept reply if the change was already applied.
 Reply StoreServer::change_once(const Request& request) {
   if (request.number == 0) return change(request);
   ClientReplies& kept = replies_[request.client];
   kept.oldest = std::max(kept.oldest, request.oldest);
   kept.replies.erase(kept.replies.begin(), kept.replies.lower_bound(kept.oldest));
   if (request.number < kept.oldest)
-    return {Status::refused, "the request is older than those that its client waits for"};
+    return {Status::refused, "outdated request: its client no longer waits for it"};
   const auto found = kept.replies.find(request.number);
   if (found != kept.replies.end()) return found->second;
   return kept.replies.emplace(request.number, change(request)).first->second;
 }
 
-// Does what a set, add, remove or claim asks for.
+// Applies a set, add, remove or claim.
 Reply StoreServer::change(const Request& request) {
   if (request.verb == Verb::set) {
     const bool fits = keys_.set_within(request.key, request.value, kMaxStoreBytes);
@@ -275,15 +274,15 @@ Reply StoreServer::change(const Request& request) {
     return {Status::ok, std::move(*value)};
   }
   if (request.verb == Verb::claim) {
-    auto standing = keys_.claim_within(request.key, request.value, kMaxStoreBytes);
-    if (!standing) return {Status::full, ""};
-    return {Status::ok, std::move(*standing)};
+    auto value = keys_.claim_within(request.key, request.value, kMaxStoreBytes);
+    if (!value) return {Status::full, ""};
+    return {Status::ok, std::move(*value)};
   }
   int64_t amount = 0;
   const char* end = request.value.data() + request.value.size();
   const auto parsed = std::from_chars(request.value.data(), end, amount);
   if (parsed.ec != std::errc{} || parsed.ptr != end)
-    return {Status::refused, "what is to be added is no number"};
+    return {Status::refused, "invalid amount of an add: not a 64-bit integer"};
   try {
     const auto sum = keys_.add_within(request.key, amount, kMaxStoreBytes);
     if (!sum) return {Status::full, ""};

@@ -1,13 +1,12 @@
-// The serving end of the TCP store: one thread that polls a listener and its clients. Made and
-// owned by TcpStore::serve().
+// The server of the TCP store: one thread that polls two listeners and its clients.
 //
-// Unauthenticated clients cost little: a connection must pass the handshake within its limit, at
-// most max_pending() are in it at a time, and when more come, or descriptors run out, one of them
+// Unauthenticated clients cost little: a connection must pass the handshake within its limit, and
+// at most max_pending() are in it at a time. When more arrive, or descriptors run out, one of them
 // is evicted (transport/admission.h).
 //
-// It listens at two ports. Once the run is complete the public one is closed: another run may have
-// it. The other one, which the kernel chose and which clients learn from the reply to `hello`,
-// stays open, so that a client whose connection was lost can reconnect.
+// It listens on two ports. The public one is closed once all ranks are connected, so that another
+// run can use it. The other one, chosen by the kernel and sent in the reply to `hello`, stays open,
+// so that a client can reconnect after it lost its connection.
 #pragma once
 
 #include <sys/types.h>
@@ -38,22 +37,22 @@ class StoreServer {
 
   StoreServer(const Address& address, std::string key,
               std::chrono::nanoseconds handshake_limit = kHandshakeLimit);
-  // Ends the thread and closes the listener and every connection.
+  // Ends the thread and closes the listeners and every connection.
   ~StoreServer();
   StoreServer(const StoreServer&) = delete;
   StoreServer& operator=(const StoreServer&) = delete;
 
   uint16_t port() const { return port_; }
-  // The keys; safe from any thread, but tell the thread of a new one with wake().
+  // The keys; thread-safe, but call wake() after setting one.
   LocalStore& keys() { return keys_; }
   void wake();
-  // The public port is closed when it returns; clients reconnect at the other one.
+  // The public port is closed when it returns; clients reconnect on the other one.
   void stop_listening();
 
  private:
   enum class ListenerState : uint8_t { open, closing, closed };
 
-  // First a pending connection in its handshake, then a client with requests and replies.
+  // First a pending connection in its handshake, then an authenticated client.
   struct Client;
 
   void run();
@@ -75,8 +74,8 @@ class StoreServer {
   uint16_t port_;
   std::string hello_;  // the reply to `hello`: the server's random name, a blank, the port
   LocalStore keys_;
-  std::list<Client> clients_;  // in the order of their coming; the thread's alone
-  // By the client's number: which replies it still needs, and those.
+  std::list<Client> clients_;  // in order of arrival; used only by the thread
+  // By client: the replies that it may still need.
   struct ClientReplies {
     uint64_t oldest = 0;
     std::map<uint64_t, store_frame::Reply> replies;
@@ -84,11 +83,11 @@ class StoreServer {
   std::map<uint64_t, ClientReplies> replies_;
   size_t max_pending_ = max_pending();
   std::minstd_rand random_ = eviction_random();
-  Clock::time_point accept_again_{};  // the listener is left alone until then
+  Clock::time_point accept_again_{};  // no connections are accepted until then
   std::atomic<bool> stopping_{false};
   std::atomic<ListenerState> listener_state_{ListenerState::open};
-  pid_t born_;          // the process whose thread it is: a forked child has none
-  std::thread thread_;  // last: it uses all of the above
+  pid_t born_;          // the process that has the thread: a forked child does not
+  std::thread thread_;  // last: it uses all members above
 };
 
 }  // namespace pycomm

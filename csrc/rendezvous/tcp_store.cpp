@@ -31,28 +31,29 @@ using store_frame::Verb;
 namespace {
 
 constexpr std::chrono::milliseconds kFirstPause{50}, kLongestPause{1000};
-// The last attempt, at the deadline, has so long: enough to hear why it fails.
+// Minimum limit of the last attempt, at the deadline: enough to get the reason of its failure.
 constexpr std::chrono::milliseconds kShortestAttempt{50};
-// How much later than the wait that it was asked for a healthy server's "absent" may come.
+// Maximum delay of a healthy server's reply `absent` after the requested wait.
 constexpr std::chrono::milliseconds kAnswerSlack{300};
-// A get asks anew so often: a connection is not held longer, for others may need it.
+// A get repeats its request after this time, so that other calls can use the connection.
 constexpr std::chrono::milliseconds kLongestWait{100};
-// On a connection without an answer for so long, twice as long each time, another one is tried: a
-// firewall or load balancer that has forgotten a flow drops what is sent on it.
+// A connection without an answer for this time, doubled each time, is replaced: a firewall or load
+// balancer that dropped the flow discards what is sent on it.
 constexpr std::chrono::seconds kSilence{3};
-// So many connections in a row may be lost in one call.
+// Maximum connections that one call may lose in a row.
 constexpr int kMostLost = 5;
-// No wait is longer without asking whether it was interrupted.
+// Maximum wait between two checks for an interruption.
 constexpr std::chrono::milliseconds kSlice{100};
 
 void check_sizes(const std::string& key, const std::string& value) {
   if (key.empty() || key.size() > store_frame::kMaxKeyBytes)
-    throw InvalidArgument("a key of a store has 1 to " + std::to_string(store_frame::kMaxKeyBytes) +
-                          " bytes, this one " + std::to_string(key.size()));
+    throw InvalidArgument("invalid key: a store's key must have 1 to " +
+                          std::to_string(store_frame::kMaxKeyBytes) + " bytes, got " +
+                          std::to_string(key.size()));
   if (value.size() > store_frame::kMaxValueBytes)
-    throw InvalidArgument("a value in a store has at most " +
-                          std::to_string(store_frame::kMaxValueBytes) + " bytes, that of '" + key +
-                          "' has " + std::to_string(value.size()));
+    throw InvalidArgument("invalid value of the key '" + key + "': it must have at most " +
+                          std::to_string(store_frame::kMaxValueBytes) + " bytes, got " +
+                          std::to_string(value.size()));
 }
 
 uint64_t random_number() {
@@ -96,8 +97,8 @@ std::string TcpStore::name() const {
   return (ipv6 ? "[" + host_ + "]" : host_) + ":" + std::to_string(port_);
 }
 
-// Until one of the events; false at the deadline, or once the user interrupts. What the server
-// answers at once is heard in any case: a call that gives up tidies up behind itself.
+// Waits for one of the events; false at the deadline or after an interruption. It polls at least
+// once, so that a call that cleans up after an interruption still gets an immediate answer.
 bool TcpStore::wait(int fd, short events, const Deadline& deadline) const {
   do {
     const auto slice = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
@@ -106,12 +107,12 @@ bool TcpStore::wait(int fd, short events, const Deadline& deadline) const {
   return false;
 }
 
-void TcpStore::heed_interruption() const {
+void TcpStore::check_interrupted() const {
   if (interrupted()) throw GroupBroken("waiting for the store at " + name() + " was interrupted");
 }
 
-// Asks at the other end of a new connection which server it is. An empty Fd and the reason where it
-// is not the one of the first connection.
+// Checks that a new connection leads to the same server as the first one. If not, an empty Fd and
+// the reason.
 Fd TcpStore::greet(Fd fd, const Deadline& deadline, Failure& failure) {
   ServerConnection connection{std::move(fd), {}, 0};
   bool usable = true;
@@ -130,11 +131,11 @@ Fd TcpStore::greet(Fd fd, const Deadline& deadline, Failure& failure) {
   std::string name;
   uint16_t port = 0;
   if (!(text >> name >> port)) {
-    failure = {"the server did not say which one it is"};
+    failure = {"invalid reply to the first request: the server did not send its name and port"};
     return {};
   }
   if (!server_name_.empty() && name != server_name_) {
-    failure = {"another server listens there", true};
+    failure = {"a different server listens there", true};
     return {};
   }
   if (server_name_.empty()) {  // in connect(): no other thread has the store yet
@@ -144,7 +145,7 @@ Fd TcpStore::greet(Fd fd, const Deadline& deadline, Failure& failure) {
   return std::move(connection.fd);
 }
 
-// Connects and shakes hands once. An empty Fd and the reason if that fails.
+// One attempt to connect, with the handshake. An empty Fd and the reason if it fails.
 Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& failure) {
   const auto limit =
       std::clamp<std::chrono::nanoseconds>(deadline.left(), kShortestAttempt, kHandshakeLimit);
@@ -167,11 +168,11 @@ Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& 
       case Handshake::Step::want_read:
         break;
     }
-    if (!wait(handshake.fd(), events, handshake.deadline())) heed_interruption();
+    if (!wait(handshake.fd(), events, handshake.deadline())) check_interrupted();
   }
 }
 
-// Each address of the server's once. A lost connection is made again at the port that stays open.
+// Tries each address of the server once. A lost connection is replaced at the port that stays open.
 Fd TcpStore::attempt_all(const Deadline& deadline, Failure& failure) {
   bool settled = false;
   {
@@ -202,7 +203,7 @@ Fd TcpStore::open(const Deadline& deadline) {
   for (int attempts = 1;; ++attempts) {
     Failure last;
     if (Fd fd = attempt_all(deadline, last)) return fd;
-    if (was_there_ && last.nobody_listens)
+    if (was_there_ && last.no_server)
       throw PeerLost("the store at " + name() + " has gone: " + last.why);
     pause = std::min(pause, deadline.left());
     const double pause_s = std::chrono::duration<double>(pause).count();
@@ -219,15 +220,15 @@ Fd TcpStore::open(const Deadline& deadline) {
     text << "connect addr=" << name() << " failed " << attempts
          << " times with reason: " << last.why << " retry after " << pause_s << " seconds";
     if (hooks_.log) hooks_.log(text.str());
-    // Nothing tells when somebody begins to listen: to ask again after a pause is all there is.
-    for (const Deadline next(pause); !next.expired(); heed_interruption())
+    // There is no event for a new listener: try again after a pause.
+    for (const Deadline next(pause); !next.expired(); check_interrupted())
       std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(kSlice, next.left()));
     pause = std::min<std::chrono::nanoseconds>(pause * 2, kLongestPause);
   }
 }
 
-// This and receive() return false where wait() does, and throw PeerLost when the other end has
-// gone.
+// This and receive() return false if wait() does, and throw PeerLost if the server closed the
+// connection.
 bool TcpStore::send_all(int fd, const std::string& bytes, const Deadline& deadline) const {
   for (size_t sent = 0; sent < bytes.size();) {
     const ssize_t got = ::send(fd, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
@@ -247,7 +248,7 @@ bool TcpStore::receive(ServerConnection& connection, const Deadline& deadline, R
   while (true) {
     auto parsed = store_frame::parse_reply(bytes);
     if (parsed.parse == Parse::broken)
-      throw InternalError("the store's server answered with bytes that are no reply");
+      throw InternalError("invalid reply from the store at " + name() + ": not a reply frame");
     if (parsed.parse == Parse::complete) {
       reply = std::move(parsed.frame);
       bytes.clear();
@@ -265,8 +266,8 @@ bool TcpStore::receive(ServerConnection& connection, const Deadline& deadline, R
   }
 }
 
-// A connection of one's own while more may be opened, so that a call that waits keeps nobody else
-// from calling. Nothing where all are in use until the deadline.
+// A connection for one call: an idle one, or a new one while more may be opened. Nothing if all are
+// in use until the deadline.
 std::optional<TcpStore::ServerConnection> TcpStore::take(const Deadline& deadline) {
   {
     std::unique_lock lock(mutex_);
@@ -274,7 +275,7 @@ std::optional<TcpStore::ServerConnection> TcpStore::take(const Deadline& deadlin
       if (deadline.expired()) return std::nullopt;
       given_back_.wait_for(lock, std::min<std::chrono::nanoseconds>(kSlice, deadline.left()));
       lock.unlock();
-      heed_interruption();
+      check_interrupted();
       lock.lock();
     }
     ++in_use_;
@@ -292,7 +293,7 @@ std::optional<TcpStore::ServerConnection> TcpStore::take(const Deadline& deadlin
   }
 }
 
-// Nothing: the connection is lost.
+// `connection` is empty if it was lost.
 void TcpStore::give_back(std::optional<ServerConnection> connection) {
   {
     const std::lock_guard lock(mutex_);
@@ -302,12 +303,12 @@ void TcpStore::give_back(std::optional<ServerConnection> connection) {
   given_back_.notify_all();
 }
 
-// One request and its reply. Nothing where none comes in time, or not before the user interrupts;
-// `usable`: whether the connection can be used again.
+// One request and its reply; nothing at the deadline or after an interruption. `usable`: whether
+// the connection can be used again.
 std::optional<Reply> TcpStore::exchange(ServerConnection& connection, const Request& request,
                                         const Deadline& answer_by, bool& usable) const {
   usable = send_all(connection.fd.get(), store_frame::encode(request), answer_by);
-  if (!usable) return std::nullopt;  // half a request is on it
+  if (!usable) return std::nullopt;  // it carries a partial request
   ++connection.unread_replies;
   Reply answer;
   while (connection.unread_replies > 0 && receive(connection, answer_by, answer))
@@ -316,7 +317,7 @@ std::optional<Reply> TcpStore::exchange(ServerConnection& connection, const Requ
   return answer;
 }
 
-// Nothing where the server does not answer in time, or not before the user interrupts.
+// The reply, if necessary on a new connection; nothing at the deadline or after an interruption.
 std::optional<Reply> TcpStore::ask(const Request& request, const Deadline& deadline,
                                    std::chrono::milliseconds slack) {
   const Deadline answer_by(deadline.left() + slack);
@@ -351,7 +352,7 @@ void TcpStore::finish(uint64_t number) {
   in_flight_.erase(number);
 }
 
-// What a server answers to a request that changes a key.
+// The reply to a request that changes a key.
 Reply TcpStore::change(Request request, const Deadline& deadline) {
   {
     const std::lock_guard lock(mutex_);
@@ -371,14 +372,14 @@ Reply TcpStore::change(Request request, const Deadline& deadline) {
   auto reply = ask_once();
   finish(request.number);
   if (!reply) {
-    heed_interruption();
+    check_interrupted();
     ErrorFields fields;
     fields.elapsed_s = deadline.elapsed_s();
     std::ostringstream text;
     text.precision(3);
     text << "the store at " << name() << " did not change the key '" << request.key << "' within "
          << deadline.limit_s()
-         << " s: the process that serves it, rank 0's, is stopped or cannot be reached";
+         << " s: the process that serves it (rank 0) is stopped or cannot be reached";
     throw Timeout(text.str(), fields);
   }
   if (reply->status == Status::full)
@@ -406,7 +407,7 @@ std::string TcpStore::get(const std::string& key, const Deadline& deadline) {
     const auto wait_ms = std::chrono::ceil<std::chrono::milliseconds>(wait).count();
     auto reply = ask({Verb::get, static_cast<uint32_t>(wait_ms), key, ""}, deadline, kAnswerSlack);
     if (reply && reply->status == Status::ok) return std::move(reply->value);
-    if (!reply) heed_interruption();
+    if (!reply) check_interrupted();
   } while (!deadline.expired());
   throw_key_timeout(key, deadline, "the store at " + name());
 }
@@ -423,7 +424,7 @@ int64_t TcpStore::add(const std::string& key, int64_t amount, const Deadline& de
   const char* end = reply.value.data() + reply.value.size();
   const auto parsed = std::from_chars(reply.value.data(), end, sum);
   check(parsed.ec == std::errc{} && parsed.ptr == end,
-        "the store's server gave a sum that is none");
+        "invalid reply to ADD from the store at " + name() + ": '" + reply.value + "'");
   return sum;
 }
 
@@ -439,9 +440,9 @@ std::string TcpStore::claim(const std::string& key, const std::string& value,
                             const Deadline& deadline) {
   check_sizes(key, value);
   if (!server_) return change({Verb::claim, 0, key, value}, deadline).value;
-  std::string standing = server_->keys().claim(key, value);
+  std::string held = server_->keys().claim(key, value);
   server_->wake();
-  return standing;
+  return held;
 }
 
 void TcpStore::settle() {

@@ -1,4 +1,4 @@
-// A store that one rank serves over TCP and the others reach with the run's key.
+// A rendezvous store that one rank serves over TCP; its clients need the run's key.
 #pragma once
 
 #include <chrono>
@@ -24,39 +24,37 @@ namespace pycomm {
 class StoreServer;
 
 struct StoreHooks {
-  std::function<void(const std::string&)> log{};  // a line for each attempt that failed
-  // Asked at least every 100 ms while a call waits; once true it stays so, and the call throws
-  // GroupBroken.
+  std::function<void(const std::string&)> log{};  // receives a line for each failed attempt
+  // Called at least every 100 ms while a call waits. Once it returns true, it must stay so, and the
+  // call throws GroupBroken.
   std::function<bool()> interrupted{};
 };
 
-// From any thread; calls of several threads do not wait for each other, but after settle() they
-// share the connections that are there, so that one may wait 100 ms for another. A key has 1 to
-// 1024 bytes, a value at most 1 MiB (InvalidArgument).
+// Thread-safe. Concurrent calls use separate connections; after settle() no more are opened, and a
+// call may wait 100 ms for another one. A key has 1 to 1024 bytes, a value at most 1 MiB (else
+// InvalidArgument).
 //
-// A connection that is lost, or on which no answer comes for some seconds, is replaced by a new one
-// within the call's limit, and the request is sent again: the server applies no change twice.
+// A connection that is lost, or without an answer for some seconds, is replaced within the call's
+// limit, and the request is sent again. The server applies no change twice.
 class TcpStore final : public Store {
  public:
-  // This process serves, and the object is a store of its own server. An empty host: every
-  // interface; port 0: any that is free. After settle() that port is closed, and the server listens
-  // at another one, which the kernel chose, for clients that lost their connection. After the
-  // destructor nothing listens, and clients that wait get PeerLost. Throws InvalidArgument: address
-  // taken or unknown, empty key.
+  // Serves the store in this process. An empty host: every interface; port 0: any free port. After
+  // settle() that port is closed, and clients that lost their connection use another one, which the
+  // kernel chose. The destructor stops the server, and waiting clients get PeerLost. Throws
+  // InvalidArgument: address in use or unknown, empty key.
   static std::unique_ptr<TcpStore> serve(const std::string& host, uint16_t port,
                                          const std::string& key);
 
-  // Waits until a server is there that holds the same key, trying again and again with longer and
-  // longer pauses, up to a second. The hooks are called on the threads that call. Throws Timeout
-  // with the last reason.
+  // Connects to the server with the same key; retries with pauses that double up to a second. The
+  // hooks are called on the calling threads. Throws Timeout with the last reason.
   static std::unique_ptr<TcpStore> connect(const std::string& host, uint16_t port,
                                            const std::string& key, const Deadline& deadline,
                                            StoreHooks hooks = {});
 
   ~TcpStore() override;
 
-  // All throw PeerLost when the server's process has ended, Timeout where it cannot be reached
-  // within the limit, InternalError when its reply is invalid.
+  // All throw PeerLost if the server's process ended, Timeout if it cannot be reached within the
+  // limit, InternalError if its reply is invalid.
   void set(const std::string& key, const std::string& value,
            const Deadline& deadline = store_limit()) override;
   std::string get(const std::string& key, const Deadline& deadline) override;
@@ -66,28 +64,27 @@ class TcpStore final : public Store {
                                     const Deadline& deadline = store_limit()) override;
   std::string claim(const std::string& key, const std::string& value,
                     const Deadline& deadline = store_limit()) override;
-  // Each end calls it: the server closes its public port, a client uses one connection.
+  // Call it on both ends: the server closes its public port, a client opens no more connections.
   void settle() override;
 
   uint16_t port() const { return port_; }
 
  private:
-  // A connection.
   struct ServerConnection {
     Fd fd;
-    std::string in;             // a reply in part
+    std::string in;             // a partial reply
     size_t unread_replies = 0;  // to requests sent so far
   };
 
   struct Failure {
     std::string why{};
-    bool nobody_listens = false;
+    bool no_server = false;  // nothing listens there, or another server does
   };
 
   TcpStore(std::string host, uint16_t port, std::string key, StoreHooks hooks);
   bool wait(int fd, short events, const Deadline& deadline) const;
   bool interrupted() const { return hooks_.interrupted && hooks_.interrupted(); }
-  void heed_interruption() const;
+  void check_interrupted() const;
   Fd attempt(const Address& address, const Deadline& deadline, Failure& failure);
   Fd attempt_all(const Deadline& deadline, Failure& failure);
   Fd greet(Fd fd, const Deadline& deadline, Failure& failure);
@@ -111,16 +108,16 @@ class TcpStore final : public Store {
   uint16_t port_;
   std::string key_;
   StoreHooks hooks_;
-  std::unique_ptr<StoreServer> server_;  // where this process serves
+  std::unique_ptr<StoreServer> server_;  // if this process serves
   std::mutex mutex_;
   std::condition_variable given_back_;
-  std::vector<ServerConnection> idle_;  // connections that no call uses now
-  size_t in_use_ = 0;                   // and how many are used
+  std::vector<ServerConnection> idle_;  // connections that no call uses
+  size_t in_use_ = 0;                   // number of connections in use
   bool settled_ = false;
-  bool was_there_ = false;          // a connection was made: a refused one now means its end
-  std::string server_name_;         // its random name, from the first connection on
-  uint16_t reconnect_port_ = 0;     // where it listens for clients that lost a connection
-  uint64_t client_;                 // this client's random number
+  bool was_there_ = false;          // a connection succeeded: a refused one now means its end
+  std::string server_name_;         // its random name, set by the first connection
+  uint16_t reconnect_port_ = 0;     // its port for clients that lost a connection
+  uint64_t client_;                 // random number that identifies this client
   uint64_t next_number_ = 1;        // of the next change
   std::set<uint64_t> in_flight_{};  // numbers of the changes that a call waits for
 };

@@ -15,10 +15,10 @@ namespace pycomm {
 namespace {
 
 constexpr size_t kLeast = 64, kMost = 1024;
-// The share of one source: beyond an eighth of the connections it gives way before all others.
+// The share of one source is an eighth of the connections.
 constexpr size_t kShares = 8;
 
-// The source that holds most, if that is more than its share.
+// Finds the source with most connections. True if it exceeds its share.
 bool find_largest(std::span<const Pending> pending, uint64_t& largest) {
   std::vector<uint64_t> sources;
   for (const Pending& one : pending) sources.push_back(one.source);

@@ -20,7 +20,7 @@ constexpr size_t kOverhead = kLengthBytes + AesGcm::kTagBytes;
 // A frame of full size is one record.
 constexpr size_t kMostPlain = sizeof(Header) + kSegmentBytes;
 constexpr size_t kMostRecord = kMostPlain + kOverhead;
-// What one look may take from the kernel, and what may be decrypted before it is asked for.
+// Maximum bytes that are read from the kernel at once, and that are decrypted ahead.
 constexpr size_t kCipherBytes = 2 * kMostRecord, kPlainBytes = 2 * kMostPlain;
 
 using Length = std::array<std::byte, kLengthBytes>;
@@ -32,7 +32,7 @@ Digest expand(std::string_view secret, std::string_view label) {
 
 std::string text_of(const Digest& digest) { return {digest.begin(), digest.end()}; }
 
-// The keys of one direction, one after the other, and the number of the next record.
+// The successive keys of one direction, and the number of the next record.
 class Keys {
  public:
   Keys(AesGcm::Direction direction, std::string secret, uint64_t records_per_key)
@@ -43,7 +43,7 @@ class Keys {
 
   AesGcm& cipher() { return cipher_; }
 
-  // Of the record to come; the same is never given again.
+  // The nonce of the next record; never returns the same one twice with one key.
   AesGcm::Nonce next() {
     check(number_ != UINT64_MAX, "a connection has used up its nonces");
     if (number_ > 0 && number_ % records_per_key_ == 0) renew();
@@ -100,8 +100,8 @@ class Encrypted final : public Channel {
     return invalid_.empty() ? inner_->protocol_error() : invalid_;
   }
 
-  // Of a record that does not fit at once all bytes but the last count as taken: the caller keeps
-  // on sending until the record is out, and never takes a frame back that is in it.
+  // If a record does not fit at once, all its bytes but the last count as taken: so the caller
+  // continues to send until the record is sent, and never withdraws a frame that is in it.
   size_t send(ConstBytes head, ConstBytes body) override {
     if (is_closed()) return head.size() + body.size();
     size_t taken = 0;
@@ -136,7 +136,7 @@ class Encrypted final : public Channel {
   bool is_closed() const override { return !invalid_.empty() || inner_->is_closed(); }
 
   pollfd arm(Want want) override {
-    // Of what is still to come there are so many bytes at least.
+    // A lower bound of the bytes that must still arrive.
     const size_t here = end_ - begin_ + cipher_end_ - cipher_begin_;
     want.bytes = want.bytes > here ? want.bytes - here : 1;
     return inner_->arm(want);
@@ -147,7 +147,7 @@ class Encrypted final : public Channel {
     std::vector<std::byte> rest;
     try {
       rest = sealed(unsent);
-    } catch (const std::exception&) {  // no memory left: the closed connection says it alone
+    } catch (const std::exception&) {  // out of memory: the peer sees only the closed connection
       rest.clear();
     }
     inner_->close(rest);
@@ -165,7 +165,7 @@ class Encrypted final : public Channel {
     body = body.subspan(bytes - in_head);
   }
 
-  // The rest of the record that is being sent, and `unsent` behind it.
+  // The rest of the current record, followed by records with `unsent`.
   std::vector<std::byte> sealed(ConstBytes unsent) {
     std::vector<std::byte> all;
     const auto add = [&] {
@@ -185,7 +185,7 @@ class Encrypted final : public Channel {
 
   bool sending() const { return sent_ < record_end_; }
 
-  // Makes the next record; gives the bytes that are in it.
+  // Makes the next record; returns the number of plaintext bytes in it.
   size_t seal(ConstBytes head, ConstBytes body) {
     head = head.first(std::min(head.size(), kMostPlain));
     body = body.first(std::min(body.size(), kMostPlain - head.size()));
@@ -199,7 +199,7 @@ class Encrypted final : public Channel {
     return n;
   }
 
-  // True when the record is out.
+  // True when the record is sent.
   bool push() {
     while (sending()) {
       const size_t n = inner_->send(ConstBytes(record_).subspan(sent_, record_end_ - sent_), {});
@@ -209,7 +209,7 @@ class Encrypted final : public Channel {
     return true;
   }
 
-  // Decrypts what has arrived, until `want` bytes are here or nothing more is.
+  // Decrypts what has arrived, until `want` bytes are available or no more records are complete.
   void pull(size_t want) {
     while (end_ - begin_ < want && invalid_.empty()) {
       if (open()) continue;
@@ -220,34 +220,35 @@ class Encrypted final : public Channel {
     }
   }
 
-  // Decrypts the next record, if it is here whole and there is room for it.
+  // Decrypts the next record, if it has arrived completely.
   bool open() {
     const size_t here = cipher_end_ - cipher_begin_;
     if (here == 0) cipher_begin_ = cipher_end_ = 0;
     if (begin_ == end_) begin_ = end_ = 0;
-    if (here < kLengthBytes) return make_room(), false;
+    if (here < kLengthBytes) return compact(), false;
     const std::byte* at = cipher_.data() + cipher_begin_;
     const size_t n = length_at(at);
-    if (n == 0 || n > kMostPlain) return refuse("a record of " + std::to_string(n) + " bytes");
-    if (here < n + kOverhead) return make_room(), false;
+    if (n == 0 || n > kMostPlain)
+      return refuse("a record has " + std::to_string(n) + " bytes of plaintext");
+    if (here < n + kOverhead) return compact(), false;
     if (end_ + n > plain_.size()) {
       std::memmove(plain_.data(), plain_.data() + begin_, end_ - begin_);
       end_ -= begin_;
       begin_ = 0;
     }
-    check(end_ + n <= plain_.size(), "more was decrypted than there is room for");
+    check(end_ + n <= plain_.size(), "the buffer of decrypted bytes is too small");
     const auto nonce = in_keys_.next();
     if (!in_keys_.cipher().decrypt(nonce, {at, kLengthBytes},
                                    {at + kLengthBytes, n + AesGcm::kTagBytes},
                                    plain_.data() + end_))
-      return refuse("a record whose tag does not fit");
+      return refuse("a record has an invalid tag");
     end_ += n;
     cipher_begin_ += n + kOverhead;
     return true;
   }
 
-  // For the rest of the record whose beginning is here.
-  void make_room() {
+  // Moves a partial record to the front of the buffer if its rest would not fit behind it.
+  void compact() {
     if (cipher_begin_ == 0 || cipher_.size() - cipher_begin_ >= kMostRecord) return;
     std::memmove(cipher_.data(), cipher_.data() + cipher_begin_, cipher_end_ - cipher_begin_);
     cipher_end_ -= cipher_begin_;
@@ -255,25 +256,26 @@ class Encrypted final : public Channel {
   }
 
   bool refuse(const std::string& what) {
-    invalid_ = what + ": the encrypted stream was altered, replayed, reordered or cut on its way";
+    invalid_ = what + ": the encrypted stream was altered, replayed, reordered or truncated";
     return false;
   }
 
   std::unique_ptr<Channel> inner_;
   Keys out_keys_, in_keys_;
-  std::vector<std::byte> record_;     // the one that is being sent
-  size_t sent_ = 0, record_end_ = 0;  // of it
-  std::vector<std::byte> cipher_;     // what has arrived
+  std::vector<std::byte> record_;     // the record that is being sent
+  size_t sent_ = 0, record_end_ = 0;  // its bytes sent, and its size
+  std::vector<std::byte> cipher_;     // received, not yet decrypted
   size_t cipher_begin_ = 0, cipher_end_ = 0;
-  std::vector<std::byte> plain_;  // of that what is authenticated and was not taken
+  std::vector<std::byte> plain_;  // decrypted and authenticated, not yet taken
   size_t begin_ = 0, end_ = 0;
-  std::string invalid_;  // why nothing more is received; empty: nothing is wrong
+  std::string invalid_;  // the protocol error that ended receiving; empty: none
 };
 
 }  // namespace
 
 std::unique_ptr<Channel> make_encrypted(std::unique_ptr<Channel> inner, const Session& session) {
-  check(!session.secret.empty() && session.records_per_key > 0, "a session without a secret");
+  check(!session.secret.empty() && session.records_per_key > 0,
+        "an encrypted session has no secret or no records per key");
   return std::make_unique<Encrypted>(std::move(inner), session);
 }
 

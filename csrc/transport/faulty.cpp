@@ -28,10 +28,10 @@ struct FaultState {
   Fault fault;
   uint64_t left = 0;         // bytes until it strikes
   bool struck = false;       // for delay, trickle and garbage: in force
-  bool timestamped = false;  // the file knows the moment
+  bool timestamped = false;  // the time was written to the file
 };
 
-// Before others can have seen anything of it, so that who does finds the moment there.
+// Called before the fault has any effect, so that an observer of the effect finds the time there.
 void write_timestamp(FaultState& state) {
   const std::string& path = state.fault.moment_file;
   if (path.empty() || std::exchange(state.timestamped, true)) return;
@@ -39,11 +39,11 @@ void write_timestamp(FaultState& state) {
   const std::string text = std::to_string(now.count());
   const Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
   if (!file || ::write(file.get(), text.data(), text.size()) < 0)
-    throw InvalidArgument("the moment of a fault cannot be written to '" + path +
+    throw InvalidArgument("cannot write the time of a fault to '" + path +
                           "': " + std::generic_category().message(errno));
 }
 
-// Follows a stream of frames through whatever pieces it comes in.
+// Parses a stream of frames that is passed in arbitrary pieces.
 class Frames {
  public:
   struct CountedBytes {
@@ -52,8 +52,8 @@ class Frames {
   };
   bool between() const { return have_ == 0; }
 
-  // Takes what belongs to the plan off what is left of it; stops where nothing is left. The header
-  // of a frame counts when it is whole, where the operation matters.
+  // Subtracts the bytes that count from `state.left`; stops where that becomes 0. If the operation
+  // matters, the header of a frame counts when it is complete.
   CountedBytes pass(ConstBytes bytes, FaultState& state) {
     for (size_t at = 0; at < bytes.size();) {
       const auto [n, counted] = step(bytes.subspan(at), state.fault.operation);
@@ -69,7 +69,7 @@ class Frames {
   }
 
  private:
-  // Up to the end of a header or of a payload: the bytes, and those of them that count.
+  // Advances to the end of a header or of a payload: the bytes, and how many of them count.
   std::pair<size_t, uint64_t> step(ConstBytes bytes, int operation) {
     size_t n = 0;
     const bool in_head = have_ < sizeof header_;
@@ -209,7 +209,7 @@ class Faulty final : public Channel {
   }
   bool pending() const { return shown_ < due_ || !delayed_.empty(); }
 
-  // How much may be sent until the first fault strikes, and which.
+  // The bytes that may be sent until the first fault strikes, and that fault.
   std::pair<size_t, FaultState*> until_due(ConstBytes head, ConstBytes body) const {
     std::pair<size_t, FaultState*> first{head.size() + body.size(), nullptr};
     for (const WatchedFault& watched : watched_) {
@@ -226,7 +226,7 @@ class Faulty final : public Channel {
     return first;
   }
 
-  // Counts bytes that went; gives how many of them went before a fault struck.
+  // Counts transferred bytes; returns how many of them precede a fault.
   size_t pass(ConstBytes bytes, bool out) {
     size_t before = bytes.size();
     if (out) (void)sent_.pass(bytes, nothing_);
@@ -240,7 +240,7 @@ class Faulty final : public Channel {
     return before;
   }
 
-  // False while noise that is to go out has not gone.
+  // False while noise is still to be sent.
   bool send_noise() {
     if (noise_left_ == 0 && !noisy_ && sent_.between())
       if (FaultState* state = in_force(FaultAction::garbage)) {
@@ -253,10 +253,10 @@ class Faulty final : public Channel {
     return noise_left_ == 0;
   }
 
-  // Takes in what has arrived.
+  // Reads what has arrived.
   void pull() {
     if (!inner_) return;
-    const bool last = inner_->is_closed();  // looked at first: what was sent before is there now
+    const bool last = inner_->is_closed();  // checked first: all that was sent before has arrived
     if (begin_ >= kPullBytes || begin_ == held_.size()) {
       held_.erase(held_.begin(), held_.begin() + static_cast<std::ptrdiff_t>(begin_));
       begin_ = 0;
@@ -267,7 +267,7 @@ class Faulty final : public Channel {
       const size_t n = inner_->receive(Bytes(held_).subspan(end));
       const size_t good = pass(ConstBytes(held_).subspan(end, n), false);
       held_.resize(end + (inner_ ? n : good));
-      if (held_.size() > end) ripen(held_.size() - end);
+      if (held_.size() > end) schedule(held_.size() - end);
       if (!inner_) return;
       if (n == 0) {
         ended_ = ended_ || last;
@@ -276,8 +276,9 @@ class Faulty final : public Channel {
     }
   }
 
-  // What comes between arm() and disarm() is there at once: for something later nobody would wake.
-  void ripen(size_t bytes) {
+  // Decides when new bytes become visible. Between arm() and disarm() that is immediately, because
+  // nothing would wake the rank later.
+  void schedule(size_t bytes) {
     const FaultState* state = in_force(FaultAction::delay);
     if (armed_ || state == nullptr) {
       while (!delayed_.empty()) {  // in order
@@ -296,13 +297,13 @@ class Faulty final : public Channel {
       delayed_.pop_front();
     }
     const FaultState* state = in_force(FaultAction::trickle);
-    const bool unwatched = armed_ && !timed_;  // for bytes that come later nobody would wake
+    const bool unwatched = armed_ && !timed_;  // nothing would wake the rank for later bytes
     shown_ = state == nullptr || unwatched ? due_ : std::min(due_, shown_ + state->fault.grain);
   }
 
   static constexpr std::string_view kNoise = "this is no frame of any version!";
 
-  std::unique_ptr<Channel> inner_;  // null: cut
+  std::unique_ptr<Channel> inner_;  // null: disconnected
   std::string_view transport_;
   int peer_;
   std::shared_ptr<Faults> faults_;
@@ -312,8 +313,8 @@ class Faulty final : public Channel {
   FaultState nothing_{{.operation = 256}, UINT64_MAX};
   bool noisy_ = false;
   size_t noise_left_ = 0;
-  // What has arrived and was not taken: of the bytes from `begin_` on `due_` may be shown, and
-  // `shown_` are.
+  // Bytes that have arrived and were not taken. From `begin_` on, `due_` bytes may become visible,
+  // and `shown_` are visible.
   std::vector<std::byte> held_;
   size_t begin_ = 0, due_ = 0, shown_ = 0;
   std::deque<DelayedBytes> delayed_;
@@ -325,7 +326,7 @@ class Faulty final : public Channel {
 void Faults::strike(FaultState& state) {
   if (state.struck) return;
   state.struck = true;
-  if (state.fault.action != FaultAction::garbage) write_timestamp(state);  // noise goes out later
+  if (state.fault.action != FaultAction::garbage) write_timestamp(state);  // noise is sent later
   switch (state.fault.action) {
     case FaultAction::cut:
       for (Faulty* channel : channels)

@@ -22,21 +22,21 @@ namespace pycomm {
 namespace {
 
 constexpr std::chrono::seconds kLimit{2};
-// Nothing tells of an acknowledgement: one looks.
-constexpr int kLookMs = 5;
-// Reads in a row of one socket, so that a peer that never stops delays no other.
+// There is no event for an acknowledgement, so it is polled.
+constexpr int kPollMs = 5;
+// Consecutive reads of one socket, so that a peer that never stops delays no other.
 constexpr int kReads = 16;
 
 struct ClosingSocket {
   Fd socket;
   std::vector<std::byte> unsent{};
-  size_t sent = 0;  // bytes of it that are out
+  size_t sent = 0;  // bytes of it
   Deadline deadline{kLimit};
-  bool read_shut_down = false;  // the peer has shut its sending side
+  bool read_shut_down = false;  // the peer shut down its sending side
   bool has_unsent() const { return sent < unsent.size(); }
 };
 
-// Sends what is unsent, as it fits. False: the peer is gone.
+// Sends the unsent bytes that fit now. False: the peer closed the connection.
 bool send_unsent(ClosingSocket& closing) {
   while (closing.has_unsent()) {
     const auto rest = std::span(closing.unsent).subspan(closing.sent);
@@ -50,7 +50,7 @@ bool send_unsent(ClosingSocket& closing) {
   return true;
 }
 
-// Whether nothing is left to wait for. Drops what has arrived.
+// Whether the socket can be closed. Drops the bytes that have arrived.
 bool is_finished(ClosingSocket& closing) {
   if (!send_unsent(closing)) return true;
   std::array<std::byte, 16 << 10> dropped{};
@@ -64,7 +64,7 @@ bool is_finished(ClosingSocket& closing) {
   if (closing.read_shut_down) return true;
   int unacknowledged = 0;
   const bool known = ::ioctl(closing.socket.get(), SIOCOUTQ, &unacknowledged) == 0;
-  // The end of the stream counts as one.
+  // The FIN counts as one byte.
   return !known || unacknowledged <= 1 || closing.deadline.expired();
 }
 
@@ -72,14 +72,14 @@ class GracefulCloser {
  public:
   void add(ClosingSocket one) {
     const std::lock_guard lock(mutex_);
-    if (!running_) {  // first: without a thread the socket is closed, and not kept for ever
+    if (!running_) {  // first: if it throws, the socket is closed and does not leak
       start_thread("pycomm-linger", [this] { run(); }).detach();
       running_ = true;
     }
     closing_.push_back(std::move(one));
   }
 
-  // A forked child has neither the thread nor any part in it.
+  // A forked child does not have the thread.
   void wait() {
     if (::getpid() != owner_) return;
     std::unique_lock lock(mutex_);
@@ -105,7 +105,7 @@ class GracefulCloser {
         const int events = (one.read_shut_down ? 0 : POLLIN) | (one.has_unsent() ? POLLOUT : 0);
         polled.push_back({one.socket.get(), static_cast<short>(events), 0});
       }
-      ::poll(polled.data(), polled.size(), kLookMs);
+      ::poll(polled.data(), polled.size(), kPollMs);
       std::erase_if(closing, is_finished);
     }
   }
@@ -113,11 +113,11 @@ class GracefulCloser {
   const pid_t owner_ = ::getpid();
   std::mutex mutex_;
   std::condition_variable finished_;
-  std::vector<ClosingSocket> closing_;  // that the thread has not taken over yet
+  std::vector<ClosingSocket> closing_;  // not yet taken over by the thread
   bool running_ = false;
 };
 
-// Never destroyed: the thread may outlive whatever ends first.
+// Never destroyed: the thread may still run when static objects are destroyed.
 GracefulCloser& graceful_closer() {
   static auto* const one = new GracefulCloser;
   static const struct AtTheEnd {
@@ -135,7 +135,7 @@ void close_gracefully(Fd socket, ConstBytes unsent) {
     ClosingSocket closing{std::move(socket), {unsent.begin(), unsent.end()}};
     if (is_finished(closing)) return;
     graceful_closer().add(std::move(closing));
-  } catch (...) {  // out of memory or threads: what is lost then is lost
+  } catch (...) {  // out of memory or threads: the unsent bytes are lost
   }
 }
 

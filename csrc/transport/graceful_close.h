@@ -1,9 +1,9 @@
-// Closes a connection that this rank no longer needs so that its last bytes arrive.
+// Closes a TCP connection such that its last bytes arrive.
 //
 // A TCP socket that is closed while bytes of the peer are unread, or arrive later, is reset: the
-// kernel discards what it had not delivered yet. A thread, which exists only while it has something
-// to do, therefore sends what is unsent, shuts the sending side, and reads and drops what the peer
-// still sends until the peer has received everything. Called by the TCP transport.
+// kernel discards what it had not delivered yet. Therefore a thread, which exists only while there
+// are such sockets, sends the unsent bytes, shuts down the sending side, and reads and drops what
+// the peer still sends until the peer has received everything.
 #pragma once
 
 #include "os/fd.h"
@@ -11,10 +11,10 @@
 
 namespace pycomm {
 
-// Takes a TCP socket, and what is to be sent by it yet; never blocks. It is closed once the peer's
-// kernel has acknowledged all of that, or the peer has closed the connection, or after 2 s. The end
-// of the process waits for those that are on their way; a process that is killed, or leaves without
-// running destructors, does not.
+// Takes a TCP socket and its unsent bytes; never blocks. The socket is closed once the peer's
+// kernel has acknowledged everything, the peer has closed the connection, or 2 s have passed. The
+// end of the process waits for these sockets, unless the process is killed or exits without running
+// destructors.
 void close_gracefully(Fd socket, ConstBytes unsent);
 
 }  // namespace pycomm

@@ -76,19 +76,19 @@ Handshake::Step Handshake::advance() {
   return state_;
 }
 
-// The listener may have said yes already: to close the connection now would look like a death.
+// The listener may already have replied yes: closing the connection now would look like a failure.
 bool Handshake::awaits_yes() const {
   return params_.patient && role_ == Role::connector && stage_ == 3;
 }
 
 Fd Handshake::release() {
-  check(state_ == Step::done, "a connection left its handshake early");
+  check(state_ == Step::done, "a connection was released before its handshake was done");
   return std::move(fd_);
 }
 
 bool Handshake::is_sending() const { return (stage_ % 2 == 0) == (role_ == Role::connector); }
 
-// Moves what the socket takes or gives; true when the message is complete.
+// Sends or receives what the socket allows now; true when the message is complete.
 bool Handshake::transfer() {
   state_ = is_sending() ? Step::want_write : Step::want_read;
   if (role_ == Role::connector && !connected_) {
@@ -123,7 +123,7 @@ bool Handshake::transfer() {
   return true;
 }
 
-// What follows the message that is complete.
+// Prepares the message after the one that is complete.
 void Handshake::next() {
   const bool connector = role_ == Role::connector;
   switch (stage_) {
@@ -135,10 +135,11 @@ void Handshake::next() {
       return connector ? expect_bytes(1) : check_connector();
   }
   declined_ = buffer_[0] == kNo;
-  if (declined_) return refuse("the connection is not wanted: another one stands or is made");
+  if (declined_)
+    return refuse("the peer declined the connection: another one exists or is being made");
   differs_ = buffer_[0] == kDifferent;
   if (differs_) return refuse("the two ranks were given different descriptions of the group");
-  if (connector && buffer_[0] != kYes) return refuse("the other side did not say yes");
+  if (connector && buffer_[0] != kYes) return refuse("the other side sent an invalid reply");
   state_ = Step::done;
 }
 
@@ -189,8 +190,8 @@ std::string Handshake::session_secret() const {
 }
 
 Digest Handshake::keyed_digest(const std::string& label, std::string_view agreed) const {
-  // The context has a length in front of it and all else has a fixed size: no two different
-  // conversations give the same bytes.
+  // The length precedes the context and everything else has a fixed size: different conversations
+  // have different bytes.
   return hmac_sha256(key_, label + '\0' +
                                little_endian(static_cast<uint32_t>(params_.context.size())) +
                                params_.context + greeting_ + answer_ + std::string(agreed));

@@ -1,7 +1,6 @@
-// How two ends of a fresh connection prove to each other that they hold the run's key and belong to
-// the same group, before either believes a byte of the other. Who may not is refused with a
-// sentence. Not encryption: what follows is in the clear unless transport/encrypted.h is put on
-// top. Called by the transports' set-up and the store.
+// Mutual authentication of the two ends of a new connection: each proves that it holds the run's
+// key and belongs to the same group, before either trusts any other byte. A refusal has a reason as
+// text. This is not encryption: transport/encrypted.h provides that.
 //
 //   connector                                    listener
 //   nonce C, my rank                      ->
@@ -9,12 +8,12 @@
 //   agreed, HMAC("connector", all of it)  ->
 //                                         <-     yes, no, or different
 //
-// "All of it" is the context, both nonces, both ranks and `agreed`. Fixed sizes; the two labels
-// keep one end's proof from being sent back to it, the nonces keep an old proof from being used
-// again; the ranks are looked at only after the proof that covers them. "No" tells a rank that has
-// proved who it is that its connection is not wanted: of two that call each other one gives way.
-// After a "yes" both ends hold the same connection. "Different" tells a rank of the group that the
-// two do not know the same of it (HandshakeParams::agreed); both ends then report that.
+// "All of it" is the context, both nonces, both ranks and `agreed`. All sizes are fixed. The two
+// labels prevent the reflection of a proof, the nonces its replay. The ranks are used only after
+// the proof that covers them is verified. "No" declines the connection of an authenticated rank: if
+// two ranks connect to each other, one of the two connections is dropped. After a "yes" both ends
+// use this connection. "Different" means that the two ranks have different descriptions of the
+// group (HandshakeParams::agreed); both ends then report that.
 #pragma once
 
 #include <chrono>
@@ -30,19 +29,19 @@
 namespace pycomm {
 
 struct HandshakeParams {
-  std::string context;  // the group's name and token: both ends must hold the same
-  int rank = 0;         // who I am
-  int expected = -1;    // whom I call, or whom alone I let in; -1: anybody
-  // A digest of what both ends must know alike, of one length at both; may be empty.
+  std::string context;  // the group's name and token; must be equal at both ends
+  int rank = 0;         // this rank
+  int expected = -1;    // the only rank that is accepted at the other end; -1: any
+  // A digest of the data that must be equal at both ends, of one length at both; may be empty.
   std::string agreed{};
   std::function<bool(int peer)> wanted{};  // a listener's yes or no; empty: yes
-  bool patient = false;  // a connector that has proved itself waits for the yes without a limit
+  bool patient = false;  // an authenticated connector waits for the yes without a limit
 };
 
 inline constexpr std::chrono::seconds kHandshakeLimit{5};
 
-// A state machine that never blocks: poll fd() for what advance() wants, and call it again then,
-// and also when `limit` has passed: it then refuses, unless its claim is patient.
+// A state machine that never blocks. Poll fd() for the event that advance() returned, and call it
+// again then, and also when `limit` has passed: it then refuses, unless `patient` applies.
 class Handshake {
  public:
   enum class Role : uint8_t { connector, listener };
@@ -53,24 +52,24 @@ class Handshake {
   Handshake(Fd fd, Role role, std::string key, HandshakeParams params,
             std::chrono::nanoseconds limit = kHandshakeLimit);
 
-  // Once refused, the socket is closed. Not one byte after the other's last is read.
+  // Closes the socket when it refuses. Never reads past the last byte of the handshake.
   Step advance();
   int fd() const { return fd_.get(); }  // -1 once refused or released
   const Deadline& deadline() const { return deadline_; }
   Fd release();                       // after done
-  int peer() const { return peer_; }  // after done or differs(): the rank that the other proved
-  // After done: 32 bytes that both ends derive from the key and from all that they said, of use for
-  // this connection alone. Neither end sends them.
+  int peer() const { return peer_; }  // after done or differs(): the authenticated rank
+  // After done: 32 bytes that both ends derive from the key and the whole handshake, unique to this
+  // connection. They are never sent.
   std::string session_secret() const;
   const std::string& why() const { return why_; }  // after refused
-  bool declined() const { return declined_; }      // after refused: the listener said no
-  // After refused: both ends hold the key and the context, but not the same `agreed`.
+  bool declined() const { return declined_; }      // after refused: the listener replied no
+  // After refused: key and context are equal at both ends, but `agreed` is not.
   bool differs() const { return differs_; }
   bool has_no_listener() const { return no_listener_; }  // after refused: there is no listener
-  // After refused: the other side closed the connection, which is all that an evicted rank sees.
+  // After refused: the other side closed the connection; an evicted rank sees only that.
   bool was_disconnected() const { return disconnected_; }
-  bool greeted() const { return stage_ > 0; }    // a listener's: the greeting is complete
-  bool connected() const { return connected_; }  // a connector's call was taken
+  bool greeted() const { return stage_ > 0; }    // of a listener: the greeting is complete
+  bool connected() const { return connected_; }  // of a connector: the connection was accepted
 
  private:
   bool is_sending() const;
@@ -93,12 +92,12 @@ class Handshake {
   Deadline deadline_;
   Step state_ = Step::want_write;
   std::string buffer_;  // the message that is being sent or received
-  size_t moved_ = 0;    // of it so far
-  int stage_ = 0;       // 0 to 3: which of the four messages
+  size_t moved_ = 0;    // its bytes so far
+  int stage_ = 0;       // 0 to 3: index of the message
   bool connected_ = false, declined_ = false, differs_ = false, no_listener_ = false,
        disconnected_ = false;
-  std::string greeting_;  // what the connector sent first
-  std::string answer_;    // what the listener answered, without its proof
+  std::string greeting_;  // the connector's first message
+  std::string answer_;    // the listener's answer, without its proof
   int peer_ = -1;
   std::string why_;
 };

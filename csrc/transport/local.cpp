@@ -26,37 +26,37 @@ using Key = std::tuple<std::string, int, int>;  // the group, the lower rank, th
 
 struct End {
   int rank;
-  std::string agreed;  // as the rank that came first gave it
+  std::string agreed;  // of the first rank
   std::unique_ptr<Channel> channel;
 };
 
-// Ends whose rank has not come yet, each for as long as the rank that came first holds its own. Of
-// the latest of those that left alone a mark stays: a rank that comes after them does not wait.
+// Ends whose rank has not called yet, each kept while the first rank holds its own end. For the
+// most recent ends that were dropped, `left` keeps a mark, so that their rank does not wait.
 struct PendingEndpoints {
   using Ends = std::map<Key, End>;
 
   std::mutex mutex;  // guards the rest
   Ends ends;
   std::array<Ends::node_type, 1024> left;
-  size_t next = 0;  // of left, to be written over
+  size_t next = 0;  // the index in `left` to overwrite
 };
 
-// Never destroyed: a channel may end later than everything else.
+// Never destroyed: a channel may outlive static objects.
 PendingEndpoints& pending_endpoints() {
   static auto* const one = new PendingEndpoints;
   return *one;
 }
 
-// Of the rank that comes first, as long as its end lives: with it the untaken end is dropped.
+// Lives as long as the end of the first rank; its destructor drops the other end if unused.
 struct PendingEndpoint {
   const Key key;
-  std::shared_ptr<RingMemory> in;  // which the end reads; null where the endpoint is not used
+  std::shared_ptr<RingMemory> in;  // the ring that the end reads; null: the endpoint is not used
 
   explicit PendingEndpoint(Key of) : key(std::move(of)) {}
   PendingEndpoint(const PendingEndpoint&) = delete;
   PendingEndpoint& operator=(const PendingEndpoint&) = delete;
   ~PendingEndpoint() {
-    std::unique_ptr<Channel> end;  // closed when the lock is free
+    std::unique_ptr<Channel> end;  // destroyed after the lock is released
     PendingEndpoints& all = pending_endpoints();
     const std::lock_guard lock(all.mutex);
     const auto found = all.ends.find(key);
@@ -86,15 +86,15 @@ Pair make_pair(size_t ring_bytes, const std::shared_ptr<PendingEndpoint>& endpoi
 
 }  // namespace
 
-std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int peer,
+std::unique_ptr<Channel> local_channel(const std::string& group, int rank, int peer,
                                        size_t ring_bytes, std::string* agreed) {
-  const Key key{meeting, std::min(rank, peer), std::max(rank, peer)};
+  const Key key{group, std::min(rank, peer), std::max(rank, peer)};
   const auto endpoint = std::make_shared<PendingEndpoint>(key);
-  Pair pair;  // as the endpoint, freed without the lock
+  Pair pair;  // like the endpoint, freed without the lock
   PendingEndpoints& all = pending_endpoints();
   const std::lock_guard lock(all.mutex);
   if (const auto found = all.ends.find(key); found != all.ends.end()) {
-    check(found->second.rank == rank, "a rank came twice to a local meeting");
+    check(found->second.rank == rank, "a rank opened its end of a local channel twice");
     auto channel = std::move(found->second.channel);
     if (agreed != nullptr) *agreed = std::move(found->second.agreed);
     all.ends.erase(found);
@@ -110,9 +110,9 @@ std::unique_ptr<Channel> local_channel(const std::string& meeting, int rank, int
   return std::move(pair.mine);
 }
 
-// What the listeners of one group share, while one of them is open.
+// Shared by the listeners of one group while one of them exists.
 struct InProcessListener::Registry {
-  std::string agreed;                                              // as its first rank gave it
+  std::string agreed;                                              // of its first rank
   std::mutex mutex;                                                // guards the rest
   std::map<int, InProcessListener*> listeners;                     // open now
   std::set<int> closed;                                            // ranks
@@ -137,9 +137,9 @@ InProcessListener::InProcessListener(const InProcessGroup& of, int rank, size_t 
   const std::lock_guard lock(registry_->mutex);
   if (registry_->agreed != of.agreed) {
     registry_->closed.insert(rank);
-    throw Mismatch("the ranks of this process were given different notes of the group's ranks");
+    throw Mismatch("the ranks of this process have different rank infos of the group");
   }
-  check(registry_->listeners.emplace(rank, this).second, "a rank came twice to a local meeting");
+  check(registry_->listeners.emplace(rank, this).second, "a rank listens twice in a local group");
   for (auto& [peer, channel] : registry_->pending[rank]) on_connected_(peer, std::move(channel));
   registry_->pending.erase(rank);
 }
@@ -164,13 +164,13 @@ bool InProcessListener::call(int peer) {
   return true;
 }
 
-std::shared_ptr<std::byte> local_memory(const std::string& meeting, int rank, size_t bytes) {
+std::shared_ptr<std::byte> local_memory(const std::string& group, int rank, size_t bytes) {
   static std::mutex mutex;
   static std::map<std::pair<std::string, int>, std::weak_ptr<std::byte>> known;
 
   const std::lock_guard lock(mutex);
   std::erase_if(known, [](const auto& entry) { return entry.second.expired(); });
-  std::weak_ptr<std::byte>& found = known[{meeting, rank}];
+  std::weak_ptr<std::byte>& found = known[{group, rank}];
   auto memory = found.lock();
   if (!memory) found = memory = map_shared_memory(make_shared_memory(bytes).get(), bytes);
   return memory;

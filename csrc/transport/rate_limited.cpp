@@ -1,4 +1,4 @@
-// The bucket, and the channel that asks it.
+// See rate_limited.h.
 #include "transport/rate_limited.h"
 
 #include <sys/timerfd.h>
@@ -13,12 +13,12 @@
 namespace pycomm {
 namespace {
 
-// A frame must fit, or it would never be seen whole; more is a burst that a line would not have.
+// A frame must fit, or it would never arrive completely; a larger burst would be unrealistic.
 constexpr size_t kFrameBytes = sizeof(Header) + kSegmentBytes;
 constexpr double kBurstBytes = 2.0 * kFrameBytes, kBurstS = 0.02;
-// Fewer bytes than this are not worth waking up for.
-constexpr size_t kGrain = size_t{16} << 10;
-constexpr long kTimerNs = 500'000;  // how long a bucket without that is left alone
+// Minimum bytes for a wake-up.
+constexpr size_t kWakeupBytes = size_t{16} << 10;
+constexpr long kTimerNs = 500'000;  // sleep while the bucket holds less than that
 
 class RateLimited final : public Channel {
  public:
@@ -26,7 +26,7 @@ class RateLimited final : public Channel {
       : inner_(std::move(inner)),
         link_(std::move(link)),
         timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
-    check(bool(timer_), "a timer for a throttled line");
+    check(bool(timer_), "no timer for a rate-limited link");
   }
 
   std::string_view transport() const override { return inner_->transport(); }
@@ -64,11 +64,11 @@ class RateLimited final : public Channel {
   bool is_closed() const override { return inner_->is_closed() && !limited_; }
   std::string_view protocol_error() const override { return inner_->protocol_error(); }
 
-  // What the line holds back lies ready beneath, and would wake a sleeper at once, again and again.
+  // Bytes that the link holds back are ready in `inner_`, and would end each sleep immediately.
   pollfd arm(Want want) override {
     timer_armed_ =
-        (want.send && link_->out.available() < kGrain) ||
-        (want.receive && link_->in.available() < std::clamp(want.bytes, kGrain, kFrameBytes));
+        (want.send && link_->out.available() < kWakeupBytes) ||
+        (want.receive && link_->in.available() < std::clamp(want.bytes, kWakeupBytes, kFrameBytes));
     if (!timer_armed_) return inner_->arm(want);
     const itimerspec when{{0, 0}, {0, kTimerNs}};
     ::timerfd_settime(timer_.get(), 0, &when, nullptr);
@@ -86,14 +86,16 @@ class RateLimited final : public Channel {
   std::shared_ptr<RateLimitedLink> link_;
   Fd timer_;
   bool timer_armed_ = false;
-  bool limited_ = false;  // the link passed less than was asked for
+  bool limited_ = false;  // the link passed fewer bytes than requested
 };
 
 }  // namespace
 
 TokenBucket::TokenBucket(double bytes_per_s)
     : rate_(bytes_per_s), most_(std::max(kBurstBytes, kBurstS * bytes_per_s)), tokens_(most_) {
-  if (!(bytes_per_s > 0)) throw InvalidArgument("a line of no speed");
+  if (!(bytes_per_s > 0))
+    throw InvalidArgument("the rate of a link must be positive, got " +
+                          std::to_string(bytes_per_s) + " bytes/s");
 }
 
 size_t TokenBucket::available() {

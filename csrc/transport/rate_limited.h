@@ -1,8 +1,6 @@
-// Channels behind a link of a given speed, where the system cannot limit it (tc needs root): a
-// token bucket in each direction, which all channels of a rank share, those of its subgroups too.
-// For benchmarks. Bytes are those of frames: what TCP and IP add does not count.
-//
-// group/connect.cpp puts it around the channels of a group whose options name a link.
+// Channels with a limited rate, for benchmarks without root (which tc needs): a token bucket for
+// each direction, shared by all channels of a rank, including those of its subgroups. It counts the
+// bytes of frames, without the overhead of TCP and IP.
 #pragma once
 
 #include <chrono>
@@ -14,11 +12,11 @@
 
 namespace pycomm {
 
-// Fills at so many bytes a second, up to a burst. Used by any thread.
+// Fills at `bytes_per_s`, up to a burst. Thread-safe.
 class TokenBucket {
  public:
   explicit TokenBucket(double bytes_per_s);
-  // What may pass now.
+  // The bytes that may pass now.
   size_t available();
   void take(size_t bytes);
 
@@ -34,7 +32,7 @@ struct RateLimitedLink {
   TokenBucket out, in;
 };
 
-// `inner` behind `link`.
+// `inner`, limited by `link`.
 std::unique_ptr<Channel> make_rate_limited(std::unique_ptr<Channel> inner,
                                            std::shared_ptr<RateLimitedLink> link);
 

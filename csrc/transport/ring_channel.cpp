@@ -13,12 +13,12 @@
 namespace pycomm {
 namespace {
 
-// The reader is told of new bytes at least this often, so that it works while the writer copies.
+// The writer publishes new bytes at least this often, so that the reader overlaps with its copy.
 constexpr size_t kPublishBytes = size_t{32} << 10;
 
-// What is sent on the wake-up socket: a byte to wake the reader, or one that precedes a goodbye.
+// Bytes on the wake-up socket: one wakes the reader, the other precedes a goodbye message.
 constexpr char kWake = 0, kGoodbye = 1;
-// More than any unsent frame and its notices; less than a socket holds.
+// More than any unsent frame and its notices; less than the buffer of a socket.
 constexpr size_t kMaxGoodbyeBytes = size_t{128} << 10;
 
 }  // namespace
@@ -31,16 +31,16 @@ RingChannel::RingChannel(std::string_view transport, std::shared_ptr<RingMemory>
       wakeup_socket_(std::move(wakeup_socket)),
       peer_memory_(std::move(peer_memory)) {}
 
-// Sleeping and waking cross like this: the sleeper stores `sleeps`, then loads the position; the
-// mover stores the position, then loads `sleeps`. All four are sequentially consistent, so at least
-// one of them sees the other, and no wake-up is lost.
+// No wake-up is lost: the sleeping side stores `sleeps`, then loads the position; the other side
+// stores the position, then loads `sleeps`. All four operations are sequentially consistent, so at
+// least one side sees the store of the other.
 void RingChannel::wake_if_sleeping(std::atomic<uint32_t>& sleeps) {
   if (sleeps.load() != 0 && sleeps.exchange(0) != 0) wake_peer();
 }
 
 void RingChannel::wake_peer() {
   if (closed_) return;
-  // A full socket wakes as well as one more byte would; a dead peer is noticed by poll.
+  // A full socket already wakes the peer; poll(2) detects a dead peer.
   (void)::send(wakeup_socket_.get(), &kWake, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
@@ -72,8 +72,9 @@ ConstBytes RingChannel::peek(size_t want) {
     const ConstBytes here = ConstBytes(remaining_).subspan(remaining_taken_);
     return here.first(std::min(here.size(), want));
   }
-  const uint64_t written = in().written.load(std::memory_order_acquire);  // its bytes are there
-  if (written - read_ > in_->bytes()) {  // the peer wrote over its head
+  const uint64_t written =
+      in().written.load(std::memory_order_acquire);  // then its bytes are valid
+  if (written - read_ > in_->bytes()) {              // the peer wrote an invalid position
     corrupt_ = true;
     close({});
     return {};
@@ -102,7 +103,7 @@ size_t RingChannel::receive(Bytes into) {
 pollfd RingChannel::arm(Want want) {
   if (want.receive) in().reader_sleeps.store(1);
   if (want.send) out().writer_sleeps.store(1);
-  // Only for the order of sequentially consistent operations; the caller looks for progress next.
+  // Only for the order of sequentially consistent operations; the caller polls for progress next.
   if (want.receive) (void)in().written.load();
   if (want.send) peer_read_ = out().read.load();
   return {wakeup_socket_.get(), POLLIN, 0};
@@ -127,13 +128,13 @@ void RingChannel::disarm(short revents) {
 void RingChannel::drain_wakeup(ConstBytes bytes) {
   if (goodbye_.empty())
     while (!bytes.empty() && bytes[0] == std::byte{kWake}) bytes = bytes.subspan(1);
-  const size_t room = kMaxGoodbyeBytes - std::min(kMaxGoodbyeBytes, goodbye_.size());
-  const ConstBytes kept = bytes.first(std::min(room, bytes.size()));
+  const size_t space = kMaxGoodbyeBytes - std::min(kMaxGoodbyeBytes, goodbye_.size());
+  const ConstBytes kept = bytes.first(std::min(space, bytes.size()));
   goodbye_.insert(goodbye_.end(), kept.begin(), kept.end());
 }
 
-// After a goodbye on the socket the peer writes to the ring no more: the ring's bytes and the
-// goodbye are one run.
+// After a goodbye on the socket the peer does not write to the ring any more: joins the bytes of
+// the ring and the goodbye.
 void RingChannel::append_goodbye() {
   if (goodbye_.empty()) return;
   const ConstBytes ring = peek(SIZE_MAX);
@@ -143,12 +144,12 @@ void RingChannel::append_goodbye() {
   remaining_ = std::move(rest);
 }
 
-// The socket has a buffer of its own, which the kernel keeps for the peer. Its size is doubled, as
-// it may be full of wake-ups.
+// The kernel keeps the socket's buffer for the peer after close(). Its size is doubled first,
+// because it may be full of wake-ups.
 void RingChannel::send_goodbye(ConstBytes unsent) {
   int bytes = 0;
   socklen_t length = sizeof bytes;
-  // The kernel doubles what it is told, and gives it doubled.
+  // setsockopt() doubles the value, and getsockopt() returns the doubled one.
   if (::getsockopt(wakeup_socket_.get(), SOL_SOCKET, SO_SNDBUF, &bytes, &length) == 0)
     ::setsockopt(wakeup_socket_.get(), SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
   char mark = kGoodbye;
@@ -161,7 +162,7 @@ void RingChannel::send_goodbye(ConstBytes unsent) {
 
 void RingChannel::close(ConstBytes unsent) {
   if (wakeup_socket_ && !unsent.empty()) send_goodbye(unsent);
-  // A process that was forked off has the descriptor too, and would hold the connection open.
+  // A forked process has the descriptor too and would keep the connection open without this.
   if (wakeup_socket_) ::shutdown(wakeup_socket_.get(), SHUT_RDWR);
   wakeup_socket_ = {};
   closed_ = true;

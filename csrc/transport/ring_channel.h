@@ -1,10 +1,9 @@
-// A channel through memory that both ranks see: a ring of bytes for each direction and a wake-up
-// socket.
+// A channel through shared memory: a ring buffer for each direction and a wake-up socket.
 //
-// Each ring has one writer and one reader. A rank that sleeps says so in the ring; the rank that
-// moves the ring then sends one byte on the stream socket. The kernel closes the socket when a rank
-// dies. A goodbye message for which a full ring has no space is sent on the socket too. local.cpp
-// and shm.cpp differ only in how two ranks come to hold the same rings.
+// Each ring has one writer and one reader. A rank sets a flag in the ring before it sleeps; the
+// peer that then moves a position of the ring sends one byte on the socket. The kernel closes the
+// socket when a rank dies. A goodbye message that does not fit into a full ring is also sent on the
+// socket. local.cpp and shm.cpp differ only in how two ranks obtain the same rings.
 #pragma once
 
 #include <atomic>
@@ -17,7 +16,7 @@
 
 namespace pycomm {
 
-// The first page of a ring. Positions count bytes since the start and never wrap.
+// The first page of a ring. Positions count all bytes since the start and never wrap.
 struct RingHead {
   alignas(64) std::atomic<uint64_t> written;
   alignas(64) std::atomic<uint64_t> read;
@@ -25,7 +24,7 @@ struct RingHead {
   alignas(64) std::atomic<uint32_t> writer_sleeps;
 };
 
-// What a peer gives to be mapped, beside the rings.
+// Memory that a peer shares in addition to the rings.
 struct PeerMemory {
   std::shared_ptr<std::byte> memory;
   HeapView heap;
@@ -43,7 +42,7 @@ class RingChannel final : public Channel {
   size_t receive(Bytes into) override;
   bool is_closed() const override { return closed_; }
   std::string_view protocol_error() const override {
-    return corrupt_ ? "its ring of shared memory holds more than fits into it" : "";
+    return corrupt_ ? "its ring in shared memory has an invalid write position" : "";
   }
   pollfd arm(Want want) override;
   void disarm(short revents) override;
@@ -65,10 +64,10 @@ class RingChannel final : public Channel {
   std::shared_ptr<RingMemory> in_, out_;
   Fd wakeup_socket_;
   PeerMemory peer_memory_;
-  uint64_t written_ = 0, read_ = 0;   // our own ends; the shared copies are for the peer
-  uint64_t peer_read_ = 0;            // the last we saw of the peer's
+  uint64_t written_ = 0, read_ = 0;   // own positions; the copies in the rings are for the peer
+  uint64_t peer_read_ = 0;            // the peer's read position when last loaded
   std::vector<std::byte> goodbye_;    // received on the wake-up socket
-  std::vector<std::byte> remaining_;  // replaces the ring, once the peer is gone and left a goodbye
+  std::vector<std::byte> remaining_;  // ring and goodbye, after the peer closed; replaces the ring
   size_t remaining_taken_ = 0;
   bool closed_ = false, corrupt_ = false;
 };

@@ -31,11 +31,11 @@ std::string random_name() {
 
 std::string not_our_user(uint32_t user) {
   return "it runs as user " + std::to_string(user) + ", this rank as user " +
-         std::to_string(::geteuid()) + ": shared memory is for ranks of one user";
+         std::to_string(::geteuid()) + ": shared memory requires one user for all ranks of a host";
 }
 
-// A message of one byte with descriptors beside it: the ring that its sender reads, the memory that
-// it lays out, and its heap if it has one.
+// A message of one byte with descriptors: the ring that its sender reads, the sender's shared
+// memory segment, and its heap if it has one.
 constexpr size_t kLeastFds = 2, kMostFds = 3;
 
 struct Passed {
@@ -62,20 +62,20 @@ void pass(int socket, std::span<const int> fds) {
   head->cmsg_len = CMSG_LEN(fds.size_bytes());
   passed.message.msg_controllen = CMSG_SPACE(fds.size_bytes());
   std::memcpy(CMSG_DATA(head), fds.data(), fds.size_bytes());
-  // A peer that died meanwhile is noticed when its own offer is waited for.
+  // The death of the peer is detected by accept().
   if (::sendmsg(socket, &passed.message, MSG_NOSIGNAL) < 0 && errno != EPIPE && errno != ECONNRESET)
     throw_errno("passing shared memory to a peer");
 }
 
-// By the order above; the last one is empty where there was none.
+// In the order above; the last one is empty if the sender has no heap.
 std::array<Fd, kMostFds> take_passed(int socket, const Deadline& deadline) {
   Passed passed;
   for (;;) {
     const auto n = ::recvmsg(socket, &passed.message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-    if (n == 0) throw PeerLost("it hung up while its connection was set up");
+    if (n == 0) throw PeerLost("it closed the connection during its setup");
     if (n > 0) break;
     if (errno != EAGAIN && errno != EINTR)
-      throw PeerLost(std::string("it was lost while its connection was set up: ") +
+      throw PeerLost(std::string("the connection failed during its setup: ") +
                      std::strerror(errno));
     if (deadline.expired()) throw Timeout("it connected but sent no shared memory");
     pollfd wait{socket, POLLIN, 0};
@@ -88,11 +88,12 @@ std::array<Fd, kMostFds> take_passed(int socket, const Deadline& deadline) {
   for (size_t i = 0; i < count; ++i) {
     int fd = -1;
     std::memcpy(&fd, CMSG_DATA(head) + i * sizeof fd, sizeof fd);
-    Fd one(fd);  // those beyond the last are closed
+    Fd one(fd);  // closes those beyond kMostFds
     if (i < kMostFds) fds[i] = std::move(one);
   }
   if (count < kLeastFds || count > kMostFds)
-    throw PeerLost("it sent " + std::to_string(count) + " descriptors and not shared memory");
+    throw PeerLost("invalid shared memory: it sent " + std::to_string(count) +
+                   " descriptors, expected 2 or 3");
   return fds;
 }
 
@@ -117,26 +118,26 @@ class Shm final : public SocketTransport {
     return start_connect(abstract_unix_address(way));
   }
 
-  // Each side makes the ring that it reads, and gives the other the same memory to write. Both
-  // sides check the user before that: the memory is writable.
+  // Each side creates the ring that it reads and passes it to the other, which writes it. Both
+  // sides check the user first, because the memory is writable.
   void send_memory(int fd) override {
     if (uint32_t user = 0; !is_our_user(fd, user)) throw PeerLost(not_our_user(user));
     Fd memory = make_shared_memory(RingMemory::file_bytes(ring_bytes_));
     const std::array<int, kMostFds> fds{memory.get(), memory_.get(),
                                         heap_ ? heap_->descriptor() : -1};
     pass(fd, std::span(fds).first(heap_ ? kMostFds : kLeastFds));
-    offered_[fd] = std::move(memory);
+    sent_memory_[fd] = std::move(memory);
   }
 
   bool exchanges() const override { return true; }
 
   std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) override {
-    auto mine = offered_.extract(fd.get());
-    check(!mine.empty(), "accepted without an offer");
+    auto mine = sent_memory_.extract(fd.get());
+    check(!mine.empty(), "accept() was called without send_memory()");
     const auto [theirs, memory, heap] = take_passed(fd.get(), deadline);
     if (!is_shared_memory(theirs.get(), RingMemory::file_bytes(ring_bytes_)) ||
         !is_shared_memory(memory.get(), memory_bytes_))
-      throw PeerLost("what it sent is not shared memory of the agreed size");
+      throw PeerLost("invalid shared memory: it is not sealed or has a different size");
     auto in = std::make_shared<RingMemory>(mine.mapped().get(), ring_bytes_);
     auto out = std::make_shared<RingMemory>(theirs.get(), ring_bytes_);
     PeerMemory peer_memory{map_shared_memory(memory.get(), memory_bytes_), {}};
@@ -156,7 +157,7 @@ class Shm final : public SocketTransport {
   std::shared_ptr<std::byte> mapped_;
   std::string address_;
   Fd listener_;
-  std::map<int, Fd> offered_;
+  std::map<int, Fd> sent_memory_;
 };
 
 }  // namespace

@@ -22,20 +22,20 @@
 namespace pycomm {
 namespace {
 
-// What is read ahead. A header and a small message come in one system call; of a large message at
-// most kReadAhead bytes are copied twice.
+// Bytes that are read ahead. A header and a small message take one system call; of a large message
+// at most kReadAhead bytes are copied twice.
 constexpr size_t kReadAhead = size_t{4} << 10;
 constexpr size_t kBufferBytes = size_t{256} << 10;
 
-// What waits in the kernel before it is sent: enough for the time that a sleeper needs to wake (0.2
-// ms at 10 Gbit/s), and little, for it was copied and should still be in the cache when it leaves.
+// Maximum unsent bytes in the kernel: enough for the time in which a sleeping thread wakes up (0.2
+// ms at 10 Gbit/s), and few enough that they are still in the cache when they are sent.
 constexpr int kUnsentBytes = 512 << 10;
 
-// A wake-up costs as much as tens of kilobytes of traffic; more than this is not waited for, so
-// that ranks in a chain work at the same time.
+// Maximum bytes to wait for before a wake-up, which costs as much as tens of kilobytes of traffic.
+// With more, ranks in a chain would not overlap.
 constexpr size_t kMostAwaited = size_t{256} << 10;
 
-// Between hosts that answer sooner the way is short and its owner's own.
+// Below this round-trip time the hosts are in one local network.
 constexpr uint32_t kNearUs = 1000;
 
 template <typename T>
@@ -43,7 +43,7 @@ void set_tcp(int fd, int option, const T& value) {
   ::setsockopt(fd, IPPROTO_TCP, option, &value, sizeof value);
 }
 
-// BBR is for long ways. On a short one its timers cost the processor more than the data: an
+// BBR is for long distances. On a short one its timers cost more processor time than the data: an
 // all_reduce of 16 MiB between two namespaces at 10 Gbit/s took 30 ms with it, and 22 without.
 void pace_if_far(int fd) {
   tcp_info info{};
@@ -72,13 +72,13 @@ class TcpChannel final : public Channel {
     message.msg_iov = parts.data();
     message.msg_iovlen = parts.size();
     for (;;) {
-      // Else a frame of 64 KiB ends in a packet of a few hundred bytes.
+      // Without MSG_MORE a frame of 64 KiB ends in a packet of a few hundred bytes.
       const int wait = more_ ? MSG_MORE : 0;
       const auto n = ::sendmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL | wait);
       if (n >= 0) return static_cast<size_t>(n);
       if (errno == EINTR) continue;
       if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
-      closed_ = true;  // what it sent before may still be there to read
+      closed_ = true;  // bytes that it sent before can still be read
       return head.size() + body.size();
     }
   }
@@ -108,7 +108,7 @@ class TcpChannel final : public Channel {
       end_ = read({buffer_.data(), kReadAhead});
     }
     const size_t n = std::min(into.size(), end_ - begin_);
-    if (n == 0) return 0;  // memcpy from nowhere is not allowed even for no bytes
+    if (n == 0) return 0;  // memcpy from a null pointer is undefined even for 0 bytes
     std::memcpy(into.data(), buffer_.data() + begin_, n);
     begin_ += n;
     return n;
@@ -117,7 +117,7 @@ class TcpChannel final : public Channel {
   bool is_closed() const override { return closed_; }
 
   pollfd arm(Want want) override {
-    // POLLRDHUP tells of a peer that closed even where nothing is to be read now.
+    // POLLRDHUP reports a closed peer even if there is nothing to read.
     if (want.receive) wake_at(want.bytes - std::min(want.bytes, end_ - begin_));
     const int events = (want.receive ? POLLIN : 0) | (want.send ? POLLOUT : 0) | POLLRDHUP;
     return {fd_.get(), static_cast<short>(events), 0};
@@ -127,14 +127,14 @@ class TcpChannel final : public Channel {
     if ((revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0) closed_ = true;
   }
 
-  // From here on what the peer sends is dropped.
+  // Drops whatever the peer sends from now on.
   void close(ConstBytes unsent) override {
     close_gracefully(std::move(fd_), unsent);
     closed_ = true;
   }
 
  private:
-  // How much must have arrived before poll(2) tells of it; of a peer's end it tells at once.
+  // Sets how many bytes must arrive before poll(2) returns; a closed peer ends it immediately.
   void wake_at(size_t bytes) {
     const int least = static_cast<int>(std::clamp<size_t>(bytes, 1, kMostAwaited));
     if (least == wakes_at_) return;
@@ -160,9 +160,9 @@ class TcpChannel final : public Channel {
   int wakes_at_ = 1;
 };
 
-// Where rank 0 is known by a loopback address all ranks run on this host: that address, else none.
-// Host names other than "localhost" are not looked up: a host's own name may be its loopback here
-// and its network address elsewhere.
+// The loopback address of rank 0, if it has one: then all ranks run on this host. Host names other
+// than "localhost" are not looked up: a host's own name may be its loopback address here and its
+// network address elsewhere.
 std::optional<Address> loopback_of(const std::string& towards) {
   const std::string host = towards == "localhost" ? "127.0.0.1" : towards;
   in6_addr parsed{};
@@ -178,19 +178,19 @@ class Tcp final : public SocketTransport {
   Tcp(const std::string& choice, const std::string& towards) {
     if (const auto loopback = loopback_of(towards); loopback && choice.empty()) {
       listeners_.push_back(listen_on(*loopback));
-      tell(local_address(listeners_[0].get()));
+      publish(local_address(listeners_[0].get()));
       return;
     }
     if (choice.empty()) {
       listeners_.push_back(listen_on(tcp_address("", 0)));
       const auto port = local_address(listeners_[0].get()).port();
-      for (const Address& address : offered_addresses(towards)) tell(address.with_port(port));
+      for (const Address& address : offered_addresses(towards)) publish(address.with_port(port));
       return;
     }
     sources_ = chosen_addresses(choice);
     for (const Address& address : sources_) {
       listeners_.push_back(listen_on(address));
-      tell(local_address(listeners_.back().get()));
+      publish(local_address(listeners_.back().get()));
     }
   }
 
@@ -202,8 +202,7 @@ class Tcp final : public SocketTransport {
     return fds;
   }
 
-  // The loopback leads back to the caller's own host: on one host it is the best way, to another it
-  // is none.
+  // A loopback address is the best one on the same host and unusable on another.
   std::vector<std::string> ways(const std::string& address, bool same_host) const override {
     std::vector<std::string> inside, outside;
     std::istringstream words(address);
@@ -228,7 +227,9 @@ class Tcp final : public SocketTransport {
   }
 
  private:
-  void tell(const Address& address) { address_ += (address_.empty() ? "" : " ") + address.text(); }
+  void publish(const Address& address) {
+    address_ += (address_.empty() ? "" : " ") + address.text();
+  }
 
   std::vector<Fd> listeners_;
   std::vector<Address> sources_;  // the chosen ones

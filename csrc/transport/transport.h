@@ -1,8 +1,8 @@
-// What a transport is: a way to move bytes, in order and in both directions, between two ranks. It
-// knows no dtype, no reduction, no plan, and not what a frame means.
+// The interface of a transport: moves bytes, in order and in both directions, between two ranks. It
+// does not interpret them.
 //
-// Nothing here blocks. A rank that has nothing to do arms its channels, polls their descriptors,
-// and disarms them again; so one poll(2) covers any mixture of transports, and sees a peer die.
+// Nothing here blocks. An idle rank arms its channels, polls their descriptors, and disarms them
+// again. So one poll(2) covers any mixture of transports and detects the death of a peer.
 #pragma once
 
 #include <poll.h>
@@ -23,13 +23,11 @@ namespace pycomm {
 using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
 
-// What a rank waits for on a channel while it sleeps. A channel always wakes it when the peer
-// closes.
+// The events that wake a sleeping rank on a channel. The peer's close always wakes it.
 struct Want {
   bool receive = false;
   bool send = false;
-  // Of `receive`: how much is worth a wake-up, where the channel can tell; less may lie there until
-  // something else wakes the rank.
+  // With `receive`: the minimum bytes for a wake-up, if the channel supports it.
   size_t bytes = 1;
 };
 
@@ -39,71 +37,70 @@ class Channel {
   virtual ~Channel() = default;  // closes
   virtual std::string_view transport() const = 0;
 
-  // Takes as much of `head` and then `body` as fits now, perhaps nothing; gives the bytes taken.
-  // The bytes that were not taken come first in the next send() or close(). After the peer closed
-  // bytes are taken and lost.
+  // Takes as much of `head` and then `body` as fits now, perhaps nothing; returns the bytes taken.
+  // The next send() or close() must start with the bytes that were not taken. After the peer closed
+  // the connection, bytes are taken and lost.
   virtual size_t send(ConstBytes head, ConstBytes body) = 0;
-  // Of the sends to come: whether further ones follow at once, so that the end of what is sent may
-  // wait for them.
+  // A hint for the next sends: whether more follow immediately, so that the end of the data may be
+  // held back for them (MSG_MORE).
   virtual void expect_more(bool) {}
 
-  // What has arrived and was not taken, as one run; at least 64 KiB of it if that much was sent and
-  // `want` asks for it. Valid until the next call.
+  // The bytes that have arrived and were not taken, contiguous; at least 64 KiB if that many
+  // arrived and `want` asks for them. Valid until the next call.
   virtual ConstBytes peek(size_t want) = 0;
   virtual void take(size_t bytes) = 0;
-  // Moves what has arrived, or a part of it, into `into`; gives the bytes moved, 0 if none are
-  // here.
+  // Moves some or all of the bytes that have arrived to `into`; returns their number, perhaps 0.
   virtual size_t receive(Bytes into) = 0;
 
-  // The peer closed the connection or died. What it sent before can still be received.
+  // The peer closed the connection or died. Bytes that it sent before can still be received.
   virtual bool is_closed() const = 0;
-  // Why the channel counts as closed, where the peer violated the protocol. Else empty.
+  // The reason if the channel is closed because the peer violated the protocol. Else empty.
   virtual std::string_view protocol_error() const { return {}; }
 
-  // Before sleeping; look for progress once more between arm() and poll(2), and do not sleep if
-  // there was any, or a wake-up is lost.
+  // Call before sleeping. Check for progress once more between arm() and poll(2), and do not sleep
+  // if there was any; otherwise a wake-up can be lost.
   virtual pollfd arm(Want want) = 0;
   virtual void disarm(short revents) = 0;
 
-  // Whether polling costs about as much as it gains: while much data is in transit it is better to
-  // sleep.
+  // Whether polling costs about as much as it saves: then sleep while much data is in transit.
   virtual bool polling_is_expensive() const { return false; }
 
   // Wakes the peer if it sleeps on this channel.
   virtual void wake_peer() {}
-  // What the peer lays out for the ranks of its host, where both see the same memory; else null.
+  // The peer's shared memory segment for the ranks of its host; null on other transports.
   virtual std::shared_ptr<std::byte> memory() const { return nullptr; }
-  // The peer's heap, where it gave one.
+  // The peer's shared heap, if it passed one.
   virtual HeapView heap() const { return {}; }
 
-  // Ends this side: what was sent is still delivered, and behind it `unsent`, which had no room
-  // yet, though the peer may not read for long; then it sees is_closed(). Nothing more is received.
-  // Does not block.
+  // Closes this side. The bytes sent before, then `unsent`, are still delivered even if the peer
+  // does not read for a while; then the peer sees is_closed(). Nothing more is received. Does not
+  // block.
   virtual void close(ConstBytes unsent) = 0;
 };
 
-// Ranks of two processes meet on a socket, prove who they are (handshake.h), and only then make a
-// channel of it: each side offers, then each side accepts.
+// A transport between processes. Two ranks connect a socket, authenticate (handshake.h), and only
+// then make a channel of it: each side calls send_memory(), then accept().
 class SocketTransport {
  public:
   virtual ~SocketTransport() = default;
   virtual std::string_view name() const = 0;
-  // What peers need in order to call: one address, or several with blanks between them; plain text.
+  // The address for peers to connect to, or several separated by blanks; plain text.
   virtual const std::string& address() const = 0;
   virtual std::vector<int> listeners() const = 0;
-  // Of what a listener gave as address(), those that a caller on the same host, or on another, may
-  // reach it by, best first; perhaps none.
+  // The addresses in a listener's address() at which a caller on the same host, or on another one,
+  // may reach it; best first, perhaps none.
   virtual std::vector<std::string> ways(const std::string& address, bool same_host) const = 0;
-  // Starts a connection by one of them. It fails or stands when the descriptor is writable. Throws
-  // PeerLost where it cannot even be begun.
+  // Starts to connect to one of them. The descriptor becomes writable when the connection is
+  // established or failed. Throws PeerLost if it cannot be started.
   virtual Fd call(const std::string& way) const = 0;
-  // Sends what the other side needs for its end. Never blocks for long.
+  // Sends the shared memory that the other side needs. Never blocks for long.
   virtual void send_memory(int fd) = 0;
-  // Whether accept() waits for an offer, which is there when the descriptor is readable.
+  // Whether accept() waits for the other side's memory; it has arrived when the descriptor is
+  // readable.
   virtual bool exchanges() const = 0;
-  // Waits for the other side's offer. Throws PeerLost, Timeout.
+  // Waits for the other side's memory. Throws PeerLost, Timeout.
   virtual std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) = 0;
-  // What this rank lays out for those that it has accepted: their channels' memory().
+  // This rank's shared memory segment: memory() of the channels of the peers that it accepted.
   virtual std::shared_ptr<std::byte> memory() const { return nullptr; }
 };
 

@@ -150,7 +150,7 @@ void send_on(const std::string& by, void (*go)(Engine&, Life&), std::string_view
 
 const ByTransport kSenders{
     "who only sends learns that nobody receives", [](const std::string& by) {
-      send_on(by, [](Engine&, Life& life) { life.end(); }, "hung up without a word");
+      send_on(by, [](Engine&, Life& life) { life.end(); }, "the connection closed unexpectedly");
       send_on(by, [](Engine& gone, Life&) { gone.leave(); }, "it closed the group");
       send_on(
           by, [](Engine& gone, Life&) { gone.fail(PeerLost("no more", {.peer = 1})); },
@@ -222,7 +222,7 @@ const ByTransport kGarbage{
           run_call(engine, scene, array, Deadline(200ms));
         });
         expect(ending.is(hangs_up ? ErrorKind::peer_lost : ErrorKind::timeout), ending.text());
-        if (hangs_up) expect(ending.says("rank 1 sent what nobody can read"), ending.text());
+        if (hangs_up) expect(ending.says("protocol error from rank 1"), ending.text());
         expect(!ending.says("bug in pycomm"), ending.text());
       }
     }};
@@ -347,7 +347,8 @@ const Test kSpoiltRing{
           run_call(engine, scene, array);
         });
         expect(ending.is(ErrorKind::peer_lost), ending.text());
-        expect(ending.says("rank 1 sent what nobody can read: its ring"), ending.text());
+        expect(ending.says("protocol error from rank 1") && ending.says(": its ring"),
+               ending.text());
       }
     }};
 
