@@ -161,7 +161,7 @@ def test_async_calls_end_in_order_and_keep_their_arrays() -> None:
         assert all((x == 2.0 * i).all() for i, x in enumerate(every))
 
 
-def test_waiting_for_a_work_has_a_limit_and_the_call_continues() -> None:
+def test_wait_times_out_and_the_call_continues() -> None:
     ready = threading.Event()
 
     def fn(group: Group) -> Any:
@@ -198,7 +198,7 @@ def test_split(transport: str) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_bytes_are_those_of_the_ring(n: int) -> None:
+def test_ring_sends_the_expected_bytes(n: int) -> None:
     """A ring sends each of its 2 (n - 1) pieces of 1/n once; headers come on top."""
 
     def fn(group: Group) -> Any:
@@ -245,7 +245,7 @@ def shapes_and_arguments(group: Group) -> float:
     return float(pycomm.all_reduce(x)[0])
 
 
-def test_wrong_arguments_are_refused_before_anything_moves() -> None:
+def test_wrong_arguments_raise_before_data_is_sent() -> None:
     assert run_ranks(2, shapes_and_arguments) == [2.0, 2.0]
 
 
@@ -270,7 +270,7 @@ def many_calls(group: Group) -> list[Any]:
     return readings
 
 
-def test_ten_thousand_calls_leave_nothing_behind() -> None:
+def test_ten_thousand_calls_leak_nothing() -> None:
     for (fds, threads, resident), (fds_after, threads_after, resident_after) in run_ranks(
         2, many_calls, transport="", processes=True
     ):
@@ -279,7 +279,7 @@ def test_ten_thousand_calls_leave_nothing_behind() -> None:
         assert resident_after - resident < 4.0
 
 
-def test_groups_leave_nothing_behind() -> None:
+def test_groups_leak_nothing() -> None:
     def fn(group: Group) -> Any:
         group.split(0)
         pycomm.barrier()
@@ -299,7 +299,7 @@ def test_groups_leave_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("transport", ["local", "shm"])
-def test_a_closed_group_holds_no_connection(transport: str) -> None:
+def test_closed_group_has_no_open_connections(transport: str) -> None:
     kept: list[Group] = []
     before = counts()[0]
     run_ranks(8, kept.append, transport=transport)
@@ -349,7 +349,7 @@ def run_python(code: str, **environment: str) -> Any:
     )
 
 
-def test_alone_from_init_to_exit() -> None:
+def test_single_process_from_init_to_exit() -> None:
     done = run_python(ALONE)
     assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
 
@@ -363,7 +363,7 @@ print(group.peer_info()[-1].transport)
 
 
 @pytest.mark.parametrize("secret", ["", "0123456789abcdef"])
-def test_processes_meet_through_the_environment(secret: str) -> None:
+def test_processes_rendezvous_by_environment_variables(secret: str) -> None:
     """With a key through our own store, without one through torch's."""
     port = str(free_port())
     ranks = []
@@ -378,7 +378,7 @@ def test_processes_meet_through_the_environment(secret: str) -> None:
     assert [process.returncode for process in ranks] == [0, 0]
 
 
-def test_without_key_and_torch_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_secret_and_torch_init_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from pycomm import config, rendezvous
 
     monkeypatch.setattr(rendezvous.importlib.util, "find_spec", lambda name: None)
@@ -390,7 +390,7 @@ def test_without_key_and_torch_there_is_a_sentence(monkeypatch: pytest.MonkeyPat
         rendezvous.find_store(config.Config(rank=0, size=2), 1.0)
 
 
-def test_log_tells_who_is_there() -> None:
+def test_log_lists_the_ranks() -> None:
     done = run_python("import pycomm; pycomm.init()", PYCOMM_LOG="info")
     assert done.returncode == 0
     said = r'pycomm: group "world": 1 ranks on 1 hosts; rank 0 is local rank 0 of 1 on \S+, device'

@@ -41,9 +41,7 @@ LAYOUTS = ["plain", "rows", "columns", "transposed", "backwards", "fortran"]
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("async_op", [False, True])
-def test_any_strides_give_the_right_result_and_touch_nothing_else(
-    kind: str, async_op: bool
-) -> None:
+def test_any_strides_give_correct_results_and_write_nothing_else(kind: str, async_op: bool) -> None:
     wanted = np.arange(12).reshape(3, 4)
 
     def reduce_one(group: Group) -> Any:
@@ -83,7 +81,7 @@ def test_inputs_and_outputs_of_any_strides_gather_and_scatter(kind: str) -> None
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_each_numpy_dtype_travels(dtype: str, n: int) -> None:
+def test_each_numpy_dtype_is_sent(dtype: str, n: int) -> None:
     def fn(group: Group) -> Any:
         x = np.array([0, 1, 1, 0, 1], dtype)
         whole = pycomm.all_gather(x, group=group)
@@ -97,7 +95,7 @@ def test_each_numpy_dtype_travels(dtype: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_torch_dtype_travels(dtype: str) -> None:
+def test_each_torch_dtype_is_sent(dtype: str) -> None:
     kind = getattr(torch, dtype)
 
     def fn(group: Group) -> Any:
@@ -158,7 +156,7 @@ def test_zero_dimensions_and_zero_elements(shape: tuple[int, ...], n: int) -> No
         assert (row == n * n).all()
 
 
-def test_what_shares_memory_with_the_output() -> None:
+def test_inputs_that_alias_the_output() -> None:
     """x may be out[rank], or anything else inside out: then it is copied first."""
 
     def fn(group: Group) -> Any:
@@ -178,7 +176,7 @@ def test_what_shares_memory_with_the_output() -> None:
         assert row == [[2, 4], [6, 8]][rank]
 
 
-def test_anything_with_memory_is_an_array() -> None:
+def test_buffer_protocol_objects_are_arrays() -> None:
     def fn(group: Group) -> Any:
         text, numbers = bytearray(b"\x01\x02"), array.array("d", [1.0, 2.0])
         assert pycomm.all_reduce(text, group=group) is text
@@ -224,7 +222,7 @@ class CudaArray(Dlpack):
         raise TypeError("Implicit conversion to a NumPy array is not allowed")
 
 
-def test_arrays_of_dlpack_in_host_memory_travel() -> None:
+def test_dlpack_arrays_in_host_memory_are_sent() -> None:
     def fn(group: Group) -> Any:
         x = Dlpack()
         rows = pycomm.all_gather(x, group=group)
@@ -244,7 +242,7 @@ class NoGpu:
         raise Unsupported("no GPU here")
 
 
-def test_device_arrays_are_refused_as_inputs_and_outputs() -> None:
+def test_device_arrays_are_rejected_as_inputs_and_outputs() -> None:
     def fn(group: Group) -> None:
         for call in (
             lambda: pycomm.all_reduce(CudaArray()),
@@ -320,7 +318,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_refused_says_why_and_the_group_continues(case: str) -> None:
+def test_rejected_arrays_raise_with_the_reason_and_the_group_continues(case: str) -> None:
     make, kind, words = REFUSED[case]
 
     def fn(group: Group) -> Any:
@@ -331,7 +329,7 @@ def test_what_is_refused_says_why_and_the_group_continues(case: str) -> None:
     assert run_ranks(2, fn) == [[2.0, 2.0]] * 2
 
 
-def test_overlapping_inputs_are_only_read() -> None:
+def test_overlapping_inputs_are_not_written() -> None:
     def fn(group: Group) -> Any:
         return pycomm.all_gather(torch.tensor([1.0 + group.rank]).expand(3), group=group)
 
@@ -361,7 +359,7 @@ def test_random_layouts_never_write_outside() -> None:
     run_ranks(2, fn)
 
 
-def test_more_than_two_to_the_31_bytes_have_whole_counts() -> None:
+def test_counts_exceed_31_bits() -> None:
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (1 << 33,), (1,), writeable=False)
     one = arrays.view(huge)
     assert one.count == 1 << 33

@@ -60,7 +60,7 @@ LETS_IN = pytest.mark.no_attack("it lets unauthenticated clients in, for which t
 
 @LETS_IN
 @pytest.mark.parametrize(("more", "let_in"), [(0, False), (1, True)])
-def test_a_client_that_passes_the_handshake_is_counted_as_let_in(more: int, let_in: bool) -> None:
+def test_client_that_passes_the_handshake_is_counted_as_accepted(more: int, let_in: bool) -> None:
     with answers(b"x" * (ANSWER + more)) as (address, came):
         attack = UnauthenticatedClients()
         for _ in MANNERS:
@@ -75,7 +75,7 @@ def test_a_client_that_passes_the_handshake_is_counted_as_let_in(more: int, let_
 
 
 @TOLD_APART
-def test_they_come_to_each_listener_of_ours_and_to_nobody_else() -> None:
+def test_attack_connects_to_each_pycomm_listener_and_no_other() -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
     attack = Attack(os.getpid())
@@ -105,7 +105,7 @@ def test_they_come_to_each_listener_of_ours_and_to_nobody_else() -> None:
 
 
 @TOLD_APART
-def test_they_spare_who_asks_for_it() -> None:
+def test_attack_skips_processes_with_no_attack() -> None:
     store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
     attack = Attack(os.getpid())
     with no_attack():
@@ -118,7 +118,7 @@ def test_they_spare_who_asks_for_it() -> None:
 
 
 @pytest.mark.parametrize(("most", "says"), [(BACKLOG, ""), (BACKLOG - 1, "not 4092: no TCP")])
-def test_where_listeners_cannot_be_told_apart_that_is_said(
+def test_indistinguishable_listeners_are_reported(
     most: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "somaxconn").write_text(f"{most}\n")
@@ -135,7 +135,7 @@ def test_where_listeners_cannot_be_told_apart_that_is_said(
         (Found(1, 10, 0, 2), "2 unauthenticated clients were let in"),
     ],
 )
-def test_what_is_wrong_is_told(found: Found, fault: str) -> None:
+def test_faults_of_an_attack_are_described(found: Found, fault: str) -> None:
     assert found.fault() == fault
 
 
@@ -153,7 +153,7 @@ PLANTED = """
 @LETS_IN
 @TOLD_APART
 @pytest.mark.parametrize("let_in", [False, True])
-def test_a_run_says_what_they_did_and_fails_where_it_must(tmp_path: Path, let_in: bool) -> None:
+def test_run_reports_the_attack_and_fails_when_it_should(tmp_path: Path, let_in: bool) -> None:
     text = textwrap.dedent(PLANTED).replace("MORE", str(int(let_in)))
     (tmp_path / "test_planted.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]

@@ -63,7 +63,7 @@ def run(residuals: Path, *words: str) -> int:
     return bench.main([*given, "--peers", "eager", *words])
 
 
-def test_a_tiny_run_is_stored_and_drawn(
+def test_tiny_run_is_stored_and_plotted(
     residuals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored, drawn = tmp_path / "out.json", tmp_path / "out.png"
@@ -93,7 +93,7 @@ def test_a_tiny_run_is_stored_and_drawn(
     assert drawn.stat().st_size > 10_000
 
 
-def test_the_limit_is_what_takes_longest() -> None:
+def test_limit_is_the_slowest_of_read_write_and_copy() -> None:
     """Loops that read at 30, write at 20 and do both at 40: nobody reads at 40."""
     speeds = {"step": comparison.Traffic(24, 16), "read": comparison.Traffic(30, 0)}
     speeds["fill"] = comparison.Traffic(0, 20)
@@ -105,7 +105,7 @@ def test_the_limit_is_what_takes_longest() -> None:
         assert bench._limit(speeds | fast, comparison.Traffic(*moved)) == seconds
 
 
-def test_a_contestant_beyond_the_limit_fails_the_run(
+def test_kernel_faster_than_the_limit_fails_the_run(
     residuals: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = bench.measured
@@ -118,7 +118,7 @@ def test_a_contestant_beyond_the_limit_fails_the_run(
     assert "pycomm: topk of 20000 runs at 104 %: the limit is wrong" in capsys.readouterr().out
 
 
-def test_a_wrong_bit_ends_it(
+def test_wrong_bit_fails_the_run(
     residuals: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = kernels.topk
@@ -139,7 +139,7 @@ def comparisons() -> list[comparison.Comparison]:
     return single_kernels.comparisons(x, [(i, x[i]) for i in kept], gradients)
 
 
-def test_each_contestant_is_checked(tmp_path: Path) -> None:
+def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
     """One number of one result changed, by a bit, or by a hundredth where torch rounds
     otherwise."""
     found, here = comparisons(), device_timing.Host()
@@ -184,7 +184,7 @@ def test_more_elements_than_were_recorded(tmp_path: Path) -> None:
         assert indices.shape == values.shape
 
 
-def test_proportions_are_those_of_a_network() -> None:
+def test_parameter_sizes_have_the_proportions_of_a_network() -> None:
     exact = sparse.proportions(25_557_032)
     assert len(exact) == 161
     assert (exact[:3], sum(exact)) == ([9408, 64, 64], 25_557_032)
@@ -194,7 +194,7 @@ def test_proportions_are_those_of_a_network() -> None:
     assert min(tiny) == 4
 
 
-def test_a_wrong_comparator_ends_it(
+def test_wrong_comparator_fails_the_run(
     residuals: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = torch.linalg.vector_norm
@@ -203,7 +203,7 @@ def test_a_wrong_comparator_ends_it(
     assert "20000 elements: norm: vector_norm and the reference" in capsys.readouterr().out
 
 
-def test_the_loops_move_what_they_say() -> None:
+def test_bandwidth_loops_move_the_stated_bytes() -> None:
     """Sizes that no vector and no thread's range divides."""
     rng = np.random.default_rng(1)
     for count in (0, 1, 17, 300_001):

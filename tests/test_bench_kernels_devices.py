@@ -125,7 +125,7 @@ def run(tmp_path: Path, *words: str) -> int:
 
 
 @needs_nvcc
-def test_the_whole_command_over_emulated_kernels(
+def test_whole_command_with_emulated_kernels(
     tmp_path: Path, emulated: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored, drawn = tmp_path / "out.json", tmp_path / "out.png"
@@ -153,7 +153,7 @@ def test_the_whole_command_over_emulated_kernels(
 
 
 @needs_nvcc
-def test_a_wrong_bit_on_the_device_ends_it(
+def test_wrong_bit_on_the_device_fails_the_run(
     tmp_path: Path,
     emulated: Any,
     capsys: pytest.CaptureFixture[str],
@@ -192,7 +192,7 @@ def test_a_graph_that_gives_another_result_fails_the_command(
 
 
 @needs_nvcc
-def test_the_loops_move_what_they_say(emulated: Any) -> None:
+def test_bandwidth_loops_move_the_stated_bytes(emulated: Any) -> None:
     place = Emulated()
     for count in (1, 4_096, 9_001):
         emulated.take_traffic()
@@ -204,7 +204,7 @@ def test_the_loops_move_what_they_say(emulated: Any) -> None:
                 assert [loaded, stored] == [each * whole for each in device_timing.STREAMS[name]]
 
 
-def test_without_room_a_size_is_left_out(
+def test_size_that_exceeds_device_memory_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Small(Emulated):
@@ -252,7 +252,7 @@ def test_a_result_is_that_of_a_replay() -> None:
     assert len(cuda.notes) == 4
 
 
-def test_who_waits_for_the_device_is_called_itself() -> None:
+def test_synchronizing_calls_are_not_captured() -> None:
     cuda = TorchCuda()
     calls: list[int] = []
     timer = Fake(cuda).timer(calls.append, waits=True)
@@ -288,7 +288,7 @@ def test_the_cache_is_emptied_before_the_first_event(monkeypatch: pytest.MonkeyP
 # ---- others --------------------------------------------------------------------------------------
 
 
-def test_who_cannot_take_part_is_named_and_ours_must() -> None:
+def test_unavailable_comparators_are_named_and_pycomm_is_required() -> None:
     """A comparator whose library raises, at its first call or when it is looked for."""
 
     def fails(*_: Any) -> Any:
@@ -302,7 +302,7 @@ def test_who_cannot_take_part_is_named_and_ours_must() -> None:
         kernels.able([kernels.Comparison("topk", kernels.Traffic(4, 0), list, {"pycomm": fails})])
 
 
-def test_libraries_take_part_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_libraries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     library = libraries.Library("CUB", composed.eager, composed.torch_topk)
     monkeypatch.setitem(libraries.LOADERS, "CUB", lambda: library)
     steps, choices, missing = kernels.comparators(["eager", "CUB"])
@@ -327,7 +327,7 @@ print(library.cub_error(error).decode())
     assert re.search(r"driver|device", done.stdout), done
 
 
-def test_without_a_gpu_a_sentence_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     done = python("-m", "benchmarks", "kernels", "--device", "cuda")
     assert done.returncode == 2
     assert "--device cuda: no GPU can be used here: " in done.stderr

@@ -44,7 +44,7 @@ def test_steps_between_hosts(
     assert f"{dgc['expected_s']:.3f}" in out
 
 
-def test_a_line_holds_back_what_passes() -> None:
+def test_rate_limited_link_delays_data() -> None:
     """Each way, in the group and in one that is split off it. That it is as fast as its rate is for
     the benchmark to show: it takes a processor at the right time."""
     speed, count = 10e6, 600_000

@@ -82,7 +82,7 @@ def test_buckets_follow_the_order_of_gradients() -> None:
         assert orders == [["first", "last"], ["last", "first"], ["last", "first"]]
 
 
-def test_ranks_whose_gradients_come_in_another_order() -> None:
+def test_ranks_with_different_gradient_orders() -> None:
     """And add up over passes, also where buckets are cut anew: rank 0's order is everybody's."""
 
     class Sum(nn.Module):

@@ -99,7 +99,7 @@ def _movers() -> None:
 
 
 @SIZES
-def test_verbs_that_move_elements(run: Run, size: int) -> None:
+def test_data_movement_collectives(run: Run, size: int) -> None:
     run(size, _movers)
 
 
@@ -265,7 +265,7 @@ def _refused() -> None:
 
 
 @SIZES
-def test_any_layout_is_right_or_refused(run: Run, size: int) -> None:
+def test_any_layout_is_correct_or_rejected(run: Run, size: int) -> None:
     run(size, _layouts)
     run(size, _refused)
 

@@ -97,7 +97,7 @@ def _first_of_two(at: Any) -> str:
     return said
 
 
-def test_a_first_message_says_that_it_needs_all_ranks(run: Run) -> None:
+def test_first_message_requires_all_ranks(run: Run) -> None:
     for text in run(3, _first_of_two)[:2]:
         assert "needs all ranks of the group" in text
         assert "device_id" in text

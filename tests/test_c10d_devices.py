@@ -111,9 +111,7 @@ def _orders_streams(at: Any, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
-def test_a_call_stands_between_what_its_stream_held_and_what_follows(
-    run: Run, async_op: bool
-) -> None:
+def test_call_is_ordered_with_its_stream(run: Run, async_op: bool) -> None:
     run(2, _orders_streams, async_op)
 
 
@@ -146,7 +144,7 @@ def _strided(at: Any) -> None:
         assert (y.cpu() == turn * dist.get_world_size()).all()
 
 
-def test_results_of_other_layouts_are_there_in_time(run: Run) -> None:
+def test_results_of_other_layouts_are_ordered_with_the_stream(run: Run) -> None:
     run(2, _strided)
 
 
@@ -206,7 +204,7 @@ def _lives(at: Any) -> None:
     dist.barrier()
 
 
-def test_tensors_live_until_the_device_has_passed_or_a_stream_waits(run: Run) -> None:
+def test_tensors_are_kept_until_the_device_finishes_or_a_stream_waits(run: Run) -> None:
     run(2, _lives)
 
 
@@ -278,7 +276,7 @@ def _disagree(at: Any) -> None:
     assert (y.cpu() == dist.get_world_size()).all()
 
 
-def test_a_disagreement_changes_nothing(run: Run) -> None:
+def test_mismatch_changes_no_array(run: Run) -> None:
     run(3, _disagree)
 
 
@@ -289,7 +287,7 @@ def _refused(at: Any) -> None:
     dist.all_reduce(x)
 
 
-def test_what_cannot_be_is_said_at_once(run: Run) -> None:
+def test_unsupported_calls_raise_immediately(run: Run) -> None:
     run(2, _refused)
 
 
@@ -311,7 +309,7 @@ def _aborts(at: Any) -> None:
     go_on()
 
 
-def test_abort_ends_what_is_on_the_device(run: Run) -> None:
+def test_abort_ends_device_work(run: Run) -> None:
     run(2, _aborts)
 
 
@@ -426,5 +424,5 @@ def _options(at: Any) -> None:
         torch_backend.Options(cuda_channels=0)
 
 
-def test_options_say_how_tensors_travel(run: Run) -> None:
+def test_options_set_the_device_transport(run: Run) -> None:
     run(2, _options)

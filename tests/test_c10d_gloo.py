@@ -215,7 +215,7 @@ def _outcome(case: Case) -> Any:
 
 @pytest.mark.parametrize("backend", ["gloo", "pycomm"])
 @pytest.mark.parametrize("row", CASES, ids=lambda row: row[0].__name__.strip("_"))
-def test_what_differs(
+def test_differences_from_gloo(
     row: tuple[Case, Any, Any], backend: str, tmp_path: Path, nothing_left: Any
 ) -> None:
     case, gloo, pycomm = row

@@ -204,7 +204,7 @@ def _one_is_late() -> None:
     _store().wait([f"through {r}" for r in range(3)])
 
 
-def test_monitored_barrier_names_who_did_not_come(run: Run) -> None:
+def test_monitored_barrier_names_the_missing_ranks(run: Run) -> None:
     run(2, _monitored)
     run(3, _monitored)
     run(3, _one_is_late)

@@ -261,7 +261,7 @@ def _mismatch() -> None:
     assert (x == 10).all()
 
 
-def test_disagreement_raises_mismatch_and_the_group_continues(run: Run) -> None:
+def test_different_calls_raise_mismatch_and_the_group_continues(run: Run) -> None:
     run(2, _mismatch)
 
 
@@ -281,7 +281,7 @@ def _dies() -> str:
     return "nothing raised"
 
 
-def test_a_dead_rank_is_named_through_ddp(tmp_path: Path) -> None:
+def test_ddp_names_a_dead_rank(tmp_path: Path) -> None:
     ranks = Ranks(2)
     try:
         for pipe in ranks.pipes:
@@ -377,7 +377,7 @@ ALONE = """
 """
 
 
-def test_stands_on_its_own_engine_alone(tmp_path: Path) -> None:
+def test_backend_works_without_other_backends(tmp_path: Path) -> None:
     """With every other backend out of torch's registry; and the exit without a goodbye is clean."""
     command = [sys.executable, "-c", textwrap.dedent(ALONE)]
     started = [
@@ -398,7 +398,7 @@ def test_stands_on_its_own_engine_alone(tmp_path: Path) -> None:
         assert (out, process.returncode) == ("[0, 1] pycomm\n", 0), err
 
 
-def test_another_torch_gets_a_sentence() -> None:
+def test_other_torch_version_is_reported() -> None:
     torch_backend._check_version("2.13.0", "2.13.0+cpu")
     with pytest.raises(Unsupported, match=r"built for torch 2\.13\.0 and this is torch 2\.12\.1"):
         torch_backend._check_version("2.13.0", "2.12.1")

@@ -67,7 +67,7 @@ def _merge(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["split", "new"])
-def test_groups_become_one(run: Run, way: str) -> None:
+def test_groups_are_merged(run: Run, way: str) -> None:
     run(3, _merge, way)
 
 
@@ -97,7 +97,7 @@ RUN = """
 """
 
 
-def test_runs_of_their_own_become_one(tmp_path: Path) -> None:
+def test_independent_runs_are_merged(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(RUN), str(tmp_path / "store")]
     started = [
         subprocess.Popen(

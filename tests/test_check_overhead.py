@@ -38,7 +38,7 @@ def test_a_check_that_is_not_found_is_an_error(monkeypatch):
         (Case("tcp", 4096, 1, most_percent=1.0), 11.0, False),
     ],
 )
-def test_what_is_promised_decides(case, cost, kept, monkeypatch):
+def test_promised_limit_decides_the_result(case, cost, kept, monkeypatch):
     says = {"with": f"{1000 + cost}\n2000\n", "without": "3000\n1000\n"}  # the best batch counts
     monkeypatch.setattr(check_overhead, "_run", lambda command: says[command[0]])
     programs = {name: name for name in says}

@@ -137,7 +137,7 @@ def test_packets_decode_as_pairs_do():
     same(kernels.decode_update(start.copy(), packets, 0.1, 0.25), want)
 
 
-def test_torch_comes_back_as_torch():
+def test_torch_inputs_give_torch_outputs():
     indices, values = torch.tensor([2, 7], dtype=torch.int32), torch.tensor([1.5, -1.5])
     packet = kernels.encode(indices, values, 9, "1bit", codec="auto")
     assert isinstance(packet, torch.Tensor)
@@ -218,7 +218,7 @@ def test_wrong_arguments():
 @pytest.mark.parametrize(
     ("value_code", "spare_of_values"), [("1bit", range(19, 24)), ("3bit", range(41, 48))]
 )
-def test_bits_behind_the_last_one_are_zeros(value_code, spare_of_values):
+def test_padding_bits_are_zero(value_code, spare_of_values):
     """Of values, quotients, remainders and bitmaps: a packet has no room for anything else."""
     indices, values = np.array([3, 40, 90], np.int32), np.ones(3, np.float32)
     for codec in ("rice", "bitmap"):
@@ -238,7 +238,7 @@ def test_bits_behind_the_last_one_are_zeros(value_code, spare_of_values):
 
 @SETTINGS
 @given(seed=seeds, shape=st.sampled_from(SHAPES), flips=st.lists(seeds, max_size=3))
-def test_no_bytes_break_decoding(seed, shape, flips):
+def test_arbitrary_bytes_decode_or_raise(seed, shape, flips):
     indices = indices_of(shape, 900, seed)
     values = np.ones(len(indices), np.float32)
     packet = kernels.encode(

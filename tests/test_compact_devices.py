@@ -62,7 +62,7 @@ def test_indices_up_to_the_largest(device, codec):
         same(places, indices)
 
 
-def test_with_room_for_everything(device):
+def test_caller_buffers_of_full_size(device):
     """A length and a workspace of the caller's: the whole buffer comes back, what is behind the
     packet stays."""
     indices, values = indices_of("some", 9001, 1), made("plain", 9001, 2)
@@ -88,7 +88,7 @@ def test_with_room_for_everything(device):
     longer=st.integers(-3, 2),
     off=st.integers(-1, 1),
 )
-def test_no_bytes_break_decoding(device, seed, shape, flips, longer, off):
+def test_arbitrary_bytes_decode_or_raise(device, seed, shape, flips, longer, off):
     """Refused exactly where the processor does; else the same indices and values."""
     count = 900
     indices = indices_of(shape, count, seed)
@@ -136,7 +136,7 @@ def rice_packet(k, count, parameters):
 
 
 @pytest.mark.parametrize("before", [[], [24], [24, 3]])
-def test_no_parameter_is_beyond_the_largest(device, before):
+def test_parameter_above_the_maximum_is_rejected(device, before):
     """30 is the largest; a packet with 31 is as sound as one with 30 in everything else."""
     k = 64 * len(before) + 1
     for last, sound in ((30, True), (31, False)):
@@ -148,7 +148,7 @@ def test_no_parameter_is_beyond_the_largest(device, before):
 
 
 @pytest.mark.parametrize("bad", [[3, 2], [1, 1], [-1, 2], [2, 100]])
-def test_wrong_indices_are_refused(device, bad):
+def test_wrong_indices_are_rejected(device, bad):
     """Before anything changes; on a GPU with a length of 0, as nobody waits there."""
     indices, values = device.put(np.array(bad, np.int32)), device.put(np.ones(2, np.float32))
     rest = device.put(np.ones(100, np.float32))
@@ -181,7 +181,7 @@ def test_wrong_buffers(device):
             kernels.unpack(packet, count=9, into=tuple(buffers), workspace=small)
 
 
-def test_the_header_of_a_packet_elsewhere():
+def test_packet_header_in_device_memory():
     """Of which the first bytes are enough; their length must fit that of the whole."""
     indices, values = indices_of("some", 9001, 1), made("plain", 9001, 2)
     packet, _ = reference_compact.encode(indices, values[: len(indices)], 9001, "2bit")

@@ -25,9 +25,7 @@ def run(path: Path, methods: list[str], *more: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_runs_are_stored_and_taken_up_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_stored_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     first = run(path, METHODS[:2])
     rows = run(path, METHODS, "--plot", str(tmp_path / "out.png"))
@@ -103,7 +101,7 @@ def _runs(scores: dict[str, list[float]]) -> list[Run]:
     ]
 
 
-def test_scores_are_held_against_bands_and_order() -> None:
+def test_scores_are_checked_against_bands_and_order() -> None:
     good = {"dense": [1.71, 1.72], "dgc": [1.88, 1.89], "dgc without masking": [1.91, 1.92]}
     lines, fits = convergence.summary(_runs(good))
     assert fits
@@ -130,7 +128,7 @@ def test_scores_are_held_against_bands_and_order() -> None:
     assert " 0.700 " in convergence.summary(accuracy)[0][2]
 
 
-def test_nonsense_is_refused(
+def test_invalid_options_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -38,7 +38,7 @@ HOT = ("update", "collect", "select", "pack", "decode")
     ("kind", "case"),
     [(k, c) for k in ("plain", "asan", "tsan") for c in CASES if (k, c) != TOO_SLOW],
 )
-def test_kernels_are_right_and_sound(kind, case):
+def test_kernels_are_correct_under_sanitizers(kind, case):
     (program,) = programs.build([f"cases.{kind}"])
     orders = [["random", "5", "3"]]
     if kind == "plain":
@@ -57,7 +57,7 @@ def planted():
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_found(planted, name):
+def test_injected_bug_is_found(planted, name):
     mutant, case, words = MISTAKES[name]
     (program,) = [path for path in planted if path.parent.name == name]
     said = ""
@@ -69,7 +69,7 @@ def test_a_planted_mistake_is_found(planted, name):
     pytest.fail(f"not found by {mutant.kind} in {case}:\n{said[-3000:]}")
 
 
-def test_at_least_twenty_mistakes_are_planted():
+def test_at_least_twenty_bugs_are_injected():
     assert len(MISTAKES) >= 20
 
 

@@ -106,7 +106,7 @@ def test_any_module() -> None:
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather"])
-def test_a_bucket_has_arrived_before_the_last_gradient_exists(
+def test_bucket_is_reduced_before_the_last_gradient_exists(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Backward stops at its last gradient until the first bucket, or DGC's first packet, is back
@@ -192,7 +192,7 @@ def test_unused_parameters() -> None:
         torch.testing.assert_close(result[:4], [p.grad for p in one.parameters()][:4])
 
 
-def test_an_unused_parameter_is_named_and_nobody_waits() -> None:
+def test_unused_parameter_is_named_and_no_rank_waits() -> None:
     def program(group: pycomm.Group, models: list[nn.Module]) -> str:
         model = pycomm.DataParallel(models[group.rank])
         x, y = batch(group.rank, 0)
@@ -205,7 +205,7 @@ def test_an_unused_parameter_is_named_and_nobody_waits() -> None:
     assert "'branch.0.weight'" in texts[1]
 
 
-def test_a_second_gradient_in_one_pass_is_refused() -> None:
+def test_second_gradient_in_one_pass_is_rejected() -> None:
     """As checkpoints with use_reentrant make them: backward inside backward."""
 
     def program(group: pycomm.Group, models: list[nn.Module]) -> None:
@@ -273,7 +273,7 @@ class Locked(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("secret", "says"), [(threading.Lock, "pickle"), (object, "Weights only load failed")]
 )
-def test_a_state_that_cannot_travel_is_told_to_all(secret: Any, says: str) -> None:
+def test_unserializable_state_raises_on_every_rank(secret: Any, says: str) -> None:
     def program(group: pycomm.Group, models: list[nn.Module]) -> str:
         model = pycomm.DataParallel(models[group.rank])
         optimizer = Locked(model.parameters(), lr=0.1)
@@ -328,7 +328,7 @@ def test_check_names_the_first_difference() -> None:
         assert "rank 2 has another values than rank 0 of '2.bias'" in text
 
 
-def test_models_of_another_shape_are_refused() -> None:
+def test_models_of_other_shapes_are_rejected() -> None:
     def program(group: pycomm.Group) -> None:
         with pytest.raises(Mismatch, match=r"shape.*'weight'"):
             pycomm.DataParallel(nn.Linear(3, 2 + group.rank))
@@ -373,7 +373,7 @@ def test_sparse_gradients() -> None:
     torch.testing.assert_close(results[0][0], parameters(one))
 
 
-def test_state_dict_is_the_modules() -> None:
+def test_state_dict_equals_the_module() -> None:
     def program(group: pycomm.Group, models: list[nn.Module]) -> None:
         module = models[group.rank]
         model = pycomm.DataParallel(module)
@@ -384,7 +384,7 @@ def test_state_dict_is_the_modules() -> None:
     run_ranks(2, program, replicas(2))
 
 
-def test_nothing_is_held_by_a_wrapper_that_is_gone() -> None:
+def test_deleted_wrapper_holds_no_resources() -> None:
     def program(group: pycomm.Group, models: list[nn.Module]) -> None:
         module = models[group.rank]
         for _ in range(2):
@@ -420,7 +420,7 @@ def test_callback(op: str) -> None:
 
 
 @pytest.mark.parametrize("init", ["broadcast", "check"])
-def test_a_model_elsewhere_is_refused(init: str) -> None:
+def test_model_on_another_device_is_rejected(init: str) -> None:
     def program(group: pycomm.Group) -> None:
         with pytest.raises(Unsupported, match="'weight' lies on meta"):
             pycomm.DataParallel(nn.Linear(2, 2, device="meta"), init=init)
@@ -428,7 +428,7 @@ def test_a_model_elsewhere_is_refused(init: str) -> None:
     run_ranks(2, program)
 
 
-def test_a_wrong_compression_is_refused_before_anything_is_sent() -> None:
+def test_wrong_compression_type_raises_before_data_is_sent() -> None:
     """The module stays free, and the group has made no call."""
 
     def program(group: pycomm.Group) -> None:

@@ -46,7 +46,7 @@ def rings(group: pycomm.Group, device: Any, counted: bool) -> None:
 
 
 @on("emulated", "cuda")
-def test_lanes_change_no_bit(machine):
+def test_channels_change_no_bit(machine):
     machine.run(3, rings, machine.emulated)
 
 
@@ -57,5 +57,5 @@ def too_many(group: pycomm.Group, device: Any) -> None:
 
 
 @on("emulated", "cuda")
-def test_there_are_lanes_enough(machine):
+def test_channel_count_limits(machine):
     machine.run(2, too_many)

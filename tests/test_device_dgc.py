@@ -92,7 +92,7 @@ def on_a_device(group: pycomm.Group, device: Any, captured: bool) -> list[list[b
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["at once", "a graph"])
-def test_steps_have_the_bits_of_the_processors(machine, captured):
+def test_steps_equal_the_cpu_bit_by_bit(machine, captured):
     with ExitStack() as stack:
         if machine.emulated:
             import programs

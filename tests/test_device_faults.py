@@ -167,7 +167,7 @@ def dies_with_a_call(group: pycomm.Group, device: Any) -> str:
 
 
 @on(*DELAYED)
-def test_a_call_whose_rank_dies_never_ends_well(machine):
+def test_call_with_a_dead_rank_never_succeeds(machine):
     options = {"processes": True, "transport": "", "return_exceptions": True}
     *living, dead = machine.run(3, dies_with_a_call, **options)
     assert isinstance(dead, errors.PeerLost)
@@ -191,7 +191,7 @@ def late(group: pycomm.Group, device: Any) -> str:
 over = threading.Event()
 
 
-def test_a_rank_that_does_not_come_is_named(machine):
+def test_missing_rank_is_named(machine):
     over.clear()
     said, _ = machine.run(2, late)
     assert "all_reduce" in said
@@ -217,7 +217,7 @@ def aborts(group: pycomm.Group, device: Any) -> str:
 
 
 @on(*DELAYED)
-def test_an_abort_ends_what_is_under_way(machine):
+def test_abort_ends_running_calls(machine):
     went_on.clear()
     said = machine.run(2, aborts)
     assert [text for text in said if "enough" not in text and "hung up" not in text] == []
@@ -250,7 +250,7 @@ def two_threads(group: pycomm.Group, device: Any) -> list[str]:
 refused_one = threading.Event()
 
 
-def test_a_second_thread_is_refused(machine):
+def test_second_thread_is_rejected(machine):
     refused_one.clear()
     said, _ = machine.run(2, two_threads)
     assert [text for text in said if "another thread is inside" in text] == said != []
@@ -295,7 +295,7 @@ def told_by_the_host(group: pycomm.Group, device: Any) -> str:
 
 
 @on(*DELAYED)
-def test_what_waits_on_a_device_ends_with_the_group_of_the_hosts(machine):
+def test_device_waits_end_with_the_host_group(machine):
     found = machine.run(3, told_by_the_host)
     # Whoever is first ends its communicator, which may be what the others see.
     assert any("waits on the device for rank" in said for said in found), found
@@ -316,7 +316,7 @@ def reduce_without_threads(group: pycomm.Group, device: Any) -> tuple[str, bool]
 
 
 @on("emulated, shared")  # the fake NCCL, too, needs threads
-def test_without_threads_a_first_call_on_devices_is_refused(machine: Any) -> None:
+def test_first_device_call_without_threads_is_rejected(machine: Any) -> None:
     options = {"transport": "shm", "processes": True}
     for refused, right in machine.run(2, reduce_without_threads, **options):
         assert "the thread pycomm-pulse cannot be created: Resource temporarily" in refused

@@ -35,7 +35,7 @@ def three_verbs(group: pycomm.Group, device: Any, algorithm: str | None) -> Any:
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
 @pytest.mark.parametrize("algorithm", [None, "own", "ring", "tree"])
-def test_arrays_on_devices_travel(machine, algorithm, processes):
+def test_device_arrays_are_sent(machine, algorithm, processes):
     algorithm = machine.own if algorithm == "own" else algorithm
     options = {"processes": True, "transport": ""} if processes else {}
     whole = [numbers(rank) for rank in range(3)]
@@ -50,7 +50,7 @@ def said_once(group: pycomm.Group, device: Any) -> str:
     return str(group._devices[device.index].stats().algorithm)
 
 
-def test_log_and_stats_say_how_arrays_travel(machine, caplog):
+def test_log_and_stats_report_the_device_transport(machine, caplog):
     assert machine.run(3, said_once) == [machine.own] * 3
     said = [text for text in caplog.messages if "share a GPU" in text]
     assert len(said) == (1 if machine.shared else 0)
@@ -101,7 +101,7 @@ def launches(group: pycomm.Group, device: Any, algorithm: str) -> Any:
 
 
 @on(*EMULATED)  # the real NCCL does not count
-def test_a_ring_moves_what_its_plan_says_and_nccls_own_is_one_call(machine):
+def test_ring_follows_its_plan_and_native_nccl_is_one_call(machine):
     if machine.shared:
         for counts, stats in machine.run(4, launches, "ring", transport="local"):
             assert not any(counts.values())
@@ -139,7 +139,7 @@ def in_order(group: pycomm.Group, device: Any) -> None:
         assert device.counts()["collectives"] == 0  # NCCL promises no order
 
 
-def test_reproducible_sums_are_the_hosts_too(machine):
+def test_reproducible_sums_equal_those_of_the_host(machine):
     machine.run(3, in_order, reproducible=True)
 
 
@@ -158,7 +158,7 @@ def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
-def test_a_call_stands_between_what_its_stream_held_and_what_follows(machine, async_op):
+def test_call_is_ordered_with_its_stream(machine, async_op):
     machine.run(2, stands_in_order, async_op)
 
 
@@ -224,7 +224,7 @@ def started_and_forgotten(group: pycomm.Group, device: Any) -> bool:
     return alive and gone() is None
 
 
-def test_arrays_live_until_the_stream_has_passed(machine):
+def test_arrays_are_kept_until_the_stream_finishes(machine):
     assert machine.run(2, started_and_forgotten) == [True, True]
 
 
@@ -289,7 +289,7 @@ def many(group: pycomm.Group, device: Any) -> int:
 
 
 @on(*EMULATED)  # CUDA does not count events
-def test_events_are_used_again(machine):
+def test_events_are_reused(machine):
     # Two of each call of either rank, whose counts hold both; and again from when a call is known
     # to be over, which is looked after ten times a second.
     assert max(machine.run(2, many)) < 900
@@ -325,7 +325,7 @@ def disagrees(group: pycomm.Group, device: Any, how: str) -> str:
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
 @pytest.mark.parametrize("how", MISTAKES)
-def test_a_disagreement_changes_nothing(machine, how, transport):
+def test_mismatch_changes_no_array(machine, how, transport):
     for text in machine.run(3, disagrees, how, transport=transport):
         assert "on CUDA devices" in text
         assert "no array was changed" in text
@@ -353,7 +353,7 @@ def refused(group: pycomm.Group, device: Any, shared: bool) -> None:
     pycomm.all_reduce(x)
 
 
-def test_what_cannot_be_is_said_before_anything_moves(machine):
+def test_unsupported_calls_raise_before_data_is_sent(machine):
     machine.run(2, refused, machine.shared)
 
 
@@ -363,7 +363,7 @@ def nowhere(group: pycomm.Group) -> str:
     return str(caught.value)
 
 
-def test_without_a_gpu_a_sentence_says_so(monkeypatch):
+def test_missing_gpu_is_reported(monkeypatch):
     """In processes that see none, also where there is one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for said in run_ranks(2, nowhere, processes=True, transport=""):
@@ -378,7 +378,7 @@ def one_is_taken(group: pycomm.Group, device: Any) -> str:
 
 
 @on("emulated, shared")  # what the real NCCL says then `make gpu` tells
-def test_nccl_is_asked_where_it_was_told_to_let_ranks_share_a_gpu(machine, monkeypatch):
+def test_nccl_is_used_when_it_allows_shared_gpus(machine, monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert any("Duplicate GPU" in text for text in machine.run(2, one_is_taken))
 
@@ -402,7 +402,7 @@ def goes_on_without(group: pycomm.Group, device: Any) -> str:
 
 
 @on("emulated", "cuda")
-def test_every_rank_hears_which_has_no_nccl_and_the_group_continues(machine, monkeypatch):
+def test_every_rank_learns_which_rank_lacks_nccl_and_the_group_continues(machine, monkeypatch):
     monkeypatch.setattr(nccl, "load", without_nccl([1]))
     first, second, third = machine.run(3, goes_on_without)
     assert second == "no NCCL anywhere"

@@ -76,12 +76,12 @@ def test_messages_cross_hosts(machine, hosts, async_op):
 
 
 @on("emulated", "cuda")
-def test_a_message_from_anybody(machine):
+def test_message_from_any_source(machine):
     on_hosts(machine, ["a", "a", "b"], from_anybody)
 
 
 @on("emulated", "cuda")
-def test_in_lanes_and_in_graphs(machine):
+def test_channels_and_graphs(machine):
     on_hosts(machine, ["a", "b", "b"], rings, False)
 
 
@@ -96,7 +96,7 @@ def sent_by(group: pycomm.Group, device: Any) -> Any:
 
 
 @on("emulated")  # the real NCCL does not count
-def test_only_what_crosses_hosts_goes_by_tcp(machine):
+def test_only_inter_host_data_uses_tcp(machine):
     for rank, (counts, sent, groups, algorithm) in enumerate(
         on_hosts(machine, list("aabb"), sent_by)
     ):
@@ -118,7 +118,7 @@ def asked_for_nccl(group: pycomm.Group, device: Any) -> None:
 
 
 @on("emulated", "cuda")
-def test_nccls_own_is_refused_between_hosts(machine):
+def test_native_nccl_algorithm_is_rejected_between_hosts(machine):
     on_hosts(machine, ["a", "a", "b"], asked_for_nccl)
 
 
@@ -128,7 +128,7 @@ def of_one_host(group: pycomm.Group, device: Any) -> str:
 
 
 @on("emulated", "cuda")
-def test_on_one_host_it_changes_nothing(machine):
+def test_option_changes_nothing_on_one_host(machine):
     assert on_hosts(machine, ["a", "a"], of_one_host) == ["nccl"] * 2
 
 
@@ -143,7 +143,7 @@ def without_nccl(group: pycomm.Group, device: Any) -> np.ndarray:
 
 
 @on("emulated", "cuda")
-def test_who_is_alone_on_a_host_needs_no_nccl(machine, monkeypatch):
+def test_single_rank_of_a_host_needs_no_nccl(machine, monkeypatch):
     monkeypatch.setattr(nccl, "load", has_no_nccl)
     for got in on_hosts(machine, ["a", "b"], without_nccl):
         np.testing.assert_array_equal(got, numbers(0) + numbers(1))
@@ -241,7 +241,7 @@ def where(group: pycomm.Group) -> Any:
 
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-def test_made_up_hosts_are_hosts(processes):
+def test_simulated_hosts_act_as_hosts(processes):
     near = "shm" if processes else "local"
     found = run_ranks(3, where, transport="", host_names=["a", "b", "a"], processes=processes)
     assert found == [
@@ -251,7 +251,7 @@ def test_made_up_hosts_are_hosts(processes):
     ]
 
 
-def test_hosts_that_cannot_be_made_up():
+def test_invalid_simulated_hosts():
     with pytest.raises(errors.InvalidArgument, match="one for each of 2 ranks"):
         run_ranks(2, where, transport="", host_names=["a"])
     with pytest.raises(errors.InvalidArgument, match="does not reach other hosts"):

@@ -65,7 +65,7 @@ def counted(group: pycomm.Group, device: Any) -> Any:
 
 
 @on("emulated")  # the real NCCL does not count
-def test_a_message_is_one_launch_and_an_empty_one_none(machine):
+def test_message_is_one_launch_and_empty_message_is_none(machine):
     (there, calls, sent), (here, _, got) = machine.run(2, counted)
     assert there == {
         "groups": 1, "sends": 1, "receives": 0, "bytes_sent": 400, "collectives": 0
@@ -92,7 +92,7 @@ def from_anybody(group: pycomm.Group, device: Any) -> None:
     np.testing.assert_array_equal(device.get(got[0]), numbers(first))
 
 
-def test_a_message_is_received_from_anybody(machine):
+def test_message_is_received_from_any_source(machine):
     machine.run(3, from_anybody)
 
 
@@ -120,7 +120,7 @@ def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
-def test_a_message_stands_between_what_its_stream_held_and_what_follows(machine, async_op):
+def test_message_is_ordered_with_its_stream(machine, async_op):
     machine.run(2, stands_in_order, async_op)
 
 
@@ -175,7 +175,7 @@ def disagree(group: pycomm.Group, device: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
-def test_both_hear_that_they_disagree_and_nothing_moves(machine, transport):
+def test_mismatch_is_reported_to_both_ranks_before_data_moves(machine, transport):
     for said in machine.run(2, disagree, transport=transport):
         assert all(f"send(float32, count 100, tag 0, {machine.own}, on CUDA devices)" in text
                    for text in said)  # fmt: skip
@@ -205,7 +205,7 @@ def late(group: pycomm.Group, device: Any) -> str:
     return str(caught.value)
 
 
-def test_a_receiver_that_does_not_come_is_named(machine):
+def test_missing_receiver_is_named(machine):
     over.clear()
     said, _ = machine.run(2, late)
     assert said.startswith("send: Timed out after 0.3")
@@ -256,7 +256,7 @@ told = threading.Event()
 
 
 @on(*EMULATED)
-def test_a_first_message_says_that_it_needs_all_ranks(machine):
+def test_first_message_requires_all_ranks(machine):
     told.clear()
     began = time.monotonic()
     said = machine.run(3, first_of_two)

@@ -194,7 +194,7 @@ def test_the_second_model_agrees(nesterov: bool, clip: float | None, more: dict[
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": "global"}, {"min_count": 100}])
-def test_what_travels_dense_is_clipped_behind_its_average(options: dict[str, Any]) -> None:
+def test_dense_gradients_are_clipped_after_averaging(options: dict[str, Any]) -> None:
     """To C, whatever the number of ranks, and before the decay."""
     optimizer = {"weight_decay": DECAY}
     begin = 0 if "min_count" in options else 10**6
@@ -227,7 +227,7 @@ def test_an_average_that_is_not_finite_is_not_clipped(together: bool) -> None:
 @pytest.mark.parametrize(
     "optimizer", [{}, {"nesterov": True, "weight_decay": 1e-2}, {"momentum": 0.0}]
 )
-def test_p6_the_dense_phase_is_torchs_sgd(optimizer: dict[str, Any]) -> None:
+def test_p6_dense_phase_equals_torch_sgd(optimizer: dict[str, Any]) -> None:
     def dense(group: pycomm.Group) -> list[Tensor]:
         module = perceptron()
         theirs = sgd(module, **optimizer)
@@ -241,7 +241,7 @@ def test_p6_the_dense_phase_is_torchs_sgd(optimizer: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_the_switch_is_continuous(nesterov: bool) -> None:
+def test_switch_from_dense_to_sparse_is_continuous(nesterov: bool) -> None:
     """With all sent and no masking nothing is to be seen of it."""
     options = {"rampup_begin_step": 5, "sparsity": [0.0], "masking": False}
     got = last(2, double(), 12, options, {"nesterov": nesterov})
@@ -342,7 +342,7 @@ def test_how_many_are_sent(count: int, sparsity: float, by_rule: dict[str, int])
     assert {rule: to_send(count, sparsity, rule) for rule in by_rule} == by_rule
 
 
-def test_the_ramp() -> None:
+def test_warm_up_schedule() -> None:
     at = [level_at(step, 2, 100, 5) for step in range(130)]
     assert at[:2] == [None, None]
     assert [at.index(level) for level in range(5)] == [2, 22, 42, 62, 82]
@@ -360,7 +360,7 @@ def test_the_ramp() -> None:
 
 
 @pytest.mark.parametrize(("size", "even"), [(4, 0.75), (16, 0.9375), (64, 0.984375), (1000, 0.999)])
-def test_where_packets_are_smaller(size: int, even: float) -> None:
+def test_packets_are_sent_only_if_smaller(size: int, even: float) -> None:
     """They break even where size * (1 - sparsity) is 1."""
     count = 10**6
     for sparsity, sign in ((even - 1e-4, 1), (even, 0), (even + 1e-4, -1)):
@@ -400,7 +400,7 @@ def test_the_exchange_follows_the_level() -> None:
     ]
 
 
-def test_schedulers_are_heard_and_the_groups_show_what_holds() -> None:
+def test_schedulers_take_effect_and_param_groups_show_current_values() -> None:
     """Rate, momentum and decay of one of two groups change in mid-run, as in torch's own SGD."""
 
     def grouped(module: nn.Module) -> torch.optim.SGD:
@@ -434,7 +434,7 @@ def test_schedulers_are_heard_and_the_groups_show_what_holds() -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("begin", [0, 10**6])
-def test_the_velocity_comes_from_the_optimizer_and_goes_back(nesterov: bool, begin: int) -> None:
+def test_velocity_is_adopted_from_the_optimizer_and_returned(nesterov: bool, begin: int) -> None:
     def program(group: pycomm.Group) -> list[Tensor]:
         module = double()
         optimizer = sgd(module, nesterov=nesterov)

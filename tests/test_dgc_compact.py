@@ -148,7 +148,7 @@ def test_nothing_is_lost(exchange: str, value_dtype: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("exchange", "value_dtype"), FORMS)
-def test_nan_and_inf_do_not_stay(exchange: str, value_dtype: str) -> None:
+def test_nan_and_inf_leave_the_residual(exchange: str, value_dtype: str) -> None:
     def program(group: pycomm.Group) -> Tensor:
         layer = nn.Linear(50, 1, bias=False)
         nn.init.zeros_(layer.weight)
@@ -222,7 +222,7 @@ def test_owners_send_owner_k_factor_times_k(owner_k_factor: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (31, 2), (5000, 3), (4096, 8), (100, 64)])
-def test_shares_are_all_coordinates_once(count: int, size: int) -> None:
+def test_shards_partition_the_coordinates(count: int, size: int) -> None:
     share = Sharding(count, size)
     coordinates = torch.arange(count, dtype=torch.int32)
     cut = share.cut(coordinates, coordinates.double())
@@ -237,7 +237,7 @@ def test_shares_are_all_coordinates_once(count: int, size: int) -> None:
     assert max(cut.lengths) - min(cut.lengths) <= BLOCK
 
 
-def test_no_stride_meets_one_owner() -> None:
+def test_strided_indices_spread_over_owners() -> None:
     """Hot rows, hot columns of widths that the shares could be in step with, and hot beginnings."""
     count, size = 1 << 20, 64
     share = Sharding(count, size)
@@ -289,7 +289,7 @@ def test_at_another_number_of_ranks_the_residual_is_the_same(
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_the_guess_of_an_index() -> None:
+def test_estimated_bits_of_an_index() -> None:
     """Beside the entropy of a choice: above it, by no more than a Rice code takes."""
     for density in (0.25, 1 / 64, 1e-3, 1e-4):
         chosen, rest = density, 1 - density
@@ -298,7 +298,7 @@ def test_the_guess_of_an_index() -> None:
     assert index_bits(1.0) == 1.0
 
 
-def test_parameters_elsewhere_are_refused() -> None:
+def test_parameters_on_another_device_are_rejected() -> None:
     optimizer = sgd(nn.Linear(200, 200, device="meta"))
     with pytest.raises(Unsupported, match=r"lies on meta.*codec"):
         pycomm.DGC(optimizer, value_dtype="2bit")

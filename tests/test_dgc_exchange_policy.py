@@ -103,7 +103,9 @@ def test_nothing_is_lost_where_the_exchange_changes(select: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64, 1024])
 @pytest.mark.parametrize("value_dtype", ["bfloat16", "int8", "3bit", "2bit", "1bit"])
-def test_each_level_of_the_ramp_is_an_eighth_of_a_bf16_ring(size: int, value_dtype: str) -> None:
+def test_each_warm_up_level_sends_at_most_an_eighth_of_a_bf16_ring(
+    size: int, value_dtype: str
+) -> None:
     """By counted bytes, of 300 M elements."""
     count = 3 * 10**8
     ring = 2 * (size - 1) / size * 2 * count
@@ -131,7 +133,7 @@ def test_auto_time_compares_seconds() -> None:
 
 
 @pytest.mark.parametrize("owner_k_factor", [1, 2, 4])
-def test_what_owners_send_on_takes_its_time(owner_k_factor: int) -> None:
+def test_auto_time_counts_what_owners_forward(owner_k_factor: int) -> None:
     """It is coded and it travels."""
     k, n, size, link = 10**4, 10**7, 8, Link(1e-3, 1e-9)
     load = Load([k], [n], 4, "2bit", owner_k_factor)
@@ -145,7 +147,7 @@ def test_what_owners_send_on_takes_its_time(owner_k_factor: int) -> None:
     assert found == others
 
 
-def test_auto_counts_what_owners_send_on() -> None:
+def test_auto_counts_bytes_that_owners_forward() -> None:
     def program(group: pycomm.Group, owner_k_factor: int) -> dict[str, float]:
         options = {"exchange": "auto", "value_dtype": "2bit", "owner_k_factor": owner_k_factor}
         model, optimizer, dgc = compressed(perceptron(), **options)
@@ -158,7 +160,7 @@ def test_auto_counts_what_owners_send_on() -> None:
     assert four == one
 
 
-def test_auto_time_is_decided_by_rank_0_and_kept() -> None:
+def test_auto_time_is_decided_once_by_rank_0() -> None:
     """Ranks whose clocks disagree take the same; dense once more is no choice when v owes."""
 
     def program(group: pycomm.Group) -> tuple[list[Any], dict[int, str], bool]:

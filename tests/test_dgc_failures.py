@@ -43,7 +43,7 @@ FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [  # what, and which of it
 
 
 @pytest.mark.parametrize(("where", "what", "call", "options"), FAILING)
-def test_a_failed_step_is_one_that_sent_nothing(
+def test_failed_step_sends_nothing(
     monkeypatch: pytest.MonkeyPatch, where: Any, what: str, call: int, options: dict[str, Any]
 ) -> None:
     """Against a twin whose step selects nothing: u and v have the gradient, nothing else moved."""
@@ -99,7 +99,7 @@ def test_a_failed_step_is_one_that_sent_nothing(
     assert equal(*results)
 
 
-def test_a_rank_that_dies_in_the_exchange_takes_nothing_along() -> None:
+def test_rank_failure_during_the_exchange_changes_no_state() -> None:
     """Rank 1's connection is cut within a step: rank 0 rolls back."""
 
     def program(group: pycomm.Group) -> None:

@@ -86,7 +86,7 @@ def test_with_a_loss_scale() -> None:
     assert not equal(plain[0], fused[0])  # plainly, step() a second time counts a second time
 
 
-def test_a_step_that_was_not_taken_is_forgotten_as_its_gradient_is() -> None:
+def test_skipped_step_is_discarded_with_its_gradient() -> None:
     def program(group: pycomm.Group, fused: bool) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         module = perceptron()
         model, optimizer, dgc = compressed(module, fused=fused)
@@ -103,7 +103,7 @@ def test_a_step_that_was_not_taken_is_forgotten_as_its_gradient_is() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_zero_grad_before_step_gives_up_what_has_arrived(fused: bool) -> None:
+def test_zero_grad_before_step_discards_the_received_gradient(fused: bool) -> None:
     """Of a model of which one rank uses half, where that half has no gradient of its own there."""
 
     class Halves(nn.Module):
@@ -195,7 +195,7 @@ def test_detach_waits_for_the_step(fused: bool) -> None:
         assert equal(*run_ranks(2, program, end))
 
 
-def test_refusals() -> None:
+def test_rejected_arguments() -> None:
     def program(group: pycomm.Group) -> None:
         module = perceptron()
         refused: list[dict[str, Any]] = [

@@ -85,7 +85,7 @@ def test_resume_with_another_number_of_ranks(after: int) -> None:
     assert all(equal(result, results[0]) for result in results)
 
 
-def test_nothing_of_a_broken_pass_comes_into_a_loaded_state() -> None:
+def test_loaded_state_contains_nothing_of_a_failed_pass() -> None:
     def stop(_: Tensor) -> None:
         raise ArithmeticError
 
@@ -107,7 +107,7 @@ def test_nothing_of_a_broken_pass_comes_into_a_loaded_state() -> None:
 
 
 @pytest.mark.parametrize("asked", ["state_dict", "gather_state", "detach"])
-def test_a_broken_pass_returns_to_the_residual_before_the_next(asked: str) -> None:
+def test_failed_pass_returns_to_the_residual_before_the_next(asked: str) -> None:
     """P3: what it was about to send is owed again, as behind the next forward. Asked inside of the
     pass it is refused."""
 
@@ -203,7 +203,7 @@ def test_a_state_with_older_names_is_loaded(gathered: bool) -> None:
     run_ranks(2, program)
 
 
-def test_states_that_do_not_fit() -> None:
+def test_incompatible_states() -> None:
     def program(group: pycomm.Group) -> None:
         model, optimizer, dgc = compressed(perceptron())
         own = dgc.state_dict()

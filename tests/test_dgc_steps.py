@@ -87,7 +87,7 @@ def _the_same_under_both(options: dict[str, Any]) -> None:
     assert equal(*([x for x in one if x is not None] for one in found)), options
 
 
-def test_torchs_ddp_gives_the_same_bits(run: Run) -> None:
+def test_torch_ddp_gives_the_same_bits(run: Run) -> None:
     run(2, _under_both)
 
 
@@ -140,7 +140,7 @@ def test_a_loss_scale_skips_a_step_on_all_ranks(scaler: str, options: dict[str, 
         assert same_memory(a[1], b[1])
 
 
-def test_accumulation_takes_the_sum_in_once() -> None:
+def test_accumulated_gradient_is_added_once() -> None:
     def program(group: pycomm.Group, micro: bool) -> list[Tensor]:
         module = perceptron().double()
         model, optimizer, _ = compressed(module)
@@ -204,7 +204,7 @@ def _uneven_under_ddp() -> Tensor:
     return _uneven(pycomm.init(), 0.0, {}, True)
 
 
-def test_so_it_does_under_torchs_join(run: Run) -> None:
+def test_rank_without_data_sends_its_residual_under_torch_join(run: Run) -> None:
     assert torch.equal(*run(2, _uneven_under_ddp))
 
 
@@ -242,7 +242,7 @@ def test_a_parameter_without_gradient_still_sends_its_residual() -> None:
 @pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("exchange", ["gather", "dense_masked"])
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 1.0}, {"clip_norm": 1.0, "clip": "global"}])
-def test_nan_and_inf_are_sent_at_once_and_do_not_stay(
+def test_nan_and_inf_are_sent_immediately_and_leave_the_residual(
     masking: bool, exchange: str, clip: dict[str, Any]
 ) -> None:
     """A norm that is not finite does not clip: one NaN must not poison the rest."""
@@ -297,7 +297,7 @@ def test_channels_last_and_half_precision() -> None:
             torch.testing.assert_close(last[0], plain[0])
 
 
-def test_memory_held() -> None:
+def test_memory_per_parameter() -> None:
     """Beside parameters and gradients: u and v, 8 bytes a parameter, and at most 3 % of that.
 
     Counted are all tensors that live after a step and did not before there was a DGC. Packets live
@@ -332,7 +332,7 @@ def _live_bytes() -> int:
     return sum(storages.values())
 
 
-def test_refusals() -> None:
+def test_rejected_arguments() -> None:
     def program(group: pycomm.Group) -> None:
         module = perceptron()
         with pytest.raises(Unsupported, match="LocalSGD"):

@@ -131,7 +131,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_exchanged_gradients_are_stepped_on(options: dict[str, Any], ranks: int) -> None:
+def test_exchanged_gradients_can_be_stepped(options: dict[str, Any], ranks: int) -> None:
     """Dense and compressed steps, accumulation, steps without gradients, states and detach()."""
 
     def program(group: pycomm.Group) -> None:

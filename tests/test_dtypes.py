@@ -125,14 +125,14 @@ def bits(x: Any, dtype: str) -> Any:
     return words
 
 
-def test_the_table_is_whole() -> None:
+def test_table_is_complete() -> None:
     assert set(CELLS) == set(itertools.product(REDUCE_OPS, DTYPES))
     assert set(CELLS.values()) == set(MEANING), "a cell without a meaning, or the reverse"
 
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_cell_is_what_happens(dtype: str, n: int) -> None:
+def test_each_cell_matches_the_behaviour(dtype: str, n: int) -> None:
     each = contributions(dtype, n)
 
     def fn(group: Group) -> None:
@@ -153,7 +153,7 @@ def test_each_cell_is_what_happens(dtype: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_values_tell_one_rounding_from_several(dtype: str) -> None:
+def test_values_distinguish_one_rounding_from_several(dtype: str) -> None:
     each = contributions(dtype, 3)
     for op, by in TIMES.items():
         meaning = MEANING[CELLS[op, dtype]]

@@ -60,7 +60,7 @@ def micro(request):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_sound_kernel_is_left_alone(micro, name):
+def test_correct_kernel_passes(micro, name):
     _, program = micro
     for order in ORDERS:
         done = run(program, name, "good", *order)
@@ -69,7 +69,7 @@ def test_a_sound_kernel_is_left_alone(micro, name):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_found(name):
+def test_incorrect_kernel_is_reported(name):
     kind, words = MISTAKES[name]
     (program,) = programs.build([f"micro.{kind}"])
     for order in ORDERS:

@@ -29,7 +29,7 @@ TRANSPORTS = ["shm", "tcp"]
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("action", [action for action in MOMENTS if action not in PROCESSES])
-def test_promises_are_kept_among_threads(action: str, transport: str) -> None:
+def test_promises_hold_among_threads(action: str, transport: str) -> None:
     cells = list(matrix([action], [transport], list(COUNTS), [3]))
     assert cells
     broken = [(cell, why) for cell in cells if (why := outcome(cell).broken)]
@@ -52,14 +52,14 @@ def test_promises_are_kept_among_threads(action: str, transport: str) -> None:
     ],
     ids=lambda cell: f"{cell.action}-{cell.moment}-{cell.verb}-{cell.transport}",
 )
-def test_promises_are_kept_among_processes(cell: Cell) -> None:
+def test_promises_hold_among_processes(cell: Cell) -> None:
     found = outcome(cell)
     assert found.broken == ""
     assert found.seen[2] is None
     assert all(found.seen[:2])
 
 
-def test_who_has_just_been_met_hears_why_a_group_does_not_form() -> None:
+def test_peer_connected_last_learns_why_a_group_does_not_form() -> None:
     """In one of five runs a rank stood already whose last step to another was on its way."""
     cell = Cell("disconnect", "forming", "all_reduce", "tiny", "shm", 3)
     assert [broken for seed in range(40) if (broken := outcome(cell, seed).broken)] == []
@@ -96,7 +96,7 @@ DISAGREED = Seen("Mismatch", "rank 2 (host a, pid 1) called", 2)
         (ODD, replace(DISAGREED, usable=False), "not usable"),
     ],
 )
-def test_a_broken_promise_is_seen(cell: Cell, seen: Seen, complaint: str) -> None:
+def test_broken_promise_is_detected(cell: Cell, seen: Seen, complaint: str) -> None:
     found = faults._broken(cell, [NAMED if cell is LOST else seen, seen, None])
     assert (complaint in found) if complaint else found == ""
 
@@ -130,7 +130,7 @@ RUN = [
 ]
 
 
-def test_each_cell_that_is_left_out_has_its_reason_and_no_other_is() -> None:
+def test_each_skipped_cell_has_a_reason() -> None:
     for one, why in LEFT_OUT:
         assert left_out(one).startswith(why), one
     assert [left_out(one) for one in RUN] == [""] * len(RUN)
@@ -162,7 +162,7 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "Mismatch 12" in shown
 
 
-def test_the_command_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_rejects_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         faults.main(["--actions", "explode"])
     assert "no 'explode': --actions takes some of kill, stop" in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_the_command_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.timeout(300)  # twelve processes import torch
-def test_survivors_of_a_torch_job_know_who_died(
+def test_survivors_of_a_torch_job_name_the_dead_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rank_failure.json"
@@ -200,7 +200,7 @@ def test_survivors_of_a_torch_job_know_who_died(
         ("gloo", False, -1.0, 0),  # its promises are not ours
     ],
 )
-def test_a_survivor_that_is_told_nothing_is_seen(
+def test_uninformed_survivor_is_detected(
     backend: str, named: bool, works_ms: float, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def job(*kind: Any) -> list[rank_failure.RankFailure]:

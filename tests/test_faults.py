@@ -68,7 +68,7 @@ def stop_one(group: Group, large: bool, folder: str) -> Any:
 
 @pytest.mark.parametrize("large", [False, True], ids=["tiny", "large"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_stopped_rank_is_named_after_the_limit(
+def test_stopped_rank_is_named_after_the_heartbeat_limit(
     transport: str, large: bool, tmp_path: Path
 ) -> None:
     results = run_ranks(
@@ -110,7 +110,7 @@ def busy_inside(group: Group) -> Any:
 
 @pytest.mark.parametrize("fn", [busy_outside, busy_inside])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_busy_rank_is_not_taken_for_dead(transport: str, fn: Callable[..., Any]) -> None:
+def test_busy_rank_is_not_reported_dead(transport: str, fn: Callable[..., Any]) -> None:
     results = run_ranks(3, fn, transport=transport, processes=True, heartbeat_s=HEARTBEAT_S)
     assert results == [[3.0] * 4] * 3
 
@@ -127,7 +127,7 @@ def receive_in_drops(group: Group, x: Any) -> float:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_with_a_throttled_link_is_not_reported_as_dead(transport: str) -> None:
+def test_slow_peer_is_not_reported_dead(transport: str) -> None:
     drops = FaultPlan(1, "throttle", peer=2)
     seconds: list[float] = [0.0]
     count = 1 << 12
@@ -175,7 +175,7 @@ def stop_while_waiting(group: Group) -> Any:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_was_stopped_itself_blames_no_peer(transport: str) -> None:
+def test_stopped_rank_blames_no_peer(transport: str) -> None:
     results = run_ranks(
         2, stop_while_waiting, transport=transport, processes=True, heartbeat_s=HEARTBEAT_S
     )
@@ -196,7 +196,7 @@ def test_a_delay_delays() -> None:
 
 @pytest.mark.parametrize("action", ["disconnect", "corrupt"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_fault_writes_down_when_it_struck(action: str, transport: str, tmp_path: Path) -> None:
+def test_fault_writes_its_timestamp(action: str, transport: str, tmp_path: Path) -> None:
     said = str(tmp_path / "struck")
 
     def fn(group: Group) -> tuple[float, float]:
@@ -213,7 +213,7 @@ def test_a_fault_writes_down_when_it_struck(action: str, transport: str, tmp_pat
     assert before <= float(Path(said).read_text()) <= told
 
 
-def test_a_fault_stays_in_the_group_that_it_is_planned_for():
+def test_fault_affects_only_its_group():
     def program(group: Group) -> str:
         x, part = np.ones(10_000, np.float32), group.split(0)
         assert part is not None
@@ -228,7 +228,7 @@ def test_a_fault_stays_in_the_group_that_it_is_planned_for():
         assert said.startswith("all_reduce: rank")
 
 
-def test_a_fault_plan_is_checked() -> None:
+def test_fault_plan_is_validated() -> None:
     with pytest.raises(errors.InvalidArgument, match="'explode'"):
         FaultPlan(rank=0, action="explode")
     with pytest.raises(errors.InvalidArgument, match="'sum'"):
@@ -255,7 +255,7 @@ def look_around(group: Group) -> Any:
     return found
 
 
-def test_status_tells_who_is_where() -> None:
+def test_status_reports_each_rank_current_call() -> None:
     started = time.monotonic()
     found, _ = run_ranks(2, look_around, transport="tcp", heartbeat_s=HEARTBEAT_S)
     assert found["rank"] == 0

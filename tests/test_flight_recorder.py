@@ -36,12 +36,12 @@ def sums(group: pycomm.Group, n: int) -> None:
         pycomm.all_reduce(X.copy(), group=group)
 
 
-def test_a_run_that_ends_well_leaves_no_record(record: Path) -> None:
+def test_successful_run_writes_no_flight_recorder_file(record: Path) -> None:
     run_ranks(2, sums, 3)
     assert written(record) == []
 
 
-def test_survivors_of_a_killed_rank_leave_their_last_calls(record: Path) -> None:
+def test_survivors_of_a_killed_rank_write_their_last_calls(record: Path) -> None:
     kill = FaultPlan(rank=1, action="kill", at="all_reduce", after_bytes=1 << 16)
     ended = run_ranks(
         3, sums, 1000, transport="shm", processes=True, faults=[kill], return_exceptions=True
@@ -61,7 +61,7 @@ def test_survivors_of_a_killed_rank_leave_their_last_calls(record: Path) -> None
     assert f"rank 2 ({first.host}, pid " in text
 
 
-def test_who_is_behind_is_named(record: Path) -> None:
+def test_rank_that_is_behind_is_named(record: Path) -> None:
     timed_out = threading.Barrier(2)
 
     def late(group: pycomm.Group) -> None:
@@ -87,7 +87,7 @@ def test_who_is_behind_is_named(record: Path) -> None:
     assert "its rank gave up" in lines[2]
 
 
-def test_a_disagreement_is_shown_with_both_sides(record: Path) -> None:
+def test_mismatch_is_shown_with_both_calls(record: Path) -> None:
     def differ(group: pycomm.Group) -> None:
         sums(group, 2)
         with pytest.raises(errors.Mismatch):
@@ -125,7 +125,7 @@ def test_calls_through_torch_are_recorded(run: Run, record: Path) -> None:
     assert lasts == ["all_reduce(float32, 8, sum)", "all_reduce(float32, 9, sum)"]
 
 
-def test_a_path_in_no_folder_is_refused_with_the_name_of_the_variable(
+def test_path_without_a_folder_is_rejected_with_the_variable_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYCOMM_FLIGHT_RECORD", str(tmp_path / "none" / "calls"))
@@ -141,7 +141,7 @@ def a_record(calls: int) -> bytes:
 
 
 @given(st.binary(max_size=200), st.integers(0, flight_recorder.HEAD_BYTES + 200), st.integers(0, 3))
-def test_any_bytes_are_a_record_or_refused(noise: bytes, at: int, calls: int) -> None:
+def test_arbitrary_bytes_are_a_file_or_rejected(noise: bytes, at: int, calls: int) -> None:
     sound = a_record(calls)
     for data in (noise, flight_recorder.MAGIC + noise, sound[:at], sound[:at] + noise + sound[at:]):
         try:
@@ -153,20 +153,20 @@ def test_any_bytes_are_a_record_or_refused(noise: bytes, at: int, calls: int) ->
 
 
 @pytest.mark.parametrize("field", flight_recorder.TABLES)
-def test_a_call_of_no_kind_is_refused(field: str) -> None:
+def test_unknown_call_kind_is_rejected(field: str) -> None:
     sound = bytearray(a_record(2))
     sound[flight_recorder.HEAD_BYTES + flight_recorder.CALL.fields[field][1]] = 255
     with pytest.raises(errors.InvalidArgument, match=f"x is damaged: a call has no such {field}"):
         flight_recorder.parse(bytes(sound), "x")
 
 
-def test_a_record_that_was_cut_is_refused() -> None:
+def test_truncated_file_is_rejected() -> None:
     assert len(flight_recorder.parse(a_record(2), "x").records) == 2
     with pytest.raises(errors.InvalidArgument, match="x is damaged: it speaks of 2 calls"):
         flight_recorder.parse(a_record(2)[:-1], "x")
 
 
-def test_the_command_tells_of_a_file_that_is_no_record(tmp_path: Path) -> None:
+def test_command_reports_an_invalid_file(tmp_path: Path) -> None:
     (tmp_path / "garbage").write_text("{}")
     command = [sys.executable, "-m", "pycomm", "info", "--flight", str(tmp_path / "garbage")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -174,7 +174,7 @@ def test_the_command_tells_of_a_file_that_is_no_record(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"pycomm: {tmp_path / 'garbage'} is no record of calls")
 
 
-def test_a_text_in_a_record_cannot_steer_the_terminal() -> None:
+def test_text_in_a_file_cannot_control_the_terminal() -> None:
     sound: Any = bytearray(a_record(0))
     at = flight_recorder.HEAD.fields["name"][1]
     sound[at : at + 5] = b"a\x1b[2J"
@@ -192,7 +192,7 @@ def wait_in_vain(group: pycomm.Group, over: threading.Event) -> str:
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
-def test_a_record_is_not_written_through_what_another_put_there(record: Path, kind: str) -> None:
+def test_file_is_not_written_through_a_link_of_another_user(record: Path, kind: str) -> None:
     """In a folder that all share, as /tmp, the name is known beforehand."""
     precious, place = record.parent / "precious", Path(f"{record}.world.0")
     if kind == "link":

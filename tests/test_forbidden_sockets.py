@@ -127,7 +127,7 @@ def test_ranks_that_may_connect_share_memory(tmp_path: Path) -> None:
     assert "TCP" not in errors
 
 
-def test_a_transport_that_was_chosen_is_kept(tmp_path: Path) -> None:
+def test_explicit_transport_is_kept(tmp_path: Path) -> None:
     said, errors = _run(tmp_path, "all", "unix", "shm")
     assert len(said) == 4, (said, errors)
     assert any("PYCOMM_TRANSPORT=tcp" in str(text) for text in said), said
@@ -135,7 +135,7 @@ def test_a_transport_that_was_chosen_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("what", "transport"), [("tcp", "tcp"), ("unix", "shm")])
 @pytest.mark.parametrize("rank", ["1", "2"])
-def test_a_rank_that_cannot_connect_is_connected_to(
+def test_peer_connects_to_a_rank_that_cannot_connect(
     tmp_path: Path, rank: str, what: str, transport: str
 ) -> None:
     said, errors = _run(tmp_path, rank, what, transport)

@@ -24,7 +24,7 @@ MINE = failure.Failure(0, "here", 7, "KeyError", "'x'", "the trace", 1.5)
 @pytest.mark.parametrize(
     "text", [b"x y", b"0 1 99", b"", b"-1", b"0 0", b"1 0", b"0  1", b"\xff", b"9" * 5000]
 )
-def test_a_decision_that_is_none_ends_shrink_with_an_error(text: bytes) -> None:
+def test_invalid_decision_ends_shrink_with_an_error(text: bytes) -> None:
     store = TorchStore(dist.HashStore())
     group = _join(store, 0, {"size": 1, "timeout_s": 10.0, "transport": "tcp", "secret": KEY})
     store.set("world/shrink/decided", text)
@@ -53,19 +53,19 @@ def served(content: str) -> Any:
 
 
 @pytest.mark.parametrize("content", FOREIGN)
-def test_a_first_failure_that_is_none_of_ours_is_no_cause(content: str) -> None:
+def test_foreign_first_failure_is_ignored(content: str) -> None:
     store = served(content)
     assert failure.post(MINE, "127.0.0.1", store.port) is None
 
 
-def test_the_first_failure_is_told() -> None:
+def test_first_failure_is_reported() -> None:
     first = failure.Failure(1, "there", 8, "OSError", "disk", "", 1.0)
     store = served(json.dumps(asdict(first)))
     assert failure.post(MINE, "127.0.0.1", store.port) == first
 
 
 @pytest.mark.parametrize("content", FOREIGN[:1] + FOREIGN[5:6])
-def test_a_rank_leaves_its_failure_whatever_the_store_holds(
+def test_rank_stores_its_failure_whatever_the_store_contains(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = served(content)
@@ -79,7 +79,7 @@ def test_a_rank_leaves_its_failure_whatever_the_store_holds(
     assert (left.kind, left.text) == ("ValueError", "the user's")
 
 
-def test_a_rank_aborts_and_leaves_its_failure_before_it_asks_the_store(
+def test_rank_aborts_and_stores_its_failure_before_it_reads_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -135,14 +135,14 @@ def test_additions_of_many_threads_all_count() -> None:
     assert sorted(sums) == list(range(1, 101))
 
 
-def test_a_number_that_is_none_is_refused() -> None:
+def test_invalid_number_is_rejected() -> None:
     raw = dist.HashStore()
     raw.set("n", "abc")
     with pytest.raises(errors.InvalidArgument, match="is no number"):
         TorchStore(raw).add("n", 1)
 
 
-def test_a_process_without_the_secret_does_not_decide_the_shrunk_group() -> None:
+def test_process_without_the_secret_does_not_decide_the_shrunk_group() -> None:
     """Forged marks and a forged decision, in the place of each of ours."""
     raw = dist.HashStore()
     ready, outcomes = threading.Barrier(2), [None, None]

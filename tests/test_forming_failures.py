@@ -24,7 +24,7 @@ except errors.Error as error:
 
 
 @pytest.mark.parametrize(("lives", "dies"), [(0, 3), (3, 0), (3, 2)])
-def test_a_rank_killed_before_all_have_come_is_named(lives: int, dies: int) -> None:
+def test_rank_killed_before_all_join_is_named(lives: int, dies: int) -> None:
     """Rank 1 never comes: no rank gets further than the notes."""
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     ranks = {

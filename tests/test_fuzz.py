@@ -20,7 +20,7 @@ LARGEST_CORPUS = 200 << 10  # bytes of all of it
 # The first test compiles what the targets need of csrc.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("target", targets())
-def test_any_bytes_are_a_value_or_an_error(target: str, tmp_path: Path) -> None:
+def test_arbitrary_bytes_are_a_value_or_an_error(target: str, tmp_path: Path) -> None:
     try:
         clang()
     except BuildFailed as error:

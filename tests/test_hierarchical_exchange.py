@@ -89,7 +89,7 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", FORMS)
 @pytest.mark.parametrize("hosts", [PAIRS, EVEN])
-def test_a_host_is_what_a_rank_with_its_mean_gradient_is(
+def test_host_equals_a_rank_with_its_mean_gradient(
     on: Any, hosts: list[int], options: dict[str, Any]
 ) -> None:
     """Bit for bit, and all of its ranks are; two hosts send all to all, three have owners."""
@@ -203,7 +203,7 @@ def test_nothing_is_lost_where_the_exchange_changes(
 
 @pytest.mark.parametrize(("hosts", "after"), [(UNEVEN, PAIRS), (EVEN, EVEN[::-1]), (EVEN, [0, 1])])
 @pytest.mark.parametrize("select", ["parameter", "model"])
-def test_on_other_hosts_the_residual_is_the_same(
+def test_residual_is_the_same_on_other_hosts(
     on: Any, hosts: list[int], after: list[int], select: str
 ) -> None:
     """Or by another number of ranks: the mean over ranks, of u and v, with what owners owe."""
@@ -236,9 +236,7 @@ def test_on_other_hosts_the_residual_is_the_same(
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_a_failed_exchange_is_a_step_that_sent_nothing(
-    on: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_exchange_sends_nothing(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank of a host fails between hosts: all hear, and all are as before but for the
     gradient, which they have taken in; the next step goes on."""
     on(PAIRS)
@@ -378,7 +376,7 @@ def test_a_rank_without_data_and_a_skipped_step(on: Any) -> None:
         assert same_memory(results[a][1], results[b][1]) == (PAIRS[a] == PAIRS[b])
 
 
-def test_auto_and_auto_time_know_hosts(on: Any) -> None:
+def test_auto_and_auto_time_consider_hosts(on: Any) -> None:
     """A line carries what all ranks behind it ask for: two levels ask once."""
     load = Load([10**5], [10**7], 4, "2bit")
     for size, hosts in ((8, 2), (64, 8), (1024, 128)):

@@ -108,7 +108,7 @@ def expected_transports(places: Sequence[int]) -> list[list[str]]:
         ([3, 1, 2, 0, 1], "ipv6", "host3"),
     ],
 )
-def test_verbs_are_right_across_hosts(places: list[int], family: str, master: str) -> None:
+def test_verbs_are_correct_across_hosts(places: list[int], family: str, master: str) -> None:
     hosts = max(places) + 1
     with Network(hosts, **ADDRESSES[family]) as net:
         told = Run(net, places, "verbs", {"MASTER_ADDR": master}).start_all().told()
@@ -145,7 +145,7 @@ def test_the_chosen_interface_carries_everything(two_links: Network, choice: str
         assert bytes_over(host, 1, used) > 1000
 
 
-def test_without_a_choice_the_way_to_rank_0_counts(two_links: Network) -> None:
+def test_default_interface_is_the_route_to_rank_0(two_links: Network) -> None:
     """Not the first interface, and not a bridge that other hosts have too, with the same address:
     all hosts with Docker have one."""
     for host in two_links.hosts:
@@ -160,7 +160,7 @@ def test_without_a_choice_the_way_to_rank_0_counts(two_links: Network) -> None:
         assert bytes_over(host, 0, counters) == 0
 
 
-def test_the_next_address_is_tried_when_one_leads_nowhere() -> None:
+def test_next_address_is_tried_when_one_is_unreachable() -> None:
     """Rank 0's host calls itself by an address that no other host can reach."""
     with Network(2, links=2, ipv6=False) as net:
         net.hosts[1].ip("addr", "flush", "dev", "eth0")
@@ -230,7 +230,7 @@ def refusal(net: Network, env: dict[str, str]) -> dict[str, Any]:
     return told
 
 
-def test_an_address_that_is_none_is_refused_with_those_that_are() -> None:
+def test_invalid_address_is_rejected_with_the_valid_ones() -> None:
     with Network(2, links=2) as net:
         net.hosts[1].ip("link", "set", "eth1", "down")
         shown = "lo (127.0.0.1, ::1), eth0 (10.99.0.2, fd00:99::2, fe80::"
@@ -251,7 +251,7 @@ def test_an_address_that_is_none_is_refused_with_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("by", [0, 1])
-def test_the_loopback_is_no_way_to_another_host(by: int) -> None:
+def test_loopback_is_rejected_for_another_host(by: int) -> None:
     with Network(2, ipv6=False) as net:
         run = Run(net, [0, 1], "form", {"FORM_S": "90"})
         run.start(by, {"GLOO_SOCKET_IFNAME": "lo"})
@@ -263,7 +263,7 @@ def test_the_loopback_is_no_way_to_another_host(by: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["silent", "unreachable"])
-def test_an_address_that_does_not_answer_is_named(two_links: Network, how: str) -> None:
+def test_unreachable_address_is_named(two_links: Network, how: str) -> None:
     """The store is reached by link 0, rank 0's chosen address on link 1 is not."""
     target = two_links.hosts[0].ipv4(1)
     if how == "silent":  # a neighbour that nobody is: packets leave and are lost
@@ -285,7 +285,7 @@ def test_an_address_that_does_not_answer_is_named(two_links: Network, how: str) 
 
 
 @pytest.mark.timeout(300)
-def test_training_on_two_hosts_gives_what_one_host_gives() -> None:
+def test_training_on_two_hosts_equals_one_host() -> None:
     with Network(2) as net:
         apart = Run(net, [0, 0, 1, 1], "training", {"MASTER_ADDR": net.hosts[0].ipv6()})
         told = apart.start_all().told()
@@ -305,7 +305,7 @@ HEADERS = {"ipv4": 14 + 20 + 32, "ipv6": 14 + 40 + 32}  # Ethernet, IP, TCP with
 
 @pytest.mark.parametrize("family", HEADERS)
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-def test_our_bytes_are_those_of_the_interface(family: str, cut: bool) -> None:
+def test_counted_bytes_match_the_interface(family: str, cut: bool) -> None:
     with Network(2, **ADDRESSES[family]) as net:
         if cut:
             net.cut(0)
@@ -332,7 +332,7 @@ def test_our_bytes_are_those_of_the_interface(family: str, cut: bool) -> None:
     assert told["written"] > 64 << 20
 
 
-def test_near_hosts_are_not_paced() -> None:
+def test_near_hosts_are_not_rate_limited() -> None:
     """Where the system has bbr, no connection begins with it: its timers would stay."""
     with Network(2) as net:
         for host in net.hosts:

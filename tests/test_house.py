@@ -142,7 +142,7 @@ def lines_with(pattern: str, paths: list[Path]) -> Iterator[tuple[str, str]]:
                 yield f"{name_of(path)}:{number}", match.group(1)
 
 
-def test_cpp_rooms_see_only_what_they_may() -> None:
+def test_cpp_folders_include_only_allowed_folders() -> None:
     wrong = []
     for where, header in lines_with(r'^\s*#\s*include "(.+?)"', CPP):
         beginnings = [b for b in MAY_INCLUDE if where.startswith(b)]
@@ -154,12 +154,12 @@ def test_cpp_rooms_see_only_what_they_may() -> None:
     assert wrong == []
 
 
-def test_the_lowest_rooms_use_the_standard_library_only() -> None:
+def test_lowest_folders_use_the_standard_library_only() -> None:
     low = [p for p in CPP if begins(name_of(p), STANDARD_LIBRARY_ONLY)]
     assert list(lines_with(r"#\s*include <(.*[./].*)>", low)) == []
 
 
-def test_torch_headers_stand_in_the_adaptor_only() -> None:
+def test_torch_headers_are_included_by_the_adaptor_only() -> None:
     rest = [p for p in CPP if not name_of(p).startswith(MAY_INCLUDE_TORCH)]
     assert list(lines_with(r'#\s*include [<"]((?:torch|ATen|c10|caffe2)/.*)[>"]', rest)) == []
 
@@ -243,7 +243,7 @@ def floor_of(room: str) -> int:
     pytest.fail(f"pycomm/{room} has no place in FLOORS yet: give it one")
 
 
-def test_python_rooms_see_only_the_floors_below() -> None:
+def test_python_folders_import_only_lower_layers() -> None:
     wrong = []
     for path in PYTHON:
         room = room_of(path)
@@ -293,7 +293,7 @@ def test_files_are_short() -> None:
     assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
 
 
-def test_every_file_of_a_tier_is_there() -> None:
+def test_every_file_of_a_tier_exists() -> None:
     files = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
     assert (UNIT | QUICK) - files == set()
     assert UNIT & QUICK == set()

@@ -89,7 +89,7 @@ def test_different_loss_scales_are_reported() -> None:
     run_ranks(2, program)
 
 
-def test_a_static_scale_is_the_one_that_is_loaded() -> None:
+def test_static_scale_is_loaded() -> None:
     scaler = pycomm.StaticLossScaler(128.0)
     scaler.load_state_dict(pycomm.StaticLossScaler(64.0).state_dict())
     scaler.scale(torch.ones(1))

@@ -91,7 +91,7 @@ def test_arrays_that_share_memory():
     kernels.dgc_step(same, u, whole[200:], 5, momentum=0.9, weight=same, weight_decay=0.1)
 
 
-def test_more_than_an_index_counts():
+def test_more_elements_than_an_index_counts():
     """2^31 elements: memory that is never touched, so it costs nothing."""
     x = np.empty(2**31, np.float16)
     for call in (lambda: kernels.topk(x, 1), lambda: kernels.norm(x)):
@@ -152,7 +152,7 @@ def test_wrong_calls(name):
         call()
 
 
-def test_cast_to_a_dtype_that_numpy_lacks():
+def test_cast_to_a_dtype_without_numpy_support():
     """In a process of its own: ml_dtypes, once imported, teaches NumPy bfloat16 for good."""
     script = """
 import numpy as np
@@ -263,7 +263,7 @@ def test_every_instruction_set_gives_the_same_bits():
         _core.set_kernel_isa("sse9")
 
 
-def test_a_forked_child_has_threads_of_its_own():
+def test_forked_child_has_its_own_threads():
     code = """
 import os, numpy as np, pycomm
 from pycomm import kernels

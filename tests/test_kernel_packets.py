@@ -203,7 +203,7 @@ def test_momentum_mask(device):
 
 
 @pytest.mark.parametrize("bad", [[3, 2], [1, 1], [-1, 2], [2, 100]])
-def test_indices_from_elsewhere(device, bad):
+def test_invalid_indices_of_other_programs(device, bad):
     """Out of range or out of order: refused before anything changes, where that can be seen."""
     if not device.indices_are_checked:
         return
@@ -226,7 +226,7 @@ def test_indices_from_elsewhere(device, bad):
 
 @SETTINGS
 @given(data=st.binary(max_size=80), flips=st.lists(st.integers(0, 63), max_size=3))
-def test_no_bytes_break_unpack(data, flips):
+def test_arbitrary_bytes_unpack_or_raise(data, flips):
     """Any bytes, and a good packet with a few bytes changed: a value or InvalidArgument."""
     indices, values = np.arange(4, dtype=np.int32), np.ones(4, np.float32)
     packet = bytearray(kernels.encode(indices, values, 10).tobytes())

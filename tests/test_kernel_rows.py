@@ -77,7 +77,7 @@ def looked_at(lists):
 
 
 @pytest.mark.parametrize("name", PLAIN | ONE_BY_ONE)
-def test_one_pass_sees_what_is_seen_one_by_one(name, monkeypatch):
+def test_one_pass_accepts_the_same_lists_as_the_slow_check(name, monkeypatch):
     lists = (PLAIN | ONE_BY_ONE)[name]
     found = looked_at(lists)
     assert (_core.rows(tuple(lists)) is not None) == (name in PLAIN)
@@ -88,7 +88,7 @@ def test_one_pass_sees_what_is_seen_one_by_one(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_one_pass_finds_wrong_is_explained(name):
+def test_lists_rejected_by_one_pass_raise_with_the_reason(name):
     lists, words = WRONG[name]
     with pytest.raises((InvalidArgument, Unsupported), match=words):
         looked_at(lists)
@@ -109,7 +109,7 @@ def stepped(u, v, grad):
     return kernels.dgc_step(grad, u, v, [len(u[0]), 0], momentum=0.0)
 
 
-def test_nothing_is_kept_between_calls():
+def test_no_array_state_is_kept_between_calls():
     """The same lists with tensors that were resized, given other memory or dtypes, or replaced."""
     u, v, grad = ([torch.zeros(n) for n in (4, 6)] for _ in range(3))
     for g in grad:
@@ -136,7 +136,7 @@ def test_nothing_is_kept_between_calls():
 
 
 @pytest.mark.parametrize("numpy_too", [False, True])
-def test_results_in_one_memory_are_those_in_buffers(numpy_too):
+def test_results_in_one_allocation_equal_results_in_buffers(numpy_too):
     """What a call makes for its results is one array, cut; buffers are the user's, one by one."""
     rng = np.random.default_rng(0)
     sizes, ks = (300, 7, 1, 5000), [3, 0, 1, 40]
@@ -171,7 +171,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(0
 @SETTINGS
 @given(SPANS)
 @example([(0, 10, 0), (1, 2, 0), (5, 1, 1)])  # in the first of those that are read
-def test_shared_memory_is_found(spans):
+def test_aliasing_arrays_are_detected(spans):
     bytes_of = [(set(range(begin, begin + n)), written) for begin, n, written in spans]
     tables = [inputs.Table([s[:2] for s in spans if s[2] == writes]) for writes in (1, 0)]
     wanted = any(

@@ -147,7 +147,7 @@ def test_many_steps_with_a_workspace(device):
 
 
 @pytest.mark.parametrize("fall", [1e-20, 1e-3])
-def test_repair_after_a_floor_that_was_too_high(device, fall):
+def test_repair_after_a_threshold_that_was_too_high(device, fall):
     """Fewer than k candidates: the last step's floor lies above everything."""
     rng = np.random.default_rng(6)
     big = rng.laplace(size=50_000).astype(np.float32)
@@ -155,7 +155,7 @@ def test_repair_after_a_floor_that_was_too_high(device, fall):
     assert list(steps_of(device, gradients, 50, momentum=0.0)) == [0, 1, 2, 3, 4]
 
 
-def test_repair_after_a_floor_that_was_too_low(device):
+def test_repair_after_a_threshold_that_was_too_low(device):
     """More candidates than the pool holds, in one tile, in all, and all the same."""
     small = np.random.default_rng(7).laplace(size=50_000).astype(np.float32)
     burst = small.copy()
@@ -165,7 +165,7 @@ def test_repair_after_a_floor_that_was_too_low(device):
         assert len(list(steps_of(device, gradients, 50, momentum=0.5, masking=masking))) == 6
 
 
-def test_what_a_workspace_holds_does_not_matter(device):
+def test_workspace_contents_do_not_matter(device):
     """Its floors are those of other tensors here."""
     rng = np.random.default_rng(8)
     workspace = None

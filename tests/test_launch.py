@@ -83,7 +83,7 @@ def test_the_first_failure_is_named_first(tmp_path: Path, how: str, status: int)
     assert "pycomm launch: then rank 0" in done.stderr
 
 
-def test_processors_are_given_out(tmp_path: Path) -> None:
+def test_cpus_are_assigned(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     count = min(2, len(cores))
     words = ["--nproc", str(count), "--cpus-per-rank", "1", "-t", "3"]
@@ -114,7 +114,7 @@ def test_modules_and_commands(tmp_path: Path) -> None:
         (["--devices", "0,1", "--nproc", "3"], "means --nproc 2"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(
+def test_invalid_options_are_rejected_before_ranks_start(
     words: list[str], text: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     from pycomm.launch import command
@@ -126,7 +126,7 @@ def test_what_cannot_be_is_said_before_anything_starts(
     assert os.listdir(tmp_path) == []
 
 
-def test_devices_are_those_that_were_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
+def test_requested_devices_are_assigned(tmp_path: Path, monkeypatch: Any) -> None:
     """As far as it goes without a GPU: what ranks will see, how many, which is whose."""
     import torch
 
@@ -146,7 +146,7 @@ def test_devices_are_those_that_were_asked_for(tmp_path: Path, monkeypatch: Any)
     assert subprocess.check_output(rank, env=CLEAN, timeout=LIMIT_S) == b"1\n"
 
 
-def test_a_restart_has_logs_of_its_own(tmp_path: Path, capsys: Any) -> None:
+def test_restart_has_separate_logs(tmp_path: Path, capsys: Any) -> None:
     from pycomm.launch import tables
 
     logs = tables.Logs(str(tmp_path / "log"), False, [("program", "x")], str(tmp_path))
@@ -194,7 +194,7 @@ def of(rank: int, kind: str, when: float, status: int = 1) -> Failure:
     return Failure(rank, "host", 1, kind, "text", when=when, status=status)
 
 
-def test_which_failure_is_the_first() -> None:
+def test_first_failure_is_determined() -> None:
     lost, wrong = of(0, "PeerLost", 1.0), of(1, "ValueError", 2.0)
     silent, ended = of(2, "", 0.0, 137), of(3, "", 0.0, 143)
     assert failure.first([lost, wrong]) is wrong
@@ -284,7 +284,7 @@ def test_a_host_that_has_ended_does_not_wait_for_one_that_fails(tmp_path: Path, 
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-def test_a_launcher_says_that_the_one_where_all_met_has_died(tmp_path: Path) -> None:
+def test_launcher_reports_that_the_rendezvous_launcher_died(tmp_path: Path) -> None:
     with Network(2, ipv6=False) as net:
         dying, left = start_hosts(net, tmp_path, [0, 1], PROGRAM, "wait")
         limit = threading.Timer(LIMIT_S, dying.kill)  # ends the lines below
@@ -323,7 +323,7 @@ WITHOUT = {k: v for k, v in CLEAN.items() if k not in TORCHRUNS}
 LOCAL_RANKS = "import pycomm as p; p.init(timeout_s=60); print(p.all_gather_object(p.local_rank()))"
 
 
-def test_the_others_hear_why_a_rank_failed() -> None:
+def test_other_ranks_learn_why_a_rank_failed() -> None:
     """Started without a launcher, which would end them before they can say so."""
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": str(free_port()), "PYCOMM_SECRET": SECRET}
@@ -343,7 +343,7 @@ def test_the_others_hear_why_a_rank_failed() -> None:
 
 
 @pytest.mark.parametrize("whose", ["slurm", "openmpi", "paddle"])
-def test_the_variables_of_other_launchers_are_enough(whose: str) -> None:
+def test_variables_of_other_launchers_suffice(whose: str) -> None:
     port = free_port()
     ranks = [
         subprocess.Popen(

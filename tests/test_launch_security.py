@@ -154,7 +154,7 @@ def keys(done: Any) -> list[str]:
     return [line.split()[-1] for line in done.stdout.splitlines() if " key " in line]
 
 
-def test_a_launcher_makes_a_key_for_each_run(tmp_path: Path) -> None:
+def test_launcher_generates_a_secret_for_each_run(tmp_path: Path) -> None:
     (tmp_path / "says.py").write_text(SAYS_KEY)
     words = ["--nproc", "2", "-t", "3", "says.py"]
     first, second = keys(launch(tmp_path, *words)), keys(launch(tmp_path, *words))
@@ -164,7 +164,7 @@ def test_a_launcher_makes_a_key_for_each_run(tmp_path: Path) -> None:
     assert first[0] != second[0]
 
 
-def test_a_key_comes_from_the_environment_a_file_or_a_descriptor(tmp_path: Path) -> None:
+def test_secret_is_read_from_the_environment_a_file_or_a_descriptor(tmp_path: Path) -> None:
     (tmp_path / "says.py").write_text(SAYS_KEY)
     file = tmp_path / "key"
     file.write_text(KEY + "\n")
@@ -188,7 +188,7 @@ def test_a_key_comes_from_the_environment_a_file_or_a_descriptor(tmp_path: Path)
     assert keys(done) == [KEY]
 
 
-def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_secret_that_others_can_read_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(KEY)
     for mode in (0o640, 0o604, 0o660):
@@ -208,7 +208,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
         secret.read_descriptor(999)
 
 
-def test_a_secret_is_stretched_and_a_weak_one_refused() -> None:
+def test_secret_is_stretched_and_a_weak_one_rejected() -> None:
     assert secret.key_of(KEY) == KEY
     stretched = "e4bb3cccdca52e8ce6509fc92d273884861f35d5b5496cfe02c9d3e08b02d7da"
     assert secret.key_of("correct horse battery") == stretched  # of another implementation
@@ -220,7 +220,7 @@ def test_a_secret_is_stretched_and_a_weak_one_refused() -> None:
     assert config.environment({}, secret="correct horse battery").secret == said
 
 
-def test_a_rank_takes_its_secret_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_removes_its_secret_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PYCOMM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(config._taken, "key", "")
@@ -237,7 +237,7 @@ def test_a_rank_takes_its_secret_out_of_the_environment(monkeypatch: pytest.Monk
     assert ("PYCOMM_SECRET", "(set)") in [row[:2] for row in config.described()]
 
 
-def test_several_hosts_without_a_key_are_told_who_can_join(tmp_path: Path, capsys: Any) -> None:
+def test_several_hosts_without_a_secret_are_warned(tmp_path: Path, capsys: Any) -> None:
     from pycomm.launch import command
 
     words = ["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:29400", "--nproc", "1", "x.py"]
@@ -262,7 +262,7 @@ def wrapped(folder: Path, code: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_what_a_wrapper_started_ends_with_the_launcher(how: int, tmp_path: Path) -> None:
+def test_processes_of_a_wrapper_end_with_the_launcher(how: int, tmp_path: Path) -> None:
     code = WRAPPER if how == signal.SIGKILL else IN_FRONT
     with ending(started(tmp_path, *wrapped(tmp_path, code))) as process:
         lines: list[str] = []
@@ -286,12 +286,12 @@ def test_what_a_wrapper_started_ends_with_the_launcher(how: int, tmp_path: Path)
 @pytest.mark.parametrize(
     ("code", "status"), [("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143), ("exit 0", 0)]
 )
-def test_the_status_of_a_command_is_kept(code: str, status: int, tmp_path: Path) -> None:
+def test_exit_status_of_a_command_is_kept(code: str, status: int, tmp_path: Path) -> None:
     done = launch(tmp_path, *wrapped(tmp_path, "#!/bin/sh\n" + code)[len(LAUNCH) :])
     assert done.returncode == status, done.stderr
 
 
-def test_a_command_gets_the_signals_of_others(tmp_path: Path) -> None:
+def test_signals_are_forwarded_to_the_command(tmp_path: Path) -> None:
     code = (
         "#!/bin/sh\ntrap 'echo heard; exit 5' USR1\necho pid $PPID\nwhile :; do sleep 0.1; done\n"
     )
@@ -303,7 +303,7 @@ def test_a_command_gets_the_signals_of_others(tmp_path: Path) -> None:
     assert process.returncode == 5
 
 
-def test_folders_of_launchers_that_were_killed_are_removed(tmp_path: Path) -> None:
+def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
     place = tmp_path / "tmp"
     place.mkdir()
     words = [*LAUNCH, "--nproc", "1", "--no-python", "sh", "-c", "echo pid $$; sleep 3600"]

@@ -55,7 +55,7 @@ def with_torch() -> Any:
     return x.tolist(), same
 
 
-def test_results_come_back_by_rank() -> None:
+def test_results_are_returned_by_rank() -> None:
     before = dict(os.environ)
     results = sums(np.arange(3.0), factor=2)
     for rank, (total, own, local_size, places, other) in enumerate(results):
@@ -67,7 +67,7 @@ def test_results_come_back_by_rank() -> None:
     assert "product's sum" in (sums.__doc__ or "")
 
 
-def test_torchs_group_stands_on_the_same_engine() -> None:
+def test_torch_group_uses_the_same_engine() -> None:
     assert with_torch() == [([1.0, 1.0], True)] * 2
 
 
@@ -84,7 +84,7 @@ def with_transports() -> Any:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_the_environment_chooses_the_transport(
+def test_environment_sets_the_transport(
     transport: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
@@ -130,7 +130,7 @@ def plain() -> None:
         ({"nproc": 1, "device": "tpu"}, "device='tpu'"),
     ],
 )
-def test_numbers_that_do_not_fit(options: dict[str, Any], text: str) -> None:
+def test_invalid_process_counts(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         pycomm.launcher(**options)(plain)()
 
@@ -170,7 +170,7 @@ def test_two_hosts(tmp_path: Path) -> None:
             assert out == "[([0, 1], 2)]\n"
 
 
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+def test_script_without_a_main_guard_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import pycomm\n@pycomm.launcher(nproc=1, device='cpu')\ndef f(): pass\nf()\n"

@@ -83,7 +83,7 @@ SOUND = {
 }
 
 
-def test_every_kind_of_leak_is_seen_and_nothing_else(tmp_path: Path) -> None:
+def test_every_kind_of_leak_is_detected_and_nothing_else(tmp_path: Path) -> None:
     bodies = {**{name: body for name, (body, _) in LEAKS.items()}, **SOUND}
     tests = [
         f"def test_{name}():\n{textwrap.indent(textwrap.dedent(body).strip(), '    ')}\n"

@@ -69,7 +69,7 @@ def test_every_step_is_synchronous_sgd(rule: str) -> None:
     torch.testing.assert_close(results[0], alone(perceptron(), 6, 3, sgd))
 
 
-def test_between_averages_ranks_walk_alone() -> None:
+def test_ranks_train_independently_between_averages() -> None:
     def program(group: pycomm.Group) -> list[list[Tensor]]:
         model = perceptron()
         local = pycomm.LocalSGD(model, sgd(model), k_steps=3)
@@ -262,7 +262,7 @@ def overflowing(model: nn.Module, data: tuple[Tensor, Tensor], overflow: bool) -
 
 @pytest.mark.parametrize("scaler", ["static", "torch"])
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_a_skipped_step_keeps_nobody_waiting(scaler: str, adaptive: bool) -> None:
+def test_skipped_step_delays_no_rank(scaler: str, adaptive: bool) -> None:
     """Rank 1 overflows from the third step on: it steps no more, and averages as all do."""
 
     def program(group: pycomm.Group) -> tuple[list[int], list[Tensor]]:
@@ -357,7 +357,7 @@ def test_stragglers_cost_less(ranks: int) -> None:
     assert eighth < 0.6 * every
 
 
-def test_a_failed_average_changes_nothing() -> None:
+def test_failed_average_changes_nothing() -> None:
     def program(group: pycomm.Group) -> None:
         model = perceptron()
         optimizer = sgd(model)
@@ -431,7 +431,7 @@ def test_bad_arguments() -> None:
     run_ranks(1, program)
 
 
-def test_a_static_scale_stays() -> None:
+def test_static_scale_is_kept() -> None:
     model = perceptron()
     optimizer = sgd(model)
     scaler = pycomm.StaticLossScaler(128.0)

@@ -65,7 +65,9 @@ def added(group: pycomm.Group, dtype: str) -> dict[str, int]:
     ("ranks", "transport", "dtype"),
     [(2, "", "float32"), (3, "shm", "float32"), (3, "tcp", "float32"), (3, "tcp", "float16")],
 )
-def test_a_group_stays_small_whatever_the_message(ranks: int, transport: str, dtype: str) -> None:
+def test_group_memory_does_not_depend_on_the_message(
+    ranks: int, transport: str, dtype: str
+) -> None:
     for by_verb in testing.run_ranks(ranks, added, dtype, transport=transport, processes=True):
         assert max(by_verb.values()) <= MOST, by_verb
         assert LARGE > 2 * MOST  # a copy of the message would not pass

@@ -9,7 +9,7 @@ from pycomm.errors import InvalidArgument
 from pycomm.testing import run_ranks
 
 
-def test_a_second_live_wrapper_raises() -> None:
+def test_second_live_wrapper_raises() -> None:
     def program(group: pycomm.Group) -> None:
         module = perceptron()
         first = pycomm.DataParallel(module, group=group)

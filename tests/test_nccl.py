@@ -93,13 +93,13 @@ def test_info_names_version_and_file():
     assert said == f"{importlib.metadata.version(nccl.PACKAGE)}, {nccl.places()[1][1]}\n"
 
 
-def test_the_least_version_with_all_functions_will_do(tmp_path):
+def test_oldest_version_with_all_functions_is_accepted(tmp_path):
     file = stub(tmp_path / "good")
     library = load(("a stub", file, False))
     assert (library.version, library.origin) == ("2.14.0", file)
 
 
-def test_what_will_not_do_is_named_and_passed_over(tmp_path):
+def test_unusable_libraries_are_named_and_skipped(tmp_path):
     """Each stub has the same soname: one left open would be found at the next place."""
     old = stub(tmp_path / "old", version=21304)
     ancient = stub(tmp_path / "ancient", version=2804)
@@ -127,7 +127,7 @@ def test_every_function_is_needed():
     assert len(NAMES) == len(set(NAMES)) == 17
 
 
-def test_a_package_that_is_not_there_is_said_so(monkeypatch):
+def test_missing_package_is_reported(monkeypatch):
     monkeypatch.setattr(nccl, "PACKAGE", "no-such-package")
     assert nccl.places()[1][1] == ""
 
@@ -176,7 +176,7 @@ NUMBERS = {
 }
 
 
-def test_the_types_are_those_of_the_header(tmp_path):
+def test_types_match_the_header(tmp_path):
     """Of the package: numbers, layouts, and each function's arguments by size and kind."""
     lines = [ABI]
     for kind, names in NUMBERS.items():

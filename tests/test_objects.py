@@ -29,7 +29,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:20])
-def test_plain_values_come_back_as_they_were(value: Any) -> None:
+def test_plain_values_round_trip(value: Any) -> None:
     back = serialization.decode(serialization.encode(value))
     assert repr(back) == repr(value)  # tells True from 1 and -0.0 from 0.0
     assert math.isnan(serialization.decode(serialization.encode(math.nan)))
@@ -57,12 +57,12 @@ def endless() -> Any:
         (endless(), "deep"),
     ],
 )
-def test_what_is_not_plain_is_named(value: Any, words: str) -> None:
+def test_unsupported_value_is_named(value: Any, words: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=words):
         serialization.encode(value)
 
 
-def test_any_bytes_are_a_value_or_refused() -> None:
+def test_arbitrary_bytes_are_a_value_or_rejected() -> None:
     def decodes(content: bytes) -> bool:
         try:
             serialization.decode(content)
@@ -124,7 +124,7 @@ def test_keys_between_processes() -> None:
     assert run_ranks(3, leave_and_take, transport="", processes=True) == [1, 1, 1]
 
 
-def test_keys_of_each_group_are_its_own() -> None:
+def test_groups_have_separate_keys() -> None:
     def fn(group: Group) -> Any:
         pair = group.split(group.rank // 2)
         assert pair is not None
@@ -141,7 +141,7 @@ def test_keys_of_each_group_are_its_own() -> None:
     assert run_ranks(4, fn) == [0, 0, 2, 2]
 
 
-def test_what_cannot_be_a_key_or_a_value_is_refused() -> None:
+def test_invalid_keys_and_values_are_rejected() -> None:
     def fn(group: Group) -> None:
         for key in ("", "x" * (MAX_KEY_BYTES + 1), b"bytes", None, "\ud800"):
             for call in (lambda k: pycomm.user_set(k, 1), pycomm.user_get, pycomm.user_pop):
@@ -248,7 +248,7 @@ def together(code: str, **environment: str) -> list[str]:
     return [line for output in outputs for line in output.splitlines()]
 
 
-def test_keys_after_init_with_a_key_and_one_port_stays_open() -> None:
+def test_user_keys_with_a_secret_and_one_open_port() -> None:
     """Rank 0's store listens for ranks that lose their connection to it, and nothing else does."""
     assert together(TOGETHER.format(before=""), PYCOMM_SECRET="0123456789abcdef") == [
         "0 2 1",
@@ -277,7 +277,7 @@ EQUAL = [k * ((1 << 61) - 1) for k in range(10_000)]  # Python hashes all to 0
 
 
 @pytest.mark.parametrize("keys", [EQUAL, [(k,) for k in EQUAL]], ids=["ints", "tuples"])
-def test_keys_that_collide_are_refused_after_a_few(
+def test_colliding_keys_are_rejected_after_a_few(
     keys: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dict compares each with all before it: what is counted is how many are read."""
@@ -297,13 +297,13 @@ def test_keys_that_collide_are_refused_after_a_few(
         serialization.encode(dict.fromkeys(keys))
 
 
-def test_all_powers_of_two_are_keys() -> None:
+def test_powers_of_two_are_valid_keys() -> None:
     powers = {2.0**k: k for k in range(-1074, 1024)}
     assert serialization.decode(serialization.encode(powers)) == powers
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_groups_of_one_name_follow_each_other_in_a_store_of_torch(kind: str, tmp_path: Any) -> None:
+def test_successive_groups_of_one_name_share_a_torch_store(kind: str, tmp_path: Any) -> None:
     """Whoever leaves a group first begins the next one, while others are still in the last."""
     dist = pytest.importorskip("torch.distributed")
     from pycomm.rendezvous import TorchStore

@@ -108,7 +108,7 @@ def as_in_host_memory(at: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_goes_as_in_host_memory(run: Run, way: str) -> None:
+def test_training_equals_host_memory(run: Run, way: str) -> None:
     run(2, as_in_host_memory, way)
 
 
@@ -147,7 +147,7 @@ def scaled_as_in_host_memory(at: Any, compress: bool) -> None:
 
 
 @pytest.mark.parametrize("compress", [False, True], ids=["dense", "DGC"])
-def test_scaled_gradients_go_as_in_host_memory(run: Run, compress: bool) -> None:
+def test_scaled_gradients_equal_host_memory(run: Run, compress: bool) -> None:
     run(2, scaled_as_in_host_memory, compress)
 
 
@@ -192,7 +192,7 @@ def gradients_of_branches(at: Any) -> None:
         assert (parameter.grad.cpu() == 3 * 1.5).all(), parameter.grad.cpu()
 
 
-def test_gradients_of_several_streams_travel_when_all_are_there(run: Run) -> None:
+def test_gradients_of_several_streams_are_sent_when_all_are_ready(run: Run) -> None:
     run(2, gradients_of_branches)
 
 
@@ -204,7 +204,7 @@ def refused(at: Any) -> str:
     return str(caught.value)
 
 
-def test_ranks_on_different_kinds_of_device_are_told(run: Run) -> None:
+def test_different_device_kinds_raise(run: Run) -> None:
     assert all("'weight'" in text for text in run(2, refused))
 
 
@@ -233,7 +233,7 @@ def rare(at: Any) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_what_is_rare_works_on_devices(run: Run) -> None:
+def test_rare_features_work_on_devices(run: Run) -> None:
     run(2, rare)
 
 
@@ -264,7 +264,7 @@ def sends_to_another(at: Any) -> None:
             torch.testing.assert_close(found.grad.cpu(), right)
 
 
-def test_a_tensor_on_a_device_is_sent_and_its_gradient_comes_back_there(run: Run) -> None:
+def test_device_tensor_is_sent_and_its_gradient_is_returned(run: Run) -> None:
     run(2, sends_to_another)
 
 

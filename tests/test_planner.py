@@ -32,7 +32,7 @@ def coding() -> Coding:
     return Coding(took["dgc_step"], took["topk"], encode=0.0, decode=0.0, add=0.0)
 
 
-def test_within_a_fifth_of_what_was_measured() -> None:
+def test_estimate_is_within_a_fifth_of_the_measurement() -> None:
     """`bench links --training`: 41 M elements, 2 hosts, 0.1 to 10 Gbit/s."""
     stored = json.loads((RESULTS / "links_training.json").read_text())
     count = stored["settings"]["elements"]
@@ -45,7 +45,7 @@ def test_within_a_fifth_of_what_was_measured() -> None:
             assert found[name] == pytest.approx(rows[way], rel=0.2), (rate, name)
 
 
-def test_more_ranks_and_slower_lines() -> None:
+def test_more_ranks_and_slower_links() -> None:
     """A gather grows with the ranks, split does not; what is sent less is worth more on a slow
     line, and nothing on one that costs nothing."""
     load, compact = (Load([41_000], [41_000_000], 4, code) for code in (None, "2bit"))

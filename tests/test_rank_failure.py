@@ -116,7 +116,7 @@ def check(results: list[Any]) -> None:
 @pytest.mark.parametrize("die", [kill, crash, leave])
 @pytest.mark.parametrize("hold", [fork_child, fork_foreign_child])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_failure_is_seen_whatever_children_hold(
+def test_rank_failure_is_detected_although_children_hold_sockets(
     transport: str, hold: Callable[[str], Any], die: Callable[[], None], tmp_path: Path
 ) -> None:
     check(
@@ -128,7 +128,7 @@ def test_a_rank_failure_is_seen_whatever_children_hold(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_failure_is_seen_while_workers_load_data(transport: str, tmp_path: Path) -> None:
+def test_rank_failure_is_detected_while_workers_load_data(transport: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     check(
         run_ranks(
@@ -166,7 +166,7 @@ def call_in_a_child(group: Group) -> Any:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_child_holds_nothing_and_its_calls_say_so(transport: str) -> None:
+def test_forked_child_holds_no_descriptors_and_its_calls_raise(transport: str) -> None:
     for said, status in run_ranks(2, call_in_a_child, transport=transport, processes=True):
         assert "this process was forked off after the group formed" in said
         assert status == 0
@@ -198,7 +198,7 @@ def send_and_leave(group: Group, folder: str, orderly: bool) -> Any:
 
 @pytest.mark.parametrize("orderly", [True, False], ids=["closed", "died"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_a_dead_rank_sent_is_still_received(
+def test_messages_of_a_dead_rank_are_received(
     transport: str, orderly: bool, tmp_path: Path
 ) -> None:
     result = run_ranks(
@@ -256,7 +256,7 @@ def form_with_one_that_dies(rank: int, transport: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_dies_while_the_group_forms_is_named(transport: str, tmp_path: Path) -> None:
+def test_rank_that_dies_while_the_group_forms_is_named(transport: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ranks = [
         context.Process(target=form_with_one_that_dies, args=(rank, transport, str(tmp_path)))

@@ -67,7 +67,7 @@ def _summed(group: pycomm.Group) -> list[bool]:
 
 
 @pytest.mark.parametrize("where", ["local", "shm"])
-def test_only_arrays_that_all_ranks_map_are_summed_where_they_lie(where: str) -> None:
+def test_only_arrays_that_all_ranks_map_are_summed_in_place(where: str) -> None:
     for found in run_ranks(2, _summed, transport=where, processes=where == "shm"):
         assert found == [False, False, False, True, True, True]
 
@@ -83,7 +83,7 @@ def _in_a_part(group: pycomm.Group) -> bool:
     return result
 
 
-def test_arrays_are_of_every_group() -> None:
+def test_arrays_work_in_every_group() -> None:
     assert run_ranks(4, _in_a_part, transport="shm", processes=True) == [False] * 4
 
 
@@ -93,7 +93,7 @@ def resident_shared() -> int:
     return int(next(line for line in lines if line.startswith("RssShmem")).split()[1]) << 10
 
 
-def test_memory_goes_back_with_the_array() -> None:
+def test_memory_is_freed_with_the_array() -> None:
     keep = pycomm.empty(1, "uint8")  # so that the heap stays
     before = resident_shared()
     x = pycomm.empty(64 << 20, "uint8")
@@ -110,7 +110,7 @@ def test_memory_goes_back_with_the_array() -> None:
     assert left == []
 
 
-def test_a_forked_child_takes_nothing_from_its_parent() -> None:
+def test_forked_child_does_not_free_arrays_of_its_parent() -> None:
     x = pycomm.empty(PAGE, "uint8")
     x.fill(1)
     child = os.fork()
@@ -139,7 +139,7 @@ def _buckets(group: pycomm.Group) -> int:
     return group.stats().bytes_sent - before
 
 
-def test_buckets_of_gradients_are_summed_where_they_lie() -> None:
+def test_gradient_buckets_are_summed_in_place() -> None:
     gradients = (300 * 300 + 300) * 4
     for sent in run_ranks(2, _buckets, transport="shm", processes=True):
         assert gradients // 2 <= sent < gradients

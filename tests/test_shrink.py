@@ -124,7 +124,7 @@ def die_while_shrinking(group: Group, moment: str) -> Any:
 
 
 @pytest.mark.parametrize("moment", ["before the choice", "as it chooses", "before it meets"])
-def test_a_rank_failure_while_shrinking_is_survived(moment: str) -> None:
+def test_shrink_survives_a_rank_failure(moment: str) -> None:
     results = run_ranks(
         5, die_while_shrinking, moment, transport="shm", processes=True, return_exceptions=True
     )
@@ -200,7 +200,7 @@ def come_too_late(group: Group, folder: str) -> Any:
     return ranks
 
 
-def test_who_was_stopped_is_left_behind(tmp_path: Path) -> None:
+def test_stopped_rank_is_excluded(tmp_path: Path) -> None:
     results = run_ranks(
         3, come_too_late, str(tmp_path), transport="shm", processes=True, heartbeat_s=2.0,
         return_exceptions=True,
@@ -216,7 +216,7 @@ def shrink_as_a_thread(group: Group) -> Any:
     return check_works(group.shrink())
 
 
-def test_whole_group_shrinks_to_itself() -> None:
+def test_complete_group_shrinks_to_itself() -> None:
     """Whoever lives takes part, though a connection was lost; that needs no process."""
     results = run_ranks(
         3, shrink_as_a_thread, transport="local",
@@ -225,7 +225,7 @@ def test_whole_group_shrinks_to_itself() -> None:
     assert results == [[0, 1, 2]] * 3
 
 
-def test_a_limit_that_is_none_is_refused() -> None:
+def test_invalid_timeout_is_rejected() -> None:
     group = run_ranks(1, lambda group: group)[0]
     with pytest.raises(errors.GroupBroken, match="it was closed"):
         group.shrink()

@@ -52,11 +52,11 @@ def tell_starts(group: Group) -> bool:
     return all(right)
 
 
-def test_members_have_their_start_time() -> None:
+def test_peer_info_has_start_times() -> None:
     assert run_ranks(2, tell_starts, transport="shm", processes=True) == [True, True]
 
 
-def test_a_process_id_that_was_given_out_again_is_dead() -> None:
+def test_reused_process_id_is_reported_dead() -> None:
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         now = started(child.pid)
@@ -85,7 +85,7 @@ class Counting:
         return getattr(self.store, name)
 
 
-def test_a_look_at_an_unchanged_board_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_unchanged_votes_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 200 ranks one has come; 50 looks, of which the first reads all."""
     store: Any = Counting(_core.LocalStore())
     clock, looks = [0.0], [0]

@@ -109,7 +109,7 @@ STORES = pytest.mark.parametrize("made", [ours_and_silent, torchs_and_silent])
 
 @STORES
 @pytest.mark.parametrize("call", ["set", "get", "add", "remove", "claim"])
-def test_each_call_of_a_silent_store_ends_at_its_limit(made: Callable[[], Any], call: str) -> None:
+def test_each_call_of_a_silent_store_times_out(made: Callable[[], Any], call: str) -> None:
     with made() as (store, silent):
         store.set("key", b"1", 10.0)
         silent.set()
@@ -122,7 +122,7 @@ def test_each_call_of_a_silent_store_ends_at_its_limit(made: Callable[[], Any], 
 
 
 @STORES
-def test_a_forming_ends_at_its_limit_where_the_store_falls_silent(made: Callable[[], Any]) -> None:
+def test_group_creation_times_out_when_the_store_is_silent(made: Callable[[], Any]) -> None:
     with made() as (store, silent):
         silent.set()
         begin = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_forming_ends_at_its_limit_where_the_store_falls_silent(made: Callable
 
 
 @STORES
-def test_a_forming_ends_at_its_limit_where_the_store_falls_silent_on_the_way(
+def test_group_creation_times_out_when_the_store_becomes_silent(
     made: Callable[[], Any],
 ) -> None:
     """As it waits for the other's note: what it has left itself cannot be taken away again."""
@@ -147,7 +147,7 @@ def test_a_forming_ends_at_its_limit_where_the_store_falls_silent_on_the_way(
 
 
 @STORES
-def test_shrink_ends_at_its_limit_where_the_store_falls_silent(made: Callable[[], Any]) -> None:
+def test_shrink_times_out_when_the_store_becomes_silent(made: Callable[[], Any]) -> None:
     with made() as (store, silent):
         options = {"size": 1, "timeout_s": 10.0, "transport": "tcp", "secret": KEY}
         group = _join(store, 0, options)
@@ -169,7 +169,7 @@ except (pycomm.errors.Timeout, pycomm.errors.PeerLost):
 """
 
 
-def test_init_ends_at_its_limit_where_nothing_answers() -> None:
+def test_init_times_out_when_no_store_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts for it
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
         env = {**os.environ, **place, "RANK": "1", "WORLD_SIZE": "2", "PYCOMM_SECRET": KEY}

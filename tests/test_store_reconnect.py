@@ -68,7 +68,7 @@ def test_a_change_whose_reply_was_lost_is_applied_once() -> None:
         _core.TcpStore.connect("127.0.0.1", relay.port, KEY, 0.3)
 
 
-def test_a_client_whose_server_has_ended_is_told_at_once() -> None:
+def test_client_of_an_ended_server_raises_immediately() -> None:
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
         client = settled(relay, server)

@@ -73,7 +73,7 @@ def lose_one(group: Group, action: str, folder: str) -> Any:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("action", ENDS)
-def test_a_loss_is_heard_in_the_groups_that_have_the_rank_and_in_no_other(
+def test_rank_failure_is_reported_only_in_groups_with_the_rank(
     action: str, transport: str, tmp_path: Path
 ) -> None:
     seen = run_ranks(
@@ -209,7 +209,7 @@ def split_until_cut(group: Group) -> tuple[str, str] | None:
     return None
 
 
-def test_a_rank_failure_during_a_split_is_reported_as_one() -> None:
+def test_rank_failure_during_split_is_reported() -> None:
     """Also by who learns of it in a call of the whole that the split makes."""
     told = []
     for after in range(0, 1200, 20):  # bytes of the calls in which all tell each other their notes
@@ -223,7 +223,7 @@ def test_a_rank_failure_during_a_split_is_reported_as_one() -> None:
     assert sum(text.startswith("all_gather: ") for _, text in told) > 10
 
 
-def test_an_abort_while_others_form_a_subgroup_tells_them_why():
+def test_abort_during_subgroup_creation_is_reported():
     """One of them hears of it before the others call it, and is not there then."""
 
     def program(group: Group) -> str:

@@ -59,7 +59,7 @@ def start_without_threads(group: Group) -> list[Any]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_without_a_thread_an_asynchronous_call_is_refused(transport: str) -> None:
+def test_asynchronous_call_without_a_thread_is_rejected(transport: str) -> None:
     for refused, *right in run_ranks(2, start_without_threads, transport=transport, processes=True):
         assert "the thread pycomm-worker cannot be created: Resource temporarily" in refused
         assert "ulimit -u" in refused
@@ -96,7 +96,7 @@ def close_without_threads(group: Group, folder: str) -> int:
     return 0
 
 
-def test_without_a_thread_a_connection_is_closed_at_once(tmp_path: Path) -> None:
+def test_connection_without_a_thread_is_closed_immediately(tmp_path: Path) -> None:
     left, _ = run_ranks(2, close_without_threads, str(tmp_path), transport="tcp", processes=True)
     assert left == -1
 
@@ -121,7 +121,7 @@ def wait_behind_a_stuck_call(group: Group, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_call_waits_behind_earlier_ones_within_its_limit(transport: str, tmp_path: Path) -> None:
+def test_queued_call_times_out_at_its_own_limit(transport: str, tmp_path: Path) -> None:
     waited, late, ended = run_ranks(
         2, wait_behind_a_stuck_call, str(tmp_path), transport=transport, processes=True
     )[0]
@@ -149,7 +149,7 @@ def serve_without_threads(group: Group) -> list[Any]:
     return [refused, same]
 
 
-def test_without_a_thread_a_store_is_refused_and_leaves_nothing() -> None:
+def test_store_without_a_thread_is_rejected_and_leaks_nothing() -> None:
     ((refused, same),) = run_ranks(1, serve_without_threads, processes=True)
     assert "the thread pycomm-store cannot be created: Resource temporarily" in refused
     assert same
@@ -170,7 +170,7 @@ def split_without_threads(group: Group) -> list[Any]:
     return [refused, same]
 
 
-def test_without_a_thread_for_the_heartbeat_a_group_is_refused_and_leaves_nothing() -> None:
+def test_group_without_a_heartbeat_thread_is_rejected_and_leaks_nothing() -> None:
     for refused, same in run_ranks(2, split_without_threads, transport="tcp", processes=True):
         assert "the thread pycomm-pulse cannot be created: Resource temporarily" in refused
         assert same
@@ -201,7 +201,7 @@ def connect_on_demand_without_threads(group: Group) -> list[Any]:
 
 
 @pytest.mark.no_attack("who calls the store is a descriptor of rank 0, and those are counted")
-def test_without_a_thread_a_group_that_connects_on_demand_is_refused() -> None:
+def test_on_demand_group_without_a_thread_is_rejected() -> None:
     ranks = run_ranks(2, connect_on_demand_without_threads, transport="tcp", processes=True)
     for refused, same in ranks:
         assert "the thread pycomm-door cannot be created: Resource temporarily" in refused

@@ -64,7 +64,7 @@ def watched(group: pycomm.Group) -> Any:
     return lines
 
 
-def test_who_is_inside_a_call_and_who_is_late() -> None:
+def test_ranks_inside_a_call_and_late_ranks() -> None:
     lines = run_ranks(2, watched)[1]
     assert 'group "world", 2 ranks' in lines[0]
     rows = [[cell.strip() for cell in line.split("│")] for line in lines[4:6]]
@@ -84,7 +84,7 @@ def rates(group: pycomm.Group) -> list[str]:
     return seen(now, before)
 
 
-def test_rates_are_those_between_two_looks() -> None:
+def test_rates_are_computed_between_two_samples() -> None:
     row = next(line for line in run_ranks(1, rates)[0] if str(os.getpid()) in line)
     assert row.split("│")[3].strip() == "500"
 
@@ -92,7 +92,7 @@ def test_rates_are_those_between_two_looks() -> None:
 STOPS = "import os, signal, pycomm; pycomm.init(); os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def test_a_stopped_process_is_seen_and_a_dead_one_leaves_nothing() -> None:
+def test_stopped_process_is_shown_and_a_dead_one_is_not() -> None:
     alone = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOMM_", "RANK", "WORLD"))}
     process = subprocess.Popen([sys.executable, "-c", STOPS], env=alone)
     try:
@@ -144,7 +144,7 @@ def read_in_part(group: pycomm.Group, name: str) -> str:
         os.close(fd)
 
 
-def test_memory_of_any_size_is_read_in_part_and_names_are_no_markup() -> None:
+def test_large_memory_is_read_partially_and_names_are_escaped() -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), limit[1]))  # 8 GiB do not fit

@@ -145,7 +145,7 @@ def _power_sgd() -> list[torch.Tensor]:
 
 
 @SIZES
-def test_power_sgd_whose_callbacks_wait_for_calls(run: Run, size: int) -> None:
+def test_power_sgd_callbacks_wait_for_calls(run: Run, size: int) -> None:
     """On pycomm alone: gloo ends the process when a callback is the last to hold its group."""
     everyone = run(size, _power_sgd)
     for got in everyone:

@@ -56,7 +56,7 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
         (replace(KEPT, backend="gloo", error="it hangs"), True),  # its promises are not ours
     ],
 )
-def test_a_flood_that_does_harm_is_seen(found: Flood, kept: bool) -> None:
+def test_harmful_flood_is_detected(found: Flood, kept: bool) -> None:
     assert connection_flood._kept(found) == kept
 
 
@@ -70,7 +70,7 @@ def test_a_flood_that_does_harm_is_seen(found: Flood, kept: bool) -> None:
         (replace(CLEAN, last=Held(20, 4, 100)), False),
     ],
 )
-def test_a_cycle_that_leaves_something_is_seen(found: Cycles, clean: bool) -> None:
+def test_leaking_cycle_is_detected(found: Cycles, clean: bool) -> None:
     assert connection_flood._clean(found) == clean
 
 
@@ -93,5 +93,5 @@ def test_a_distant_rank_joins_beside_a_flood(where: str) -> None:
         (Distant("mesh", 10, 8000, quiet_s=[0.2]), False),
     ],
 )
-def test_a_flood_that_holds_distant_ranks_up_is_seen(found: Distant, kept: bool) -> None:
+def test_flood_that_delays_distant_ranks_is_detected(found: Distant, kept: bool) -> None:
     assert found.kept() == kept

@@ -201,7 +201,7 @@ def test_inputs_that_share_memory_with_the_output() -> None:
         assert parts == [0, 1, 2]
 
 
-def test_wrong_arguments_are_refused_before_anything_moves() -> None:
+def test_wrong_arguments_raise_before_data_is_sent() -> None:
     def fn(group: Group) -> Any:
         me = group.rank
         x, flat = np.ones(4, np.float32), np.float32(1)
@@ -240,7 +240,7 @@ def test_wrong_arguments_are_refused_before_anything_moves() -> None:
     assert run_ranks(2, fn) == [2.0, 2.0]
 
 
-def test_reduce_leaves_other_arrays_alone_even_read_only_ones() -> None:
+def test_reduce_writes_no_other_array() -> None:
     def fn(group: Group) -> Any:
         x = np.arange(1000.0)
         x.flags.writeable = group.rank == 1
@@ -261,7 +261,7 @@ def test_values_of_all_ranks() -> None:
     assert run_ranks(1, fn) == [wanted[:1]]
 
 
-def test_a_value_that_is_not_plain_is_reported_on_every_rank() -> None:
+def test_unsupported_value_is_reported_on_every_rank() -> None:
     def fn(group: Group) -> Any:
         value = {"loss": np.float32(1)} if group.rank == 1 else 1.5
         with pytest.raises(errors.InvalidArgument, match=r"rank 1: value\['loss'\]") as caught:
@@ -283,7 +283,7 @@ def dies_in_the_middle(group: Group) -> Any:
     return caught.value.peer
 
 
-def test_a_rank_failure_is_noticed_in_an_exchange() -> None:
+def test_rank_failure_is_detected_in_an_exchange() -> None:
     results = run_ranks(3, dies_in_the_middle, transport="", processes=True, return_exceptions=True)
     assert results[0] == results[2] == 1
     assert isinstance(results[1], errors.PeerLost)
@@ -311,6 +311,6 @@ def exchanged(group: Group) -> list[int]:
     return frames
 
 
-def test_counts_that_were_exchanged_are_not_gathered_again() -> None:
+def test_exchanged_counts_are_not_gathered_again() -> None:
     for without, compared, known in run_ranks(3, exchanged, transport="tcp"):
         assert known == without < compared

@@ -63,7 +63,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("sign", [9, 19], ids=["killed", "stopped"])
-def test_rank_failures_are_noticed_without_pidfds(
+def test_rank_failures_are_detected_without_pidfds(
     tmp_path: Path, sign: int, transport: str
 ) -> None:
     (tmp_path / "shim.c").write_text(SHIM)

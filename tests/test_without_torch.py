@@ -117,7 +117,7 @@ def use_everything(python: Path, where: Path) -> list[str]:
     return [output.removeprefix("fine ").strip() for output in outputs]
 
 
-def test_everything_works_where_only_numpy_is(environment: Path) -> None:
+def test_package_works_with_numpy_alone(environment: Path) -> None:
     import pycomm
 
     assert use_everything(environment, ROOT) == [pycomm._core.__file__] * 2
