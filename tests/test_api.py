@@ -32,7 +32,7 @@ OPS = {
 
 
 def data(rank: int, count: int, dtype: str) -> Any:
-    """Small whole numbers: every order of adding gives the same sum."""
+    """Small integers: every order of summation gives the same sum."""
     return (np.arange(count) * (rank + 3) % 7).astype(dtype)
 
 
@@ -63,7 +63,7 @@ def test_reductions_by_every_algorithm(op: str, n: int, algorithm: str | None) -
 
 
 def _where_there_is(algorithm: str | None, n: int, fn: Any) -> list[Any]:
-    """The results, or none where the verb does not have the algorithm and says so."""
+    """The results, or none if the verb reports that it lacks the algorithm."""
     try:
         return run_ranks(n, fn)
     except errors.Unsupported as error:
@@ -117,7 +117,7 @@ def test_messages_keep_their_order_and_tags(transport: str) -> None:
 
 
 def same_bits(group: Group, algorithm: str | None = None) -> list[str]:
-    """Hashes of sums whose bits depend on the order of adding."""
+    """Hashes of sums whose bits depend on the order of summation."""
     rng = np.random.default_rng(group.rank)
     hashes = []
     for count in (1, 7, 4096, 70_001):
@@ -133,7 +133,7 @@ def test_same_bits_on_every_rank_run_and_transport() -> None:
     for transport in TRANSPORTS:
         assert run_ranks(3, same_bits, "ring", transport=transport) == [ring] * 3
     assert run_ranks(3, same_bits, "ring", transport="", processes=True) == [ring] * 3
-    shared = run_ranks(3, same_bits)[0]  # what is chosen where memory is shared
+    shared = run_ranks(3, same_bits)[0]  # the default where memory is shared
     assert run_ranks(3, same_bits, "shared_memory", transport="shm") == [shared] * 3
     assert run_ranks(3, same_bits, transport="", processes=True) == [shared] * 3
 
@@ -151,7 +151,7 @@ def test_async_calls_end_in_order_and_keep_their_arrays() -> None:
         work.wait(5.0)
         work.wait()
         assert work.result() is None
-        for i in range(20):  # nobody keeps the works: the arrays live until the calls are over
+        for i in range(20):  # no reference to the works: the arrays live until the calls end
             pycomm.all_reduce(np.full(100_000, float(i)), group=group, async_op=True)
         pycomm.barrier()
         return last, [work.result() for work in works]
@@ -199,7 +199,7 @@ def test_split(transport: str) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_ring_sends_the_expected_bytes(n: int) -> None:
-    """A ring sends each of its 2 (n - 1) pieces of 1/n once; headers come on top."""
+    """A ring sends each of its 2 (n - 1) chunks of 1/n once, plus headers."""
 
     def fn(group: Group) -> Any:
         before = group.stats()
@@ -288,7 +288,7 @@ def test_groups_leak_nothing() -> None:
     before = counts()
     for transport in TRANSPORTS * 3:
         run_ranks(3, fn, transport=transport)
-    # A closed tcp connection is kept until the peer has all of it, for 2 s at most, and the kernel
+    # A closed TCP connection is kept for at most 2 s, until the peer has all data, and the kernel
     # counts a thread a moment longer than join() does.
     limit = time.monotonic() + 10
     while any(np.greater(counts()[:2], before[:2])) and time.monotonic() < limit:
@@ -364,7 +364,7 @@ print(group.peer_info()[-1].transport)
 
 @pytest.mark.parametrize("secret", ["", "0123456789abcdef"])
 def test_processes_rendezvous_by_environment_variables(secret: str) -> None:
-    """With a key through our own store, without one through torch's."""
+    """With a secret by pycomm's store, without one by torch's."""
     port = str(free_port())
     ranks = []
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""What an array may be: kinds, dtypes, strides, sizes; and what is refused with a sentence."""
+"""Valid arrays: kinds, dtypes, strides, sizes; and errors for invalid ones."""
 
 import array
 import random
@@ -21,7 +21,7 @@ NUMPY_DTYPES = [name for name in DTYPES if name != "bfloat16"]
 
 
 def strided(kind: str) -> tuple[Any, Any]:
-    """A (3, 4) array of int64 inside a larger one, in an odd layout; and the larger one."""
+    """A (3, 4) array of int64 inside a larger one, in an unusual layout; and the larger one."""
     base = np.zeros((9, 12), np.int64)
     views = {
         "plain": lambda b: b[:3, :4].copy(),
@@ -66,7 +66,7 @@ def test_inputs_and_outputs_of_any_strides_gather_and_scatter(kind: str) -> None
         view, _ = strided(kind)
         view[...] = np.arange(12).reshape(3, 4) + 100 * group.rank
         before = view.copy()
-        out = np.zeros((4, 3, 2), np.int64).T  # (2, 3, 4), strange strides
+        out = np.zeros((4, 3, 2), np.int64).T  # (2, 3, 4), unusual strides
         assert pycomm.all_gather(view, out, group=group) is out
         assert np.array_equal(view, before)
         part = np.zeros((4, 6), np.int64).T[::2]
@@ -157,7 +157,7 @@ def test_zero_dimensions_and_zero_elements(shape: tuple[int, ...], n: int) -> No
 
 
 def test_inputs_that_alias_the_output() -> None:
-    """x may be out[rank], or anything else inside out: then it is copied first."""
+    """x may be out[rank], or any other view of out: then it is copied first."""
 
     def fn(group: Group) -> Any:
         out = np.zeros((2, 4), np.int32)
@@ -191,7 +191,7 @@ def test_buffer_protocol_objects_are_arrays() -> None:
 
 
 class Dlpack:
-    """An array that only DLPack sees, on the device of this number."""
+    """An array that supports only DLPack, on the device of this number."""
 
     def __init__(self, device: int = 1) -> None:
         self.memory, self.device = np.arange(3.0), device
@@ -205,7 +205,7 @@ class Dlpack:
 
 
 class CudaArray(Dlpack):
-    """As CuPy's: says where it is, and can be asked for a copy in host memory only by get()."""
+    """Like CuPy's: has a device pointer, and copies to host memory only by get()."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -235,7 +235,7 @@ def test_dlpack_arrays_in_host_memory_are_sent() -> None:
 
 
 class NoGpu:
-    """In place of _cuda."""
+    """Replaces _cuda."""
 
     @staticmethod
     def open_device(_: int) -> Any:
@@ -338,7 +338,7 @@ def test_overlapping_inputs_are_not_written() -> None:
 
 
 def test_random_layouts_never_write_outside() -> None:
-    """Slices of every kind of a guarded block: inside right, outside untouched."""
+    """Slices of every kind of a guarded block: correct inside, unchanged outside."""
     rng = random.Random(5)
 
     def one_slice(length: int) -> slice:

@@ -1,5 +1,6 @@
-"""Those who call while the tests run: they come to every listener of ours and to no other's, in
-every manner; and a run in which one was let in, or nothing was reached, fails."""
+"""The attack during the tests: it connects to every pycomm listener and to no other, in every way.
+A run fails if a client was accepted, or if no listener was reached.
+"""
 
 import contextlib
 import os
@@ -27,17 +28,17 @@ FORMS = "import pycomm; pycomm.init(secret='0123456789abcdef', timeout_s=120)"
 
 @contextlib.contextmanager
 def answers(text: bytes) -> Iterator[tuple[tuple[str, int], threading.Semaphore]]:
-    """Where somebody listens, as ours do, who tells this to each who has said anything; and what is
-    released for each who has come."""
+    """A listener like pycomm's that sends this reply to each client that sent data; and a semaphore
+    that is released for each connection."""
     callers: list[socket.socket] = []
     came = threading.Semaphore(0)
 
     def serve(door: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the door was shut: it is the end
+        with contextlib.suppress(OSError):  # the listener was closed
             while True:
                 caller, _ = door.accept()
                 callers.append(caller)
-                with contextlib.suppress(OSError):  # the caller has gone, or is silent
+                with contextlib.suppress(OSError):  # the client closed the connection, or is silent
                     caller.settimeout(0.05)
                     caller.sendall(text if caller.recv(1) else b"")
                 came.release()
@@ -95,7 +96,7 @@ def test_attack_connects_to_each_pycomm_listener_and_no_other() -> None:
             rank.kill()
             rank.wait()
         foreign.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nobody has called
+        with pytest.raises(BlockingIOError):  # no connection
             foreign.accept()
     found = attack.end()
     assert found.listeners == 6, "two stores, of two ports each, and a rank's TCP and Unix sockets"
@@ -139,7 +140,7 @@ def test_faults_of_an_attack_are_described(found: Found, fault: str) -> None:
     assert found.fault() == fault
 
 
-# A run of one test, which waits until all have called.
+# A run of one test, which waits until all clients connected.
 PLANTED = """
     from test_attack import ANSWER, LIMIT_S, MANNERS, answers
 

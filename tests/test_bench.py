@@ -1,4 +1,4 @@
-"""The benchmark of collectives: its arithmetic on made-up times, and tiny real runs."""
+"""The benchmark of collectives: its arithmetic on fixed times, and tiny real runs."""
 
 import inspect
 import json
@@ -82,7 +82,7 @@ def test_counts_and_factors_are_those_of_nccl_tests(
 
 
 def right_call(arrays: verbs.Arrays) -> Callable[[], object]:
-    """The verb done by one process that knows what all ranks put in."""
+    """The verb, executed by one process that knows the inputs of all ranks."""
     return lambda: arrays.output.copy_(arrays.expected())
 
 
@@ -92,7 +92,7 @@ def test_wrong_elements_are_counted(verb: str, dtype: str) -> None:
     arrays = verbs.Arrays(verbs.Case(verb, dtype, 4096, 3), rank=1)
     right = right_call(arrays)
     assert arrays.wrong(right) == 0
-    assert arrays.wrong(lambda: None) > 0  # the right answer of before does not count
+    assert arrays.wrong(lambda: None) > 0  # the correct result of an earlier call does not count
 
     def swap_two() -> None:
         right()
@@ -110,7 +110,7 @@ def test_the_sum_of_all_patterns_is_expected() -> None:
 
 
 def times(gloo: list[list[float]], ours: list[list[float]], wrong: int = 0) -> Times:
-    """What a rank says of an all_reduce of 1 MB whose copy takes 10 us, or 30 the other way."""
+    """The report of a rank for an all_reduce of 1 MB with a copy of 10 us, or 30 us reversed."""
     return Times(
         case=verbs.Case("all_reduce", "float32", 2**20, 2),
         wrong={"pycomm": wrong, "gloo": 0},
@@ -129,7 +129,7 @@ def test_results_are_those_of_the_slowest_rank() -> None:
     assert ours.p99_us == pytest.approx(90)
     assert ours.ratio == pytest.approx(8)
     assert gloo.ratio == 1
-    assert ours.limit_percent == pytest.approx(20)  # two ranks: reads S, writes S, as the copy
+    assert ours.limit_percent == pytest.approx(20)  # two ranks: reads S, writes S, like the copy
     assert ours.algbw_gbs == pytest.approx(2**20 / 50e3)
     assert ours.busbw_gbs == ours.algbw_gbs
     assert ours.wrong == 2
@@ -175,7 +175,9 @@ def test_the_limit_reads_what_was_just_written() -> None:
 
 @pytest.mark.parametrize("ours", ["", "pycomm", "pycomm-direct", "pycomm-shared"])
 def test_tiny_run_is_correct(ours: str, tmp_path: Path) -> None:
-    ops = ["all_reduce"] if ours == "pycomm-shared" else list(verbs.VERBS)  # what it stages not
+    ops = (
+        ["all_reduce"] if ours == "pycomm-shared" else list(verbs.VERBS)
+    )  # without the staged copy
     json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
     args = ["collectives", "--sizes", "4,64K", "--ops", ",".join(ops), "--ours", ours]
     args += ["--rounds", "2", "--json", str(json_to), "--plot", str(plot_to)]
@@ -204,7 +206,7 @@ def test_busy_thread_uses_the_processor_and_ends() -> None:
         assert thread.ident is not None
         clock = time.pthread_getcpuclockid(thread.ident)
         while time.clock_gettime(clock) < 0.02:
-            pass  # it comes to that, or the test to its limit
+            pass  # reached eventually, or the test times out
     assert not thread.is_alive()
 
 
@@ -236,7 +238,7 @@ def test_calls_that_a_baseline_rejects_are_reported(capsys: pytest.CaptureFixtur
         ["--peers", "smoke"],
         ["--peers", "mpich,openmpi"],  # a process can load only one
         ["--peers", "intelmpi"],  # not installed
-        ["--peers", "deepspeed"],  # nor this
+        ["--peers", "deepspeed"],  # not installed
         ["--sizes", "x"],
         ["--ranks", "1"],
     ],
@@ -378,8 +380,7 @@ def test_invalid_link_options_are_rejected(args: list[str]) -> None:
 
 
 def test_the_command_finds_the_benchmarks_beside_the_package(tmp_path: Path) -> None:
-    """As `pycomm` does where `make build` has installed it: of the repository, only the package is
-    on the path."""
+    """As `pycomm` after `make build`: of the repository only the package is on the path."""
     (tmp_path / "pycomm").symlink_to(Path(__file__).parent.parent / "pycomm")
     words = "collectives --ranks 2 --sizes 4:4 --ops all_reduce --peers gloo --json out.json"
     done = subprocess.run(

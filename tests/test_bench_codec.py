@@ -1,4 +1,4 @@
-"""The benchmark of compact packets: a tiny run, and what makes it fail."""
+"""The benchmark of compact packets: a tiny run, and errors that fail a run."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels: a tiny run on made-up residuals, and what makes a run fail."""
+"""The benchmark of the kernels: a tiny run on random residuals, and errors that fail a run."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ ALONE = {
 
 
 def write_residuals(path: Path, parameters: int) -> Path:
-    """Made-up ones, of one window for each worker."""
+    """Random residuals, one window for each worker."""
     rng = np.random.default_rng(0)
     k = max(1, parameters // 1000)
     sent = [
@@ -94,12 +94,12 @@ def test_tiny_run_is_stored_and_plotted(
 
 
 def test_limit_is_the_slowest_of_read_write_and_copy() -> None:
-    """Loops that read at 30, write at 20 and do both at 40: nobody reads at 40."""
+    """Loops that read at 30, write at 20 and do both at 40: no loop reads at 40."""
     speeds = {"step": comparison.Traffic(24, 16), "read": comparison.Traffic(30, 0)}
     speeds["fill"] = comparison.Traffic(0, 20)
     for moved, seconds in (((30, 0), 1), ((0, 40), 2), ((24, 16), 1), ((60, 2), 2)):
         assert bench._limit(speeds, comparison.Traffic(*moved)) == seconds
-    # Nor does a faster read or fill say how fast a mixture goes, but where it is almost one.
+    # A faster read or fill limits a mixture only if the mixture is almost one of them.
     fast = {"read": comparison.Traffic(120, 0), "fill": comparison.Traffic(0, 80)}
     for moved, seconds in (((24, 16), 1), ((80, 40), 1), ((40, 80), 1.5)):
         assert bench._limit(speeds | fast, comparison.Traffic(*moved)) == seconds
@@ -141,7 +141,7 @@ def comparisons() -> list[comparison.Comparison]:
 
 def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
     """One number of one result changed, by a bit, or by a hundredth where torch rounds
-    otherwise."""
+    differently."""
     found, here = comparisons(), device_timing.Host()
     assert {c.kernel: c.calls.keys() - {"pycomm"} for c in found} == ALONE
     recorded = load(write_residuals(tmp_path / "residuals.npz", 2_000))
@@ -172,7 +172,7 @@ def spoiled(call: comparison.Call, exact: bool) -> comparison.Call:
 
 
 def test_more_elements_than_were_recorded(tmp_path: Path) -> None:
-    """The recording begins again; what a window sent stays in it, and indices ascend."""
+    """The recording repeats; the elements sent by a window stay in it, and indices ascend."""
     recorded = load(write_residuals(tmp_path / "residuals.npz", 1_000))
     case = sparse.Case(recorded, 19_000)
     assert (case.count, case.k) == (19_000, 19)
@@ -204,7 +204,7 @@ def test_wrong_comparator_fails_the_run(
 
 
 def test_bandwidth_loops_move_the_stated_bytes() -> None:
-    """Sizes that no vector and no thread's range divides."""
+    """Sizes that are no multiple of a vector or of a thread's range."""
     rng = np.random.default_rng(1)
     for count in (0, 1, 17, 300_001):
         grad, u, v = rng.standard_normal((3, count)).astype(np.float32)

@@ -45,8 +45,8 @@ def test_steps_between_hosts(
 
 
 def test_rate_limited_link_delays_data() -> None:
-    """Each way, in the group and in one that is split off it. That it is as fast as its rate is for
-    the benchmark to show: it takes a processor at the right time."""
+    """In each direction, in the group and in a subgroup. The benchmark checks the rate itself,
+    which needs a free core at the right time."""
     speed, count = 10e6, 600_000
 
     def program(group: pycomm.Group) -> list[float]:
@@ -73,7 +73,7 @@ def test_rate_limited_link_delays_data() -> None:
 def test_steps_behind_token_buckets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without root, and it says so; a dense step has to wait for its bytes."""
+    """Without root, and the output says so; a dense step waits for its bytes."""
     stored = tmp_path / "out.json"
     monkeypatch.setattr(steps, "missing", lambda: "needs root")
     words = [
@@ -102,7 +102,7 @@ def test_rates_in_gbit() -> None:
 
 
 def made_up(windows: int = 16) -> residuals.Residuals:
-    """Residuals of no training."""
+    """Random residuals."""
     count = sum(p.numel() for p in CharGPT(Shape(width=64, layers=2)).parameters())
     drawn = np.random.default_rng(0)
     u, v, g = drawn.standard_normal((3, windows, count), np.float32)
@@ -129,7 +129,7 @@ def test_a_wider_model_has_its_parameters_in_order() -> None:
 
 
 def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks beyond the windows are copies, and everything is counted for all of them."""
+    """Ranks beyond the windows are copies, and the bytes of all are counted."""
     real, stored, drawn = (tmp_path / name for name in ("r.npz", "out.json", "out.png"))
     residuals.store(made_up(), real)
     words = [str(real), "--elements", "400000", "--ranks", "4,32", "--json", str(stored)]
@@ -141,7 +141,7 @@ def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [few["size"], many["size"]] == [4, 32]
     assert many["gather"] > 7 * few["gather"]
     assert many["sharded"] < many["sharded4"] < many["gather"]
-    assert 1 <= many["busiest"] < 1.5  # drawn evenly
+    assert 1 <= many["busiest"] < 1.5  # drawn uniformly
     k = next(one["k"] for one in content["packets"] if one["sparsity"] == 0.999)
     assert many["fewer"] == pytest.approx(31 * 8 * k / many["sharded"])
     assert all(level["of_ring"] <= 1 / 8 for level in content["ramp"])

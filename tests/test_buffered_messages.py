@@ -1,4 +1,4 @@
-"""Messages that no rank has received: how many a rank keeps, and that their sender waits then."""
+"""Messages without a matching receive: how many a rank buffers, and that their sender waits then."""
 
 import time
 from pathlib import Path
@@ -12,14 +12,14 @@ from pycomm import errors, testing
 
 COUNT, MESSAGE = 40, 4 << 20  # 160 MiB together
 KEPT = 64 << 20  # csrc/engine/engine.h, kMaxBufferedBytes
-# Of rings, of a socket's buffers, of the array that receives, and of the allocator.
+# Rings, a socket's buffers, the receiving array, and the allocator.
 MARGIN = 32 << 20
 
 both = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
 def memory(what: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most so far."""
+    """Bytes of this process: VmRSS now, VmHWM the maximum so far."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(what + ":"):
             return int(line.split()[1]) << 10

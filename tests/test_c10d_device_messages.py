@@ -51,10 +51,10 @@ def _messages(at: Any, shared: bool) -> None:
         dist.P2POp(dist.isend, mine, right),
         dist.P2POp(dist.irecv, y, left),
     ]
-    y.cpu()  # all before is over
+    y.cpu()  # all earlier work is done
     go_on = at.delay()
     for work in dist.batch_isend_irecv(ops if rank % 2 else ops[::-1]):
-        work.wait()  # not for the device
+        work.wait()  # does not wait for the device
         assert not work.is_completed()
     go_on()
     is_(y, left)

@@ -1,7 +1,7 @@
-"""The backend "pycomm" for tensors on devices: the streams, futures and errors around a call.
+"""The backend "pycomm" for tensors on devices: the streams, futures and errors of a call.
 
-Torch's device is an emulated GPU with a fake NCCL (tests/torch_devices.py), so that an order that
-nobody has asked for shows. What CUDA's own torch adds to this has not run.
+Torch's device is an emulated GPU with a fake NCCL (tests/torch_devices.py), which shows a missing
+order between operations. The code of CUDA builds of torch has not run.
 """
 
 import copy
@@ -94,16 +94,16 @@ def _orders_streams(at: Any, async_op: bool) -> None:
     x = torch.zeros(1000, device=at.device)
     dist.all_reduce(x)
     for turn in range(5):
-        x.cpu()  # all before is over
+        x.cpu()  # all earlier work is done
         go_on = at.delay()
-        x.copy_(torch.full((1000,), float(rank + turn)))  # the call begins behind this
+        x.copy_(torch.full((1000,), float(rank + turn)))  # the call starts after this
         work = dist.all_reduce(x, async_op=async_op)
         if async_op:
-            work.wait()  # not for the device
+            work.wait()  # does not wait for the device
             assert not work.is_completed()
         y = torch.empty_like(x)
-        y.copy_(x)  # behind the call
-        x.copy_(torch.zeros(1000))  # behind the copy
+        y.copy_(x)  # after the call
+        x.copy_(torch.zeros(1000))  # after the copy
         go_on()
         assert (y.cpu() == sum(r + turn for r in range(size))).all()
         assert (x.cpu() == 0).all()
@@ -132,7 +132,7 @@ def test_a_wait_orders_the_stream_that_is_current_then(run: Run) -> None:
 
 
 def _strided(at: Any) -> None:
-    """Results for a layout that is not contiguous are copied there behind the call."""
+    """Results for a noncontiguous layout are copied there after the call."""
     x = torch.zeros(100, 2, device=at.device)
     for turn in range(5):
         x.copy_(torch.full((100, 2), float(turn)))
@@ -188,7 +188,7 @@ def _lives(at: Any) -> None:
     go_on()
     others[0].cpu()
     deadline = time.monotonic() + 60
-    while address() != first:  # a later call lets go of it once the device has passed
+    while address() != first:  # a later call drops the reference once the device is done
         assert time.monotonic() < deadline
         dist.all_reduce(others[0], async_op=True).wait()
         others[0].cpu()
@@ -196,7 +196,7 @@ def _lives(at: Any) -> None:
     assert x.data_ptr() == first
     go_on = at.delay()
     work = dist.all_reduce(x, async_op=True)
-    work.wait()  # whoever uses the memory next on this stream comes after the call
+    work.wait()  # later use of the memory on this stream is ordered after the call
     del x, work
     gc.collect()
     assert address() == first
@@ -236,16 +236,16 @@ def _late_error(at: Any) -> tuple[bool, str]:
     work = group.allreduce([x], opts)
     work.wait()
     deadline = time.monotonic() + 60
-    while not work.is_completed():  # whoever looks after the device ends what hangs there
+    while not work.is_completed():  # the watchdog of the device aborts the hanging call
         assert time.monotonic() < deadline
-    assert not work.is_success()  # and whoever says that it is over knows how
+    assert not work.is_success()  # completion implies that the outcome is known
     with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 10, sum") as caught:
         work.wait()
     backend = group._get_backend(at.device)
     assert "SUCCESS" not in str(backend.get_error())
     with pytest.raises(errors.GroupBroken, match="all_reduce"):
         dist.all_reduce(x, group=group)
-    dist.barrier()  # the default group stands
+    dist.barrier()  # the default group still works
     if go_on:
         go_on()
     return isinstance(caught.value, errors.Timeout), str(caught.value)
@@ -253,7 +253,7 @@ def _late_error(at: Any) -> tuple[bool, str]:
 
 def test_an_error_on_the_device_reaches_the_handle_and_later_calls(run: Run) -> None:
     found = run(2, _late_error)
-    assert any(first for first, _ in found), found  # the other hears of it through NCCL, perhaps
+    assert any(first for first, _ in found), found  # the other rank may learn of it through NCCL
 
 
 def _disagree(at: Any) -> None:
@@ -266,7 +266,7 @@ def _disagree(at: Any) -> None:
     with pytest.raises(errors.Mismatch):
         future.wait()
     assert (x.cpu() == 1).all()
-    gives = [2, 2, 3 if dist.get_rank() == 1 else 2]  # what rank 0 gives and takes fits
+    gives = [2, 2, 3 if dist.get_rank() == 1 else 2]  # the input and output of rank 0 match
     z = torch.zeros(6, device=at.device)
     with pytest.raises(errors.Mismatch, match=r"rank 1 \(.* sends 3 elements to rank 2 \("):
         dist.all_to_all_single(z, torch.ones(sum(gives), device=at.device), [2, 2, 2], gives)

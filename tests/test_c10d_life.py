@@ -1,6 +1,6 @@
-"""How groups, handles and errors of the backend "pycomm" live, and DDP on it, in real processes.
+"""The lifetime of groups, handles and errors of the backend "pycomm", and DDP, in real processes.
 
-The functions `_...` are what the processes of torch_ranks.py run; test_c10d.py has the verbs.
+The functions `_...` run in the processes of torch_ranks.py; test_c10d.py has the verbs.
 """
 
 import copy
@@ -43,7 +43,7 @@ def _async() -> None:
     for n, x, work in zip((1, 1000, 100_000), tensors, works, strict=True):
         assert (x == n * size).all()
         assert torch.equal(work.result()[0], x)
-        value = work.get_future().value()  # asked for after the end
+        value = work.get_future().value()  # requested after the end
         assert isinstance(value, list)
         assert value[0].data_ptr() == x.data_ptr()
     assert (chained.wait() == 200_000 * size).all()
@@ -227,7 +227,7 @@ def _backend_face() -> None:
     gloo = dist.new_group(backend="gloo")
     with pytest.raises(InvalidArgument, match="gloo"):
         torch_backend.stats(gloo)
-    dist.barrier()  # who leaves at once closes what the other's gloo has not yet looked at
+    dist.barrier()  # a rank that leaves early closes connections that the peer's gloo has not polled yet
 
 
 def test_options_numbers_and_stats(run: Run) -> None:
@@ -305,7 +305,7 @@ def _program(text: str, *args: str, path: Path | None = None) -> subprocess.Comp
 
 
 def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
-    """By the entry points of pyproject.toml, as an installed pycomm has them."""
+    """By the entry points of pyproject.toml, as with an installed pycomm."""
     text = (ROOT / "pyproject.toml").read_text()
     found = re.search(r'\[project\.entry-points\."(torch\.backends)"\]\n(\w+) = "(.*)"', text)
     assert found is not None
@@ -378,7 +378,7 @@ ALONE = """
 
 
 def test_backend_works_without_other_backends(tmp_path: Path) -> None:
-    """With every other backend out of torch's registry; and the exit without a goodbye is clean."""
+    """With every other backend removed from torch's registry; the exit without a goodbye is clean."""
     command = [sys.executable, "-c", textwrap.dedent(ALONE)]
     started = [
         subprocess.Popen(
@@ -430,7 +430,7 @@ def _latency() -> float:
 
 
 def test_small_all_reduce_is_quick(run: Run) -> None:
-    """A loose limit, as the machine may be busy; the benchmarks hold the real one."""
+    """A loose limit, as the machine may be busy; the benchmarks check the real one."""
     microseconds = max(run(2, _latency))
     print(f"all_reduce of 4 bytes through torch.distributed, 2 ranks: {microseconds:.1f} us")
     assert microseconds < 5000

@@ -1,5 +1,6 @@
-"""Compact packets on every device: the bytes of pycomm.reference_compact, and whatever bytes are
-refused where the processor refuses them."""
+"""Compact packets on every device: the bytes of pycomm.reference_compact. Arbitrary bytes are
+rejected exactly where the CPU rejects them.
+"""
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ counts = st.sampled_from([1, 2, 63, 64, 65, 2048, 2049, 4097, 9001])
 
 
 def unpacked(device, packet, k, count):
-    """(indices, values, whether they were refused), with nothing that waits but get()."""
+    """(indices, values, whether they were rejected); only get() waits."""
     into = [device.put(np.full(n, 7, t)) for n, t in ((k, "int32"), (k, "float32"), (1, "int32"))]
     room = kernels.codec_workspace(into[0], k, packet.size)
     try:
@@ -63,8 +64,8 @@ def test_indices_up_to_the_largest(device, codec):
 
 
 def test_caller_buffers_of_full_size(device):
-    """A length and a workspace of the caller's: the whole buffer comes back, what is behind the
-    packet stays."""
+    """The caller's length and workspace: the whole buffer is returned, and bytes after the packet
+    do not change."""
     indices, values = indices_of("some", 9001, 1), made("plain", 9001, 2)
     values = values[: len(indices)]
     want, _ = reference_compact.encode(indices, values, 9001, "2bit")
@@ -89,7 +90,7 @@ def test_caller_buffers_of_full_size(device):
     off=st.integers(-1, 1),
 )
 def test_arbitrary_bytes_decode_or_raise(device, seed, shape, flips, longer, off):
-    """Refused exactly where the processor does; else the same indices and values."""
+    """Rejected exactly where the CPU does; otherwise the same indices and values."""
     count = 900
     indices = indices_of(shape, count, seed)
     values = np.ones(len(indices), np.float32)
@@ -137,7 +138,7 @@ def rice_packet(k, count, parameters):
 
 @pytest.mark.parametrize("before", [[], [24], [24, 3]])
 def test_parameter_above_the_maximum_is_rejected(device, before):
-    """30 is the largest; a packet with 31 is as sound as one with 30 in everything else."""
+    """The maximum is 30; a packet with 31 is otherwise as valid as one with 30."""
     k = 64 * len(before) + 1
     for last, sound in ((30, True), (31, False)):
         packet = rice_packet(k, MOST, [*before, last])
@@ -149,7 +150,7 @@ def test_parameter_above_the_maximum_is_rejected(device, before):
 
 @pytest.mark.parametrize("bad", [[3, 2], [1, 1], [-1, 2], [2, 100]])
 def test_wrong_indices_are_rejected(device, bad):
-    """Before anything changes; on a GPU with a length of 0, as nobody waits there."""
+    """Before anything changes; on a GPU by a length of 0, since the call does not wait."""
     indices, values = device.put(np.array(bad, np.int32)), device.put(np.ones(2, np.float32))
     rest = device.put(np.ones(100, np.float32))
     with pytest.raises(InvalidArgument, match=r"0\.\.99"):
@@ -174,7 +175,7 @@ def test_wrong_buffers(device):
     ]:
         with pytest.raises(InvalidArgument, match=said):
             call()
-    if not device.indices_are_checked:  # the processor needs no workspace
+    if not device.indices_are_checked:  # the CPU needs no workspace
         with pytest.raises(InvalidArgument, match="workspace has 16 bytes"):
             kernels.encode(indices, values, 9, codec="auto", workspace=small)
         with pytest.raises(InvalidArgument, match="workspace has 16 bytes"):
@@ -182,7 +183,7 @@ def test_wrong_buffers(device):
 
 
 def test_packet_header_in_device_memory():
-    """Of which the first bytes are enough; their length must fit that of the whole."""
+    """The first bytes suffice; the length in them must match that of the whole packet."""
     indices, values = indices_of("some", 9001, 1), made("plain", 9001, 2)
     packet, _ = reference_compact.encode(indices, values[: len(indices)], 9001, "2bit")
     whole = as_array_ref(np.frombuffer(packet, np.uint8), "packet")

@@ -1,4 +1,4 @@
-"""The convergence benchmark: its runs, what it stores, and that threads stand for processes."""
+"""The convergence benchmark: its runs, its results, and equality of threads and processes."""
 
 import gzip
 import json
@@ -58,7 +58,7 @@ def test_threads_train_as_processes_do() -> None:
 
 
 def _write_images(folder: Path, part: str, count: int) -> None:
-    """Files as Fashion-MNIST has them; every image is as bright as its label says."""
+    """Files in Fashion-MNIST's format; the brightness of an image encodes its label."""
     labels = torch.arange(count, dtype=torch.uint8) % 10
     pixels = (labels * 25)[:, None].expand(count, 784).contiguous()
     for name, header, content in (("images-idx3", 16, pixels), ("labels-idx1", 8, labels)):
@@ -122,7 +122,7 @@ def test_scores_are_checked_against_bands_and_order() -> None:
     assert not fits
     assert "DIFFER" in lines[1]
     short = [replace(run, steps=4, score=9.0) for run in _runs(good)]
-    assert convergence.summary(short)[1]  # bands are of whole runs
+    assert convergence.summary(short)[1]  # bands are of complete runs
     accuracy = [replace(run, workload="images", steps=2000) for run in _runs({"dense": [88.0]})]
     accuracy += [replace(accuracy[0], method="dgc", score=87.3)]
     assert " 0.700 " in convergence.summary(accuracy)[0][2]

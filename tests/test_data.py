@@ -1,4 +1,4 @@
-"""pycomm.data: each sample on one rank, whatever the numbers; loaders; one copy per host."""
+"""pycomm.data: each sample on one rank, for all sizes; loaders; one copy per host."""
 
 import itertools
 import os
@@ -49,7 +49,7 @@ def test_shards_partition_the_data(
     assert all(part.padding == 0 for part in parts)
     if order == "strided":
         assert max(map(len, indices)) - min(map(len, indices)) <= 1
-    else:  # the documents' formula
+    else:  # the formula of the docs
         each = -(-count // size)
         wanted = [min(each * (r + 1), count) - min(each * r, count) for r in range(size)]
         assert [len(own) for own in indices] == wanted
@@ -88,7 +88,7 @@ def test_epochs_differ_and_repeat() -> None:
     assert list(one) != first
     one.set_epoch(0)
     assert list(one) == first
-    assert list(ShardedSampler(range(50), seed=1)) != first  # alone: rank 0 of 1
+    assert list(ShardedSampler(range(50), seed=1)) != first  # single process: rank 0 of 1
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,9 @@ def test_loader_shards_the_data() -> None:
         seeded = DataLoader(data, batch_size=2, shuffle=True, generator=made)
         assert [int(i) for (batch,) in seeded for i in batch] != seen[0]
         even = [len(x) for (x,) in DataLoader(data, 2, drop_last=True)]
-        own = DataLoader(data, sampler=SequentialSampler(data))  # a sampler that is given counts
+        own = DataLoader(
+            data, sampler=SequentialSampler(data)
+        )  # an explicit sampler has precedence
         assert len(list(own)) == 10
         stream = [int(i) for batch in DataLoader(Stream(), batch_size=2) for i in batch]
         return seen, even, stream
@@ -205,7 +207,7 @@ def test_prefetching_reads_ahead_and_stops() -> None:
     before = threading.active_count()
     got = []
     for batch in Prefetcher(batches(), depth=2, convert=lambda x: x.float() / 2):
-        assert three.wait(60)  # two wait, and one is on its way, before the first is done
+        assert three.wait(60)  # two are queued, and one is being made, before the first is done
         got.append(batch)
         if len(got) == 3:
             break
@@ -248,13 +250,13 @@ def shared(group: Group) -> Any:
     np.testing.assert_array_equal(array, whole)
     with pytest.raises(ValueError, match="read-only"):
         array[0, 0] = 1
-    tensor[0, 0] = group.rank + 5.0  # this rank's own from now on
+    tensor[0, 0] = group.rank + 5.0  # private to this rank from now on
     pycomm.barrier()
     assert tensor[0, 0] == group.rank + 5.0
     with pytest.raises(InvalidArgument, match=r"rank 0, the first on .*, has no array"):
         pycomm.data.share(None)
     with (
-        mock.patch("os.getpid", os.getppid),  # as where process ids are others'
+        mock.patch("os.getpid", os.getppid),  # as in another pid namespace
         pytest.raises(Unsupported, match="cannot open the memory of rank 0"),
     ):
         pycomm.data.share(whole)
@@ -274,7 +276,7 @@ def test_one_copy_per_host() -> None:
 
 @pytest.mark.timeout(60)
 def test_pipe_of_another_process_is_not_waited_for(tmp_path: Path) -> None:
-    """Where process ids are others', the file may be anything; a pipe waits for a writer."""
+    """In another pid namespace the file may be anything; opening a pipe waits for a writer."""
     os.mkfifo(tmp_path / "pipe")
     descriptor = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     try:

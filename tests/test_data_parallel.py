@@ -1,4 +1,4 @@
-"""DataParallel: the mean over ranks, when it travels, and every promise of docs/training.md."""
+"""DataParallel: the mean over ranks, when it is exchanged, and every promise of docs/training.md."""
 
 import copy
 import threading
@@ -40,7 +40,7 @@ FORMS: list[dict[str, Any]] = [
 
 
 def replicas(ranks: int, make: Callable[[], nn.Module] = perceptron) -> list[nn.Module]:
-    """A model for each rank; the others' parameters are not rank 0's."""
+    """A model for each rank; the parameters of other ranks differ from rank 0's."""
     models = [make() for _ in range(ranks)]
     for rank, model in enumerate(models):
         for parameter in model.parameters():
@@ -109,8 +109,8 @@ def test_any_module() -> None:
 def test_bucket_is_reduced_before_the_last_gradient_exists(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backward stops at its last gradient until the first bucket, or DGC's first packet, is back
-    from all ranks."""
+    """Backward stops at its last gradient until the first bucket, or DGC's first packet, was
+    received from all ranks."""
     works: dict[int, list[pycomm.Work]] = {0: [], 1: []}
     start = getattr(CommunicatorPool, verb)
 
@@ -162,7 +162,7 @@ def test_no_sync_accumulates() -> None:
 
 
 class Branches(nn.Module):
-    """A batch goes through one of three branches; the third is for nobody."""
+    """A batch uses one of three branches; the third is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_unused_parameters() -> None:
 
     one = seeded(Branches(), 0)
     results = run_ranks(2, program, [copy.deepcopy(one) for _ in range(2)])
-    for rank in range(2):  # of the last step alone; who did not use it counts as zero
+    for rank in range(2):  # only the last step counts; a rank that did not use it contributes zero
         x, y = batch(rank, 2)
         (F.mse_loss(one(x, rank), y) / 2).backward()
     for result in results:
@@ -206,7 +206,7 @@ def test_unused_parameter_is_named_and_no_rank_waits() -> None:
 
 
 def test_second_gradient_in_one_pass_is_rejected() -> None:
-    """As checkpoints with use_reentrant make them: backward inside backward."""
+    """As checkpoints with use_reentrant do: backward inside backward."""
 
     def program(group: pycomm.Group, models: list[nn.Module]) -> None:
         model = pycomm.DataParallel(models[group.rank], find_unused_parameters=True)
@@ -240,7 +240,7 @@ def test_join_with_uneven_data(batches: tuple[int, int]) -> None:
     results = run_ranks(2, program, replicas(2, make))
     assert equal(*results)
     one = make()
-    for step in range(max(batches)):  # who has no data adds zero to the mean of two
+    for step in range(max(batches)):  # a rank without data adds zero to the mean of two
         before = parameters(one)
         kept = buffers = copy.deepcopy(one.state_dict())
         gradients = [torch.zeros_like(p) for p in before]
@@ -261,7 +261,7 @@ def test_join_with_uneven_data(batches: tuple[int, int]) -> None:
 
 
 class Locked(torch.optim.SGD):
-    """An optimizer whose state cannot be saved on rank 1, or not be loaded."""
+    """An optimizer whose state cannot be saved on rank 1, or cannot be loaded."""
 
     secret: Any = None
 
@@ -281,7 +281,7 @@ def test_unserializable_state_raises_on_every_rank(secret: Any, says: str) -> No
         kind = Exception if group.rank == 1 else pycomm.errors.Error
         with pytest.raises(kind) as caught, model.join(optimizer):
             step_on(model, batch(group.rank, 0), optimizer)
-        assert pycomm.all_reduce(torch.ones(1)).item() == 2  # the group goes on
+        assert pycomm.all_reduce(torch.ones(1)).item() == 2  # the group still works
         return str(caught.value)
 
     other, own = run_ranks(2, program, replicas(2))
@@ -300,12 +300,12 @@ def test_buffers_follow_rank_0() -> None:
             F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1]).backward()
         calls = group.stats().calls
         with torch.no_grad():
-            model(batch(0, 0)[0])  # no exchange comes, so nothing travels
+            model(batch(0, 0)[0])  # no exchange follows, so nothing is sent
         assert group.stats().calls == calls
         model(batch(0, 0)[0])
         return [b.clone() for b in model.buffers()]
 
-    # the last forward used the same batch on both ranks, after rank 0's buffers had come
+    # the last forward used the same batch on both ranks, after rank 0's buffers arrived
     a, b = run_ranks(2, program, replicas(2, make), {})
     assert equal(a, b)
     a, b = run_ranks(2, program, replicas(2, make), {"broadcast_buffers": False})
@@ -429,7 +429,7 @@ def test_model_on_another_device_is_rejected(init: str) -> None:
 
 
 def test_wrong_compression_type_raises_before_data_is_sent() -> None:
-    """The module stays free, and the group has made no call."""
+    """The module stays usable, and the group made no call."""
 
     def program(group: pycomm.Group) -> None:
         model, before = nn.Linear(2, 2), group.stats().calls

@@ -1,4 +1,4 @@
-"""The demo: three steps of each row, what it stores, and that its processes end."""
+"""The demo: three steps of each row, its stored results, and that its processes end."""
 
 import json
 import math
@@ -29,7 +29,7 @@ NEEDS_HOSTS = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 @pytest.fixture(scope="module", params=list(rows.ROWS))
 def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one short run of a row left in its folder."""
+    """The files that one short run of a row stored in its folder."""
     out = tmp_path_factory.mktemp(request.param)
     status = demo.main(["--steps", str(STEPS), "--rows", request.param, "--out", str(out)])
     assert status == 0
@@ -54,10 +54,10 @@ def test_bytes_sent_of_a_row(stored: Any) -> None:
     assert row["mb"] == sorted(row["mb"])
     assert len(row["mb"]) == STEPS
     gradients_mb = row["parameters"] * 4 / MB  # 2 (n - 1) / n is 1 for two ranks
-    if row["key"] == "dgc":  # the ramp begins with a quarter of them, each with its index
+    if row["key"] == "dgc":  # the warm-up begins with a quarter of them, each with its index
         assert 0.5 * gradients_mb <= row["mb_per_rank_and_step"] <= 0.55 * gradients_mb
         return
-    # DDP tells the others its buckets once, which three steps show.
+    # DDP sends its buckets once to the other ranks, which is visible in three steps.
     assert gradients_mb <= row["mb_per_rank_and_step"] <= 1.05 * gradients_mb
 
 
@@ -136,20 +136,20 @@ def test_kernel_counters_match_socket_bytes() -> None:
 
 
 def speak(rank: processes.Rank, word: str) -> None:
-    """Says two things."""
+    """Reports two messages."""
     rank.say((word, rank.size))
     rank.say(os.getpid())
 
 
 def fail(rank: processes.Rank) -> None:
-    """Rank 1 fails while the others wait for it for ever."""
+    """Rank 1 fails while the others wait for it without a limit."""
     if rank.rank == 1:
         raise ValueError("no more paper")
     dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.size)
 
 
 def linger(rank: processes.Rank) -> None:
-    """Waits in C++ for what never comes, on a store that the parent does not keep."""
+    """Waits in C++ for a missing rank, on a store that the parent does not serve."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank.say(os.getpid())
     store.wait(["never"])

@@ -1,4 +1,4 @@
-"""The command that tells what calls with arrays on devices cost the host: device_calls.py."""
+"""The command that measures the host time of calls with device arrays: device_calls.py."""
 
 import json
 from pathlib import Path

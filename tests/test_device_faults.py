@@ -1,5 +1,5 @@
-"""Groups on devices when something goes wrong: calls that hang, ranks that die, come late or end
-the group, from Python, with emulated devices and a fake NCCL, and GPUs.
+"""Failures of groups on devices: calls that hang, ranks that die, are late or abort the group, from
+Python, with emulated devices and a fake NCCL, and GPUs.
 
 Ranks are threads or processes with a device each (tests/group_devices.py).
 """
@@ -21,7 +21,7 @@ import pycomm
 from pycomm import errors
 
 pytestmark = pytest.mark.timeout(300)
-DELAYED = EMULATED  # until the test says so: a GPU's delay ends by itself
+DELAYED = EMULATED  # until the test releases it: a GPU's delay ends by itself
 AT_ITS_DEATH = pytest.mark.parametrize(
     ("machine", "moment"),
     [(kind, "before") for kind in KINDS] + [(kind, "on the device") for kind in DELAYED],
@@ -53,13 +53,13 @@ def stuck(group: pycomm.Group, device: Any) -> tuple[str, str]:
 went_on = threading.Event()
 
 
-@on(*EMULATED)  # a kernel that waits for ever cannot be ended on a GPU
+@on(*EMULATED)  # a kernel that waits without a limit cannot be ended on a GPU
 def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
     went_on.clear()
     ranks = machine.run(2, stuck)
     for text in (text for said in ranks for text in said):
         assert f"all_reduce(float32, count 100, sum, {machine.own}, on CUDA devices)" in text
-    # Whoever is first past the limit ends the communicator, which may be what the other sees.
+    # The first rank past the limit aborts the communicator, which may be what the other rank sees.
     late = "is not over on the device after 1"
     assert any(all(late in text for text in said) for said in ranks), ranks
 
@@ -158,7 +158,7 @@ def dies_with_a_call(group: pycomm.Group, device: Any) -> str:
     pycomm.barrier()
     if group.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    device.get(x)  # until the stream goes on without that rank
+    device.get(x)  # until the stream continues without that rank
     while not work.done():
         pass
     with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 100") as caught:
@@ -235,9 +235,9 @@ def two_threads(group: pycomm.Group, device: Any) -> list[str]:
     def call() -> None:
         try:
             pycomm.all_reduce(x, group=group)
-        except errors.InvalidArgument as error:  # one of the two threads is refused
+        except errors.InvalidArgument as error:  # one of the two threads is rejected
             said.append(str(error))
-            refused_one.set()  # the other is inside, and waits for rank 1
+            refused_one.set()  # the other thread is inside, and waits for rank 1
 
     both = [threading.Thread(target=call) for _ in range(2)]
     for thread in both:
@@ -280,7 +280,7 @@ def told_by_the_host(group: pycomm.Group, device: Any) -> str:
     work.wait()
     pycomm.barrier()
     if group.rank == 2:
-        group._core.abort("enough")  # that of the host alone, so that NCCL hears nothing
+        group._core.abort("enough")  # of the host group only, so that NCCL does not see it
     with pytest.raises(errors.Error, match="enough"):
         while True:
             pycomm.barrier()
@@ -288,7 +288,7 @@ def told_by_the_host(group: pycomm.Group, device: Any) -> str:
     while not work.done():
         assert time.monotonic() < deadline, "what waits on the device was not given up"
     with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 100") as caught:
-        work.wait()  # whoever says that it is done knows of its end, too
+        work.wait()  # completion implies that the failure is known, too
     group.close()
     assert time.monotonic() < deadline, "the end of the group waited for the call"
     return str(caught.value)
@@ -297,12 +297,12 @@ def told_by_the_host(group: pycomm.Group, device: Any) -> str:
 @on(*DELAYED)
 def test_device_waits_end_with_the_host_group(machine):
     found = machine.run(3, told_by_the_host)
-    # Whoever is first ends its communicator, which may be what the others see.
+    # The first rank aborts its communicator, which may be what the others see.
     assert any("waits on the device for rank" in said for said in found), found
 
 
 def reduce_without_threads(group: pycomm.Group, device: Any) -> tuple[str, bool]:
-    """A first call whose threads cannot be created; the error, and whether the next is right."""
+    """A first call whose threads cannot be created; the error, and whether the next call succeeds."""
     x = device.put(numbers(group.rank))
     refused = ""
     with no_new_threads():
@@ -315,7 +315,7 @@ def reduce_without_threads(group: pycomm.Group, device: Any) -> tuple[str, bool]
     return refused, bool((device.get(x) == numbers(0) + numbers(1)).all())
 
 
-@on("emulated, shared")  # the fake NCCL, too, needs threads
+@on("emulated, shared")  # the fake NCCL also needs threads
 def test_first_device_call_without_threads_is_rejected(machine: Any) -> None:
     options = {"transport": "shm", "processes": True}
     for refused, right in machine.run(2, reduce_without_threads, **options):

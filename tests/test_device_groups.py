@@ -1,4 +1,4 @@
-"""Collectives of arrays on devices, from Python: emulated devices and a fake NCCL, and GPUs.
+"""Collectives of device arrays, from Python: emulated devices and a fake NCCL, and GPUs.
 
 Ranks are threads or processes with a device each (tests/group_devices.py).
 """
@@ -193,7 +193,7 @@ def one_is_late(group: pycomm.Group, device: Any) -> None:
     go_on = device.delay() if group.rank == 0 else None
     work = pycomm.all_reduce(x, async_op=True)
     work.wait()
-    for _ in range(100):  # what this rank's device can do meanwhile it does
+    for _ in range(100):  # this rank's device continues meanwhile
         assert not device.idle()
         pycomm.barrier()
     if go_on:
@@ -214,12 +214,16 @@ def started_and_forgotten(group: pycomm.Group, device: Any) -> bool:
     gone = weakref.ref(x)
     work.wait()
     del x, work
-    pycomm.all_reduce(device.put(numbers(0)), async_op=True).wait()  # lets go of what is over
+    pycomm.all_reduce(
+        device.put(numbers(0)), async_op=True
+    ).wait()  # releases the arrays of finished calls
     gc.collect()
     alive = gone() is not None
     go_on()
     device.get(device.put(np.zeros(1)))
-    pycomm.all_reduce(device.put(numbers(0)), async_op=True).wait()  # lets go of what is over
+    pycomm.all_reduce(
+        device.put(numbers(0)), async_op=True
+    ).wait()  # releases the arrays of finished calls
     gc.collect()
     return alive and gone() is None
 
@@ -254,7 +258,7 @@ def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
         pycomm.all_reduce(each)
     device.get(x)
     go_on = device.delay()
-    pycomm.all_reduce(y)  # is under way while the graph is captured, so that it is asked about
+    pycomm.all_reduce(y)  # runs while the graph is captured, so that its events are queried
     device.stream, before = device.runtime.make_stream(device.index), device.stream
     device.write(x, numbers(group.rank))
     device.capture()
@@ -266,7 +270,7 @@ def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
     launch = device.end_capture()
     go_on()
     device.stream, captured = before, device.stream
-    device.get(y)  # replays and other calls are for the caller to order
+    device.get(y)  # the caller orders replays and other calls
     device.stream = captured
     launch()
     wanted = sum(numbers(rank) for rank in range(group.size))
@@ -274,7 +278,7 @@ def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
     device.stream = before
 
 
-@on(*EMULATED)  # a GPU does not say when it was asked
+@on(*EMULATED)  # a GPU does not record when it was queried
 def test_a_call_is_watched_while_another_is_captured(machine):
     machine.run(2, watched_while_capturing)
 
@@ -290,8 +294,8 @@ def many(group: pycomm.Group, device: Any) -> int:
 
 @on(*EMULATED)  # CUDA does not count events
 def test_events_are_reused(machine):
-    # Two of each call of either rank, whose counts hold both; and again from when a call is known
-    # to be over, which is looked after ten times a second.
+    # Two of each call of either rank, whose counts include both. They are reused once a call is known
+    # to have finished, which is checked ten times a second.
     assert max(machine.run(2, many)) < 900
 
 
@@ -364,7 +368,7 @@ def nowhere(group: pycomm.Group) -> str:
 
 
 def test_missing_gpu_is_reported(monkeypatch):
-    """In processes that see none, also where there is one."""
+    """In processes without a visible GPU, also where there is one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for said in run_ranks(2, nowhere, processes=True, transport=""):
         assert re.search(r"NVIDIA's driver|not built", said), said
@@ -377,14 +381,14 @@ def one_is_taken(group: pycomm.Group, device: Any) -> str:
     return str(caught.value)
 
 
-@on("emulated, shared")  # what the real NCCL says then `make gpu` tells
+@on("emulated, shared")  # `make gpu` shows the behaviour of the real NCCL
 def test_nccl_is_used_when_it_allows_shared_gpus(machine, monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert any("Duplicate GPU" in text for text in machine.run(2, one_is_taken))
 
 
 def without_nccl(lacking: Sequence[int]) -> Any:
-    """What loads NCCL for other ranks than these."""
+    """Loads NCCL for all ranks except these."""
     load = nccl.load
 
     def loads(module: Any) -> Any:
@@ -417,7 +421,7 @@ def test_ranks_that_share_a_gpu_need_no_nccl(machine, monkeypatch):
 
 
 class Nowhere:
-    """An array on a device that is not there."""
+    """An array on a device that does not exist."""
 
     __cuda_array_interface__: ClassVar[dict[str, Any]] = {
         "shape": (3,), "typestr": "<f4", "data": (0x1000, False), "version": 3, "stream": None

@@ -1,8 +1,8 @@
-"""Arrays on devices of several hosts, where NCCL joins the ranks of each host alone and the rest
-travels by TCP: emulated devices and a fake NCCL, and GPUs.
+"""Arrays on devices of several hosts, where NCCL connects the ranks of each host and TCP the hosts:
+emulated devices and a fake NCCL, and GPUs.
 
-The hosts are made up: ranks of this machine, threads or processes with a device each
-(tests/group_devices.py), are said to be on different ones.
+The hosts are simulated: ranks of this machine, threads or processes with a device each
+(tests/group_devices.py), use different host names.
 """
 
 import os
@@ -28,7 +28,7 @@ HOSTS = pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a", "b"], list("aba
 
 
 def apart(group: pycomm.Group, device: Any, body: Any, *args: Any) -> Any:
-    if group.rank == 0:  # whose word counts
+    if group.rank == 0:  # rank 0's option decides
         group.cuda_internode_transport = "tcp"
     return body(group, device, *args)
 
@@ -100,8 +100,8 @@ def test_only_inter_host_data_uses_tcp(machine):
     for rank, (counts, sent, groups, algorithm) in enumerate(
         on_hosts(machine, list("aabb"), sent_by)
     ):
-        # Of a ring of ranks 0 1 | 2 3 those with an even number send to their own host, and the
-        # others receive from there.
+        # In a ring of ranks 0 1 | 2 3 those with an even number send to their own host, and the
+        # others receive from it.
         even = rank % 2 == 0
         assert (counts["sends"], counts["receives"]) == ((6, 0) if even else (0, 6))
         assert counts["bytes_sent"] == (6 * 4000 if even else 0)
@@ -154,13 +154,13 @@ def test_single_rank_of_a_host_needs_no_nccl(machine, monkeypatch):
 def refused(group: pycomm.Group, device: Any) -> str:
     with pytest.raises(errors.Unsupported) as caught:
         pycomm.all_reduce(device.put(numbers(group.rank)))
-    assert pycomm.all_reduce(np.ones(3)).tolist() == [group.size] * 3  # the group goes on
+    assert pycomm.all_reduce(np.ones(3)).tolist() == [group.size] * 3  # the group still works
     return str(caught.value)
 
 
 @on("emulated, shared")
 def test_where_nccl_fails_on_one_host_all_ranks_raise(machine, monkeypatch):
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # which the fake does not heed
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # which the fake ignores
     *failed, two, three = on_hosts(machine, ["a", "a", "b", "c"], refused)
     assert all("ncclInvalidUsage" in text or "device" in text for text in failed), failed
     for text in (two, three):
@@ -223,7 +223,7 @@ def inherits(group: pycomm.Group, device: Any) -> None:
     with pytest.raises(errors.InvalidArgument, match=r"'nccl', 'tcp'"):
         device_groups.check_internode_transport("udp")
     pycomm.all_reduce(x, group=part)
-    assert part._devices[device.index].stats().algorithm == "auto"  # as rank 0 says
+    assert part._devices[device.index].stats().algorithm == "auto"  # as rank 0 sets it
     group.cuda_internode_transport = "tpc"
     with pytest.raises(errors.InvalidArgument, match="cuda_internode_transport: got 'tpc'"):
         pycomm.all_reduce(x)

@@ -1,4 +1,4 @@
-"""Messages of arrays on devices, from Python: emulated devices and a fake NCCL, and GPUs.
+"""Messages of device arrays, from Python: emulated devices and a fake NCCL, and GPUs.
 
 Ranks are threads or processes with a device each, or share one (tests/group_devices.py).
 """
@@ -31,7 +31,7 @@ def round_trip(group: pycomm.Group, device: Any, async_op: bool) -> None:
         def take(x: Any = got) -> Any:
             return pycomm.recv(x, left, tag=5, async_op=async_op)
 
-        calls = [give, take] if rank else [take, give]  # one of the ring receives first
+        calls = [give, take] if rank else [take, give]  # one rank of the ring receives first
         works = [call() for call in calls]
         for work in works if async_op else ():
             work.wait()
@@ -102,7 +102,7 @@ def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
     for turn in range(10):
         go_on = device.delay()
         if group.rank == 0:
-            device.write(x, numbers(turn))  # the message begins behind this
+            device.write(x, numbers(turn))  # the message starts after this
             call = pycomm.send
         else:
             device.write(x, numbers(99))
@@ -112,9 +112,9 @@ def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
             work.wait()
             assert not work.done()
         assert not device.idle()
-        copy = x.clone() if device.name == "cuda" else x.copy()  # behind the message
-        device.write(x, numbers(99))  # behind the copy
-        pycomm.barrier()  # so neither rank has waited for a device
+        copy = x.clone() if device.name == "cuda" else x.copy()  # after the message
+        device.write(x, numbers(99))  # after the copy
+        pycomm.barrier()  # so neither rank waited for a device
         go_on()
         np.testing.assert_array_equal(device.get(copy), numbers(turn))
 

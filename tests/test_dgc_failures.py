@@ -1,6 +1,6 @@
-"""Steps of DGC that fail: in the exchange, in front of it and behind it. Ranks are threads.
+"""Steps of DGC that fail: in the exchange, before it and after it. Ranks are threads.
 
-Ranks that go on without those that died: test_shrink.py. Others: test_dgc_steps.py.
+Survivors that continue: test_shrink.py. Others: test_dgc_steps.py.
 """
 
 import signal
@@ -22,20 +22,22 @@ from pycomm.testing import FaultPlan, run_ranks
 
 
 class Broken(Exception):
-    """What a part of a step raises in these tests."""
+    """The error that a part of a step raises in these tests."""
 
 
 COMPACT = {"value_dtype": "int8", "exchange": "gather"}
 SPLIT, SOME_DENSE = {"exchange": "sharded"}, {"min_count": 600}
-CLIPPED = {**SOME_DENSE, "clip_norm": 1e6}  # which nothing reaches
-FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [  # what, and which of its calls in a step
+CLIPPED = {**SOME_DENSE, "clip_norm": 1e6}  # no rank reaches it
+FAILING: list[
+    tuple[Any, str, int, dict[str, Any]]
+] = [  # the function, and the number of its call in a step
     *(
         (CommunicatorPool, "all_gather", 1, o)
         for o in ({}, {"select": "model"}, SOME_DENSE, COMPACT)
     ),
     (CommunicatorPool, "all_reduce", 3, SOME_DENSE),
     *((CommunicatorPool, "all_gather_v", 1, o) for o in ({**COMPACT, "select": "model"}, SPLIT)),
-    # Behind the exchange, when memory is short, say.
+    # After the exchange, when memory is short, for example.
     *((CompressionBucket, "decode", 2, o) for o in ({}, COMPACT, SPLIT)),
     (CompressionBucket, "decode", 1, SOME_DENSE),
     (transaction, "clip_averaged", 1, CLIPPED),
@@ -46,7 +48,8 @@ FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [  # what, and which of it
 def test_failed_step_sends_nothing(
     monkeypatch: pytest.MonkeyPatch, where: Any, what: str, call: int, options: dict[str, Any]
 ) -> None:
-    """Against a twin whose step selects nothing: u and v have the gradient, nothing else moved."""
+    """Compared with a twin whose step selects nothing: u and v contain the gradient, nothing else
+    changed."""
     real = getattr(where, what)
     at, calls = [-1, -1], [0, 0]  # by rank
 
@@ -82,11 +85,11 @@ def test_failed_step_sends_nothing(
                 assert all(equal(before[n], after[n]) for n in before if "owner_residual" in n)
                 for (name, old), g in zip(before.items(), gradients, strict=False):
                     if len(old) == 1:
-                        assert equal(old, after[name])  # travels dense: not touched
+                        assert equal(old, after[name])  # is sent dense: not touched
                         continue
                     u = torch.add(g.flatten(), old[0], alpha=0.9)
                     if torch.equal(after[name][0], old[0]):
-                        assert equal(after[name], old)  # its bucket's turn had not come
+                        assert equal(after[name], old)  # its bucket was not exchanged yet
                         continue
                     taken += 1
                     torch.testing.assert_close(after[name], [u, old[1] + u], rtol=1e-15, atol=0)
@@ -100,7 +103,7 @@ def test_failed_step_sends_nothing(
 
 
 def test_rank_failure_during_the_exchange_changes_no_state() -> None:
-    """Rank 1's connection is cut within a step: rank 0 rolls back."""
+    """Rank 1's connection is closed within a step: rank 0 rolls back."""
 
     def program(group: pycomm.Group) -> None:
         module = perceptron()
@@ -111,11 +114,11 @@ def test_rank_failure_during_the_exchange_changes_no_state() -> None:
                 before = memory_of(dgc)
                 weights = parameters(module)
                 step_on(model, batch(group.rank, step), optimizer)
-        except Error:  # the cut connection's: nothing has changed
+        except Error:  # of the closed connection: nothing changed
             assert equal(weights, parameters(module))
             for memory in momentum.values():
                 old_u, old_v = before[memory.name]
-                if not torch.equal(memory.u, old_u):  # it has taken the gradient in
+                if not torch.equal(memory.u, old_u):  # it added the gradient
                     torch.testing.assert_close(memory.v, old_v + memory.u)
             raise
         raise AssertionError("the connection was never cut")
@@ -140,12 +143,12 @@ def test_a_backward_pass_that_raises_is_rolled_back() -> None:
                 with pytest.raises(Broken):
                     F.mse_loss(model(batch(0, 9)[0]), batch(0, 9)[1]).backward()
                 handle.remove()
-                model(batch(0, 9)[0])  # whose beginning ends the pass before
+                model(batch(0, 9)[0])  # the next pass ends the failed one
                 assert dgc.step_count == 3
                 for (old_u, old_v), (u, v) in zip(
                     before.values(), memory_of(dgc).values(), strict=True
                 ):
-                    if not torch.equal(u, old_u):  # it has taken the gradient in
+                    if not torch.equal(u, old_u):  # it added the gradient
                         torch.testing.assert_close(v, old_v + u)
                 assert not same_memory(before, memory_of(dgc))
             step_on(model, batch(group.rank, step), optimizer)
@@ -157,7 +160,7 @@ def test_a_backward_pass_that_raises_is_rolled_back() -> None:
 def through_ctrl_c(
     group: pycomm.Group, options: dict[str, Any], ctrl_c: bool
 ) -> tuple[list[Tensor], bool]:
-    """Eight steps; in one of them Ctrl-C comes to rank 0 between what a step commits."""
+    """Eight steps; in one of them Ctrl-C interrupts rank 0 during the commit."""
     module = perceptron()
     model, optimizer, dgc = compressed(module, {"bucket_layers": 1}, **options)
     real, came = transaction.apply_momentum, False
@@ -185,7 +188,7 @@ def through_ctrl_c(
     "options", [SOME_DENSE, {**SOME_DENSE, **COMPACT}, {**SOME_DENSE, **SPLIT}]
 )
 def test_ctrl_c_waits_for_what_a_step_commits(options: dict[str, Any]) -> None:
-    """Processes: only a main thread hears of it. The step is whole, and the next ones go on."""
+    """Processes: only a main thread receives it. The step completes, and the next ones continue."""
     calm, pressed = (
         run_ranks(2, through_ctrl_c, options, ctrl_c, transport="", processes=True)
         for ctrl_c in (False, True)

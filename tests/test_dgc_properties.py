@@ -1,7 +1,7 @@
 """P1 to P8 of DGC with 2 to 4 processes and with 64 ranks as threads.
 
-What each rank does is a function that processes can import. test_dgc.py has each at length, with
-few ranks.
+The program of each rank is a function that processes can import. test_dgc.py tests each property in
+detail, with few ranks.
 """
 
 import functools
@@ -39,7 +39,8 @@ def _in_process(program: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.fixture(params=[2, 3, 4, THREADS], ids=lambda n: f"{n}{' threads' * (n == THREADS)}")
 def everyone(request: pytest.FixtureRequest, run: Run) -> Everyone:
-    """How many ranks, and what calls program(group, *args) on each: the results by rank."""
+    """The number of ranks, and a function that calls program(group, *args) on each: results by
+    rank."""
     size: int = request.param
     if size == THREADS:
         return size, lambda program, *args: run_ranks(size, program, *args, timeout_s=300)
@@ -95,7 +96,7 @@ def _dense_beside_plain(group: pycomm.Group, ddp: bool) -> list[list[Tensor]]:
 
 
 def test_p6_dense_before_the_ramp(everyone: Everyone) -> None:
-    """Beside torch's DDP, which divides before the sum: the same bits where that is exact."""
+    """Compared with torch's DDP, which divides before the sum: equal bits where that is exact."""
     ranks, run_all = everyone
     for dense, plain in run_all(_dense_beside_plain, ranks != THREADS):
         if ranks != 3:
@@ -104,7 +105,7 @@ def test_p6_dense_before_the_ramp(everyone: Everyone) -> None:
 
 
 def _resumed(group: pycomm.Group, stop: int | None) -> list[Tensor]:
-    """Dense, then two levels; its state goes into a new model at `stop`."""
+    """Dense, then two levels; its state is loaded into a new model at `stop`."""
     ramp: dict[str, Any] = {"rampup_begin_step": 1, "rampup_step": 2, "sparsity": [0.5, 0.9]}
 
     def made(seed: int) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
-"""Steps of DGC that go another way: that a loss scale skips, that ranks sit out.
+"""Unusual steps of DGC: skipped by a loss scale, or with ranks that do not take part.
 
-And the same bits under torch's DDP. The properties of ordinary steps are in test_dgc.py; steps that
-fail, in test_dgc_failures.py.
+Also the same bits under torch's DDP. The properties of ordinary steps are in test_dgc.py; failing
+steps in test_dgc_failures.py.
 """
 
 import gc
@@ -69,7 +69,7 @@ def _under_both() -> None:
 
 
 def _the_same_under_both(options: dict[str, Any]) -> None:
-    """Small buckets, which torch cuts anew after its first step."""
+    """Small buckets, which torch rebuilds after its first step."""
     found = []
     for ours in (True, False):
         module = perceptron()
@@ -163,7 +163,7 @@ def test_accumulated_gradient_is_added_once() -> None:
 
 
 def _uneven(group: pycomm.Group, decay: float, options: dict[str, Any], ddp: bool) -> Tensor:
-    """Momentum 0, so that all gradients are what was sent and what is owed. Whole numbers."""
+    """Momentum 0, so that sent values and residuals sum to all gradients. Integers."""
     layer = nn.Linear(60, 1, bias=False)
     nn.init.zeros_(layer.weight)
     optimizer = sgd(layer, momentum=0.0, lr=1.0, weight_decay=decay)
@@ -195,7 +195,7 @@ COMPACT = {"codec": "compact"}
 
 @pytest.mark.parametrize("options", [COMPACT, {}, {"select": "model"}, {"rampup_begin_step": 2}])
 def test_a_rank_without_data_sends_its_residual(options: dict[str, Any]) -> None:
-    """Neither gradient nor decay: its weights are not those of the others until the end."""
+    """Neither gradient nor decay: its weights differ from those of the others until the end."""
     for decay in (0.0, 0.5) if "rampup_begin_step" not in options else (0.0,):
         assert torch.equal(*run_ranks(2, _uneven, decay, options, False))
 
@@ -245,7 +245,7 @@ def test_a_parameter_without_gradient_still_sends_its_residual() -> None:
 def test_nan_and_inf_are_sent_immediately_and_leave_the_residual(
     masking: bool, exchange: str, clip: dict[str, Any]
 ) -> None:
-    """A norm that is not finite does not clip: one NaN must not poison the rest."""
+    """A norm that is not finite does not clip: one NaN must not spread to other elements."""
 
     def program(group: pycomm.Group) -> Tensor:
         layer = nn.Linear(50, 1, bias=False)
@@ -298,16 +298,16 @@ def test_channels_last_and_half_precision() -> None:
 
 
 def test_memory_per_parameter() -> None:
-    """Beside parameters and gradients: u and v, 8 bytes a parameter, and at most 3 % of that.
+    """Besides parameters and gradients: u and v, 8 bytes a parameter, and at most 3 % of that.
 
-    Counted are all tensors that live after a step and did not before there was a DGC. Packets live
+    Counts all tensors that exist after a step and did not before DGC was created. Packets exist
     within a step: 8 bytes of each thousandth element, of all ranks.
     """
 
     def program(group: pycomm.Group) -> None:
         module = nn.Linear(1024, 1024)
         count = sum(p.numel() for p in module.parameters())
-        pycomm.DataParallel(module)  # deleted at once: what the first one allocates is there
+        pycomm.DataParallel(module)  # deleted immediately: one-time allocations already exist
         before = _live_bytes()
         model, optimizer, _ = compressed(module, sparsity=[0.999])
         for _ in range(2):
@@ -324,7 +324,7 @@ def test_memory_per_parameter() -> None:
 
 
 def _live_bytes() -> int:
-    """Of all storages that Python can reach; a sparse tensor, as tests of others keep, has none."""
+    """All storages that Python can reach; a sparse tensor, as tests of others keep, has none."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
     tensors = [x for x in tensors if x.layout == torch.strided]

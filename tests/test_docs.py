@@ -1,4 +1,4 @@
-"""Every Python block in README and docs runs; every file that they point at is there."""
+"""Every Python block in README and docs runs; every linked file exists."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 def blocks() -> list:
-    """One parameter for each block, named by its page and line."""
+    """One parameter for each block, with its page and line as the id."""
     found = []
     for page in PAGES:
         text = page.read_text()
