@@ -198,7 +198,7 @@ def training() -> dict[str, Any]:
 
 
 def hierarchical() -> dict[str, Any]:
-    """Steps of DGC, the last one between two marks, as in traffic(); returns the weights, u and v."""
+    """Steps of DGC, the last one between two marks, as in traffic(): the weights, u and v."""
     import torch
 
     torch.set_num_threads(1)

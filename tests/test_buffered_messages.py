@@ -1,4 +1,4 @@
-"""Messages without a matching receive: how many a rank buffers, and that their sender waits then."""
+"""Messages without a matching receive: the limit of the buffer, and that senders wait then."""
 
 import time
 from pathlib import Path

@@ -262,7 +262,7 @@ def _sums_half_of_its_bytes() -> None:
 
 
 def test_buckets_of_torch_ddp(run: Run) -> None:
-    """On request, torch allocates them by the backend; summed in place, half of the bytes are sent."""
+    """Torch can allocate them by the backend; summed in place, half of the bytes are sent."""
     run(2, _trains_with_ddp)
 
 

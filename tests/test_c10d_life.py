@@ -227,7 +227,7 @@ def _backend_face() -> None:
     gloo = dist.new_group(backend="gloo")
     with pytest.raises(InvalidArgument, match="gloo"):
         torch_backend.stats(gloo)
-    dist.barrier()  # a rank that leaves early closes connections that the peer's gloo has not polled yet
+    dist.barrier()  # an early exit closes connections that the peer's gloo still needs
 
 
 def test_options_numbers_and_stats(run: Run) -> None:
@@ -378,7 +378,7 @@ ALONE = """
 
 
 def test_backend_works_without_other_backends(tmp_path: Path) -> None:
-    """With every other backend removed from torch's registry; the exit without a goodbye is clean."""
+    """Without any other backend in torch's registry; the exit without a goodbye is clean."""
     command = [sys.executable, "-c", textwrap.dedent(ALONE)]
     started = [
         subprocess.Popen(

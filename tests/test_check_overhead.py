@@ -1,4 +1,4 @@
-"""The cost of the checks (benchmarks/check_overhead.py): both programs work; speed is not tested."""
+"""The cost of the checks (benchmarks/check_overhead.py): both programs work. No speed is tested."""
 
 import json
 

@@ -302,7 +302,7 @@ def test_device_waits_end_with_the_host_group(machine):
 
 
 def reduce_without_threads(group: pycomm.Group, device: Any) -> tuple[str, bool]:
-    """A first call whose threads cannot be created; the error, and whether the next call succeeds."""
+    """A first call without threads: the error, and whether the next call succeeds."""
     x = device.put(numbers(group.rank))
     refused = ""
     with no_new_threads():

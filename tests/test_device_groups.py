@@ -294,8 +294,8 @@ def many(group: pycomm.Group, device: Any) -> int:
 
 @on(*EMULATED)  # CUDA does not count events
 def test_events_are_reused(machine):
-    # Two of each call of either rank, whose counts include both. They are reused once a call is known
-    # to have finished, which is checked ten times a second.
+    # Two of each call of either rank, whose counts include both. They are reused when a call is
+    # found to have finished, which is checked ten times a second.
     assert max(machine.run(2, many)) < 900
 
 

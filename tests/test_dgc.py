@@ -401,7 +401,7 @@ def test_the_exchange_follows_the_level() -> None:
 
 
 def test_schedulers_take_effect_and_param_groups_show_current_values() -> None:
-    """Rate, momentum and decay of one of two groups change during the run, as in torch's own SGD."""
+    """Rate, momentum and decay of one of two groups change in the run, as in torch's own SGD."""
 
     def grouped(module: nn.Module) -> torch.optim.SGD:
         first, *others = module.parameters()

@@ -199,7 +199,7 @@ def test_sharded_receives_the_same_for_any_number_of_ranks() -> None:
 
 @pytest.mark.parametrize("owner_k_factor", [2, 4])
 def test_owners_send_owner_k_factor_times_k(owner_k_factor: int) -> None:
-    """In the bytes that "auto" counts with; the rest stays in the residual, which becomes smaller."""
+    """In the bytes that "auto" uses; the rest stays in the residual, which becomes smaller."""
     count, size = 1 << 21, 3
     options = {"value_dtype": "2bit", "exchange": "sharded", "owner_k_factor": owner_k_factor}
     for one in run_ranks(size, moved, count, options):
@@ -289,7 +289,7 @@ def test_at_another_number_of_ranks_the_residual_is_the_same(
 
 
 def test_estimated_bits_of_an_index() -> None:
-    """Compared with the entropy of an index set: above it, by at most the overhead of a Rice code."""
+    """Above the entropy of an index set, by at most the overhead of a Rice code."""
     for density in (0.25, 1 / 64, 1e-3, 1e-4):
         chosen, rest = density, 1 - density
         entropy = (-chosen * math.log2(chosen) - rest * math.log2(rest)) / density

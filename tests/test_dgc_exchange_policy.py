@@ -162,7 +162,7 @@ def test_auto_counts_bytes_that_owners_forward() -> None:
 
 
 def test_auto_time_is_decided_once_by_rank_0() -> None:
-    """Ranks with different clocks take the same exchange; dense is no option while v is not empty."""
+    """Ranks with different clocks choose equally; dense is no option while v is not empty."""
 
     def program(group: pycomm.Group) -> tuple[list[Any], dict[int, str], bool]:
         module = perceptron()

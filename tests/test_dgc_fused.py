@@ -217,7 +217,7 @@ def test_rejected_arguments() -> None:
 @pytest.mark.parametrize("select", ["parameter", "model"])
 @pytest.mark.parametrize("exchange", ["gather", "dense_masked"])
 def test_ages(select: str, exchange: str) -> None:
-    """Compared with v, which is 0 where an element was just sent; two layers, a dense step first."""
+    """Ages against v, which is 0 if an element was just sent; two layers, a dense step first."""
 
     def program(group: pycomm.Group) -> None:
         module = perceptron()

@@ -1,7 +1,7 @@
-"""Encryption between hosts: all verbs give what they give without it, the network sees nothing of
-it, and what the network changes ends in PeerLost.
+"""Encryption between hosts: all verbs give the same results as without it, the network sees no
+plaintext, and modified data ends in PeerLost.
 
-tests/native/encrypted_test.cpp tries every byte of a record; here it is whole groups.
+tests/native/encrypted_test.cpp tests every byte of a record; here whole groups are tested.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_slow_arrival_changes_nothing(action: str) -> None:
     assert results == [2 * COUNT, 2 * COUNT]
 
 
-# --- what the network sees, and does ---------------------------------------------------------
+# --- what the network sees and changes --------------------------------------------------------
 
 
 SECRET_WORD = b"the weights of a model, 0123456789"
@@ -111,7 +111,7 @@ def test_network_sees_plaintext_only_without_encryption(
 
 
 class Attack:
-    """Changes the record with the number `at` of those that rank 1 sends."""
+    """Changes record number `at` of those that rank 1 sends."""
 
     def __init__(self, kind: str, at: int) -> None:
         self.kind, self.at, self.number = kind, at, 0
@@ -119,7 +119,7 @@ class Attack:
 
     @property
     def struck(self) -> bool:
-        """Whether that record came."""
+        """Whether that record was sent."""
         return self.number > self.at
 
     def __call__(self, records: Records) -> Records:
@@ -182,7 +182,7 @@ def test_secret_in_the_store_is_rejected_on_several_hosts() -> None:
     for error in both([{"encrypt": True}] * 2):
         assert isinstance(error, Unsupported)
         assert "PYCOMM_SECRET" in str(error)
-    assert both([{"encrypt": True, "host": "a"}] * 2) == [None, None]  # nothing leaves the host
+    assert both([{"encrypt": True, "host": "a"}] * 2) == [None, None]  # all data stays on the host
 
 
 def test_ranks_with_different_encryption_options() -> None:

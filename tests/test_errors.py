@@ -1,4 +1,4 @@
-"""The tree of errors, the environment's mistakes, and what users meet when things go wrong."""
+"""The error classes, invalid environment variables, and the errors that users see."""
 
 import os
 import pickle
@@ -245,7 +245,7 @@ def test_call_times_out_and_names_the_missing_rank() -> None:
 
 
 def store_of_torch() -> Any:
-    """One that is written in Python."""
+    """A store that is implemented in Python."""
     from torch.distributed import HashStore
 
     return TorchStore(HashStore())
@@ -262,7 +262,7 @@ def test_second_thread_is_rejected_while_a_call_runs() -> None:
     refused = threading.Event()
 
     def call(group: Group, results: list[Any]) -> None:
-        """One of two threads: the one that comes second is refused, and lets the other go on."""
+        """One of two threads: the second one is rejected, and releases the first."""
         try:
             results.append(pycomm.all_reduce(np.ones(4), group=group).tolist())
         except errors.InvalidArgument as error:
@@ -287,7 +287,7 @@ def test_second_thread_is_rejected_while_a_call_runs() -> None:
 
 
 def fork_and_call(group: Group) -> Any:
-    """The exit code of a forked child that calls: 0 if it was refused."""
+    """The exit code of a forked child that calls: 0 if the call was rejected."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -295,7 +295,7 @@ def fork_and_call(group: Group) -> Any:
         except errors.GroupBroken as error:
             del group
             os._exit(0 if "fork" in str(error) else 3)
-        except BaseException:  # a forked child must not go on as the test
+        except BaseException:  # a forked child must not continue as the test
             os._exit(2)
         os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), pycomm.all_reduce(

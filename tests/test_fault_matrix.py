@@ -1,4 +1,4 @@
-"""The fault matrix (benchmarks/faults.py): all of it that threads can play, some with processes.
+"""The fault matrix (benchmarks/faults.py): all cells that run among threads, some with processes.
 
 `make faults` runs all of it.
 """
@@ -60,7 +60,7 @@ def test_promises_hold_among_processes(cell: Cell) -> None:
 
 
 def test_peer_connected_last_learns_why_a_group_does_not_form() -> None:
-    """In one of five runs a rank stood already whose last step to another was on its way."""
+    """In one of five runs a rank was complete while its last message to another was in transit."""
     cell = Cell("disconnect", "forming", "all_reduce", "tiny", "shm", 3)
     assert [broken for seed in range(40) if (broken := outcome(cell, seed).broken)] == []
 
@@ -151,7 +151,7 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "faults.png").stat().st_size > 0
     assert {seen["error"] for row in rows for seen in row["seen"]} == {"Mismatch"}
     shown = capsys.readouterr().out
-    # Again, what is broken there alone: the rest stays as it was said to be.
+    # Again, with a failure there alone: the other results stay as stored.
     rows[2]["broken"], rows[3]["seconds"] = "by hand", 1234.0
     path.write_text(json.dumps({"rows": rows}))
     assert faults.main([*chosen, "--json", str(path), "--again"]) == 0
@@ -197,7 +197,7 @@ def test_survivors_of_a_torch_job_name_the_dead_rank(
         ("pycomm-shm", True, 30.0, 0),
         ("pycomm-shm", False, 30.0, 1),
         ("pycomm-tcp", True, -1.0, 1),
-        ("gloo", False, -1.0, 0),  # its promises are not ours
+        ("gloo", False, -1.0, 0),  # its promises are not pycomm's
     ],
 )
 def test_uninformed_survivor_is_detected(

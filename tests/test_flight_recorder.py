@@ -1,4 +1,4 @@
-"""The flight record: written when a group breaks, and what `pycomm info --flight` makes of it."""
+"""The flight recorder: written when a group fails, and shown by `pycomm info --flight`."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ X = np.ones(1000, np.float32)
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """How the names of records begin, for ranks that are started here."""
+    """The prefix of files of the flight recorder, for ranks that are started here."""
     monkeypatch.setenv("PYCOMM_FLIGHT_RECORD", str(tmp_path / "calls"))
     return tmp_path / "calls"
 
@@ -67,7 +67,7 @@ def test_rank_that_is_behind_is_named(record: Path) -> None:
     def late(group: pycomm.Group) -> None:
         sums(group, 300)
         if group.rank == 1:
-            timed_out.wait(60)  # else the end of this rank would be what the other hears of
+            timed_out.wait(60)  # otherwise the other rank would see the end of this rank first
             group.abort("its rank gave up")
             return
         with pytest.raises(errors.Timeout):
@@ -96,9 +96,9 @@ def test_mismatch_is_shown_with_both_calls(record: Path) -> None:
         sums(group, 1)
         group.abort("enough")
 
-    run_ranks(2, differ, return_exceptions=True)  # whoever is aborted by the other
+    run_ranks(2, differ, return_exceptions=True)  # the rank that the other one aborts
     text = flight_report.report(written(record))
-    assert text.count("enough") == 2  # what breaks the group is written over it
+    assert text.count("enough") == 2  # the failure of the group overwrites the file
     both = "all_reduce(float32, 10, sum), all_reduce(float32, 11, sum)"
     assert f"ranks disagree about call 3: {both}" in text
     assert "DISAGREE" in text
@@ -146,7 +146,7 @@ def test_arbitrary_bytes_are_a_file_or_rejected(noise: bytes, at: int, calls: in
     for data in (noise, flight_recorder.MAGIC + noise, sound[:at], sound[:at] + noise + sound[at:]):
         try:
             read = flight_recorder.parse(data, "noise")
-        except errors.InvalidArgument:  # the other thing that they may be
+        except errors.InvalidArgument:  # the other allowed outcome
             continue
         assert all(flight_recorder.title(call) for call in read.records)
         assert len(read.records) <= len(data) // flight_recorder.CALL.itemsize
@@ -193,7 +193,7 @@ def wait_in_vain(group: pycomm.Group, over: threading.Event) -> str:
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
 def test_file_is_not_written_through_a_link_of_another_user(record: Path, kind: str) -> None:
-    """In a folder that all share, as /tmp, the name is known beforehand."""
+    """In a shared folder, such as /tmp, the name is predictable."""
     precious, place = record.parent / "precious", Path(f"{record}.world.0")
     if kind == "link":
         precious.write_text("mine")

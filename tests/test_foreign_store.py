@@ -1,4 +1,4 @@
-"""What another program wrote into torch's store ends as errors of pycomm, and decides nothing."""
+"""Values of another program in torch's store cause errors of pycomm, and decide nothing."""
 
 import json
 import threading
@@ -46,7 +46,7 @@ FOREIGN = [
 
 
 def served(content: str) -> Any:
-    """A store of torch's that holds this as the first failure."""
+    """A torch store that contains this as the first failure."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
     store.set(failure.KEY, content)
     return store
@@ -107,7 +107,7 @@ def test_values_of_a_run_with_a_secret_are_signed() -> None:
     assert (same.get("a", 1.0), same.add("a", 2)) == (b"1", 3)
     with pytest.raises(errors.Timeout, match="lacks the run's signature"):
         other.get("a", 0.0)
-    raw.set("b", raw.get("a"))  # a value is good in its own place alone
+    raw.set("b", raw.get("a"))  # a value is valid under its own key only
     with pytest.raises(errors.Timeout, match="lacks the run's signature"):
         ours.get("b", 0.0)
     for forged in (b"7", b"", bytes(40), raw.get("a")[:-1] + b"9"):
@@ -143,7 +143,7 @@ def test_invalid_number_is_rejected() -> None:
 
 
 def test_process_without_the_secret_does_not_decide_the_shrunk_group() -> None:
-    """Forged marks and a forged decision, in the place of each of ours."""
+    """Forged votes and a forged decision, in place of each of pycomm's."""
     raw = dist.HashStore()
     ready, outcomes = threading.Barrier(2), [None, None]
 

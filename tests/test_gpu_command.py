@@ -1,5 +1,6 @@
-"""`make gpu` where there is no GPU: which parts there are, a part that fails or hangs, and what is
-said where nothing can run. The parts themselves want GPUs, but for their programs' logic."""
+"""`make gpu` without a GPU: the list of parts, a part that fails or hangs, and the message if no
+part can run. The parts themselves need GPUs, except for the logic of their programs.
+"""
 
 import json
 import os
@@ -86,7 +87,7 @@ def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (ProcessLookupError, FileNotFoundError):  # it is gone
+    except (ProcessLookupError, FileNotFoundError):  # it ended
         return False
 
 

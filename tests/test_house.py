@@ -1,6 +1,6 @@
-"""Holds the floor plan: who may see whom, in C++ and in Python, and the sizes of the rooms.
+"""Checks the layers: the allowed includes of C++ and imports of Python, and the sizes of files.
 
-The tables come first; a new folder of csrc or module of pycomm needs its line there.
+The tables are at the top; a new folder of csrc or module of pycomm needs a row there.
 """
 
 import ast
@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PYCOMM = ROOT / "pycomm"
 
-# What the files whose path begins so may include of ours; the longest beginning counts. A name that
-# ends in "/" stands for the folder.
+# Which pycomm headers a file with this path prefix may include; the longest prefix applies. A name
+# that ends in "/" is a folder.
 MAY_INCLUDE = {
     "core/": ["core/"],
     "os/": ["core/", "os/"],
     "collectives/": ["core/", "collectives/"],
     "kernels/": ["core/", "kernels/", "os/thread.h"],
-    # The store proves who calls with the transports' handshake.
+    # The store authenticates clients with the transports' handshake.
     "rendezvous/": [
         "core/",
         "os/",
@@ -40,7 +40,7 @@ MAY_INCLUDE = {
         *("core/", "engine/", "collectives/plan.h", "kernels/kernels.h"),
         *("os/process.h", "transport/transport.h", "transport/frame.h"),
     ],
-    # Plans on a GPU's streams; which GPU and which NCCL it is told.
+    # Plans on a GPU's streams; the device and NCCL are arguments.
     "device/": ["core/", "device/", "collectives/plan.h", "nccl/", "os/thread.h"],
     "shared/": [
         *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
@@ -73,7 +73,7 @@ MAY_INCLUDE = {
 STANDARD_LIBRARY_ONLY = ["core/", "collectives/"]
 MAY_INCLUDE_TORCH = "bindings/c10d"
 
-# Modules and packages of pycomm, lowest floor first: each sees itself and the floors below it.
+# Modules and packages of pycomm, lowest layer first: each may import itself and lower layers.
 FLOORS = [
     ["_core", "_cuda", "_c10d"],
     ["errors"],
@@ -93,15 +93,17 @@ FLOORS = [
     ["demo"],
     ["__main__"],
 ]
-SAME_ROOM = {"_torch_autoload": "torch_backend"}  # the light door that torch opens at its import
+SAME_ROOM = {
+    "_torch_autoload": "torch_backend"
+}  # the small module that torch imports as a backend plugin
 MAY_IMPORT_TORCH = [
     *("torch_backend", "demo"),
-    "rendezvous",  # inside a function, where torch's own store is to be joined
+    "rendezvous",  # inside a function, to join torch's own store
     *("coalesced", "shrink_result", "compress", "data", "metrics", "checkpoint", "parallel"),
     "optim",
     *("functional", "launch", "planner"),
 ]
-# Who reads the environment; the others are given what they need. Launchers pass it on to children.
+# Modules that read the environment. Launchers pass it on to children.
 MAY_SEE_ENVIRONMENT = [
     "pycomm/config.py",
     "pycomm/launch/",
@@ -111,12 +113,12 @@ MAY_SEE_ENVIRONMENT = [
 
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
-# Set by setup.py for the compiler, and by our launchers for their ranks: not for users.
+# Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
 NOT_VARIABLES = {"PYCOMM_TORCH_VERSION", "PYCOMM_STORE_PORT"}
 
 
 def tree(*folders: str, ends: tuple[str, ...]) -> list[Path]:
-    """The files below these folders of the repository with one of these endings."""
+    """The files in these folders of the repository with one of these suffixes."""
     found = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in ends]
     return sorted(found)
 
@@ -126,7 +128,7 @@ PYTHON = tree("pycomm", ends=(".py",))
 
 
 def name_of(path: Path) -> str:
-    """A file's path as the tables spell it."""
+    """A file's path as the tables write it."""
     return str(path.relative_to(CSRC if CSRC in path.parents else ROOT))
 
 
@@ -135,7 +137,7 @@ def begins(name: str, beginnings: list[str]) -> bool:
 
 
 def lines_with(pattern: str, paths: list[Path]) -> Iterator[tuple[str, str]]:
-    """Where a pattern stands: (file:line, what the first group matched)."""
+    """The matches of a pattern: (file:line, first group)."""
     for path in paths:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             for match in re.finditer(pattern, line):
@@ -166,7 +168,7 @@ def test_torch_headers_are_included_by_the_adaptor_only() -> None:
 
 @pytest.mark.timeout(300)
 def test_every_header_compiles_alone() -> None:
-    """But the adaptor's, which cost half a minute each and have one includer."""
+    """Except the adaptor's headers, which take half a minute each and have one includer."""
     import pybind11
 
     cxx = os.environ.get("CXX", "g++")
@@ -197,8 +199,8 @@ def test_the_core_neither_ends_the_process_nor_prints() -> None:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Every module that a file imports, wherever in it: (line, dotted name). `from a import b` is
-    a.b where that is a module of ours and a otherwise; blocks for type checkers do not count."""
+    """Every module that a file imports, anywhere in it: (line, dotted name). `from a import b` is
+    a.b if that is a module of pycomm and a otherwise; blocks for type checkers are skipped."""
     module = ast.parse(path.read_text())
     package = path.relative_to(ROOT).parent.parts
     for_checkers = [

@@ -1,4 +1,4 @@
-"""What the launchers keep from others: the run's key, who listens where, what outlives them."""
+"""Security of the launchers: shared secrets, listening addresses, leftover processes."""
 
 import contextlib
 import os
@@ -19,21 +19,23 @@ from benchmarks.unauthenticated import descendants, inodes
 from pycomm import config, secret
 from pycomm.errors import InvalidArgument
 
-pytestmark = pytest.mark.no_attack  # counts who listens, and reads what is left of processes
+pytestmark = pytest.mark.no_attack  # counts listeners, and reads what is left of processes
 
 KEY = "0123456789abcdef" * 4
 LOOPBACKS = ("127.", "::1", "::ffff:127.")
 
 
 def where_it_listens(pid: int) -> list[str]:
-    """The addresses of the TCP listeners of a process and of all that have come of it."""
+    """The addresses of the TCP listeners of a process and all its descendants."""
     theirs = {str(inode) for inode in inodes({pid} | descendants(pid))}
     found = []
     for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == "0A" and inode in theirs:
-                words = bytes.fromhex(local.partition(":")[0])  # of 4 bytes, in the host's order
+                words = bytes.fromhex(
+                    local.partition(":")[0]
+                )  # of 4 bytes, in the host's byte order
                 swapped = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
                 found.append(socket.inet_ntop(family, swapped))
     return found
@@ -77,7 +79,7 @@ def started(folder: Path, *words: str, **more: str) -> Any:
 
 @contextlib.contextmanager
 def ending(process: Any) -> Iterator[Any]:
-    """The process, which is ended at the end, and after a while in any case."""
+    """The process, which is terminated at the end, and after a while in any case."""
     limit = threading.Timer(LIMIT_S, process.kill)
     limit.start()
     try:
@@ -108,7 +110,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("code", [BY_NUMPY, BY_TORCH], ids=["numpy", "torch"])
 @pytest.mark.parametrize("how", ["command", "decorator"])
 def test_on_one_host_all_listen_on_the_loopback(how: str, code: str, tmp_path: Path) -> None:
-    """Seen while rank 0 waits for rank 1: it serves its store and the mesh listens."""
+    """Checked while rank 0 waits for rank 1: it serves its store and the mesh listens."""
     os.mkfifo(tmp_path / "pipe")
     if how == "command":
         words = by_command(tmp_path, code)
@@ -125,7 +127,7 @@ def test_on_one_host_all_listen_on_the_loopback(how: str, code: str, tmp_path: P
         assert line, process.stderr.read()
         ours = 2 if how == "command" and code == BY_TORCH else 3  # the first is the launcher's
         found: list[str] = []
-        while len(found) < ours and process.poll() is None:  # rank 0 comes as soon as it can
+        while len(found) < ours and process.poll() is None:  # rank 0 starts as soon as it can
             found = where_it_listens(process.pid)
             select.select([], [], [], 0.02)
         (tmp_path / "pipe").write_text("now")
@@ -225,7 +227,7 @@ def test_rank_removes_its_secret_from_the_environment(monkeypatch: pytest.Monkey
         monkeypatch.delenv(name)
     monkeypatch.setattr(config._taken, "key", "")
     monkeypatch.setenv("PYCOMM_SECRET", KEY)
-    assert config.environment().secret == KEY  # a process alone is no rank
+    assert config.environment().secret == KEY  # a single process is no rank
     assert os.environ["PYCOMM_SECRET"] == KEY
     monkeypatch.setenv("PYCOMM_RANK", "0")
     monkeypatch.setenv("PYCOMM_SIZE", "2")
@@ -249,7 +251,7 @@ def test_several_hosts_without_a_secret_are_warned(tmp_path: Path, capsys: Any) 
 SLEEPS = """{python} -c 'import os, time
 print("pid", os.getpid(), flush=True)
 time.sleep(3600)'"""
-# Without exec; one in the background, one that left the session.
+# Without exec; one in the background, one in another session.
 WRAPPER = f"#!/bin/sh\n{SLEEPS} &\nsetsid {SLEEPS}\necho never replaced by exec\n"
 IN_FRONT = f"#!/bin/sh\n{SLEEPS}\necho never replaced by exec\n"
 
@@ -312,7 +314,7 @@ def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
         assert len(list(place.iterdir())) == 1
         done = launch(tmp_path, "--nproc", "1", "--no-python", "true", env={"TMPDIR": str(place)})
         assert done.returncode == 0, done.stderr
-        assert len(list(place.iterdir())) == 1  # that of a launcher that lives stays
+        assert len(list(place.iterdir())) == 1  # that of a running launcher is kept
     assert len(list(place.iterdir())) == 1  # killed
     launch(tmp_path, "--nproc", "1", "--no-python", "true", env={"TMPDIR": str(place)})
     assert list(place.iterdir()) == []
@@ -333,7 +335,7 @@ except pycomm.errors.Error as error:
 def test_ranks_of_torchrun_end_with_an_error_when_it_is_killed(
     wrapped: bool, tmp_path: Path
 ) -> None:
-    """Both wait for the other, with no heartbeat that could miss a rank."""
+    """Both wait for the other, without heartbeats that could detect a dead rank."""
     (tmp_path / "program.py").write_text(UNDER_TORCHRUN)
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     if wrapped:

@@ -21,7 +21,7 @@ WHY_NOT = missing()
 
 @pycomm.launcher(nproc=2, device="cpu")
 def sums(x: np.ndarray, *, factor: int) -> Any:
-    """The product's sum over ranks, and what the process knows of itself."""
+    """The product's sum over ranks, and the process's own rank and size."""
     total = pycomm.all_reduce(x * factor * (pycomm.rank() + 1))
     places = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYCOMM_SIZE")]
     pycomm.user_set(f"of {pycomm.rank()}", pycomm.rank())
@@ -38,7 +38,7 @@ def goes_wrong(how: str) -> None:
             os._exit(9)
         raise LookupError("rank one has lost its way")
     if how == "alone":
-        threading.Event().wait()  # for nothing: it never hears of rank 1
+        threading.Event().wait()  # no rank answers: it does not learn of rank 1
     pycomm.barrier()
 
 
@@ -73,7 +73,7 @@ def test_torch_group_uses_the_same_engine() -> None:
 
 @pycomm.launcher(nproc=2, device="cpu")
 def with_transports() -> Any:
-    """By which transport each rank reaches the other; also makes a group of torch's."""
+    """The transport between each pair of ranks; also creates a group of torch."""
     import torch.distributed as dist
 
     ours = pycomm.init().peer_info()[1 - pycomm.rank()].transport

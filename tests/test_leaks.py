@@ -1,7 +1,7 @@
-"""What nothing_left of conftest.py is there to see: a planted leak of each kind fails its test, and
-what is gone a moment later, or was there before, fails none.
+"""Tests of the fixture no_leaks of conftest.py: an injected leak of each kind fails its test; a
+resource that disappears a moment later, or existed before, fails none.
 
-The planted tests run in a pytest of their own, under the same fixture.
+The injected tests run in a separate pytest, with the same fixture.
 """
 
 import os
@@ -69,8 +69,8 @@ SOUND = {
         cycle = [socket.socket()]
         cycle.append(cycle)
         """,
-    # Each is seen to be garbage when the one before it has gone: arrays hide what they hold. The
-    # last test, as no time is left to wait for anything else.
+    # Each becomes garbage when the one before it is freed: arrays hide their references. It is the
+    # last test, as no time remains to wait for anything else.
     "chain": """
         held.LEAVE_S = 0.0
         link = socket.socket()

@@ -1,4 +1,4 @@
-"""Metrics, what rank 0 does for all, and tensors between ranks with gradients back."""
+"""Metrics, functions of rank 0 for all ranks, and tensors between ranks with gradients."""
 
 import math
 import pickle
@@ -106,7 +106,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     def program(group: Group) -> Any:
         state = {"net": {"w": torch.full((3,), 7.0)}, "acc": 0.5, "rank": group.rank}
         pycomm.save(state, path)
-        assert path.exists()  # on every rank, once save has returned
+        assert path.exists()  # on every rank, once save returned
         back = pycomm.load(tmp_path / "absent.pt" if group.rank else path)  # rank 0 reads for all
         assert back["net"]["w"].tolist() == [7.0] * 3
         with pytest.raises(Error if group.rank else OSError, match="nowhere"):
@@ -115,7 +115,7 @@ def test_save_and_load(tmp_path: Path) -> None:
             pycomm.load(tmp_path / "absent.pt")
         with pytest.raises((Error, AttributeError, TypeError), match=r"pickle|local"):
             pycomm.save({"f": lambda: None}, path)
-        assert pycomm.load(path)["acc"] == 0.5  # the old file is whole
+        assert pycomm.load(path)["acc"] == 0.5  # the old file is intact
         pycomm.save(Path("code"), tmp_path / "code.pt")
         with pytest.raises(pickle.UnpicklingError):
             pycomm.load(tmp_path / "code.pt")
@@ -211,7 +211,7 @@ def test_unsupported_values_raise() -> None:
 
 
 def test_receiver_is_unaffected_by_rejected_sends() -> None:
-    """A further tensor is received as if the wrong ones had not been tried."""
+    """A later tensor is received as if the rejected ones had not been sent."""
     wrong = [
         torch.ones(2, device="meta"),
         torch.ones(2, dtype=torch.complex64),

@@ -16,7 +16,7 @@ def test_second_live_wrapper_raises() -> None:
         for again in (module, nn.Sequential(module[0], nn.Linear(33, 2)), first):
             with pytest.raises(InvalidArgument, match=r"another live DataParallel.*delete it"):
                 pycomm.DataParallel(again, group=group)
-        step_on(first, batch(group.rank, 0), momentum_sgd(first))  # the first goes on working
+        step_on(first, batch(group.rank, 0), momentum_sgd(first))  # the first still works
 
     run_ranks(2, program)
 

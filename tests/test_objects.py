@@ -1,4 +1,4 @@
-"""Plain values: their bytes, and the keys that ranks leave for each other, however they met."""
+"""Plain values: their bytes, and the keys that ranks exchange, with every rendezvous."""
 
 import contextlib
 import math
@@ -31,12 +31,12 @@ PLAIN = [
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:20])
 def test_plain_values_round_trip(value: Any) -> None:
     back = serialization.decode(serialization.encode(value))
-    assert repr(back) == repr(value)  # tells True from 1 and -0.0 from 0.0
+    assert repr(back) == repr(value)  # distinguishes True from 1 and -0.0 from 0.0
     assert math.isnan(serialization.decode(serialization.encode(math.nan)))
 
 
 class Text(str):
-    """What is more than a text."""
+    """A subclass of str, which is no plain value."""
 
 
 def endless() -> Any:
@@ -232,7 +232,7 @@ dist.init_process_group("pycomm")
 
 
 def together(code: str, **environment: str) -> list[str]:
-    """What two processes print that meet at a free port."""
+    """The output of two processes that use a free port as their rendezvous."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
@@ -249,7 +249,7 @@ def together(code: str, **environment: str) -> list[str]:
 
 
 def test_user_keys_with_a_secret_and_one_open_port() -> None:
-    """Rank 0's store listens for ranks that lose their connection to it, and nothing else does."""
+    """Rank 0's store listens for ranks that lose their connection to it; no other port is open."""
     assert together(TOGETHER.format(before=""), PYCOMM_SECRET="0123456789abcdef") == [
         "0 2 1",
         "1 2 0",
@@ -268,7 +268,7 @@ def test_keys_through_the_store_of_torch(before: str) -> None:
 
 
 def dict_of(keys: list[Any]) -> bytes:
-    """The bytes of a dict whose values are None, as a foreign program might make them."""
+    """The bytes of a dict whose values are None, as a hostile program might create them."""
     parts = b"".join(serialization.encode(key) + b"N" for key in keys)
     return b"d" + len(keys).to_bytes(8, "little") + parts
 
@@ -280,7 +280,7 @@ EQUAL = [k * ((1 << 61) - 1) for k in range(10_000)]  # Python hashes all to 0
 def test_colliding_keys_are_rejected_after_a_few(
     keys: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dict compares each with all before it: what is counted is how many are read."""
+    """A dict compares each key with all before it: the test counts how many are read."""
     content = dict_of(keys)
     read: list[int] = []
     whole = serialization._Reader.value
@@ -304,7 +304,7 @@ def test_powers_of_two_are_valid_keys() -> None:
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_successive_groups_of_one_name_share_a_torch_store(kind: str, tmp_path: Any) -> None:
-    """Whoever leaves a group first begins the next one, while others are still in the last."""
+    """The first rank that leaves a group begins the next one, while others use the last."""
     dist = pytest.importorskip("torch.distributed")
     from pycomm.rendezvous import TorchStore
     from pycomm.testing import _join

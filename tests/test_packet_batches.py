@@ -1,4 +1,4 @@
-"""Many packets in one call: what `encode`, `unpack` and pairs give one by one; what is refused."""
+"""Many packets in one call: the results of `encode`, `unpack` and pairs one by one; and errors."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ CODECS = ("auto", *reference_compact.INDEX_CODES)
 
 
 def bundle_of(count, packets, seed, dtype="float32"):
-    """Some empty, some of everything."""
+    """Some empty, some with every element."""
     rng = np.random.default_rng(seed)
     lengths = [int(rng.choice([0, 1, count // 9, count])) for _ in range(packets)]
     indices = [np.sort(rng.choice(count, k, replace=False)).astype(np.int32) for k in lengths]

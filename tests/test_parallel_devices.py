@@ -33,7 +33,7 @@ def run_fixture(tmp_path: Path, nothing_left: Any) -> Run:
 
 
 class Counting(nn.Module):
-    """Keeps the mean of what has passed, in a buffer."""
+    """Stores the mean of its inputs in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,8 @@ def perceptron() -> nn.Module:
 
 
 def train(device: Any, wrap: Callable[[nn.Module, Any], Any]) -> list[Tensor]:
-    """The parameters and buffers after a few steps of a model that starts as its rank has it."""
+    """The parameters and buffers after a few steps of a model that starts with rank-specific
+    values."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = perceptron().to(device)
@@ -140,7 +141,7 @@ def scaled_as_in_host_memory(at: Any, compress: bool) -> None:
     there, scale = train_scaled(at.device, compress)
     assert sum(at.counts().values()) > 0
     here, wanted = train_scaled("cpu", compress)
-    assert scale == wanted == 256.0  # twice as much, and half of it at the overflow
+    assert scale == wanted == 256.0  # doubled, and halved at the overflow
     for one, other in zip(there, here, strict=True):
         torch.testing.assert_close(one, other)
         assert one.isfinite().all()
@@ -152,7 +153,7 @@ def test_scaled_gradients_equal_host_memory(run: Run, compress: bool) -> None:
 
 
 class Branches(nn.Module):
-    """Two layers, each on a stream of its own."""
+    """Two layers, each on its own stream."""
 
     def __init__(self, at: Any) -> None:
         super().__init__()
@@ -174,18 +175,18 @@ class Branches(nn.Module):
 
 
 def gradients_of_branches(at: Any) -> None:
-    """The copy of each gradient waits until all else that can has run."""
+    """The copy of each gradient waits until all other possible work has run."""
     pycomm.init()
     model = Branches(at).to(at.device)
     gates: list[Callable[[], None]] = []
     x = torch.full((3, 6), dist.get_rank() + 1.0).to(at.device)
-    for parameter in model.parameters():  # hooks run in the order in which they were added
+    for parameter in model.parameters():  # hooks run in the order of registration
         parameter.register_post_accumulate_grad_hook(lambda _: gates.append(at.delay()))
     parallel = pycomm.DataParallel(model)
     parallel(x).backward()
     assert len(gates) == 2
     for _ in range(2000):
-        at.runtime.idle(at.module.stream(at.index))  # lets the streams work
+        at.runtime.idle(at.module.stream(at.index))  # runs the streams
     for let_go in gates:
         let_go()
     for parameter in model.parameters():
@@ -209,7 +210,7 @@ def test_different_device_kinds_raise(run: Run) -> None:
 
 
 def rare(at: Any) -> None:
-    """Unused parameters, gradients that add up, and ranks with less data."""
+    """Unused parameters, accumulated gradients, and ranks with less data."""
     pycomm.init()
     rank = dist.get_rank()
 
@@ -242,7 +243,7 @@ def upper_half(x: Tensor, layer: nn.Module) -> Tensor:
 
 
 def sends_to_another(at: Any) -> None:
-    """A model whose halves are on the devices of two ranks has the gradients of one in memory."""
+    """A model split over the devices of two ranks has the gradients of a single process."""
     group = pycomm.init()
     torch.manual_seed(0)
     lower, upper = nn.Linear(6, 4), nn.Linear(4, 3)
@@ -269,7 +270,7 @@ def test_device_tensor_is_sent_and_its_gradient_is_returned(run: Run) -> None:
 
 
 def scatters(at: Any) -> None:
-    """Noncontiguous rows and empty ones too."""
+    """Also noncontiguous and empty rows."""
     group = pycomm.init()
     wholes = [torch.arange(rows * 4.0).reshape(rows, 4) for rows in (6, 5, 1)]
     batches = [{"x": x.to(at.device)[:, 1:3], "y": x[:, 0]} for x in wholes]

@@ -1,7 +1,7 @@
-"""Ranks that die while other processes hold what they had open: the survivors know within a second.
+"""Ranks that die while other processes hold their descriptors: survivors detect it within a second.
 
-A child that was forked off a rank has its descriptors too, and the kernel closes a connection only
-when the last process that holds it ends. Ranks that are stopped or busy: test_faults.py.
+A forked child of a rank has its descriptors too, and the kernel closes a connection only when the
+last process that holds it ends. Ranks that are stopped or busy: test_faults.py.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def leave() -> None:
 
 
 def hold_until_told(folder: str) -> None:
-    """Forks a child that lives until all survivors have told."""
+    """Forks a child that lives until all survivors reported."""
     if os.fork() > 0:
         return
     end = time.monotonic() + 20
@@ -57,8 +57,8 @@ def fork_child(folder: str) -> Any:
 
 
 def fork_foreign_child(folder: str) -> Any:
-    """The child holds copies of the sockets, which the library does not know of: so does a child
-    that a library starts without the handlers of fork()."""
+    """The child holds copies of the sockets that the library does not know of: so does a child that
+    a library starts without the handlers of fork()."""
     copies = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -70,20 +70,20 @@ def fork_foreign_child(folder: str) -> Any:
 
 
 def load_data(folder: str) -> Any:
-    """Two workers of torch, which look for their parent every 5 s."""
+    """Two workers of torch, which poll for their parent every 5 s."""
     from torch.utils.data import DataLoader
 
     process: Any = multiprocessing.current_process()
-    process._config["daemon"] = False  # else it may have no children
+    process._config["daemon"] = False  # otherwise it may have no children
     loader = DataLoader(range(1000), num_workers=2, multiprocessing_context="fork", collate_fn=list)
     batches = iter(loader)
-    for _ in range(2):  # one of each: a worker that starts after its parent's death never ends
+    for _ in range(2):  # one of each: a worker that starts after its parent died never ends
         next(batches)
     return batches
 
 
 def lose_one(group: Group, hold: Callable[[str], Any], die: Callable[[], None], folder: str) -> Any:
-    """The victim dies between two calls while children of it live."""
+    """The victim dies between two calls while its children live."""
     x = np.ones(4, np.float32)
     pycomm.all_reduce(x, group=group)
     if group.rank == VICTIM:
@@ -139,7 +139,7 @@ def test_rank_failure_is_detected_while_workers_load_data(transport: str, tmp_pa
 
 
 def call_in_a_child(group: Group) -> Any:
-    """What a forked child finds of the descriptors of its parent, and what it may not do."""
+    """The descriptors of the parent in a forked child, and the calls that it must not make."""
     pycomm.barrier(group=group)
     ways_in, way_out = os.pipe()
     child = os.fork()
@@ -149,7 +149,7 @@ def call_in_a_child(group: Group) -> Any:
             pycomm.barrier(group=group)
         except errors.GroupBroken as error:
             said = str(error).encode()
-        # What it opens gets the numbers that were the group's, and keeps them.
+        # Files that it opens get the group's descriptor numbers, and keep them.
         mine = [socket.socketpair() for _ in range(50)]
         del group
         for a, b in mine:
@@ -173,8 +173,8 @@ def test_forked_child_holds_no_descriptors_and_its_calls_raise(transport: str) -
 
 
 def send_and_leave(group: Group, folder: str, orderly: bool) -> Any:
-    """Rank 1 ends with a message of it unread, and children hold its sockets: rank 0 gets the
-    message, and then hears how rank 1 ended."""
+    """Rank 1 ends with an unread message of it, and children hold its sockets: rank 0 gets the
+    message, and then the error."""
     pycomm.barrier(group=group)
     if group.rank == 1:
         fork_foreign_child(folder)
@@ -213,7 +213,8 @@ def test_messages_of_a_dead_rank_are_received(
 
 
 class FolderStore:
-    """A store in files, whose rank 2 dies once its note is there and it reads the others'."""
+    """A store in files, whose rank 2 dies after it stored its rank info, while it reads the
+    others'."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self.folder, self.rank = Path(folder), rank

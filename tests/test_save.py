@@ -1,4 +1,4 @@
-"""What pycomm.save leaves on the disk, and what becomes of a load that fails on rank 0."""
+"""The files that pycomm.save writes, and loads that fail on rank 0."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(autouse=True)
 def private() -> Iterator[None]:
-    """A umask that lets nobody else read."""
+    """A umask under which other users cannot read."""
     before = os.umask(0o077)
     yield
     os.umask(before)

@@ -1,4 +1,4 @@
-"""Arrays in memory that ranks map: their forms, what becomes of them, and who makes them."""
+"""Arrays in memory that ranks map: their forms, their lifetime, and the group that creates them."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ COUNT = 100_000
 
 
 def staged(group: pycomm.Group, x: Any) -> bool:
-    """Sums `x` over two ranks, and tells from the bytes that went whether slots were used."""
+    """Sums `x` over two ranks, and determines from the bytes sent whether slots were used."""
     before = group.stats().bytes_sent
     pycomm.all_reduce(x, group=group)
     sent = group.stats().bytes_sent - before
@@ -55,7 +55,7 @@ def _summed(group: pycomm.Group) -> list[bool]:
         pycomm.empty(COUNT, torch.float32),
         pycomm.empty((2, COUNT), "int64")[1],  # a part of one
         np.empty(COUNT, "float32"),
-        pycomm.empty(4 * COUNT + 1, "uint8")[1:].view("float32"),  # askew
+        pycomm.empty(4 * COUNT + 1, "uint8")[1:].view("float32"),  # misaligned
         pycomm.empty(COUNT, "float32") if group.rank == 0 else np.empty(COUNT, "float32"),
     ]
     found = []
@@ -101,7 +101,7 @@ def test_memory_is_freed_with_the_array() -> None:
     view = x[5:]
     del x
     gc.collect()
-    assert resident_shared() - before > 63 << 20  # a page of an earlier test's may go meanwhile
+    assert resident_shared() - before > 63 << 20  # a page of an earlier test may be freed meanwhile
     del view
     gc.collect()
     assert resident_shared() - before < 1 << 20
@@ -149,7 +149,9 @@ def _wherever(group: pycomm.Group) -> None:
     rank, size = group.rank, group.size
     for count in (6_000, 300_000):
         ranks = np.arange(size, dtype="float32")[:, None] + np.arange(count, dtype="float32") % 89
-        for _ in range(9):  # the first tells who may read whom, the others try reading and slots
+        for _ in range(
+            9
+        ):  # the first determines which rank may read which, the others try reading and slots
             x, root = ranks[rank].copy(), ranks[rank].copy()
             pycomm.all_reduce(x, group=group)
             np.testing.assert_array_equal(x, ranks.sum(0))

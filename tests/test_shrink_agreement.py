@@ -1,4 +1,4 @@
-"""What survivors do where connections are not transitive, or a process id was given out again."""
+"""Survivors with partial connectivity, and with reused process ids."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ WHY_NOT = missing()
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_two_survivors_that_cannot_connect_are_named() -> None:
-    """Ranks 1 and 2 lose the route to each other once the group has formed; both reach rank 0."""
+    """Ranks 1 and 2 lose the route to each other after the group was formed; both reach rank 0."""
     with Network(3, ipv6=False) as net:
         run = Run(net, [0, 1, 2], "shrinking").start_all()
         for process in run.ranks.values():
@@ -86,7 +86,7 @@ class Counting:
 
 
 def test_polling_unchanged_votes_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 200 ranks one has come; 50 looks, of which the first reads all."""
+    """Of 200 ranks one has voted; 50 polls, of which the first reads all."""
     store: Any = Counting(_core.LocalStore())
     clock, looks = [0.0], [0]
 

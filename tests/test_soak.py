@@ -1,5 +1,5 @@
-"""The soak (benchmarks/soak.py; `make soak` goes on for an hour), for some seconds; and that it
-sees what it is there to see.
+"""The soak (benchmarks/soak.py; `make soak` runs it for an hour), for some seconds; and that it
+detects violations.
 """
 
 import json
@@ -16,7 +16,7 @@ from benchmarks.soak import FAULTS, Tally, setting
 from pycomm import Group, errors
 
 SEED = 20
-LATE_MS = 20_000.0  # of what is promised 1,000, on a machine as loaded as that of tests
+LATE_MS = 20_000.0  # the promise is 1,000; this is for a machine with the load of tests
 OF_ONE_EACH = [
     next(n for n in range(1000) if setting(SEED, n, "").epoch.fault == fault) for fault in FAULTS
 ]
@@ -110,7 +110,7 @@ def test_late_or_misnamed_failure_is_detected(fault: str) -> None:
     assert judged(soak.Seen("PeerLost", text, victim, 20.0)) == []
     assert "told after 1500 ms" in judged(soak.Seen("PeerLost", text, victim, 1500.0))[0]
     assert "is not named" in judged(soak.Seen("PeerLost", text, others[0], 20.0))[0]
-    if fault == "kill":  # a transport may have had too little to do to strike
+    if fault == "kill":  # a transport may have had too few calls to take effect
         assert "promised, not nothing" in judged(soak.Seen())[0]
         assert "it went on with ()" in judged(soak.Seen("PeerLost", text, victim, 20.0), ())[0]
 

@@ -1,4 +1,4 @@
-"""A store that accepts and then never answers holds no call up beyond its limit."""
+"""A store that accepts connections and never answers delays no call beyond its timeout."""
 
 import contextlib
 import os
@@ -19,13 +19,13 @@ from pycomm.testing import _join
 
 dist = pytest.importorskip("torch.distributed")
 KEY = "0123456789abcdef"
-LATE_S = 2.0  # of a busy machine; calls without a limit took 26 s and more
+LATE_S = 2.0  # for a busy machine; calls without a timeout took 26 s and more
 
 
 class Relay:
-    """A port in front of another. Once `silent` is set it takes bytes and hands none on; once
-    `drop_replies` is, it ends a connection instead of handing a reply on; cut() ends the
-    connections of the moment. For the tests of stores."""
+    """Forwards a port. Once `silent` is set it reads bytes and forwards none; once `drop_replies`
+    is set, it closes a connection instead of forwarding a reply; cut() closes all current
+    connections. For the tests of stores."""
 
     def __init__(self, port: int) -> None:
         self.silent = threading.Event()
@@ -38,12 +38,12 @@ class Relay:
         self._threads[0].start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # close() has shut the listener down
+        with contextlib.suppress(OSError):  # close() closed the listener
             while True:
                 near, _ = self._listener.accept()
                 try:
                     far = socket.create_connection(("127.0.0.1", self._target))
-                except ConnectionRefusedError:  # nothing listens there yet, or any more
+                except ConnectionRefusedError:  # no listener there yet, or no more
                     near.close()
                     continue
                 self._sockets += [near, far]
@@ -62,13 +62,13 @@ class Relay:
                 end.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
-        """Ends every connection of this moment."""
+        """Closes all current connections."""
         for one in self._sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends all of it."""
+        """Closes everything."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._threads[0].join()
         self.cut()
@@ -89,7 +89,7 @@ def relayed(port: int) -> Iterator[Relay]:
 
 @contextlib.contextmanager
 def ours_and_silent() -> Iterator[Any]:
-    """A client of our store, and what makes the server silent for it."""
+    """A client of pycomm's store, and a function that makes the server silent for it."""
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
         yield _core.TcpStore.connect("127.0.0.1", relay.port, KEY, 10.0), relay.silent
@@ -97,7 +97,7 @@ def ours_and_silent() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def torchs_and_silent() -> Iterator[Any]:
-    """The same of torch's."""
+    """The same for torch's store."""
     limit = timedelta(seconds=10)
     server = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
     with relayed(server.port) as relay:
@@ -115,7 +115,7 @@ def test_each_call_of_a_silent_store_times_out(made: Callable[[], Any], call: st
         silent.set()
         given = {"set": (b"2",), "claim": (b"2",), "add": (1,)}.get(call, ())
         begin = time.monotonic()
-        with contextlib.suppress(errors.Timeout):  # a set of torch's waits for no answer
+        with contextlib.suppress(errors.Timeout):  # set() of torch's store waits for no answer
             getattr(store, call)("key", *given, 0.5)
             assert (call, made) == ("set", torchs_and_silent)
         assert time.monotonic() - begin < 0.5 + LATE_S
@@ -135,7 +135,7 @@ def test_group_creation_times_out_when_the_store_is_silent(made: Callable[[], An
 def test_group_creation_times_out_when_the_store_becomes_silent(
     made: Callable[[], Any],
 ) -> None:
-    """As it waits for the other's note: what it has left itself cannot be taken away again."""
+    """While it waits for the other rank's info: its own is already stored."""
     with made() as (store, silent):
         end = threading.Timer(0.3, silent.set)
         end.start()

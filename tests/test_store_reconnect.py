@@ -1,4 +1,4 @@
-"""A connection to rank 0's store that is lost after the group has formed is made again."""
+"""A connection to rank 0's store that is lost after the group was formed is established again."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ except pycomm.errors.PeerLost:
 
 
 def settled(relay: Relay, server: _core.TcpStore) -> _core.TcpStore:
-    """A client behind a relay, as it is once the group has formed."""
+    """A client behind a relay, in its state after the group was formed."""
     client = _core.TcpStore.connect("127.0.0.1", relay.port, KEY, 10.0)
     server.settle()
     client.settle()
@@ -56,7 +56,7 @@ def test_calls_continue_when_a_connection_is_lost(lose: Callable[[Relay], None])
 
 
 def test_a_change_whose_reply_was_lost_is_applied_once() -> None:
-    """The server gets the request, and the connection ends before the client has the reply."""
+    """The server gets the request, and the connection is closed before the client has the reply."""
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
         client = settled(relay, server)

@@ -1,4 +1,4 @@
-"""Threads of the library: what happens where the system gives none, and calls that wait for one."""
+"""Threads of the library: errors if no thread can be created, and calls that wait for one."""
 
 import ctypes
 import gc
@@ -25,11 +25,13 @@ KEY = "0123456789abcdef"
 
 @contextmanager
 def no_new_threads() -> Iterator[None]:
-    """No thread can be created in this process meanwhile; root is not limited, so it is left."""
+    """No thread can be created in this process meanwhile; root has no limit, so root is dropped."""
     if os.getuid() == 0:
         os.setgid(UNPRIVILEGED)
         os.setuid(UNPRIVILEGED)
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)  # else peers may not read this one's memory
+        ctypes.CDLL(None).prctl(
+            PR_SET_DUMPABLE, 1
+        )  # otherwise peers may not read this process's memory
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
     try:
@@ -67,7 +69,7 @@ def test_asynchronous_call_without_a_thread_is_rejected(transport: str) -> None:
 
 
 def sockets() -> int:
-    """How many sockets this process has open."""
+    """The number of sockets that this process has open."""
     count = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -78,10 +80,10 @@ def sockets() -> int:
 
 
 def close_without_threads(group: Group, folder: str) -> int:
-    """Rank 0 hangs up while bytes of it are under way; gives how many sockets that left open."""
+    """Rank 0 closes while its bytes are in transit; returns how many sockets stayed open."""
     closed = Path(folder, "closed")
     if group.rank == 0:
-        told = closed.open("wb", buffering=0)  # now: this process loses its rights
+        told = closed.open("wb", buffering=0)  # now: this process drops its privileges
         before = sockets()
         x = np.ones(1 << 24, np.float32)
         with no_new_threads():
@@ -135,7 +137,7 @@ def threads_and_descriptors() -> tuple[int, int]:
 
 
 def serve_without_threads(group: Group) -> list[Any]:
-    """Serves a store whose thread cannot be created; gives the error, and whether all is left."""
+    """Serves a store whose thread cannot be created: the error, and whether nothing leaked."""
     pycomm.barrier(group=group)
     before = threads_and_descriptors()
     refused = ""
@@ -156,7 +158,7 @@ def test_store_without_a_thread_is_rejected_and_leaks_nothing() -> None:
 
 
 def split_without_threads(group: Group) -> list[Any]:
-    """Forms a group whose pulse thread cannot be created."""
+    """Forms a group whose heartbeat thread cannot be created."""
     pycomm.barrier(group=group)
     before = threads_and_descriptors()
     refused = ""
@@ -177,7 +179,7 @@ def test_group_without_a_heartbeat_thread_is_rejected_and_leaks_nothing() -> Non
 
 
 def connect_on_demand_without_threads(group: Group) -> list[Any]:
-    """Forms a group whose ranks connect on demand, for which a thread would have to listen."""
+    """Forms a group whose ranks connect on demand, which needs a thread that listens."""
     served = _core.TcpStore.serve("127.0.0.1", 0, KEY) if group.rank == 0 else None
     port = np.array([served.port if served else 0])
     pycomm.broadcast(port, 0, group=group)

@@ -1,4 +1,4 @@
-"""`pycomm top`: ranks that run, wait or are stopped, seen from outside."""
+"""`pycomm top`: ranks that run, wait or are stopped, as another process sees them."""
 
 import dataclasses
 import os
@@ -22,14 +22,14 @@ LIMIT_S = 60.0  # against hanging
 
 
 def ours(sample: top.Sample) -> list[flight_recorder.FlightRecord]:
-    """Those of the newest group of this process, which other tests may have left some in."""
+    """The entries of this process's newest group; other tests may have left some."""
     mine = [one for one in sample.flight_records if one.pid == os.getpid()]
     newest = max(mine, key=lambda one: one.steady_ns, default=None)
     return [one for one in mine if newest and one.id == newest.id]
 
 
 def seen(now: top.Sample, before: top.Sample | None = None) -> list[str]:
-    """The lines of the view that tell of this process's group."""
+    """The lines of the view that show this process's group."""
     for sample in filter(None, (now, before)):
         sample.flight_records = ours(sample)
     console = Console(width=200, no_color=True)
@@ -39,7 +39,7 @@ def seen(now: top.Sample, before: top.Sample | None = None) -> list[str]:
 
 
 def wait_until_inside(rank: int, verb: str) -> top.Sample:
-    """A look at which the rank of this process's group is inside such a call."""
+    """A sample in which the rank of this process's group is inside such a call."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         sample = top.Sample()
@@ -58,7 +58,9 @@ def watched(group: pycomm.Group) -> Any:
     if group.rank == 1:
         now = wait_until_inside(0, "broadcast")
         waits = next(one for one in ours(now) if one.is_inside())
-        now.at_ns = int(waits.records[-1]["begun"]) + 10_000_000_000  # as seen ten seconds later
+        now.at_ns = (
+            int(waits.records[-1]["begun"]) + 10_000_000_000
+        )  # as if sampled ten seconds later
         lines = seen(now)
     pycomm.broadcast(x, 1, group=group)
     return lines
@@ -124,8 +126,8 @@ def test_a_closed_group_is_not_shown() -> None:
 
 
 def read_in_part(group: pycomm.Group, name: str) -> str:
-    """Beside a group with a name that a console could take for markup: a memory of 8 GiB
-    under the journals' name is read, and the first line of the view given."""
+    """Beside a group whose name looks like markup: reads a memory of 8 GiB with the flight
+    recorder's name, and returns the first line of the view."""
     fd = os.memfd_create("pycomm-flight-recorder")
     try:
         os.ftruncate(fd, 8 << 30)

@@ -1,6 +1,6 @@
 """A representative part of PyTorch's own distributed suite on the backend "pycomm", 3 processes.
 
-tests/compat/torch_suite.py runs all of it, on any backend; table.py puts the results into docs.
+tests/compat/torch_suite.py runs all of it, with any backend; table.py writes the results into docs.
 """
 
 import json
@@ -63,7 +63,7 @@ def test_representative_part_passes(tmp_path: Path) -> None:
 
 
 def test_failures_and_skipped_tests_are_reported(tmp_path: Path) -> None:
-    """gloo, whose all_to_all takes no uneven list: seen to fail. A GPU test names its reason."""
+    """gloo, whose all_to_all rejects uneven lists, fails visibly. A GPU test states its reason."""
     stored = tmp_path / "results.json"
     names = "test_all_to_all", "test_all_gather_cuda"
     done = _suite("--backend", "gloo", "--only", f"^({'|'.join(names)})$", "--json", str(stored))

@@ -1,4 +1,4 @@
-"""Traces: what the core leaves in PYCOMM_TRACE, and what `pycomm trace` makes of it."""
+"""Traces: the files that the core writes to PYCOMM_TRACE, and the output of `pycomm trace`."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ def leave(folder: Path, *ranks: bytes) -> None:
 
 
 def test_clocks_of_hosts_are_aligned_by_the_ends_of_calls(tmp_path: Path) -> None:
-    """Rank 1's clock is 5 s ahead; it begins 3 ms after rank 0, which is called late once."""
+    """Rank 1's clock is 5 s ahead; it begins 3 ms after rank 0, which is late once."""
     begins = np.arange(0, 1000 * MS, 10 * MS)
     first = np.stack([begins, begins + 4 * MS], axis=1)
     second = first + 5_000 * MS + np.array([3 * MS, 0])

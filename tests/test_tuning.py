@@ -1,4 +1,4 @@
-"""Thresholds measured on the machine: what is kept, what is refused, and that all ranks agree."""
+"""Thresholds measured on the machine: stored values, invalid files, and agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL, MIDDLE = 1 << 18, 1 << 22
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing is read from the user's own folder, nor left there."""
+    """Neither reads nor writes the user's own folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
@@ -64,7 +64,7 @@ def test_invalid_file_is_reported(text: bytes, caplog: pytest.LogCaptureFixture)
 
 
 def sent_by_tcp(tuned_by_rank: list[list[tuple[str, int, int]]], count: int) -> list[int]:
-    """Bytes that each rank sends in an all_reduce of float32 [count], and in one of a part."""
+    """Bytes that each rank sends in an all_reduce of float32 [count], and in one of a subgroup."""
     store = _core.LocalStore()
     sent = [0] * len(tuned_by_rank)
 
@@ -107,7 +107,7 @@ def test_all_ranks_use_the_thresholds_of_rank_0() -> None:
     ("first", "second", "turns_at"),
     [
         ([1, 1, 1, 1], [2, 2, 0.5, 0.5], 2),
-        ([1, 1, 1, 1], [2, 0.9, 2, 0.5], 4),  # what noise does to one size turns nothing
+        ([1, 1, 1, 1], [2, 0.9, 2, 0.5], 4),  # noise in one size does not change the choice
         ([1, 1, 1, 1], [0.5, 0.5, 0.5, 0.5], 0),
         ([1, 1, 1, 1], [2, 2, 2, 2], 8),
     ],
@@ -122,7 +122,7 @@ def test_threshold_minimizes_the_loss(
 def test_command_measures_and_stores_thresholds(capsys: pytest.CaptureFixture[str]) -> None:
     assert tuning.main([]) == 0
     [(by, small, middle)] = thresholds.thresholds()
-    assert (by, middle) == ("tcp", thresholds.BUILT_IN[1])  # which 4 ranks cannot measure
+    assert (by, middle) == ("tcp", thresholds.BUILT_IN[1])  # 4 ranks cannot measure it
     assert small in (0, *tuning.SIZES)
     told = capsys.readouterr().out
     assert f"small_bytes {small}" in told

@@ -19,7 +19,7 @@ SHAPES = [(), (0,), (5,), (3, 4), (70_001,)]
 
 
 def data(rank: int, shape: tuple[int, ...], dtype: str = "int64") -> Any:
-    """Numbers that tell ranks and places apart, and 0 and 1 for a bool."""
+    """Numbers that distinguish ranks and positions, and 0 and 1 for a bool."""
     count = int(np.prod(shape))
     return (
         ((np.arange(count) * 7 + rank * 31) % 101 % (2 if dtype == "bool" else 101))
@@ -29,7 +29,7 @@ def data(rank: int, shape: tuple[int, ...], dtype: str = "int64") -> Any:
 
 
 def odd(x: Any) -> Any:
-    """The same elements in a layout that is not contiguous, where there is such a one."""
+    """The same elements in a noncontiguous layout, if there is one."""
     if x.ndim == 0 or x.size == 0:
         return x.copy()
     room = np.full((*x.shape, 3), 99, x.dtype)
@@ -42,7 +42,7 @@ def result(call: Any, async_op: bool) -> Any:
 
 
 def every_verb(group: Group, dtype: str, async_op: bool, make: Any) -> None:
-    """Each verb by each root, with `out` made and given, against what NumPy says."""
+    """Each verb by each root, with `out` allocated and given, compared with NumPy."""
     n, me = group.size, group.rank
     for shape in SHAPES:
         if dtype != "int64" and shape == (70_001,):
@@ -272,7 +272,7 @@ def test_unsupported_value_is_reported_on_every_rank() -> None:
 
 
 def dies_in_the_middle(group: Group) -> Any:
-    """Rank 1 is gone before an exchange that would need it."""
+    """Rank 1 ends before an exchange that needs it."""
     pycomm.barrier()
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -290,7 +290,7 @@ def test_rank_failure_is_detected_in_an_exchange() -> None:
 
 
 def exchanged(group: Group) -> list[int]:
-    """Frames that an all_to_all sends: without counts, with counts, and with counts by a
+    """Frames that an all_to_all sends: without counts, with counts, and with counts of a
     CommunicatorPool."""
     x, out = np.ones(12, np.float32), np.zeros(12, np.float32)
     counts = [12 // group.size] * group.size

@@ -1,4 +1,4 @@
-"""Where the system forbids pidfds a rank that dies or is stopped is noticed all the same."""
+"""If the system forbids pidfds, a rank that dies or is stopped is still detected."""
 
 import os
 import shutil

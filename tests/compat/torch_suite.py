@@ -182,7 +182,7 @@ class Runner:
         return self._judge(in_time, ended, [a or b for a, b in zip(said, printed, strict=True)])
 
     def _wait(self, processes: Sequence[BaseProcess]) -> bool:
-        """Waits until all ended, or one failed and the others had GRACE_S more; False: timed out."""
+        """Waits until all ended, or until GRACE_S after a failure; False: timed out."""
         end = time.monotonic() + self.options.timeout_s
         failed = False
         while running := [p.sentinel for p in processes if p.exitcode is None]:
