@@ -30,10 +30,8 @@ class Cpu:
     `torch`."""
 
     name = "cpu"
-    replays = (
-        (20_000, 1000),
-        (1_200_000, 50),
-    )  # elements, and how often they must give the same bits
+    # Elements, and how often they must give the same bits.
+    replays = ((20_000, 1000), (1_200_000, 50))
     indices_are_checked = True  # InvalidArgument if indices do not ascend within the array
 
     def __enter__(self) -> "Cpu":

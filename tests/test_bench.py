@@ -175,9 +175,8 @@ def test_the_limit_reads_what_was_just_written() -> None:
 
 @pytest.mark.parametrize("ours", ["", "pycomm", "pycomm-direct", "pycomm-shared"])
 def test_tiny_run_is_correct(ours: str, tmp_path: Path) -> None:
-    ops = (
-        ["all_reduce"] if ours == "pycomm-shared" else list(verbs.VERBS)
-    )  # without the staged copy
+    # Without the staged copy.
+    ops = ["all_reduce"] if ours == "pycomm-shared" else list(verbs.VERBS)
     json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
     args = ["collectives", "--sizes", "4,64K", "--ops", ",".join(ops), "--ours", ours]
     args += ["--rounds", "2", "--json", str(json_to), "--plot", str(plot_to)]

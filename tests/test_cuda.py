@@ -29,10 +29,8 @@ pytestmark = [
 
 CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense"]
 CASES += ["lean", "lean_bits", "lean_brief", "lean_graph"]
-TOO_SLOW = (
-    "tsan",
-    "lean_bits",
-)  # a thousand packets take minutes; the other cases cover the same code
+# A thousand packets take minutes; the other cases cover the same code.
+TOO_SLOW = ("tsan", "lean_bits")
 MOST_REGISTERS = 128  # of a hot kernel in float32: 2 blocks of 256 threads on every architecture
 HOT = ("update", "collect", "select", "pack", "decode")
 

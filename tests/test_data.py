@@ -137,9 +137,8 @@ def test_loader_shards_the_data() -> None:
         seeded = DataLoader(data, batch_size=2, shuffle=True, generator=made)
         assert [int(i) for (batch,) in seeded for i in batch] != seen[0]
         even = [len(x) for (x,) in DataLoader(data, 2, drop_last=True)]
-        own = DataLoader(
-            data, sampler=SequentialSampler(data)
-        )  # an explicit sampler has precedence
+        # An explicit sampler has precedence.
+        own = DataLoader(data, sampler=SequentialSampler(data))
         assert len(list(own)) == 10
         stream = [int(i) for batch in DataLoader(Stream(), batch_size=2) for i in batch]
         return seen, even, stream

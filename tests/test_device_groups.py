@@ -214,16 +214,14 @@ def started_and_forgotten(group: pycomm.Group, device: Any) -> bool:
     gone = weakref.ref(x)
     work.wait()
     del x, work
-    pycomm.all_reduce(
-        device.put(numbers(0)), async_op=True
-    ).wait()  # releases the arrays of finished calls
+    # Releases the arrays of finished calls.
+    pycomm.all_reduce(device.put(numbers(0)), async_op=True).wait()
     gc.collect()
     alive = gone() is not None
     go_on()
     device.get(device.put(np.zeros(1)))
-    pycomm.all_reduce(
-        device.put(numbers(0)), async_op=True
-    ).wait()  # releases the arrays of finished calls
+    # Releases the arrays of finished calls.
+    pycomm.all_reduce(device.put(numbers(0)), async_op=True).wait()
     gc.collect()
     return alive and gone() is None
 

@@ -28,9 +28,8 @@ class Broken(Exception):
 COMPACT = {"value_dtype": "int8", "exchange": "gather"}
 SPLIT, SOME_DENSE = {"exchange": "sharded"}, {"min_count": 600}
 CLIPPED = {**SOME_DENSE, "clip_norm": 1e6}  # no rank reaches it
-FAILING: list[
-    tuple[Any, str, int, dict[str, Any]]
-] = [  # the function, and the number of its call in a step
+# The function, and the number of its call in a step.
+FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [
     *(
         (CommunicatorPool, "all_gather", 1, o)
         for o in ({}, {"select": "model"}, SOME_DENSE, COMPACT)

@@ -187,9 +187,8 @@ def test_a_delay_delays() -> None:
     def fn(group: Group) -> float:
         pycomm.barrier(group=group)
         start = time.monotonic()
-        for _ in range(
-            3
-        ):  # the other rank is one call ahead: its data for the last call is already in transit
+        # The other rank is one call ahead: its data for the last call is already in transit.
+        for _ in range(3):
             pycomm.barrier(group=group)
         return time.monotonic() - start
 

@@ -122,9 +122,8 @@ def test_all_ranks_use_tcp_and_are_warned(tmp_path: Path, rank: str, backend: st
 
 
 def test_ranks_that_may_connect_share_memory(tmp_path: Path) -> None:
-    said, errors = _run(
-        tmp_path, "0", "unix", "pycomm"
-    )  # the others connect to rank 0, which connects to no rank
+    # The others connect to rank 0, which connects to no rank.
+    said, errors = _run(tmp_path, "0", "unix", "pycomm")
     assert said == [[[4.0, 2.0], ["shm"], ["shm"]]] * 4, errors
     assert "TCP" not in errors
 

@@ -93,9 +93,8 @@ FLOORS = [
     ["demo"],
     ["__main__"],
 ]
-SAME_ROOM = {
-    "_torch_autoload": "torch_backend"
-}  # the small module that torch imports as a backend plugin
+# The small module that torch imports as a backend plugin.
+SAME_ROOM = {"_torch_autoload": "torch_backend"}
 MAY_IMPORT_TORCH = [
     *("torch_backend", "demo"),
     "rendezvous",  # inside a function, to join torch's own store

@@ -33,9 +33,8 @@ def where_it_listens(pid: int) -> list[str]:
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == "0A" and inode in theirs:
-                words = bytes.fromhex(
-                    local.partition(":")[0]
-                )  # of 4 bytes, in the host's byte order
+                # Of 4 bytes, in the host's byte order.
+                words = bytes.fromhex(local.partition(":")[0])
                 swapped = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
                 found.append(socket.inet_ntop(family, swapped))
     return found

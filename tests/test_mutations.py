@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "native"))
-from mutations import ROWS, mutated
-
 from build import build
+from mutations import ROWS, mutated
 
 pytestmark = pytest.mark.no_attack(
     "a suite must fail for the mutation, not for unauthenticated clients"

@@ -149,9 +149,8 @@ def _wherever(group: pycomm.Group) -> None:
     rank, size = group.rank, group.size
     for count in (6_000, 300_000):
         ranks = np.arange(size, dtype="float32")[:, None] + np.arange(count, dtype="float32") % 89
-        for _ in range(
-            9
-        ):  # the first determines which rank may read which, the others try reading and slots
+        # The first determines which rank may read which, the others try reading and slots.
+        for _ in range(9):
             x, root = ranks[rank].copy(), ranks[rank].copy()
             pycomm.all_reduce(x, group=group)
             np.testing.assert_array_equal(x, ranks.sum(0))

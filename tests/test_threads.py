@@ -29,9 +29,8 @@ def no_new_threads() -> Iterator[None]:
     if os.getuid() == 0:
         os.setgid(UNPRIVILEGED)
         os.setuid(UNPRIVILEGED)
-        ctypes.CDLL(None).prctl(
-            PR_SET_DUMPABLE, 1
-        )  # otherwise peers may not read this process's memory
+        # Otherwise peers may not read this process's memory.
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
     try:

@@ -58,9 +58,8 @@ def watched(group: pycomm.Group) -> Any:
     if group.rank == 1:
         now = wait_until_inside(0, "broadcast")
         waits = next(one for one in ours(now) if one.is_inside())
-        now.at_ns = (
-            int(waits.records[-1]["begun"]) + 10_000_000_000
-        )  # as if sampled ten seconds later
+        # As if sampled ten seconds later.
+        now.at_ns = int(waits.records[-1]["begun"]) + 10_000_000_000
         lines = seen(now)
     pycomm.broadcast(x, 1, group=group)
     return lines

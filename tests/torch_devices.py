@@ -22,9 +22,8 @@ from pycomm.kernels import devices
 sys.path.insert(0, str(Path(__file__).parent / "emulator"))
 import programs
 
-POOLS = (
-    Pools()
-)  # separate from other tests, since torch has an additional device in these processes
+# Separate from other tests, since torch has an additional device in these processes.
+POOLS = Pools()
 BACKEND = "cpu:pycomm,privateuseone:pycomm"
 
 
