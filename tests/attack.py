@@ -46,14 +46,16 @@ UNIX, NO_ATTACK = (
     "pycomm_no_attack-",
 )  # prefixes of the names of listeners, and of processes to skip
 ROUND_S = 0.02
-MOST = 200  # connections to one listener, so that a long-lived one is not called endlessly
+MAX_CONNECTIONS = (
+    200  # connections to one listener, so that a long-lived one is not called endlessly
+)
 MANY = 50  # with this many listeners at least one is reached
 LOWEST = 19
 END_S = 60.0
 
 
 @dataclass
-class Found:
+class Result:
     """What the unauthenticated clients did."""
 
     listeners: int = 0
@@ -70,7 +72,7 @@ class Found:
         return ""
 
 
-def blind() -> str:
+def unrecognizable() -> str:
     """The reason why pycomm's TCP listeners cannot be recognized here, or ""."""
     most = int(SOMAXCONN.read_text())
     if most >= BACKLOG:
@@ -84,7 +86,7 @@ class AttackPlugin:
     """pytest plugin: runs the unauthenticated clients from the first test to the last."""
 
     def __init__(self) -> None:
-        self.fault = self.told = ""
+        self.fault = self.summary = ""
         self._process: subprocess.Popen[str] | None = None
 
     def pytest_sessionstart(self) -> None:
@@ -105,13 +107,13 @@ class AttackPlugin:
             return
         try:
             text, _ = self._process.communicate(timeout=END_S)
-            found = Found(**json.loads(text))
+            found = Result(**json.loads(text))
         except (ValueError, subprocess.TimeoutExpired):  # the process failed: reported as such
             self._process.kill()
             self.fault = "the unauthenticated clients have failed"
         else:
             self.fault = found.fault()
-            self.told = (
+            self.summary = (
                 f"{found.stood} connections to {found.listeners} listeners, "
                 f"{found.refused} refused, {found.let_in} let in"
             )
@@ -120,10 +122,10 @@ class AttackPlugin:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Reports the result."""
-        if self.told:
+        if self.summary:
             terminalreporter.section("clients")
-            terminalreporter.line(self.told)
-            if why := blind():
+            terminalreporter.line(self.summary)
+            if why := unrecognizable():
                 terminalreporter.line(why)
         if self.fault:
             terminalreporter.line(f"FAILED {self.fault}")
@@ -151,10 +153,10 @@ class Attack:
 
     def round(self) -> None:
         """Connects to each listener once, and to each new one in every way at once."""
-        theirs = self._theirs()
-        for inode, address in theirs.items():
+        found = self._listeners_of_run()
+        for inode, address in found.items():
             times = 1 if self._calls[inode] else len(MANNERS)
-            if self._calls[inode] < MOST:
+            if self._calls[inode] < MAX_CONNECTIONS:
                 self._calls[inode] += times
                 for _ in range(times):
                     self._clients.call(address)
@@ -165,24 +167,24 @@ class Attack:
         """The number of listeners that were reached."""
         return sum(calls > 0 for calls in self._calls.values())
 
-    def end(self) -> Found:
+    def end(self) -> Result:
         """Closes the connections and returns the result."""
         self._clients.go_on()
         self._clients.close()
-        return Found(
+        return Result(
             self.listeners,
             self._clients.stood,
             self._clients.refused,
             self._clients.let_in,
         )
 
-    def _theirs(self) -> dict[int, Address]:
+    def _listeners_of_run(self) -> dict[int, Address]:
         """The listeners of this run, without those of excluded processes."""
         tcp = {i: one.address for i, one in listeners().items() if one.backlog == BACKLOG}
         # Read after the others: an excluded process marks itself before it listens.
         signs = {int(name.removeprefix(NO_ATTACK)) for name, _ in unix_sockets(NO_ATTACK).values()}
-        quiet_ones = signs & with_descendants(self._pid) if signs else signs
-        spared = inodes(pid for one in quiet_ones for pid in with_descendants(one))
+        marked = signs & with_descendants(self._pid) if signs else signs
+        spared = inodes(pid for one in marked for pid in with_descendants(one))
         unix = {i: "\0" + name for i, (name, listens) in unix_sockets(UNIX).items() if listens}
         some: dict[int, Address] = {**tcp, **unix}
         if some.keys() - self._calls.keys() - self._foreign:

@@ -38,16 +38,16 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept_by_others(request: pytest.FixtureRequest) -> None:
+def held_by_libraries(request: pytest.FixtureRequest) -> None:
     """Starts what libraries keep for the rest of the process: a child of multiprocessing, and what
     torch_first_store describes if the test files imported torch."""
     resource_tracker.ensure_running()
     if "torch" in sys.modules:
-        request.getfixturevalue("torchs_first_store")
+        request.getfixturevalue("torch_first_store")
 
 
 @pytest.fixture(scope="session")
-def torchs_first_store() -> None:
+def torch_first_store() -> None:
     """torch's first store creates a pipe (for libuv's signals), and torch.distributed.nn keeps the
     current default group in its default arguments. For files whose tests import torch later:
     `pytestmark = pytest.mark.usefixtures("torch_first_store")`."""
@@ -58,14 +58,14 @@ def torchs_first_store() -> None:
         TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-class Before:
+class ResourcesBefore:
     """The resources that existed before a test, and those that may outlive it."""
 
     def __init__(self) -> None:
         self.held = resources()
 
     @contextlib.contextmanager
-    def stays(self) -> Iterator[None]:
+    def keep_new(self) -> Iterator[None]:
         """Resources created inside this context may outlive the test."""
         earlier = resources()
         yield
@@ -75,20 +75,20 @@ class Before:
 
 
 @pytest.fixture(autouse=True)
-def spared(request: pytest.FixtureRequest) -> Iterator[None]:
+def skip_attack(request: pytest.FixtureRequest) -> Iterator[None]:
     """Excludes a test that is marked `no_attack` from the attack."""
     with no_attack() if request.node.get_closest_marker("no_attack") else contextlib.nullcontext():
         yield
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(request: pytest.FixtureRequest, spared: None) -> Iterator[Before]:
+def no_leaks(request: pytest.FixtureRequest, skip_attack: None) -> Iterator[ResourcesBefore]:
     """Fails a test that leaks descriptors, threads, children, shared memory or files. Costs 3 ms.
 
     Module-level fixtures run first, so their resources count as existing. Threads of torch and of
     pycomm's kernels persist by design and are not counted.
     """
-    before, failures = Before(), request.session.testsfailed
+    before, failures = ResourcesBefore(), request.session.testsfailed
     yield before
     failed = request.session.testsfailed > failures  # the exception references its frames
     if not failed and (found := leaked(before.held)):
@@ -109,12 +109,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
     if (terminal := config.pluginmanager.get_plugin("terminalreporter")) is not None:
-        config.pluginmanager.register(Told(terminal))
+        config.pluginmanager.register(FailurePrinter(terminal))
     if not (config.option.no_attack or config.option.collectonly):
         config.pluginmanager.register(AttackPlugin())
 
 
-class Told:
+class FailurePrinter:
     """Prints the name of each failed test immediately."""
 
     def __init__(self, terminal: pytest.TerminalReporter) -> None:

@@ -36,7 +36,7 @@ class Relay:
         self._sockets: list[socket.socket] = [self._listener]
         self._target: tuple[str, int] | None = None
 
-    def stand_before(self, note: bytes) -> bytes:
+    def forge_address(self, note: bytes) -> bytes:
         """The rank info of rank 0 with the relay's address."""
         fields = note.decode().split("\n")
         address = next(a for a in fields[TCP_FIELD].split() if a.startswith("127."))
@@ -46,7 +46,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
         return "\n".join(fields).encode()
 
-    def hide(self, note: bytes) -> bytes:
+    def hide_address(self, note: bytes) -> bytes:
         """A rank info of rank 1 without a reachable address: rank 0 would connect to itself by the
         relay."""
         fields = note.decode().split("\n")
@@ -118,9 +118,9 @@ class Forger:
     def set(self, key: str, value: bytes, timeout_s: float = 30.0) -> None:
         """Stores `value`, or its forgery."""
         if key.endswith("/note/0"):
-            value = self._relay.stand_before(value)
+            value = self._relay.forge_address(value)
         if key.endswith("/note/1"):
-            value = self._relay.hide(value)
+            value = self._relay.hide_address(value)
         self._store.set(key, value, timeout_s)
 
     def __getattr__(self, name: str) -> Any:

@@ -52,7 +52,7 @@ def wait() -> None:
         time.sleep(60)  # keeps the process alive: a signal ends it
 
 
-def part() -> None:
+def end_separately() -> None:
     """Rank 0 ends immediately; the others fail when the named pipe receives data."""
     if os.environ["RANK"] != "0":
         with open(sys.argv[2], encoding="utf-8") as pipe:
@@ -86,4 +86,6 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    {"place": place, "fail": fail, "part": part, "wait": wait, "train": train}[sys.argv[1]]()
+    {"place": place, "fail": fail, "part": end_separately, "wait": wait, "train": train}[
+        sys.argv[1]
+    ]()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attack
 import pytest
-from attack import BACKLOG, MANY, Attack, Found, blind, no_attack
+from attack import BACKLOG, MANY, Attack, Result, no_attack, unrecognizable
 
 from benchmarks.unauthenticated import ANSWER, MANNERS, UnauthenticatedClients
 from pycomm import _core
@@ -27,7 +27,7 @@ FORMS = "import pycomm; pycomm.init(secret='0123456789abcdef', timeout_s=120)"
 
 
 @contextlib.contextmanager
-def answers(text: bytes) -> Iterator[tuple[tuple[str, int], threading.Semaphore]]:
+def listener_that_sends(text: bytes) -> Iterator[tuple[tuple[str, int], threading.Semaphore]]:
     """A listener like pycomm's that sends this reply to each client that sent data; and a semaphore
     that is released for each connection."""
     callers: list[socket.socket] = []
@@ -55,14 +55,14 @@ def answers(text: bytes) -> Iterator[tuple[tuple[str, int], threading.Semaphore]
                 caller.close()
 
 
-TOLD_APART = pytest.mark.skipif(bool(blind()), reason=blind())
+RECOGNIZABLE = pytest.mark.skipif(bool(unrecognizable()), reason=unrecognizable())
 LETS_IN = pytest.mark.no_attack("it lets unauthenticated clients in, for which the run would fail")
 
 
 @LETS_IN
 @pytest.mark.parametrize(("more", "let_in"), [(0, False), (1, True)])
 def test_client_that_passes_the_handshake_is_counted_as_accepted(more: int, let_in: bool) -> None:
-    with answers(b"x" * (ANSWER + more)) as (address, came):
+    with listener_that_sends(b"x" * (ANSWER + more)) as (address, came):
         attack = UnauthenticatedClients()
         for _ in MANNERS:
             attack.call(address)
@@ -75,7 +75,7 @@ def test_client_that_passes_the_handshake_is_counted_as_accepted(more: int, let_
     assert (attack.let_in > 0) == let_in
 
 
-@TOLD_APART
+@RECOGNIZABLE
 def test_attack_connects_to_each_pycomm_listener_and_no_other() -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
@@ -105,7 +105,7 @@ def test_attack_connects_to_each_pycomm_listener_and_no_other() -> None:
     del store
 
 
-@TOLD_APART
+@RECOGNIZABLE
 def test_attack_skips_processes_with_no_attack() -> None:
     store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
     attack = Attack(os.getpid())
@@ -124,35 +124,35 @@ def test_indistinguishable_listeners_are_reported(
 ) -> None:
     (tmp_path / "somaxconn").write_text(f"{most}\n")
     monkeypatch.setattr(attack, "SOMAXCONN", tmp_path / "somaxconn")
-    assert (says in blind()) if says else blind() == ""
+    assert (says in unrecognizable()) if says else unrecognizable() == ""
 
 
 @pytest.mark.parametrize(
     ("found", "fault"),
     [
-        (Found(MANY, 1, 499, 0), ""),
-        (Found(MANY - 1, 0, 490, 0), ""),  # too few to be sure
-        (Found(MANY, 0, 500, 0), f"unauthenticated clients reached none of {MANY} listeners"),
-        (Found(1, 10, 0, 2), "2 unauthenticated clients were let in"),
+        (Result(MANY, 1, 499, 0), ""),
+        (Result(MANY - 1, 0, 490, 0), ""),  # too few to be sure
+        (Result(MANY, 0, 500, 0), f"unauthenticated clients reached none of {MANY} listeners"),
+        (Result(1, 10, 0, 2), "2 unauthenticated clients were let in"),
     ],
 )
-def test_faults_of_an_attack_are_described(found: Found, fault: str) -> None:
+def test_faults_of_an_attack_are_described(found: Result, fault: str) -> None:
     assert found.fault() == fault
 
 
 # A run of one test, which waits until all clients connected.
 PLANTED = """
-    from test_attack import ANSWER, LIMIT_S, MANNERS, answers
+    from test_attack import ANSWER, LIMIT_S, MANNERS, listener_that_sends
 
     def test_planted():
-        with answers(b"x" * (ANSWER + MORE)) as (_, came):
+        with listener_that_sends(b"x" * (ANSWER + MORE)) as (_, came):
             for _ in MANNERS:
                 assert came.acquire(timeout=LIMIT_S)
 """
 
 
 @LETS_IN
-@TOLD_APART
+@RECOGNIZABLE
 @pytest.mark.parametrize("let_in", [False, True])
 def test_run_reports_the_attack_and_fails_when_it_should(tmp_path: Path, let_in: bool) -> None:
     text = textwrap.dedent(PLANTED).replace("MORE", str(int(let_in)))

@@ -315,7 +315,7 @@ def test_invalid_training_options_are_rejected(args: list[str]) -> None:
         training.main(args)
 
 
-def said_of_links(seconds: dict[str, float], cpu_s: float) -> link_rank.Said:
+def link_reports(seconds: dict[str, float], cpu_s: float) -> link_rank.Said:
     names = list(seconds)
     return link_rank.Said(
         verb="all_reduce",
@@ -327,8 +327,8 @@ def said_of_links(seconds: dict[str, float], cpu_s: float) -> link_rank.Said:
 
 
 def test_link_results_count_the_bytes_that_a_host_must_send() -> None:
-    by_rank = [said_of_links({"pycomm": 0.1, "gloo": 0.2}, c) for c in (0.03, 0.05)]
-    by_rank.append(said_of_links({"pycomm": 0.2, "gloo": 0.5}, 0.04))
+    by_rank = [link_reports({"pycomm": 0.1, "gloo": 0.2}, c) for c in (0.03, 0.05)]
+    by_rank.append(link_reports({"pycomm": 0.2, "gloo": 0.5}, 0.04))
     by_rank.append(by_rank[0])
     ours, gloo = links.rows_of("4gbit", 2, by_rank)  # two ranks on each of two hosts
     assert (ours.wrong, gloo.ratio, ours.time_ms) == (4, 1, 200)

@@ -101,7 +101,7 @@ def test_rates_in_gbit() -> None:
     assert [steps.gbit_of(rate) for rate in ("100mbit", "1gbit", "25gbit")] == [0.1, 1.0, 25.0]
 
 
-def made_up(windows: int = 16) -> residuals.Residuals:
+def random_residuals(windows: int = 16) -> residuals.Residuals:
     """Random residuals."""
     count = sum(p.numel() for p in CharGPT(Shape(width=64, layers=2)).parameters())
     drawn = np.random.default_rng(0)
@@ -112,7 +112,7 @@ def made_up(windows: int = 16) -> residuals.Residuals:
 
 def test_a_wider_model_has_its_parameters_in_order() -> None:
     """Each window's indices stay within their parameter; the first window is the model itself."""
-    found = made_up()
+    found = random_residuals()
     one, three = wire.Sets(found, 0.99, 1), wire.Sets(found, 0.99, 3 * found.v.shape[1])
     assert three.count == 3 * one.count
     narrow, values = one.of(5)
@@ -131,7 +131,7 @@ def test_a_wider_model_has_its_parameters_in_order() -> None:
 def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks beyond the windows are copies, and the bytes of all are counted."""
     real, stored, drawn = (tmp_path / name for name in ("r.npz", "out.json", "out.png"))
-    residuals.store(made_up(), real)
+    residuals.store(random_residuals(), real)
     words = [str(real), "--elements", "400000", "--ranks", "4,32", "--json", str(stored)]
     words += ["--processes", "2", "--counted", "1000000"]
     assert wire.main([*words, "--plot", str(drawn)]) == 0

@@ -1,26 +1,17 @@
 """Messages of the backend "pycomm" between tensors on devices (tests/torch_devices.py)."""
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch_devices import programs, runner, share_a_device
+from torch_devices import MARKS, run_fixture, share_a_device  # noqa: F401 - the fixture "run"
 from torch_ranks import Run
 
 from pycomm import errors
 
-pytestmark = [
-    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
-    pytest.mark.timeout(400),
-]
-
-
-@pytest.fixture(name="run")
-def run_fixture(tmp_path: Path, nothing_left: Any) -> Run:
-    return runner(tmp_path, nothing_left)
+pytestmark = MARKS
 
 
 def _messages(at: Any, shared: bool) -> None:

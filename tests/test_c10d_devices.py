@@ -8,27 +8,18 @@ import copy
 import gc
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch_devices import programs, runner, share_a_device
+from torch_devices import MARKS, run_fixture, share_a_device  # noqa: F401 - the fixture "run"
 from torch_ranks import Run, values
 
 from pycomm import device_groups, errors, torch_backend
 
-pytestmark = [
-    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
-    pytest.mark.timeout(400),
-]
-
-
-@pytest.fixture(name="run")
-def run_fixture(tmp_path: Path, nothing_left: Any) -> Run:
-    return runner(tmp_path, nothing_left)
+pytestmark = MARKS
 
 
 def _verbs(at: Any) -> None:
@@ -170,7 +161,7 @@ def test_futures_carry_streams(run: Run) -> None:
     run(2, _futures)
 
 
-def _lives(at: Any) -> None:
+def _keeps_tensors(at: Any) -> None:
     x = torch.ones(12345, device=at.device)
     dist.all_reduce(x)
     x.cpu()
@@ -205,7 +196,7 @@ def _lives(at: Any) -> None:
 
 
 def test_tensors_are_kept_until_the_device_finishes_or_a_stream_waits(run: Run) -> None:
-    run(2, _lives)
+    run(2, _keeps_tensors)
 
 
 def _limits(at: Any) -> None:

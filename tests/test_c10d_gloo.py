@@ -216,9 +216,9 @@ def _outcome(case: Case) -> Any:
 @pytest.mark.parametrize("backend", ["gloo", "pycomm"])
 @pytest.mark.parametrize("row", CASES, ids=lambda row: row[0].__name__.strip("_"))
 def test_differences_from_gloo(
-    row: tuple[Case, Any, Any], backend: str, tmp_path: Path, nothing_left: Any
+    row: tuple[Case, Any, Any], backend: str, tmp_path: Path, no_leaks: Any
 ) -> None:
     case, gloo, pycomm = row
     wanted = gloo if backend == "gloo" else pycomm
-    found = POOLS.of(2, nothing_left).run(tmp_path, backend, _outcome, case)
+    found = POOLS.of(2, no_leaks).run(tmp_path, backend, _outcome, case)
     assert found == (list(wanted) if isinstance(wanted, tuple) else [wanted, wanted])

@@ -199,7 +199,7 @@ def test_the_profiler_is_found_whichever_is_imported_first(order: tuple[str, str
     assert done.returncode == 0
 
 
-def _backend_face() -> None:
+def _backend_api() -> None:
     group = dist.group.WORLD
     backend = group._get_backend(torch.device("cpu"))
     assert dist.get_backend() == "pycomm"
@@ -231,7 +231,7 @@ def _backend_face() -> None:
 
 
 def test_options_numbers_and_stats(run: Run) -> None:
-    run(2, _backend_face)
+    run(2, _backend_api)
 
 
 def _shares_the_engine() -> None:

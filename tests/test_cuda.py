@@ -51,16 +51,16 @@ def test_kernels_are_correct_under_sanitizers(kind, case):
 
 
 @pytest.fixture(scope="module")
-def planted():
+def mutants():
     """Builds all mutants in parallel."""
     mutants = [mutant for mutant, _, _ in MISTAKES.values()]
     return programs.build([f"mutants/{m.name}/cases" for m in mutants], mutants)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_injected_bug_is_found(planted, name):
+def test_injected_bug_is_found(mutants, name):
     mutant, case, words = MISTAKES[name]
-    (program,) = [path for path in planted if path.parent.name == name]
+    (program,) = [path for path in mutants if path.parent.name == name]
     said = ""
     for seed in ("1", "2", "3"):
         done = run(program, case, "random", seed, "3", limit_s=120)

@@ -1,4 +1,4 @@
-"""DataParallel: the mean over ranks, the time of the exchange, and each promise of docs/training.md."""
+"""DataParallel: the mean over ranks, when it is exchanged, and the promises of docs/training.md."""
 
 import copy
 import threading

@@ -135,7 +135,7 @@ def test_kernel_counters_match_socket_bytes() -> None:
     assert after[0] - before[0] == 100_000
 
 
-def speak(rank: processes.Rank, word: str) -> None:
+def report_twice(rank: processes.Rank, word: str) -> None:
     """Reports two messages."""
     rank.say((word, rank.size))
     rank.say(os.getpid())
@@ -157,7 +157,7 @@ def linger(rank: processes.Rank) -> None:
 
 def test_every_report_of_a_rank_is_received() -> None:
     heard: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-    processes.run(speak, ("hello",), 3, lambda rank, said: heard[rank].append(said))
+    processes.run(report_twice, ("hello",), 3, lambda rank, said: heard[rank].append(said))
     assert [said[0] for said in heard.values()] == [("hello", 3)] * 3
     assert len({said[1] for said in heard.values()}) == 3
 
@@ -172,11 +172,11 @@ def test_rank_error_is_shown_and_ends_the_run() -> None:
 def test_listener_error_ends_the_run() -> None:
     others = set(multiprocessing.active_children())
 
-    def hear(rank: int, said: object) -> None:
+    def fail_to_receive(rank: int, said: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        processes.run(linger, (), 2, hear)
+        processes.run(linger, (), 2, fail_to_receive)
     assert set(multiprocessing.active_children()) <= others
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import EMULATED, KINDS, machine_fixture, numbers, on  # noqa: F401
+from group_devices import EMULATED, KINDS, machine_fixture, numbers, on  # noqa: F401 - fixture
 from test_threads import no_new_threads
 
 import pycomm
@@ -270,7 +270,7 @@ def test_a_group_is_closed_when_its_calls_are_over(machine):
         np.testing.assert_array_equal(x, sum(numbers(rank) for rank in range(3)))
 
 
-def told_by_the_host(group: pycomm.Group, device: Any) -> str:
+def aborted_by_the_host_group(group: pycomm.Group, device: Any) -> str:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
     device.get(x)
@@ -296,7 +296,7 @@ def told_by_the_host(group: pycomm.Group, device: Any) -> str:
 
 @on(*DELAYED)
 def test_device_waits_end_with_the_host_group(machine):
-    found = machine.run(3, told_by_the_host)
+    found = machine.run(3, aborted_by_the_host_group)
     # The first rank aborts its communicator, which may be what the others see.
     assert any("waits on the device for rank" in said for said in found), found
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import EMULATED, machine_fixture, numbers, odd, on  # noqa: F401
+from group_devices import EMULATED, machine_fixture, numbers, odd, on  # noqa: F401 - fixture
 
 import pycomm
 from pycomm import errors, nccl
@@ -45,13 +45,13 @@ def test_device_arrays_are_sent(machine, algorithm, processes):
         np.testing.assert_array_equal(z, whole)
 
 
-def said_once(group: pycomm.Group, device: Any) -> str:
+def log_and_stats(group: pycomm.Group, device: Any) -> str:
     pycomm.all_reduce(device.put(numbers(group.rank)))
     return str(group._devices[device.index].stats().algorithm)
 
 
 def test_log_and_stats_report_the_device_transport(machine, caplog):
-    assert machine.run(3, said_once) == [machine.own] * 3
+    assert machine.run(3, log_and_stats) == [machine.own] * 3
     said = [text for text in caplog.messages if "share a GPU" in text]
     assert len(said) == (1 if machine.shared else 0)
 
@@ -143,7 +143,7 @@ def test_reproducible_sums_equal_those_of_the_host(machine):
     machine.run(3, in_order, reproducible=True)
 
 
-def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
+def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> None:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
     for turn in range(20):
@@ -159,7 +159,7 @@ def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
 def test_call_is_ordered_with_its_stream(machine, async_op):
-    machine.run(2, stands_in_order, async_op)
+    machine.run(2, is_ordered_with_stream, async_op)
 
 
 def waits_for_no_device(group: pycomm.Group, device: Any, async_op: bool, own: str) -> None:
@@ -359,16 +359,16 @@ def test_unsupported_calls_raise_before_data_is_sent(machine):
     machine.run(2, refused, machine.shared)
 
 
-def nowhere(group: pycomm.Group) -> str:
+def without_gpu(group: pycomm.Group) -> str:
     with pytest.raises(errors.Unsupported) as caught:
-        pycomm.all_reduce(Nowhere())
+        pycomm.all_reduce(MissingDevice())
     return str(caught.value)
 
 
 def test_missing_gpu_is_reported(monkeypatch):
     """In processes without a visible GPU, also where there is one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for said in run_ranks(2, nowhere, processes=True, transport=""):
+    for said in run_ranks(2, without_gpu, processes=True, transport=""):
         assert re.search(r"NVIDIA's driver|not built", said), said
 
 
@@ -397,7 +397,7 @@ def without_nccl(lacking: Sequence[int]) -> Any:
     return loads
 
 
-def goes_on_without(group: pycomm.Group, device: Any) -> str:
+def continues_without(group: pycomm.Group, device: Any) -> str:
     said = one_is_taken(group, device)
     assert pycomm.all_reduce(np.ones(3))[0] == group.size
     return said
@@ -406,7 +406,7 @@ def goes_on_without(group: pycomm.Group, device: Any) -> str:
 @on("emulated", "cuda")
 def test_every_rank_learns_which_rank_lacks_nccl_and_the_group_continues(machine, monkeypatch):
     monkeypatch.setattr(nccl, "load", without_nccl([1]))
-    first, second, third = machine.run(3, goes_on_without)
+    first, second, third = machine.run(3, continues_without)
     assert second == "no NCCL anywhere"
     assert first == third
     assert "rank 1 has found no NCCL" in first
@@ -415,10 +415,10 @@ def test_every_rank_learns_which_rank_lacks_nccl_and_the_group_continues(machine
 @on("emulated, shared", "cuda, shared")
 def test_ranks_that_share_a_gpu_need_no_nccl(machine, monkeypatch):
     monkeypatch.setattr(nccl, "load", without_nccl([0, 2]))
-    assert machine.run(3, said_once) == ["host_staged"] * 3
+    assert machine.run(3, log_and_stats) == ["host_staged"] * 3
 
 
-class Nowhere:
+class MissingDevice:
     """An array on a device that does not exist."""
 
     __cuda_array_interface__: ClassVar[dict[str, Any]] = {
@@ -429,7 +429,7 @@ class Nowhere:
         return 2, 0
 
 
-def parts(group: pycomm.Group, device: Any) -> Any:
+def subgroups(group: pycomm.Group, device: Any) -> Any:
     x = device.put(numbers(group.rank))
     part = group.split(group.rank % 2)
     pycomm.all_reduce(x, group=part)
@@ -439,7 +439,7 @@ def parts(group: pycomm.Group, device: Any) -> Any:
 
 def test_subgroups_have_devices_too(machine):
     wanted = 2 * sum(numbers(rank) for rank in range(4))
-    for x in machine.run(4, parts):
+    for x in machine.run(4, subgroups):
         np.testing.assert_array_equal(x, wanted)
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import machine_fixture, numbers, odd, on  # noqa: F401
+from group_devices import machine_fixture, numbers, odd, on  # noqa: F401 - fixture
 from test_device_channels import rings
 from test_device_groups import every_verb, same_bits
-from test_device_messages import from_anybody, round_trip
+from test_device_messages import from_any_source, round_trip
 
 import pycomm
 from pycomm import device_groups, errors, nccl
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 HOSTS = pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a", "b"], list("abab")], ids="".join)
 
 
-def apart(group: pycomm.Group, device: Any, body: Any, *args: Any) -> Any:
+def between_hosts(group: pycomm.Group, device: Any, body: Any, *args: Any) -> Any:
     if group.rank == 0:  # rank 0's option decides
         group.cuda_internode_transport = "tcp"
     return body(group, device, *args)
@@ -35,7 +35,7 @@ def apart(group: pycomm.Group, device: Any, body: Any, *args: Any) -> Any:
 
 def on_hosts(machine: Any, hosts: list[str], body: Any, *args: Any, **options: Any) -> list[Any]:
     given = {"transport": "", "host_names": hosts, **options}
-    results: list[Any] = machine.run(len(hosts), apart, body, *args, **given)
+    results: list[Any] = machine.run(len(hosts), between_hosts, body, *args, **given)
     return results
 
 
@@ -52,7 +52,7 @@ def test_bits_are_those_of_the_host(machine, hosts):
     on_hosts(machine, hosts, same_bits)
 
 
-def refused_in_the_clear(group: pycomm.Group, device: Any) -> None:
+def unencrypted_is_rejected(group: pycomm.Group, device: Any) -> None:
     with pytest.raises(errors.Unsupported, match="NCCL between hosts does not encrypt"):
         pycomm.all_reduce(device.put(numbers(group.rank, 10)), group=group)
 
@@ -60,7 +60,7 @@ def refused_in_the_clear(group: pycomm.Group, device: Any) -> None:
 @on("emulated", "cuda")
 def test_encrypted(machine):
     on_hosts(machine, ["a", "a", "b"], every_verb, False, encrypt=True)
-    machine.run(2, refused_in_the_clear, transport="", host_names=["a", "b"], encrypt=True)
+    machine.run(2, unencrypted_is_rejected, transport="", host_names=["a", "b"], encrypt=True)
 
 
 @on("emulated", "cuda")
@@ -77,7 +77,7 @@ def test_messages_cross_hosts(machine, hosts, async_op):
 
 @on("emulated", "cuda")
 def test_message_from_any_source(machine):
-    on_hosts(machine, ["a", "a", "b"], from_anybody)
+    on_hosts(machine, ["a", "a", "b"], from_any_source)
 
 
 @on("emulated", "cuda")

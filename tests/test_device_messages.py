@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import EMULATED, machine_fixture, numbers, on  # noqa: F401
+from group_devices import EMULATED, machine_fixture, numbers, on  # noqa: F401 - fixture
 
 import pycomm
 from pycomm import errors
@@ -76,7 +76,7 @@ def test_message_is_one_launch_and_empty_message_is_none(machine):
     assert (calls, sent, got) == (2, (400, 1), (0, 1))
 
 
-def from_anybody(group: pycomm.Group, device: Any) -> None:
+def from_any_source(group: pycomm.Group, device: Any) -> None:
     if group.rank:
         pycomm.send(device.put(numbers(group.rank)), 0)
         return
@@ -93,10 +93,10 @@ def from_anybody(group: pycomm.Group, device: Any) -> None:
 
 
 def test_message_is_received_from_any_source(machine):
-    machine.run(3, from_anybody)
+    machine.run(3, from_any_source)
 
 
-def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
+def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> None:
     x = device.put(numbers(0))
     pycomm.all_reduce(x)
     for turn in range(10):
@@ -121,7 +121,7 @@ def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
 def test_message_is_ordered_with_its_stream(machine, async_op):
-    machine.run(2, stands_in_order, async_op)
+    machine.run(2, is_ordered_with_stream, async_op)
 
 
 def replays(group: pycomm.Group, device: Any) -> None:

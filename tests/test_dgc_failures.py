@@ -164,12 +164,12 @@ def through_ctrl_c(
     model, optimizer, dgc = compressed(module, {"bucket_layers": 1}, **options)
     real, came = transaction.apply_momentum, False
 
-    def pressed(*args: Any) -> None:
+    def interrupt(*args: Any) -> None:
         if dgc.step_count == 4 and ctrl_c and group.rank == 0:
             signal.raise_signal(signal.SIGINT)
         real(*args)
 
-    transaction.apply_momentum = pressed
+    transaction.apply_momentum = interrupt
     for step in range(8):
         x, y = batch(group.rank, step)
         optimizer.zero_grad()
@@ -188,10 +188,10 @@ def through_ctrl_c(
 )
 def test_ctrl_c_waits_for_what_a_step_commits(options: dict[str, Any]) -> None:
     """Processes: only a main thread receives it. The step completes, and the next ones continue."""
-    calm, pressed = (
+    calm, interrupted = (
         run_ranks(2, through_ctrl_c, options, ctrl_c, transport="", processes=True)
         for ctrl_c in (False, True)
     )
-    assert [came for _, came in [*calm, *pressed]] == [False, False, True, False]
-    for (one, _), (other, _) in zip(calm, pressed, strict=True):
+    assert [came for _, came in [*calm, *interrupted]] == [False, False, True, False]
+    for (one, _), (other, _) in zip(calm, interrupted, strict=True):
         assert equal(one, other)

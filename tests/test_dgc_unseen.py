@@ -95,7 +95,7 @@ def in_a_closure(group: pycomm.Group) -> None:
     assert equal(before, parameters(module))
 
 
-def on_top_of_the_last_ones(group: pycomm.Group) -> None:
+def added_to_the_last_ones(group: pycomm.Group) -> None:
     """Gradients of the last step() may be applied again, but not with others added to them."""
     module, optimizer, dgc = made()
     model = pycomm.DataParallel(module, compression=dgc)
@@ -107,7 +107,7 @@ def on_top_of_the_last_ones(group: pycomm.Group) -> None:
 
 MISUSES = [
     no_wrapper, wrapper_without_compression, local_sgd, only_under_no_sync, the_module_inside,
-    in_a_closure, on_top_of_the_last_ones,
+    in_a_closure, added_to_the_last_ones,
 ]  # fmt: skip
 
 

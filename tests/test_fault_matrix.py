@@ -101,32 +101,32 @@ def test_broken_promise_is_detected(cell: Cell, seen: Seen, complaint: str) -> N
     assert (complaint in found) if complaint else found == ""
 
 
-def at(action: str, moment: str, verb: str, size: str = "tiny", ranks: int = 3) -> Cell:
+def cell_of(action: str, moment: str, verb: str, size: str = "tiny", ranks: int = 3) -> Cell:
     return Cell(action, moment, verb, size, "tcp", ranks)
 
 
 LEFT_OUT = [
-    (at("stop", "middle", "all_reduce"), "struck there it has sent what others wait for"),
-    (at("stop", "closing", "all_reduce"), "who leaves waits for nobody"),
-    (at("exit", "start", "all_reduce"), "to the others it is a kill"),
-    (at("exception", "meanwhile", "all_reduce"), "a program raises between calls"),
-    (at("disconnect", "idle", "all_reduce"), "a transport strikes when bytes pass"),
-    (at("throttle", "idle", "all_reduce"), "it is in force all the time"),
-    (at("skip", "start", "all_reduce"), "a call is another from its start on"),
-    (at("kill", "forming", "broadcast"), "no verb is under way"),
-    (at("wrong op", "idle", "broadcast"), "it reduces nothing"),
-    (at("wrong root", "idle", "all_gather"), "it has no root"),
-    (at("wrong root", "idle", "broadcast", ranks=2), "both ranks wait for each other"),
-    (at("wrong count", "idle", "all_gather_v"), "its counts may differ"),
-    (at("kill", "idle", "barrier", "large"), "it carries no data"),
-    (at("wrong dtype", "idle", "barrier"), "it carries no data"),
-    (at("skip", "idle", "barrier"), "instead of a call it is one"),
-    (at("kill", "start", "barrier"), "each cell begins with one"),
+    (cell_of("stop", "middle", "all_reduce"), "struck there it has sent what others wait for"),
+    (cell_of("stop", "closing", "all_reduce"), "who leaves waits for nobody"),
+    (cell_of("exit", "start", "all_reduce"), "to the others it is a kill"),
+    (cell_of("exception", "meanwhile", "all_reduce"), "a program raises between calls"),
+    (cell_of("disconnect", "idle", "all_reduce"), "a transport strikes when bytes pass"),
+    (cell_of("throttle", "idle", "all_reduce"), "it is in force all the time"),
+    (cell_of("skip", "start", "all_reduce"), "a call is another from its start on"),
+    (cell_of("kill", "forming", "broadcast"), "no verb is under way"),
+    (cell_of("wrong op", "idle", "broadcast"), "it reduces nothing"),
+    (cell_of("wrong root", "idle", "all_gather"), "it has no root"),
+    (cell_of("wrong root", "idle", "broadcast", ranks=2), "both ranks wait for each other"),
+    (cell_of("wrong count", "idle", "all_gather_v"), "its counts may differ"),
+    (cell_of("kill", "idle", "barrier", "large"), "it carries no data"),
+    (cell_of("wrong dtype", "idle", "barrier"), "it carries no data"),
+    (cell_of("skip", "idle", "barrier"), "instead of a call it is one"),
+    (cell_of("kill", "start", "barrier"), "each cell begins with one"),
 ]
 RUN = [
-    *(at("kill", "forming", "all_reduce"), at("kill", "idle", "barrier")),
-    *(at("wrong op", "idle", "reduce"), at("wrong operation", "idle", "barrier")),
-    *(at("wrong root", "idle", "broadcast"), at("wrong count", "idle", "all_gather")),
+    *(cell_of("kill", "forming", "all_reduce"), cell_of("kill", "idle", "barrier")),
+    *(cell_of("wrong op", "idle", "reduce"), cell_of("wrong operation", "idle", "barrier")),
+    *(cell_of("wrong root", "idle", "broadcast"), cell_of("wrong count", "idle", "all_gather")),
 ]
 
 

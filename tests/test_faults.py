@@ -30,7 +30,7 @@ def hold_the_gil(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-def later(seconds: float, pid: int, sign: signal.Signals) -> int:
+def signal_later(seconds: float, pid: int, sign: signal.Signals) -> int:
     """Forks a child that sends `sign` to `pid` after `seconds`; returns the child's pid."""
     child = os.fork()
     if child == 0:
@@ -40,7 +40,7 @@ def later(seconds: float, pid: int, sign: signal.Signals) -> int:
     return child
 
 
-def bury(victim: int, rank: int, survivors: int, folder: str) -> None:
+def kill_after_reports(victim: int, rank: int, survivors: int, folder: str) -> None:
     """Kills a stopped process after all survivors reported it, so that run_ranks can end."""
     Path(folder, str(rank)).touch()
     if len(list(Path(folder).iterdir())) == survivors:
@@ -63,7 +63,7 @@ def stop_one(group: Group, large: bool, folder: str) -> Any:
             pycomm.all_reduce(x, "max", group=group)
     except errors.PeerLost as error:
         waited = time.monotonic() - start
-        bury(victim, group.rank, 2, folder)
+        kill_after_reports(victim, group.rank, 2, folder)
         return waited, error.peer, str(error), victim
 
 
@@ -116,7 +116,7 @@ def test_busy_rank_is_not_reported_dead(transport: str, fn: Callable[..., Any]) 
     assert results == [[3.0] * 4] * 3
 
 
-def receive_in_drops(group: Group, x: Any) -> float:
+def receive_slowly(group: Group, x: Any) -> float:
     """Rank 1 receives from rank 2 in a call that takes long, since rank 0's data reaches it byte by
     byte; returns the duration."""
     start = time.monotonic()
@@ -136,7 +136,7 @@ def test_slow_peer_is_not_reported_dead(transport: str) -> None:
         count *= 2
         x = [np.full(count, rank, np.float32) for rank in range(3)]
         seconds = run_ranks(
-            3, lambda group, x: receive_in_drops(group, x[group.rank]), x,
+            3, lambda group, x: receive_slowly(group, x[group.rank]), x,
             transport=transport, heartbeat_s=HEARTBEAT_S, faults=[drops],
         )[:2]  # fmt: skip
         assert all((held == 2).all() for held in x)
@@ -146,7 +146,7 @@ def stop_for_a_while(group: Group, seconds: float) -> Any:
     """Rank 1 stops for a while, and a child resumes it."""
     pycomm.barrier(group=group)
     if group.rank == 1:
-        child = later(seconds, os.getpid(), signal.SIGCONT)
+        child = signal_later(seconds, os.getpid(), signal.SIGCONT)
         os.kill(os.getpid(), signal.SIGSTOP)
         os.waitpid(child, 0)
     return pycomm.all_reduce(np.ones(4), group=group).tolist()
@@ -164,8 +164,8 @@ def test_a_rank_that_stops_for_less_than_the_limit_continues(transport: str) -> 
 def stop_while_waiting(group: Group) -> Any:
     """Rank 0 waits for rank 1; both are stopped for twice the limit, and rank 1 resumes last."""
     pycomm.barrier(group=group)
-    stopper = later(0.3, os.getpid(), signal.SIGSTOP)
-    waker = later(0.3 + 0.3 * group.rank + 2 * HEARTBEAT_S, os.getpid(), signal.SIGCONT)
+    stopper = signal_later(0.3, os.getpid(), signal.SIGSTOP)
+    waker = signal_later(0.3 + 0.3 * group.rank + 2 * HEARTBEAT_S, os.getpid(), signal.SIGCONT)
     if group.rank == 1:
         os.waitpid(waker, 0)
     x = pycomm.all_reduce(np.ones(4), group=group).tolist()
@@ -246,7 +246,7 @@ def test_fault_plan_is_validated() -> None:
         run_ranks(3, len, faults=[FaultPlan(rank=1, action="kill")])
 
 
-def look_around(group: Group) -> Any:
+def poll_status(group: Group) -> Any:
     """Rank 0 polls status between two calls, until rank 1 reports that it waits in the second."""
     pycomm.barrier(group=group)
     if group.rank == 1:
@@ -259,7 +259,7 @@ def look_around(group: Group) -> Any:
 
 def test_status_reports_each_rank_current_call() -> None:
     started = time.monotonic()
-    found, _ = run_ranks(2, look_around, transport="tcp", heartbeat_s=HEARTBEAT_S)
+    found, _ = run_ranks(2, poll_status, transport="tcp", heartbeat_s=HEARTBEAT_S)
     assert found["rank"] == 0
     assert found["current_call"] == "outside of calls, after call 1, barrier()"
     (peer,) = found["peers"]

@@ -133,7 +133,7 @@ def test_path_without_a_folder_is_rejected_with_the_variable_name(
         run_ranks(1, sums, 1)
 
 
-def a_record(calls: int) -> bytes:
+def example_file(calls: int) -> bytes:
     head = np.zeros(1, flight_recorder.HEAD)
     head["magic"], head["begun"], head["size"] = flight_recorder.MAGIC, calls, 2
     records = np.zeros(calls, flight_recorder.CALL)
@@ -142,7 +142,7 @@ def a_record(calls: int) -> bytes:
 
 @given(st.binary(max_size=200), st.integers(0, flight_recorder.HEAD_BYTES + 200), st.integers(0, 3))
 def test_arbitrary_bytes_are_a_file_or_rejected(noise: bytes, at: int, calls: int) -> None:
-    sound = a_record(calls)
+    sound = example_file(calls)
     for data in (noise, flight_recorder.MAGIC + noise, sound[:at], sound[:at] + noise + sound[at:]):
         try:
             read = flight_recorder.parse(data, "noise")
@@ -154,16 +154,16 @@ def test_arbitrary_bytes_are_a_file_or_rejected(noise: bytes, at: int, calls: in
 
 @pytest.mark.parametrize("field", flight_recorder.TABLES)
 def test_unknown_call_kind_is_rejected(field: str) -> None:
-    sound = bytearray(a_record(2))
+    sound = bytearray(example_file(2))
     sound[flight_recorder.HEAD_BYTES + flight_recorder.CALL.fields[field][1]] = 255
     with pytest.raises(errors.InvalidArgument, match=f"x is damaged: a call has no such {field}"):
         flight_recorder.parse(bytes(sound), "x")
 
 
 def test_truncated_file_is_rejected() -> None:
-    assert len(flight_recorder.parse(a_record(2), "x").records) == 2
+    assert len(flight_recorder.parse(example_file(2), "x").records) == 2
     with pytest.raises(errors.InvalidArgument, match="x is damaged: it speaks of 2 calls"):
-        flight_recorder.parse(a_record(2)[:-1], "x")
+        flight_recorder.parse(example_file(2)[:-1], "x")
 
 
 def test_command_reports_an_invalid_file(tmp_path: Path) -> None:
@@ -175,13 +175,13 @@ def test_command_reports_an_invalid_file(tmp_path: Path) -> None:
 
 
 def test_text_in_a_file_cannot_control_the_terminal() -> None:
-    sound: Any = bytearray(a_record(0))
+    sound: Any = bytearray(example_file(0))
     at = flight_recorder.HEAD.fields["name"][1]
     sound[at : at + 5] = b"a\x1b[2J"
     assert flight_recorder.parse(bytes(sound), "").name == "a?[2J"
 
 
-def wait_in_vain(group: pycomm.Group, over: threading.Event) -> str:
+def wait_for_missing_rank(group: pycomm.Group, over: threading.Event) -> str:
     if group.rank == 1:
         assert over.wait(60)
         return ""
@@ -201,7 +201,7 @@ def test_file_is_not_written_through_a_link_of_another_user(record: Path, kind: 
         os.mkfifo(place)
     else:
         place.symlink_to(precious)
-    text = run_ranks(2, wait_in_vain, threading.Event())[0]
+    text = run_ranks(2, wait_for_missing_rank, threading.Event())[0]
     assert f"no flight record could be written to {place}: " in text
     assert ("symbolic link" in text) == (kind != "pipe")
     assert precious.exists() == (kind == "link")

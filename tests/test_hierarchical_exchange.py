@@ -153,7 +153,7 @@ def trained_alone(
     return layer.weight.detach()[0].double(), mean[0], mean[1], took
 
 
-def assert_conserved(results: Sequence[tuple[Tensor, Tensor, Tensor, list[str]]]) -> None:
+def check_conserved(results: Sequence[tuple[Tensor, Tensor, Tensor, list[str]]]) -> None:
     weight, total, missing, _ = results[0]
     assert all(torch.equal(weight, other) for other, *_ in results)
     assert float((missing - weight - total).abs().max()) <= 1e-5 * float(total.abs().max())
@@ -167,7 +167,7 @@ def test_nothing_is_lost(on: Any, hosts: list[int], value_dtype: str) -> None:
     """P3, also if hosts have different numbers of ranks: gradients count by rank."""
     on(hosts)
     options = {"exchange": "hierarchical", "value_dtype": value_dtype}
-    assert_conserved(run_ranks(len(hosts), trained_alone, options, 10))
+    check_conserved(run_ranks(len(hosts), trained_alone, options, 10))
 
 
 @pytest.mark.parametrize("select", ["parameter", "model"])
@@ -198,7 +198,7 @@ def test_nothing_is_lost_where_the_exchange_changes(
     ramp = {"sparsity": [0.9, 0.95, 0.97][: len(order)], "rampup_step": 3 * len(order)}
     options = {"value_dtype": "2bit", "select": select, **ramp}
     results = run_ranks(len(hosts), trained_alone, options, 3 * len(order) + 2)
-    assert_conserved(results)
+    check_conserved(results)
     assert list(dict.fromkeys(results[0][3])) == list(dict.fromkeys(order))
 
 

@@ -15,7 +15,7 @@ from pycomm.demo.netns import Network, missing
 from pycomm.errors import Error, InvalidArgument
 from pycomm.launch.function import RankFailed
 
-pytestmark = pytest.mark.usefixtures("torchs_first_store")
+pytestmark = pytest.mark.usefixtures("torch_first_store")
 WHY_NOT = missing()
 
 

@@ -76,7 +76,7 @@ def test_group_memory_does_not_depend_on_the_message(
 GROUPS, ROUNDS, RANKS = 60, 15, 3  # for each transport; calls of each verb in each group
 
 
-def live(group: pycomm.Group, aborted: bool) -> None:
+def use_group(group: pycomm.Group, aborted: bool) -> None:
     """The life of a group: calls small and large, on shared arrays, in a subgroup, and mismatches;
     at the end it is closed or aborted."""
     for turn in range(ROUNDS):
@@ -98,7 +98,7 @@ def live(group: pycomm.Group, aborted: bool) -> None:
             pycomm.barrier(group=group)
 
 
-def grown() -> dict[str, list[float]]:
+def growth() -> dict[str, list[float]]:
     """Growth of this process: private megabytes and mappings between the first third of the groups
     and the end, when no other new resource is held."""
     soak.one_arena()
@@ -106,7 +106,7 @@ def grown() -> dict[str, list[float]]:
     before = resources()
     for number in range(GROUPS):
         for transport in ("local", "shm", "tcp"):
-            testing.run_ranks(RANKS, live, number % 2 == 1, transport=transport)
+            testing.run_ranks(RANKS, use_group, number % 2 == 1, transport=transport)
         if number + 1 in (GROUPS // 3, GROUPS):
             assert leaked(before) == ""
             found["MB"].append(soak.memory_mb())
@@ -118,7 +118,7 @@ def test_nothing_grows_over_20_000_calls_in_180_groups() -> None:
     """A separate process: memory kept by other tests would hide growth, or look like it."""
     assert GROUPS * 3 * RANKS * (3 * ROUNDS + 2) > 20_000
     with ProcessPoolExecutor(1, mp.get_context("spawn")) as pool:
-        found = pool.submit(grown).result()
+        found = pool.submit(growth).result()
     print(found)
     early, late = zip(*found.values(), strict=True)
     more = dict(zip(found, (b - a for a, b in zip(early, late, strict=True)), strict=True))

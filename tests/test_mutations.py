@@ -18,7 +18,7 @@ pytestmark = pytest.mark.no_attack(
 LIMIT_S = 300  # of one test of a suite, which takes seconds
 
 
-def said(program: Path, test: str) -> tuple[int, str]:
+def run_mutant(program: Path, test: str) -> tuple[int, str]:
     """The exit status of a test of a suite, and its output."""
     done = subprocess.run(
         [str(program), test],
@@ -35,7 +35,7 @@ def said(program: Path, test: str) -> tuple[int, str]:
 @pytest.mark.timeout(1200)  # the first worker builds the suites
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_mutated_check_is_found(row: tuple[str, ...]) -> None:
-    status, found = said(mutated(row), row[-1])
+    status, found = run_mutant(mutated(row), row[-1])
     assert status != 0, found
     assert "FAILED" in found or status < 0, found  # a signal, if the mutant crashes
 
@@ -44,7 +44,7 @@ def test_a_mutated_check_is_found(row: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(("suite", "test"), sorted({row[4:] for row in ROWS}), ids=lambda s: s)
 def test_a_sound_check_passes(suite: str, test: str) -> None:
     (program,) = build("plain", [suite])
-    status, found = said(program, test)
+    status, found = run_mutant(program, test)
     assert status == 0, found
     assert " passed, 0 failed" in found
     assert not found.startswith("0 passed"), f"no such test: {test}"

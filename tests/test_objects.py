@@ -19,7 +19,7 @@ from pycomm import Group, _core, errors, serialization
 from pycomm.objects import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from pycomm.testing import run_ranks
 
-pytestmark = pytest.mark.usefixtures("torchs_first_store")
+pytestmark = pytest.mark.usefixtures("torch_first_store")
 
 PLAIN = [
     *(None, True, False, 0, -1, 255, -128, 1 << 200, -(1 << 63), 0.0, -0.0, 1.5e300, math.inf),
@@ -93,7 +93,7 @@ def test_arbitrary_bytes_are_a_value_or_rejected() -> None:
 VALUE = {"a": [1, 2.5, b"\0"], "b": None}
 
 
-def leave_and_take(group: Group) -> Any:
+def set_and_claim(group: Group) -> Any:
     """Every rank sets, gets the next one's, and all try to take one value."""
     n = group.size
     pycomm.user_set(f"of {group.rank}", [group.rank, VALUE])
@@ -117,11 +117,11 @@ def leave_and_take(group: Group) -> Any:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_keys_between_threads(n: int) -> None:
-    assert run_ranks(n, leave_and_take) == [1] * n
+    assert run_ranks(n, set_and_claim) == [1] * n
 
 
 def test_keys_between_processes() -> None:
-    assert run_ranks(3, leave_and_take, transport="", processes=True) == [1, 1, 1]
+    assert run_ranks(3, set_and_claim, transport="", processes=True) == [1, 1, 1]
 
 
 def test_groups_have_separate_keys() -> None:
@@ -231,7 +231,7 @@ dist.init_process_group("pycomm")
 """
 
 
-def together(code: str, **environment: str) -> list[str]:
+def run_two(code: str, **environment: str) -> list[str]:
     """The output of two processes that use a free port as their rendezvous."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
@@ -250,7 +250,7 @@ def together(code: str, **environment: str) -> list[str]:
 
 def test_user_keys_with_a_secret_and_one_open_port() -> None:
     """Rank 0's store listens for ranks that lose their connection to it; no other port is open."""
-    assert together(TOGETHER.format(before=""), PYCOMM_SECRET="0123456789abcdef") == [
+    assert run_two(TOGETHER.format(before=""), PYCOMM_SECRET="0123456789abcdef") == [
         "0 2 1",
         "1 2 0",
     ]
@@ -260,7 +260,7 @@ def test_user_keys_with_a_secret_and_one_open_port() -> None:
 def test_keys_through_the_store_of_torch(before: str) -> None:
     """Only torch's store listens, on rank 0."""
     pytest.importorskip("torch")
-    lines = together(TOGETHER.format(before=before))
+    lines = run_two(TOGETHER.format(before=before))
     assert [re.sub(r"1$", "0", line) if line[0] == "0" else line for line in lines] == [
         "0 2 0",
         "1 2 0",

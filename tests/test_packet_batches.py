@@ -14,7 +14,7 @@ from pycomm.kernels import PacketBatch
 CODECS = ("auto", *reference_compact.INDEX_CODES)
 
 
-def bundle_of(count, packets, seed, dtype="float32"):
+def batch_of(count, packets, seed, dtype="float32"):
     """Some empty, some with every element."""
     rng = np.random.default_rng(seed)
     lengths = [int(rng.choice([0, 1, count // 9, count])) for _ in range(packets)]
@@ -38,7 +38,7 @@ def pairs_of(batch):
     codec=st.sampled_from(CODECS),
 )
 def test_batch_equals_single_packets(count, packets, seed, dtype, value_dtype, codec):
-    batch = bundle_of(count, packets, seed, dtype)
+    batch = batch_of(count, packets, seed, dtype)
     message, sizes = kernels.encode_batch(batch, count, value_dtype, codec=codec)
     told = kernels.decode_batch(message, sizes, count)
     assert told.lengths == batch.lengths
@@ -59,7 +59,7 @@ def test_batch_equals_single_packets(count, packets, seed, dtype, value_dtype, c
 @given(packets=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
 def test_sums_equal_those_of_the_pairs(packets, seed):
     count = 900
-    batch = bundle_of(count, packets, seed)
+    batch = batch_of(count, packets, seed)
     out = [np.ones(count - 7, np.float32), np.ones(7, np.float32)]  # indices count through both
     want = kernels.decode_sum([x.copy() for x in out], pairs_of(batch), 0.5)
     for mine, theirs in zip(kernels.decode_sum(out, batch, 0.5), want, strict=True):

@@ -5,31 +5,22 @@ Torch's device is an emulated GPU with a fake NCCL and emulated kernels (tests/t
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch_devices import Stream, programs, runner
+from torch_devices import MARKS, Stream, run_fixture  # noqa: F401 - the fixture "run"
 from torch_ranks import Run
 
 import pycomm
 from pycomm import errors
 from pycomm.data import ScatterLoader
 
-pytestmark = [
-    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
-    pytest.mark.timeout(400),
-]
+pytestmark = MARKS
 
 STEPS = 4
-
-
-@pytest.fixture(name="run")
-def run_fixture(tmp_path: Path, nothing_left: Any) -> Run:
-    return runner(tmp_path, nothing_left)
 
 
 class Counting(nn.Module):
@@ -214,7 +205,7 @@ def rare(at: Any) -> None:
     pycomm.init()
     rank = dist.get_rank()
 
-    def go(device: Any) -> list[Tensor]:
+    def backward(device: Any) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(2, 2)}).to(device)
         model.forward = model["used"].forward
@@ -230,7 +221,7 @@ def rare(at: Any) -> None:
                 optimizer.zero_grad()
         return [p.detach().cpu() for p in model.parameters()]
 
-    for one, other in zip(go(at.device), go("cpu"), strict=True):
+    for one, other in zip(backward(at.device), backward("cpu"), strict=True):
         torch.testing.assert_close(one, other)
 
 

@@ -42,7 +42,7 @@ def leave() -> None:
     os._exit(1)
 
 
-def hold_until_told(folder: str) -> None:
+def hold_until_reported(folder: str) -> None:
     """Forks a child that lives until all survivors reported."""
     if os.fork() > 0:
         return
@@ -53,7 +53,7 @@ def hold_until_told(folder: str) -> None:
 
 
 def fork_child(folder: str) -> Any:
-    hold_until_told(folder)
+    hold_until_reported(folder)
 
 
 def fork_foreign_child(folder: str) -> Any:
@@ -64,7 +64,7 @@ def fork_foreign_child(folder: str) -> Any:
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
                 copies.append(os.dup(int(entry)))
-    hold_until_told(folder)
+    hold_until_reported(folder)
     for copy in copies:
         os.close(copy)
 

@@ -136,7 +136,7 @@ def residual_by(dgc: pycomm.DGC) -> torch.Tensor:
     return v.view(3, COUNT)
 
 
-def owned_by_survivors(exchange: str) -> torch.Tensor:
+def kept_elements(exchange: str) -> torch.Tensor:
     """The elements of the plane without an owner, or with a surviving one: values sent to other
     owners were in the residual of the lost rank."""
     known = torch.ones(3 * COUNT, dtype=torch.bool)
@@ -168,7 +168,7 @@ def test_dgc_continues_and_the_residual_of_survivors_is_kept(
     for rank, result in enumerate((first, second)):
         residual = [r["before"]["residual"][rank] for r in (first, second)]
         sent = -was[rank] * 3 / LR
-        known = owned_by_survivors(exchange)[rank]
+        known = kept_elements(exchange)[rank]
         want = result["before"]["taken_in"] * slope_of(rank, 3)[rank]
         torch.testing.assert_close((sent + sum(residual))[known], want[known], rtol=1e-5, atol=1e-4)
         since = -(now - was)[rank] * 2 / LR

@@ -119,14 +119,14 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def load_and_go_on(group: Group, path: Any) -> tuple[str, float]:
+def load_and_continue(group: Group, path: Any) -> tuple[str, float]:
     with pytest.raises((errors.Error, TypeError, MemoryError)) as caught:
         pycomm.load(path, group=group)
     return type(caught.value).__name__, float(pycomm.all_reduce(np.ones(1), group=group)[0])
 
 
 def test_invalid_path_fails_on_every_rank() -> None:
-    assert run_ranks(2, load_and_go_on, None, timeout_s=20) == [("TypeError", 2), ("Error", 2)]
+    assert run_ranks(2, load_and_continue, None, timeout_s=20) == [("TypeError", 2), ("Error", 2)]
 
 
 def test_a_file_that_does_not_fit_fails_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,4 +134,4 @@ def test_a_file_that_does_not_fit_fails_on_every_rank(monkeypatch: pytest.Monkey
         raise MemoryError
 
     monkeypatch.setattr(np, "fromfile", too_large)
-    assert run_ranks(2, load_and_go_on, "x", timeout_s=20) == [("MemoryError", 2), ("Error", 2)]
+    assert run_ranks(2, load_and_continue, "x", timeout_s=20) == [("MemoryError", 2), ("Error", 2)]

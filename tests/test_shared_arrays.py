@@ -72,7 +72,7 @@ def test_only_arrays_that_all_ranks_map_are_summed_in_place(where: str) -> None:
         assert found == [False, False, False, True, True, True]
 
 
-def _in_a_part(group: pycomm.Group) -> bool:
+def _in_a_subgroup(group: pycomm.Group) -> bool:
     x = pycomm.empty(COUNT, "float32")
     x[:] = group.rank
     part = group.split(group.rank // 2)
@@ -84,7 +84,7 @@ def _in_a_part(group: pycomm.Group) -> bool:
 
 
 def test_arrays_work_in_every_group() -> None:
-    assert run_ranks(4, _in_a_part, transport="shm", processes=True) == [False] * 4
+    assert run_ranks(4, _in_a_subgroup, transport="shm", processes=True) == [False] * 4
 
 
 def resident_shared() -> int:
@@ -145,7 +145,7 @@ def test_gradient_buckets_are_summed_in_place() -> None:
         assert gradients // 2 <= sent < gradients
 
 
-def _wherever(group: pycomm.Group) -> None:
+def _any_access_mode(group: pycomm.Group) -> None:
     rank, size = group.rank, group.size
     for count in (6_000, 300_000):
         ranks = np.arange(size, dtype="float32")[:, None] + np.arange(count, dtype="float32") % 89
@@ -163,4 +163,4 @@ def _wherever(group: pycomm.Group) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_private_arrays_of_processes(size: int) -> None:
-    run_ranks(size, _wherever, transport="shm", processes=True)
+    run_ranks(size, _any_access_mode, transport="shm", processes=True)

@@ -21,7 +21,7 @@ TRANSPORTS = ["shm", "tcp"]
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Survivors have the whole time of the test."""
     monkeypatch.setattr(testing, "EXIT_TIMEOUT_S", 90.0)
 
@@ -55,7 +55,7 @@ def check_works(group: Group) -> list[int]:
     return group.ranks
 
 
-def go_on(group: Group, victims: list[int]) -> Any:
+def continue_with_survivors(group: Group, victims: list[int]) -> Any:
     """Works until a rank is lost, then with the survivors."""
     if len(victims) > 1 and group.rank == victims[0]:
         die(group, *victims[1:])
@@ -75,7 +75,7 @@ def run_with_deaths(n: int, transport: str, victims: list[int]) -> list[Any]:
     returns the results of the survivors."""
     fault = FaultPlan(victims[0], "kill", at="all_reduce", after_bytes=3 << 16)
     results = run_ranks(
-        n, go_on, victims, transport=transport, processes=True,
+        n, continue_with_survivors, victims, transport=transport, processes=True,
         faults=[fault] if len(victims) == 1 else [], return_exceptions=True,
     )  # fmt: skip
     for rank in victims:
@@ -151,7 +151,7 @@ def test_a_group_can_be_shrunk_again() -> None:
     assert results[1:3] == [("world~2", [1, 2])] * 2, results
 
 
-def be_too_few(group: Group, folder: str) -> Any:
+def be_a_minority(group: Group, folder: str) -> Any:
     """Ranks 1 to 3 are stopped, not dead; rank 0 must remain alone."""
     pids = [member.pid for member in group.peer_info()]
     pycomm.barrier(group=group)
@@ -174,13 +174,13 @@ def be_too_few(group: Group, folder: str) -> Any:
 
 def test_a_minority_never_continues(tmp_path: Path) -> None:
     results = run_ranks(
-        4, be_too_few, str(tmp_path), transport="tcp", processes=True, heartbeat_s=2.0,
+        4, be_a_minority, str(tmp_path), transport="tcp", processes=True, heartbeat_s=2.0,
         return_exceptions=True,
     )  # fmt: skip
     assert results == ["shrink", "heard", "heard", "heard"]
 
 
-def come_too_late(group: Group, folder: str) -> Any:
+def be_excluded(group: Group, folder: str) -> Any:
     """Rank 2 is stopped until the others continued without it."""
     victim = group.peer_info()[2].pid
     if group.rank == 2:
@@ -202,7 +202,7 @@ def come_too_late(group: Group, folder: str) -> Any:
 
 def test_stopped_rank_is_excluded(tmp_path: Path) -> None:
     results = run_ranks(
-        3, come_too_late, str(tmp_path), transport="shm", processes=True, heartbeat_s=2.0,
+        3, be_excluded, str(tmp_path), transport="shm", processes=True, heartbeat_s=2.0,
         return_exceptions=True,
     )  # fmt: skip
     assert results == [[0, 1], [0, 1], "late"]

@@ -45,7 +45,7 @@ def started(pid: int) -> int:
     return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[19])
 
 
-def tell_starts(group: Group) -> bool:
+def start_times(group: Group) -> bool:
     pycomm.barrier(group=group)
     right = [member.started == started(member.pid) for member in group.peer_info()]
     pycomm.barrier(group=group)
@@ -53,7 +53,7 @@ def tell_starts(group: Group) -> bool:
 
 
 def test_peer_info_has_start_times() -> None:
-    assert run_ranks(2, tell_starts, transport="shm", processes=True) == [True, True]
+    assert run_ranks(2, start_times, transport="shm", processes=True) == [True, True]
 
 
 def test_reused_process_id_is_reported_dead() -> None:

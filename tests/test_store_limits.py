@@ -61,7 +61,7 @@ class Relay:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Closes all current connections."""
         for one in self._sockets:
             with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ class Relay:
         """Closes everything."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._threads[0].join()
-        self.cut()
+        self.disconnect()
         for thread in self._threads:
             thread.join()
         for one in (self._listener, *self._sockets):
@@ -88,7 +88,7 @@ def relayed(port: int) -> Iterator[Relay]:
 
 
 @contextlib.contextmanager
-def ours_and_silent() -> Iterator[Any]:
+def pycomm_store_and_silencer() -> Iterator[Any]:
     """A client of pycomm's store, and a function that makes the server silent for it."""
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
@@ -96,7 +96,7 @@ def ours_and_silent() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def torchs_and_silent() -> Iterator[Any]:
+def torch_store_and_silencer() -> Iterator[Any]:
     """The same for torch's store."""
     limit = timedelta(seconds=10)
     server = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
@@ -104,7 +104,7 @@ def torchs_and_silent() -> Iterator[Any]:
         yield TorchStore(dist.TCPStore("127.0.0.1", relay.port, None, False, limit)), relay.silent
 
 
-STORES = pytest.mark.parametrize("made", [ours_and_silent, torchs_and_silent])
+STORES = pytest.mark.parametrize("made", [pycomm_store_and_silencer, torch_store_and_silencer])
 
 
 @STORES
@@ -117,7 +117,7 @@ def test_each_call_of_a_silent_store_times_out(made: Callable[[], Any], call: st
         begin = time.monotonic()
         with contextlib.suppress(errors.Timeout):  # set() of torch's store waits for no answer
             getattr(store, call)("key", *given, 0.5)
-            assert (call, made) == ("set", torchs_and_silent)
+            assert (call, made) == ("set", torch_store_and_silencer)
         assert time.monotonic() - begin < 0.5 + LATE_S
 
 

@@ -41,7 +41,9 @@ def settled(relay: Relay, server: _core.TcpStore) -> _core.TcpStore:
     return client
 
 
-@pytest.mark.parametrize("lose", [Relay.cut, lambda relay: relay.silent.set()], ids=["cut", "drop"])
+@pytest.mark.parametrize(
+    "lose", [Relay.disconnect, lambda relay: relay.silent.set()], ids=["cut", "drop"]
+)
 def test_calls_continue_when_a_connection_is_lost(lose: Callable[[Relay], None]) -> None:
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
@@ -103,13 +105,13 @@ def test_values_and_shrink_continue_when_the_store_connections_were_lost() -> No
             for _, out in streams:
                 assert out is not None
                 assert out.readline() == "formed\n"
-            relay.cut()
+            relay.disconnect()
             for to, _ in streams:
                 assert to is not None
                 to.write("go on\n")
                 to.flush()
             assert [out.readline() for _, out in streams if out] == ["3\n", "2\n", "1\n"]
-            relay.cut()
+            relay.disconnect()
             ranks[2].send_signal(signal.SIGKILL)
             assert [out.readline() for _, out in streams[:2] if out] == ["[0, 1]\n"] * 2
             assert [rank.wait(60) for rank in ranks[:2]] == [0, 0]

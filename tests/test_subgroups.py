@@ -32,7 +32,7 @@ def ones(group: Group) -> float:
     return float(pycomm.all_reduce(np.ones(100), group=group)[7])
 
 
-def loss_in(group: Group) -> tuple[int | None, str]:
+def lost_rank_in(group: Group) -> tuple[int | None, str]:
     """Calls until a rank is lost; returns the ranks that the error names."""
     with pytest.raises(errors.PeerLost) as caught:
         while True:
@@ -52,18 +52,18 @@ def lose_one(group: Group, action: str, folder: str) -> Any:
         os.kill(os.getpid(), ENDS[action])
     found: dict[str, Any] = {"pid": pid}
     if group.rank == 1:  # waits in the subgroup that has the victim
-        found["part"] = loss_in(part)
+        found["part"] = lost_rank_in(part)
         found["after_s"] = time.monotonic() - float(struck.read_text())
-        found["group"] = loss_in(group)
+        found["group"] = lost_rank_in(group)
     else:  # ranks without a common group with the victim notice nothing, at any time
         found["sums"] = [ones(part) for _ in range(50)]
-        found["group"] = loss_in(group)
+        found["group"] = lost_rank_in(group)
         found["sums"] += [ones(part) for _ in range(50)]
     found["left"] = group.shrink().ranks
     if group.rank != 1:
         found["sums"] += [ones(part) for _ in range(50)]
         if pair is not None:  # another group that has the victim
-            found["pair"] = loss_in(pair)
+            found["pair"] = lost_rank_in(pair)
     Path(folder, f"told{group.rank}").touch()
     if action == "stop" and len(list(Path(folder).glob("told*"))) == group.size - 1:
         with contextlib.suppress(ProcessLookupError):  # two ranks may both see that all reported
@@ -180,7 +180,7 @@ def test_calls_in_groups_of_torch_end_with_the_reason(
     assert seen[0] == seen[2] == 2.0**20
 
 
-def go_on_without_the_parent(group: Group) -> float:
+def continue_without_the_parent(group: Group) -> float:
     part = group.split(group.rank % 2)
     assert part is not None
     pycomm.barrier(group=group)
@@ -195,11 +195,11 @@ def go_on_without_the_parent(group: Group) -> float:
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
 def test_subgroups_continue_when_their_parent_is_closed(processes: bool) -> None:
-    seen = run_ranks(4, go_on_without_the_parent, transport="shm", processes=processes)
+    seen = run_ranks(4, continue_without_the_parent, transport="shm", processes=processes)
     assert seen == [2.0, 4.0, 2.0, 4.0]
 
 
-def split_until_cut(group: Group) -> tuple[str, str] | None:
+def split_until_failure(group: Group) -> tuple[str, str] | None:
     try:
         pycomm.barrier(group=group)
         group.split(0)
@@ -215,7 +215,7 @@ def test_rank_failure_during_split_is_reported() -> None:
         cut = FaultPlan(2, "disconnect", "all_gather", after)
         told += [
             said
-            for said in run_ranks(3, split_until_cut, transport="tcp", faults=[cut])
+            for said in run_ranks(3, split_until_failure, transport="tcp", faults=[cut])
             if said is not None
         ]
     assert {kind for kind, _ in told} == {"PeerLost"}

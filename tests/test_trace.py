@@ -60,7 +60,7 @@ def test_run_records_every_call_of_every_rank(
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
-def a_rank(rank: int, host: str, times: Any, **fields: Any) -> bytes:
+def trace_of_rank(rank: int, host: str, times: Any, **fields: Any) -> bytes:
     """The trace of a rank of two that made these calls: rows of begin and end, nanoseconds."""
     head = np.zeros(1, flight_recorder.HEAD)
     given = {
@@ -78,7 +78,7 @@ def a_rank(rank: int, host: str, times: Any, **fields: Any) -> bytes:
     return head.tobytes().ljust(flight_recorder.HEAD_BYTES, b"\0") + records.tobytes()
 
 
-def leave(folder: Path, *ranks: bytes) -> None:
+def write_traces(folder: Path, *ranks: bytes) -> None:
     for i, data in enumerate(ranks):
         (folder / f"world.{i}.trace").write_bytes(data)
 
@@ -89,7 +89,7 @@ def test_clocks_of_hosts_are_aligned_by_the_ends_of_calls(tmp_path: Path) -> Non
     first = np.stack([begins, begins + 4 * MS], axis=1)
     second = first + 5_000 * MS + np.array([3 * MS, 0])
     second[7, 0] -= 6 * MS  # here rank 0 was 3 ms late
-    leave(tmp_path, a_rank(0, "a", first), a_rank(1, "b", second))
+    write_traces(tmp_path, trace_of_rank(0, "a", first), trace_of_rank(1, "b", second))
     timeline = trace.merge(tmp_path)
     assert abs(timeline.shifts["b"] + 5_000 * MS) <= timeline.doubts["b"] < 3 * MS
     assert [rank.last for rank in timeline.ranks] in ([1, 99], [0, 100])
@@ -103,7 +103,7 @@ def test_clocks_of_hosts_are_aligned_by_the_ends_of_calls(tmp_path: Path) -> Non
 def test_last_rank_on_one_host_is_known_to_the_nanosecond(tmp_path: Path) -> None:
     first = [[0, 5 * MS], [10 * MS, 11 * MS]]
     second = [[3 * MS, 6 * MS], [7 * MS, 12 * MS]]
-    leave(tmp_path, a_rank(0, "a", first), a_rank(1, "a", second, pid=1))
+    write_traces(tmp_path, trace_of_rank(0, "a", first), trace_of_rank(1, "a", second, pid=1))
     timeline = trace.merge(tmp_path)
     assert [(rank.last, rank.late) for rank in timeline.ranks] == [(1, 3 * MS), (1, 3 * MS)]
     waits = [event for event in trace.events(timeline) if event.get("cat") == "waits"]
@@ -114,8 +114,8 @@ def test_last_rank_on_one_host_is_known_to_the_nanosecond(tmp_path: Path) -> Non
 
 
 def test_files_of_an_earlier_run_are_ignored(tmp_path: Path) -> None:
-    ranks = [a_rank(i, "a", [[0, 1]], id=2, wall_ns=9, pid=i) for i in range(2)]
-    leave(tmp_path, *ranks, a_rank(1, "a", [[0, 1]], pid=7, wall_ns=8))
+    ranks = [trace_of_rank(i, "a", [[0, 1]], id=2, wall_ns=9, pid=i) for i in range(2)]
+    write_traces(tmp_path, *ranks, trace_of_rank(1, "a", [[0, 1]], pid=7, wall_ns=8))
     assert len(trace.merge(tmp_path).ranks) == 2
 
 

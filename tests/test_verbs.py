@@ -271,7 +271,7 @@ def test_unsupported_value_is_reported_on_every_rank() -> None:
     assert run_ranks(3, fn) == [(1, [0, 1, 2])] * 3
 
 
-def dies_in_the_middle(group: Group) -> Any:
+def end_before_exchange(group: Group) -> Any:
     """Rank 1 ends before an exchange that needs it."""
     pycomm.barrier()
     if group.rank == 1:
@@ -284,7 +284,9 @@ def dies_in_the_middle(group: Group) -> Any:
 
 
 def test_rank_failure_is_detected_in_an_exchange() -> None:
-    results = run_ranks(3, dies_in_the_middle, transport="", processes=True, return_exceptions=True)
+    results = run_ranks(
+        3, end_before_exchange, transport="", processes=True, return_exceptions=True
+    )
     assert results[0] == results[2] == 1
     assert isinstance(results[1], errors.PeerLost)
 

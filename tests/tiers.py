@@ -16,7 +16,7 @@ UNIT = {
 }  # fmt: skip
 QUICK = {
     "test_api", "test_c10d", "test_data_parallel", "test_dgc", "test_dgc_compact", "test_dgc_fused",
-    "test_dgc_states", "test_dgc_steps", "test_dgc_unseen", "test_errors", "test_house",
+    "test_dgc_states", "test_dgc_steps", "test_dgc_unseen", "test_errors", "test_layers",
     "test_join_scaled", "test_product", "test_shrink", "test_hierarchical_exchange", "test_objects",
     "test_verbs",
 }  # fmt: skip

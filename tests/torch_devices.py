@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch_ranks import Pools, Run
@@ -25,6 +26,10 @@ import programs
 # Separate from other tests, since torch has an additional device in these processes.
 POOLS = Pools()
 BACKEND = "cpu:pycomm,privateuseone:pycomm"
+MARKS = [
+    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
+    pytest.mark.timeout(400),
+]
 
 
 class TorchModule(ModuleType):
@@ -116,8 +121,9 @@ def share_a_device(at: Any) -> None:
     at.index, at.device = 0, torch.device("privateuseone", 0)
 
 
-def runner(folder: Path, before: Any) -> Run:
+@pytest.fixture(name="run")
+def run_fixture(tmp_path: Path, no_leaks: Any) -> Run:
     """run(size, fn, *args) -> the results of `fn(device, *args)` by rank."""
-    return lambda size, fn, *args: POOLS.of(size, before).run(
-        folder, BACKEND, on_emulated, fn, *args
+    return lambda size, fn, *args: POOLS.of(size, no_leaks).run(
+        tmp_path, BACKEND, on_emulated, fn, *args
     )

@@ -102,7 +102,7 @@ class Pools:
     def of(self, size: int, before: Any) -> Ranks:
         pool = self.pools.get(size)
         if pool is None or pool.broken:
-            with before.stays():
+            with before.keep_new():
                 if pool is not None:
                     pool.stop()
                 pool = self.pools[size] = Ranks(size)
@@ -115,13 +115,13 @@ Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(name="run")
-def run_fixture(tmp_path: Path, nothing_left: Any) -> Run:
+def run_fixture(tmp_path: Path, no_leaks: Any) -> Run:
     """run(size, fn, *args) -> results by rank."""
-    return lambda size, fn, *args: POOLS.of(size, nothing_left).run(tmp_path, "pycomm", fn, *args)
+    return lambda size, fn, *args: POOLS.of(size, no_leaks).run(tmp_path, "pycomm", fn, *args)
 
 
 @pytest.fixture(name="both")
-def both_fixture(tmp_path: Path, nothing_left: Any) -> Run:
+def both_fixture(tmp_path: Path, no_leaks: Any) -> Run:
     """both(size, fn, *args) -> results by rank of pycomm, which must equal gloo's.
 
     The results are tensors and numbers in lists and dicts. Sums of two ranks have one order, so
@@ -130,7 +130,7 @@ def both_fixture(tmp_path: Path, nothing_left: Any) -> Run:
 
     def run_both(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         ours, theirs = (
-            POOLS.of(size, nothing_left).run(tmp_path, backend, fn, *args)
+            POOLS.of(size, no_leaks).run(tmp_path, backend, fn, *args)
             for backend in ("pycomm", "gloo")
         )
         exact = {"rtol": 0.0, "atol": 0.0} if size == 2 else {}

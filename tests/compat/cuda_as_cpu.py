@@ -18,18 +18,18 @@ from torch.overrides import TorchFunctionMode
 IGNORED = ("set_device", "synchronize", "empty_cache", "_sleep")
 
 
-def _home(value: Any) -> Any:
+def _to_cpu(value: Any) -> Any:
     """The CPU for a GPU device; any other device unchanged."""
     named = isinstance(value, str | torch.device) and str(value).startswith("cuda")
     return torch.device("cpu") if named else value
 
 
-def _home_or_index(value: Any) -> Any:
+def _to_cpu_or_index(value: Any) -> Any:
     """The same, where a bare number means a GPU as well."""
-    return torch.device("cpu") if type(value) is int else _home(value)
+    return torch.device("cpu") if type(value) is int else _to_cpu(value)
 
 
-class _StayAtHome(TorchFunctionMode):
+class _DeviceToCpu(TorchFunctionMode):
     """Replaces the device of every torch call by the CPU."""
 
     def __torch_function__(
@@ -39,10 +39,10 @@ class _StayAtHome(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to:
-            args = (args[0], *map(_home_or_index, args[1:]))
+            args = (args[0], *map(_to_cpu_or_index, args[1:]))
         if named.get("device") is not None:
-            named["device"] = _home_or_index(named["device"])
-        return func(*map(_home, args), **named)
+            named["device"] = _to_cpu_or_index(named["device"])
+        return func(*map(_to_cpu, args), **named)
 
 
 def install(suite: ModuleType, world_size: int) -> None:
@@ -57,8 +57,8 @@ def install(suite: ModuleType, world_size: int) -> None:
     move, wrap = torch.nn.Module.to, DistributedDataParallel.__init__
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        named = {n: _home_or_index(v) if n == "device" else v for n, v in kwargs.items()}
-        return move(self, *map(_home_or_index, args), **named)
+        named = {n: _to_cpu_or_index(v) if n == "device" else v for n, v in kwargs.items()}
+        return move(self, *map(_to_cpu_or_index, args), **named)
 
     @functools.wraps(wrap)
     def init(
@@ -69,4 +69,4 @@ def install(suite: ModuleType, world_size: int) -> None:
     torch.nn.Module.to = to  # type: ignore[assignment]  # stubs, also the next two
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment]
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-    _StayAtHome().__enter__()
+    _DeviceToCpu().__enter__()

@@ -96,11 +96,11 @@ def load(options: Options) -> ModuleType:
     from torch.testing._internal import common_utils as utils
 
     for module in (utils, ranks):
-        module.skip_but_pass_in_sandcastle = _judge_nothing
-        module.skip_but_pass_in_sandcastle_if = _judge_nothing
-    ranks.skip_if_lt_x_gpu = ranks.requires_nccl_version = _judge_nothing
-    ranks.skip_if_no_gpu = ranks.skip_if_small_worldsize = _as_it_is
-    ranks.skip_if_odd_worldsize = _as_it_is
+        module.skip_but_pass_in_sandcastle = _no_decorator
+        module.skip_but_pass_in_sandcastle_if = _no_decorator
+    ranks.skip_if_lt_x_gpu = ranks.requires_nccl_version = _no_decorator
+    ranks.skip_if_no_gpu = ranks.skip_if_small_worldsize = _unchanged
+    ranks.skip_if_odd_worldsize = _unchanged
     suite: Any = importlib.import_module(SUITE)
     # Whether events are checked, and the branch of one helper, also depend on the name.
     suite.PROFILING_SUPPORTED_BACKENDS.append(options.backend)
@@ -120,13 +120,13 @@ def load(options: Options) -> ModuleType:
     return suite
 
 
-def _as_it_is(test: Any) -> Any:
+def _unchanged(test: Any) -> Any:
     return test
 
 
-def _judge_nothing(*_args: Any, **_kwargs: Any) -> Any:
+def _no_decorator(*_args: Any, **_kwargs: Any) -> Any:
     """Replaces a decorator with arguments."""
-    return _as_it_is
+    return _unchanged
 
 
 class Runner:
@@ -140,8 +140,8 @@ class Runner:
         bases = (self.suite.TestDistBackend, self.suite.DistributedTest._DistTestBase)
         self.tests = type("Suite", bases, {})
         self.names = sorted(name for name in dir(self.tests) if name.startswith("test_"))
-        if strangers := set(self.needs) - set(self.names):
-            raise ValueError(f"{LEFT_OUT.name} names tests that are not there: {sorted(strangers)}")
+        if unknown := set(self.needs) - set(self.names):
+            raise ValueError(f"{LEFT_OUT.name} names unknown tests: {sorted(unknown)}")
 
     def run(self, name: str) -> Outcome:
         """Runs one test. All its processes have ended when this returns."""
