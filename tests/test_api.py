@@ -183,8 +183,8 @@ def test_split(transport: str) -> None:
     def fn(group: Group) -> Any:
         half = group.split(group.rank % 2, key=-group.rank)
         everyone = group.split(0)
-        nobody = group.split(None if group.rank == 0 else 1)
-        assert (nobody is None) == (group.rank == 0)
+        excluded = group.split(None if group.rank == 0 else 1)
+        assert (excluded is None) == (group.rank == 0)
         x = pycomm.all_reduce(np.array([10**group.rank]), group=half)
         y = pycomm.all_reduce(np.array([10**group.rank]), group=everyone)
         return half.rank, half.ranks, int(x[0]), int(y[0]), half.name

@@ -114,7 +114,9 @@ def test_attack_skips_processes_with_no_attack() -> None:
     assert attack.listeners == 0
     attack.round()
     found = attack.end()
-    assert (found.listeners, found.stood) == (2, 2 * len(MANNERS)), "new: in every manner at once"
+    assert (found.listeners, found.stood) == (2, 2 * len(MANNERS)), (
+        "new listeners: every way at once"
+    )
     del store
 
 

@@ -34,7 +34,7 @@ def test_steps_between_hosts(
     assert dgc["expected_s"] > compute["step_s"]
 
     def nothing(*_: object) -> None:
-        pytest.fail("what is stored is measured again")
+        pytest.fail("stored results are measured again")
 
     monkeypatch.setattr(steps, "measure", nothing)
     assert links.main([*words, "--rates", "10gbit"]) == 0

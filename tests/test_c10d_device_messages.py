@@ -71,7 +71,7 @@ def _messages(at: Any, shared: bool) -> None:
     is_(x, sum(range(size)))
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own devices", "one device"])
+@pytest.mark.parametrize("shared", [False, True], ids=["separate devices", "one device"])
 def test_messages(run: Run, shared: bool) -> None:
     run(3, _messages, shared)
 

@@ -101,7 +101,7 @@ def _orders_streams(at: Any, async_op: bool) -> None:
         assert not async_op or work.is_completed()
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_call_is_ordered_with_its_stream(run: Run, async_op: bool) -> None:
     run(2, _orders_streams, async_op)
 

@@ -141,7 +141,7 @@ def _compiled(backend: str) -> None:
     got = compiled(x, dist.group.WORLD)
     for a, b in zip(got, wanted, strict=True):
         same(a + 0, b + 0, backend)
-    assert _calls() >= before + 6, "it was our engine that did it"
+    assert _calls() >= before + 6, "pycomm's engine ran it"
 
 
 def test_compiled_functional_collectives(run: Run) -> None:
@@ -271,7 +271,7 @@ def _splits_that_do_not_fit() -> None:
     assert all((x == -1).all() for x in outputs)
     gives[2] = 13
     dist.all_to_all_single(out, torch.full((sum(gives),), float(rank)), takes, gives)
-    same(out, torch.arange(float(size)).repeat_interleave(13), "the group goes on")
+    same(out, torch.arange(float(size)).repeat_interleave(13), "the group continues")
 
 
 def test_all_to_all_whose_splits_differ_is_a_mismatch_on_every_rank(run: Run) -> None:
@@ -471,7 +471,7 @@ def _numbers() -> None:
     assert last > first + 2
     numbers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(numbers, last)
-    assert len(set(numbers)) == 1, "ranks count alike"
+    assert len(set(numbers)) == 1, "ranks count equally"
 
 
 def test_sequence_numbers(run: Run) -> None:

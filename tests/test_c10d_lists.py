@@ -163,7 +163,7 @@ def _batches() -> None:
             backend.allreduce([view])
         with pytest.raises(InvalidArgument, match="do not overlap"):
             backend._end_coalescing()
-    assert (x == 1).all(), "nothing has moved"
+    assert (x == 1).all(), "no data was sent"
     for views in ([x[:4], x[4:]], [x[::2], x[1::2]], list(matrix.t())):
         backend._start_coalescing()
         for view in views:
@@ -224,11 +224,11 @@ def _refused() -> None:
     for what, call in empty.items():
         try:
             call()
-        except InvalidArgument:
+        except InvalidArgument:  # as expected
             continue
         pytest.fail(f"{what}: no InvalidArgument for an empty list")
     dist.all_reduce(a)
-    assert (a == size).all(), "the group stands"
+    assert (a == size).all(), "the group still works"
 
 
 @SIZES

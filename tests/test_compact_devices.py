@@ -24,7 +24,7 @@ def unpacked(device, packet, k, count):
     room = kernels.codec_workspace(into[0], k, packet.size)
     try:
         found = kernels.unpack(device.put(packet), count=count, into=tuple(into), workspace=room)
-    except InvalidArgument:
+    except InvalidArgument:  # only devices that check
         assert device.indices_are_checked
         return np.full(k, -1, np.int32), np.zeros(k, np.float32), True
     assert found[0] is into[0]
@@ -112,7 +112,7 @@ def test_arbitrary_bytes_decode_or_raise(device, seed, shape, flips, longer, off
         )
         assert fits
         wanted = here[0], here[1], False
-    except InvalidArgument:
+    except InvalidArgument:  # the device must reject it too
         wanted = np.full(k, -1, np.int32), np.zeros(k, np.float32), True
     places, numbers, refused = unpacked(device, spoilt, k, count)
     assert refused == wanted[2]

@@ -131,7 +131,7 @@ def test_bucket_is_reduced_before_the_last_gradient_exists(
         def at_last_gradient(_: Tensor) -> None:
             end = time.monotonic() + 20
             while not (works[group.rank] and works[group.rank][0].done()):
-                assert time.monotonic() < end, "nothing travelled while backward went on"
+                assert time.monotonic() < end, "nothing was sent during backward"
             seen.append(len(works[group.rank]))
 
         next(iter(model.parameters())).register_hook(at_last_gradient)

@@ -91,7 +91,7 @@ def on_a_device(group: pycomm.Group, device: Any, captured: bool) -> list[list[b
     return seen
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["at once", "a graph"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
 def test_steps_equal_the_cpu_bit_by_bit(machine, captured):
     with ExitStack() as stack:
         if machine.emulated:

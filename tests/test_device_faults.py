@@ -286,11 +286,11 @@ def aborted_by_the_host_group(group: pycomm.Group, device: Any) -> str:
             pycomm.barrier()
     deadline = time.monotonic() + 60
     while not work.done():
-        assert time.monotonic() < deadline, "what waits on the device was not given up"
+        assert time.monotonic() < deadline, "the waiting device work was not aborted"
     with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 100") as caught:
         work.wait()  # completion implies that the failure is known, too
     group.close()
-    assert time.monotonic() < deadline, "the end of the group waited for the call"
+    assert time.monotonic() < deadline, "closing the group waited for the call"
     return str(caught.value)
 
 

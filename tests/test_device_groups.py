@@ -85,7 +85,7 @@ def every_verb(group: pycomm.Group, device: Any, async_op: bool) -> None:
     is_(pycomm.all_gather(mine, out(size, 5), async_op=async_op), whole)
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_every_verb(machine, async_op):
     machine.run(3, every_verb, async_op)
 
@@ -157,7 +157,7 @@ def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> 
         np.testing.assert_array_equal(device.get(copy), wanted)
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_call_is_ordered_with_its_stream(machine, async_op):
     machine.run(2, is_ordered_with_stream, async_op)
 
@@ -180,7 +180,7 @@ def waits_for_no_device(group: pycomm.Group, device: Any, async_op: bool, own: s
     assert all(work.done() for work in (works if async_op else ()))
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_no_call_waits_for_the_device(machine, async_op):
     machine.run(2, waits_for_no_device, async_op, machine.own)
 

@@ -41,7 +41,7 @@ def on_hosts(machine: Any, hosts: list[str], body: Any, *args: Any, **options: A
 
 @HOSTS
 @on("emulated", "cuda")
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_every_verb_crosses_hosts(machine, hosts, async_op):
     on_hosts(machine, hosts, every_verb, async_op)
 
@@ -70,7 +70,7 @@ def test_between_processes(machine):
 
 @HOSTS
 @on("emulated", "cuda")
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_messages_cross_hosts(machine, hosts, async_op):
     on_hosts(machine, hosts, round_trip, async_op)
 
@@ -183,7 +183,7 @@ def killed(group: pycomm.Group, device: Any, who: int) -> str:
 
 
 @on("emulated")  # a GPU's delay ends by itself
-@pytest.mark.parametrize("who", [1, 2], ids=["beside another", "alone"])
+@pytest.mark.parametrize("who", [1, 2], ids=["shared host", "own host"])
 def test_a_rank_failure_is_reported_on_every_host(machine, who):
     options = {"processes": True, "return_exceptions": True}
     said = on_hosts(machine, ["a", "a", "b"], killed, who, **options)

@@ -41,7 +41,7 @@ def round_trip(group: pycomm.Group, device: Any, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_arrays_on_devices_are_sent(machine, async_op, processes):
     options = {"processes": True, "transport": ""} if processes else {}
     machine.run(3, round_trip, async_op, **options)
@@ -119,7 +119,7 @@ def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> 
         np.testing.assert_array_equal(device.get(copy), numbers(turn))
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_message_is_ordered_with_its_stream(machine, async_op):
     machine.run(2, is_ordered_with_stream, async_op)
 
@@ -223,7 +223,7 @@ def stuck(group: pycomm.Group, device: Any) -> str:
     work.wait()
     deadline = time.monotonic() + 60
     while not work.done():
-        assert time.monotonic() < deadline, "what hangs on the device was not given up"
+        assert time.monotonic() < deadline, "the hanging device work was not aborted"
     with pytest.raises(errors.Error) as caught:
         work.wait()
     with pytest.raises(errors.GroupBroken):
@@ -244,7 +244,7 @@ def test_a_message_that_hangs_on_a_device_is_named_and_ended(machine):
 def first_of_two(group: pycomm.Group, device: Any) -> str:
     x = device.put(numbers(group.rank))
     if group.rank == 2:
-        assert told.wait(60), "the other two wait on"
+        assert told.wait(60), "the other two still wait"
         return ""
     with pytest.raises(errors.Timeout) as caught:
         pycomm.send(x, 1, timeout_s=1) if group.rank == 0 else pycomm.recv(x, 0, timeout_s=1)

@@ -175,7 +175,7 @@ def through_ctrl_c(
         optimizer.zero_grad()
         try:
             F.mse_loss(model(x), y).backward()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # once, after the commit
             came = True
             assert dgc.step_count == 5
         optimizer.step()

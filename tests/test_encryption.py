@@ -98,7 +98,7 @@ def tell_on_demand(group: pycomm.Group) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("body", "full_mesh"), [(tell, 64), (tell_on_demand, 1)], ids=["at once", "on demand"]
+    ("body", "full_mesh"), [(tell, 64), (tell_on_demand, 1)], ids=["full mesh", "on demand"]
 )
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_network_sees_plaintext_only_without_encryption(

@@ -25,7 +25,7 @@ def lines() -> list[str]:
     found = []
     for path in sorted((ROOT / "examples").glob("*.py")):
         match = COMMAND.search(path.read_text())
-        assert match, f"{path.name} does not say how it is started"
+        assert match, f"{path.name} has no command line"
         words = match[2].strip(" []").split(" | ")
         found += [f"{match[1]} {word}".strip() for word in words]
     return found

@@ -27,7 +27,7 @@ TRANSPORTS = ["shm", "tcp"]
 
 def hold_the_gil(seconds: float) -> None:
     """Blocks all other Python threads, like a long call of a C library."""
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # PyDLL keeps the GIL
 
 
 def signal_later(seconds: float, pid: int, sign: signal.Signals) -> int:
@@ -207,7 +207,7 @@ def test_fault_writes_its_timestamp(action: str, transport: str, tmp_path: Path)
             while True:
                 begun.append(time.monotonic())
                 pycomm.all_reduce(np.ones(100), group=group)
-        except errors.PeerLost:
+        except errors.PeerLost:  # the fault took effect
             return begun[-2], time.monotonic()  # it may take effect when the previous call is over
 
     fault = FaultPlan(1, action, at="all_reduce", after_bytes=20_000, timestamp_file=said)

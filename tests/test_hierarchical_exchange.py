@@ -279,7 +279,7 @@ def test_failed_exchange_sends_nothing(on: Any, monkeypatch: pytest.MonkeyPatch)
     assert all(count == 4 and equal(found, results[0][0]) for found, count in results)
 
 
-@pytest.mark.parametrize("lost", [[1], [2, 3]], ids=["one of a host", "a host"])
+@pytest.mark.parametrize("lost", [[1], [2, 3]], ids=["one rank", "one host"])
 def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list[int]) -> None:
     """The lost rank leaves before a step. Each rank of a host has the host's residual: nothing is
     lost while one of them lives. The loss of a host is like that of a rank. Rank 3 learns of rank 1
@@ -320,7 +320,7 @@ def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list
                 model(gradient(me, step)).sum().backward()
                 optimizer.step()
                 step += 1
-            except (PeerLost, GroupBroken):
+            except (PeerLost, GroupBroken):  # another rank was lost
                 left = model.shrink(optimizer, timeout_s=30)
                 step, told = left.step, (left.lost, left.lost_residual_norm)
                 assert len(dgc.by_host) == 5 - len(lost)

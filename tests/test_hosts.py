@@ -267,8 +267,8 @@ def test_unreachable_address_is_named(two_links: Network, how: str) -> None:
     """The store is reached by link 0, rank 0's chosen address on link 1 is unreachable."""
     target = two_links.hosts[0].ipv4(1)
     if how == "silent":  # a neighbour that does not exist: packets are lost
-        nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
-        two_links.hosts[1].ip("neigh", "replace", target, "dev", "eth1", *nobody)
+        absent = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        two_links.hosts[1].ip("neigh", "replace", target, "dev", "eth1", *absent)
     else:
         two_links.hosts[1].ip("route", "add", "unreachable", f"{target}/32")
     run = Run(two_links, [0, 1], "form", {"GLOO_SOCKET_IFNAME": "eth1", "FORM_S": "3"})

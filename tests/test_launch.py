@@ -174,7 +174,7 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
     try:
         assert process.stdout is not None
         line = next((line for line in process.stdout if line.startswith("pids")), "")
-        assert line, "no rank said that it is there"
+        assert line, "no rank reported"
         ranks = [os.pidfd_open(int(word)) for word in line.split()[1:]]
         process.send_signal(how)
         process.wait(60)
@@ -235,7 +235,7 @@ def start_hosts(
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-@pytest.mark.parametrize("secret", ["", SECRET], ids=["no key", "key"])
+@pytest.mark.parametrize("secret", ["", SECRET], ids=["no secret", "secret"])
 def test_two_hosts_train_together(secret: str, tmp_path: Path) -> None:
     """With a secret the ranks use rank 0's own store."""
     with Network(2, ipv6=False) as net:

@@ -276,7 +276,7 @@ def test_processes_of_a_wrapper_end_with_the_launcher(how: int, tmp_path: Path) 
         process.wait(60)
         try:
             for rank in ranks:
-                assert select.select([rank], [], [], 30)[0], "an orphan is left"
+                assert select.select([rank], [], [], 30)[0], "an orphan remains"
         finally:
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
@@ -351,7 +351,7 @@ def test_ranks_of_torchrun_end_with_an_error_when_it_is_killed(
         process.kill()
         try:
             for rank in ranks:
-                assert select.select([rank], [], [], 10)[0], "a rank stays behind"
+                assert select.select([rank], [], [], 10)[0], "a rank outlives the launcher"
         finally:
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):

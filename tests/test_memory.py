@@ -152,7 +152,7 @@ MOUNT = f'mount -t tmpfs -o size={SMALL} tmpfs /dev/shm && exec "$@"'
 
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None,
-    reason="only root, with unshare, may have a /dev/shm of its own",
+    reason="needs root and unshare, for a private /dev/shm",
 )
 def test_a_small_and_full_dev_shm_is_no_limit() -> None:
     """Memory of groups is anonymous and uses no file system."""

@@ -66,7 +66,7 @@ def test_arbitrary_bytes_are_a_value_or_rejected() -> None:
     def decodes(content: bytes) -> bool:
         try:
             serialization.decode(content)
-        except errors.InvalidArgument:
+        except errors.InvalidArgument:  # the allowed error
             return False
         return True
 
@@ -214,7 +214,7 @@ ours = set()
 for fd in os.listdir("/proc/self/fd"):
     try:
         ours.add(os.readlink(f"/proc/self/fd/{{fd}}"))
-    except OSError:
+    except OSError:  # listdir's own descriptor is closed
         pass
 listening = sum(f"socket:[{{inode}}]" in ours for inode in inodes)
 for turn in range(2):

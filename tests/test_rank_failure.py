@@ -48,7 +48,7 @@ def hold_until_reported(folder: str) -> None:
         return
     end = time.monotonic() + 20
     while len(list(Path(folder).glob("told*"))) < RANKS - 1 and time.monotonic() < end:
-        time.sleep(0.02)
+        time.sleep(0.02)  # polling interval
     os._exit(0)
 
 
@@ -185,7 +185,7 @@ def send_and_leave(group: Group, folder: str, orderly: bool) -> Any:
     status = Path(f"/proc/{group.peer_info()[1].pid}/status")
     with contextlib.suppress(OSError):
         while "State:\tZ" not in status.read_text():
-            time.sleep(0.01)
+            time.sleep(0.01)  # polling interval
     x = np.zeros(1 << 16, np.float32)
     pycomm.recv(x, 1, group=group)
     start = time.monotonic()
@@ -235,7 +235,7 @@ class FolderStore:
         while not self._path(key).exists():
             if time.monotonic() > end:
                 raise errors.Timeout(key)
-            time.sleep(0.005)
+            time.sleep(0.005)  # polling interval
         return self._path(key).read_bytes()
 
     def add(self, key: str, amount: int, timeout_s: float = 30.0) -> int:

@@ -115,7 +115,7 @@ def train_plane(group: Group, exchange: str, late: Late | None) -> Any:
                 return late.leave(group)
             opt.step()
             step += 1
-        except (errors.PeerLost, errors.GroupBroken):
+        except (errors.PeerLost, errors.GroupBroken):  # another rank was lost
             left = parallel.shrink(opt)
             step = left.step
             before = {
@@ -147,7 +147,7 @@ def kept_elements(exchange: str) -> torch.Tensor:
     return known.view(3, COUNT)
 
 
-@pytest.mark.parametrize("in_doubt", [False, True], ids=["leaves before a step", "in doubt"])
+@pytest.mark.parametrize("in_doubt", [False, True], ids=["before a step", "late error"])
 @pytest.mark.parametrize("exchange", ["gather", "dense_masked", "compact", "sharded"])
 def test_dgc_continues_and_the_residual_of_survivors_is_kept(
     exchange: str, in_doubt: bool, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +203,7 @@ def train_dense(group: Group) -> Any:
             opt.step()
             scheduler.step()
             step += 1
-        except (errors.PeerLost, errors.GroupBroken):
+        except (errors.PeerLost, errors.GroupBroken):  # another rank was lost
             left = parallel.shrink(opt, scheduler)
             step, lost = left.step, left.lost
     velocity = torch.cat([opt.state[p]["momentum_buffer"].reshape(-1) for p in model.parameters()])
@@ -242,7 +242,7 @@ def train_local(group: Group, rule: str, outer: bool, late: Late) -> Any:
             local.zero_grad()
             model(torch.randn(8, 20, generator=data)).square().mean().backward()
             local.step()
-        except (errors.PeerLost, errors.GroupBroken):
+        except (errors.PeerLost, errors.GroupBroken):  # another rank was lost
             left = local.shrink()
             whole = torch.cat([s.reshape(-1) for s in local._snapshot])
             sha = hashlib.sha256(whole.numpy().tobytes()).hexdigest()

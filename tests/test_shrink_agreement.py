@@ -38,7 +38,7 @@ def test_two_survivors_that_cannot_connect_are_named() -> None:
         assert "rank 2 (host" in result["text"], result
         assert "could not connect to each other" in result["text"]
         assert result["peer"] == (1 if rank == 2 else 2)
-        assert result["took_s"] < 30, "of a limit of 60 s"
+        assert result["took_s"] < 30, "of a timeout of 60 s"
 
 
 def started(pid: int) -> int:
@@ -101,4 +101,4 @@ def test_polling_unchanged_votes_is_one_call(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(pycomm.errors.GroupBroken, match="too few"):
         board.agree([None] * 200, [])
     assert looks[0] == 50
-    assert store.calls < 1000, "2 x 200 for the first and the last look, and one for each other"
+    assert store.calls < 1000, "2 x 200 for the first and the last poll, one for each other poll"

@@ -164,7 +164,7 @@ import time, pycomm
 begin = time.monotonic()
 try:
     pycomm.init(timeout_s=1.0)
-except (pycomm.errors.Timeout, pycomm.errors.PeerLost):
+except (pycomm.errors.Timeout, pycomm.errors.PeerLost):  # both are allowed
     print(time.monotonic() - begin)
 """
 

@@ -25,7 +25,7 @@ if group.rank == 2:
     sys.stdin.readline()
 try:
     pycomm.barrier()
-except pycomm.errors.PeerLost:
+except pycomm.errors.PeerLost:  # rank 2 is killed
     smaller = group.shrink(timeout_s=30)
     pycomm.barrier(group=smaller)
     print(smaller.ranks, flush=True)
@@ -42,7 +42,7 @@ def settled(relay: Relay, server: _core.TcpStore) -> _core.TcpStore:
 
 
 @pytest.mark.parametrize(
-    "lose", [Relay.disconnect, lambda relay: relay.silent.set()], ids=["cut", "drop"]
+    "lose", [Relay.disconnect, lambda relay: relay.silent.set()], ids=["disconnect", "drop"]
 )
 def test_calls_continue_when_a_connection_is_lost(lose: Callable[[Relay], None]) -> None:
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)

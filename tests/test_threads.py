@@ -93,7 +93,7 @@ def close_without_threads(group: Group, folder: str) -> int:
         told.close()
         return left
     while not closed.exists() or closed.stat().st_size == 0:  # until then nothing is read
-        time.sleep(0.01)
+        time.sleep(0.01)  # polling interval
     return 0
 
 
@@ -107,7 +107,7 @@ def wait_behind_a_stuck_call(group: Group, folder: str) -> Any:
     pycomm.barrier(group=group)
     over = Path(folder, "over")
     while group.rank == 1 and not over.exists():
-        time.sleep(0.01)
+        time.sleep(0.01)  # polling interval
     if group.rank == 1:
         return None
     work = pycomm.all_reduce(np.ones(4), group=group, async_op=True)

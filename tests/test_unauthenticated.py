@@ -35,8 +35,8 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
     stored = json.loads(path.read_text())
     (flood,), (cycles,) = stored["flood"], stored["cycles"]
     assert flood["error"] == ""
-    assert flood["stood"] >= 100, "unauthenticated clients were let in while the group formed"
-    assert flood["refused"] >= 100, "and met nobody at the store's public port once it was closed"
+    assert flood["stood"] >= 100, "clients connect while the group forms"
+    assert flood["refused"] >= 100, "clients are refused once the store's public port is closed"
     assert flood["descriptors"] <= flood["descriptors_quiet"]
     assert min(flood["forming_s"], flood["steps_per_s"]) > 0
     assert (cycles["cycles"], cycles["failures"], cycles["files"]) == (24, [], 0)
