@@ -304,7 +304,7 @@ HEADERS = {"ipv4": 14 + 20 + 32, "ipv6": 14 + 40 + 32}  # Ethernet, IP, TCP with
 
 
 @pytest.mark.parametrize("family", HEADERS)
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("cut", [False, True], ids=["gso", "no gso"])
 def test_counted_bytes_match_the_interface(family: str, cut: bool) -> None:
     with Network(2, **ADDRESSES[family]) as net:
         if cut:

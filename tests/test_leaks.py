@@ -17,11 +17,11 @@ import mmap, os, socket, subprocess, sys, tempfile, threading
 import numpy as np
 import pytest
 import pycomm
-from benchmarks import held
+from benchmarks import leak_check
 from pycomm import _core
 from pycomm.testing import run_ranks
 
-held.LEAVE_S = 2.0
+leak_check.LEAVE_S = 2.0
 kept = []
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,7 +72,7 @@ SOUND = {
     # Each becomes garbage when the one before it is freed: arrays hide their references. It is the
     # last test, as no time remains to wait for anything else.
     "chain": """
-        held.LEAVE_S = 0.0
+        leak_check.LEAVE_S = 0.0
         link = socket.socket()
         for _ in range(5):
             hidden = np.empty(1, object)

@@ -29,7 +29,7 @@ def test_two_survivors_that_cannot_connect_are_named() -> None:
             net.hosts[here].run("ip", "route", "add", "blackhole", f"{net.hosts[there].ipv4()}/32")
         for process in run.ranks.values():
             assert process.stdin is not None
-            process.stdin.write("go on\n")
+            process.stdin.write("continue\n")
             process.stdin.flush()
         told = run.told()
     for rank, result in enumerate(told):

@@ -108,7 +108,7 @@ def test_values_and_shrink_continue_when_the_store_connections_were_lost() -> No
             relay.disconnect()
             for to, _ in streams:
                 assert to is not None
-                to.write("go on\n")
+                to.write("continue\n")
                 to.flush()
             assert [out.readline() for _, out in streams if out] == ["3\n", "2\n", "1\n"]
             relay.disconnect()
