@@ -1,15 +1,15 @@
-"""Unauthenticated clients that call while the tests run, wherever the run listens at that moment.
+"""Unauthenticated clients that connect to all listeners of a test run while the tests run.
 
-One process for a run, at the lowest priority: `python -m tests.attack PID`, PID being pytest's. It
-calls the listeners of pycomm in all processes that pytest has started, and nobody else's: TCP
-sockets by the number of callers that they let wait (kBacklog in csrc/os/socket.h; where the system
-lets no listener have so many they cannot be told, which the run then says), Unix sockets by their
-name. gloo, MPI and torch's own store, which an unauthenticated client can stop, are not called. Nor
-is who listens in another network namespace. A test that has the mark `no_attack` says why it must
-be spared: the native suites among them, which join ranks without a handshake.
+One process for a run, at the lowest priority: `python -m tests.attack PID`, where PID is pytest's.
+It connects to the listeners of pycomm in all processes that pytest started, and to no others. It
+recognizes TCP sockets by their backlog (kBacklog in csrc/os/socket.h) and Unix sockets by their
+name. If the system caps the backlog below kBacklog, TCP listeners cannot be recognized, and the run
+says so. Listeners of gloo, MPI and torch's own store are excluded, since an unauthenticated client
+can stop them; so are those in other network namespaces. A test with the mark `no_attack` states why
+it is excluded: for example the native suites, which join ranks without a handshake.
 
-conftest.py starts it through AttackPlugin, which fails the run where an unauthenticated client was
-let in, or where there was much to reach and nothing was reached. `--no-attack` leaves it out.
+conftest.py starts it through AttackPlugin. The run fails if an unauthenticated client was accepted,
+or if there were many listeners and none was reached. `--no-attack` disables it.
 """
 
 from __future__ import annotations
@@ -40,29 +40,31 @@ from benchmarks.unauthenticated import (
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BACKLOG = 4093  # kBacklog in csrc/os/socket.h
-SOMAXCONN = Path("/proc/sys/net/core/somaxconn")  # so many callers may wait, whatever is asked for
+SOMAXCONN = Path("/proc/sys/net/core/somaxconn")  # the backlog if a larger one was requested
 UNIX, NO_ATTACK = (
     "pycomm-",
     "pycomm_no_attack-",
-)  # how names begin: of listeners, of a process to be spared
+)  # prefixes of the names of listeners, and of processes to skip
 ROUND_S = 0.02
-MOST = 200  # calls of one listener, so that one that stands for long is not called for ever
-MANY = 50  # listeners: of so many one at least is reached
+MAX_CONNECTIONS = (
+    200  # connections to one listener, so that a long-lived one is not called endlessly
+)
+MANY = 50  # with this many listeners at least one is reached
 LOWEST = 19
 END_S = 60.0
 
 
 @dataclass
-class Found:
+class Result:
     """What the unauthenticated clients did."""
 
     listeners: int = 0
     stood: int = 0
-    refused: int = 0  # mostly as the listener was gone again
+    refused: int = 0  # usually since the listener was closed
     let_in: int = 0
 
     def fault(self) -> str:
-        """What is wrong with it, or ""."""
+        """The reason why this result fails the run, or ""."""
         if self.let_in:
             return f"{self.let_in} unauthenticated clients were let in"
         if self.listeners >= MANY and not self.stood:
@@ -70,8 +72,8 @@ class Found:
         return ""
 
 
-def blind() -> str:
-    """Why no TCP listener of ours can be told from others' here, or ""."""
+def unrecognizable() -> str:
+    """The reason why pycomm's TCP listeners cannot be recognized here, or ""."""
     most = int(SOMAXCONN.read_text())
     if most >= BACKLOG:
         return ""
@@ -81,14 +83,14 @@ def blind() -> str:
 
 
 class AttackPlugin:
-    """pytest's plugin: has the unauthenticated clients call from the first test to the last."""
+    """pytest plugin: runs the unauthenticated clients from the first test to the last."""
 
     def __init__(self) -> None:
-        self.fault = self.told = ""
+        self.fault = self.summary = ""
         self._process: subprocess.Popen[str] | None = None
 
     def pytest_sessionstart(self) -> None:
-        """Begins."""
+        """Starts the clients."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.attack", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -100,18 +102,18 @@ class AttackPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Ends, and fails the run where it must."""
+        """Ends the clients, and fails the run if necessary."""
         if self._process is None:
             return
         try:
             text, _ = self._process.communicate(timeout=END_S)
-            found = Found(**json.loads(text))
-        except (ValueError, subprocess.TimeoutExpired):  # it has failed: that is told
+            found = Result(**json.loads(text))
+        except (ValueError, subprocess.TimeoutExpired):  # the process failed: reported as such
             self._process.kill()
             self.fault = "the unauthenticated clients have failed"
         else:
             self.fault = found.fault()
-            self.told = (
+            self.summary = (
                 f"{found.stood} connections to {found.listeners} listeners, "
                 f"{found.refused} refused, {found.let_in} let in"
             )
@@ -119,11 +121,11 @@ class AttackPlugin:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Says what they did."""
-        if self.told:
+        """Reports the result."""
+        if self.summary:
             terminalreporter.section("clients")
-            terminalreporter.line(self.told)
-            if why := blind():
+            terminalreporter.line(self.summary)
+            if why := unrecognizable():
                 terminalreporter.line(why)
         if self.fault:
             terminalreporter.line(f"FAILED {self.fault}")
@@ -134,27 +136,27 @@ OTHERWISE_WELL = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 @contextlib.contextmanager
 def no_attack() -> Iterator[None]:
-    """Unauthenticated clients spare this process, and those that it starts, meanwhile."""
+    """Excludes this process, and those that it starts, from the attack meanwhile."""
     with socket.socket(socket.AF_UNIX) as sign:
         sign.bind(f"\0{NO_ATTACK}{os.getpid()}")
         yield
 
 
 class Attack:
-    """Who calls, round after round, what `pid` and its descendants listen at."""
+    """Connects repeatedly to the listeners of `pid` and its descendants."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._calls: Counter[int] = Counter()  # by inode, of listeners of this run
-        self._foreign: set[int] = set()  # inodes of others' listeners
+        self._calls: Counter[int] = Counter()  # by inode: listeners of this run
+        self._foreign: set[int] = set()  # inodes of other listeners
         self._clients = UnauthenticatedClients()
 
     def round(self) -> None:
-        """Comes to each once, and to one that is new in every manner at once."""
-        theirs = self._theirs()
-        for inode, address in theirs.items():
+        """Connects to each listener once, and to each new one in every way at once."""
+        found = self._listeners_of_run()
+        for inode, address in found.items():
             times = 1 if self._calls[inode] else len(MANNERS)
-            if self._calls[inode] < MOST:
+            if self._calls[inode] < MAX_CONNECTIONS:
                 self._calls[inode] += times
                 for _ in range(times):
                     self._clients.call(address)
@@ -162,27 +164,27 @@ class Attack:
 
     @property
     def listeners(self) -> int:
-        """How many it has come to."""
+        """The number of listeners that were reached."""
         return sum(calls > 0 for calls in self._calls.values())
 
-    def end(self) -> Found:
-        """Leaves, and says what came of it."""
+    def end(self) -> Result:
+        """Closes the connections and returns the result."""
         self._clients.go_on()
         self._clients.close()
-        return Found(
+        return Result(
             self.listeners,
             self._clients.stood,
             self._clients.refused,
             self._clients.let_in,
         )
 
-    def _theirs(self) -> dict[int, Address]:
-        """Where this run listens, but for who is to be spared."""
+    def _listeners_of_run(self) -> dict[int, Address]:
+        """The listeners of this run, without those of excluded processes."""
         tcp = {i: one.address for i, one in listeners().items() if one.backlog == BACKLOG}
-        # After the others: who is to be spared says so before it listens.
+        # Read after the others: an excluded process marks itself before it listens.
         signs = {int(name.removeprefix(NO_ATTACK)) for name, _ in unix_sockets(NO_ATTACK).values()}
-        quiet_ones = signs & with_descendants(self._pid) if signs else signs
-        spared = inodes(pid for one in quiet_ones for pid in with_descendants(one))
+        marked = signs & with_descendants(self._pid) if signs else signs
+        spared = inodes(pid for one in marked for pid in with_descendants(one))
         unix = {i: "\0" + name for i, (name, listens) in unix_sockets(UNIX).items() if listens}
         some: dict[int, Address] = {**tcp, **unix}
         if some.keys() - self._calls.keys() - self._foreign:
@@ -191,12 +193,12 @@ class Attack:
 
 
 def with_descendants(pid: int) -> set[int]:
-    """A process, and all that have come of it."""
+    """A process and all its descendants."""
     return {pid} | descendants(pid)
 
 
 def main(pid: int) -> None:
-    """Attacks until its input is closed."""
+    """Attacks until standard input is closed."""
     os.nice(LOWEST)
     attack = Attack(pid)
     while not select.select([sys.stdin], [], [], ROUND_S)[0]:

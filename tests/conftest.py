@@ -1,7 +1,7 @@
-"""What holds for every test: it leaves nothing behind; skips are shown in a table, and in CI only a
-missing GPU excuses one.
+"""Rules for every test: it leaks no resources; skips are shown in a table, and in CI only a missing
+GPU is a valid reason.
 
-The time limit of every test stands in pyproject.toml (pytest-timeout).
+The timeout of every test is in pyproject.toml (pytest-timeout).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _skips: dict[str, str] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The one option of ours."""
+    """Adds the option --no-attack."""
     text = "no unauthenticated clients call where the run listens, while it does: tests/attack.py"
     parser.addoption("--no-attack", action="store_true", help=text)
 
@@ -38,19 +38,19 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept_by_others(request: pytest.FixtureRequest) -> None:
-    """What libraries make at first use and keep for good: multiprocessing a child, and torch, where
-    it was imported with the test files, what torchs_first_store says."""
+def held_by_libraries(request: pytest.FixtureRequest) -> None:
+    """Starts what libraries keep for the rest of the process: a child of multiprocessing, and what
+    torch_first_store describes if the test files imported torch."""
     resource_tracker.ensure_running()
     if "torch" in sys.modules:
-        request.getfixturevalue("torchs_first_store")
+        request.getfixturevalue("torch_first_store")
 
 
 @pytest.fixture(scope="session")
-def torchs_first_store() -> None:
-    """Torch's first store makes a pipe (libuv's, for signals), and torch.distributed.nn keeps the
-    default group of the moment, in its default arguments. For files whose tests import torch later:
-    `pytestmark = pytest.mark.usefixtures("torchs_first_store")`."""
+def torch_first_store() -> None:
+    """torch's first store creates a pipe (for libuv's signals), and torch.distributed.nn keeps the
+    current default group in its default arguments. For files whose tests import torch later:
+    `pytestmark = pytest.mark.usefixtures("torch_first_store")`."""
     with contextlib.suppress(ImportError):  # a machine without torch
         import torch.distributed.nn.functional  # noqa: F401 - DDP imports it, with a group there
         from torch.distributed import TCPStore
@@ -58,15 +58,15 @@ def torchs_first_store() -> None:
         TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-class Before:
-    """What was held before a test, and what of it is to stay beyond it."""
+class ResourcesBefore:
+    """The resources that existed before a test, and those that may outlive it."""
 
     def __init__(self) -> None:
         self.held = resources()
 
     @contextlib.contextmanager
-    def stays(self) -> Iterator[None]:
-        """What is made within it is there for the tests that follow."""
+    def keep_new(self) -> Iterator[None]:
+        """Resources created inside this context may outlive the test."""
         earlier = resources()
         yield
         now = resources()
@@ -75,22 +75,22 @@ class Before:
 
 
 @pytest.fixture(autouse=True)
-def spared(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Unauthenticated clients do not call a test that is marked `no_attack`."""
+def skip_attack(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Excludes a test that is marked `no_attack` from the attack."""
     with no_attack() if request.node.get_closest_marker("no_attack") else contextlib.nullcontext():
         yield
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(request: pytest.FixtureRequest, spared: None) -> Iterator[Before]:
-    """Fails the test that leaves descriptors, threads, children, shared memory or files: some 3 ms.
+def no_leaks(request: pytest.FixtureRequest, skip_attack: None) -> Iterator[ResourcesBefore]:
+    """Fails a test that leaks descriptors, threads, children, shared memory or files. Costs 3 ms.
 
-    What fixtures of a module hold is there before, as they come first. Threads of torch and of
-    pycomm's kernels are kept at hand by them, and not counted.
+    Module-level fixtures run first, so their resources count as existing. Threads of torch and of
+    pycomm's kernels persist by design and are not counted.
     """
-    before, failures = Before(), request.session.testsfailed
+    before, failures = ResourcesBefore(), request.session.testsfailed
     yield before
-    failed = request.session.testsfailed > failures  # the error holds what its frames hold
+    failed = request.session.testsfailed > failures  # the exception references its frames
     if not failed and (found := leaked(before.held)):
         pytest.fail(f"left behind: {found}", pytrace=False)
 
@@ -104,18 +104,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Once for a run, not in each of xdist's workers: says at once which test fails, as a long run
-    may be ended before pytest's own summary; and unauthenticated clients call."""
+    """Runs once for a run, not in each worker of xdist. Prints each failure immediately, since a
+    long run may be killed before pytest's summary, and starts the attack."""
     if hasattr(config, "workerinput"):
         return
     if (terminal := config.pluginmanager.get_plugin("terminalreporter")) is not None:
-        config.pluginmanager.register(Told(terminal))
+        config.pluginmanager.register(FailurePrinter(terminal))
     if not (config.option.no_attack or config.option.collectonly):
         config.pluginmanager.register(AttackPlugin())
 
 
-class Told:
-    """Names each failure where it happens."""
+class FailurePrinter:
+    """Prints the name of each failed test immediately."""
 
     def __init__(self, terminal: pytest.TerminalReporter) -> None:
         self.terminal = terminal
@@ -127,7 +127,7 @@ class Told:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Keeps the reason of every skip, wherever in the test it happened."""
+    """Records the reason of every skip, at any stage of the test."""
     if report.skipped and not hasattr(report, "wasxfail"):
         _skips[report.nodeid] = _reason(report.longrepr)
 
@@ -163,6 +163,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails the run when CI met a skip that nothing excuses."""
+    """Fails the run if CI met a skip without a valid reason."""
     if _unexcused() and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,14 +1,12 @@
-"""What a call with arrays on devices costs the host: emulated devices, a fake NCCL.
+"""The host time of a call with device arrays: emulated devices, a fake NCCL.
 
     python tests/device_calls.py --json benchmarks/results/device_calls.json
 
-Each rank is a process. Its device stands still while a call is timed, at a gate in the caller's
-stream, and the ranks begin together: so a time is that of Python, of the ranks' agreement in host
-memory, of the engine and of all that it enqueues. What the driver and NCCL cost on the host is not
-in it, but what their stand-ins cost is; of no elements nothing is enqueued. The counts are those of
-the fake NCCL. With `--device cuda` it runs on the GPUs of this machine, without counts.
-
-Called by people; tests/test_device_calls.py runs a little of it.
+Each rank is a process. Its device is blocked by a gate in the caller's stream while a call is
+timed, and the ranks begin together. The time therefore includes Python, the agreement of the ranks
+in host memory, the engine and all that it enqueues. It excludes the host time of the driver and of
+NCCL, but includes that of their stand-ins; for zero elements nothing is enqueued. The counts are
+those of the fake NCCL. With `--device cuda` it runs on the GPUs of this machine, without counts.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ __all__ = ["CALLS", "Cost", "main", "page", "programs"]
 
 LIMIT_S = 300.0  # of the calls of one number of ranks
 BYTES = 1 << 20
-SIZES = (2,)  # of more ranks than processors each waits for the others to get one
+SIZES = (2,)  # more ranks than cores wait for each other
 CALLS = (  # verb, algorithm, bytes
     ("all_reduce", "nccl", 0),
     ("all_reduce", "nccl", BYTES),
@@ -52,16 +50,16 @@ CALLS = (  # verb, algorithm, bytes
 
 @dataclass(frozen=True)
 class Cost:
-    """A call of one rank, the median over rounds and ranks; what it gave to NCCL."""
+    """A call of one rank: the median over rounds and ranks, and the operations given to NCCL."""
 
     ranks: int
     verb: str
     algorithm: str | None
     bytes: int
     host_us: float
-    low_us: float  # a quarter of the calls took less
-    high_us: float  # and a quarter more
-    groups: int | None  # of sends and receives; None: not counted
+    low_us: float  # first quartile
+    high_us: float  # third quartile
+    groups: int | None  # number of sends and receives; None: not counted
     sends: int | None
     collectives: int | None
 
@@ -82,7 +80,7 @@ def call(verb: str, algorithm: str | None, x: Any, out: Any) -> None:
 
 
 def time_calls(group: pycomm.Group, device: Any, rounds: int) -> list[tuple[list[int], Any]]:
-    """As a rank: of each of CALLS the nanoseconds of every round, and the counts of the last."""
+    """In a rank: for each of CALLS the nanoseconds of every round, and the counts of the last."""
     found = []
     for verb, algorithm, nbytes in CALLS:
         count = nbytes // 4
@@ -116,7 +114,7 @@ def measure(kind: str, sizes: Sequence[int], rounds: int) -> Iterator[list[Cost]
 
 
 def cost_of(ranks: int, i: int, found: list[tuple[list[int], Any]]) -> Cost:
-    """Of CALLS[i], from what each rank has found."""
+    """The cost of CALLS[i] from the results of all ranks."""
     low, median, high = statistics.quantiles([t / 1e3 for times, _ in found for t in times], n=4)
     counts = found[0][1] or {}
     given = (counts.get(name) for name in ("groups", "sends", "collectives"))
@@ -127,7 +125,7 @@ HEADS = ("ranks", "call", "bytes", "host, us", "groups", "sends", "NCCL's own")
 
 
 def cells(cost: Cost) -> list[str]:
-    """A line of the table. What is not counted is empty."""
+    """A row of the table. A value that is not counted is empty."""
     name = f"{cost.verb}, {cost.algorithm}" if cost.algorithm else cost.verb
     time_ = f"{cost.host_us:.0f} ({cost.low_us:.0f} to {cost.high_us:.0f})"
     counts = (cost.groups, cost.sends, cost.collectives)
@@ -142,7 +140,7 @@ def page(costs: Sequence[Cost]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; its exit status."""
+    """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

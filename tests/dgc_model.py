@@ -1,7 +1,6 @@
-"""What DGC has to compute, written down a second time, for all ranks in one place.
+"""A second implementation of DGC, for all ranks in one process.
 
-Plain loops over whole tensors with torch, from docs/compression.md; shares no code with pycomm. No
-test itself.
+Plain loops over whole tensors with torch, from docs/compression.md; shares no code with pycomm.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 def largest(v: Tensor, k: int) -> Tensor:
-    """The k largest magnitudes of a flat tensor, NaN above Inf above all, ties to lower indices."""
+    """The k largest magnitudes of a flat tensor: NaN before Inf before all, lower indices first."""
     rank = v.abs().double()
     rank[v.isinf()] = 1e308
     rank[v.isnan()] = float("inf")
@@ -23,7 +22,7 @@ def largest(v: Tensor, k: int) -> Tensor:
 
 @dataclass
 class Model:
-    """All ranks' u and v of one parameter, and the parameter.
+    """u and v of one parameter for all ranks, and the parameter.
 
     `sum_convention`: gradients and decay are divided by the number of ranks, the sum is not.
     """

@@ -1,8 +1,8 @@
-"""A relay between two ranks that sees, and may change, what they send each other.
+"""A relay between two ranks that sees, and may change, their data.
 
-Rank 0's note in the store gets the relay's address in place of its own, so that rank 1 calls the
-relay, which calls rank 0. The relay understands the handshake's sizes and the records behind it
-(docs/internals/wire.md), and has no key.
+The relay's address replaces that of rank 0 in the store, so that rank 1 connects to the relay,
+which connects to rank 0. The relay knows the sizes of the handshake and of the records after it
+(docs/internals/wire.md), and does not have the shared secret.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pycomm.group import Group
 
 HANDSHAKE = {"connector": 36 + 32 + 32, "listener": 68 + 1}  # bytes that each end sends first
 KEY = secrets.token_hex(32)
-TCP_FIELD = 9  # of a note: the line with the addresses
+TCP_FIELD = 9  # the line of a rank info with the addresses
 
 Records = list[bytes]
 Change = Callable[[Records], Records]
 
 
 class Relay:
-    """Passes connections on; what rank 1 sends goes through `change`, record by record."""
+    """Forwards connections; data from rank 1 passes through `change`, record by record."""
 
     def __init__(self, change: Change, bare: bool = False) -> None:
-        self.seen = bytearray()  # what both ends sent behind the handshake
-        self.records = 0  # of rank 1, so far
+        self.seen = bytearray()  # data of both ends after the handshake
+        self.records = 0  # records of rank 1 so far
         self._change, self._bare = change, bare
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = [self._listener]
         self._target: tuple[str, int] | None = None
 
-    def stand_before(self, note: bytes) -> bytes:
-        """Rank 0's note with the relay's address."""
+    def forge_address(self, note: bytes) -> bytes:
+        """The rank info of rank 0 with the relay's address."""
         fields = note.decode().split("\n")
         address = next(a for a in fields[TCP_FIELD].split() if a.startswith("127."))
         host, _, port = address.rpartition(":")
@@ -46,14 +46,15 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
         return "\n".join(fields).encode()
 
-    def hide(self, note: bytes) -> bytes:
-        """Rank 1's note, by which it is not found: rank 0 would call itself, through the relay."""
+    def hide_address(self, note: bytes) -> bytes:
+        """A rank info of rank 1 without a reachable address: rank 0 would connect to itself by the
+        relay."""
         fields = note.decode().split("\n")
         fields[TCP_FIELD] = f"127.0.0.1:{self._listener.getsockname()[1]}"
         return "\n".join(fields).encode()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         for one in self._sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -109,17 +110,17 @@ def _exactly(source: socket.socket, size: int) -> bytes:
 
 
 class Forger:
-    """A store in which rank 0's note names the relay."""
+    """A store in which the rank info of rank 0 has the relay's address."""
 
     def __init__(self, relay: Relay) -> None:
         self._store, self._relay = _core.LocalStore(), relay
 
     def set(self, key: str, value: bytes, timeout_s: float = 30.0) -> None:
-        """Leaves `value`, or its forgery."""
+        """Stores `value`, or its forgery."""
         if key.endswith("/note/0"):
-            value = self._relay.stand_before(value)
+            value = self._relay.forge_address(value)
         if key.endswith("/note/1"):
-            value = self._relay.hide(value)
+            value = self._relay.hide_address(value)
         self._store.set(key, value, timeout_s)
 
     def __getattr__(self, name: str) -> Any:
@@ -129,7 +130,8 @@ class Forger:
 def two_ranks(
     relay: Relay, body: Callable[[Group], Any], encrypt: bool = True, full_mesh: int = 64
 ) -> list[Any]:
-    """What `body(group)` gave or raised on two ranks of two made-up hosts with `relay` between.
+    """The results or errors of `body(group)` on two ranks of two simulated hosts, with `relay`
+    between.
 
     In a group of more than `full_mesh` ranks they connect when one first sends to the other.
     """
@@ -157,7 +159,7 @@ def two_ranks(
             group = Group(core, None, 20.0)
             results[rank] = body(group)
             group.close()
-        except Exception as error:
+        except Exception as error:  # the test checks it
             if group is not None:
                 group.close()
             results[rank] = error

@@ -1,7 +1,7 @@
-"""Where the tests of groups on devices run: NumPy arrays go in, one device for each rank.
+"""Devices for the tests of device groups: NumPy arrays as inputs, one device for each rank.
 
 A device is emulated (tests/emulator, with a fake NCCL), or a GPU of this machine, seen through
-torch. Each rank has one of its own, or two share one, which NCCL refuses. A test takes a Machine,
+torch. Each rank has its own device, or two share one, which NCCL rejects. A test takes a Machine,
 whose ranks are threads or processes.
 """
 
@@ -23,7 +23,7 @@ import programs
 
 
 class Array:
-    """Contiguous elements in the memory of an emulated device, used on the stream of their rank."""
+    """A contiguous array in the memory of an emulated device, used on the stream of its rank."""
 
     def __init__(self, place: Emulated, shape: tuple[int, ...], dtype: Any) -> None:
         self.place, self.shape, self.dtype = place, shape, np.dtype(dtype)
@@ -45,7 +45,7 @@ class Array:
         return 2, self.place.index
 
     def __getitem__(self, rows: int | slice) -> Array:
-        """Row or rows of the first dimension, on the same memory."""
+        """A row or rows of the first dimension, in the same memory."""
         first, last, _ = (slice(rows, rows + 1) if isinstance(rows, int) else rows).indices(
             self.shape[0]
         )
@@ -57,7 +57,7 @@ class Array:
         return part
 
     def copy(self) -> Array:
-        """The same elements in memory of their own."""
+        """A copy of the elements in new memory."""
         made = Array(self.place, self.shape, self.dtype)
         self.place.runtime.copy(made.at, self.at, self.nbytes, self.place.stream)
         return made
@@ -76,50 +76,50 @@ class Emulated:
         self._gates: list[Any] = []
 
     def put(self, x: Any) -> Array:
-        """A copy of x on the device, there when its stream gets to it."""
+        """A copy of x on the device, enqueued on its stream."""
         x = np.asarray(x)
         made = Array(self, x.shape, x.dtype)
         self.write(made, x)
         return made
 
     def write(self, there: Array, x: Any) -> None:
-        """Elements for an array that is there."""
+        """Writes the elements of an existing array."""
         self.runtime.put(there.at, np.asarray(x, there.dtype).tobytes(), self.stream)
 
     def empty(self, shape: Any, dtype: Any) -> Array:
-        """Garbage."""
+        """An array with arbitrary contents."""
         return Array(self, tuple(np.atleast_1d(shape)), dtype)
 
     def get(self, x: Array) -> np.ndarray:
-        """The elements when the stream is through with all before."""
+        """The elements after the stream finished its work."""
         data = self.runtime.get(x.at, x.nbytes, self.stream)
         return np.frombuffer(data, x.dtype).reshape(x.shape)
 
     def delay(self) -> Any:
-        """Lets the stream wait until what this gives is called."""
+        """Blocks the stream until the returned function is called."""
         self._gates.append(self.runtime.Gate(self.stream).open)
         return self._gates[-1]
 
     def end(self) -> None:
-        """Nothing waits any more: other tests use the same devices."""
+        """Removes all blocks: other tests use the same devices."""
         for open_gate in self._gates:
             open_gate()
 
     def capture(self) -> None:
-        """What is put on the stream from now on becomes a graph."""
+        """Starts to capture the stream into a graph."""
         self.runtime.begin_capture(self.stream)
 
     def end_capture(self) -> Any:
-        """What runs the graph on the stream."""
+        """A function that launches the captured graph on the stream."""
         graph = self.runtime.end_capture(self.stream)
         return lambda: self.runtime.launch(graph, self.stream)
 
     def idle(self) -> bool:
-        """Whether the stream is through; lets it work."""
+        """Whether the stream is idle; lets it make progress."""
         return bool(self.runtime.idle(self.stream))
 
     def counts(self) -> dict[str, int]:
-        """What NCCL was given since the last call, and has begun."""
+        """The operations that NCCL received since the last call and started."""
         return dict(self.module.nccl.take_counts())
 
 
@@ -150,7 +150,7 @@ class Cuda:
         return np.asarray(x.cpu())
 
     def delay(self) -> Any:
-        self.torch.cuda._sleep(1 << 30)  # cycles: about half a second
+        self.torch.cuda._sleep(1 << 30)  # cycles: about half a second, to delay the stream
         return lambda: None
 
     def end(self) -> None:
@@ -172,14 +172,14 @@ DEVICES = {"emulated": Emulated, "cuda": Cuda}
 
 
 class Machine:
-    """Runs ranks that have devices of a kind."""
+    """Runs ranks that have devices of one kind."""
 
     def __init__(self, kind: str) -> None:
         self.device, _, how = kind.partition(", ")
         self.emulated, self.shared = self.device == "emulated", how == "shared"
         self.own = (
             "host_staged" if self.shared else "nccl"
-        )  # what a call without an algorithm goes by
+        )  # the transport of a call without an algorithm
         self._stack = ExitStack()
 
     def __enter__(self) -> Machine:
@@ -197,7 +197,7 @@ class Machine:
         self._stack.close()
 
     def run(self, n: int, fn: Any, *args: Any, **options: Any) -> list[Any]:
-        """`fn(group, device, *args)` as each of n ranks; the results by rank."""
+        """Runs `fn(group, device, *args)` in each of n ranks; the results by rank."""
         needed = (n + 1) // 2 if self.shared else n
         if needed > self.most:
             pytest.skip("needs a GPU" if needed == 1 else f"needs {needed} GPUs")
@@ -209,7 +209,7 @@ KINDS = [*EMULATED, "cuda", "cuda, shared"]
 
 
 def on(*kinds: str) -> pytest.MarkDecorator:
-    """A test for machines of these kinds alone: what it takes, others do not have."""
+    """Restricts a test to machines of these kinds."""
     return pytest.mark.parametrize("machine", kinds, indirect=True)
 
 
@@ -220,7 +220,7 @@ def machine_fixture(request: pytest.FixtureRequest) -> Any:
 
 
 class EmulatedHere(ExitStack):
-    """Groups that are made in this process take emulated devices."""
+    """Groups created in this process use emulated devices."""
 
     def __enter__(self) -> EmulatedHere:
         module = programs.emulated()
@@ -232,7 +232,7 @@ class EmulatedHere(ExitStack):
 
 
 def _rank(group: pycomm.Group, kind: str, shared: bool, fn: Any, args: tuple[Any, ...]) -> Any:
-    alone = kind == "emulated" and device_groups._Source.module is None  # a process of its own
+    alone = kind == "emulated" and device_groups._Source.module is None  # a separate process
     with EmulatedHere() if alone else ExitStack():
         device = DEVICES[kind](group.rank // 2 if shared else group.rank)
         try:
@@ -242,12 +242,12 @@ def _rank(group: pycomm.Group, kind: str, shared: bool, fn: Any, args: tuple[Any
 
 
 def numbers(rank: int, shape: Any = (100,), dtype: str = "float32") -> Any:
-    """Small whole numbers that tell ranks apart: every order of adding gives the same sum."""
+    """Small integers that differ by rank: every order of summation gives the same sum."""
     count = int(np.prod(shape))
     return ((np.arange(count) * 7 + rank * 31) % 101).astype(dtype).reshape(shape)
 
 
 def odd(rank: int, count: int, dtype: str) -> Any:
-    """Numbers whose sums depend on their order."""
+    """Numbers whose sum depends on the order of summation."""
     x = np.random.default_rng(rank).standard_normal(count) * 10
     return x.astype(dtype)

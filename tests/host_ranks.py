@@ -1,6 +1,6 @@
-"""What one rank of tests/test_hosts.py does: python tests/host_ranks.py <program>.
+"""The program of one rank of tests/test_hosts.py: python tests/host_ranks.py <program>.
 
-The environment says who it is; what it saw goes to stdout as one line of JSON. Not a test.
+The environment sets the rank; the result is printed to stdout as one line of JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TIMEOUT_S = 60.0
 
 
 def check_verbs(group: pycomm.Group) -> None:
-    """Calls every verb, also with algorithms by name, and holds it against numpy."""
+    """Calls every verb, also with named algorithms, and compares with NumPy."""
     rank, size = group.rank, group.size
     whole = [np.arange(30_000, dtype=np.int64) * 3 + 7 * r for r in range(size)]
     mine, total = whole[rank], sum(whole)
@@ -93,12 +93,12 @@ def check_verbs(group: pycomm.Group) -> None:
     }
     for by in ("hierarchical", "halving", "tree"):
         for name, call in forced.items():
-            if (name, by) != ("broadcast", "halving"):  # there is none
+            if (name, by) != ("broadcast", "halving"):  # no other subgroup
                 call(by)
 
 
 def verbs() -> dict[str, Any]:
-    """All verbs, in the whole group and in its halves by parity."""
+    """All verbs, in the whole group and in its two halves by parity."""
     group = pycomm.init(timeout_s=TIMEOUT_S)
     check_verbs(group)
     part = group.split(group.rank % 2)
@@ -115,7 +115,7 @@ def verbs() -> dict[str, Any]:
 
 
 def traffic() -> dict[str, Any]:
-    """A 64 MiB all_reduce between two marks, at which the other end reads the interfaces."""
+    """A 64 MiB all_reduce between two marks, at which the parent reads the interface counters."""
     group = pycomm.init(timeout_s=TIMEOUT_S)
     x = np.ones(16 << 20, np.float32)
     pycomm.barrier()
@@ -133,12 +133,12 @@ def traffic() -> dict[str, Any]:
 
 
 def say(word: str) -> None:
-    """A line of its own, at once."""
+    """Prints a line and flushes it."""
     print(word, flush=True)
 
 
 def form() -> dict[str, Any]:
-    """Forms a group, or tells why not."""
+    """Forms a group, or prints the error."""
     try:
         group = pycomm.init(timeout_s=float(os.environ["FORM_S"]))
     except Error as error:
@@ -147,7 +147,7 @@ def form() -> dict[str, Any]:
 
 
 def shrinking() -> dict[str, Any]:
-    """Forms a group and, when told, calls shrink(): the error, and how long that took."""
+    """Forms a group and, on request, calls shrink(): the error and the seconds."""
     group = pycomm.init(timeout_s=TIMEOUT_S)
     say("ready")
     sys.stdin.readline()
@@ -162,7 +162,7 @@ def shrinking() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    """Ten steps of DDP, or of HIERARCHICAL DataParallel; what became of the parameters."""
+    """Ten steps of DDP, or of HIERARCHICAL DataParallel; returns the parameters."""
     import torch
     import torch.distributed as dist
 
@@ -191,15 +191,14 @@ def training() -> dict[str, Any]:
     hosts, lanes = (
         pycomm.host_count(),
         CommunicatorPool().count,
-    )  # as many as there are if nobody says so
+    )  # the default: all ranks of the host
     dist.destroy_process_group()
     bits = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
     return {"bits": bits, "sums": sums, "hosts": hosts, "lanes": lanes}
 
 
 def hierarchical() -> dict[str, Any]:
-    """Steps of DGC, of which the last stands between two marks, as of traffic(); what became of the
-    weights, of u and of v."""
+    """Steps of DGC, the last one between two marks, as in traffic(): the weights, u and v."""
     import torch
 
     torch.set_num_threads(1)

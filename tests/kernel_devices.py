@@ -1,7 +1,7 @@
-"""Where the tests of the kernels run: each device takes NumPy arrays in and gives them back.
+"""Devices for the tests of the kernels: each takes NumPy arrays and returns them.
 
-A new device is a class here, a line in DEVICES and a name in the fixture `device` of conftest.py;
-every test with the fixture then runs on it too. Also what those tests share.
+A new device needs a class here, a line in DEVICES and a name in the fixture `device` of
+conftest.py; every test with the fixture then runs on it. Also contains helpers of those tests.
 """
 
 import sys
@@ -21,16 +21,18 @@ import programs
 
 SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-TILE = 4096  # of the kernels; sizes around it and its multiples matter
+TILE = 4096  # tile size of the kernels; sizes around its multiples matter
 KINDS = ("plain", "ties", "equal", "zero", "tiny", "huge", "odd ones")
 
 
 class Cpu:
-    """Host memory. bfloat16, which NumPy lacks, lies in torch tensors, as do all with `torch`."""
+    """Host memory. bfloat16, which NumPy lacks, is stored in torch tensors, as all dtypes with
+    `torch`."""
 
     name = "cpu"
-    replays = ((20_000, 1000), (1_200_000, 50))  # elements, how often they give the same bits
-    indices_are_checked = True  # InvalidArgument where they do not ascend within the array
+    # Elements, and how often they must give the same bits.
+    replays = ((20_000, 1000), (1_200_000, 50))
+    indices_are_checked = True  # InvalidArgument if indices do not ascend within the array
 
     def __enter__(self) -> "Cpu":
         return self
@@ -39,7 +41,8 @@ class Cpu:
         pass
 
     def put(self, x: np.ndarray, dtype: str = "", *, torch_too: bool = False) -> Any:
-        """A copy of x on the device; of another dtype, which has all of its values, if given."""
+        """A copy of x on the device; converted to `dtype`, which represents all its values, if
+        given."""
         dtype = dtype or x.dtype.name
         if dtype != "bfloat16" and not torch_too:
             return x.astype(dtype)
@@ -49,7 +52,7 @@ class Cpu:
         return torch.from_numpy(x.astype(dtype))
 
     def get(self, x: Any) -> np.ndarray:
-        """The elements of x; those of bfloat16 as float32."""
+        """The elements of x; bfloat16 as float32."""
         if isinstance(x, torch.Tensor):
             if x.dtype == torch.bfloat16:
                 bits = x.view(torch.int16).cpu().numpy().view(np.uint16)
@@ -59,7 +62,7 @@ class Cpu:
 
 
 class Emulated(Cpu):
-    """CUDA's kernels on the processor, one fiber for each CUDA thread (tests/emulator)."""
+    """CUDA kernels on the CPU, one fiber for each CUDA thread (tests/emulator)."""
 
     name = "emulated"
     replays = ((4_500, 200), (20_000, 30))
@@ -99,7 +102,7 @@ DEVICES = {"cpu": Cpu, "emulated": Emulated, "cuda": Cuda}
 
 
 def same(found, wanted):
-    """Fails unless both have the same bits; says where the first difference is."""
+    """Fails unless both have the same bits; reports the first difference."""
     found, wanted = np.asarray(found), np.asarray(wanted)
     assert found.dtype == wanted.dtype
     assert found.size == wanted.size
@@ -113,7 +116,7 @@ def same(found, wanted):
 
 
 def made(kind, count, seed, dtype="float32"):
-    """`count` values of a kind that has been a problem somewhere."""
+    """`count` values of a kind that caused errors before."""
     rng = np.random.default_rng(seed)
     x = rng.laplace(size=count)
     if kind == "ties":
@@ -122,7 +125,7 @@ def made(kind, count, seed, dtype="float32"):
         x = np.full(count, -0.75)
     elif kind == "zero":
         x = np.zeros(count) * rng.choice([-1, 1], count)
-    elif kind == "tiny":  # subnormal, most of them, in float32
+    elif kind == "tiny":  # mostly subnormal in float32
         x = x * 1e-39
     elif kind == "huge":
         x = x * 1e38

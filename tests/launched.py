@@ -1,7 +1,4 @@
-"""What the tests of the launcher start: python -m pycomm launch launched.py <what> <arguments>.
-
-Not a test itself.
-"""
+"""Programs of the launcher tests: python -m pycomm launch launched.py <program> <arguments>."""
 
 import json
 import os
@@ -19,7 +16,7 @@ def say(*words: object) -> None:
 
 
 def place() -> None:
-    """Where this rank is, by the environment and by the group."""
+    """Where this rank runs, by the environment and by the group."""
     group = pycomm.init()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     told = [[int(os.environ[prefix]) for prefix in names], [pycomm.local_rank()]]
@@ -46,17 +43,17 @@ def fail() -> None:
 
 
 def wait() -> None:
-    """Says its pid and waits until it is ended."""
+    """Prints its pid and waits until it is killed."""
     group = pycomm.init()
     everybody = pycomm.all_gather_object(os.getpid())
     if group.rank == 0:
         say("pids", *everybody)
     while True:
-        time.sleep(60)  # nothing to wait for: a signal ends it
+        time.sleep(60)  # keeps the process alive: a signal ends it
 
 
-def part() -> None:
-    """Rank 0 ends at once; the others fail when something is written to the pipe of that name."""
+def end_separately() -> None:
+    """Rank 0 ends immediately; the others fail when the named pipe receives data."""
     if os.environ["RANK"] != "0":
         with open(sys.argv[2], encoding="utf-8") as pipe:
             pipe.read()
@@ -64,7 +61,7 @@ def part() -> None:
 
 
 def train() -> None:
-    """Ten steps; the parameters' bits, which are to be the same on all ranks."""
+    """Ten steps; prints the bits of the parameters, which must be equal on all ranks."""
     import hashlib
 
     import torch
@@ -89,4 +86,6 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    {"place": place, "fail": fail, "part": part, "wait": wait, "train": train}[sys.argv[1]]()
+    {"place": place, "fail": fail, "part": end_separately, "wait": wait, "train": train}[
+        sys.argv[1]
+    ]()

@@ -1,10 +1,10 @@
-"""A port for processes that a test starts and that have to be told where they meet."""
+"""Free ports for processes that a test starts and that need a rendezvous address."""
 
 import socket
 
 
 def free_port() -> int:
-    """One of 127.0.0.1 at which nobody listens now."""
+    """A port of 127.0.0.1 without a listener at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

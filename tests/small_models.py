@@ -1,4 +1,4 @@
-"""Small models and batches for the tests of the training layer. No test itself."""
+"""Small models and batches for the tests of the training layer."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 def seeded(model: nn.Module, seed: int) -> nn.Module:
-    """The model with parameters drawn anew. Not from torch's generator, which threads share."""
+    """The model with new random parameters. Does not use torch's generator, which threads share."""
     made = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         bound = max(1, parameter[0].numel() if parameter.dim() else 1) ** -0.5
@@ -28,7 +28,7 @@ def batch(rank: int, step: int, rows: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def whole_batch(ranks: int, step: int) -> tuple[Tensor, Tensor]:
-    """Those of all ranks, one after another."""
+    """The batches of all ranks, concatenated."""
     x, y = zip(*(batch(rank, step) for rank in range(ranks)), strict=True)
     return torch.cat(x), torch.cat(y)
 
@@ -52,7 +52,7 @@ def alone(
     make: Callable[[nn.Module], torch.optim.Optimizer] = momentum_sgd,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """The parameters after one process has trained on the batches of all ranks."""
+    """The parameters after one process trained on the batches of all ranks."""
     optimizer = make(model)
     for step in range(steps):
         x, y = whole_batch(ranks, step)
@@ -65,5 +65,5 @@ def parameters(model: nn.Module) -> list[Tensor]:
 
 
 def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Bit by bit, but for the sign of zero."""
+    """Bitwise equality, except for the sign of zero."""
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

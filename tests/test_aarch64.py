@@ -1,7 +1,7 @@
 """Compiles the core for aarch64, and runs its suites of plans, kernels and codecs under qemu.
 
-qemu emulates one thread's memory order more strictly than an Arm processor does: what is tested
-here is that the code compiles, and that its numbers are right. No Arm machine has run it.
+qemu emulates a stricter memory order than an Arm processor has. The test shows that the code
+compiles and that its numbers are correct. No Arm machine has run it.
 """
 
 import shutil

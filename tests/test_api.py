@@ -32,7 +32,7 @@ OPS = {
 
 
 def data(rank: int, count: int, dtype: str) -> Any:
-    """Small whole numbers: every order of adding gives the same sum."""
+    """Small integers: every order of summation gives the same sum."""
     return (np.arange(count) * (rank + 3) % 7).astype(dtype)
 
 
@@ -63,7 +63,7 @@ def test_reductions_by_every_algorithm(op: str, n: int, algorithm: str | None) -
 
 
 def _where_there_is(algorithm: str | None, n: int, fn: Any) -> list[Any]:
-    """The results, or none where the verb does not have the algorithm and says so."""
+    """The results, or none if the verb reports that it lacks the algorithm."""
     try:
         return run_ranks(n, fn)
     except errors.Unsupported as error:
@@ -117,7 +117,7 @@ def test_messages_keep_their_order_and_tags(transport: str) -> None:
 
 
 def same_bits(group: Group, algorithm: str | None = None) -> list[str]:
-    """Hashes of sums whose bits depend on the order of adding."""
+    """Hashes of sums whose bits depend on the order of summation."""
     rng = np.random.default_rng(group.rank)
     hashes = []
     for count in (1, 7, 4096, 70_001):
@@ -133,7 +133,7 @@ def test_same_bits_on_every_rank_run_and_transport() -> None:
     for transport in TRANSPORTS:
         assert run_ranks(3, same_bits, "ring", transport=transport) == [ring] * 3
     assert run_ranks(3, same_bits, "ring", transport="", processes=True) == [ring] * 3
-    shared = run_ranks(3, same_bits)[0]  # what is chosen where memory is shared
+    shared = run_ranks(3, same_bits)[0]  # the default where memory is shared
     assert run_ranks(3, same_bits, "shared_memory", transport="shm") == [shared] * 3
     assert run_ranks(3, same_bits, transport="", processes=True) == [shared] * 3
 
@@ -151,7 +151,7 @@ def test_async_calls_end_in_order_and_keep_their_arrays() -> None:
         work.wait(5.0)
         work.wait()
         assert work.result() is None
-        for i in range(20):  # nobody keeps the works: the arrays live until the calls are over
+        for i in range(20):  # no reference to the works: the arrays live until the calls end
             pycomm.all_reduce(np.full(100_000, float(i)), group=group, async_op=True)
         pycomm.barrier()
         return last, [work.result() for work in works]
@@ -161,7 +161,7 @@ def test_async_calls_end_in_order_and_keep_their_arrays() -> None:
         assert all((x == 2.0 * i).all() for i, x in enumerate(every))
 
 
-def test_waiting_for_a_work_has_a_limit_and_the_call_continues() -> None:
+def test_wait_times_out_and_the_call_continues() -> None:
     ready = threading.Event()
 
     def fn(group: Group) -> Any:
@@ -183,8 +183,8 @@ def test_split(transport: str) -> None:
     def fn(group: Group) -> Any:
         half = group.split(group.rank % 2, key=-group.rank)
         everyone = group.split(0)
-        nobody = group.split(None if group.rank == 0 else 1)
-        assert (nobody is None) == (group.rank == 0)
+        excluded = group.split(None if group.rank == 0 else 1)
+        assert (excluded is None) == (group.rank == 0)
         x = pycomm.all_reduce(np.array([10**group.rank]), group=half)
         y = pycomm.all_reduce(np.array([10**group.rank]), group=everyone)
         return half.rank, half.ranks, int(x[0]), int(y[0]), half.name
@@ -198,8 +198,8 @@ def test_split(transport: str) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_bytes_are_those_of_the_ring(n: int) -> None:
-    """A ring sends each of its 2 (n - 1) pieces of 1/n once; headers come on top."""
+def test_ring_sends_the_expected_bytes(n: int) -> None:
+    """A ring sends each of its 2 (n - 1) chunks of 1/n once, plus headers."""
 
     def fn(group: Group) -> Any:
         before = group.stats()
@@ -245,7 +245,7 @@ def shapes_and_arguments(group: Group) -> float:
     return float(pycomm.all_reduce(x)[0])
 
 
-def test_wrong_arguments_are_refused_before_anything_moves() -> None:
+def test_wrong_arguments_raise_before_data_is_sent() -> None:
     assert run_ranks(2, shapes_and_arguments) == [2.0, 2.0]
 
 
@@ -270,7 +270,7 @@ def many_calls(group: Group) -> list[Any]:
     return readings
 
 
-def test_ten_thousand_calls_leave_nothing_behind() -> None:
+def test_ten_thousand_calls_leak_nothing() -> None:
     for (fds, threads, resident), (fds_after, threads_after, resident_after) in run_ranks(
         2, many_calls, transport="", processes=True
     ):
@@ -279,7 +279,7 @@ def test_ten_thousand_calls_leave_nothing_behind() -> None:
         assert resident_after - resident < 4.0
 
 
-def test_groups_leave_nothing_behind() -> None:
+def test_groups_leak_nothing() -> None:
     def fn(group: Group) -> Any:
         group.split(0)
         pycomm.barrier()
@@ -288,7 +288,7 @@ def test_groups_leave_nothing_behind() -> None:
     before = counts()
     for transport in TRANSPORTS * 3:
         run_ranks(3, fn, transport=transport)
-    # A closed tcp connection is kept until the peer has all of it, for 2 s at most, and the kernel
+    # A closed TCP connection is kept for at most 2 s, until the peer has all data, and the kernel
     # counts a thread a moment longer than join() does.
     limit = time.monotonic() + 10
     while any(np.greater(counts()[:2], before[:2])) and time.monotonic() < limit:
@@ -299,7 +299,7 @@ def test_groups_leave_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("transport", ["local", "shm"])
-def test_a_closed_group_holds_no_connection(transport: str) -> None:
+def test_closed_group_has_no_open_connections(transport: str) -> None:
     kept: list[Group] = []
     before = counts()[0]
     run_ranks(8, kept.append, transport=transport)
@@ -349,7 +349,7 @@ def run_python(code: str, **environment: str) -> Any:
     )
 
 
-def test_alone_from_init_to_exit() -> None:
+def test_single_process_from_init_to_exit() -> None:
     done = run_python(ALONE)
     assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
 
@@ -363,8 +363,8 @@ print(group.peer_info()[-1].transport)
 
 
 @pytest.mark.parametrize("secret", ["", "0123456789abcdef"])
-def test_processes_meet_through_the_environment(secret: str) -> None:
-    """With a key through our own store, without one through torch's."""
+def test_processes_rendezvous_by_environment_variables(secret: str) -> None:
+    """With a secret by pycomm's store, without one by torch's."""
     port = str(free_port())
     ranks = []
     for rank in range(2):
@@ -378,7 +378,7 @@ def test_processes_meet_through_the_environment(secret: str) -> None:
     assert [process.returncode for process in ranks] == [0, 0]
 
 
-def test_without_key_and_torch_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_secret_and_torch_init_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from pycomm import config, rendezvous
 
     monkeypatch.setattr(rendezvous.importlib.util, "find_spec", lambda name: None)
@@ -390,7 +390,7 @@ def test_without_key_and_torch_there_is_a_sentence(monkeypatch: pytest.MonkeyPat
         rendezvous.find_store(config.Config(rank=0, size=2), 1.0)
 
 
-def test_log_tells_who_is_there() -> None:
+def test_log_lists_the_ranks() -> None:
     done = run_python("import pycomm; pycomm.init()", PYCOMM_LOG="info")
     assert done.returncode == 0
     said = r'pycomm: group "world": 1 ranks on 1 hosts; rank 0 is local rank 0 of 1 on \S+, device'

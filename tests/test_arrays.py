@@ -1,4 +1,4 @@
-"""What an array may be: kinds, dtypes, strides, sizes; and what is refused with a sentence."""
+"""Valid arrays: kinds, dtypes, strides, sizes; and errors for invalid ones."""
 
 import array
 import random
@@ -21,7 +21,7 @@ NUMPY_DTYPES = [name for name in DTYPES if name != "bfloat16"]
 
 
 def strided(kind: str) -> tuple[Any, Any]:
-    """A (3, 4) array of int64 inside a larger one, in an odd layout; and the larger one."""
+    """A (3, 4) array of int64 inside a larger one, in an unusual layout; and the larger one."""
     base = np.zeros((9, 12), np.int64)
     views = {
         "plain": lambda b: b[:3, :4].copy(),
@@ -41,9 +41,7 @@ LAYOUTS = ["plain", "rows", "columns", "transposed", "backwards", "fortran"]
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("async_op", [False, True])
-def test_any_strides_give_the_right_result_and_touch_nothing_else(
-    kind: str, async_op: bool
-) -> None:
+def test_any_strides_give_correct_results_and_write_nothing_else(kind: str, async_op: bool) -> None:
     wanted = np.arange(12).reshape(3, 4)
 
     def reduce_one(group: Group) -> Any:
@@ -68,7 +66,7 @@ def test_inputs_and_outputs_of_any_strides_gather_and_scatter(kind: str) -> None
         view, _ = strided(kind)
         view[...] = np.arange(12).reshape(3, 4) + 100 * group.rank
         before = view.copy()
-        out = np.zeros((4, 3, 2), np.int64).T  # (2, 3, 4), strange strides
+        out = np.zeros((4, 3, 2), np.int64).T  # (2, 3, 4), unusual strides
         assert pycomm.all_gather(view, out, group=group) is out
         assert np.array_equal(view, before)
         part = np.zeros((4, 6), np.int64).T[::2]
@@ -83,7 +81,7 @@ def test_inputs_and_outputs_of_any_strides_gather_and_scatter(kind: str) -> None
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_each_numpy_dtype_travels(dtype: str, n: int) -> None:
+def test_each_numpy_dtype_is_sent(dtype: str, n: int) -> None:
     def fn(group: Group) -> Any:
         x = np.array([0, 1, 1, 0, 1], dtype)
         whole = pycomm.all_gather(x, group=group)
@@ -97,7 +95,7 @@ def test_each_numpy_dtype_travels(dtype: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_torch_dtype_travels(dtype: str) -> None:
+def test_each_torch_dtype_is_sent(dtype: str) -> None:
     kind = getattr(torch, dtype)
 
     def fn(group: Group) -> Any:
@@ -158,8 +156,8 @@ def test_zero_dimensions_and_zero_elements(shape: tuple[int, ...], n: int) -> No
         assert (row == n * n).all()
 
 
-def test_what_shares_memory_with_the_output() -> None:
-    """x may be out[rank], or anything else inside out: then it is copied first."""
+def test_inputs_that_alias_the_output() -> None:
+    """x may be out[rank], or any other view of out: then it is copied first."""
 
     def fn(group: Group) -> Any:
         out = np.zeros((2, 4), np.int32)
@@ -178,7 +176,7 @@ def test_what_shares_memory_with_the_output() -> None:
         assert row == [[2, 4], [6, 8]][rank]
 
 
-def test_anything_with_memory_is_an_array() -> None:
+def test_buffer_protocol_objects_are_arrays() -> None:
     def fn(group: Group) -> Any:
         text, numbers = bytearray(b"\x01\x02"), array.array("d", [1.0, 2.0])
         assert pycomm.all_reduce(text, group=group) is text
@@ -193,7 +191,7 @@ def test_anything_with_memory_is_an_array() -> None:
 
 
 class Dlpack:
-    """An array that only DLPack sees, on the device of this number."""
+    """An array that supports only DLPack, on the device of this number."""
 
     def __init__(self, device: int = 1) -> None:
         self.memory, self.device = np.arange(3.0), device
@@ -207,7 +205,7 @@ class Dlpack:
 
 
 class CudaArray(Dlpack):
-    """As CuPy's: says where it is, and can be asked for a copy in host memory only by get()."""
+    """Like CuPy's: has a device pointer, and copies to host memory only by get()."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -224,7 +222,7 @@ class CudaArray(Dlpack):
         raise TypeError("Implicit conversion to a NumPy array is not allowed")
 
 
-def test_arrays_of_dlpack_in_host_memory_travel() -> None:
+def test_dlpack_arrays_in_host_memory_are_sent() -> None:
     def fn(group: Group) -> Any:
         x = Dlpack()
         rows = pycomm.all_gather(x, group=group)
@@ -237,14 +235,14 @@ def test_arrays_of_dlpack_in_host_memory_travel() -> None:
 
 
 class NoGpu:
-    """In place of _cuda."""
+    """Replaces _cuda."""
 
     @staticmethod
     def open_device(_: int) -> Any:
         raise Unsupported("no GPU here")
 
 
-def test_device_arrays_are_refused_as_inputs_and_outputs() -> None:
+def test_device_arrays_are_rejected_as_inputs_and_outputs() -> None:
     def fn(group: Group) -> None:
         for call in (
             lambda: pycomm.all_reduce(CudaArray()),
@@ -320,7 +318,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_refused_says_why_and_the_group_continues(case: str) -> None:
+def test_rejected_arrays_raise_with_the_reason_and_the_group_continues(case: str) -> None:
     make, kind, words = REFUSED[case]
 
     def fn(group: Group) -> Any:
@@ -331,7 +329,7 @@ def test_what_is_refused_says_why_and_the_group_continues(case: str) -> None:
     assert run_ranks(2, fn) == [[2.0, 2.0]] * 2
 
 
-def test_overlapping_inputs_are_only_read() -> None:
+def test_overlapping_inputs_are_not_written() -> None:
     def fn(group: Group) -> Any:
         return pycomm.all_gather(torch.tensor([1.0 + group.rank]).expand(3), group=group)
 
@@ -340,7 +338,7 @@ def test_overlapping_inputs_are_only_read() -> None:
 
 
 def test_random_layouts_never_write_outside() -> None:
-    """Slices of every kind of a guarded block: inside right, outside untouched."""
+    """Slices of every kind of a guarded block: correct inside, unchanged outside."""
     rng = random.Random(5)
 
     def one_slice(length: int) -> slice:
@@ -361,7 +359,7 @@ def test_random_layouts_never_write_outside() -> None:
     run_ranks(2, fn)
 
 
-def test_more_than_two_to_the_31_bytes_have_whole_counts() -> None:
+def test_counts_exceed_31_bits() -> None:
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (1 << 33,), (1,), writeable=False)
     one = arrays.view(huge)
     assert one.count == 1 << 33

@@ -1,5 +1,6 @@
-"""Those who call while the tests run: they come to every listener of ours and to no other's, in
-every manner; and a run in which one was let in, or nothing was reached, fails."""
+"""The attack during the tests: it connects to every pycomm listener and to no other, in every way.
+A run fails if a client was accepted, or if no listener was reached.
+"""
 
 import contextlib
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import attack
 import pytest
-from attack import BACKLOG, MANY, Attack, Found, blind, no_attack
+from attack import BACKLOG, MANY, Attack, Result, no_attack, unrecognizable
 
 from benchmarks.unauthenticated import ANSWER, MANNERS, UnauthenticatedClients
 from pycomm import _core
@@ -26,18 +27,18 @@ FORMS = "import pycomm; pycomm.init(secret='0123456789abcdef', timeout_s=120)"
 
 
 @contextlib.contextmanager
-def answers(text: bytes) -> Iterator[tuple[tuple[str, int], threading.Semaphore]]:
-    """Where somebody listens, as ours do, who tells this to each who has said anything; and what is
-    released for each who has come."""
+def listener_that_sends(text: bytes) -> Iterator[tuple[tuple[str, int], threading.Semaphore]]:
+    """A listener like pycomm's that sends this reply to each client that sent data; and a semaphore
+    that is released for each connection."""
     callers: list[socket.socket] = []
     came = threading.Semaphore(0)
 
     def serve(door: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the door was shut: it is the end
+        with contextlib.suppress(OSError):  # the listener was closed
             while True:
                 caller, _ = door.accept()
                 callers.append(caller)
-                with contextlib.suppress(OSError):  # the caller has gone, or is silent
+                with contextlib.suppress(OSError):  # the client closed the connection, or is silent
                     caller.settimeout(0.05)
                     caller.sendall(text if caller.recv(1) else b"")
                 came.release()
@@ -54,14 +55,14 @@ def answers(text: bytes) -> Iterator[tuple[tuple[str, int], threading.Semaphore]
                 caller.close()
 
 
-TOLD_APART = pytest.mark.skipif(bool(blind()), reason=blind())
+RECOGNIZABLE = pytest.mark.skipif(bool(unrecognizable()), reason=unrecognizable())
 LETS_IN = pytest.mark.no_attack("it lets unauthenticated clients in, for which the run would fail")
 
 
 @LETS_IN
 @pytest.mark.parametrize(("more", "let_in"), [(0, False), (1, True)])
-def test_a_client_that_passes_the_handshake_is_counted_as_let_in(more: int, let_in: bool) -> None:
-    with answers(b"x" * (ANSWER + more)) as (address, came):
+def test_client_that_passes_the_handshake_is_counted_as_accepted(more: int, let_in: bool) -> None:
+    with listener_that_sends(b"x" * (ANSWER + more)) as (address, came):
         attack = UnauthenticatedClients()
         for _ in MANNERS:
             attack.call(address)
@@ -74,8 +75,8 @@ def test_a_client_that_passes_the_handshake_is_counted_as_let_in(more: int, let_
     assert (attack.let_in > 0) == let_in
 
 
-@TOLD_APART
-def test_they_come_to_each_listener_of_ours_and_to_nobody_else() -> None:
+@RECOGNIZABLE
+def test_attack_connects_to_each_pycomm_listener_and_no_other() -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
     attack = Attack(os.getpid())
@@ -95,7 +96,7 @@ def test_they_come_to_each_listener_of_ours_and_to_nobody_else() -> None:
             rank.kill()
             rank.wait()
         foreign.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nobody has called
+        with pytest.raises(BlockingIOError):  # no connection
             foreign.accept()
     found = attack.end()
     assert found.listeners == 6, "two stores, of two ports each, and a rank's TCP and Unix sockets"
@@ -104,8 +105,8 @@ def test_they_come_to_each_listener_of_ours_and_to_nobody_else() -> None:
     del store
 
 
-@TOLD_APART
-def test_they_spare_who_asks_for_it() -> None:
+@RECOGNIZABLE
+def test_attack_skips_processes_with_no_attack() -> None:
     store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
     attack = Attack(os.getpid())
     with no_attack():
@@ -113,47 +114,49 @@ def test_they_spare_who_asks_for_it() -> None:
     assert attack.listeners == 0
     attack.round()
     found = attack.end()
-    assert (found.listeners, found.stood) == (2, 2 * len(MANNERS)), "new: in every manner at once"
+    assert (found.listeners, found.stood) == (2, 2 * len(MANNERS)), (
+        "new listeners: every way at once"
+    )
     del store
 
 
 @pytest.mark.parametrize(("most", "says"), [(BACKLOG, ""), (BACKLOG - 1, "not 4092: no TCP")])
-def test_where_listeners_cannot_be_told_apart_that_is_said(
+def test_indistinguishable_listeners_are_reported(
     most: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "somaxconn").write_text(f"{most}\n")
     monkeypatch.setattr(attack, "SOMAXCONN", tmp_path / "somaxconn")
-    assert (says in blind()) if says else blind() == ""
+    assert (says in unrecognizable()) if says else unrecognizable() == ""
 
 
 @pytest.mark.parametrize(
     ("found", "fault"),
     [
-        (Found(MANY, 1, 499, 0), ""),
-        (Found(MANY - 1, 0, 490, 0), ""),  # too few to be sure
-        (Found(MANY, 0, 500, 0), f"unauthenticated clients reached none of {MANY} listeners"),
-        (Found(1, 10, 0, 2), "2 unauthenticated clients were let in"),
+        (Result(MANY, 1, 499, 0), ""),
+        (Result(MANY - 1, 0, 490, 0), ""),  # too few to be sure
+        (Result(MANY, 0, 500, 0), f"unauthenticated clients reached none of {MANY} listeners"),
+        (Result(1, 10, 0, 2), "2 unauthenticated clients were let in"),
     ],
 )
-def test_what_is_wrong_is_told(found: Found, fault: str) -> None:
+def test_faults_of_an_attack_are_described(found: Result, fault: str) -> None:
     assert found.fault() == fault
 
 
-# A run of one test, which waits until all have called.
+# A run of one test, which waits until all clients connected.
 PLANTED = """
-    from test_attack import ANSWER, LIMIT_S, MANNERS, answers
+    from test_attack import ANSWER, LIMIT_S, MANNERS, listener_that_sends
 
     def test_planted():
-        with answers(b"x" * (ANSWER + MORE)) as (_, came):
+        with listener_that_sends(b"x" * (ANSWER + MORE)) as (_, came):
             for _ in MANNERS:
                 assert came.acquire(timeout=LIMIT_S)
 """
 
 
 @LETS_IN
-@TOLD_APART
+@RECOGNIZABLE
 @pytest.mark.parametrize("let_in", [False, True])
-def test_a_run_says_what_they_did_and_fails_where_it_must(tmp_path: Path, let_in: bool) -> None:
+def test_run_reports_the_attack_and_fails_when_it_should(tmp_path: Path, let_in: bool) -> None:
     text = textwrap.dedent(PLANTED).replace("MORE", str(int(let_in)))
     (tmp_path / "test_planted.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]

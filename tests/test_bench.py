@@ -1,4 +1,4 @@
-"""The benchmark of collectives: its arithmetic on made-up times, and tiny real runs."""
+"""The benchmark of collectives: its arithmetic on fixed times, and tiny real runs."""
 
 import inspect
 import json
@@ -43,7 +43,7 @@ from pycomm.demo import netns
         ("64kB", [65536]),
     ],
 )
-def test_sizes_are_read(written: str, sizes: list[int]) -> None:
+def test_sizes_are_parsed(written: str, sizes: list[int]) -> None:
     assert parse_sizes(written) == sizes
 
 
@@ -52,12 +52,12 @@ def test_the_default_sizes_are_powers_of_two() -> None:
 
 
 @pytest.mark.parametrize("written", ["", "M", "0", "-4", "0.3", "4x", "8:4", "4:8:1", "1:2:3:4"])
-def test_what_is_no_size_is_refused(written: str) -> None:
+def test_invalid_sizes_are_rejected(written: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_sizes(written)
 
 
-def test_sizes_are_written_as_they_are_read() -> None:
+def test_sizes_are_formatted_as_they_are_parsed() -> None:
     for size in (1, 1000, 1024, 3 << 19, 64 << 20, 1 << 30):
         assert parse_size(format_size(size)) == size
     assert [format_size(size) for size in (1000, 3 << 19, 1 << 30)] == ["1000", "1536K", "1G"]
@@ -82,7 +82,7 @@ def test_counts_and_factors_are_those_of_nccl_tests(
 
 
 def right_call(arrays: verbs.Arrays) -> Callable[[], object]:
-    """The verb done by one process that knows what all ranks put in."""
+    """The verb, executed by one process that knows the inputs of all ranks."""
     return lambda: arrays.output.copy_(arrays.expected())
 
 
@@ -92,7 +92,7 @@ def test_wrong_elements_are_counted(verb: str, dtype: str) -> None:
     arrays = verbs.Arrays(verbs.Case(verb, dtype, 4096, 3), rank=1)
     right = right_call(arrays)
     assert arrays.wrong(right) == 0
-    assert arrays.wrong(lambda: None) > 0  # the right answer of before does not count
+    assert arrays.wrong(lambda: None) > 0  # the correct result of an earlier call does not count
 
     def swap_two() -> None:
         right()
@@ -110,7 +110,7 @@ def test_the_sum_of_all_patterns_is_expected() -> None:
 
 
 def times(gloo: list[list[float]], ours: list[list[float]], wrong: int = 0) -> Times:
-    """What a rank says of an all_reduce of 1 MB whose copy takes 10 us, or 30 the other way."""
+    """The report of a rank for an all_reduce of 1 MB with a copy of 10 us, or 30 us reversed."""
     return Times(
         case=verbs.Case("all_reduce", "float32", 2**20, 2),
         wrong={"pycomm": wrong, "gloo": 0},
@@ -120,7 +120,7 @@ def times(gloo: list[list[float]], ours: list[list[float]], wrong: int = 0) -> T
     )
 
 
-def test_figures_are_those_of_the_slowest_rank() -> None:
+def test_results_are_those_of_the_slowest_rank() -> None:
     fast = times([[300e-6] * 3] * 3, [[20e-6] * 3] * 3)
     slow = times([[400e-6] * 3] * 3, [[40e-6, 50e-6, 90e-6], [60e-6] * 3, [10e-6] * 3], wrong=2)
     ours, gloo = table.lines([fast, slow])
@@ -129,14 +129,14 @@ def test_figures_are_those_of_the_slowest_rank() -> None:
     assert ours.p99_us == pytest.approx(90)
     assert ours.ratio == pytest.approx(8)
     assert gloo.ratio == 1
-    assert ours.limit_percent == pytest.approx(20)  # two ranks: reads S, writes S, as the copy
+    assert ours.limit_percent == pytest.approx(20)  # two ranks: reads S, writes S, like the copy
     assert ours.algbw_gbs == pytest.approx(2**20 / 50e3)
     assert ours.busbw_gbs == ours.algbw_gbs
     assert ours.wrong == 2
     assert ours.round_medians_us[1] == pytest.approx([50, 60, 10])
 
 
-def test_a_line_stands_under_its_header() -> None:
+def test_columns_align_with_the_header() -> None:
     one = times([[400e-6]], [[50e-6]])
     ours, _ = table.lines([one, one])
     assert len(table.text(ours)) == len(table.header([]))
@@ -147,7 +147,7 @@ def test_a_line_stands_under_its_header() -> None:
     ]
 
 
-def test_faults_are_told() -> None:
+def test_faults_are_reported() -> None:
     good = times([[400e-6]], [[50e-6]])
     assert table.faults(table.lines([good, good])) == []
     bad = times([[400e-6]], [[9e-6]], wrong=3)
@@ -174,8 +174,9 @@ def test_the_limit_reads_what_was_just_written() -> None:
 
 
 @pytest.mark.parametrize("ours", ["", "pycomm", "pycomm-direct", "pycomm-shared"])
-def test_a_tiny_run_is_right(ours: str, tmp_path: Path) -> None:
-    ops = ["all_reduce"] if ours == "pycomm-shared" else list(verbs.VERBS)  # what it stages not
+def test_tiny_run_is_correct(ours: str, tmp_path: Path) -> None:
+    # Without the staged copy.
+    ops = ["all_reduce"] if ours == "pycomm-shared" else list(verbs.VERBS)
     json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
     args = ["collectives", "--sizes", "4,64K", "--ops", ",".join(ops), "--ours", ours]
     args += ["--rounds", "2", "--json", str(json_to), "--plot", str(plot_to)]
@@ -190,7 +191,7 @@ def test_a_tiny_run_is_right(ours: str, tmp_path: Path) -> None:
     assert plot_to.read_bytes().startswith(b"\x89PNG")
 
 
-def test_beside_a_busy_thread_answers_are_right(tmp_path: Path) -> None:
+def test_results_are_correct_beside_a_busy_thread(tmp_path: Path) -> None:
     stored = tmp_path / "bench.json"
     args = ["--busy", "--sizes", "4,64K", "--rounds", "1", "--json", str(stored)]
     assert collectives.main(args) == 0
@@ -199,16 +200,16 @@ def test_beside_a_busy_thread_answers_are_right(tmp_path: Path) -> None:
     assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in content["rows"])
 
 
-def test_a_busy_thread_is_busy_and_ends() -> None:
+def test_busy_thread_uses_the_processor_and_ends() -> None:
     with worker.busy_thread() as thread:
         assert thread.ident is not None
         clock = time.pthread_getcpuclockid(thread.ident)
         while time.clock_gettime(clock) < 0.02:
-            pass  # it comes to that, or the test to its limit
+            pass  # reached eventually, or the test times out
     assert not thread.is_alive()
 
 
-def test_mpi_and_the_floor_take_part(tmp_path: Path) -> None:
+def test_mpi_and_the_memory_limit_are_measured(tmp_path: Path) -> None:
     stored = tmp_path / "bench.json"
     args = ["--sizes", "64", "--ops", ",".join(verbs.VERBS), "--rounds", "1", "--ours", "pycomm"]
     assert collectives.main([*args, "--peers", "mpich,fake", "--json", str(stored)]) == 0
@@ -217,14 +218,14 @@ def test_mpi_and_the_floor_take_part(tmp_path: Path) -> None:
     assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in rows)
 
 
-def test_a_rank_of_an_mpi_that_fails_says_why() -> None:
+def test_failing_mpi_rank_reports_the_reason() -> None:
     contestants = [peers.PEERS["mpich"], peers.OURS["pycomm"]]
     args: tuple[object, ...] = (Path("/no/such/flags"), contestants, [], 1)
     with pytest.raises(RuntimeError, match=r"FileNotFoundError.*/no/such/flags"):
         mpi.run("mpich", worker.work, args, 2, lambda rank, value: None)
 
 
-def test_what_a_peer_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_that_a_baseline_rejects_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--sizes", "8", "--dtypes", "int16", "--ours", "", "--rounds", "1"]
     assert collectives.main(args) == 0
     assert "gloo refuses all_reduce int16" in capsys.readouterr().out
@@ -236,28 +237,28 @@ def test_what_a_peer_refuses_is_told(capsys: pytest.CaptureFixture[str]) -> None
         ["--peers", "smoke"],
         ["--peers", "mpich,openmpi"],  # a process can load only one
         ["--peers", "intelmpi"],  # not installed
-        ["--peers", "deepspeed"],  # nor this
+        ["--peers", "deepspeed"],  # not installed
         ["--sizes", "x"],
         ["--ranks", "1"],
     ],
 )
-def test_nonsense_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         collectives.main(args)
     assert "bench collectives: error" in capsys.readouterr().err
 
 
-def test_deepspeed_is_asked_for_nothing_it_would_leave_undone() -> None:
+def test_deepspeed_is_measured_only_with_supported_calls() -> None:
     for verb, dtype in (("broadcast", "float32"), ("all_reduce", "int32")):
         with pytest.raises(NotImplementedError, match="all_reduce alone"):
             deepspeed.call(verbs.Arrays(verbs.Case(verb, dtype, 8, 2), 0))
 
 
-def test_the_suite_must_be_named() -> None:
+def test_suite_name_is_required() -> None:
     assert command.main([]) == command.main(["poetry"]) == 2
 
 
-def test_figures_of_training_are_those_of_the_slowest_rank() -> None:
+def test_training_results_are_those_of_the_slowest_rank() -> None:
     first = {"gloo": [[0.2]], "pycomm": [[0.1]], "fake": [[0.08]], "alone": [[0.075]]}
     second = {"gloo": [[0.3]], "pycomm": [[0.05]], "fake": [[0.09]]}
     gloo, ours, fake, alone = training.rows(
@@ -273,7 +274,7 @@ def test_figures_of_training_are_those_of_the_slowest_rank() -> None:
     assert len(training.text(ours)) == len(training.HEADER)
 
 
-def test_a_tiny_training_run_is_stored_and_drawn(tmp_path: Path) -> None:
+def test_tiny_training_run_is_stored_and_plotted(tmp_path: Path) -> None:
     json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
     args = ["training", "--models", "mlp", "--rounds", "1", "--steps", "1"]
     assert command.main([*args, "--json", str(json_to), "--plot", str(plot_to)]) == 0
@@ -286,7 +287,7 @@ def test_a_tiny_training_run_is_stored_and_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
-def test_a_tiny_training_run_between_hosts_is_held_to_the_line(
+def test_tiny_training_run_between_hosts_obeys_the_link_rate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     json_to = tmp_path / "bench.json"
@@ -309,12 +310,12 @@ def test_a_tiny_training_run_between_hosts_is_held_to_the_line(
 @pytest.mark.parametrize(
     "args", [["--models", "vgg"], ["--models", ""], ["--steps", "0"], ["--rates", "1"]]
 )
-def test_nonsense_about_training_is_refused(args: list[str]) -> None:
+def test_invalid_training_options_are_rejected(args: list[str]) -> None:
     with pytest.raises(SystemExit):
         training.main(args)
 
 
-def said_of_links(seconds: dict[str, float], cpu_s: float) -> link_rank.Said:
+def link_reports(seconds: dict[str, float], cpu_s: float) -> link_rank.Said:
     names = list(seconds)
     return link_rank.Said(
         verb="all_reduce",
@@ -325,9 +326,9 @@ def said_of_links(seconds: dict[str, float], cpu_s: float) -> link_rank.Said:
     )
 
 
-def test_figures_of_links_are_those_of_what_a_host_must_send() -> None:
-    by_rank = [said_of_links({"pycomm": 0.1, "gloo": 0.2}, c) for c in (0.03, 0.05)]
-    by_rank.append(said_of_links({"pycomm": 0.2, "gloo": 0.5}, 0.04))
+def test_link_results_count_the_bytes_that_a_host_must_send() -> None:
+    by_rank = [link_reports({"pycomm": 0.1, "gloo": 0.2}, c) for c in (0.03, 0.05)]
+    by_rank.append(link_reports({"pycomm": 0.2, "gloo": 0.5}, 0.04))
     by_rank.append(by_rank[0])
     ours, gloo = links.rows_of("4gbit", 2, by_rank)  # two ranks on each of two hosts
     assert (ours.wrong, gloo.ratio, ours.time_ms) == (4, 1, 200)
@@ -341,7 +342,7 @@ def test_figures_of_links_are_those_of_what_a_host_must_send() -> None:
 
 
 @pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
-def test_a_tiny_run_between_hosts_is_stored_and_drawn(tmp_path: Path) -> None:
+def test_tiny_run_between_hosts_is_stored_and_plotted(tmp_path: Path) -> None:
     json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
     args = ["links", "--rates", "1gbit", "--sizes", "64K", "--rounds", "1"]
     args += ["--hosts", "3", "--peers", "pycomm,gloo,sockets"]
@@ -354,7 +355,7 @@ def test_a_tiny_run_between_hosts_is_stored_and_drawn(tmp_path: Path) -> None:
     assert plot_to.read_bytes().startswith(b"\x89PNG")
 
 
-def test_where_there_can_be_no_hosts_a_sentence_says_so(
+def test_missing_network_namespaces_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -372,14 +373,13 @@ def test_where_there_can_be_no_hosts_a_sentence_says_so(
         ["--peers", "sockets", "--ranks-per-host", "2"],
     ],
 )
-def test_nonsense_about_links_is_refused(args: list[str]) -> None:
+def test_invalid_link_options_are_rejected(args: list[str]) -> None:
     with pytest.raises(SystemExit):
         links.main(args)
 
 
 def test_the_command_finds_the_benchmarks_beside_the_package(tmp_path: Path) -> None:
-    """As `pycomm` does where `make build` has installed it: of the repository, only the package is
-    on the path."""
+    """As `pycomm` after `make build`: of the repository only the package is on the path."""
     (tmp_path / "pycomm").symlink_to(Path(__file__).parent.parent / "pycomm")
     words = "collectives --ranks 2 --sizes 4:4 --ops all_reduce --peers gloo --json out.json"
     done = subprocess.run(

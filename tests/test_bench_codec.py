@@ -1,4 +1,4 @@
-"""The benchmark of compact packets: a tiny run, and what makes it fail."""
+"""The benchmark of compact packets: a tiny run, and errors that fail a run."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from benchmarks.residuals import Residuals, store
 from pycomm import _core, kernels
 
 
-def test_a_tiny_run_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_run_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     v = np.random.default_rng(0).laplace(size=(2, 4000)).astype(np.float32)
     real, stored = tmp_path / "residuals.npz", tmp_path / "out.json"
     store(Residuals(v, v, v[None], np.zeros((1, 2, 4), np.int32)), real)
@@ -32,11 +32,11 @@ def test_a_tiny_run_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert first[:5] == ["uniform", "0.75", "3000", "2bit", "rice"]
 
 
-def test_the_entropy_of_a_choice() -> None:
+def test_entropy_of_an_index_set() -> None:
     assert bench.entropy_bits(4, 2) == pytest.approx(np.log2(6) / 2)
 
 
-def test_other_indices_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_indices_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels.unpack
     monkeypatch.setattr(kernels, "unpack", lambda p: (right(p)[0] + 1, right(p)[1]))
     with pytest.raises(AssertionError, match="other indices came back"):

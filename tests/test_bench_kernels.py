@@ -1,4 +1,4 @@
-"""The benchmark of the kernels: a tiny run on made-up residuals, and what makes a run fail."""
+"""The benchmark of the kernels: a tiny run on random residuals, and errors that fail a run."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ ALONE = {
 
 
 def write_residuals(path: Path, parameters: int) -> Path:
-    """Made-up ones, of one window for each worker."""
+    """Random residuals, one window for each worker."""
     rng = np.random.default_rng(0)
     k = max(1, parameters // 1000)
     sent = [
@@ -63,7 +63,7 @@ def run(residuals: Path, *words: str) -> int:
     return bench.main([*given, "--peers", "eager", *words])
 
 
-def test_a_tiny_run_is_stored_and_drawn(
+def test_tiny_run_is_stored_and_plotted(
     residuals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored, drawn = tmp_path / "out.json", tmp_path / "out.png"
@@ -93,19 +93,19 @@ def test_a_tiny_run_is_stored_and_drawn(
     assert drawn.stat().st_size > 10_000
 
 
-def test_the_limit_is_what_takes_longest() -> None:
-    """Loops that read at 30, write at 20 and do both at 40: nobody reads at 40."""
+def test_limit_is_the_slowest_of_read_write_and_copy() -> None:
+    """Loops that read at 30, write at 20 and do both at 40: no loop reads at 40."""
     speeds = {"step": comparison.Traffic(24, 16), "read": comparison.Traffic(30, 0)}
     speeds["fill"] = comparison.Traffic(0, 20)
     for moved, seconds in (((30, 0), 1), ((0, 40), 2), ((24, 16), 1), ((60, 2), 2)):
         assert bench._limit(speeds, comparison.Traffic(*moved)) == seconds
-    # Nor does a faster read or fill say how fast a mixture goes, but where it is almost one.
+    # A faster read or fill limits a mixture only if the mixture is almost one of them.
     fast = {"read": comparison.Traffic(120, 0), "fill": comparison.Traffic(0, 80)}
     for moved, seconds in (((24, 16), 1), ((80, 40), 1), ((40, 80), 1.5)):
         assert bench._limit(speeds | fast, comparison.Traffic(*moved)) == seconds
 
 
-def test_a_contestant_beyond_the_limit_fails_the_run(
+def test_kernel_faster_than_the_limit_fails_the_run(
     residuals: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = bench.measured
@@ -118,7 +118,7 @@ def test_a_contestant_beyond_the_limit_fails_the_run(
     assert "pycomm: topk of 20000 runs at 104 %: the limit is wrong" in capsys.readouterr().out
 
 
-def test_a_wrong_bit_ends_it(
+def test_wrong_bit_fails_the_run(
     residuals: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = kernels.topk
@@ -139,9 +139,9 @@ def comparisons() -> list[comparison.Comparison]:
     return single_kernels.comparisons(x, [(i, x[i]) for i in kept], gradients)
 
 
-def test_each_contestant_is_checked(tmp_path: Path) -> None:
+def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
     """One number of one result changed, by a bit, or by a hundredth where torch rounds
-    otherwise."""
+    differently."""
     found, here = comparisons(), device_timing.Host()
     assert {c.kernel: c.calls.keys() - {"pycomm"} for c in found} == ALONE
     recorded = load(write_residuals(tmp_path / "residuals.npz", 2_000))
@@ -172,7 +172,7 @@ def spoiled(call: comparison.Call, exact: bool) -> comparison.Call:
 
 
 def test_more_elements_than_were_recorded(tmp_path: Path) -> None:
-    """The recording begins again; what a window sent stays in it, and indices ascend."""
+    """The recording repeats; the elements sent by a window stay in it, and indices ascend."""
     recorded = load(write_residuals(tmp_path / "residuals.npz", 1_000))
     case = sparse.Case(recorded, 19_000)
     assert (case.count, case.k) == (19_000, 19)
@@ -184,7 +184,7 @@ def test_more_elements_than_were_recorded(tmp_path: Path) -> None:
         assert indices.shape == values.shape
 
 
-def test_proportions_are_those_of_a_network() -> None:
+def test_parameter_sizes_have_the_proportions_of_a_network() -> None:
     exact = sparse.proportions(25_557_032)
     assert len(exact) == 161
     assert (exact[:3], sum(exact)) == ([9408, 64, 64], 25_557_032)
@@ -194,7 +194,7 @@ def test_proportions_are_those_of_a_network() -> None:
     assert min(tiny) == 4
 
 
-def test_a_wrong_comparator_ends_it(
+def test_wrong_comparator_fails_the_run(
     residuals: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = torch.linalg.vector_norm
@@ -203,8 +203,8 @@ def test_a_wrong_comparator_ends_it(
     assert "20000 elements: norm: vector_norm and the reference" in capsys.readouterr().out
 
 
-def test_the_loops_move_what_they_say() -> None:
-    """Sizes that no vector and no thread's range divides."""
+def test_bandwidth_loops_move_the_stated_bytes() -> None:
+    """Sizes that are no multiple of a vector or of a thread's range."""
     rng = np.random.default_rng(1)
     for count in (0, 1, 17, 300_001):
         grad, u, v = rng.standard_normal((3, count)).astype(np.float32)

@@ -1,5 +1,6 @@
-"""`pycomm bench kernels --device cuda` where there is no GPU: the whole command over emulated
-kernels, whose times mean nothing, and over a stand-in for torch.cuda."""
+"""`pycomm bench kernels --device cuda` without a GPU: the whole command with emulated kernels,
+whose times are meaningless, and with a stand-in for torch.cuda.
+"""
 
 import contextlib
 import ctypes
@@ -31,7 +32,7 @@ needs_nvcc = pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc")
 
 
 class Event:
-    """One of torch's events, of a device that is at once through with everything."""
+    """A torch event of a device that finishes everything immediately."""
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
@@ -46,7 +47,7 @@ class Event:
 
 
 class TorchCuda:
-    """What places.Cuda asks of torch.cuda. It notes what happens in which order."""
+    """The part of torch.cuda that places.Cuda uses. Records the order of events."""
 
     Event = Event
 
@@ -87,8 +88,8 @@ class TorchCuda:
 
 
 class Emulated(device_timing.Cuda):
-    """CUDA's kernels on the processor. Nothing is captured: each replay is a call, which gives what
-    the first one is to give."""
+    """CUDA kernels on the CPU. Nothing is captured: each replay is a call, whose result must be
+    that of the first."""
 
     name = "emulated"
     device = torch.device("cpu")
@@ -101,7 +102,7 @@ class Emulated(device_timing.Cuda):
 
         def replay() -> None:
             given = call(step)
-            result[:] = given if isinstance(given, list) else ()  # the loops give none
+            result[:] = given if isinstance(given, list) else ()  # the loops have no result
 
         return result, replay
 
@@ -125,7 +126,7 @@ def run(tmp_path: Path, *words: str) -> int:
 
 
 @needs_nvcc
-def test_the_whole_command_over_emulated_kernels(
+def test_whole_command_with_emulated_kernels(
     tmp_path: Path, emulated: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored, drawn = tmp_path / "out.json", tmp_path / "out.png"
@@ -153,13 +154,13 @@ def test_the_whole_command_over_emulated_kernels(
 
 
 @needs_nvcc
-def test_a_wrong_bit_on_the_device_ends_it(
+def test_wrong_bit_on_the_device_fails_the_run(
     tmp_path: Path,
     emulated: Any,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The processor's kernels are right: it is the device's that are looked at."""
+    """The CPU kernels are correct: the device kernels are checked."""
 
     def wrong(*words: Any) -> None:
         emulated.kernels.norm(*words)
@@ -179,7 +180,7 @@ def test_a_graph_that_gives_another_result_fails_the_command(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that does it twice, say: a call by itself is right."""
+    """A graph that runs the call twice, for example: the call itself is correct."""
 
     class Twice(Emulated):
         def captured(self, call: Any, step: int) -> Any:
@@ -192,7 +193,7 @@ def test_a_graph_that_gives_another_result_fails_the_command(
 
 
 @needs_nvcc
-def test_the_loops_move_what_they_say(emulated: Any) -> None:
+def test_bandwidth_loops_move_the_stated_bytes(emulated: Any) -> None:
     place = Emulated()
     for count in (1, 4_096, 9_001):
         emulated.take_traffic()
@@ -204,7 +205,7 @@ def test_the_loops_move_what_they_say(emulated: Any) -> None:
                 assert [loaded, stored] == [each * whole for each in device_timing.STREAMS[name]]
 
 
-def test_without_room_a_size_is_left_out(
+def test_size_that_exceeds_device_memory_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Small(Emulated):
@@ -227,7 +228,7 @@ def test_without_room_a_size_is_left_out(
 
 
 class Fake(device_timing.Cuda):
-    """A GPU of which nothing is asked but what torch.cuda is."""
+    """A GPU that supports only what torch.cuda is used for."""
 
     device = torch.device("cpu")
 
@@ -252,7 +253,7 @@ def test_a_result_is_that_of_a_replay() -> None:
     assert len(cuda.notes) == 4
 
 
-def test_who_waits_for_the_device_is_called_itself() -> None:
+def test_synchronizing_calls_are_not_captured() -> None:
     cuda = TorchCuda()
     calls: list[int] = []
     timer = Fake(cuda).timer(calls.append, waits=True)
@@ -263,7 +264,7 @@ def test_who_waits_for_the_device_is_called_itself() -> None:
 
 
 def test_the_cache_is_emptied_before_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By reading four times its bytes; writing would leave behind what has to be written back."""
+    """It reads four times its bytes; writing would leave dirty lines to write back."""
     cuda = TorchCuda(l2_bytes=4_000)
     place = Fake(cuda)
     assert place._flushed.nbytes == 4 * 4_000
@@ -288,8 +289,8 @@ def test_the_cache_is_emptied_before_the_first_event(monkeypatch: pytest.MonkeyP
 # ---- others --------------------------------------------------------------------------------------
 
 
-def test_who_cannot_take_part_is_named_and_ours_must() -> None:
-    """A comparator whose library raises, at its first call or when it is looked for."""
+def test_unavailable_comparators_are_named_and_pycomm_is_required() -> None:
+    """A comparator whose library raises, at its first call or when it is loaded."""
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("no such instruction")
@@ -302,7 +303,7 @@ def test_who_cannot_take_part_is_named_and_ours_must() -> None:
         kernels.able([kernels.Comparison("topk", kernels.Traffic(4, 0), list, {"pycomm": fails})])
 
 
-def test_libraries_take_part_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_libraries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     library = libraries.Library("CUB", composed.eager, composed.torch_topk)
     monkeypatch.setitem(libraries.LOADERS, "CUB", lambda: library)
     steps, choices, missing = kernels.comparators(["eager", "CUB"])
@@ -313,7 +314,7 @@ def test_libraries_take_part_where_they_are(monkeypatch: pytest.MonkeyPatch) -> 
 
 @needs_nvcc
 def test_cub_compiles_and_says_that_there_is_no_gpu() -> None:
-    """It asks how much room it wants, which takes a device."""
+    """It queries its workspace size, which needs a device."""
     assert libraries.cub("sm_90").cub_topk_name().startswith(b"Device")
     script = """
 import ctypes
@@ -327,7 +328,7 @@ print(library.cub_error(error).decode())
     assert re.search(r"driver|device", done.stdout), done
 
 
-def test_without_a_gpu_a_sentence_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     done = python("-m", "benchmarks", "kernels", "--device", "cuda")
     assert done.returncode == 2
     assert "--device cuda: no GPU can be used here: " in done.stderr

@@ -34,7 +34,7 @@ def test_steps_between_hosts(
     assert dgc["expected_s"] > compute["step_s"]
 
     def nothing(*_: object) -> None:
-        pytest.fail("what is stored is measured again")
+        pytest.fail("stored results are measured again")
 
     monkeypatch.setattr(steps, "measure", nothing)
     assert links.main([*words, "--rates", "10gbit"]) == 0
@@ -44,9 +44,9 @@ def test_steps_between_hosts(
     assert f"{dgc['expected_s']:.3f}" in out
 
 
-def test_a_line_holds_back_what_passes() -> None:
-    """Each way, in the group and in one that is split off it. That it is as fast as its rate is for
-    the benchmark to show: it takes a processor at the right time."""
+def test_rate_limited_link_delays_data() -> None:
+    """In each direction, in the group and in a subgroup. The benchmark checks the rate itself,
+    which needs a free core at the right time."""
     speed, count = 10e6, 600_000
 
     def program(group: pycomm.Group) -> list[float]:
@@ -73,7 +73,7 @@ def test_a_line_holds_back_what_passes() -> None:
 def test_steps_behind_token_buckets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without root, and it says so; a dense step has to wait for its bytes."""
+    """Without root, and the output says so; a dense step waits for its bytes."""
     stored = tmp_path / "out.json"
     monkeypatch.setattr(steps, "missing", lambda: "needs root")
     words = [
@@ -101,8 +101,8 @@ def test_rates_in_gbit() -> None:
     assert [steps.gbit_of(rate) for rate in ("100mbit", "1gbit", "25gbit")] == [0.1, 1.0, 25.0]
 
 
-def made_up(windows: int = 16) -> residuals.Residuals:
-    """Residuals of no training."""
+def random_residuals(windows: int = 16) -> residuals.Residuals:
+    """Random residuals."""
     count = sum(p.numel() for p in CharGPT(Shape(width=64, layers=2)).parameters())
     drawn = np.random.default_rng(0)
     u, v, g = drawn.standard_normal((3, windows, count), np.float32)
@@ -112,7 +112,7 @@ def made_up(windows: int = 16) -> residuals.Residuals:
 
 def test_a_wider_model_has_its_parameters_in_order() -> None:
     """Each window's indices stay within their parameter; the first window is the model itself."""
-    found = made_up()
+    found = random_residuals()
     one, three = wire.Sets(found, 0.99, 1), wire.Sets(found, 0.99, 3 * found.v.shape[1])
     assert three.count == 3 * one.count
     narrow, values = one.of(5)
@@ -129,9 +129,9 @@ def test_a_wider_model_has_its_parameters_in_order() -> None:
 
 
 def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks beyond the windows are copies, and everything is counted for all of them."""
+    """Ranks beyond the windows are copies, and the bytes of all are counted."""
     real, stored, drawn = (tmp_path / name for name in ("r.npz", "out.json", "out.png"))
-    residuals.store(made_up(), real)
+    residuals.store(random_residuals(), real)
     words = [str(real), "--elements", "400000", "--ranks", "4,32", "--json", str(stored)]
     words += ["--processes", "2", "--counted", "1000000"]
     assert wire.main([*words, "--plot", str(drawn)]) == 0
@@ -141,7 +141,7 @@ def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [few["size"], many["size"]] == [4, 32]
     assert many["gather"] > 7 * few["gather"]
     assert many["sharded"] < many["sharded4"] < many["gather"]
-    assert 1 <= many["busiest"] < 1.5  # drawn evenly
+    assert 1 <= many["busiest"] < 1.5  # drawn uniformly
     k = next(one["k"] for one in content["packets"] if one["sparsity"] == 0.999)
     assert many["fewer"] == pytest.approx(31 * 8 * k / many["sharded"])
     assert all(level["of_ring"] <= 1 / 8 for level in content["ramp"])

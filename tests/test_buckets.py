@@ -1,4 +1,4 @@
-"""Buckets of DataParallel: how gradients are cut into them, held in them, and cut anew."""
+"""Buckets of DataParallel: how gradients are assigned to them, stored in them, and reassigned."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_gradients_are_views_into_buckets() -> None:
 
 def test_buckets_follow_the_order_of_gradients() -> None:
     class Backwards(nn.Module):
-        """Its layers are named in the order opposite to that of their use."""
+        """The names of its layers are in the opposite order of their use."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -82,11 +82,11 @@ def test_buckets_follow_the_order_of_gradients() -> None:
         assert orders == [["first", "last"], ["last", "first"], ["last", "first"]]
 
 
-def test_ranks_whose_gradients_come_in_another_order() -> None:
-    """And add up over passes, also where buckets are cut anew: rank 0's order is everybody's."""
+def test_ranks_with_different_gradient_orders() -> None:
+    """Also with accumulation over passes and when buckets are rebuilt: all use rank 0's order."""
 
     class Sum(nn.Module):
-        """Of the layers in their order, or the opposite one."""
+        """Sum of the layers in order, or in the opposite order."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -95,7 +95,7 @@ def test_ranks_whose_gradients_come_in_another_order() -> None:
         def forward(self, x: Tensor, opposite: bool) -> Tensor:
             y = x.new_zeros(())
             for i in reversed(range(4)) if opposite else range(4):
-                y = y + self.layers[i]((1 + i) * x)  # each layer's gradient is another one
+                y = y + self.layers[i]((1 + i) * x)  # each layer has a different gradient
             return y
 
     def program(group: pycomm.Group) -> list[Tensor]:
@@ -115,7 +115,7 @@ def test_ranks_whose_gradients_come_in_another_order() -> None:
 
 
 def test_reproducible_sums_do_not_depend_on_buckets() -> None:
-    """Long enough for a ring, whose pieces would be other ones in other buckets."""
+    """Long enough for a ring, whose chunks would differ in other buckets."""
 
     def program(group: pycomm.Group, form: dict[str, Any]) -> list[Tensor]:
         model = pycomm.DataParallel(seeded(nn.Linear(16, 30_000), 1), **form)

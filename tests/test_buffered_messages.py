@@ -1,4 +1,4 @@
-"""Messages that no rank has received: how many a rank keeps, and that their sender waits then."""
+"""Messages without a matching receive: the limit of the buffer, and that senders wait then."""
 
 import time
 from pathlib import Path
@@ -12,14 +12,14 @@ from pycomm import errors, testing
 
 COUNT, MESSAGE = 40, 4 << 20  # 160 MiB together
 KEPT = 64 << 20  # csrc/engine/engine.h, kMaxBufferedBytes
-# Of rings, of a socket's buffers, of the array that receives, and of the allocator.
+# Rings, a socket's buffers, the receiving array, and the allocator.
 MARGIN = 32 << 20
 
 both = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
 
 def memory(what: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most so far."""
+    """Bytes of this process: VmRSS now, VmHWM the maximum so far."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(what + ":"):
             return int(line.split()[1]) << 10
@@ -61,7 +61,7 @@ def receives_another(group: pycomm.Group) -> tuple[str, int, bool]:
 
 
 @both
-def test_a_receive_behind_too_many_messages_says_which_come_first(transport: str) -> None:
+def test_receive_behind_too_many_messages_names_the_first_ones(transport: str) -> None:
     text, grown, right = _run(receives_another, transport, 2)[1]
     assert "receive those first" in text
     assert "64 MiB" in text
@@ -94,7 +94,7 @@ def receives_from_another(group: pycomm.Group) -> Any:
 
 
 @both
-def test_who_sends_more_than_is_kept_waits(transport: str) -> None:
+def test_sender_waits_when_the_receive_buffer_is_full(transport: str) -> None:
     done, right, _ = _run(receives_from_another, transport, 3)
     assert right
     assert KEPT // MESSAGE <= done <= (KEPT + MESSAGE + MARGIN) // MESSAGE < COUNT
@@ -117,7 +117,7 @@ def sends_before_it_receives(group: pycomm.Group) -> bool:
 
 @both
 @pytest.mark.parametrize("calls", [reduces_before_it_receives, sends_before_it_receives])
-def test_a_rank_that_needs_the_peer_itself_reads_on(calls: Any, transport: str) -> None:
+def test_rank_that_waits_for_the_peer_keeps_reading(calls: Any, transport: str) -> None:
     assert _run(calls, transport, 2) == [True, True]
 
 

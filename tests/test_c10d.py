@@ -1,6 +1,7 @@
-"""Every verb of torch.distributed on the backend "pycomm" against a plain model, in real processes.
+"""Every verb of torch.distributed on the backend "pycomm" against a simple model, in real
+processes.
 
-The functions `_...` are what the processes of torch_ranks.py run.
+The functions `_...` run in the processes of torch_ranks.py.
 """
 
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def _movers() -> None:
 
 
 @SIZES
-def test_verbs_that_move_elements(run: Run, size: int) -> None:
+def test_data_movement_collectives(run: Run, size: int) -> None:
     run(size, _movers)
 
 
@@ -236,16 +237,16 @@ def _layouts() -> None:
         dist.all_gather(outs, view(torch.full((8, 9), float(rank))))
         assert all((out == r).all() for r, out in enumerate(outs))
     conjugate = torch.full((3,), complex(1, rank + 1)).conj()
-    # torch's own layers above the backend refuse conjugate views, or reduce a copy and drop it.
+    # torch's own layers above the backend reject conjugate views, or reduce a copy and drop it.
     dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([conjugate]).wait()
     assert conjugate.tolist() == [complex(size, -total)] * 3
     flat = torch.arange(size * 4.0)
-    dist.all_gather_into_tensor(flat, flat[1:5])  # the input overlaps others' places
+    dist.all_gather_into_tensor(flat, flat[1:5])  # the input overlaps other elements
     assert flat.tolist() == [1.0, 2.0, 3.0, 4.0] * size
 
 
 def _refused() -> None:
-    """Every refusal comes before anything moves: the group works afterwards."""
+    """Every error is raised before data moves: the group works afterwards."""
     rank, size = dist.get_rank(), dist.get_world_size()
     narrow = torch.ones(1)
     with pytest.raises(InvalidArgument, match="share memory"):
@@ -265,7 +266,7 @@ def _refused() -> None:
 
 
 @SIZES
-def test_any_layout_is_right_or_refused(run: Run, size: int) -> None:
+def test_any_layout_is_correct_or_rejected(run: Run, size: int) -> None:
     run(size, _layouts)
     run(size, _refused)
 

@@ -1,26 +1,17 @@
 """Messages of the backend "pycomm" between tensors on devices (tests/torch_devices.py)."""
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch_devices import programs, runner, share_a_device
+from torch_devices import MARKS, run_fixture, share_a_device  # noqa: F401 - the fixture "run"
 from torch_ranks import Run
 
 from pycomm import errors
 
-pytestmark = [
-    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
-    pytest.mark.timeout(400),
-]
-
-
-@pytest.fixture(name="run")
-def run_fixture(tmp_path: Path, nothing_left: Any) -> Run:
-    return runner(tmp_path, nothing_left)
+pytestmark = MARKS
 
 
 def _messages(at: Any, shared: bool) -> None:
@@ -51,10 +42,10 @@ def _messages(at: Any, shared: bool) -> None:
         dist.P2POp(dist.isend, mine, right),
         dist.P2POp(dist.irecv, y, left),
     ]
-    y.cpu()  # all before is over
+    y.cpu()  # all earlier work is done
     go_on = at.delay()
     for work in dist.batch_isend_irecv(ops if rank % 2 else ops[::-1]):
-        work.wait()  # not for the device
+        work.wait()  # does not wait for the device
         assert not work.is_completed()
     go_on()
     is_(y, left)
@@ -80,7 +71,7 @@ def _messages(at: Any, shared: bool) -> None:
     is_(x, sum(range(size)))
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own devices", "one device"])
+@pytest.mark.parametrize("shared", [False, True], ids=["separate devices", "one device"])
 def test_messages(run: Run, shared: bool) -> None:
     run(3, _messages, shared)
 
@@ -97,7 +88,7 @@ def _first_of_two(at: Any) -> str:
     return said
 
 
-def test_a_first_message_says_that_it_needs_all_ranks(run: Run) -> None:
+def test_first_message_requires_all_ranks(run: Run) -> None:
     for text in run(3, _first_of_two)[:2]:
         assert "needs all ranks of the group" in text
         assert "device_id" in text

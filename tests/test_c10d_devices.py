@@ -1,34 +1,25 @@
-"""The backend "pycomm" for tensors on devices: the streams, futures and errors around a call.
+"""The backend "pycomm" for tensors on devices: the streams, futures and errors of a call.
 
-Torch's device is an emulated GPU with a fake NCCL (tests/torch_devices.py), so that an order that
-nobody has asked for shows. What CUDA's own torch adds to this has not run.
+Torch's device is an emulated GPU with a fake NCCL (tests/torch_devices.py), which shows a missing
+order between operations. The code of CUDA builds of torch has not run.
 """
 
 import copy
 import gc
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch_devices import programs, runner, share_a_device
+from torch_devices import MARKS, run_fixture, share_a_device  # noqa: F401 - the fixture "run"
 from torch_ranks import Run, values
 
 from pycomm import device_groups, errors, torch_backend
 
-pytestmark = [
-    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
-    pytest.mark.timeout(400),
-]
-
-
-@pytest.fixture(name="run")
-def run_fixture(tmp_path: Path, nothing_left: Any) -> Run:
-    return runner(tmp_path, nothing_left)
+pytestmark = MARKS
 
 
 def _verbs(at: Any) -> None:
@@ -94,26 +85,24 @@ def _orders_streams(at: Any, async_op: bool) -> None:
     x = torch.zeros(1000, device=at.device)
     dist.all_reduce(x)
     for turn in range(5):
-        x.cpu()  # all before is over
+        x.cpu()  # all earlier work is done
         go_on = at.delay()
-        x.copy_(torch.full((1000,), float(rank + turn)))  # the call begins behind this
+        x.copy_(torch.full((1000,), float(rank + turn)))  # the call starts after this
         work = dist.all_reduce(x, async_op=async_op)
         if async_op:
-            work.wait()  # not for the device
+            work.wait()  # does not wait for the device
             assert not work.is_completed()
         y = torch.empty_like(x)
-        y.copy_(x)  # behind the call
-        x.copy_(torch.zeros(1000))  # behind the copy
+        y.copy_(x)  # after the call
+        x.copy_(torch.zeros(1000))  # after the copy
         go_on()
         assert (y.cpu() == sum(r + turn for r in range(size))).all()
         assert (x.cpu() == 0).all()
         assert not async_op or work.is_completed()
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
-def test_a_call_stands_between_what_its_stream_held_and_what_follows(
-    run: Run, async_op: bool
-) -> None:
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_call_is_ordered_with_its_stream(run: Run, async_op: bool) -> None:
     run(2, _orders_streams, async_op)
 
 
@@ -134,7 +123,7 @@ def test_a_wait_orders_the_stream_that_is_current_then(run: Run) -> None:
 
 
 def _strided(at: Any) -> None:
-    """Results for a layout that is not contiguous are copied there behind the call."""
+    """Results for a noncontiguous layout are copied there after the call."""
     x = torch.zeros(100, 2, device=at.device)
     for turn in range(5):
         x.copy_(torch.full((100, 2), float(turn)))
@@ -146,7 +135,7 @@ def _strided(at: Any) -> None:
         assert (y.cpu() == turn * dist.get_world_size()).all()
 
 
-def test_results_of_other_layouts_are_there_in_time(run: Run) -> None:
+def test_results_of_other_layouts_are_ordered_with_the_stream(run: Run) -> None:
     run(2, _strided)
 
 
@@ -172,7 +161,7 @@ def test_futures_carry_streams(run: Run) -> None:
     run(2, _futures)
 
 
-def _lives(at: Any) -> None:
+def _keeps_tensors(at: Any) -> None:
     x = torch.ones(12345, device=at.device)
     dist.all_reduce(x)
     x.cpu()
@@ -190,7 +179,7 @@ def _lives(at: Any) -> None:
     go_on()
     others[0].cpu()
     deadline = time.monotonic() + 60
-    while address() != first:  # a later call lets go of it once the device has passed
+    while address() != first:  # a later call drops the reference once the device is done
         assert time.monotonic() < deadline
         dist.all_reduce(others[0], async_op=True).wait()
         others[0].cpu()
@@ -198,7 +187,7 @@ def _lives(at: Any) -> None:
     assert x.data_ptr() == first
     go_on = at.delay()
     work = dist.all_reduce(x, async_op=True)
-    work.wait()  # whoever uses the memory next on this stream comes after the call
+    work.wait()  # later use of the memory on this stream is ordered after the call
     del x, work
     gc.collect()
     assert address() == first
@@ -206,8 +195,8 @@ def _lives(at: Any) -> None:
     dist.barrier()
 
 
-def test_tensors_live_until_the_device_has_passed_or_a_stream_waits(run: Run) -> None:
-    run(2, _lives)
+def test_tensors_are_kept_until_the_device_finishes_or_a_stream_waits(run: Run) -> None:
+    run(2, _keeps_tensors)
 
 
 def _limits(at: Any) -> None:
@@ -238,16 +227,16 @@ def _late_error(at: Any) -> tuple[bool, str]:
     work = group.allreduce([x], opts)
     work.wait()
     deadline = time.monotonic() + 60
-    while not work.is_completed():  # whoever looks after the device ends what hangs there
+    while not work.is_completed():  # the watchdog of the device aborts the hanging call
         assert time.monotonic() < deadline
-    assert not work.is_success()  # and whoever says that it is over knows how
+    assert not work.is_success()  # completion implies that the outcome is known
     with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 10, sum") as caught:
         work.wait()
     backend = group._get_backend(at.device)
     assert "SUCCESS" not in str(backend.get_error())
     with pytest.raises(errors.GroupBroken, match="all_reduce"):
         dist.all_reduce(x, group=group)
-    dist.barrier()  # the default group stands
+    dist.barrier()  # the default group still works
     if go_on:
         go_on()
     return isinstance(caught.value, errors.Timeout), str(caught.value)
@@ -255,7 +244,7 @@ def _late_error(at: Any) -> tuple[bool, str]:
 
 def test_an_error_on_the_device_reaches_the_handle_and_later_calls(run: Run) -> None:
     found = run(2, _late_error)
-    assert any(first for first, _ in found), found  # the other hears of it through NCCL, perhaps
+    assert any(first for first, _ in found), found  # the other rank may learn of it through NCCL
 
 
 def _disagree(at: Any) -> None:
@@ -268,7 +257,7 @@ def _disagree(at: Any) -> None:
     with pytest.raises(errors.Mismatch):
         future.wait()
     assert (x.cpu() == 1).all()
-    gives = [2, 2, 3 if dist.get_rank() == 1 else 2]  # what rank 0 gives and takes fits
+    gives = [2, 2, 3 if dist.get_rank() == 1 else 2]  # the input and output of rank 0 match
     z = torch.zeros(6, device=at.device)
     with pytest.raises(errors.Mismatch, match=r"rank 1 \(.* sends 3 elements to rank 2 \("):
         dist.all_to_all_single(z, torch.ones(sum(gives), device=at.device), [2, 2, 2], gives)
@@ -278,7 +267,7 @@ def _disagree(at: Any) -> None:
     assert (y.cpu() == dist.get_world_size()).all()
 
 
-def test_a_disagreement_changes_nothing(run: Run) -> None:
+def test_mismatch_changes_no_array(run: Run) -> None:
     run(3, _disagree)
 
 
@@ -289,7 +278,7 @@ def _refused(at: Any) -> None:
     dist.all_reduce(x)
 
 
-def test_what_cannot_be_is_said_at_once(run: Run) -> None:
+def test_unsupported_calls_raise_immediately(run: Run) -> None:
     run(2, _refused)
 
 
@@ -311,7 +300,7 @@ def _aborts(at: Any) -> None:
     go_on()
 
 
-def test_abort_ends_what_is_on_the_device(run: Run) -> None:
+def test_abort_ends_device_work(run: Run) -> None:
     run(2, _aborts)
 
 
@@ -426,5 +415,5 @@ def _options(at: Any) -> None:
         torch_backend.Options(cuda_channels=0)
 
 
-def test_options_say_how_tensors_travel(run: Run) -> None:
+def test_options_set_the_device_transport(run: Run) -> None:
     run(2, _options)

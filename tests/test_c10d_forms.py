@@ -1,7 +1,7 @@
 """The forms of the verbs: coalesced, functional, compiled, sparse, uneven, futures, titles.
 
-The functions `_...` are what the processes of torch_ranks.py run; test_c10d.py has the plain verbs
-on every dtype, test_c10d_groups.py has groups.
+The functions `_...` run in the processes of torch_ranks.py. test_c10d.py has the basic verbs on
+every dtype, test_c10d_groups.py has groups.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_coalesced_calls(run: Run, size: int) -> None:
 
 
 def _batch() -> None:
-    """Every rank sends to every other, two tensors with tags, in an order of its own."""
+    """Every rank sends to every other rank, two tensors with tags, in a rank-specific order."""
     rank, size = dist.get_rank(), dist.get_world_size()
     others = [r for r in range(size) if r != rank]
     got = {(r, tag): torch.empty(1000) for r in others for tag in (0, 5)}
@@ -92,7 +92,7 @@ def _functional() -> None:
     same(scattered, total, "reduce_scatter_tensor in another dimension")
     wanted = torch.cat([e.chunk(size)[rank] for e in every])
     same(functional.all_to_all_single(x, None, None, group), wanted, "all_to_all_single")
-    rows = [2 if rank == r else 1 for r in range(size)]  # one row more to oneself
+    rows = [2 if rank == r else 1 for r in range(size)]  # one row more to itself
     uneven = functional.all_to_all_single(x[: size + 1], rows, rows, group)
     assert uneven.shape == (size + 1, 3)
     right = [(r + 1) % size for r in range(size)]
@@ -141,7 +141,7 @@ def _compiled(backend: str) -> None:
     got = compiled(x, dist.group.WORLD)
     for a, b in zip(got, wanted, strict=True):
         same(a + 0, b + 0, backend)
-    assert _calls() >= before + 6, "it was our engine that did it"
+    assert _calls() >= before + 6, "pycomm's engine ran it"
 
 
 def test_compiled_functional_collectives(run: Run) -> None:
@@ -153,9 +153,9 @@ def test_collectives_compiled_by_inductor(run: Run) -> None:
 
 
 def _sparse_tensor(rank: int, dtype: torch.dtype, dense: bool) -> torch.Tensor:
-    count = rank * 3  # rank 0 has nothing
+    count = rank * 3  # rank 0 has none
     made = torch.Generator().manual_seed(rank)
-    indices = torch.randint(0, 4, (2, count), generator=made)  # some come twice
+    indices = torch.randint(0, 4, (2, count), generator=made)  # some occur twice
     shape = (count, 2) if dense else (count,)
     numbers = torch.randint(1, 5, shape, generator=made).to(dtype)
     return torch.sparse_coo_tensor(indices, numbers, (4, 4, 2) if dense else (4, 4))
@@ -222,7 +222,7 @@ def _uneven() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for width in (1, 50_000):
         for dtype in (torch.float32, torch.complex64, torch.int8):
-            every = [values(r, (r * width, 2), dtype) for r in range(size)]  # rank 0 gives nothing
+            every = [values(r, (r * width, 2), dtype) for r in range(size)]  # rank 0 sends nothing
             outputs = [torch.empty_like(e) for e in every]
             dist.all_gather(outputs, every[rank])
             for got, wanted in zip(outputs, every, strict=True):
@@ -271,7 +271,7 @@ def _splits_that_do_not_fit() -> None:
     assert all((x == -1).all() for x in outputs)
     gives[2] = 13
     dist.all_to_all_single(out, torch.full((sum(gives),), float(rank)), takes, gives)
-    same(out, torch.arange(float(size)).repeat_interleave(13), "the group goes on")
+    same(out, torch.arange(float(size)).repeat_interleave(13), "the group continues")
 
 
 def test_all_to_all_whose_splits_differ_is_a_mismatch_on_every_rank(run: Run) -> None:
@@ -471,7 +471,7 @@ def _numbers() -> None:
     assert last > first + 2
     numbers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(numbers, last)
-    assert len(set(numbers)) == 1, "ranks count alike"
+    assert len(set(numbers)) == 1, "ranks count equally"
 
 
 def test_sequence_numbers(run: Run) -> None:

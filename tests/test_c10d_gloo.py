@@ -1,7 +1,7 @@
-"""What differs from gloo by design: that table of docs/torch_backend.md, on both backends.
+"""Intended differences from gloo: the table of docs/torch_backend.md, on both backends.
 
-A case is a function that all ranks call; what it gives, or the name of what it raises, is compared
-by rank. What ends a process under gloo, or writes outside of a tensor, is not run on gloo.
+A case is a function that all ranks call; its result, or the name of its exception, is compared by
+rank. Cases that end the process under gloo, or write outside a tensor, do not run on gloo.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch_ranks import POOLS
 
 Case = Callable[[int], Any]
 BROKEN = "RuntimeError"  # gloo's error for everything
-LIMIT = timedelta(seconds=2)  # of calls that gloo ends by it
+LIMIT = timedelta(seconds=2)  # for calls that time out under gloo
 
 
 def _strided(_rank: int) -> Any:
@@ -94,7 +94,7 @@ def _integers(_rank: int) -> Any:
         try:
             dist.all_reduce(x)
             found.append(x.tolist())
-        except RuntimeError:  # the backend refuses this dtype, which is the result here
+        except RuntimeError:  # the backend rejects this dtype, which is the result here
             found.append(None)
     return found
 
@@ -177,7 +177,7 @@ def _sparse_max(_rank: int) -> Any:
     dist.all_reduce(torch.ones(2).to_sparse(), dist.ReduceOp.MAX)
 
 
-# Of each rank, or one for both: gloo's, pycomm's.
+# For each rank, or one for both: gloo's, pycomm's.
 CASES: list[tuple[Case, Any, Any]] = [
     (_strided, [[2, 2], [2, 2], [1, 1], [1, 1]], [[2, 1]] * 4),
     (_two_tensors, [[4, 4], [4, 4]], "InvalidArgument"),
@@ -215,10 +215,10 @@ def _outcome(case: Case) -> Any:
 
 @pytest.mark.parametrize("backend", ["gloo", "pycomm"])
 @pytest.mark.parametrize("row", CASES, ids=lambda row: row[0].__name__.strip("_"))
-def test_what_differs(
-    row: tuple[Case, Any, Any], backend: str, tmp_path: Path, nothing_left: Any
+def test_differences_from_gloo(
+    row: tuple[Case, Any, Any], backend: str, tmp_path: Path, no_leaks: Any
 ) -> None:
     case, gloo, pycomm = row
     wanted = gloo if backend == "gloo" else pycomm
-    found = POOLS.of(2, nothing_left).run(tmp_path, backend, _outcome, case)
+    found = POOLS.of(2, no_leaks).run(tmp_path, backend, _outcome, case)
     assert found == (list(wanted) if isinstance(wanted, tuple) else [wanted, wanted])

@@ -1,6 +1,6 @@
-"""Groups of the backend "pycomm": made, split, meshed, aborted, waited for, and as threads.
+"""Groups of the backend "pycomm": creation, split, mesh, abort, waits, and ranks as threads.
 
-The functions `_...` are what the processes of torch_ranks.py run; test_c10d.py has the verbs.
+The functions `_...` run in the processes of torch_ranks.py; test_c10d.py has the verbs.
 """
 
 import copy
@@ -51,7 +51,7 @@ def _subsets() -> None:
             dist.destroy_process_group(group)
         else:
             assert group is dist.GroupMember.NON_GROUP_MEMBER
-    mine = [0, 1] if rank < 2 else [2]  # only the members come
+    mine = [0, 1] if rank < 2 else [2]  # only the members call it
     local = dist.new_group(mine, use_local_synchronization=True)
     _sum_of_ranks(local, mine)
     short = dist.new_group(timeout=timedelta(milliseconds=300))
@@ -66,7 +66,7 @@ def _subsets() -> None:
         assert short._get_backend(CPU).get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT
         _store().set("timed out", "yes")
     _store().wait(["timed out"])
-    _sum_of_ranks(dist.group.WORLD, [0, 1, 2])  # the other groups stand
+    _sum_of_ranks(dist.group.WORLD, [0, 1, 2])  # the other groups work
 
 
 def test_new_groups_of_some_ranks_and_with_other_limits(run: Run) -> None:
@@ -106,7 +106,7 @@ def _split() -> None:
     assert (alone is None) == (rank != size - 1)
     part._get_backend(CPU).shutdown()
     _sum_of_ranks(world, list(range(size)))
-    backend.perform_nocolor_split(CPU)  # what new_group asks of ranks that it leaves out
+    backend.perform_nocolor_split(CPU)  # new_group requires this of ranks outside the group
 
 
 @SIZES
@@ -204,7 +204,7 @@ def _one_is_late() -> None:
     _store().wait([f"through {r}" for r in range(3)])
 
 
-def test_monitored_barrier_names_who_did_not_come(run: Run) -> None:
+def test_monitored_barrier_names_the_missing_ranks(run: Run) -> None:
     run(2, _monitored)
     run(3, _monitored)
     run(3, _one_is_late)
@@ -252,7 +252,7 @@ def _trains_with_ddp() -> None:
 def _sums_half_of_its_bytes() -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
     gradients = sum(p.nbytes for p in model.parameters())
-    for step in range(3):  # behind the first one torch makes its buckets anew
+    for step in range(3):  # after the first step torch rebuilds its buckets
         before = torch_backend.stats()["bytes_sent"]
         model.zero_grad()
         model(torch.ones(2, 300) * (dist.get_rank() + 1)).sum().backward()
@@ -262,12 +262,12 @@ def _sums_half_of_its_bytes() -> None:
 
 
 def test_buckets_of_torch_ddp(run: Run) -> None:
-    """Asked to, torch takes them from the backend; summed where they lie, half of the bytes go."""
+    """Torch can allocate them by the backend; summed in place, half of the bytes are sent."""
     run(2, _trains_with_ddp)
 
 
 class Threads:
-    """Ranks as threads of this process, each with torch's state of its own."""
+    """Ranks as threads of this process, each with its own state of torch."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -305,7 +305,7 @@ class Threads:
                     fn(rank, self.size)
             finally:
                 dist.destroy_process_group()
-        except BaseException as error:  # whatever it was, the test is told
+        except BaseException as error:  # any error is returned to the test
             self.failures.append(error)
 
 
@@ -338,5 +338,5 @@ def test_ranks_as_threads(size: int) -> None:
     assert not pycomm.is_initialized()
     Threads(size).run(_as_a_thread)
     assert not pycomm.is_initialized()
-    # torch keeps the module whose forward() runs in its class; one thread restores another's.
+    # torch stores the module whose forward() runs in its class; threads overwrite each other's.
     torch.nn.parallel.DistributedDataParallel._active_ddp_module = None

@@ -1,6 +1,6 @@
-"""How groups, handles and errors of the backend "pycomm" live, and DDP on it, in real processes.
+"""The lifetime of groups, handles and errors of the backend "pycomm", and DDP, in real processes.
 
-The functions `_...` are what the processes of torch_ranks.py run; test_c10d.py has the verbs.
+The functions `_...` run in the processes of torch_ranks.py; test_c10d.py has the verbs.
 """
 
 import copy
@@ -43,7 +43,7 @@ def _async() -> None:
     for n, x, work in zip((1, 1000, 100_000), tensors, works, strict=True):
         assert (x == n * size).all()
         assert torch.equal(work.result()[0], x)
-        value = work.get_future().value()  # asked for after the end
+        value = work.get_future().value()  # requested after the end
         assert isinstance(value, list)
         assert value[0].data_ptr() == x.data_ptr()
     assert (chained.wait() == 200_000 * size).all()
@@ -199,7 +199,7 @@ def test_the_profiler_is_found_whichever_is_imported_first(order: tuple[str, str
     assert done.returncode == 0
 
 
-def _backend_face() -> None:
+def _backend_api() -> None:
     group = dist.group.WORLD
     backend = group._get_backend(torch.device("cpu"))
     assert dist.get_backend() == "pycomm"
@@ -227,11 +227,11 @@ def _backend_face() -> None:
     gloo = dist.new_group(backend="gloo")
     with pytest.raises(InvalidArgument, match="gloo"):
         torch_backend.stats(gloo)
-    dist.barrier()  # who leaves at once closes what the other's gloo has not yet looked at
+    dist.barrier()  # an early exit closes connections that the peer's gloo still needs
 
 
 def test_options_numbers_and_stats(run: Run) -> None:
-    run(2, _backend_face)
+    run(2, _backend_api)
 
 
 def _shares_the_engine() -> None:
@@ -261,7 +261,7 @@ def _mismatch() -> None:
     assert (x == 10).all()
 
 
-def test_disagreement_raises_mismatch_and_the_group_continues(run: Run) -> None:
+def test_different_calls_raise_mismatch_and_the_group_continues(run: Run) -> None:
     run(2, _mismatch)
 
 
@@ -281,7 +281,7 @@ def _dies() -> str:
     return "nothing raised"
 
 
-def test_a_dead_rank_is_named_through_ddp(tmp_path: Path) -> None:
+def test_ddp_names_a_dead_rank(tmp_path: Path) -> None:
     ranks = Ranks(2)
     try:
         for pipe in ranks.pipes:
@@ -305,7 +305,7 @@ def _program(text: str, *args: str, path: Path | None = None) -> subprocess.Comp
 
 
 def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
-    """By the entry points of pyproject.toml, as an installed pycomm has them."""
+    """By the entry points of pyproject.toml, as with an installed pycomm."""
     text = (ROOT / "pyproject.toml").read_text()
     found = re.search(r'\[project\.entry-points\."(torch\.backends)"\]\n(\w+) = "(.*)"', text)
     assert found is not None
@@ -377,8 +377,8 @@ ALONE = """
 """
 
 
-def test_stands_on_its_own_engine_alone(tmp_path: Path) -> None:
-    """With every other backend out of torch's registry; and the exit without a goodbye is clean."""
+def test_backend_works_without_other_backends(tmp_path: Path) -> None:
+    """Without any other backend in torch's registry; the exit without a goodbye is clean."""
     command = [sys.executable, "-c", textwrap.dedent(ALONE)]
     started = [
         subprocess.Popen(
@@ -398,7 +398,7 @@ def test_stands_on_its_own_engine_alone(tmp_path: Path) -> None:
         assert (out, process.returncode) == ("[0, 1] pycomm\n", 0), err
 
 
-def test_another_torch_gets_a_sentence() -> None:
+def test_other_torch_version_is_reported() -> None:
     torch_backend._check_version("2.13.0", "2.13.0+cpu")
     with pytest.raises(Unsupported, match=r"built for torch 2\.13\.0 and this is torch 2\.12\.1"):
         torch_backend._check_version("2.13.0", "2.12.1")
@@ -430,7 +430,7 @@ def _latency() -> float:
 
 
 def test_small_all_reduce_is_quick(run: Run) -> None:
-    """A loose limit, as the machine may be busy; the benchmarks hold the real one."""
+    """A loose limit, as the machine may be busy; the benchmarks check the real one."""
     microseconds = max(run(2, _latency))
     print(f"all_reduce of 4 bytes through torch.distributed, 2 ranks: {microseconds:.1f} us")
     assert microseconds < 5000

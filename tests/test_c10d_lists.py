@@ -1,7 +1,7 @@
-"""Lists of tensors that overlap, of several dtypes, and empty ones, in every verb with a list.
+"""Lists of overlapping tensors, of several dtypes, and empty lists, in every verb with a list.
 
-The functions `_...` are what the processes of torch_ranks.py run. Where gloo has the verb, the
-fixture `both` compares with it.
+The functions `_...` run in the processes of torch_ranks.py. Where gloo has the verb, the fixture
+`both` compares with it.
 """
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import (  # noqa: F401
+from torch_ranks import (  # noqa: F401 - fixtures
     SIZES,
     Run,
     both_fixture,
@@ -32,7 +32,7 @@ def _backend() -> dist.ProcessGroup:
 
 
 def _all_reduces() -> list[torch.Tensor]:
-    """[x, x], views that overlap, neighbours, and columns of one matrix that interleave."""
+    """[x, x], overlapping views, neighbours, and columns of one matrix that interleave."""
     rank = dist.get_rank()
     results = []
     for views in (
@@ -71,7 +71,7 @@ def test_all_reduce_twice_in_the_coalescing_manager(run: Run) -> None:
 
 
 def _pairs() -> None:
-    """An output that the next call of the list reads; disjoint views of one storage."""
+    """An output that is an input of the next call in the list; disjoint views of one storage."""
     rank, size = dist.get_rank(), dist.get_world_size()
     backend = _backend()
     every = [values(r, (size,), torch.float32) for r in range(size)]
@@ -110,7 +110,7 @@ def test_lists_of_pairs_that_overlap(run: Run, size: int) -> None:
 
 
 def _outputs() -> list[torch.Tensor]:
-    """One tensor as the output for all ranks: the last one's value stays."""
+    """One tensor as the output for all ranks: the last rank's value remains."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = torch.full((4,), float(rank))
     one = torch.empty(4)
@@ -163,7 +163,7 @@ def _batches() -> None:
             backend.allreduce([view])
         with pytest.raises(InvalidArgument, match="do not overlap"):
             backend._end_coalescing()
-    assert (x == 1).all(), "nothing has moved"
+    assert (x == 1).all(), "no data was sent"
     for views in ([x[:4], x[4:]], [x[::2], x[1::2]], list(matrix.t())):
         backend._start_coalescing()
         for view in views:
@@ -224,11 +224,11 @@ def _refused() -> None:
     for what, call in empty.items():
         try:
             call()
-        except InvalidArgument:
+        except InvalidArgument:  # as expected
             continue
         pytest.fail(f"{what}: no InvalidArgument for an empty list")
     dist.all_reduce(a)
-    assert (a == size).all(), "the group stands"
+    assert (a == size).all(), "the group still works"
 
 
 @SIZES

@@ -1,4 +1,4 @@
-"""`ProcessGroup.merge_remote_group` on the backend "pycomm": groups, and runs, become one group."""
+"""`ProcessGroup.merge_remote_group` on the backend "pycomm": merges groups and independent runs."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def _store(name: str) -> dist.Store:
 
 
 def _halves(way: str) -> dist.ProcessGroup:
-    """Rank 0 alone, and the others together."""
+    """Rank 0 alone, and all other ranks together."""
     rank, size = dist.get_rank(), dist.get_world_size()
     members = [0] if rank == 0 else list(range(1, size))
     if way == "split":
@@ -57,7 +57,7 @@ def _merge(way: str) -> None:
     assert sorted(places.tolist()) == list(range(size))
 
     y = torch.ones(3)
-    part.allreduce([y]).wait()  # the groups that were merged go on
+    part.allreduce([y]).wait()  # the merged groups still work
     assert (y == part.size()).all()
     again = merged.merge_remote_group(_store("again"), size, limit)
     again.barrier().wait()
@@ -67,7 +67,7 @@ def _merge(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["split", "new"])
-def test_groups_become_one(run: Run, way: str) -> None:
+def test_groups_are_merged(run: Run, way: str) -> None:
     run(3, _merge, way)
 
 
@@ -97,7 +97,7 @@ RUN = """
 """
 
 
-def test_runs_of_their_own_become_one(tmp_path: Path) -> None:
+def test_independent_runs_are_merged(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(RUN), str(tmp_path / "store")]
     started = [
         subprocess.Popen(

@@ -1,5 +1,5 @@
-"""Ctrl-C wherever a rank can wait (benchmarks/cancellation.py). What a busy peer holds up, or not,
-is tried in tests/native/patience_test.cpp.
+"""Ctrl-C in every wait of a rank (benchmarks/cancellation.py). tests/native/patience_test.cpp tests
+the waits for a busy peer.
 """
 
 import json
@@ -10,7 +10,7 @@ import pytest
 from benchmarks import cancellation
 from benchmarks.cancellation import WAITS, took_ms
 
-LIMIT_MS = 1000.0  # what is promised is 200, on a machine that is not as loaded as that of tests
+LIMIT_MS = 1000.0  # the promised limit is 200, on a machine with less load than that of the tests
 
 
 @pytest.mark.parametrize("wait", WAITS)

@@ -1,5 +1,4 @@
-"""What the checks cost (benchmarks/check_overhead.py): that both programs work, not how fast they
-are."""
+"""The cost of the checks (benchmarks/check_overhead.py): both programs work. No speed is tested."""
 
 import json
 
@@ -15,14 +14,14 @@ def test_both_programs_make_their_calls(tmp_path, monkeypatch):
     path = tmp_path / "check_overhead.json"
     assert (
         check_overhead.main(["--rounds", "2", "--json", str(path)]) == 0
-    )  # nothing is promised of these
+    )  # no limit is promised for these
     costs = json.loads(path.read_text())["costs"]
     assert [(c["transport"], c["bytes"]) for c in costs] == [("shm", 4), ("tcp", 4096)]
     assert all(c["with_ns"] > 0 and c["without_ns"] > 0 for c in costs)
 
 
 def test_a_check_that_is_not_found_is_an_error(monkeypatch):
-    """Else both programs would be the same, and the checks would seem to cost nothing."""
+    """Otherwise both programs would be equal, and the checks would seem to cost nothing."""
     path = "shared/shared_memory_region.cpp"
     monkeypatch.setitem(check_overhead.REMOVED, path, [("no such line", "")])
     with pytest.raises(NotBuilt, match=rf"{path} has 0 times, not once: no such"):
@@ -38,7 +37,7 @@ def test_a_check_that_is_not_found_is_an_error(monkeypatch):
         (Case("tcp", 4096, 1, most_percent=1.0), 11.0, False),
     ],
 )
-def test_what_is_promised_decides(case, cost, kept, monkeypatch):
+def test_promised_limit_decides_the_result(case, cost, kept, monkeypatch):
     says = {"with": f"{1000 + cost}\n2000\n", "without": "3000\n1000\n"}  # the best batch counts
     monkeypatch.setattr(check_overhead, "_run", lambda command: says[command[0]])
     programs = {name: name for name in says}

@@ -1,4 +1,4 @@
-"""Compact packets against pycomm.reference_compact, bit by bit, and the bytes that they take."""
+"""Compact packets against pycomm.reference_compact, bit by bit, and their size."""
 
 from math import lgamma, log
 from typing import Any
@@ -20,7 +20,7 @@ MOST = 2**31 - 1
 
 seeds = st.integers(0, 2**32 - 1)
 counts = st.sampled_from([1, 2, 63, 64, 65, 257, 4096, 4097, 9001])
-# What a packet is made of, but the number of parameters.
+# All properties of a packet except the number of parameters.
 CASES: dict[str, st.SearchStrategy[Any]] = {
     "shape": st.sampled_from(SHAPES),
     "seed": seeds,
@@ -52,13 +52,13 @@ def indices_of(shape, count, seed):
 
 
 def uniform(count, k, seed=0):
-    """k of count, all sets alike."""
+    """k of count, all sets with equal probability."""
     rng = np.random.default_rng(seed)
     return np.sort(rng.choice(count, k, replace=False)).astype(np.int32)
 
 
 def check(indices, values, count, value_code, codec):
-    """Both encoders and both decoders agree; a residual for them where memory allows one."""
+    """Both encoders and both decoders agree; a residual is included where memory allows."""
     rest = None
     if count < 10**6:
         rest = made("plain", count, 5, values.dtype.name)
@@ -94,7 +94,7 @@ def test_indices_up_to_the_largest(codec):
 
 
 def test_the_largest_magnitudes_stay_finite():
-    """A level or a scale that is rounded up is no infinity."""
+    """A level or a scale that is rounded up never becomes infinity."""
     largest = np.float32(np.finfo(np.float32).max)
     indices, values = np.arange(3, dtype=np.int32), np.array([1, -1, 0.5], "f4") * largest
     for value_code in VALUES[2:]:
@@ -106,7 +106,7 @@ def test_the_largest_magnitudes_stay_finite():
 
 @pytest.mark.parametrize("value_code", VALUES)
 def test_nothing_is_lost_over_steps(value_code):
-    """What was sent and what is left are the sum of all gradients, to rounding."""
+    """Sent values and residual sum to all gradients, up to rounding."""
     rng = np.random.default_rng(7)
     count, k, steps = 5000, 400, 30
     rest, sent, total = (np.zeros(count, np.float32) for _ in range(3))
@@ -124,7 +124,7 @@ def test_nothing_is_lost_over_steps(value_code):
 
 
 def test_packets_decode_as_pairs_do():
-    """decode_sum and decode_update of compact, raw and unpacked ones together."""
+    """decode_sum and decode_update of compact, raw and unpacked packets together."""
     count = 9001
     lists = [(indices_of("some", count, s), made("plain", 10_000, s)) for s in range(4)]
     pairs = [(i, v[: len(i)]) for i, v in lists]
@@ -137,7 +137,7 @@ def test_packets_decode_as_pairs_do():
     same(kernels.decode_update(start.copy(), packets, 0.1, 0.25), want)
 
 
-def test_torch_comes_back_as_torch():
+def test_torch_inputs_give_torch_outputs():
     indices, values = torch.tensor([2, 7], dtype=torch.int32), torch.tensor([1.5, -1.5])
     packet = kernels.encode(indices, values, 9, "1bit", codec="auto")
     assert isinstance(packet, torch.Tensor)
@@ -149,7 +149,7 @@ def test_torch_comes_back_as_torch():
 
 
 def entropy_bits(count, k):
-    """Of an index, where all sets of k are alike: log2 C(count, k) / k."""
+    """Bits of an index if all sets of k have equal probability: log2 C(count, k) / k."""
     return (lgamma(count + 1) - lgamma(k + 1) - lgamma(count - k + 1)) / log(2) / k
 
 
@@ -167,7 +167,7 @@ def test_index_bits(sparsity):
     [("2bit", 10**6, 1.72), ("1bit", 10**6, 1.60), ("3bit", 10**6, 1.85), ("2bit", 64_000, 1.21)],
 )
 def test_bytes_of_a_kept_element(value_code, count, most):
-    """Headers included, of 1000 kept ones: of such sets the worst of 20."""
+    """Headers included, for 1000 kept elements: the worst of 20 such sets."""
     values = made("plain", 1000, 1)
     nbytes = [
         kernels.encode(uniform(count, 1000, seed), values, count, value_code, codec="auto").nbytes
@@ -218,8 +218,8 @@ def test_wrong_arguments():
 @pytest.mark.parametrize(
     ("value_code", "spare_of_values"), [("1bit", range(19, 24)), ("3bit", range(41, 48))]
 )
-def test_bits_behind_the_last_one_are_zeros(value_code, spare_of_values):
-    """Of values, quotients, remainders and bitmaps: a packet has no room for anything else."""
+def test_padding_bits_are_zero(value_code, spare_of_values):
+    """Of values, quotients, remainders and bitmaps: a packet has no unused bits."""
     indices, values = np.array([3, 40, 90], np.int32), np.ones(3, np.float32)
     for codec in ("rice", "bitmap"):
         packet = kernels.encode(indices, values, 100, value_code, codec=codec)
@@ -229,7 +229,7 @@ def test_bits_behind_the_last_one_are_zeros(value_code, spare_of_values):
             changed[i // 8] ^= 1 << i % 8
             try:
                 kernels.unpack(changed)
-            except InvalidArgument:  # no packet; counted
+            except InvalidArgument:  # invalid packet; counted
                 spare.append(i)
         start = 8 * (4 + 1 + 1)  # of the values
         assert {start + bit for bit in spare_of_values} <= set(spare)
@@ -238,7 +238,7 @@ def test_bits_behind_the_last_one_are_zeros(value_code, spare_of_values):
 
 @SETTINGS
 @given(seed=seeds, shape=st.sampled_from(SHAPES), flips=st.lists(seeds, max_size=3))
-def test_no_bytes_break_decoding(seed, shape, flips):
+def test_arbitrary_bytes_decode_or_raise(seed, shape, flips):
     indices = indices_of(shape, 900, seed)
     values = np.ones(len(indices), np.float32)
     packet = kernels.encode(
@@ -249,5 +249,5 @@ def test_no_bytes_break_decoding(seed, shape, flips):
     out = np.zeros(900, np.float32)
     try:
         kernels.decode_sum(out, [packet])
-    except InvalidArgument:  # refused: nothing may have changed
+    except InvalidArgument:  # rejected: nothing may have changed
         same(out, np.zeros(900, np.float32))

@@ -1,5 +1,6 @@
-"""Compact packets on every device: the bytes of pycomm.reference_compact, and whatever bytes are
-refused where the processor refuses them."""
+"""Compact packets on every device: the bytes of pycomm.reference_compact. Arbitrary bytes are
+rejected exactly where the CPU rejects them.
+"""
 
 import numpy as np
 import pytest
@@ -18,12 +19,12 @@ counts = st.sampled_from([1, 2, 63, 64, 65, 2048, 2049, 4097, 9001])
 
 
 def unpacked(device, packet, k, count):
-    """(indices, values, whether they were refused), with nothing that waits but get()."""
+    """(indices, values, whether they were rejected); only get() waits."""
     into = [device.put(np.full(n, 7, t)) for n, t in ((k, "int32"), (k, "float32"), (1, "int32"))]
     room = kernels.codec_workspace(into[0], k, packet.size)
     try:
         found = kernels.unpack(device.put(packet), count=count, into=tuple(into), workspace=room)
-    except InvalidArgument:
+    except InvalidArgument:  # only devices that check
         assert device.indices_are_checked
         return np.full(k, -1, np.int32), np.zeros(k, np.float32), True
     assert found[0] is into[0]
@@ -62,9 +63,9 @@ def test_indices_up_to_the_largest(device, codec):
         same(places, indices)
 
 
-def test_with_room_for_everything(device):
-    """A length and a workspace of the caller's: the whole buffer comes back, what is behind the
-    packet stays."""
+def test_caller_buffers_of_full_size(device):
+    """The caller's length and workspace: the whole buffer is returned, and bytes after the packet
+    do not change."""
     indices, values = indices_of("some", 9001, 1), made("plain", 9001, 2)
     values = values[: len(indices)]
     want, _ = reference_compact.encode(indices, values, 9001, "2bit")
@@ -88,8 +89,8 @@ def test_with_room_for_everything(device):
     longer=st.integers(-3, 2),
     off=st.integers(-1, 1),
 )
-def test_no_bytes_break_decoding(device, seed, shape, flips, longer, off):
-    """Refused exactly where the processor does; else the same indices and values."""
+def test_arbitrary_bytes_decode_or_raise(device, seed, shape, flips, longer, off):
+    """Rejected exactly where the CPU does; otherwise the same indices and values."""
     count = 900
     indices = indices_of(shape, count, seed)
     values = np.ones(len(indices), np.float32)
@@ -111,7 +112,7 @@ def test_no_bytes_break_decoding(device, seed, shape, flips, longer, off):
         )
         assert fits
         wanted = here[0], here[1], False
-    except InvalidArgument:
+    except InvalidArgument:  # the device must reject it too
         wanted = np.full(k, -1, np.int32), np.zeros(k, np.float32), True
     places, numbers, refused = unpacked(device, spoilt, k, count)
     assert refused == wanted[2]
@@ -136,8 +137,8 @@ def rice_packet(k, count, parameters):
 
 
 @pytest.mark.parametrize("before", [[], [24], [24, 3]])
-def test_no_parameter_is_beyond_the_largest(device, before):
-    """30 is the largest; a packet with 31 is as sound as one with 30 in everything else."""
+def test_parameter_above_the_maximum_is_rejected(device, before):
+    """The maximum is 30; a packet with 31 is otherwise as valid as one with 30."""
     k = 64 * len(before) + 1
     for last, sound in ((30, True), (31, False)):
         packet = rice_packet(k, MOST, [*before, last])
@@ -148,8 +149,8 @@ def test_no_parameter_is_beyond_the_largest(device, before):
 
 
 @pytest.mark.parametrize("bad", [[3, 2], [1, 1], [-1, 2], [2, 100]])
-def test_wrong_indices_are_refused(device, bad):
-    """Before anything changes; on a GPU with a length of 0, as nobody waits there."""
+def test_wrong_indices_are_rejected(device, bad):
+    """Before anything changes; on a GPU by a length of 0, since the call does not wait."""
     indices, values = device.put(np.array(bad, np.int32)), device.put(np.ones(2, np.float32))
     rest = device.put(np.ones(100, np.float32))
     with pytest.raises(InvalidArgument, match=r"0\.\.99"):
@@ -174,15 +175,15 @@ def test_wrong_buffers(device):
     ]:
         with pytest.raises(InvalidArgument, match=said):
             call()
-    if not device.indices_are_checked:  # the processor needs no workspace
+    if not device.indices_are_checked:  # the CPU needs no workspace
         with pytest.raises(InvalidArgument, match="workspace has 16 bytes"):
             kernels.encode(indices, values, 9, codec="auto", workspace=small)
         with pytest.raises(InvalidArgument, match="workspace has 16 bytes"):
             kernels.unpack(packet, count=9, into=tuple(buffers), workspace=small)
 
 
-def test_the_header_of_a_packet_elsewhere():
-    """Of which the first bytes are enough; their length must fit that of the whole."""
+def test_packet_header_in_device_memory():
+    """The first bytes suffice; the length in them must match that of the whole packet."""
     indices, values = indices_of("some", 9001, 1), made("plain", 9001, 2)
     packet, _ = reference_compact.encode(indices, values[: len(indices)], 9001, "2bit")
     whole = as_array_ref(np.frombuffer(packet, np.uint8), "packet")

@@ -1,4 +1,4 @@
-"""The convergence benchmark: its runs, what it stores, and that threads stand for processes."""
+"""The convergence benchmark: its runs, its results, and equality of threads and processes."""
 
 import gzip
 import json
@@ -25,9 +25,7 @@ def run(path: Path, methods: list[str], *more: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_runs_are_stored_and_taken_up_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_stored_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     first = run(path, METHODS[:2])
     rows = run(path, METHODS, "--plot", str(tmp_path / "out.png"))
@@ -60,7 +58,7 @@ def test_threads_train_as_processes_do() -> None:
 
 
 def _write_images(folder: Path, part: str, count: int) -> None:
-    """Files as Fashion-MNIST has them; every image is as bright as its label says."""
+    """Files in Fashion-MNIST's format; the brightness of an image encodes its label."""
     labels = torch.arange(count, dtype=torch.uint8) % 10
     pixels = (labels * 25)[:, None].expand(count, 784).contiguous()
     for name, header, content in (("images-idx3", 16, pixels), ("labels-idx1", 8, labels)):
@@ -103,7 +101,7 @@ def _runs(scores: dict[str, list[float]]) -> list[Run]:
     ]
 
 
-def test_scores_are_held_against_bands_and_order() -> None:
+def test_scores_are_checked_against_bands_and_order() -> None:
     good = {"dense": [1.71, 1.72], "dgc": [1.88, 1.89], "dgc without masking": [1.91, 1.92]}
     lines, fits = convergence.summary(_runs(good))
     assert fits
@@ -124,13 +122,13 @@ def test_scores_are_held_against_bands_and_order() -> None:
     assert not fits
     assert "DIFFER" in lines[1]
     short = [replace(run, steps=4, score=9.0) for run in _runs(good)]
-    assert convergence.summary(short)[1]  # bands are of whole runs
+    assert convergence.summary(short)[1]  # bands are of complete runs
     accuracy = [replace(run, workload="images", steps=2000) for run in _runs({"dense": [88.0]})]
     accuracy += [replace(accuracy[0], method="dgc", score=87.3)]
     assert " 0.700 " in convergence.summary(accuracy)[0][2]
 
 
-def test_nonsense_is_refused(
+def test_invalid_options_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -1,8 +1,8 @@
-"""CUDA's kernels without a GPU: under sanitizers, with mistakes planted in them, and through nvcc.
+"""CUDA kernels without a GPU: under sanitizers, with injected bugs, and through nvcc.
 
-tests/test_kernels.py holds what they compute to the reference, bit by bit. Here: no data race, no
-access outside, whatever the order of blocks; every planted mistake is found; the bytes and launches
-of a step; and what nvcc makes of them for every architecture. None of this has run on a GPU.
+tests/test_kernels.py compares the results with the reference, bit by bit. Here: no data race and no
+access out of bounds in any order of blocks; every injected bug is found; bytes and launches of a
+step; the output of nvcc for every architecture. None of this has run on a GPU.
 """
 
 import ctypes
@@ -29,7 +29,8 @@ pytestmark = [
 
 CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense"]
 CASES += ["lean", "lean_bits", "lean_brief", "lean_graph"]
-TOO_SLOW = ("tsan", "lean_bits")  # a thousand packets: minutes, and the others show what it would
+# A thousand packets take minutes; the other cases cover the same code.
+TOO_SLOW = ("tsan", "lean_bits")
 MOST_REGISTERS = 128  # of a hot kernel in float32: 2 blocks of 256 threads on every architecture
 HOT = ("update", "collect", "select", "pack", "decode")
 
@@ -38,7 +39,7 @@ HOT = ("update", "collect", "select", "pack", "decode")
     ("kind", "case"),
     [(k, c) for k in ("plain", "asan", "tsan") for c in CASES if (k, c) != TOO_SLOW],
 )
-def test_kernels_are_right_and_sound(kind, case):
+def test_kernels_are_correct_under_sanitizers(kind, case):
     (program,) = programs.build([f"cases.{kind}"])
     orders = [["random", "5", "3"]]
     if kind == "plain":
@@ -50,16 +51,16 @@ def test_kernels_are_right_and_sound(kind, case):
 
 
 @pytest.fixture(scope="module")
-def planted():
-    """Builds all mutants at once."""
+def mutants():
+    """Builds all mutants in parallel."""
     mutants = [mutant for mutant, _, _ in MISTAKES.values()]
     return programs.build([f"mutants/{m.name}/cases" for m in mutants], mutants)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_found(planted, name):
+def test_injected_bug_is_found(mutants, name):
     mutant, case, words = MISTAKES[name]
-    (program,) = [path for path in planted if path.parent.name == name]
+    (program,) = [path for path in mutants if path.parent.name == name]
     said = ""
     for seed in ("1", "2", "3"):
         done = run(program, case, "random", seed, "3", limit_s=120)
@@ -69,7 +70,7 @@ def test_a_planted_mistake_is_found(planted, name):
     pytest.fail(f"not found by {mutant.kind} in {case}:\n{said[-3000:]}")
 
 
-def test_at_least_twenty_mistakes_are_planted():
+def test_at_least_twenty_bugs_are_injected():
     assert len(MISTAKES) >= 20
 
 
@@ -80,7 +81,7 @@ def test_at_least_twenty_mistakes_are_planted():
     ("dtype", "decay", "most"), [("float32", 0.0, 21), ("float32", 0.1, 25), ("float16", 0.0, 19)]
 )
 def test_bytes_and_launches_of_a_step(dtype, decay, most):
-    """Steady residuals, 0.1 %: the pass over the tensors and nothing else that counts."""
+    """Steady residuals, 0.1 %: only the pass over the tensors matters."""
     emulated = programs.emulated()
     emulated.set_order("forward", 1, 4)
     rng = np.random.default_rng(3)
@@ -133,7 +134,7 @@ def resources():
 
 
 def plain(symbol):
-    """A kernel's name and template arguments, out of its mangled symbol."""
+    """A kernel's name and template arguments, from its mangled symbol."""
     libstdcpp = ctypes.CDLL("libstdc++.so.6")
     libstdcpp.__cxa_demangle.restype = ctypes.c_char_p
     text = libstdcpp.__cxa_demangle(symbol.encode(), None, None, None) or symbol.encode()
@@ -160,7 +161,7 @@ def body(text, name):
 
 
 def test_hot_kernels_move_sixteen_bytes_at_a_time():
-    """In PTX, as no disassembler comes with nvcc alone: a vector access there is one access."""
+    """In PTX, since nvcc alone has no disassembler: a vector access there is one access."""
     step, topk, dense, packets, stream = (
         path.read_text()
         for path in programs.build(
@@ -195,7 +196,7 @@ def test_hot_kernels_move_sixteen_bytes_at_a_time():
 
 
 def test_coverage_of_the_kernels():
-    """Which lines of the kernels the cases run, printed; few are left out."""
+    """Prints the lines of the kernels that the cases run; few are not covered."""
     (program,) = programs.build(["cases.coverage"])
     folder = programs.OUT / "coverage"
     for old in folder.glob("*.gcda"):

@@ -1,4 +1,4 @@
-"""pycomm.data: each sample on one rank, whatever the numbers; loaders; one copy per host."""
+"""pycomm.data: each sample on one rank, for all sizes; loaders; one copy per host."""
 
 import itertools
 import os
@@ -39,7 +39,7 @@ def shards(count: int, size: int, epoch: int = 0, **options: Any) -> list[Sharde
 
 
 @given(st.integers(0, 200), st.integers(1, 17), st.booleans(), ORDERS, st.integers(0, 5))
-def test_the_union_is_the_data_once(
+def test_shards_partition_the_data(
     count: int, size: int, shuffle: bool, order: str, epoch: int
 ) -> None:
     parts = shards(count, size, epoch, shuffle=shuffle, order=order)
@@ -49,7 +49,7 @@ def test_the_union_is_the_data_once(
     assert all(part.padding == 0 for part in parts)
     if order == "strided":
         assert max(map(len, indices)) - min(map(len, indices)) <= 1
-    else:  # the documents' formula
+    else:  # the formula of the docs
         each = -(-count // size)
         wanted = [min(each * (r + 1), count) - min(each * r, count) for r in range(size)]
         assert [len(own) for own in indices] == wanted
@@ -70,7 +70,7 @@ def test_padding_and_dropping(count: int, size: int, shuffle: bool, order: str) 
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_padded_it_is_torchs_distributed_sampler(shuffle: bool) -> None:
+def test_padded_sampler_equals_torch_distributed_sampler(shuffle: bool) -> None:
     data = list(range(11))
     for epoch, (rank, ours) in itertools.product(
         (0, 3), enumerate(shards(11, 4, 3, shuffle=shuffle, pad=True))
@@ -88,19 +88,19 @@ def test_epochs_differ_and_repeat() -> None:
     assert list(one) != first
     one.set_epoch(0)
     assert list(one) == first
-    assert list(ShardedSampler(range(50), seed=1)) != first  # alone: rank 0 of 1
+    assert list(ShardedSampler(range(50), seed=1)) != first  # single process: rank 0 of 1
 
 
 @pytest.mark.parametrize(
     "options",
     [{"order": "odd"}, {"pad": True, "drop_last": True}, {"rank": 1}, {"rank": 2, "size": 2}],
 )
-def test_arguments_that_make_no_sense(options: dict[str, Any]) -> None:
+def test_invalid_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
         ShardedSampler(range(5), **options)
 
 
-def test_the_environment_says_who_reads_before_init(monkeypatch: Any) -> None:
+def test_environment_sets_the_shard_before_init(monkeypatch: Any) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert list(ShardedSampler(range(7), shuffle=False)) == [1, 4]
@@ -123,7 +123,7 @@ class Stream(IterableDataset):
         return iter(range(10))
 
 
-def test_the_loader_shards_by_itself() -> None:
+def test_loader_shards_the_data() -> None:
     def program(group: Group) -> Any:
         data = TensorDataset(torch.arange(10))
         loader = DataLoader(data, batch_size=2, shuffle=True)
@@ -137,7 +137,8 @@ def test_the_loader_shards_by_itself() -> None:
         seeded = DataLoader(data, batch_size=2, shuffle=True, generator=made)
         assert [int(i) for (batch,) in seeded for i in batch] != seen[0]
         even = [len(x) for (x,) in DataLoader(data, 2, drop_last=True)]
-        own = DataLoader(data, sampler=SequentialSampler(data))  # a sampler that is given counts
+        # An explicit sampler has precedence.
+        own = DataLoader(data, sampler=SequentialSampler(data))
         assert len(list(own)) == 10
         stream = [int(i) for batch in DataLoader(Stream(), batch_size=2) for i in batch]
         return seen, even, stream
@@ -170,7 +171,7 @@ def test_scattered_batches() -> None:
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_loader_that_fails_is_heard_everywhere() -> None:
+def test_loader_error_reaches_every_rank() -> None:
     def batches() -> Any:
         yield torch.ones(2)
         raise OSError("the disk is gone")
@@ -205,7 +206,7 @@ def test_prefetching_reads_ahead_and_stops() -> None:
     before = threading.active_count()
     got = []
     for batch in Prefetcher(batches(), depth=2, convert=lambda x: x.float() / 2):
-        assert three.wait(60)  # two wait, and one is on its way, before the first is done
+        assert three.wait(60)  # two are queued, and one is being made, before the first is done
         got.append(batch)
         if len(got) == 3:
             break
@@ -217,7 +218,7 @@ def test_prefetching_reads_ahead_and_stops() -> None:
     assert len(Prefetcher([1, 2])) == 2
 
 
-def test_numbers_may_be_numpys() -> None:
+def test_numpy_integers_are_accepted() -> None:
     one, two = np.int64(1), np.int64(2)
     theirs = ShardedSampler(range(9), seed=two, rank=one, size=two)  # type: ignore[arg-type]  # not an int
     ours = ShardedSampler(range(9), seed=2, rank=1, size=2)
@@ -228,7 +229,7 @@ def test_numbers_may_be_numpys() -> None:
     assert [len(x) for (x,) in loader] == [2, 2, 1]
 
 
-def test_prefetching_passes_errors_on() -> None:
+def test_prefetching_forwards_errors() -> None:
     def batches() -> Any:
         yield torch.ones(1)
         raise LookupError("no more")
@@ -248,13 +249,13 @@ def shared(group: Group) -> Any:
     np.testing.assert_array_equal(array, whole)
     with pytest.raises(ValueError, match="read-only"):
         array[0, 0] = 1
-    tensor[0, 0] = group.rank + 5.0  # this rank's own from now on
+    tensor[0, 0] = group.rank + 5.0  # private to this rank from now on
     pycomm.barrier()
     assert tensor[0, 0] == group.rank + 5.0
     with pytest.raises(InvalidArgument, match=r"rank 0, the first on .*, has no array"):
         pycomm.data.share(None)
     with (
-        mock.patch("os.getpid", os.getppid),  # as where process ids are others'
+        mock.patch("os.getpid", os.getppid),  # as in another pid namespace
         pytest.raises(Unsupported, match="cannot open the memory of rank 0"),
     ):
         pycomm.data.share(whole)
@@ -273,8 +274,8 @@ def test_one_copy_per_host() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_another_ones_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    """Where process ids are others', the file may be anything; a pipe waits for a writer."""
+def test_pipe_of_another_process_is_not_waited_for(tmp_path: Path) -> None:
+    """In another pid namespace the file may be anything; opening a pipe waits for a writer."""
     os.mkfifo(tmp_path / "pipe")
     descriptor = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     try:

@@ -1,4 +1,4 @@
-"""DataParallel: the mean over ranks, when it travels, and every promise of docs/training.md."""
+"""DataParallel: the mean over ranks, when it is exchanged, and the promises of docs/training.md."""
 
 import copy
 import threading
@@ -40,7 +40,7 @@ FORMS: list[dict[str, Any]] = [
 
 
 def replicas(ranks: int, make: Callable[[], nn.Module] = perceptron) -> list[nn.Module]:
-    """A model for each rank; the others' parameters are not rank 0's."""
+    """A model for each rank; the parameters of other ranks differ from rank 0's."""
     models = [make() for _ in range(ranks)]
     for rank, model in enumerate(models):
         for parameter in model.parameters():
@@ -106,11 +106,11 @@ def test_any_module() -> None:
 
 
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather"])
-def test_a_bucket_has_arrived_before_the_last_gradient_exists(
+def test_bucket_is_reduced_before_the_last_gradient_exists(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backward stops at its last gradient until the first bucket, or DGC's first packet, is back
-    from all ranks."""
+    """Backward stops at its last gradient until the first bucket, or DGC's first packet, was
+    received from all ranks."""
     works: dict[int, list[pycomm.Work]] = {0: [], 1: []}
     start = getattr(CommunicatorPool, verb)
 
@@ -131,7 +131,7 @@ def test_a_bucket_has_arrived_before_the_last_gradient_exists(
         def at_last_gradient(_: Tensor) -> None:
             end = time.monotonic() + 20
             while not (works[group.rank] and works[group.rank][0].done()):
-                assert time.monotonic() < end, "nothing travelled while backward went on"
+                assert time.monotonic() < end, "nothing was sent during backward"
             seen.append(len(works[group.rank]))
 
         next(iter(model.parameters())).register_hook(at_last_gradient)
@@ -162,7 +162,7 @@ def test_no_sync_accumulates() -> None:
 
 
 class Branches(nn.Module):
-    """A batch goes through one of three branches; the third is for nobody."""
+    """A batch uses one of three branches; the third is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_unused_parameters() -> None:
 
     one = seeded(Branches(), 0)
     results = run_ranks(2, program, [copy.deepcopy(one) for _ in range(2)])
-    for rank in range(2):  # of the last step alone; who did not use it counts as zero
+    for rank in range(2):  # only the last step counts; a rank that did not use it contributes zero
         x, y = batch(rank, 2)
         (F.mse_loss(one(x, rank), y) / 2).backward()
     for result in results:
@@ -192,7 +192,7 @@ def test_unused_parameters() -> None:
         torch.testing.assert_close(result[:4], [p.grad for p in one.parameters()][:4])
 
 
-def test_an_unused_parameter_is_named_and_nobody_waits() -> None:
+def test_unused_parameter_is_named_and_no_rank_waits() -> None:
     def program(group: pycomm.Group, models: list[nn.Module]) -> str:
         model = pycomm.DataParallel(models[group.rank])
         x, y = batch(group.rank, 0)
@@ -205,8 +205,8 @@ def test_an_unused_parameter_is_named_and_nobody_waits() -> None:
     assert "'branch.0.weight'" in texts[1]
 
 
-def test_a_second_gradient_in_one_pass_is_refused() -> None:
-    """As checkpoints with use_reentrant make them: backward inside backward."""
+def test_second_gradient_in_one_pass_is_rejected() -> None:
+    """As checkpoints with use_reentrant do: backward inside backward."""
 
     def program(group: pycomm.Group, models: list[nn.Module]) -> None:
         model = pycomm.DataParallel(models[group.rank], find_unused_parameters=True)
@@ -240,7 +240,7 @@ def test_join_with_uneven_data(batches: tuple[int, int]) -> None:
     results = run_ranks(2, program, replicas(2, make))
     assert equal(*results)
     one = make()
-    for step in range(max(batches)):  # who has no data adds zero to the mean of two
+    for step in range(max(batches)):  # a rank without data adds zero to the mean of two
         before = parameters(one)
         kept = buffers = copy.deepcopy(one.state_dict())
         gradients = [torch.zeros_like(p) for p in before]
@@ -261,7 +261,7 @@ def test_join_with_uneven_data(batches: tuple[int, int]) -> None:
 
 
 class Locked(torch.optim.SGD):
-    """An optimizer whose state cannot be saved on rank 1, or not be loaded."""
+    """An optimizer whose state cannot be saved on rank 1, or cannot be loaded."""
 
     secret: Any = None
 
@@ -273,7 +273,7 @@ class Locked(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("secret", "says"), [(threading.Lock, "pickle"), (object, "Weights only load failed")]
 )
-def test_a_state_that_cannot_travel_is_told_to_all(secret: Any, says: str) -> None:
+def test_unserializable_state_raises_on_every_rank(secret: Any, says: str) -> None:
     def program(group: pycomm.Group, models: list[nn.Module]) -> str:
         model = pycomm.DataParallel(models[group.rank])
         optimizer = Locked(model.parameters(), lr=0.1)
@@ -281,7 +281,7 @@ def test_a_state_that_cannot_travel_is_told_to_all(secret: Any, says: str) -> No
         kind = Exception if group.rank == 1 else pycomm.errors.Error
         with pytest.raises(kind) as caught, model.join(optimizer):
             step_on(model, batch(group.rank, 0), optimizer)
-        assert pycomm.all_reduce(torch.ones(1)).item() == 2  # the group goes on
+        assert pycomm.all_reduce(torch.ones(1)).item() == 2  # the group still works
         return str(caught.value)
 
     other, own = run_ranks(2, program, replicas(2))
@@ -300,12 +300,12 @@ def test_buffers_follow_rank_0() -> None:
             F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1]).backward()
         calls = group.stats().calls
         with torch.no_grad():
-            model(batch(0, 0)[0])  # no exchange comes, so nothing travels
+            model(batch(0, 0)[0])  # no exchange follows, so nothing is sent
         assert group.stats().calls == calls
         model(batch(0, 0)[0])
         return [b.clone() for b in model.buffers()]
 
-    # the last forward used the same batch on both ranks, after rank 0's buffers had come
+    # the last forward used the same batch on both ranks, after rank 0's buffers arrived
     a, b = run_ranks(2, program, replicas(2, make), {})
     assert equal(a, b)
     a, b = run_ranks(2, program, replicas(2, make), {"broadcast_buffers": False})
@@ -328,7 +328,7 @@ def test_check_names_the_first_difference() -> None:
         assert "rank 2 has another values than rank 0 of '2.bias'" in text
 
 
-def test_models_of_another_shape_are_refused() -> None:
+def test_models_of_other_shapes_are_rejected() -> None:
     def program(group: pycomm.Group) -> None:
         with pytest.raises(Mismatch, match=r"shape.*'weight'"):
             pycomm.DataParallel(nn.Linear(3, 2 + group.rank))
@@ -373,7 +373,7 @@ def test_sparse_gradients() -> None:
     torch.testing.assert_close(results[0][0], parameters(one))
 
 
-def test_state_dict_is_the_modules() -> None:
+def test_state_dict_equals_the_module() -> None:
     def program(group: pycomm.Group, models: list[nn.Module]) -> None:
         module = models[group.rank]
         model = pycomm.DataParallel(module)
@@ -384,7 +384,7 @@ def test_state_dict_is_the_modules() -> None:
     run_ranks(2, program, replicas(2))
 
 
-def test_nothing_is_held_by_a_wrapper_that_is_gone() -> None:
+def test_deleted_wrapper_holds_no_resources() -> None:
     def program(group: pycomm.Group, models: list[nn.Module]) -> None:
         module = models[group.rank]
         for _ in range(2):
@@ -420,7 +420,7 @@ def test_callback(op: str) -> None:
 
 
 @pytest.mark.parametrize("init", ["broadcast", "check"])
-def test_a_model_elsewhere_is_refused(init: str) -> None:
+def test_model_on_another_device_is_rejected(init: str) -> None:
     def program(group: pycomm.Group) -> None:
         with pytest.raises(Unsupported, match="'weight' lies on meta"):
             pycomm.DataParallel(nn.Linear(2, 2, device="meta"), init=init)
@@ -428,8 +428,8 @@ def test_a_model_elsewhere_is_refused(init: str) -> None:
     run_ranks(2, program)
 
 
-def test_a_wrong_compression_is_refused_before_anything_is_sent() -> None:
-    """The module stays free, and the group has made no call."""
+def test_wrong_compression_type_raises_before_data_is_sent() -> None:
+    """The module stays usable, and the group made no call."""
 
     def program(group: pycomm.Group) -> None:
         model, before = nn.Linear(2, 2), group.stats().calls

@@ -1,4 +1,4 @@
-"""The demo: three steps of each row, what it stores, and that its processes end."""
+"""The demo: three steps of each row, its stored results, and that its processes end."""
 
 import json
 import math
@@ -29,7 +29,7 @@ NEEDS_HOSTS = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 @pytest.fixture(scope="module", params=list(rows.ROWS))
 def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one short run of a row left in its folder."""
+    """The files that one short run of a row stored in its folder."""
     out = tmp_path_factory.mktemp(request.param)
     status = demo.main(["--steps", str(STEPS), "--rows", request.param, "--out", str(out)])
     assert status == 0
@@ -37,7 +37,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return json.loads((out / "demo.json").read_text())
 
 
-def test_a_row_is_whole(stored: Any) -> None:
+def test_row_has_every_column(stored: Any) -> None:
     assert stored["machine"]["torch"] == torch.__version__
     assert stored["settings"]["steps"] == STEPS
     (row,) = stored["rows"]
@@ -48,21 +48,21 @@ def test_a_row_is_whole(stored: Any) -> None:
     assert row["replicas_equal"]
 
 
-def test_what_a_row_sends(stored: Any) -> None:
+def test_bytes_sent_of_a_row(stored: Any) -> None:
     (row,) = stored["rows"]
     assert row["counted_by"] in ("pycomm", "kernel")
     assert row["mb"] == sorted(row["mb"])
     assert len(row["mb"]) == STEPS
     gradients_mb = row["parameters"] * 4 / MB  # 2 (n - 1) / n is 1 for two ranks
-    if row["key"] == "dgc":  # the ramp begins with a quarter of them, each with its index
+    if row["key"] == "dgc":  # the warm-up begins with a quarter of them, each with its index
         assert 0.5 * gradients_mb <= row["mb_per_rank_and_step"] <= 0.55 * gradients_mb
         return
-    # DDP tells the others its buckets once, which three steps show.
+    # DDP sends its buckets once to the other ranks, which is visible in three steps.
     assert gradients_mb <= row["mb_per_rank_and_step"] <= 1.05 * gradients_mb
 
 
 @pytest.mark.parametrize("rate_mbit", [0, pytest.param(40, marks=NEEDS_HOSTS)])
-def test_pycomm_learns_what_gloo_learns(rate_mbit: int, tmp_path: Path) -> None:
+def test_pycomm_and_gloo_train_equally(rate_mbit: int, tmp_path: Path) -> None:
     args = ["--steps", str(STEPS), "--rows", "gloo,pycomm", "--out", str(tmp_path)]
     assert demo.main([*args, *(["--rate", f"{rate_mbit}mbit"] if rate_mbit else [])]) == 0
     gloo, ours = json.loads((tmp_path / "demo.json").read_text())["rows"]
@@ -77,7 +77,7 @@ def test_pycomm_learns_what_gloo_learns(rate_mbit: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "args", [["--rows", "carrier pigeon"], ["--steps", "0"], ["--rate", "2 bytes"]]
 )
-def test_nonsense_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         demo.main(args)
     assert "pycomm demo: error" in capsys.readouterr().err
@@ -88,7 +88,7 @@ def outcome(digest: str, loss: float) -> training.Outcome:
     return training.Outcome([loss, loss], [0.1, 0.3], [MB, 3 * MB], "kernel", digest, 1.5, "", 10)
 
 
-def test_replicas_that_differ_are_told() -> None:
+def test_different_replicas_are_reported() -> None:
     row = rows.ROWS["gloo"]
     same = report.result(row, [outcome("a", 2.0), outcome("a", 4.0)])
     assert same.replicas_equal
@@ -98,7 +98,7 @@ def test_replicas_that_differ_are_told() -> None:
     assert not report.result(row, [outcome("a", 2.0), outcome("b", 4.0)]).replicas_equal
 
 
-def test_text_survives_the_alphabet() -> None:
+def test_text_round_trips_through_the_alphabet() -> None:
     assert text.decode(text.encode(b"def f(x):\n\treturn \xff")) == "def f(x):\n?return ?"
     learn_from, judge_by = text.load()
     assert len(learn_from) > 10 * len(judge_by) > 0
@@ -107,7 +107,7 @@ def test_text_survives_the_alphabet() -> None:
     assert torch.equal(x[:, 1:], y[:, :-1])
 
 
-def test_the_model_does_not_look_ahead() -> None:
+def test_model_is_causal() -> None:
     net = model.CharGPT(model.Shape())
     tokens = torch.arange(12)[None]
     changed = tokens.clone()
@@ -118,7 +118,7 @@ def test_the_model_does_not_look_ahead() -> None:
     assert net.write(tokens[0], 5, torch.Generator().manual_seed(0)).shape == (17,)
 
 
-def test_the_kernel_counts_what_sockets_send() -> None:
+def test_kernel_counters_match_socket_bytes() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as door,
         socket.create_connection(door.getsockname()) as out,
@@ -135,52 +135,52 @@ def test_the_kernel_counts_what_sockets_send() -> None:
     assert after[0] - before[0] == 100_000
 
 
-def speak(rank: processes.Rank, word: str) -> None:
-    """Says two things."""
+def report_twice(rank: processes.Rank, word: str) -> None:
+    """Reports two messages."""
     rank.say((word, rank.size))
     rank.say(os.getpid())
 
 
 def fail(rank: processes.Rank) -> None:
-    """Rank 1 fails while the others wait for it for ever."""
+    """Rank 1 fails while the others wait for it without a limit."""
     if rank.rank == 1:
         raise ValueError("no more paper")
     dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.size)
 
 
 def linger(rank: processes.Rank) -> None:
-    """Waits in C++ for what never comes, on a store that the parent does not keep."""
+    """Waits in C++ for a missing rank, on a store that the parent does not serve."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank.say(os.getpid())
     store.wait(["never"])
 
 
-def test_everything_said_is_heard() -> None:
+def test_every_report_of_a_rank_is_received() -> None:
     heard: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-    processes.run(speak, ("hello",), 3, lambda rank, said: heard[rank].append(said))
+    processes.run(report_twice, ("hello",), 3, lambda rank, said: heard[rank].append(said))
     assert [said[0] for said in heard.values()] == [("hello", 3)] * 3
     assert len({said[1] for said in heard.values()}) == 3
 
 
-def test_the_error_of_a_rank_is_shown_and_ends_all() -> None:
+def test_rank_error_is_shown_and_ends_the_run() -> None:
     others = set(multiprocessing.active_children())
     with pytest.raises(ProcessException, match="no more paper"):
         processes.run(fail, (), 2, lambda rank, said: None)
     assert set(multiprocessing.active_children()) <= others
 
 
-def test_an_error_of_the_listener_ends_all() -> None:
+def test_listener_error_ends_the_run() -> None:
     others = set(multiprocessing.active_children())
 
-    def hear(rank: int, said: object) -> None:
+    def fail_to_receive(rank: int, said: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        processes.run(linger, (), 2, hear)
+        processes.run(linger, (), 2, fail_to_receive)
     assert set(multiprocessing.active_children()) <= others
 
 
-def test_a_killed_parent_leaves_no_orphans() -> None:
+def test_killed_parent_leaves_no_orphans() -> None:
     code = (
         "from pycomm.demo import processes; from tests.test_demo import linger\n"
         "if __name__ == '__main__':\n"

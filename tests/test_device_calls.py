@@ -1,4 +1,4 @@
-"""The command that tells what calls with arrays on devices cost the host: device_calls.py."""
+"""The command that measures the host time of calls with device arrays: device_calls.py."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "benchmarks" / "results" / "device_calls.json"
 
 
-def test_a_little_of_it(tmp_path, capsys):
+def test_small_measurement(tmp_path, capsys):
     if device_calls.programs.nvcc() is None:
         pytest.skip("needs nvcc, for the headers of CUDA")
     path = tmp_path / "calls.json"
@@ -27,7 +27,7 @@ def test_a_little_of_it(tmp_path, capsys):
     assert "all_reduce, ring" in capsys.readouterr().out
 
 
-def test_the_page_has_the_stored_table():
+def test_page_contains_the_stored_table():
     report = json.loads(STORED.read_text())
     costs = [device_calls.Cost(**row) for row in report["costs"]]
     assert device_calls.page(costs) in (ROOT / "docs" / "cuda.md").read_text()

@@ -1,4 +1,4 @@
-"""Rings over large arrays on devices in channels: the same bits, twice the launches, in graphs too.
+"""Rings over large device arrays in channels: the same bits, twice the launches, also in graphs.
 
 Emulated devices with a fake NCCL, and GPUs; ranks are threads (tests/group_devices.py).
 """
@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import machine_fixture, odd, on  # noqa: F401
+from group_devices import machine_fixture, odd, on  # noqa: F401 - fixture
 
 import pycomm
 from pycomm import errors
 
 pytestmark = pytest.mark.timeout(300)
 
-LARGE = (2 << 20) // 4 + 7  # float32: two channels of a MiB each, and no round number
+LARGE = (2 << 20) // 4 + 7  # float32: two channels of a MiB each, and an odd count
 
 
 def rings(group: pycomm.Group, device: Any, counted: bool) -> None:
-    if group.rank == 0:  # whose word counts
+    if group.rank == 0:  # rank 0's option decides
         group.cuda_channels = 2
     x = odd(group.rank, LARGE, "float32")
     there, small = device.put(x), device.put(x[:1000])
@@ -34,10 +34,10 @@ def rings(group: pycomm.Group, device: Any, counted: bool) -> None:
         sent = 2 * LARGE - len(pieces[group.rank]) - len(pieces[(group.rank + 1) % group.size])
         assert counts["bytes_sent"] == 4 * sent
     device.write(there, x)
-    pycomm.barrier()  # nobody allocates while another captures
+    pycomm.barrier()  # no allocation while another thread captures
     device.capture()
     pycomm.all_reduce(there, algorithm="ring")
-    pycomm.all_reduce(small, algorithm="ring")  # in one channel, behind those of the large one
+    pycomm.all_reduce(small, algorithm="ring")  # in one channel, after those of the large array
     launch = device.end_capture()
     launch()
     assert device.get(there).tobytes() == here.tobytes()
@@ -46,7 +46,7 @@ def rings(group: pycomm.Group, device: Any, counted: bool) -> None:
 
 
 @on("emulated", "cuda")
-def test_lanes_change_no_bit(machine):
+def test_channels_change_no_bit(machine):
     machine.run(3, rings, machine.emulated)
 
 
@@ -57,5 +57,5 @@ def too_many(group: pycomm.Group, device: Any) -> None:
 
 
 @on("emulated", "cuda")
-def test_there_are_lanes_enough(machine):
+def test_channel_count_limits(machine):
     machine.run(2, too_many)

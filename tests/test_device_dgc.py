@@ -1,5 +1,5 @@
 """A step of DGC on devices, from the gradient to the parameters: the kernel, the exchange of raw
-packets and the fused decoding and update, at once and as one graph. Emulated devices with a fake
+packets and the fused decoding and update, eager and as one graph. Emulated devices with a fake
 NCCL, and GPUs.
 
 Ranks are threads with a device each, or share one (tests/group_devices.py).
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import machine_fixture  # noqa: F401
+from group_devices import machine_fixture  # noqa: F401 - fixture
 
 import pycomm
 from pycomm import kernels
@@ -24,7 +24,7 @@ COUNT, K, STEPS = 5000, 40, 5
 
 
 def gradient(rank: int, step: int) -> Any:
-    """Of some weight, so that what is owed from step to step matters."""
+    """Large enough that the residual of earlier steps matters."""
     rng = np.random.default_rng((rank, step))
     return (rng.laplace(size=COUNT) * (1 + 20 * (step == 2))).astype(np.float32)
 
@@ -66,7 +66,7 @@ class Training:
 
 
 def in_host_memory(group: pycomm.Group) -> list[list[bytes]]:
-    """Parameters, u and v after each step, on the processor."""
+    """Parameters, u and v after each step, on the CPU."""
     training = Training(group, np.copy)
     seen = []
     for step in range(STEPS):
@@ -77,7 +77,7 @@ def in_host_memory(group: pycomm.Group) -> list[list[bytes]]:
 
 
 def on_a_device(group: pycomm.Group, device: Any, captured: bool) -> list[list[bytes]]:
-    """The same, and where it is `captured` all steps but the first are replays of one graph."""
+    """The same on a device; if `captured`, all steps but the first are replays of one graph."""
     training = Training(group, device.put)
     seen, launch = [], training.step
     for step in range(STEPS):
@@ -91,8 +91,8 @@ def on_a_device(group: pycomm.Group, device: Any, captured: bool) -> list[list[b
     return seen
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["at once", "a graph"])
-def test_steps_have_the_bits_of_the_processors(machine, captured):
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_steps_equal_the_cpu_bit_by_bit(machine, captured):
     with ExitStack() as stack:
         if machine.emulated:
             import programs
@@ -103,5 +103,5 @@ def test_steps_have_the_bits_of_the_processors(machine, captured):
     for rank, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         for step in range(STEPS):
             assert mine[step] == theirs[step], (rank, step)
-        assert mine[-1][0] == found[0][-1][0]  # all have the same parameters
-    assert len({seen[0] for seen in found[0]}) == STEPS  # and every step has changed them
+        assert mine[-1][0] == found[0][-1][0]  # all ranks have the same parameters
+    assert len({seen[0] for seen in found[0]}) == STEPS  # and every step changed them

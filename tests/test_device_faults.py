@@ -1,5 +1,5 @@
-"""Groups on devices when something goes wrong: calls that hang, ranks that die, come late or end
-the group, from Python, with emulated devices and a fake NCCL, and GPUs.
+"""Failures of groups on devices: calls that hang, ranks that die, are late or abort the group, from
+Python, with emulated devices and a fake NCCL, and GPUs.
 
 Ranks are threads or processes with a device each (tests/group_devices.py).
 """
@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import EMULATED, KINDS, machine_fixture, numbers, on  # noqa: F401
+from group_devices import EMULATED, KINDS, machine_fixture, numbers, on  # noqa: F401 - fixture
 from test_threads import no_new_threads
 
 import pycomm
 from pycomm import errors
 
 pytestmark = pytest.mark.timeout(300)
-DELAYED = EMULATED  # until the test says so: a GPU's delay ends by itself
+DELAYED = EMULATED  # until the test releases it: a GPU's delay ends by itself
 AT_ITS_DEATH = pytest.mark.parametrize(
     ("machine", "moment"),
     [(kind, "before") for kind in KINDS] + [(kind, "on the device") for kind in DELAYED],
@@ -53,13 +53,13 @@ def stuck(group: pycomm.Group, device: Any) -> tuple[str, str]:
 went_on = threading.Event()
 
 
-@on(*EMULATED)  # a kernel that waits for ever cannot be ended on a GPU
+@on(*EMULATED)  # a kernel that waits without a limit cannot be ended on a GPU
 def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
     went_on.clear()
     ranks = machine.run(2, stuck)
     for text in (text for said in ranks for text in said):
         assert f"all_reduce(float32, count 100, sum, {machine.own}, on CUDA devices)" in text
-    # Whoever is first past the limit ends the communicator, which may be what the other sees.
+    # The first rank past the limit aborts the communicator, which may be what the other rank sees.
     late = "is not over on the device after 1"
     assert any(all(late in text for text in said) for said in ranks), ranks
 
@@ -158,7 +158,7 @@ def dies_with_a_call(group: pycomm.Group, device: Any) -> str:
     pycomm.barrier()
     if group.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    device.get(x)  # until the stream goes on without that rank
+    device.get(x)  # until the stream continues without that rank
     while not work.done():
         pass
     with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 100") as caught:
@@ -167,7 +167,7 @@ def dies_with_a_call(group: pycomm.Group, device: Any) -> str:
 
 
 @on(*DELAYED)
-def test_a_call_whose_rank_dies_never_ends_well(machine):
+def test_call_with_a_dead_rank_never_succeeds(machine):
     options = {"processes": True, "transport": "", "return_exceptions": True}
     *living, dead = machine.run(3, dies_with_a_call, **options)
     assert isinstance(dead, errors.PeerLost)
@@ -191,7 +191,7 @@ def late(group: pycomm.Group, device: Any) -> str:
 over = threading.Event()
 
 
-def test_a_rank_that_does_not_come_is_named(machine):
+def test_missing_rank_is_named(machine):
     over.clear()
     said, _ = machine.run(2, late)
     assert "all_reduce" in said
@@ -217,7 +217,7 @@ def aborts(group: pycomm.Group, device: Any) -> str:
 
 
 @on(*DELAYED)
-def test_an_abort_ends_what_is_under_way(machine):
+def test_abort_ends_running_calls(machine):
     went_on.clear()
     said = machine.run(2, aborts)
     known = ("enough", "hung up", "closed unexpectedly")
@@ -236,9 +236,9 @@ def two_threads(group: pycomm.Group, device: Any) -> list[str]:
     def call() -> None:
         try:
             pycomm.all_reduce(x, group=group)
-        except errors.InvalidArgument as error:  # one of the two threads is refused
+        except errors.InvalidArgument as error:  # one of the two threads is rejected
             said.append(str(error))
-            refused_one.set()  # the other is inside, and waits for rank 1
+            refused_one.set()  # the other thread is inside, and waits for rank 1
 
     both = [threading.Thread(target=call) for _ in range(2)]
     for thread in both:
@@ -251,7 +251,7 @@ def two_threads(group: pycomm.Group, device: Any) -> list[str]:
 refused_one = threading.Event()
 
 
-def test_a_second_thread_is_refused(machine):
+def test_second_thread_is_rejected(machine):
     refused_one.clear()
     said, _ = machine.run(2, two_threads)
     assert [text for text in said if "another thread is inside" in text] == said != []
@@ -271,7 +271,7 @@ def test_a_group_is_closed_when_its_calls_are_over(machine):
         np.testing.assert_array_equal(x, sum(numbers(rank) for rank in range(3)))
 
 
-def told_by_the_host(group: pycomm.Group, device: Any) -> str:
+def aborted_by_the_host_group(group: pycomm.Group, device: Any) -> str:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
     device.get(x)
@@ -281,29 +281,29 @@ def told_by_the_host(group: pycomm.Group, device: Any) -> str:
     work.wait()
     pycomm.barrier()
     if group.rank == 2:
-        group._core.abort("enough")  # that of the host alone, so that NCCL hears nothing
+        group._core.abort("enough")  # of the host group only, so that NCCL does not see it
     with pytest.raises(errors.Error, match="enough"):
         while True:
             pycomm.barrier()
     deadline = time.monotonic() + 60
     while not work.done():
-        assert time.monotonic() < deadline, "what waits on the device was not given up"
+        assert time.monotonic() < deadline, "the waiting device work was not aborted"
     with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 100") as caught:
-        work.wait()  # whoever says that it is done knows of its end, too
+        work.wait()  # completion implies that the failure is known, too
     group.close()
-    assert time.monotonic() < deadline, "the end of the group waited for the call"
+    assert time.monotonic() < deadline, "closing the group waited for the call"
     return str(caught.value)
 
 
 @on(*DELAYED)
-def test_what_waits_on_a_device_ends_with_the_group_of_the_hosts(machine):
-    found = machine.run(3, told_by_the_host)
-    # Whoever is first ends its communicator, which may be what the others see.
+def test_device_waits_end_with_the_host_group(machine):
+    found = machine.run(3, aborted_by_the_host_group)
+    # The first rank aborts its communicator, which may be what the others see.
     assert any("waits on the device for rank" in said for said in found), found
 
 
 def reduce_without_threads(group: pycomm.Group, device: Any) -> tuple[str, bool]:
-    """A first call whose threads cannot be created; the error, and whether the next is right."""
+    """A first call without threads: the error, and whether the next call succeeds."""
     x = device.put(numbers(group.rank))
     refused = ""
     with no_new_threads():
@@ -316,8 +316,8 @@ def reduce_without_threads(group: pycomm.Group, device: Any) -> tuple[str, bool]
     return refused, bool((device.get(x) == numbers(0) + numbers(1)).all())
 
 
-@on("emulated, shared")  # the fake NCCL, too, needs threads
-def test_without_threads_a_first_call_on_devices_is_refused(machine: Any) -> None:
+@on("emulated, shared")  # the fake NCCL also needs threads
+def test_first_device_call_without_threads_is_rejected(machine: Any) -> None:
     options = {"transport": "shm", "processes": True}
     for refused, right in machine.run(2, reduce_without_threads, **options):
         assert "the thread pycomm-pulse cannot be created: Resource temporarily" in refused

@@ -1,4 +1,4 @@
-"""Collectives of arrays on devices, from Python: emulated devices and a fake NCCL, and GPUs.
+"""Collectives of device arrays, from Python: emulated devices and a fake NCCL, and GPUs.
 
 Ranks are threads or processes with a device each (tests/group_devices.py).
 """
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import EMULATED, machine_fixture, numbers, odd, on  # noqa: F401
+from group_devices import EMULATED, machine_fixture, numbers, odd, on  # noqa: F401 - fixture
 
 import pycomm
 from pycomm import errors, nccl
@@ -35,7 +35,7 @@ def three_verbs(group: pycomm.Group, device: Any, algorithm: str | None) -> Any:
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
 @pytest.mark.parametrize("algorithm", [None, "own", "ring", "tree"])
-def test_arrays_on_devices_travel(machine, algorithm, processes):
+def test_device_arrays_are_sent(machine, algorithm, processes):
     algorithm = machine.own if algorithm == "own" else algorithm
     options = {"processes": True, "transport": ""} if processes else {}
     whole = [numbers(rank) for rank in range(3)]
@@ -45,13 +45,13 @@ def test_arrays_on_devices_travel(machine, algorithm, processes):
         np.testing.assert_array_equal(z, whole)
 
 
-def said_once(group: pycomm.Group, device: Any) -> str:
+def log_and_stats(group: pycomm.Group, device: Any) -> str:
     pycomm.all_reduce(device.put(numbers(group.rank)))
     return str(group._devices[device.index].stats().algorithm)
 
 
-def test_log_and_stats_say_how_arrays_travel(machine, caplog):
-    assert machine.run(3, said_once) == [machine.own] * 3
+def test_log_and_stats_report_the_device_transport(machine, caplog):
+    assert machine.run(3, log_and_stats) == [machine.own] * 3
     said = [text for text in caplog.messages if "share a GPU" in text]
     assert len(said) == (1 if machine.shared else 0)
 
@@ -85,7 +85,7 @@ def every_verb(group: pycomm.Group, device: Any, async_op: bool) -> None:
     is_(pycomm.all_gather(mine, out(size, 5), async_op=async_op), whole)
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_every_verb(machine, async_op):
     machine.run(3, every_verb, async_op)
 
@@ -101,7 +101,7 @@ def launches(group: pycomm.Group, device: Any, algorithm: str) -> Any:
 
 
 @on(*EMULATED)  # the real NCCL does not count
-def test_a_ring_moves_what_its_plan_says_and_nccls_own_is_one_call(machine):
+def test_ring_follows_its_plan_and_native_nccl_is_one_call(machine):
     if machine.shared:
         for counts, stats in machine.run(4, launches, "ring", transport="local"):
             assert not any(counts.values())
@@ -139,11 +139,11 @@ def in_order(group: pycomm.Group, device: Any) -> None:
         assert device.counts()["collectives"] == 0  # NCCL promises no order
 
 
-def test_reproducible_sums_are_the_hosts_too(machine):
+def test_reproducible_sums_equal_those_of_the_host(machine):
     machine.run(3, in_order, reproducible=True)
 
 
-def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
+def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> None:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
     for turn in range(20):
@@ -157,9 +157,9 @@ def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
         np.testing.assert_array_equal(device.get(copy), wanted)
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
-def test_a_call_stands_between_what_its_stream_held_and_what_follows(machine, async_op):
-    machine.run(2, stands_in_order, async_op)
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_call_is_ordered_with_its_stream(machine, async_op):
+    machine.run(2, is_ordered_with_stream, async_op)
 
 
 def waits_for_no_device(group: pycomm.Group, device: Any, async_op: bool, own: str) -> None:
@@ -180,7 +180,7 @@ def waits_for_no_device(group: pycomm.Group, device: Any, async_op: bool, own: s
     assert all(work.done() for work in (works if async_op else ()))
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_no_call_waits_for_the_device(machine, async_op):
     machine.run(2, waits_for_no_device, async_op, machine.own)
 
@@ -193,7 +193,7 @@ def one_is_late(group: pycomm.Group, device: Any) -> None:
     go_on = device.delay() if group.rank == 0 else None
     work = pycomm.all_reduce(x, async_op=True)
     work.wait()
-    for _ in range(100):  # what this rank's device can do meanwhile it does
+    for _ in range(100):  # this rank's device continues meanwhile
         assert not device.idle()
         pycomm.barrier()
     if go_on:
@@ -214,17 +214,19 @@ def started_and_forgotten(group: pycomm.Group, device: Any) -> bool:
     gone = weakref.ref(x)
     work.wait()
     del x, work
-    pycomm.all_reduce(device.put(numbers(0)), async_op=True).wait()  # lets go of what is over
+    # Releases the arrays of finished calls.
+    pycomm.all_reduce(device.put(numbers(0)), async_op=True).wait()
     gc.collect()
     alive = gone() is not None
     go_on()
     device.get(device.put(np.zeros(1)))
-    pycomm.all_reduce(device.put(numbers(0)), async_op=True).wait()  # lets go of what is over
+    # Releases the arrays of finished calls.
+    pycomm.all_reduce(device.put(numbers(0)), async_op=True).wait()
     gc.collect()
     return alive and gone() is None
 
 
-def test_arrays_live_until_the_stream_has_passed(machine):
+def test_arrays_are_kept_until_the_stream_finishes(machine):
     assert machine.run(2, started_and_forgotten) == [True, True]
 
 
@@ -254,7 +256,7 @@ def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
         pycomm.all_reduce(each)
     device.get(x)
     go_on = device.delay()
-    pycomm.all_reduce(y)  # is under way while the graph is captured, so that it is asked about
+    pycomm.all_reduce(y)  # runs while the graph is captured, so that its events are queried
     device.stream, before = device.runtime.make_stream(device.index), device.stream
     device.write(x, numbers(group.rank))
     device.capture()
@@ -266,7 +268,7 @@ def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
     launch = device.end_capture()
     go_on()
     device.stream, captured = before, device.stream
-    device.get(y)  # replays and other calls are for the caller to order
+    device.get(y)  # the caller orders replays and other calls
     device.stream = captured
     launch()
     wanted = sum(numbers(rank) for rank in range(group.size))
@@ -274,7 +276,7 @@ def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
     device.stream = before
 
 
-@on(*EMULATED)  # a GPU does not say when it was asked
+@on(*EMULATED)  # a GPU does not record when it was queried
 def test_a_call_is_watched_while_another_is_captured(machine):
     machine.run(2, watched_while_capturing)
 
@@ -289,9 +291,9 @@ def many(group: pycomm.Group, device: Any) -> int:
 
 
 @on(*EMULATED)  # CUDA does not count events
-def test_events_are_used_again(machine):
-    # Two of each call of either rank, whose counts hold both; and again from when a call is known
-    # to be over, which is looked after ten times a second.
+def test_events_are_reused(machine):
+    # Two of each call of either rank, whose counts include both. They are reused when a call is
+    # found to have finished, which is checked ten times a second.
     assert max(machine.run(2, many)) < 900
 
 
@@ -325,7 +327,7 @@ def disagrees(group: pycomm.Group, device: Any, how: str) -> str:
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
 @pytest.mark.parametrize("how", MISTAKES)
-def test_a_disagreement_changes_nothing(machine, how, transport):
+def test_mismatch_changes_no_array(machine, how, transport):
     for text in machine.run(3, disagrees, how, transport=transport):
         assert "on CUDA devices" in text
         assert "no array was changed" in text
@@ -353,20 +355,20 @@ def refused(group: pycomm.Group, device: Any, shared: bool) -> None:
     pycomm.all_reduce(x)
 
 
-def test_what_cannot_be_is_said_before_anything_moves(machine):
+def test_unsupported_calls_raise_before_data_is_sent(machine):
     machine.run(2, refused, machine.shared)
 
 
-def nowhere(group: pycomm.Group) -> str:
+def without_gpu(group: pycomm.Group) -> str:
     with pytest.raises(errors.Unsupported) as caught:
-        pycomm.all_reduce(Nowhere())
+        pycomm.all_reduce(MissingDevice())
     return str(caught.value)
 
 
-def test_without_a_gpu_a_sentence_says_so(monkeypatch):
-    """In processes that see none, also where there is one."""
+def test_missing_gpu_is_reported(monkeypatch):
+    """In processes without a visible GPU, also where there is one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for said in run_ranks(2, nowhere, processes=True, transport=""):
+    for said in run_ranks(2, without_gpu, processes=True, transport=""):
         assert re.search(r"NVIDIA's driver|not built", said), said
 
 
@@ -377,14 +379,14 @@ def one_is_taken(group: pycomm.Group, device: Any) -> str:
     return str(caught.value)
 
 
-@on("emulated, shared")  # what the real NCCL says then `make gpu` tells
-def test_nccl_is_asked_where_it_was_told_to_let_ranks_share_a_gpu(machine, monkeypatch):
+@on("emulated, shared")  # `make gpu` shows the behaviour of the real NCCL
+def test_nccl_is_used_when_it_allows_shared_gpus(machine, monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert any("Duplicate GPU" in text for text in machine.run(2, one_is_taken))
 
 
 def without_nccl(lacking: Sequence[int]) -> Any:
-    """What loads NCCL for other ranks than these."""
+    """Loads NCCL for all ranks except these."""
     load = nccl.load
 
     def loads(module: Any) -> Any:
@@ -395,16 +397,16 @@ def without_nccl(lacking: Sequence[int]) -> Any:
     return loads
 
 
-def goes_on_without(group: pycomm.Group, device: Any) -> str:
+def continues_without(group: pycomm.Group, device: Any) -> str:
     said = one_is_taken(group, device)
     assert pycomm.all_reduce(np.ones(3))[0] == group.size
     return said
 
 
 @on("emulated", "cuda")
-def test_every_rank_hears_which_has_no_nccl_and_the_group_continues(machine, monkeypatch):
+def test_every_rank_learns_which_rank_lacks_nccl_and_the_group_continues(machine, monkeypatch):
     monkeypatch.setattr(nccl, "load", without_nccl([1]))
-    first, second, third = machine.run(3, goes_on_without)
+    first, second, third = machine.run(3, continues_without)
     assert second == "no NCCL anywhere"
     assert first == third
     assert "rank 1 has found no NCCL" in first
@@ -413,11 +415,11 @@ def test_every_rank_hears_which_has_no_nccl_and_the_group_continues(machine, mon
 @on("emulated, shared", "cuda, shared")
 def test_ranks_that_share_a_gpu_need_no_nccl(machine, monkeypatch):
     monkeypatch.setattr(nccl, "load", without_nccl([0, 2]))
-    assert machine.run(3, said_once) == ["host_staged"] * 3
+    assert machine.run(3, log_and_stats) == ["host_staged"] * 3
 
 
-class Nowhere:
-    """An array on a device that is not there."""
+class MissingDevice:
+    """An array on a device that does not exist."""
 
     __cuda_array_interface__: ClassVar[dict[str, Any]] = {
         "shape": (3,), "typestr": "<f4", "data": (0x1000, False), "version": 3, "stream": None
@@ -427,7 +429,7 @@ class Nowhere:
         return 2, 0
 
 
-def parts(group: pycomm.Group, device: Any) -> Any:
+def subgroups(group: pycomm.Group, device: Any) -> Any:
     x = device.put(numbers(group.rank))
     part = group.split(group.rank % 2)
     pycomm.all_reduce(x, group=part)
@@ -437,7 +439,7 @@ def parts(group: pycomm.Group, device: Any) -> Any:
 
 def test_subgroups_have_devices_too(machine):
     wanted = 2 * sum(numbers(rank) for rank in range(4))
-    for x in machine.run(4, parts):
+    for x in machine.run(4, subgroups):
         np.testing.assert_array_equal(x, wanted)
 
 

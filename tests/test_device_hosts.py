@@ -1,8 +1,8 @@
-"""Arrays on devices of several hosts, where NCCL joins the ranks of each host alone and the rest
-travels by TCP: emulated devices and a fake NCCL, and GPUs.
+"""Arrays on devices of several hosts, where NCCL connects the ranks of each host and TCP the hosts:
+emulated devices and a fake NCCL, and GPUs.
 
-The hosts are made up: ranks of this machine, threads or processes with a device each
-(tests/group_devices.py), are said to be on different ones.
+The hosts are simulated: ranks of this machine, threads or processes with a device each
+(tests/group_devices.py), use different host names.
 """
 
 import os
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import machine_fixture, numbers, odd, on  # noqa: F401
+from group_devices import machine_fixture, numbers, odd, on  # noqa: F401 - fixture
 from test_device_channels import rings
 from test_device_groups import every_verb, same_bits
-from test_device_messages import from_anybody, round_trip
+from test_device_messages import from_any_source, round_trip
 
 import pycomm
 from pycomm import device_groups, errors, nccl
@@ -27,21 +27,21 @@ pytestmark = pytest.mark.timeout(300)
 HOSTS = pytest.mark.parametrize("hosts", [["a", "b"], ["a", "a", "b"], list("abab")], ids="".join)
 
 
-def apart(group: pycomm.Group, device: Any, body: Any, *args: Any) -> Any:
-    if group.rank == 0:  # whose word counts
+def between_hosts(group: pycomm.Group, device: Any, body: Any, *args: Any) -> Any:
+    if group.rank == 0:  # rank 0's option decides
         group.cuda_internode_transport = "tcp"
     return body(group, device, *args)
 
 
 def on_hosts(machine: Any, hosts: list[str], body: Any, *args: Any, **options: Any) -> list[Any]:
     given = {"transport": "", "host_names": hosts, **options}
-    results: list[Any] = machine.run(len(hosts), apart, body, *args, **given)
+    results: list[Any] = machine.run(len(hosts), between_hosts, body, *args, **given)
     return results
 
 
 @HOSTS
 @on("emulated", "cuda")
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_every_verb_crosses_hosts(machine, hosts, async_op):
     on_hosts(machine, hosts, every_verb, async_op)
 
@@ -52,7 +52,7 @@ def test_bits_are_those_of_the_host(machine, hosts):
     on_hosts(machine, hosts, same_bits)
 
 
-def refused_in_the_clear(group: pycomm.Group, device: Any) -> None:
+def unencrypted_is_rejected(group: pycomm.Group, device: Any) -> None:
     with pytest.raises(errors.Unsupported, match="NCCL between hosts does not encrypt"):
         pycomm.all_reduce(device.put(numbers(group.rank, 10)), group=group)
 
@@ -60,7 +60,7 @@ def refused_in_the_clear(group: pycomm.Group, device: Any) -> None:
 @on("emulated", "cuda")
 def test_encrypted(machine):
     on_hosts(machine, ["a", "a", "b"], every_verb, False, encrypt=True)
-    machine.run(2, refused_in_the_clear, transport="", host_names=["a", "b"], encrypt=True)
+    machine.run(2, unencrypted_is_rejected, transport="", host_names=["a", "b"], encrypt=True)
 
 
 @on("emulated", "cuda")
@@ -70,18 +70,18 @@ def test_between_processes(machine):
 
 @HOSTS
 @on("emulated", "cuda")
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_messages_cross_hosts(machine, hosts, async_op):
     on_hosts(machine, hosts, round_trip, async_op)
 
 
 @on("emulated", "cuda")
-def test_a_message_from_anybody(machine):
-    on_hosts(machine, ["a", "a", "b"], from_anybody)
+def test_message_from_any_source(machine):
+    on_hosts(machine, ["a", "a", "b"], from_any_source)
 
 
 @on("emulated", "cuda")
-def test_in_lanes_and_in_graphs(machine):
+def test_channels_and_graphs(machine):
     on_hosts(machine, ["a", "b", "b"], rings, False)
 
 
@@ -96,12 +96,12 @@ def sent_by(group: pycomm.Group, device: Any) -> Any:
 
 
 @on("emulated")  # the real NCCL does not count
-def test_only_what_crosses_hosts_goes_by_tcp(machine):
+def test_only_inter_host_data_uses_tcp(machine):
     for rank, (counts, sent, groups, algorithm) in enumerate(
         on_hosts(machine, list("aabb"), sent_by)
     ):
-        # Of a ring of ranks 0 1 | 2 3 those with an even number send to their own host, and the
-        # others receive from there.
+        # In a ring of ranks 0 1 | 2 3 those with an even number send to their own host, and the
+        # others receive from it.
         even = rank % 2 == 0
         assert (counts["sends"], counts["receives"]) == ((6, 0) if even else (0, 6))
         assert counts["bytes_sent"] == (6 * 4000 if even else 0)
@@ -118,7 +118,7 @@ def asked_for_nccl(group: pycomm.Group, device: Any) -> None:
 
 
 @on("emulated", "cuda")
-def test_nccls_own_is_refused_between_hosts(machine):
+def test_native_nccl_algorithm_is_rejected_between_hosts(machine):
     on_hosts(machine, ["a", "a", "b"], asked_for_nccl)
 
 
@@ -128,7 +128,7 @@ def of_one_host(group: pycomm.Group, device: Any) -> str:
 
 
 @on("emulated", "cuda")
-def test_on_one_host_it_changes_nothing(machine):
+def test_option_changes_nothing_on_one_host(machine):
     assert on_hosts(machine, ["a", "a"], of_one_host) == ["nccl"] * 2
 
 
@@ -143,7 +143,7 @@ def without_nccl(group: pycomm.Group, device: Any) -> np.ndarray:
 
 
 @on("emulated", "cuda")
-def test_who_is_alone_on_a_host_needs_no_nccl(machine, monkeypatch):
+def test_single_rank_of_a_host_needs_no_nccl(machine, monkeypatch):
     monkeypatch.setattr(nccl, "load", has_no_nccl)
     for got in on_hosts(machine, ["a", "b"], without_nccl):
         np.testing.assert_array_equal(got, numbers(0) + numbers(1))
@@ -154,13 +154,13 @@ def test_who_is_alone_on_a_host_needs_no_nccl(machine, monkeypatch):
 def refused(group: pycomm.Group, device: Any) -> str:
     with pytest.raises(errors.Unsupported) as caught:
         pycomm.all_reduce(device.put(numbers(group.rank)))
-    assert pycomm.all_reduce(np.ones(3)).tolist() == [group.size] * 3  # the group goes on
+    assert pycomm.all_reduce(np.ones(3)).tolist() == [group.size] * 3  # the group still works
     return str(caught.value)
 
 
 @on("emulated, shared")
 def test_where_nccl_fails_on_one_host_all_ranks_raise(machine, monkeypatch):
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # which the fake does not heed
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # which the fake ignores
     *failed, two, three = on_hosts(machine, ["a", "a", "b", "c"], refused)
     assert all("ncclInvalidUsage" in text or "device" in text for text in failed), failed
     for text in (two, three):
@@ -183,7 +183,7 @@ def killed(group: pycomm.Group, device: Any, who: int) -> str:
 
 
 @on("emulated")  # a GPU's delay ends by itself
-@pytest.mark.parametrize("who", [1, 2], ids=["beside another", "alone"])
+@pytest.mark.parametrize("who", [1, 2], ids=["shared host", "own host"])
 def test_a_rank_failure_is_reported_on_every_host(machine, who):
     options = {"processes": True, "return_exceptions": True}
     said = on_hosts(machine, ["a", "a", "b"], killed, who, **options)
@@ -223,7 +223,7 @@ def inherits(group: pycomm.Group, device: Any) -> None:
     with pytest.raises(errors.InvalidArgument, match=r"'nccl', 'tcp'"):
         device_groups.check_internode_transport("udp")
     pycomm.all_reduce(x, group=part)
-    assert part._devices[device.index].stats().algorithm == "auto"  # as rank 0 says
+    assert part._devices[device.index].stats().algorithm == "auto"  # as rank 0 sets it
     group.cuda_internode_transport = "tpc"
     with pytest.raises(errors.InvalidArgument, match="cuda_internode_transport: got 'tpc'"):
         pycomm.all_reduce(x)
@@ -241,7 +241,7 @@ def where(group: pycomm.Group) -> Any:
 
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-def test_made_up_hosts_are_hosts(processes):
+def test_simulated_hosts_act_as_hosts(processes):
     near = "shm" if processes else "local"
     found = run_ranks(3, where, transport="", host_names=["a", "b", "a"], processes=processes)
     assert found == [
@@ -251,7 +251,7 @@ def test_made_up_hosts_are_hosts(processes):
     ]
 
 
-def test_hosts_that_cannot_be_made_up():
+def test_invalid_simulated_hosts():
     with pytest.raises(errors.InvalidArgument, match="one for each of 2 ranks"):
         run_ranks(2, where, transport="", host_names=["a"])
     with pytest.raises(errors.InvalidArgument, match="does not reach other hosts"):

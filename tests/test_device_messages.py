@@ -1,4 +1,4 @@
-"""Messages of arrays on devices, from Python: emulated devices and a fake NCCL, and GPUs.
+"""Messages of device arrays, from Python: emulated devices and a fake NCCL, and GPUs.
 
 Ranks are threads or processes with a device each, or share one (tests/group_devices.py).
 """
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import EMULATED, machine_fixture, numbers, on  # noqa: F401
+from group_devices import EMULATED, machine_fixture, numbers, on  # noqa: F401 - fixture
 
 import pycomm
 from pycomm import errors
@@ -31,7 +31,7 @@ def round_trip(group: pycomm.Group, device: Any, async_op: bool) -> None:
         def take(x: Any = got) -> Any:
             return pycomm.recv(x, left, tag=5, async_op=async_op)
 
-        calls = [give, take] if rank else [take, give]  # one of the ring receives first
+        calls = [give, take] if rank else [take, give]  # one rank of the ring receives first
         works = [call() for call in calls]
         for work in works if async_op else ():
             work.wait()
@@ -41,7 +41,7 @@ def round_trip(group: pycomm.Group, device: Any, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_arrays_on_devices_are_sent(machine, async_op, processes):
     options = {"processes": True, "transport": ""} if processes else {}
     machine.run(3, round_trip, async_op, **options)
@@ -65,7 +65,7 @@ def counted(group: pycomm.Group, device: Any) -> Any:
 
 
 @on("emulated")  # the real NCCL does not count
-def test_a_message_is_one_launch_and_an_empty_one_none(machine):
+def test_message_is_one_launch_and_empty_message_is_none(machine):
     (there, calls, sent), (here, _, got) = machine.run(2, counted)
     assert there == {
         "groups": 1, "sends": 1, "receives": 0, "bytes_sent": 400, "collectives": 0
@@ -76,7 +76,7 @@ def test_a_message_is_one_launch_and_an_empty_one_none(machine):
     assert (calls, sent, got) == (2, (400, 1), (0, 1))
 
 
-def from_anybody(group: pycomm.Group, device: Any) -> None:
+def from_any_source(group: pycomm.Group, device: Any) -> None:
     if group.rank:
         pycomm.send(device.put(numbers(group.rank)), 0)
         return
@@ -92,17 +92,17 @@ def from_anybody(group: pycomm.Group, device: Any) -> None:
     np.testing.assert_array_equal(device.get(got[0]), numbers(first))
 
 
-def test_a_message_is_received_from_anybody(machine):
-    machine.run(3, from_anybody)
+def test_message_is_received_from_any_source(machine):
+    machine.run(3, from_any_source)
 
 
-def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
+def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> None:
     x = device.put(numbers(0))
     pycomm.all_reduce(x)
     for turn in range(10):
         go_on = device.delay()
         if group.rank == 0:
-            device.write(x, numbers(turn))  # the message begins behind this
+            device.write(x, numbers(turn))  # the message starts after this
             call = pycomm.send
         else:
             device.write(x, numbers(99))
@@ -112,16 +112,16 @@ def stands_in_order(group: pycomm.Group, device: Any, async_op: bool) -> None:
             work.wait()
             assert not work.done()
         assert not device.idle()
-        copy = x.clone() if device.name == "cuda" else x.copy()  # behind the message
-        device.write(x, numbers(99))  # behind the copy
-        pycomm.barrier()  # so neither rank has waited for a device
+        copy = x.clone() if device.name == "cuda" else x.copy()  # after the message
+        device.write(x, numbers(99))  # after the copy
+        pycomm.barrier()  # so neither rank waited for a device
         go_on()
         np.testing.assert_array_equal(device.get(copy), numbers(turn))
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["at once", "started"])
-def test_a_message_stands_between_what_its_stream_held_and_what_follows(machine, async_op):
-    machine.run(2, stands_in_order, async_op)
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_message_is_ordered_with_its_stream(machine, async_op):
+    machine.run(2, is_ordered_with_stream, async_op)
 
 
 def replays(group: pycomm.Group, device: Any) -> None:
@@ -175,7 +175,7 @@ def disagree(group: pycomm.Group, device: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
-def test_both_hear_that_they_disagree_and_nothing_moves(machine, transport):
+def test_mismatch_is_reported_to_both_ranks_before_data_moves(machine, transport):
     for said in machine.run(2, disagree, transport=transport):
         assert all(f"send(float32, count 100, tag 0, {machine.own}, on CUDA devices)" in text
                    for text in said)  # fmt: skip
@@ -205,7 +205,7 @@ def late(group: pycomm.Group, device: Any) -> str:
     return str(caught.value)
 
 
-def test_a_receiver_that_does_not_come_is_named(machine):
+def test_missing_receiver_is_named(machine):
     over.clear()
     said, _ = machine.run(2, late)
     assert said.startswith("send: Timed out after 0.3")
@@ -223,7 +223,7 @@ def stuck(group: pycomm.Group, device: Any) -> str:
     work.wait()
     deadline = time.monotonic() + 60
     while not work.done():
-        assert time.monotonic() < deadline, "what hangs on the device was not given up"
+        assert time.monotonic() < deadline, "the hanging device work was not aborted"
     with pytest.raises(errors.Error) as caught:
         work.wait()
     with pytest.raises(errors.GroupBroken):
@@ -244,7 +244,7 @@ def test_a_message_that_hangs_on_a_device_is_named_and_ended(machine):
 def first_of_two(group: pycomm.Group, device: Any) -> str:
     x = device.put(numbers(group.rank))
     if group.rank == 2:
-        assert told.wait(60), "the other two wait on"
+        assert told.wait(60), "the other two still wait"
         return ""
     with pytest.raises(errors.Timeout) as caught:
         pycomm.send(x, 1, timeout_s=1) if group.rank == 0 else pycomm.recv(x, 0, timeout_s=1)
@@ -256,7 +256,7 @@ told = threading.Event()
 
 
 @on(*EMULATED)
-def test_a_first_message_says_that_it_needs_all_ranks(machine):
+def test_first_message_requires_all_ranks(machine):
     told.clear()
     began = time.monotonic()
     said = machine.run(3, first_of_two)

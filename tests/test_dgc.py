@@ -1,7 +1,7 @@
-"""What DGC must have, P1 to P8, against torch's SGD and a second model of the method.
+"""The required properties of DGC, P1 to P8, against torch's SGD and a second implementation.
 
-Ranks are threads; dgc_model.py is the second model. With 64 ranks, and processes:
-test_dgc_properties.py. Scales: test_dgc_steps.py. Failures: test_dgc_failures.py. States:
+Ranks are threads; dgc_model.py is the second implementation. With 64 ranks, and processes:
+test_dgc_properties.py. Loss scales: test_dgc_steps.py. Failures: test_dgc_failures.py. States:
 test_dgc_states.py.
 """
 
@@ -61,7 +61,7 @@ def train(
 
 
 def last(ranks: int, model: nn.Module, steps: int, *settings: Any) -> list[Tensor]:
-    """The parameters after `steps`, found equal on all ranks."""
+    """The parameters after `steps`, checked to be equal on all ranks."""
 
     def program(group: pycomm.Group) -> list[Tensor]:
         return train(group, model, steps, *settings)[0][-1]
@@ -99,8 +99,8 @@ def test_p2_all_sent_with_masking_is_sgd_without_momentum(nesterov: bool) -> Non
 def residuals(
     group: pycomm.Group, steps: int, nesterov: bool, masking: bool, momentum: float
 ) -> Tensor:
-    """P3 in whole numbers, so that it holds exactly, with 2, 4, 8, ... ranks also in the parameter.
-    The gradient is the batch itself."""
+    """P3 in integers, so that it holds exactly, with 2, 4, 8, ... ranks also in the parameter. The
+    gradient is the batch itself."""
     layer = nn.Linear(64, 1, bias=False)
     nn.init.zeros_(layer.weight)
     optimizer = sgd(layer, momentum=momentum, nesterov=nesterov, lr=1.0)
@@ -158,7 +158,7 @@ def beside_the_second_model(
 def agrees(
     got: list[list[list[Tensor]]], nesterov: bool, clip: float | None, more: dict[str, Any]
 ) -> None:
-    """P4, P5: by rank and step; with select="model" all parameters are one to the second model."""
+    """P4, P5: by rank and step; with select="model" the second model has one parameter for all."""
     assert all(equal(a, b) for other in got[1:] for a, b in zip(got[0], other, strict=True))
     ranks, whole = len(got), more.get("select") == "model"
     for sums in (False, True):
@@ -194,8 +194,8 @@ def test_the_second_model_agrees(nesterov: bool, clip: float | None, more: dict[
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": "global"}, {"min_count": 100}])
-def test_what_travels_dense_is_clipped_behind_its_average(options: dict[str, Any]) -> None:
-    """To C, whatever the number of ranks, and before the decay."""
+def test_dense_gradients_are_clipped_after_averaging(options: dict[str, Any]) -> None:
+    """To C, for any number of ranks, and before the decay."""
     optimizer = {"weight_decay": DECAY}
     begin = 0 if "min_count" in options else 10**6
     dense = {"rampup_begin_step": begin, "clip_norm": 0.05, **options, "min_count": 10**6}
@@ -227,7 +227,7 @@ def test_an_average_that_is_not_finite_is_not_clipped(together: bool) -> None:
 @pytest.mark.parametrize(
     "optimizer", [{}, {"nesterov": True, "weight_decay": 1e-2}, {"momentum": 0.0}]
 )
-def test_p6_the_dense_phase_is_torchs_sgd(optimizer: dict[str, Any]) -> None:
+def test_p6_dense_phase_equals_torch_sgd(optimizer: dict[str, Any]) -> None:
     def dense(group: pycomm.Group) -> list[Tensor]:
         module = perceptron()
         theirs = sgd(module, **optimizer)
@@ -241,8 +241,8 @@ def test_p6_the_dense_phase_is_torchs_sgd(optimizer: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_the_switch_is_continuous(nesterov: bool) -> None:
-    """With all sent and no masking nothing is to be seen of it."""
+def test_switch_from_dense_to_sparse_is_continuous(nesterov: bool) -> None:
+    """With everything sent and no masking the switch has no effect."""
     options = {"rampup_begin_step": 5, "sparsity": [0.0], "masking": False}
     got = last(2, double(), 12, options, {"nesterov": nesterov})
     wanted = alone(double(), 12, 2, lambda m: sgd(m, nesterov=nesterov), torch.float64)
@@ -270,7 +270,7 @@ def test_dense_masked_equals_gather_to_rounding(min_count: int) -> None:
 
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_many_ranks_stay_equal_and_the_residual_is_what_is_missing(ranks: int) -> None:
-    """P3 with m = 0 over many ranks: all that was sent and all that is owed are all gradients."""
+    """P3 with m = 0 over many ranks: all that was sent and all residuals sum to all gradients."""
 
     def program(group: pycomm.Group) -> Tensor:
         layer = nn.Linear(40, 1, bias=False)
@@ -302,9 +302,9 @@ def test_many_ranks_stay_equal_and_the_residual_is_what_is_missing(ranks: int) -
 def test_without_a_correction_the_optimizer_does_it(
     momentum: bool, decay: bool, sparsity: float
 ) -> None:
-    """With all sent it is the same SGD; with a tenth it is another training.
+    """With everything sent it is the same SGD; with a tenth it differs.
 
-    But momentum alone: decay is then beside the momentum, as in SGDW.
+    Only momentum is equal: decay is then decoupled from the momentum, as in SGDW.
     """
     if sparsity == 0 and momentum and not decay:
         return
@@ -321,7 +321,7 @@ def test_without_a_correction_the_optimizer_does_it(
 
 
 def test_parameters_that_stay_dense() -> None:
-    """With everything below min_count DGC is momentum SGD, whatever the level."""
+    """With everything below min_count DGC is momentum SGD, at any level."""
     got = last(2, double(), 20, {"min_count": 10**6, "sparsity": [0.999]}, {"weight_decay": 1e-2})
     wanted = alone(double(), 20, 2, lambda m: sgd(m, weight_decay=1e-2), torch.float64)
     assert far(got, wanted) <= 4e-15
@@ -342,7 +342,7 @@ def test_how_many_are_sent(count: int, sparsity: float, by_rule: dict[str, int])
     assert {rule: to_send(count, sparsity, rule) for rule in by_rule} == by_rule
 
 
-def test_the_ramp() -> None:
+def test_warm_up_schedule() -> None:
     at = [level_at(step, 2, 100, 5) for step in range(130)]
     assert at[:2] == [None, None]
     assert [at.index(level) for level in range(5)] == [2, 22, 42, 62, 82]
@@ -360,8 +360,8 @@ def test_the_ramp() -> None:
 
 
 @pytest.mark.parametrize(("size", "even"), [(4, 0.75), (16, 0.9375), (64, 0.984375), (1000, 0.999)])
-def test_where_packets_are_smaller(size: int, even: float) -> None:
-    """They break even where size * (1 - sparsity) is 1."""
+def test_packets_are_sent_only_if_smaller(size: int, even: float) -> None:
+    """They break even if size * (1 - sparsity) is 1."""
     count = 10**6
     for sparsity, sign in ((even - 1e-4, 1), (even, 0), (even + 1e-4, -1)):
         found = received_bytes(Load([to_send(count, sparsity)], [count], 4, None), size)
@@ -393,15 +393,15 @@ def test_the_exchange_follows_the_level() -> None:
     assert levels[0] == [
         (None, "dense", 0, whole),
         (0.5, "dense_masked", 264 + 330, whole),
-        (0.75, "gather", 132 + 165, rest + 8 * (132 + 165)),  # as many bytes on the way
+        (0.75, "gather", 132 + 165, rest + 8 * (132 + 165)),  # the same number of bytes sent
         (0.9375, "gather", 33 + 41, rest + 8 * (33 + 41)),
         (0.999, "gather", 2, rest + 16),
         (0.999, "gather", 2, rest + 16),
     ]
 
 
-def test_schedulers_are_heard_and_the_groups_show_what_holds() -> None:
-    """Rate, momentum and decay of one of two groups change in mid-run, as in torch's own SGD."""
+def test_schedulers_take_effect_and_param_groups_show_current_values() -> None:
+    """Rate, momentum and decay of one of two groups change in the run, as in torch's own SGD."""
 
     def grouped(module: nn.Module) -> torch.optim.SGD:
         first, *others = module.parameters()
@@ -434,7 +434,7 @@ def test_schedulers_are_heard_and_the_groups_show_what_holds() -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("begin", [0, 10**6])
-def test_the_velocity_comes_from_the_optimizer_and_goes_back(nesterov: bool, begin: int) -> None:
+def test_velocity_is_adopted_from_the_optimizer_and_returned(nesterov: bool, begin: int) -> None:
     def program(group: pycomm.Group) -> list[Tensor]:
         module = double()
         optimizer = sgd(module, nesterov=nesterov)

@@ -1,8 +1,7 @@
-"""DGC with compact packets: what it must have for every kind of values, and the bytes that it
-sends.
+"""DGC with compact packets: required properties for every kind of values, and the bytes sent.
 
-Ranks are threads. Scales, torch's DDP: test_dgc_steps.py. Who chooses: test_dgc_exchange_policy.py.
-The packets: test_compact.py.
+Ranks are threads. Loss scales, torch's DDP: test_dgc_steps.py. Choice of the exchange:
+test_dgc_exchange_policy.py. The packets: test_compact.py.
 """
 
 import itertools
@@ -41,8 +40,8 @@ def trained_perceptron(
     form: dict[str, Any] | None = None,
     stop: int | None = None,
 ) -> list[Tensor]:
-    """The parameters after 6 steps and this rank's u and v; from `stop` on with a new model, into
-    which the states go."""
+    """The parameters after 6 steps and this rank's u and v; from `stop` on with a new model, which
+    loads the states."""
     settings = {"nesterov": True, "exchange": "gather", **options}
     module = perceptron()
     model, optimizer, dgc = compressed(module, form, **settings)
@@ -86,7 +85,7 @@ def test_buckets_fusion_and_a_resume_change_no_bit(exchange: str, value_dtype: s
 
 @pytest.mark.parametrize(("exchange", "value_dtype"), [("gather", "int8"), ("sharded", "2bit")])
 def test_cuda_kernels_change_no_bit(exchange: str, value_dtype: str) -> None:
-    """Emulated, as their arrays lie in host memory: all of a step but the copies."""
+    """Emulated, as their arrays are in host memory: all of a step except the copies."""
     options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "compact"}
     wanted = run_ranks(2, trained_perceptron, options)
     with DEVICES["emulated"]() as device:
@@ -97,7 +96,7 @@ def test_cuda_kernels_change_no_bit(exchange: str, value_dtype: str) -> None:
 
 
 def residual_by_owner(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
-    """What this rank owes as an owner, at its coordinates; of a DGC with one parameter."""
+    """The owner residual of this rank, at its coordinates; of a DGC with one parameter."""
     (memory,) = dgc.memories.values()
     found = torch.zeros(memory.count, dtype=torch.float64)
     for residual in dgc.state_dict()["owner_residual"].values():
@@ -110,8 +109,8 @@ def residual_by_owner(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
 def trained_alone(
     group: pycomm.Group, options: dict[str, Any], steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Momentum 0, rate 1, so that all gradients are what was sent and what is owed: weights, and
-    the sums over ranks of gradients and of what is owed."""
+    """Momentum 0, rate 1, so that sent values and residuals sum to all gradients: weights, and the
+    sums over ranks of gradients and of residuals."""
     layer = nn.Linear(3000, 1, bias=False)
     nn.init.zeros_(layer.weight)
     optimizer = sgd(layer, momentum=0.0, lr=1.0)
@@ -135,7 +134,7 @@ def trained_alone(
     ("exchange", "value_dtype", "ranks"), [*((*form, 4) for form in FORMS), ("sharded", "1bit", 64)]
 )
 def test_nothing_is_lost(exchange: str, value_dtype: str, ranks: int) -> None:
-    """P3: sent + owed = gradients, to rounding."""
+    """P3: sent + residual = gradients, to rounding."""
     options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "compact"}
     steps = 12 if ranks == 4 else 3
     results = run_ranks(ranks, trained_alone, options, steps, timeout_s=300)
@@ -143,12 +142,12 @@ def test_nothing_is_lost(exchange: str, value_dtype: str, ranks: int) -> None:
     assert all(torch.equal(weight, other) for other, _, _ in results)
     sent = -weight.double() * ranks
     assert float((sent + missing - total).abs().max()) <= 1e-5 * float(total.abs().max())
-    for part in (sent, missing):  # some has arrived, some is owed
+    for part in (sent, missing):  # some was sent, some is in the residual
         assert float(part.abs().sum() / total.abs().sum()) > 0.05
 
 
 @pytest.mark.parametrize(("exchange", "value_dtype"), FORMS)
-def test_nan_and_inf_do_not_stay(exchange: str, value_dtype: str) -> None:
+def test_nan_and_inf_leave_the_residual(exchange: str, value_dtype: str) -> None:
     def program(group: pycomm.Group) -> Tensor:
         layer = nn.Linear(50, 1, bias=False)
         nn.init.zeros_(layer.weight)
@@ -188,19 +187,19 @@ def test_bytes_of_an_element(value_dtype: str) -> None:
 
 
 def test_sharded_receives_the_same_for_any_number_of_ranks() -> None:
-    """A thousandth of 2 M with 2-bit values: no more than 0.0042 bytes of each element."""
+    """A thousandth of 2 M with 2-bit values: at most 0.0042 bytes of each element."""
     count = 1 << 21
     options = {"value_dtype": "2bit", "exchange": "sharded"}
     for ranks in (2, 3, 8):
         found = run_ranks(ranks, moved, count, options)
         assert max(one.received for one in found) <= 0.0042 * count
-        for one in found if ranks == 2 else ():  # else a ring passes packets on
+        for one in found if ranks == 2 else ():  # otherwise a ring forwards packets
             assert one.sent <= one.written <= one.sent + 300
 
 
 @pytest.mark.parametrize("owner_k_factor", [2, 4])
 def test_owners_send_owner_k_factor_times_k(owner_k_factor: int) -> None:
-    """In the bytes that "auto" counts with; what they do not send they owe, and owe less of it."""
+    """In the bytes that "auto" uses; the rest stays in the residual, which becomes smaller."""
     count, size = 1 << 21, 3
     options = {"value_dtype": "2bit", "exchange": "sharded", "owner_k_factor": owner_k_factor}
     for one in run_ranks(size, moved, count, options):
@@ -210,7 +209,7 @@ def test_owners_send_owner_k_factor_times_k(owner_k_factor: int) -> None:
         once = received_bytes(Load([one.k], [count], 4, "2bit"), size)["sharded"]
         assert (
             one.received > (1 + owner_k_factor) / 2 * 0.8 * once
-        )  # indices are denser on the way back
+        )  # indices are denser in the all-gather phase
     residual = []
     for told in (1, owner_k_factor):
         form = {"exchange": "sharded", "value_dtype": "2bit", "owner_k_factor": told}
@@ -222,7 +221,7 @@ def test_owners_send_owner_k_factor_times_k(owner_k_factor: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (31, 2), (5000, 3), (4096, 8), (100, 64)])
-def test_shares_are_all_coordinates_once(count: int, size: int) -> None:
+def test_shards_partition_the_coordinates(count: int, size: int) -> None:
     share = Sharding(count, size)
     coordinates = torch.arange(count, dtype=torch.int32)
     cut = share.cut(coordinates, coordinates.double())
@@ -237,8 +236,8 @@ def test_shares_are_all_coordinates_once(count: int, size: int) -> None:
     assert max(cut.lengths) - min(cut.lengths) <= BLOCK
 
 
-def test_no_stride_meets_one_owner() -> None:
-    """Hot rows, hot columns of widths that the shares could be in step with, and hot beginnings."""
+def test_strided_indices_spread_over_owners() -> None:
+    """Hot rows, hot columns of widths that could align with the shards, and hot beginnings."""
     count, size = 1 << 20, 64
     share = Sharding(count, size)
     every = torch.arange(count, dtype=torch.int32)
@@ -255,7 +254,7 @@ def test_no_stride_meets_one_owner() -> None:
 def test_at_another_number_of_ranks_the_residual_is_the_same(
     after: int, exchange: str, select: str
 ) -> None:
-    """What owners owe goes on in v. The mean over ranks, as rates are of means."""
+    """Owner residuals are added to v. The mean over ranks, since rates are of means."""
 
     def first(group: pycomm.Group) -> tuple[Any, dict[str, Tensor]]:
         model, optimizer, dgc = compressed(perceptron(), exchange="sharded", select=select)
@@ -289,8 +288,8 @@ def test_at_another_number_of_ranks_the_residual_is_the_same(
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_the_guess_of_an_index() -> None:
-    """Beside the entropy of a choice: above it, by no more than a Rice code takes."""
+def test_estimated_bits_of_an_index() -> None:
+    """Above the entropy of an index set, by at most the overhead of a Rice code."""
     for density in (0.25, 1 / 64, 1e-3, 1e-4):
         chosen, rest = density, 1 - density
         entropy = (-chosen * math.log2(chosen) - rest * math.log2(rest)) / density
@@ -298,7 +297,7 @@ def test_the_guess_of_an_index() -> None:
     assert index_bits(1.0) == 1.0
 
 
-def test_parameters_elsewhere_are_refused() -> None:
+def test_parameters_on_another_device_are_rejected() -> None:
     optimizer = sgd(nn.Linear(200, 200, device="meta"))
     with pytest.raises(Unsupported, match=r"lies on meta.*codec"):
         pycomm.DGC(optimizer, value_dtype="2bit")

@@ -1,4 +1,4 @@
-"""What a level of DGC takes where nobody has said it: "auto" by bytes, "auto_time" by seconds.
+"""The default exchange of a level of DGC: "auto" by bytes, "auto_time" by seconds.
 
 Ranks are threads. The exchanges themselves: test_dgc_compact.py.
 """
@@ -24,7 +24,7 @@ from pycomm.testing import run_ranks
 
 
 def took(group: pycomm.Group, options: dict[str, Any], steps: int = 1) -> list[dict[str, Any]]:
-    """What stats() says of each step."""
+    """The exchange that stats() reports for each step."""
     module = nn.Linear(200, 500)
     model, optimizer, dgc = compressed(module, exchange="auto", min_count=1000, **options)
     found = []
@@ -37,8 +37,8 @@ def took(group: pycomm.Group, options: dict[str, Any], steps: int = 1) -> list[d
 
 
 def test_auto_counts_coded_bytes() -> None:
-    """Of raw packets three quarters are too little from four ranks on; of coded ones an owner is
-    worth its heads from three ranks on."""
+    """With raw packets sharding pays at a quarter sparsity from four ranks on; with coded ones from
+    three ranks on."""
     found = {
         (ranks, value_dtype): {
             said[0]["exchange"]
@@ -48,14 +48,14 @@ def test_auto_counts_coded_bytes() -> None:
     }
     assert found == {
         (2, "float32"): {"gather"},
-        (4, "float32"): {"gather"},  # as many
+        (4, "float32"): {"gather"},  # the same number
         (2, "2bit"): {"gather"},
         (4, "2bit"): {"sharded"},
     }
 
 
 def test_levels_above_a_sixth_send_signs() -> None:
-    """And no others, nor what must not be rounded."""
+    """Other levels do not, nor values that must not be rounded."""
     ramp = {"sparsity": [0.5, 0.75, 0.9], "rampup_step": 3}
     for value_dtype, wanted in (
         ("bfloat16", ["1bit", "1bit", "bfloat16"]),
@@ -69,7 +69,7 @@ def test_levels_above_a_sixth_send_signs() -> None:
 
 @pytest.mark.parametrize("select", ["parameter", "model"])
 def test_nothing_is_lost_where_the_exchange_changes(select: str) -> None:
-    """P3 over a ramp: signs to owners, then 2-bit values to all. What owners owed is sent on."""
+    """P3 over a warm-up: signs to owners, then 2-bit values to all. Owner residuals are sent on."""
 
     def program(group: pycomm.Group) -> tuple[Tensor, Tensor, Tensor, list[str]]:
         layer = nn.Linear(3000, 1, bias=False)
@@ -103,7 +103,9 @@ def test_nothing_is_lost_where_the_exchange_changes(select: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64, 1024])
 @pytest.mark.parametrize("value_dtype", ["bfloat16", "int8", "3bit", "2bit", "1bit"])
-def test_each_level_of_the_ramp_is_an_eighth_of_a_bf16_ring(size: int, value_dtype: str) -> None:
+def test_each_warm_up_level_sends_at_most_an_eighth_of_a_bf16_ring(
+    size: int, value_dtype: str
+) -> None:
     """By counted bytes, of 300 M elements."""
     count = 3 * 10**8
     ring = 2 * (size - 1) / size * 2 * count
@@ -118,7 +120,8 @@ CODING = Coding(select=1e-9, scan=1e-10, encode=4e-9, decode=4e-9, add=2e-9)
 
 
 def test_auto_time_compares_seconds() -> None:
-    """A fast line takes all of it, a slow one what is smallest, however long that is coded."""
+    """A fast link sends everything dense, a slow one the smallest packets, whatever the coding
+    time."""
     load = Load([10**4], [10**7], 4, "2bit")
 
     def best(link: Link, size: int) -> str:
@@ -131,8 +134,8 @@ def test_auto_time_compares_seconds() -> None:
 
 
 @pytest.mark.parametrize("owner_k_factor", [1, 2, 4])
-def test_what_owners_send_on_takes_its_time(owner_k_factor: int) -> None:
-    """It is coded and it travels."""
+def test_auto_time_counts_what_owners_forward(owner_k_factor: int) -> None:
+    """Coding and transmission are counted."""
     k, n, size, link = 10**4, 10**7, 8, Link(1e-3, 1e-9)
     load = Load([k], [n], 4, "2bit", owner_k_factor)
     wanted = (CODING.select + CODING.scan * (1 + 2 / size)) * n + 4 * link.call_s
@@ -145,7 +148,7 @@ def test_what_owners_send_on_takes_its_time(owner_k_factor: int) -> None:
     assert found == others
 
 
-def test_auto_counts_what_owners_send_on() -> None:
+def test_auto_counts_bytes_that_owners_forward() -> None:
     def program(group: pycomm.Group, owner_k_factor: int) -> dict[str, float]:
         options = {"exchange": "auto", "value_dtype": "2bit", "owner_k_factor": owner_k_factor}
         model, optimizer, dgc = compressed(perceptron(), **options)
@@ -158,8 +161,8 @@ def test_auto_counts_what_owners_send_on() -> None:
     assert four == one
 
 
-def test_auto_time_is_decided_by_rank_0_and_kept() -> None:
-    """Ranks whose clocks disagree take the same; dense once more is no choice when v owes."""
+def test_auto_time_is_decided_once_by_rank_0() -> None:
+    """Ranks with different clocks choose equally; dense is no option while v is not empty."""
 
     def program(group: pycomm.Group) -> tuple[list[Any], dict[int, str], bool]:
         module = perceptron()
@@ -179,7 +182,7 @@ def test_auto_time_is_decided_by_rank_0_and_kept() -> None:
         return said, dgc.exchanges, again.exchanges == dgc.exchanges
 
     def by_rank(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> Any:
-        low = ("sharded", "gather", "dense_masked")[pool.group.rank]  # as each would have it
+        low = ("sharded", "gather", "dense_masked")[pool.group.rank]  # as each rank would choose
         names = ["dense"] * may_be_dense + ["gather", "dense_masked", "sharded"]
         return {name: 1.0 + (name != low) for name in names}
 
@@ -195,7 +198,7 @@ def test_auto_time_is_decided_by_rank_0_and_kept() -> None:
 
 
 def test_auto_time_measures() -> None:
-    """Whatever is found, all take it, and the numbers are there to be seen."""
+    """Whatever the times are, all ranks take the same exchange, and stats() shows the numbers."""
     options = {"exchange": "auto_time", "value_dtype": "2bit"}
 
     def program(group: pycomm.Group) -> tuple[str, dict[str, float]]:

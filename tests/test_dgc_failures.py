@@ -1,6 +1,6 @@
-"""Steps of DGC that fail: in the exchange, in front of it and behind it. Ranks are threads.
+"""Steps of DGC that fail: in the exchange, before it and after it. Ranks are threads.
 
-Ranks that go on without those that died: test_shrink.py. Others: test_dgc_steps.py.
+Survivors that continue: test_shrink.py. Others: test_dgc_steps.py.
 """
 
 import signal
@@ -22,20 +22,21 @@ from pycomm.testing import FaultPlan, run_ranks
 
 
 class Broken(Exception):
-    """What a part of a step raises in these tests."""
+    """The error that a part of a step raises in these tests."""
 
 
 COMPACT = {"value_dtype": "int8", "exchange": "gather"}
 SPLIT, SOME_DENSE = {"exchange": "sharded"}, {"min_count": 600}
-CLIPPED = {**SOME_DENSE, "clip_norm": 1e6}  # which nothing reaches
-FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [  # what, and which of its calls in a step
+CLIPPED = {**SOME_DENSE, "clip_norm": 1e6}  # no rank reaches it
+# The function, and the number of its call in a step.
+FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [
     *(
         (CommunicatorPool, "all_gather", 1, o)
         for o in ({}, {"select": "model"}, SOME_DENSE, COMPACT)
     ),
     (CommunicatorPool, "all_reduce", 3, SOME_DENSE),
     *((CommunicatorPool, "all_gather_v", 1, o) for o in ({**COMPACT, "select": "model"}, SPLIT)),
-    # Behind the exchange, when memory is short, say.
+    # After the exchange, when memory is short, for example.
     *((CompressionBucket, "decode", 2, o) for o in ({}, COMPACT, SPLIT)),
     (CompressionBucket, "decode", 1, SOME_DENSE),
     (transaction, "clip_averaged", 1, CLIPPED),
@@ -43,10 +44,11 @@ FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [  # what, and which of it
 
 
 @pytest.mark.parametrize(("where", "what", "call", "options"), FAILING)
-def test_a_failed_step_is_one_that_sent_nothing(
+def test_failed_step_sends_nothing(
     monkeypatch: pytest.MonkeyPatch, where: Any, what: str, call: int, options: dict[str, Any]
 ) -> None:
-    """Against a twin whose step selects nothing: u and v have the gradient, nothing else moved."""
+    """Compared with a twin whose step selects nothing: u and v contain the gradient, nothing else
+    changed."""
     real = getattr(where, what)
     at, calls = [-1, -1], [0, 0]  # by rank
 
@@ -82,11 +84,11 @@ def test_a_failed_step_is_one_that_sent_nothing(
                 assert all(equal(before[n], after[n]) for n in before if "owner_residual" in n)
                 for (name, old), g in zip(before.items(), gradients, strict=False):
                     if len(old) == 1:
-                        assert equal(old, after[name])  # travels dense: not touched
+                        assert equal(old, after[name])  # is sent dense: not touched
                         continue
                     u = torch.add(g.flatten(), old[0], alpha=0.9)
                     if torch.equal(after[name][0], old[0]):
-                        assert equal(after[name], old)  # its bucket's turn had not come
+                        assert equal(after[name], old)  # its bucket was not exchanged yet
                         continue
                     taken += 1
                     torch.testing.assert_close(after[name], [u, old[1] + u], rtol=1e-15, atol=0)
@@ -99,8 +101,8 @@ def test_a_failed_step_is_one_that_sent_nothing(
     assert equal(*results)
 
 
-def test_a_rank_that_dies_in_the_exchange_takes_nothing_along() -> None:
-    """Rank 1's connection is cut within a step: rank 0 rolls back."""
+def test_rank_failure_during_the_exchange_changes_no_state() -> None:
+    """Rank 1's connection is closed within a step: rank 0 rolls back."""
 
     def program(group: pycomm.Group) -> None:
         module = perceptron()
@@ -111,11 +113,11 @@ def test_a_rank_that_dies_in_the_exchange_takes_nothing_along() -> None:
                 before = memory_of(dgc)
                 weights = parameters(module)
                 step_on(model, batch(group.rank, step), optimizer)
-        except Error:  # the cut connection's: nothing has changed
+        except Error:  # of the closed connection: nothing changed
             assert equal(weights, parameters(module))
             for memory in momentum.values():
                 old_u, old_v = before[memory.name]
-                if not torch.equal(memory.u, old_u):  # it has taken the gradient in
+                if not torch.equal(memory.u, old_u):  # it added the gradient
                     torch.testing.assert_close(memory.v, old_v + memory.u)
             raise
         raise AssertionError("the connection was never cut")
@@ -140,12 +142,12 @@ def test_a_backward_pass_that_raises_is_rolled_back() -> None:
                 with pytest.raises(Broken):
                     F.mse_loss(model(batch(0, 9)[0]), batch(0, 9)[1]).backward()
                 handle.remove()
-                model(batch(0, 9)[0])  # whose beginning ends the pass before
+                model(batch(0, 9)[0])  # the next pass ends the failed one
                 assert dgc.step_count == 3
                 for (old_u, old_v), (u, v) in zip(
                     before.values(), memory_of(dgc).values(), strict=True
                 ):
-                    if not torch.equal(u, old_u):  # it has taken the gradient in
+                    if not torch.equal(u, old_u):  # it added the gradient
                         torch.testing.assert_close(v, old_v + u)
                 assert not same_memory(before, memory_of(dgc))
             step_on(model, batch(group.rank, step), optimizer)
@@ -157,23 +159,23 @@ def test_a_backward_pass_that_raises_is_rolled_back() -> None:
 def through_ctrl_c(
     group: pycomm.Group, options: dict[str, Any], ctrl_c: bool
 ) -> tuple[list[Tensor], bool]:
-    """Eight steps; in one of them Ctrl-C comes to rank 0 between what a step commits."""
+    """Eight steps; in one of them Ctrl-C interrupts rank 0 during the commit."""
     module = perceptron()
     model, optimizer, dgc = compressed(module, {"bucket_layers": 1}, **options)
     real, came = transaction.apply_momentum, False
 
-    def pressed(*args: Any) -> None:
+    def interrupt(*args: Any) -> None:
         if dgc.step_count == 4 and ctrl_c and group.rank == 0:
             signal.raise_signal(signal.SIGINT)
         real(*args)
 
-    transaction.apply_momentum = pressed
+    transaction.apply_momentum = interrupt
     for step in range(8):
         x, y = batch(group.rank, step)
         optimizer.zero_grad()
         try:
             F.mse_loss(model(x), y).backward()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # once, after the commit
             came = True
             assert dgc.step_count == 5
         optimizer.step()
@@ -185,11 +187,11 @@ def through_ctrl_c(
     "options", [SOME_DENSE, {**SOME_DENSE, **COMPACT}, {**SOME_DENSE, **SPLIT}]
 )
 def test_ctrl_c_waits_for_what_a_step_commits(options: dict[str, Any]) -> None:
-    """Processes: only a main thread hears of it. The step is whole, and the next ones go on."""
-    calm, pressed = (
+    """Processes: only a main thread receives it. The step completes, and the next ones continue."""
+    calm, interrupted = (
         run_ranks(2, through_ctrl_c, options, ctrl_c, transport="", processes=True)
         for ctrl_c in (False, True)
     )
-    assert [came for _, came in [*calm, *pressed]] == [False, False, True, False]
-    for (one, _), (other, _) in zip(calm, pressed, strict=True):
+    assert [came for _, came in [*calm, *interrupted]] == [False, False, True, False]
+    for (one, _), (other, _) in zip(calm, interrupted, strict=True):
         assert equal(one, other)

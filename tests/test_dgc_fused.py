@@ -1,6 +1,6 @@
-"""DGC with fused=True beside the way through p.grad, bit by bit; and ages of elements.
+"""DGC with fused=True compared with updates by p.grad, bit by bit; and ages of elements.
 
-Under torch's DDP and with other scales: test_dgc_steps.py.
+Under torch's DDP and with loss scales: test_dgc_steps.py.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def test_the_same_bits(options: dict[str, Any], dtype: torch.dtype) -> None:
         for step in range(10):
             x, y = batch(group.rank, step)
             for part in optimizer.param_groups:
-                part["lr"] *= 0.9  # between backward and step it still counts
+                part["lr"] *= 0.9  # a change between backward and step takes effect
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             F.mse_loss(model(x.to(dtype)), y.to(dtype)).backward()
             optimizer.param_groups[0]["lr"] *= 1.01
@@ -56,13 +56,13 @@ def test_the_same_bits(options: dict[str, Any], dtype: torch.dtype) -> None:
     plain, fused = (run_ranks(3, program, way) for way in (False, True))
     vectors = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     for a, b in zip(plain, fused, strict=True):
-        if vectors:  # torch's SGD then multiplies and adds at once
+        if vectors:  # torch's SGD then uses fma
             assert equal(a, b)
         torch.testing.assert_close(a, b)
 
 
 def test_with_a_loss_scale() -> None:
-    """A skipped step between two others updates nothing, and nothing twice."""
+    """A skipped step between two others updates nothing, and later steps update once."""
 
     def program(group: pycomm.Group, fused: bool) -> list[Tensor]:
         module = perceptron()
@@ -78,15 +78,15 @@ def test_with_a_loss_scale() -> None:
             scale.update()
             assert equal(before, parameters(module)) == overflow
             if step == 1:
-                optimizer.step()  # without a backward pass there is nothing that has arrived
+                optimizer.step()  # without a backward pass nothing was received
         return parameters(module)
 
     plain, fused = (run_ranks(2, program, way) for way in (False, True))
     assert equal(*fused)
-    assert not equal(plain[0], fused[0])  # plainly, step() a second time counts a second time
+    assert not equal(plain[0], fused[0])  # without fused, a second step() applies a second time
 
 
-def test_a_step_that_was_not_taken_is_forgotten_as_its_gradient_is() -> None:
+def test_skipped_step_is_discarded_with_its_gradient() -> None:
     def program(group: pycomm.Group, fused: bool) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         module = perceptron()
         model, optimizer, dgc = compressed(module, fused=fused)
@@ -103,8 +103,8 @@ def test_a_step_that_was_not_taken_is_forgotten_as_its_gradient_is() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_zero_grad_before_step_gives_up_what_has_arrived(fused: bool) -> None:
-    """Of a model of which one rank uses half, where that half has no gradient of its own there."""
+def test_zero_grad_before_step_discards_the_received_gradient(fused: bool) -> None:
+    """A model of which one rank uses a half whose gradient does not exist on the other rank."""
 
     class Halves(nn.Module):
         def __init__(self) -> None:
@@ -138,7 +138,7 @@ def test_zero_grad_before_step_gives_up_what_has_arrived(fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_state_that_is_loaded_between_backward_and_step(fused: bool) -> None:
-    """step() changes nothing then, and the next ones go on as from the state."""
+    """step() changes nothing then, and the next steps continue from the state."""
 
     def program(group: pycomm.Group, stray: bool) -> list[Tensor]:
         module = perceptron()
@@ -164,8 +164,8 @@ def test_a_state_that_is_loaded_between_backward_and_step(fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_detach_waits_for_the_step(fused: bool) -> None:
-    """It is refused on all ranks, changes nothing, and is open again behind step(), zero_grad() of
-    either kind and a join() in which one rank had no data any more."""
+    """It is rejected on all ranks, changes nothing, and is allowed after step(), zero_grad() of
+    either kind and a join() in which one rank had no more data."""
 
     def program(group: pycomm.Group, end: str) -> list[Tensor]:
         module = perceptron()
@@ -185,7 +185,7 @@ def test_detach_waits_for_the_step(fused: bool) -> None:
                     optimizer.step()
         dgc.detach()
         weights = parameters(module)
-        optimizer.step()  # no gradient is left of the time before, on no rank
+        optimizer.step()  # no earlier gradient remains, on any rank
         assert equal(weights, parameters(module))
         del model
         step_on(pycomm.DataParallel(module), batch(group.rank, 5), optimizer)
@@ -195,7 +195,7 @@ def test_detach_waits_for_the_step(fused: bool) -> None:
         assert equal(*run_ranks(2, program, end))
 
 
-def test_refusals() -> None:
+def test_rejected_arguments() -> None:
     def program(group: pycomm.Group) -> None:
         module = perceptron()
         refused: list[dict[str, Any]] = [
@@ -217,7 +217,7 @@ def test_refusals() -> None:
 @pytest.mark.parametrize("select", ["parameter", "model"])
 @pytest.mark.parametrize("exchange", ["gather", "dense_masked"])
 def test_ages(select: str, exchange: str) -> None:
-    """Against v, which is 0 where an element was just sent; two layers, a dense step first."""
+    """Ages against v, which is 0 if an element was just sent; two layers, a dense step first."""
 
     def program(group: pycomm.Group) -> None:
         module = perceptron()

@@ -1,7 +1,7 @@
 """P1 to P8 of DGC with 2 to 4 processes and with 64 ranks as threads.
 
-What each rank does is a function that processes can import. test_dgc.py has each at length, with
-few ranks.
+The program of each rank is a function that processes can import. test_dgc.py tests each property in
+detail, with few ranks.
 """
 
 import functools
@@ -38,8 +38,9 @@ def _in_process(program: Callable[..., Any], *args: Any) -> Any:
 
 
 @pytest.fixture(params=[2, 3, 4, THREADS], ids=lambda n: f"{n}{' threads' * (n == THREADS)}")
-def everyone(request: pytest.FixtureRequest, run: Run) -> Everyone:
-    """How many ranks, and what calls program(group, *args) on each: the results by rank."""
+def run_on_all(request: pytest.FixtureRequest, run: Run) -> Everyone:
+    """The number of ranks, and a function that calls program(group, *args) on each: results by
+    rank."""
     size: int = request.param
     if size == THREADS:
         return size, lambda program, *args: run_ranks(size, program, *args, timeout_s=300)
@@ -55,8 +56,8 @@ def _same_on_all(results: list[list[Tensor]]) -> list[Tensor]:
     return results[0]
 
 
-def test_p1_all_sent_without_masking(everyone: Everyone) -> None:
-    ranks, run_all = everyone
+def test_p1_all_sent_without_masking(run_on_all: Everyone) -> None:
+    ranks, run_all = run_on_all
     optimizer = {"nesterov": True, "weight_decay": 1e-2}
     got = _same_on_all(run_all(_trained, 5, {"sparsity": [0.0], "masking": False}, optimizer))
     assert (
@@ -64,21 +65,21 @@ def test_p1_all_sent_without_masking(everyone: Everyone) -> None:
     )
 
 
-def test_p2_all_sent_with_masking(everyone: Everyone) -> None:
-    ranks, run_all = everyone
+def test_p2_all_sent_with_masking(run_on_all: Everyone) -> None:
+    ranks, run_all = run_on_all
     got = _same_on_all(run_all(_trained, 4, {"sparsity": [0.0]}, {"nesterov": True}))
     plain = {"momentum": 0.0, "lr": RATE * 1.9}
     assert far(got, alone(double(), 4, ranks, lambda m: sgd(m, **plain), torch.float64)) <= 4e-15
 
 
-def test_p3_the_residual(everyone: Everyone) -> None:
-    _, run_all = everyone
+def test_p3_the_residual(run_on_all: Everyone) -> None:
+    _, run_all = run_on_all
     weights = run_all(residuals, 4, True, True, 0.5)
     assert all(torch.equal(weight, weights[0]) for weight in weights)
 
 
-def test_p4_p5_the_second_model(everyone: Everyone) -> None:
-    ranks, run_all = everyone
+def test_p4_p5_the_second_model(run_on_all: Everyone) -> None:
+    ranks, run_all = run_on_all
     given: tuple[bool, float, dict[str, Any]] = True, 0.05, {}
     agrees(run_all(beside_the_second_model, 2 if ranks == THREADS else 4, *given), *given)
 
@@ -94,9 +95,9 @@ def _dense_beside_plain(group: pycomm.Group, ddp: bool) -> list[list[Tensor]]:
     return [*found, parameters(module)]
 
 
-def test_p6_dense_before_the_ramp(everyone: Everyone) -> None:
-    """Beside torch's DDP, which divides before the sum: the same bits where that is exact."""
-    ranks, run_all = everyone
+def test_p6_dense_before_the_ramp(run_on_all: Everyone) -> None:
+    """Compared with torch's DDP, which divides before the sum: equal bits where that is exact."""
+    ranks, run_all = run_on_all
     for dense, plain in run_all(_dense_beside_plain, ranks != THREADS):
         if ranks != 3:
             assert equal(dense, plain)
@@ -104,7 +105,7 @@ def test_p6_dense_before_the_ramp(everyone: Everyone) -> None:
 
 
 def _resumed(group: pycomm.Group, stop: int | None) -> list[Tensor]:
-    """Dense, then two levels; its state goes into a new model at `stop`."""
+    """Dense, then two levels; its state is loaded into a new model at `stop`."""
     ramp: dict[str, Any] = {"rampup_begin_step": 1, "rampup_step": 2, "sparsity": [0.5, 0.9]}
 
     def made(seed: int) -> tuple[Any, ...]:
@@ -124,15 +125,15 @@ def _resumed(group: pycomm.Group, stop: int | None) -> list[Tensor]:
     return [*parameters(module), *(x for m in dgc.memories.values() for x in (m.u, m.v))]
 
 
-def test_p7_resume(everyone: Everyone) -> None:
-    _, run_all = everyone
+def test_p7_resume(run_on_all: Everyone) -> None:
+    _, run_all = run_on_all
     whole = run_all(_resumed, None)
     for stop in (1, 2):
         assert all(equal(*pair) for pair in zip(whole, run_all(_resumed, stop), strict=True))
 
 
-def test_p8_buckets_and_lanes(everyone: Everyone) -> None:
-    _, run_all = everyone
+def test_p8_buckets_and_lanes(run_on_all: Everyone) -> None:
+    _, run_all = run_on_all
     forms: list[dict[str, Any]] = [{}, {"bucket_mb": 1e-5, "lanes": 2}]
     results = [_same_on_all(run_all(_trained, 3, {"sparsity": [0.95]}, {}, form)) for form in forms]
     assert equal(*results)

@@ -1,4 +1,4 @@
-"""DGC's states: resumed bit for bit, by another number of ranks, refused where they do not fit."""
+"""DGC's states: resumed bit for bit, by another number of ranks, rejected if incompatible."""
 
 import copy
 from typing import Any
@@ -51,7 +51,7 @@ def test_p7_resume(tmp_path: Any, stop: int, options: dict[str, Any], everybody:
 
 @pytest.mark.parametrize("after", [1, 2, 6])
 def test_resume_with_another_number_of_ranks(after: int) -> None:
-    """What was owed is kept: the sum of v over the number of ranks. Of u each has the mean."""
+    """The residual is kept: the sum of v over the number of ranks. Each rank gets the mean of u."""
 
     def first(group: pycomm.Group) -> Any:
         module = perceptron()
@@ -78,14 +78,14 @@ def test_resume_with_another_number_of_ranks(after: int) -> None:
             step_on(model, batch(group.rank, step), optimizer)
         assert dgc.stats()["exchange"] == (
             "dense_masked" if after == 6 else "gather"
-        )  # counted anew
+        )  # counted again
         return parameters(module)
 
     results = run_ranks(after, second)
     assert all(equal(result, results[0]) for result in results)
 
 
-def test_nothing_of_a_broken_pass_comes_into_a_loaded_state() -> None:
+def test_loaded_state_contains_nothing_of_a_failed_pass() -> None:
     def stop(_: Tensor) -> None:
         raise ArithmeticError
 
@@ -100,16 +100,16 @@ def test_nothing_of_a_broken_pass_comes_into_a_loaded_state() -> None:
         handle.remove()
         assert not same_memory(before, memory_of(dgc))
         dgc.load_state_dict(own)
-        model(batch(group.rank, 1)[0])  # whose beginning ends the pass before
+        model(batch(group.rank, 1)[0])  # the next pass ends the failed one
         assert same_memory(before, memory_of(dgc))
 
     run_ranks(2, program)
 
 
 @pytest.mark.parametrize("asked", ["state_dict", "gather_state", "detach"])
-def test_a_broken_pass_returns_to_the_residual_before_the_next(asked: str) -> None:
-    """P3: what it was about to send is owed again, as behind the next forward. Asked inside of the
-    pass it is refused."""
+def test_failed_pass_returns_to_the_residual_before_the_next(asked: str) -> None:
+    """P3: unsent values return to the residual, as after the next forward. During the pass the call
+    is rejected."""
 
     def program(group: pycomm.Group) -> None:
         def broken() -> tuple[nn.Module, nn.Module, torch.optim.SGD, pycomm.DGC]:
@@ -133,7 +133,7 @@ def test_a_broken_pass_returns_to_the_residual_before_the_next(asked: str) -> No
 
         _, model, _, dgc = broken()
         half = memory_of(dgc)
-        model(batch(group.rank, 1)[0])  # whose beginning ends the pass before
+        model(batch(group.rank, 1)[0])  # the next pass ends the failed one
         wanted = memory_of(dgc)
         assert not same_memory(half, wanted)
         module, _, optimizer, dgc = broken()
@@ -153,7 +153,7 @@ def test_a_broken_pass_returns_to_the_residual_before_the_next(asked: str) -> No
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_groups_are_read_after_the_optimizer_was_loaded(fused: bool) -> None:
-    """Torch then makes new ones; schedulers write to those."""
+    """Torch then creates new ones; schedulers write to those."""
 
     def program(group: pycomm.Group) -> None:
         module = perceptron()
@@ -169,7 +169,7 @@ def test_groups_are_read_after_the_optimizer_was_loaded(fused: bool) -> None:
 
 
 def with_older_names(state: dict[str, Any]) -> dict[str, Any]:
-    """A state as it was written with the earlier names of its key and of the exchanges."""
+    """A state with the earlier names of its key and of the exchanges."""
     older = {"sharded": "split", "dense_masked": "masked", "hierarchical": "two_level"}
     found = {"owed" if key == "owner_residual" else key: x for key, x in state.items()}
     found["exchange"] = {level: older.get(name, name) for level, name in state["exchange"].items()}
@@ -203,7 +203,7 @@ def test_a_state_with_older_names_is_loaded(gathered: bool) -> None:
     run_ranks(2, program)
 
 
-def test_states_that_do_not_fit() -> None:
+def test_incompatible_states() -> None:
     def program(group: pycomm.Group) -> None:
         model, optimizer, dgc = compressed(perceptron())
         own = dgc.state_dict()
@@ -221,6 +221,6 @@ def test_states_that_do_not_fit() -> None:
         assert same_memory(before, memory_of(dgc))
         dgc.load_state_dict({**own, "exchange": {0: "dense_masked"}})
         step_on(model, batch(group.rank, 0), optimizer)
-        assert dgc.stats()["exchange"] == "dense_masked"  # as it was chosen, not counted anew
+        assert dgc.stats()["exchange"] == "dense_masked"  # as chosen, not counted again
 
     run_ranks(2, program)

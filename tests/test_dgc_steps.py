@@ -1,7 +1,7 @@
-"""Steps of DGC that go another way: that a loss scale skips, that ranks sit out.
+"""Unusual steps of DGC: skipped by a loss scale, or with ranks that do not take part.
 
-And the same bits under torch's DDP. The properties of ordinary steps are in test_dgc.py; steps that
-fail, in test_dgc_failures.py.
+Also the same bits under torch's DDP. The properties of ordinary steps are in test_dgc.py; failing
+steps in test_dgc_failures.py.
 """
 
 import gc
@@ -69,7 +69,7 @@ def _under_both() -> None:
 
 
 def _the_same_under_both(options: dict[str, Any]) -> None:
-    """Small buckets, which torch cuts anew after its first step."""
+    """Small buckets, which torch rebuilds after its first step."""
     found = []
     for ours in (True, False):
         module = perceptron()
@@ -87,7 +87,7 @@ def _the_same_under_both(options: dict[str, Any]) -> None:
     assert equal(*([x for x in one if x is not None] for one in found)), options
 
 
-def test_torchs_ddp_gives_the_same_bits(run: Run) -> None:
+def test_torch_ddp_gives_the_same_bits(run: Run) -> None:
     run(2, _under_both)
 
 
@@ -140,7 +140,7 @@ def test_a_loss_scale_skips_a_step_on_all_ranks(scaler: str, options: dict[str, 
         assert same_memory(a[1], b[1])
 
 
-def test_accumulation_takes_the_sum_in_once() -> None:
+def test_accumulated_gradient_is_added_once() -> None:
     def program(group: pycomm.Group, micro: bool) -> list[Tensor]:
         module = perceptron().double()
         model, optimizer, _ = compressed(module)
@@ -163,7 +163,7 @@ def test_accumulation_takes_the_sum_in_once() -> None:
 
 
 def _uneven(group: pycomm.Group, decay: float, options: dict[str, Any], ddp: bool) -> Tensor:
-    """Momentum 0, so that all gradients are what was sent and what is owed. Whole numbers."""
+    """Momentum 0, so that sent values and residuals sum to all gradients. Integers."""
     layer = nn.Linear(60, 1, bias=False)
     nn.init.zeros_(layer.weight)
     optimizer = sgd(layer, momentum=0.0, lr=1.0, weight_decay=decay)
@@ -195,7 +195,7 @@ COMPACT = {"codec": "compact"}
 
 @pytest.mark.parametrize("options", [COMPACT, {}, {"select": "model"}, {"rampup_begin_step": 2}])
 def test_a_rank_without_data_sends_its_residual(options: dict[str, Any]) -> None:
-    """Neither gradient nor decay: its weights are not those of the others until the end."""
+    """Neither gradient nor decay: its weights differ from those of the others until the end."""
     for decay in (0.0, 0.5) if "rampup_begin_step" not in options else (0.0,):
         assert torch.equal(*run_ranks(2, _uneven, decay, options, False))
 
@@ -204,7 +204,7 @@ def _uneven_under_ddp() -> Tensor:
     return _uneven(pycomm.init(), 0.0, {}, True)
 
 
-def test_so_it_does_under_torchs_join(run: Run) -> None:
+def test_rank_without_data_sends_its_residual_under_torch_join(run: Run) -> None:
     assert torch.equal(*run(2, _uneven_under_ddp))
 
 
@@ -242,10 +242,10 @@ def test_a_parameter_without_gradient_still_sends_its_residual() -> None:
 @pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("exchange", ["gather", "dense_masked"])
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 1.0}, {"clip_norm": 1.0, "clip": "global"}])
-def test_nan_and_inf_are_sent_at_once_and_do_not_stay(
+def test_nan_and_inf_are_sent_immediately_and_leave_the_residual(
     masking: bool, exchange: str, clip: dict[str, Any]
 ) -> None:
-    """A norm that is not finite does not clip: one NaN must not poison the rest."""
+    """A norm that is not finite does not clip: one NaN must not spread to other elements."""
 
     def program(group: pycomm.Group) -> Tensor:
         layer = nn.Linear(50, 1, bias=False)
@@ -297,17 +297,17 @@ def test_channels_last_and_half_precision() -> None:
             torch.testing.assert_close(last[0], plain[0])
 
 
-def test_memory_held() -> None:
-    """Beside parameters and gradients: u and v, 8 bytes a parameter, and at most 3 % of that.
+def test_memory_per_parameter() -> None:
+    """Besides parameters and gradients: u and v, 8 bytes a parameter, and at most 3 % of that.
 
-    Counted are all tensors that live after a step and did not before there was a DGC. Packets live
+    Counts all tensors that exist after a step and did not before DGC was created. Packets exist
     within a step: 8 bytes of each thousandth element, of all ranks.
     """
 
     def program(group: pycomm.Group) -> None:
         module = nn.Linear(1024, 1024)
         count = sum(p.numel() for p in module.parameters())
-        pycomm.DataParallel(module)  # deleted at once: what the first one allocates is there
+        pycomm.DataParallel(module)  # deleted immediately: one-time allocations already exist
         before = _live_bytes()
         model, optimizer, _ = compressed(module, sparsity=[0.999])
         for _ in range(2):
@@ -324,7 +324,7 @@ def test_memory_held() -> None:
 
 
 def _live_bytes() -> int:
-    """Of all storages that Python can reach; a sparse tensor, as tests of others keep, has none."""
+    """All storages that Python can reach; a sparse tensor, as tests of others keep, has none."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
     tensors = [x for x in tensors if x.layout == torch.strided]
@@ -332,7 +332,7 @@ def _live_bytes() -> int:
     return sum(storages.values())
 
 
-def test_refusals() -> None:
+def test_rejected_arguments() -> None:
     def program(group: pycomm.Group) -> None:
         module = perceptron()
         with pytest.raises(Unsupported, match="LocalSGD"):

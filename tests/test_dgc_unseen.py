@@ -1,6 +1,6 @@
 """A step() on gradients that DGC did not exchange raises; every legitimate step() does not.
 
-Ranks are threads. What DGC computes: test_dgc.py and its neighbours.
+Ranks are threads. The results of DGC: test_dgc.py and related files.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def backward(model: nn.Module, rank: int, step: int = 0) -> Tensor:
 
 
 def refused(module: nn.Module, optimizer: Any) -> None:
-    """step() raises, says what to type and changes nothing."""
+    """step() raises, states the remedy and changes nothing."""
     before = parameters(module)
     with pytest.raises(InvalidArgument, match=UNSEEN) as caught:
         optimizer.step()
@@ -77,7 +77,7 @@ def only_under_no_sync(group: pycomm.Group) -> None:
 
 
 def the_module_inside(group: pycomm.Group) -> None:
-    """The wrapper is gone, and with it its hooks."""
+    """The wrapper was deleted, and with it its hooks."""
     module, optimizer, dgc = made()
     model = pycomm.DataParallel(module, compression=dgc)
     step_on(model, batch(group.rank, 0), optimizer)
@@ -95,7 +95,7 @@ def in_a_closure(group: pycomm.Group) -> None:
     assert equal(before, parameters(module))
 
 
-def on_top_of_the_last_ones(group: pycomm.Group) -> None:
+def added_to_the_last_ones(group: pycomm.Group) -> None:
     """Gradients of the last step() may be applied again, but not with others added to them."""
     module, optimizer, dgc = made()
     model = pycomm.DataParallel(module, compression=dgc)
@@ -107,7 +107,7 @@ def on_top_of_the_last_ones(group: pycomm.Group) -> None:
 
 MISUSES = [
     no_wrapper, wrapper_without_compression, local_sgd, only_under_no_sync, the_module_inside,
-    in_a_closure, on_top_of_the_last_ones,
+    in_a_closure, added_to_the_last_ones,
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_exchanged_gradients_are_stepped_on(options: dict[str, Any], ranks: int) -> None:
+def test_exchanged_gradients_can_be_stepped(options: dict[str, Any], ranks: int) -> None:
     """Dense and compressed steps, accumulation, steps without gradients, states and detach()."""
 
     def program(group: pycomm.Group) -> None:
@@ -165,7 +165,7 @@ def test_exchanged_gradients_are_stepped_on(options: dict[str, Any], ranks: int)
 
 @pytest.mark.parametrize("sgd_fused", [False, True])
 def test_a_step_that_a_loss_scale_skips_raises_nothing(sgd_fused: bool) -> None:
-    """torch.optim.SGD(fused=True) has step() called with Inf in its gradients all the same."""
+    """torch.optim.SGD(fused=True) calls step() even with Inf in its gradients."""
 
     def program(group: pycomm.Group) -> None:
         scaler = pycomm.StaticLossScaler(256.0)
@@ -208,7 +208,7 @@ def test_parameters_without_gradients_and_outside_the_model() -> None:
 
 
 def test_a_closure_keeps_the_momentum() -> None:
-    """backward() inside step(closure) gives the bits that it gives before step()."""
+    """backward() inside step(closure) gives the same bits as before step()."""
 
     def program(group: pycomm.Group, inside: bool) -> list[Tensor]:
         module, optimizer, dgc = made()

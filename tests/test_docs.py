@@ -1,4 +1,4 @@
-"""Every Python block in README and docs runs; every file that they point at is there."""
+"""Every Python block in README and docs runs; every linked file exists."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 def blocks() -> list:
-    """One parameter for each block, named by its page and line."""
+    """One parameter for each block, with its page and line as the id."""
     found = []
     for page in PAGES:
         text = page.read_text()
@@ -49,18 +49,18 @@ def test_each_of_the_three_uses_runs_on_two_processes(number, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_have_existing_targets(page):
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} points at {target}"
 
 
-def test_generated_tables_are_those_of_the_stored_results():
+def test_generated_tables_match_the_stored_results():
     command = [sys.executable, str(ROOT / "tools" / "tables.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_promise_names_tests_that_are_there():
+def test_every_promise_names_existing_tests():
     page = (ROOT / "docs" / "internals" / "promises.md").read_text()
     _, _, rest = page.partition("## Which test holds what")
     table = rest.partition("## ")[0]

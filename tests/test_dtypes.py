@@ -1,4 +1,4 @@
-"""The table of docs/dtypes.md, cell by cell: what it says is what happens."""
+"""The table of docs/dtypes.md, cell by cell."""
 
 import itertools
 import re
@@ -27,7 +27,7 @@ NAN = {
 
 
 def table() -> dict[tuple[str, str], str]:
-    """By op and dtype: what the page says; "the same" is what the cell before it says."""
+    """By op and dtype: the text of the page; "the same" repeats the cell before it."""
     rows = [
         line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if "|" in line
     ]
@@ -73,7 +73,7 @@ BITS = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwis
 LOGIC = {"band": torch.logical_and, "bor": torch.logical_or, "bxor": torch.logical_xor}
 TIMES = {"sum": torch.add, "product": torch.mul}
 
-# What the words of a cell mean: from op and contributions to the result; None is Unsupported.
+# Meaning of the words of a cell: from op and contributions to the result; None is Unsupported.
 MEANING: dict[str, Callable[[str, list[Any]], Any] | None] = {
     "IEEE addition": lambda _, xs: folded(xs, torch.add),
     "IEEE multiplication": lambda _, xs: folded(xs, torch.mul),
@@ -98,9 +98,9 @@ MEANING: dict[str, Callable[[str, list[Any]], Any] | None] = {
 
 
 def contributions(dtype: str, n: int) -> list[Any]:
-    """One array a rank: pairs, or triples, of values that tell one meaning from another.
+    """One array per rank: pairs, or triples, of values that distinguish the possible results.
 
-    Sums of three are exact in the type that adds, so that their order does not matter.
+    Sums of three are exact in the accumulation type, so that their order does not matter.
     """
     kind = getattr(torch, dtype)
     if dtype == "bool":
@@ -118,21 +118,21 @@ def contributions(dtype: str, n: int) -> list[Any]:
 
 
 def bits(x: Any, dtype: str) -> Any:
-    """The elements' bits, any NaN being the one that the page names."""
+    """The elements' bits, with any NaN replaced by the one that the page names."""
     words = x.view(WORD[x.element_size()]).clone()
     if dtype in NAN:
         words[x.isnan()] = NAN[dtype]
     return words
 
 
-def test_the_table_is_whole() -> None:
+def test_table_is_complete() -> None:
     assert set(CELLS) == set(itertools.product(REDUCE_OPS, DTYPES))
     assert set(CELLS.values()) == set(MEANING), "a cell without a meaning, or the reverse"
 
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_cell_is_what_happens(dtype: str, n: int) -> None:
+def test_each_cell_matches_the_behaviour(dtype: str, n: int) -> None:
     each = contributions(dtype, n)
 
     def fn(group: Group) -> None:
@@ -153,7 +153,7 @@ def test_each_cell_is_what_happens(dtype: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_values_tell_one_rounding_from_several(dtype: str) -> None:
+def test_values_distinguish_one_rounding_from_several(dtype: str) -> None:
     each = contributions(dtype, 3)
     for op, by in TIMES.items():
         meaning = MEANING[CELLS[op, dtype]]

@@ -1,8 +1,8 @@
-"""The emulator finds each kind of mistake in a CUDA kernel, and complains about nothing else.
+"""The emulator finds each kind of bug in a CUDA kernel, and reports nothing else.
 
-Each kernel of tests/emulator/micro.cu comes with and without its mistake. Plain runs find what
-shows in results and what no GPU would accept; ThreadSanitizer finds what is not ordered, without an
-unlucky schedule; AddressSanitizer and UBSan find what lies outside or askew.
+Each kernel of tests/emulator/micro.cu exists with and without its bug. Plain runs find bugs that
+change results and calls that no GPU would accept. ThreadSanitizer finds unordered accesses, in any
+schedule. AddressSanitizer and UBSan find accesses out of bounds or misaligned.
 """
 
 import os
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-# kernel: what finds its mistake, and what it says
+# kernel: the run that finds its bug, and the report
 MISTAKES = {
     "barrier": ("tsan", r"data race"),
     "warp_order": ("tsan", r"data race"),
@@ -60,7 +60,7 @@ def micro(request):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_sound_kernel_is_left_alone(micro, name):
+def test_correct_kernel_passes(micro, name):
     _, program = micro
     for order in ORDERS:
         done = run(program, name, "good", *order)
@@ -69,7 +69,7 @@ def test_a_sound_kernel_is_left_alone(micro, name):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_found(name):
+def test_incorrect_kernel_is_reported(name):
     kind, words = MISTAKES[name]
     (program,) = programs.build([f"micro.{kind}"])
     for order in ORDERS:

@@ -1,7 +1,7 @@
-"""Encryption between hosts: all verbs give what they give without it, the network sees nothing of
-it, and what the network changes ends in PeerLost.
+"""Encryption between hosts: all verbs give the same results as without it, the network sees no
+plaintext, and modified data ends in PeerLost.
 
-tests/native/encrypted_test.cpp tries every byte of a record; here it is whole groups.
+tests/native/encrypted_test.cpp tests every byte of a record; here whole groups are tested.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_slow_arrival_changes_nothing(action: str) -> None:
     assert results == [2 * COUNT, 2 * COUNT]
 
 
-# --- what the network sees, and does ---------------------------------------------------------
+# --- what the network sees and changes --------------------------------------------------------
 
 
 SECRET_WORD = b"the weights of a model, 0123456789"
@@ -98,7 +98,7 @@ def tell_on_demand(group: pycomm.Group) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("body", "full_mesh"), [(tell, 64), (tell_on_demand, 1)], ids=["at once", "on demand"]
+    ("body", "full_mesh"), [(tell, 64), (tell_on_demand, 1)], ids=["full mesh", "on demand"]
 )
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_network_sees_plaintext_only_without_encryption(
@@ -111,7 +111,7 @@ def test_network_sees_plaintext_only_without_encryption(
 
 
 class Attack:
-    """Changes the record with the number `at` of those that rank 1 sends."""
+    """Changes record number `at` of those that rank 1 sends."""
 
     def __init__(self, kind: str, at: int) -> None:
         self.kind, self.at, self.number = kind, at, 0
@@ -119,7 +119,7 @@ class Attack:
 
     @property
     def struck(self) -> bool:
-        """Whether that record came."""
+        """Whether that record was sent."""
         return self.number > self.at
 
     def __call__(self, records: Records) -> Records:
@@ -178,14 +178,14 @@ def both(options: list[dict[str, Any]]) -> list[BaseException]:
     return run_ranks(2, one, return_exceptions=True)
 
 
-def test_key_in_the_store_is_refused_on_several_hosts() -> None:
+def test_secret_in_the_store_is_rejected_on_several_hosts() -> None:
     for error in both([{"encrypt": True}] * 2):
         assert isinstance(error, Unsupported)
         assert "PYCOMM_SECRET" in str(error)
-    assert both([{"encrypt": True, "host": "a"}] * 2) == [None, None]  # nothing leaves the host
+    assert both([{"encrypt": True, "host": "a"}] * 2) == [None, None]  # all data stays on the host
 
 
-def test_ranks_that_disagree_about_encryption() -> None:
+def test_ranks_with_different_encryption_options() -> None:
     key = {"secret": "k" * 32}
     for error in both([{**key, "encrypt": True}, key]):
         assert isinstance(error, Mismatch)
@@ -200,7 +200,7 @@ def test_environment() -> None:
         config.environment({"PYCOMM_ENCRYPT": "yes"})
 
 
-def test_launcher_asks_for_the_key_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_requires_a_secret_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYCOMM_SECRET", raising=False)
     monkeypatch.setenv("PYCOMM_ENCRYPT", "0")
     several = ["--encrypt", "--nnodes=2", "--rdzv-endpoint=127.0.0.1:1", "--nproc=1", "x.py"]
@@ -234,7 +234,7 @@ def test_torch_groups_are_encrypted(run: Run, tmp_path: Path) -> None:
         assert "rank 1 has reproducible=False, encrypt=False" in text
 
 
-def test_a_plain_default_group_is_not_taken_for_an_encrypted_one(run: Run) -> None:
+def test_unencrypted_default_group_is_not_reused_for_an_encrypted_one(run: Run) -> None:
     assert run(2, _init_again) == ["encrypt=True, but the default group is there already"] * 2
 
 

@@ -1,4 +1,4 @@
-"""The tree of errors, the environment's mistakes, and what users meet when things go wrong."""
+"""The error classes, invalid environment variables, and the errors that users see."""
 
 import os
 import pickle
@@ -30,7 +30,7 @@ BUILT_IN = {
 
 
 @pytest.mark.parametrize(("name", "built_in"), BUILT_IN.items())
-def test_each_error_is_one_of_ours_and_a_built_in(name: str, built_in: type) -> None:
+def test_each_error_derives_from_error_and_a_built_in(name: str, built_in: type) -> None:
     kind = getattr(errors, name)
     assert issubclass(kind, errors.Error)
     assert issubclass(kind, built_in)
@@ -68,7 +68,7 @@ BAD_ENVIRONMENTS = [
 
 
 @pytest.mark.parametrize(("values", "name"), BAD_ENVIRONMENTS)
-def test_a_bad_variable_is_named(values: dict[str, str], name: str) -> None:
+def test_invalid_variable_is_named(values: dict[str, str], name: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=name):
         config.environment(values)
 
@@ -114,7 +114,9 @@ GOOD_ENVIRONMENTS = [
 
 
 @pytest.mark.parametrize(("values", "wanted"), GOOD_ENVIRONMENTS)
-def test_each_launcher_is_understood(values: dict[str, str], wanted: tuple[Any, ...]) -> None:
+def test_variables_of_each_launcher_are_read(
+    values: dict[str, str], wanted: tuple[Any, ...]
+) -> None:
     c = config.environment(values)
     got = (c.launcher, c.rank, c.size, c.local_rank, c.master_host, c.master_port)
     assert got == wanted
@@ -131,7 +133,7 @@ def test_the_transport_is_taken_from_the_environment() -> None:
         config.environment({"PYCOMM_TRANSPORT": "rdma"})
 
 
-def test_the_address_is_taken_from_the_variable_of_gloo() -> None:
+def test_address_is_taken_from_the_gloo_variable() -> None:
     values = {"GLOO_SOCKET_IFNAME": "eth1,10.1.0.0/16"}
     assert config.environment(values).address == "eth1,10.1.0.0/16"
 
@@ -166,7 +168,7 @@ DISAGREEMENTS = {
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_disagreement_changes_nothing_and_the_group_continues(case: str, n: int) -> None:
+def test_mismatch_changes_nothing_and_the_group_continues(case: str, n: int) -> None:
     usual, odd = DISAGREEMENTS[case]
 
     def fn(group: Group) -> Any:
@@ -198,7 +200,7 @@ def die_in_all_reduce(group: Group, victim: int, note: str) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_killed_rank_is_named_to_every_survivor_within_a_second(
+def test_killed_rank_is_named_to_every_survivor_within_a_second(
     transport: str, tmp_path: Path
 ) -> None:
     results = run_ranks(
@@ -223,7 +225,7 @@ def test_a_killed_rank_is_named_to_every_survivor_within_a_second(
         assert "rank 1" in later  # the first cause is repeated
 
 
-def test_a_call_ends_at_its_limit_and_names_who_is_missing() -> None:
+def test_call_times_out_and_names_the_missing_rank() -> None:
     over = threading.Event()
 
     def fn(group: Group) -> Any:
@@ -243,7 +245,7 @@ def test_a_call_ends_at_its_limit_and_names_who_is_missing() -> None:
 
 
 def store_of_torch() -> Any:
-    """One that is written in Python."""
+    """A store that is implemented in Python."""
     from torch.distributed import HashStore
 
     return TorchStore(HashStore())
@@ -256,11 +258,11 @@ def test_a_group_that_does_not_form_names_the_missing_rank(store: Callable[[], A
         _join(store(), 0, options)
 
 
-def test_a_second_thread_is_refused_while_a_call_runs() -> None:
+def test_second_thread_is_rejected_while_a_call_runs() -> None:
     refused = threading.Event()
 
     def call(group: Group, results: list[Any]) -> None:
-        """One of two threads: the one that comes second is refused, and lets the other go on."""
+        """One of two threads: the second one is rejected, and releases the first."""
         try:
             results.append(pycomm.all_reduce(np.ones(4), group=group).tolist())
         except errors.InvalidArgument as error:
@@ -285,7 +287,7 @@ def test_a_second_thread_is_refused_while_a_call_runs() -> None:
 
 
 def fork_and_call(group: Group) -> Any:
-    """The exit code of a forked child that calls: 0 if it was refused."""
+    """The exit code of a forked child that calls: 0 if the call was rejected."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -293,7 +295,7 @@ def fork_and_call(group: Group) -> Any:
         except errors.GroupBroken as error:
             del group
             os._exit(0 if "fork" in str(error) else 3)
-        except BaseException:  # a forked child must not go on as the test
+        except BaseException:  # a forked child must not continue as the test
             os._exit(2)
         os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), pycomm.all_reduce(
@@ -302,13 +304,13 @@ def fork_and_call(group: Group) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_forked_child_is_refused_and_the_parent_continues(transport: str) -> None:
+def test_forked_child_is_rejected_and_the_parent_continues(transport: str) -> None:
     for code, x in run_ranks(2, fork_and_call, transport=transport, processes=True):
         assert code == 0
         assert x.tolist() == [2.0] * 4
 
 
-def test_closed_groups_say_so_and_closing_twice_is_fine() -> None:
+def test_closed_group_raises_and_closing_twice_is_allowed() -> None:
     def fn(group: Group) -> Any:
         group.close()
         group.close()

@@ -25,14 +25,14 @@ def lines() -> list[str]:
     found = []
     for path in sorted((ROOT / "examples").glob("*.py")):
         match = COMMAND.search(path.read_text())
-        assert match, f"{path.name} does not say how it is started"
+        assert match, f"{path.name} has no command line"
         words = match[2].strip(" []").split(" | ")
         found += [f"{match[1]} {word}".strip() for word in words]
     return found
 
 
 def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """What a line does in a folder, with this Python."""
+    """Runs a command line in a folder, with this Python."""
     starter, *words = shlex.split(line)
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
     return subprocess.run(
@@ -42,7 +42,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> str:
-    """What the program wrote, without the launcher's tables."""
+    """The output of the program, without the launcher's tables."""
     _, _, after = done.stdout.rpartition("-+\n")
     return after
 

@@ -1,4 +1,4 @@
-"""The fault matrix (benchmarks/faults.py): all of it that threads can play, some with processes.
+"""The fault matrix (benchmarks/faults.py): all cells that run among threads, some with processes.
 
 `make faults` runs all of it.
 """
@@ -29,7 +29,7 @@ TRANSPORTS = ["shm", "tcp"]
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("action", [action for action in MOMENTS if action not in PROCESSES])
-def test_promises_are_kept_among_threads(action: str, transport: str) -> None:
+def test_promises_hold_among_threads(action: str, transport: str) -> None:
     cells = list(matrix([action], [transport], list(COUNTS), [3]))
     assert cells
     broken = [(cell, why) for cell in cells if (why := outcome(cell).broken)]
@@ -52,15 +52,15 @@ def test_promises_are_kept_among_threads(action: str, transport: str) -> None:
     ],
     ids=lambda cell: f"{cell.action}-{cell.moment}-{cell.verb}-{cell.transport}",
 )
-def test_promises_are_kept_among_processes(cell: Cell) -> None:
+def test_promises_hold_among_processes(cell: Cell) -> None:
     found = outcome(cell)
     assert found.broken == ""
     assert found.seen[2] is None
     assert all(found.seen[:2])
 
 
-def test_who_has_just_been_met_hears_why_a_group_does_not_form() -> None:
-    """In one of five runs a rank stood already whose last step to another was on its way."""
+def test_peer_connected_last_learns_why_a_group_does_not_form() -> None:
+    """In one of five runs a rank was complete while its last message to another was in transit."""
     cell = Cell("disconnect", "forming", "all_reduce", "tiny", "shm", 3)
     assert [broken for seed in range(40) if (broken := outcome(cell, seed).broken)] == []
 
@@ -96,41 +96,41 @@ DISAGREED = Seen("Mismatch", "rank 2 (host a, pid 1) called", 2)
         (ODD, replace(DISAGREED, usable=False), "not usable"),
     ],
 )
-def test_a_broken_promise_is_seen(cell: Cell, seen: Seen, complaint: str) -> None:
+def test_broken_promise_is_detected(cell: Cell, seen: Seen, complaint: str) -> None:
     found = faults._broken(cell, [NAMED if cell is LOST else seen, seen, None])
     assert (complaint in found) if complaint else found == ""
 
 
-def at(action: str, moment: str, verb: str, size: str = "tiny", ranks: int = 3) -> Cell:
+def cell_of(action: str, moment: str, verb: str, size: str = "tiny", ranks: int = 3) -> Cell:
     return Cell(action, moment, verb, size, "tcp", ranks)
 
 
 LEFT_OUT = [
-    (at("stop", "middle", "all_reduce"), "struck there it has sent what others wait for"),
-    (at("stop", "closing", "all_reduce"), "who leaves waits for nobody"),
-    (at("exit", "start", "all_reduce"), "to the others it is a kill"),
-    (at("exception", "meanwhile", "all_reduce"), "a program raises between calls"),
-    (at("disconnect", "idle", "all_reduce"), "a transport strikes when bytes pass"),
-    (at("throttle", "idle", "all_reduce"), "it is in force all the time"),
-    (at("skip", "start", "all_reduce"), "a call is another from its start on"),
-    (at("kill", "forming", "broadcast"), "no verb is under way"),
-    (at("wrong op", "idle", "broadcast"), "it reduces nothing"),
-    (at("wrong root", "idle", "all_gather"), "it has no root"),
-    (at("wrong root", "idle", "broadcast", ranks=2), "both ranks wait for each other"),
-    (at("wrong count", "idle", "all_gather_v"), "its counts may differ"),
-    (at("kill", "idle", "barrier", "large"), "it carries no data"),
-    (at("wrong dtype", "idle", "barrier"), "it carries no data"),
-    (at("skip", "idle", "barrier"), "instead of a call it is one"),
-    (at("kill", "start", "barrier"), "each cell begins with one"),
+    (cell_of("stop", "middle", "all_reduce"), "struck there it has sent what others wait for"),
+    (cell_of("stop", "closing", "all_reduce"), "who leaves waits for nobody"),
+    (cell_of("exit", "start", "all_reduce"), "to the others it is a kill"),
+    (cell_of("exception", "meanwhile", "all_reduce"), "a program raises between calls"),
+    (cell_of("disconnect", "idle", "all_reduce"), "a transport strikes when bytes pass"),
+    (cell_of("throttle", "idle", "all_reduce"), "it is in force all the time"),
+    (cell_of("skip", "start", "all_reduce"), "a call is another from its start on"),
+    (cell_of("kill", "forming", "broadcast"), "no verb is under way"),
+    (cell_of("wrong op", "idle", "broadcast"), "it reduces nothing"),
+    (cell_of("wrong root", "idle", "all_gather"), "it has no root"),
+    (cell_of("wrong root", "idle", "broadcast", ranks=2), "both ranks wait for each other"),
+    (cell_of("wrong count", "idle", "all_gather_v"), "its counts may differ"),
+    (cell_of("kill", "idle", "barrier", "large"), "it carries no data"),
+    (cell_of("wrong dtype", "idle", "barrier"), "it carries no data"),
+    (cell_of("skip", "idle", "barrier"), "instead of a call it is one"),
+    (cell_of("kill", "start", "barrier"), "each cell begins with one"),
 ]
 RUN = [
-    *(at("kill", "forming", "all_reduce"), at("kill", "idle", "barrier")),
-    *(at("wrong op", "idle", "reduce"), at("wrong operation", "idle", "barrier")),
-    *(at("wrong root", "idle", "broadcast"), at("wrong count", "idle", "all_gather")),
+    *(cell_of("kill", "forming", "all_reduce"), cell_of("kill", "idle", "barrier")),
+    *(cell_of("wrong op", "idle", "reduce"), cell_of("wrong operation", "idle", "barrier")),
+    *(cell_of("wrong root", "idle", "broadcast"), cell_of("wrong count", "idle", "all_gather")),
 ]
 
 
-def test_each_cell_that_is_left_out_has_its_reason_and_no_other_is() -> None:
+def test_each_skipped_cell_has_a_reason() -> None:
     for one, why in LEFT_OUT:
         assert left_out(one).startswith(why), one
     assert [left_out(one) for one in RUN] == [""] * len(RUN)
@@ -151,7 +151,7 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "faults.png").stat().st_size > 0
     assert {seen["error"] for row in rows for seen in row["seen"]} == {"Mismatch"}
     shown = capsys.readouterr().out
-    # Again, what is broken there alone: the rest stays as it was said to be.
+    # Again, with a failure there alone: the other results stay as stored.
     rows[2]["broken"], rows[3]["seconds"] = "by hand", 1234.0
     path.write_text(json.dumps({"rows": rows}))
     assert faults.main([*chosen, "--json", str(path), "--again"]) == 0
@@ -162,7 +162,7 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "Mismatch 12" in shown
 
 
-def test_the_command_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_rejects_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         faults.main(["--actions", "explode"])
     assert "no 'explode': --actions takes some of kill, stop" in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_the_command_refuses_what_is_not_there(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.timeout(300)  # twelve processes import torch
-def test_survivors_of_a_torch_job_know_who_died(
+def test_survivors_of_a_torch_job_name_the_dead_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rank_failure.json"
@@ -197,10 +197,10 @@ def test_survivors_of_a_torch_job_know_who_died(
         ("pycomm-shm", True, 30.0, 0),
         ("pycomm-shm", False, 30.0, 1),
         ("pycomm-tcp", True, -1.0, 1),
-        ("gloo", False, -1.0, 0),  # its promises are not ours
+        ("gloo", False, -1.0, 0),  # its promises are not pycomm's
     ],
 )
-def test_a_survivor_that_is_told_nothing_is_seen(
+def test_uninformed_survivor_is_detected(
     backend: str, named: bool, works_ms: float, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def job(*kind: Any) -> list[rank_failure.RankFailure]:

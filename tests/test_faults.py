@@ -1,6 +1,7 @@
-"""Ranks that are stopped or busy: who is named, and that nobody hangs; and the tools for tests.
+"""Ranks that are stopped or busy: the error names the right rank, and no rank hangs. Also tests the
+tools for fault injection.
 
-What else can go wrong: test_fault_matrix.py.
+Other faults: test_fault_matrix.py.
 """
 
 import contextlib
@@ -25,22 +26,22 @@ TRANSPORTS = ["shm", "tcp"]
 
 
 def hold_the_gil(seconds: float) -> None:
-    """Keeps every other thread of Python from running, as a long call of a C library does."""
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    """Blocks all other Python threads, like a long call of a C library."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # PyDLL keeps the GIL
 
 
-def later(seconds: float, pid: int, sign: signal.Signals) -> int:
-    """Forks a child that sends `sign` to `pid` after `seconds`; gives the child's pid."""
+def signal_later(seconds: float, pid: int, sign: signal.Signals) -> int:
+    """Forks a child that sends `sign` to `pid` after `seconds`; returns the child's pid."""
     child = os.fork()
     if child == 0:
-        time.sleep(seconds)  # what is late is the point
+        time.sleep(seconds)  # a deliberate delay
         os.kill(pid, sign)
         os._exit(0)
     return child
 
 
-def bury(victim: int, rank: int, survivors: int, folder: str) -> None:
-    """Kills a stopped process when all survivors have told of it, so that run_ranks may end."""
+def kill_after_reports(victim: int, rank: int, survivors: int, folder: str) -> None:
+    """Kills a stopped process after all survivors reported it, so that run_ranks can end."""
     Path(folder, str(rank)).touch()
     if len(list(Path(folder).iterdir())) == survivors:
         with contextlib.suppress(ProcessLookupError):
@@ -48,7 +49,7 @@ def bury(victim: int, rank: int, survivors: int, folder: str) -> None:
 
 
 def stop_one(group: Group, large: bool, folder: str) -> Any:
-    """Rank 2 stops inside a call; the others tell how long they waited and for whom."""
+    """Rank 2 stops inside a call; the others report how long they waited and for which rank."""
     x = np.ones(1 << 22 if large else 4, np.float32)
     for _ in range(3):
         pycomm.all_reduce(x, "max", group=group)
@@ -62,13 +63,13 @@ def stop_one(group: Group, large: bool, folder: str) -> Any:
             pycomm.all_reduce(x, "max", group=group)
     except errors.PeerLost as error:
         waited = time.monotonic() - start
-        bury(victim, group.rank, 2, folder)
+        kill_after_reports(victim, group.rank, 2, folder)
         return waited, error.peer, str(error), victim
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["tiny", "large"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_stopped_rank_is_named_after_the_limit(
+def test_stopped_rank_is_named_after_the_heartbeat_limit(
     transport: str, large: bool, tmp_path: Path
 ) -> None:
     results = run_ranks(
@@ -86,7 +87,7 @@ def test_a_stopped_rank_is_named_after_the_limit(
 
 
 def busy_outside(group: Group) -> Any:
-    """Rank 1 comes late to a call, as its Python is busy."""
+    """Rank 1 enters a call late, as its Python is busy."""
     for _ in range(2):
         if group.rank == 1:
             hold_the_gil(3 * HEARTBEAT_S)
@@ -101,7 +102,7 @@ def busy_inside(group: Group) -> Any:
     if group.rank == 1:
         busy.start()
     if group.rank == 0:
-        time.sleep(0.5 + 3 * HEARTBEAT_S)  # until the other is busy no more
+        time.sleep(0.5 + 3 * HEARTBEAT_S)  # until the other rank is no longer busy
     x = pycomm.all_reduce(np.ones(4), algorithm="ring", group=group).tolist()
     if group.rank == 1:
         busy.join()
@@ -110,14 +111,14 @@ def busy_inside(group: Group) -> Any:
 
 @pytest.mark.parametrize("fn", [busy_outside, busy_inside])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_busy_rank_is_not_taken_for_dead(transport: str, fn: Callable[..., Any]) -> None:
+def test_busy_rank_is_not_reported_dead(transport: str, fn: Callable[..., Any]) -> None:
     results = run_ranks(3, fn, transport=transport, processes=True, heartbeat_s=HEARTBEAT_S)
     assert results == [[3.0] * 4] * 3
 
 
-def receive_in_drops(group: Group, x: Any) -> float:
-    """Rank 1 receives from rank 2, in a call that is long because it sees one byte at a time, what
-    rank 0 waits for; gives for how long it did."""
+def receive_slowly(group: Group, x: Any) -> float:
+    """Rank 1 receives from rank 2 in a call that takes long, since rank 0's data reaches it byte by
+    byte; returns the duration."""
     start = time.monotonic()
     if group.rank < 2:
         pycomm.recv(x, group.rank + 1, group=group)
@@ -127,25 +128,25 @@ def receive_in_drops(group: Group, x: Any) -> float:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_with_a_throttled_link_is_not_reported_as_dead(transport: str) -> None:
+def test_slow_peer_is_not_reported_dead(transport: str) -> None:
     drops = FaultPlan(1, "throttle", peer=2)
     seconds: list[float] = [0.0]
     count = 1 << 12
-    while min(seconds) < 2 * HEARTBEAT_S:  # how long so many bytes take is the machine's to say
+    while min(seconds) < 2 * HEARTBEAT_S:  # the duration of so many bytes depends on the machine
         count *= 2
         x = [np.full(count, rank, np.float32) for rank in range(3)]
         seconds = run_ranks(
-            3, lambda group, x: receive_in_drops(group, x[group.rank]), x,
+            3, lambda group, x: receive_slowly(group, x[group.rank]), x,
             transport=transport, heartbeat_s=HEARTBEAT_S, faults=[drops],
         )[:2]  # fmt: skip
         assert all((held == 2).all() for held in x)
 
 
 def stop_for_a_while(group: Group, seconds: float) -> Any:
-    """Rank 1 stops for a while, and is woken by a child."""
+    """Rank 1 stops for a while, and a child resumes it."""
     pycomm.barrier(group=group)
     if group.rank == 1:
-        child = later(seconds, os.getpid(), signal.SIGCONT)
+        child = signal_later(seconds, os.getpid(), signal.SIGCONT)
         os.kill(os.getpid(), signal.SIGSTOP)
         os.waitpid(child, 0)
     return pycomm.all_reduce(np.ones(4), group=group).tolist()
@@ -161,10 +162,10 @@ def test_a_rank_that_stops_for_less_than_the_limit_continues(transport: str) -> 
 
 
 def stop_while_waiting(group: Group) -> Any:
-    """Rank 0 waits for rank 1; both are stopped for twice the limit, and rank 1 wakes last."""
+    """Rank 0 waits for rank 1; both are stopped for twice the limit, and rank 1 resumes last."""
     pycomm.barrier(group=group)
-    stopper = later(0.3, os.getpid(), signal.SIGSTOP)
-    waker = later(0.3 + 0.3 * group.rank + 2 * HEARTBEAT_S, os.getpid(), signal.SIGCONT)
+    stopper = signal_later(0.3, os.getpid(), signal.SIGSTOP)
+    waker = signal_later(0.3 + 0.3 * group.rank + 2 * HEARTBEAT_S, os.getpid(), signal.SIGCONT)
     if group.rank == 1:
         os.waitpid(waker, 0)
     x = pycomm.all_reduce(np.ones(4), group=group).tolist()
@@ -175,7 +176,7 @@ def stop_while_waiting(group: Group) -> Any:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_was_stopped_itself_blames_no_peer(transport: str) -> None:
+def test_stopped_rank_blames_no_peer(transport: str) -> None:
     results = run_ranks(
         2, stop_while_waiting, transport=transport, processes=True, heartbeat_s=HEARTBEAT_S
     )
@@ -186,7 +187,8 @@ def test_a_delay_delays() -> None:
     def fn(group: Group) -> float:
         pycomm.barrier(group=group)
         start = time.monotonic()
-        for _ in range(3):  # the other is one ahead: what it sends for the last is on its way since
+        # The other rank is one call ahead: its data for the last call is already in transit.
+        for _ in range(3):
             pycomm.barrier(group=group)
         return time.monotonic() - start
 
@@ -196,7 +198,7 @@ def test_a_delay_delays() -> None:
 
 @pytest.mark.parametrize("action", ["disconnect", "corrupt"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_fault_writes_down_when_it_struck(action: str, transport: str, tmp_path: Path) -> None:
+def test_fault_writes_its_timestamp(action: str, transport: str, tmp_path: Path) -> None:
     said = str(tmp_path / "struck")
 
     def fn(group: Group) -> tuple[float, float]:
@@ -205,15 +207,15 @@ def test_a_fault_writes_down_when_it_struck(action: str, transport: str, tmp_pat
             while True:
                 begun.append(time.monotonic())
                 pycomm.all_reduce(np.ones(100), group=group)
-        except errors.PeerLost:
-            return begun[-2], time.monotonic()  # it may strike when the last call before is over
+        except errors.PeerLost:  # the fault took effect
+            return begun[-2], time.monotonic()  # it may take effect when the previous call is over
 
     fault = FaultPlan(1, action, at="all_reduce", after_bytes=20_000, timestamp_file=said)
     (_, told), (before, _) = run_ranks(2, fn, transport=transport, faults=[fault])
     assert before <= float(Path(said).read_text()) <= told
 
 
-def test_a_fault_stays_in_the_group_that_it_is_planned_for():
+def test_fault_affects_only_its_group():
     def program(group: Group) -> str:
         x, part = np.ones(10_000, np.float32), group.split(0)
         assert part is not None
@@ -228,7 +230,7 @@ def test_a_fault_stays_in_the_group_that_it_is_planned_for():
         assert said.startswith("all_reduce: rank")
 
 
-def test_a_fault_plan_is_checked() -> None:
+def test_fault_plan_is_validated() -> None:
     with pytest.raises(errors.InvalidArgument, match="'explode'"):
         FaultPlan(rank=0, action="explode")
     with pytest.raises(errors.InvalidArgument, match="'sum'"):
@@ -244,20 +246,20 @@ def test_a_fault_plan_is_checked() -> None:
         run_ranks(3, len, faults=[FaultPlan(rank=1, action="kill")])
 
 
-def look_around(group: Group) -> Any:
-    """Rank 0 looks, between two calls, until rank 1 says that it waits in the second."""
+def poll_status(group: Group) -> Any:
+    """Rank 0 polls status between two calls, until rank 1 reports that it waits in the second."""
     pycomm.barrier(group=group)
     if group.rank == 1:
         return pycomm.recv(np.empty(1), 0, group=group)
     while "call 2" not in (found := status(group))["peers"][0]["current_call"]:
-        time.sleep(0.01)  # between two looks: nothing tells of a status
+        time.sleep(0.01)  # polling interval: status has no notification
     pycomm.send(np.ones(1), 1, group=group)
     return found
 
 
-def test_status_tells_who_is_where() -> None:
+def test_status_reports_each_rank_current_call() -> None:
     started = time.monotonic()
-    found, _ = run_ranks(2, look_around, transport="tcp", heartbeat_s=HEARTBEAT_S)
+    found, _ = run_ranks(2, poll_status, transport="tcp", heartbeat_s=HEARTBEAT_S)
     assert found["rank"] == 0
     assert found["current_call"] == "outside of calls, after call 1, barrier()"
     (peer,) = found["peers"]
@@ -280,7 +282,7 @@ def test_run_ranks_raises_the_cause_although_a_consequence_came_first() -> None:
             others = [thread for thread in threading.enumerate() if thread.name == "rank 0"]
             group.close()
             for thread in others:
-                thread.join()  # it has failed, and said so
+                thread.join()  # it failed, and reported it
             raise ValueError("the cause")
         pycomm.barrier(group=group)
 

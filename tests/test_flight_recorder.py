@@ -1,4 +1,4 @@
-"""The flight record: written when a group breaks, and what `pycomm info --flight` makes of it."""
+"""The flight recorder: written when a group fails, and shown by `pycomm info --flight`."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ X = np.ones(1000, np.float32)
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """How the names of records begin, for ranks that are started here."""
+    """The prefix of files of the flight recorder, for ranks that are started here."""
     monkeypatch.setenv("PYCOMM_FLIGHT_RECORD", str(tmp_path / "calls"))
     return tmp_path / "calls"
 
@@ -36,12 +36,12 @@ def sums(group: pycomm.Group, n: int) -> None:
         pycomm.all_reduce(X.copy(), group=group)
 
 
-def test_a_run_that_ends_well_leaves_no_record(record: Path) -> None:
+def test_successful_run_writes_no_flight_recorder_file(record: Path) -> None:
     run_ranks(2, sums, 3)
     assert written(record) == []
 
 
-def test_survivors_of_a_killed_rank_leave_their_last_calls(record: Path) -> None:
+def test_survivors_of_a_killed_rank_write_their_last_calls(record: Path) -> None:
     kill = FaultPlan(rank=1, action="kill", at="all_reduce", after_bytes=1 << 16)
     ended = run_ranks(
         3, sums, 1000, transport="shm", processes=True, faults=[kill], return_exceptions=True
@@ -61,14 +61,14 @@ def test_survivors_of_a_killed_rank_leave_their_last_calls(record: Path) -> None
     assert f"rank 2 ({first.host}, pid " in text
 
 
-def test_who_is_behind_is_named(record: Path) -> None:
+def test_rank_that_is_behind_is_named(record: Path) -> None:
     timed_out = threading.Barrier(2)
 
     def late(group: pycomm.Group) -> None:
         sums(group, 300)
         if group.rank == 1:
-            timed_out.wait(60)  # else the end of this rank would be what the other hears of
-            group.abort("its rank gave up")
+            timed_out.wait(60)  # otherwise the other rank would see the end of this rank first
+            group.abort("its rank aborted")
             return
         with pytest.raises(errors.Timeout):
             pycomm.all_reduce(X.copy(), group=group, timeout_s=0.3)
@@ -84,10 +84,10 @@ def test_who_is_behind_is_named(record: Path) -> None:
     kept = flight_recorder.read(written(record)[0]).records
     assert len(kept) == 256
     assert np.all(np.diff(kept["begun"]) > 0)
-    assert "its rank gave up" in lines[2]
+    assert "its rank aborted" in lines[2]
 
 
-def test_a_disagreement_is_shown_with_both_sides(record: Path) -> None:
+def test_mismatch_is_shown_with_both_calls(record: Path) -> None:
     def differ(group: pycomm.Group) -> None:
         sums(group, 2)
         with pytest.raises(errors.Mismatch):
@@ -96,9 +96,9 @@ def test_a_disagreement_is_shown_with_both_sides(record: Path) -> None:
         sums(group, 1)
         group.abort("enough")
 
-    run_ranks(2, differ, return_exceptions=True)  # whoever is aborted by the other
+    run_ranks(2, differ, return_exceptions=True)  # the rank that the other one aborts
     text = flight_report.report(written(record))
-    assert text.count("enough") == 2  # what breaks the group is written over it
+    assert text.count("enough") == 2  # the failure of the group overwrites the file
     both = "all_reduce(float32, 10, sum), all_reduce(float32, 11, sum)"
     assert f"ranks disagree about call 3: {both}" in text
     assert "DISAGREE" in text
@@ -125,7 +125,7 @@ def test_calls_through_torch_are_recorded(run: Run, record: Path) -> None:
     assert lasts == ["all_reduce(float32, 8, sum)", "all_reduce(float32, 9, sum)"]
 
 
-def test_a_path_in_no_folder_is_refused_with_the_name_of_the_variable(
+def test_path_without_a_folder_is_rejected_with_the_variable_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYCOMM_FLIGHT_RECORD", str(tmp_path / "none" / "calls"))
@@ -133,7 +133,7 @@ def test_a_path_in_no_folder_is_refused_with_the_name_of_the_variable(
         run_ranks(1, sums, 1)
 
 
-def a_record(calls: int) -> bytes:
+def example_file(calls: int) -> bytes:
     head = np.zeros(1, flight_recorder.HEAD)
     head["magic"], head["begun"], head["size"] = flight_recorder.MAGIC, calls, 2
     records = np.zeros(calls, flight_recorder.CALL)
@@ -141,32 +141,32 @@ def a_record(calls: int) -> bytes:
 
 
 @given(st.binary(max_size=200), st.integers(0, flight_recorder.HEAD_BYTES + 200), st.integers(0, 3))
-def test_any_bytes_are_a_record_or_refused(noise: bytes, at: int, calls: int) -> None:
-    sound = a_record(calls)
+def test_arbitrary_bytes_are_a_file_or_rejected(noise: bytes, at: int, calls: int) -> None:
+    sound = example_file(calls)
     for data in (noise, flight_recorder.MAGIC + noise, sound[:at], sound[:at] + noise + sound[at:]):
         try:
             read = flight_recorder.parse(data, "noise")
-        except errors.InvalidArgument:  # the other thing that they may be
+        except errors.InvalidArgument:  # the other allowed outcome
             continue
         assert all(flight_recorder.title(call) for call in read.records)
         assert len(read.records) <= len(data) // flight_recorder.CALL.itemsize
 
 
 @pytest.mark.parametrize("field", flight_recorder.TABLES)
-def test_a_call_of_no_kind_is_refused(field: str) -> None:
-    sound = bytearray(a_record(2))
+def test_unknown_call_kind_is_rejected(field: str) -> None:
+    sound = bytearray(example_file(2))
     sound[flight_recorder.HEAD_BYTES + flight_recorder.CALL.fields[field][1]] = 255
     with pytest.raises(errors.InvalidArgument, match=f"x is damaged: a call has no such {field}"):
         flight_recorder.parse(bytes(sound), "x")
 
 
-def test_a_record_that_was_cut_is_refused() -> None:
-    assert len(flight_recorder.parse(a_record(2), "x").records) == 2
+def test_truncated_file_is_rejected() -> None:
+    assert len(flight_recorder.parse(example_file(2), "x").records) == 2
     with pytest.raises(errors.InvalidArgument, match="x is damaged: it speaks of 2 calls"):
-        flight_recorder.parse(a_record(2)[:-1], "x")
+        flight_recorder.parse(example_file(2)[:-1], "x")
 
 
-def test_the_command_tells_of_a_file_that_is_no_record(tmp_path: Path) -> None:
+def test_command_reports_an_invalid_file(tmp_path: Path) -> None:
     (tmp_path / "garbage").write_text("{}")
     command = [sys.executable, "-m", "pycomm", "info", "--flight", str(tmp_path / "garbage")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -174,14 +174,14 @@ def test_the_command_tells_of_a_file_that_is_no_record(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"pycomm: {tmp_path / 'garbage'} is no record of calls")
 
 
-def test_a_text_in_a_record_cannot_steer_the_terminal() -> None:
-    sound: Any = bytearray(a_record(0))
+def test_text_in_a_file_cannot_control_the_terminal() -> None:
+    sound: Any = bytearray(example_file(0))
     at = flight_recorder.HEAD.fields["name"][1]
     sound[at : at + 5] = b"a\x1b[2J"
     assert flight_recorder.parse(bytes(sound), "").name == "a?[2J"
 
 
-def wait_in_vain(group: pycomm.Group, over: threading.Event) -> str:
+def wait_for_missing_rank(group: pycomm.Group, over: threading.Event) -> str:
     if group.rank == 1:
         assert over.wait(60)
         return ""
@@ -192,8 +192,8 @@ def wait_in_vain(group: pycomm.Group, over: threading.Event) -> str:
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
-def test_a_record_is_not_written_through_what_another_put_there(record: Path, kind: str) -> None:
-    """In a folder that all share, as /tmp, the name is known beforehand."""
+def test_file_is_not_written_through_a_link_of_another_user(record: Path, kind: str) -> None:
+    """In a shared folder, such as /tmp, the name is predictable."""
     precious, place = record.parent / "precious", Path(f"{record}.world.0")
     if kind == "link":
         precious.write_text("mine")
@@ -201,7 +201,7 @@ def test_a_record_is_not_written_through_what_another_put_there(record: Path, ki
         os.mkfifo(place)
     else:
         place.symlink_to(precious)
-    text = run_ranks(2, wait_in_vain, threading.Event())[0]
+    text = run_ranks(2, wait_for_missing_rank, threading.Event())[0]
     assert f"no flight record could be written to {place}: " in text
     assert ("symbolic link" in text) == (kind != "pipe")
     assert precious.exists() == (kind == "link")

@@ -1,8 +1,8 @@
-"""What a rank does where the system lets it not connect to others, which it should.
+"""Behaviour of a rank whose system forbids connections that it needs.
 
-Security modules forbid Unix sockets between containers that share a network, and firewalls let
-connections pass in one direction alone. Here a library stands in for both, which is loaded into
-every rank and refuses what the rank's variable REFUSED says.
+Security modules forbid Unix sockets between containers that share a network, and firewalls allow
+connections in one direction only. A library simulates both: it is loaded into every rank and
+rejects the connections that the rank's variable REFUSED lists.
 """
 
 import json
@@ -79,7 +79,7 @@ print(json.dumps([sums, *both]), flush=True)
 
 
 def _run(folder: Path, *words: str) -> tuple[list[object], str]:
-    """What four ranks print, and what is on their stderr."""
+    """The stdout of four ranks, and their stderr."""
     shim = folder / "shim.so"
     (folder / "shim.c").write_text(SHIM)
     command = ["cc", "-shared", "-fPIC", "-o", str(shim), str(folder / "shim.c"), "-ldl"]
@@ -122,12 +122,13 @@ def test_all_ranks_use_tcp_and_are_warned(tmp_path: Path, rank: str, backend: st
 
 
 def test_ranks_that_may_connect_share_memory(tmp_path: Path) -> None:
-    said, errors = _run(tmp_path, "0", "unix", "pycomm")  # rank 0 is called, and calls nobody
+    # The others connect to rank 0, which connects to no rank.
+    said, errors = _run(tmp_path, "0", "unix", "pycomm")
     assert said == [[[4.0, 2.0], ["shm"], ["shm"]]] * 4, errors
     assert "TCP" not in errors
 
 
-def test_a_transport_that_was_chosen_is_kept(tmp_path: Path) -> None:
+def test_explicit_transport_is_kept(tmp_path: Path) -> None:
     said, errors = _run(tmp_path, "all", "unix", "shm")
     assert len(said) == 4, (said, errors)
     assert any("PYCOMM_TRANSPORT=tcp" in str(text) for text in said), said
@@ -135,7 +136,7 @@ def test_a_transport_that_was_chosen_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("what", "transport"), [("tcp", "tcp"), ("unix", "shm")])
 @pytest.mark.parametrize("rank", ["1", "2"])
-def test_a_rank_that_cannot_connect_is_connected_to(
+def test_peer_connects_to_a_rank_that_cannot_connect(
     tmp_path: Path, rank: str, what: str, transport: str
 ) -> None:
     said, errors = _run(tmp_path, rank, what, transport)

@@ -1,4 +1,4 @@
-"""What another program wrote into torch's store ends as errors of pycomm, and decides nothing."""
+"""Values of another program in torch's store cause errors of pycomm, and decide nothing."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ MINE = failure.Failure(0, "here", 7, "KeyError", "'x'", "the trace", 1.5)
 @pytest.mark.parametrize(
     "text", [b"x y", b"0 1 99", b"", b"-1", b"0 0", b"1 0", b"0  1", b"\xff", b"9" * 5000]
 )
-def test_a_decision_that_is_none_ends_shrink_with_an_error(text: bytes) -> None:
+def test_invalid_decision_ends_shrink_with_an_error(text: bytes) -> None:
     store = TorchStore(dist.HashStore())
     group = _join(store, 0, {"size": 1, "timeout_s": 10.0, "transport": "tcp", "secret": KEY})
     store.set("world/shrink/decided", text)
@@ -46,26 +46,26 @@ FOREIGN = [
 
 
 def served(content: str) -> Any:
-    """A store of torch's that holds this as the first failure."""
+    """A torch store that contains this as the first failure."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
     store.set(failure.KEY, content)
     return store
 
 
 @pytest.mark.parametrize("content", FOREIGN)
-def test_a_first_failure_that_is_none_of_ours_is_no_cause(content: str) -> None:
+def test_foreign_first_failure_is_ignored(content: str) -> None:
     store = served(content)
     assert failure.post(MINE, "127.0.0.1", store.port) is None
 
 
-def test_the_first_failure_is_told() -> None:
+def test_first_failure_is_reported() -> None:
     first = failure.Failure(1, "there", 8, "OSError", "disk", "", 1.0)
     store = served(json.dumps(asdict(first)))
     assert failure.post(MINE, "127.0.0.1", store.port) == first
 
 
 @pytest.mark.parametrize("content", FOREIGN[:1] + FOREIGN[5:6])
-def test_a_rank_leaves_its_failure_whatever_the_store_holds(
+def test_rank_stores_its_failure_whatever_the_store_contains(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = served(content)
@@ -79,7 +79,7 @@ def test_a_rank_leaves_its_failure_whatever_the_store_holds(
     assert (left.kind, left.text) == ("ValueError", "the user's")
 
 
-def test_a_rank_aborts_and_leaves_its_failure_before_it_asks_the_store(
+def test_rank_aborts_and_stores_its_failure_before_it_reads_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -107,7 +107,7 @@ def test_values_of_a_run_with_a_secret_are_signed() -> None:
     assert (same.get("a", 1.0), same.add("a", 2)) == (b"1", 3)
     with pytest.raises(errors.Timeout, match="lacks the run's signature"):
         other.get("a", 0.0)
-    raw.set("b", raw.get("a"))  # a value is good in its own place alone
+    raw.set("b", raw.get("a"))  # a value is valid under its own key only
     with pytest.raises(errors.Timeout, match="lacks the run's signature"):
         ours.get("b", 0.0)
     for forged in (b"7", b"", bytes(40), raw.get("a")[:-1] + b"9"):
@@ -135,15 +135,15 @@ def test_additions_of_many_threads_all_count() -> None:
     assert sorted(sums) == list(range(1, 101))
 
 
-def test_a_number_that_is_none_is_refused() -> None:
+def test_invalid_number_is_rejected() -> None:
     raw = dist.HashStore()
     raw.set("n", "abc")
     with pytest.raises(errors.InvalidArgument, match="is no number"):
         TorchStore(raw).add("n", 1)
 
 
-def test_a_process_without_the_secret_does_not_decide_the_shrunk_group() -> None:
-    """Forged marks and a forged decision, in the place of each of ours."""
+def test_process_without_the_secret_does_not_decide_the_shrunk_group() -> None:
+    """Forged votes and a forged decision, in place of each of pycomm's."""
     raw = dist.HashStore()
     ready, outcomes = threading.Barrier(2), [None, None]
 

@@ -1,4 +1,4 @@
-"""A rank that is killed while another rank's note is waited for is named at once."""
+"""A rank that is killed while another rank's rank info is missing is named immediately."""
 
 import subprocess
 import sys
@@ -24,8 +24,8 @@ except errors.Error as error:
 
 
 @pytest.mark.parametrize(("lives", "dies"), [(0, 3), (3, 0), (3, 2)])
-def test_a_rank_killed_before_all_have_come_is_named(lives: int, dies: int) -> None:
-    """Rank 1 never comes: no rank gets further than the notes."""
+def test_rank_killed_before_all_join_is_named(lives: int, dies: int) -> None:
+    """Rank 1 never starts: no rank completes the exchange of rank infos."""
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     ranks = {
         rank: subprocess.Popen(

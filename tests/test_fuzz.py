@@ -1,7 +1,7 @@
-"""Every parser of bytes from outside, fuzzed for a moment (`make fuzz` does it for minutes).
+"""Every parser of untrusted bytes, fuzzed briefly (`make fuzz` does it for minutes).
 
-The corpus is replayed first: what once reached new code, or broke something, is tried again. The
-address and undefined-behaviour sanitizers watch. Parsers in Python: test_objects.py.
+The corpus is replayed first: inputs that once reached new code or caused failures. The address and
+undefined-behaviour sanitizers are active. Parsers in Python: test_objects.py.
 """
 
 import sys
@@ -14,13 +14,13 @@ from fuzzers import NEEDS, BuildFailed, build, clang, targets
 from hunt import CORPUS, fuzz
 
 SECONDS = 2
-LARGEST_CORPUS = 200 << 10  # bytes of all of it
+LARGEST_CORPUS = 200 << 10  # total bytes
 
 
-# The first test compiles what the targets need of csrc.
+# The first test compiles the parts of csrc that the targets need.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("target", targets())
-def test_any_bytes_are_a_value_or_an_error(target: str, tmp_path: Path) -> None:
+def test_arbitrary_bytes_are_a_value_or_an_error(target: str, tmp_path: Path) -> None:
     try:
         clang()
     except BuildFailed as error:
@@ -31,7 +31,7 @@ def test_any_bytes_are_a_value_or_an_error(target: str, tmp_path: Path) -> None:
         pytest.fail(str(error), pytrace=False)
     report = fuzz(target, binary, SECONDS, tmp_path)
     assert report.find == ""
-    assert report.inputs > report.kept  # the corpus, and then more
+    assert report.inputs > report.kept  # the corpus, and then new inputs
 
 
 def test_each_target_has_a_small_corpus() -> None:

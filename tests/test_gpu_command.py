@@ -1,5 +1,6 @@
-"""`make gpu` where there is no GPU: which parts there are, a part that fails or hangs, and what is
-said where nothing can run. The parts themselves want GPUs, but for their programs' logic."""
+"""`make gpu` without a GPU: the list of parts, a part that fails or hangs, and the message if no
+part can run. The parts themselves need GPUs, except for the logic of their programs.
+"""
 
 import json
 import os
@@ -14,7 +15,7 @@ from benchmarks import collectives, gpu, gpu_ranks
 from pycomm.demo import processes
 
 
-def test_every_part_is_a_command_that_is_there() -> None:
+def test_every_part_is_an_existing_command() -> None:
     one, eight = gpu.parts(1, Path("there")), gpu.parts(8, Path("there"))
     assert [part.name for part in eight if part not in one] == ["training", "bench-collectives"]
     assert len({part.name for part in eight}) == len(eight)
@@ -27,7 +28,7 @@ def test_every_part_is_a_command_that_is_there() -> None:
     assert all(f"| `{part.name}` |" in page for part in eight)
 
 
-def test_without_a_gpu_a_sentence_says_so(tmp_path: Path) -> None:
+def test_missing_gpu_is_reported(tmp_path: Path) -> None:
     done = python("-m", "benchmarks", "gpu", "--results", str(tmp_path / "gpu"))
     assert done.returncode == gpu.NO_GPU
     assert done.stderr.count("\n") == 1
@@ -35,7 +36,7 @@ def test_without_a_gpu_a_sentence_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "gpu").exists()
 
 
-def test_parts_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_are_listed_and_unknown_parts_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--list"]) == 0
     assert "shared-multi-rank" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -47,7 +48,7 @@ def part(name: str, code: str, limit_s: float = 60) -> gpu.Part:
     return gpu.Part(name, [sys.executable, "-c", code], limit_s)
 
 
-def test_one_part_that_fails_holds_up_no_other(
+def test_failing_part_does_not_stop_the_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     chosen = [
@@ -86,11 +87,11 @@ def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (ProcessLookupError, FileNotFoundError):  # it is gone
+    except (ProcessLookupError, FileNotFoundError):  # it ended
         return False
 
 
-def test_losses_are_judged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     for way, ours, status in [
         ("pycomm", [2.0, 1.0], 0),
         ("pycomm", [2.0, 1.0005], 0),
@@ -104,7 +105,7 @@ def test_losses_are_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert "largest difference" in capsys.readouterr().out
 
 
-def test_the_training_part_trains_as_beside_gloo() -> None:
+def test_training_part_equals_gloo() -> None:
     losses: dict[str, list[float]] = {}
     for way in ("gloo", *gpu_ranks.TRAINED):
         if way == "nccl":
@@ -125,7 +126,7 @@ def test_the_training_part_trains_as_beside_gloo() -> None:
         (["--device", "cuda", "--peers", "nccl", "--ranks", "99"], "99 ranks need as many GPUs"),
     ],
 )
-def test_collectives_say_what_does_not_fit_the_device(
+def test_collectives_report_sizes_that_exceed_device_memory(
     args: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -1,6 +1,6 @@
 """DGC between hosts: ranks of a host sum their gradients, and hosts exchange packets.
 
-Ranks are threads, and which host each is on is made up. Network namespaces: test_hosts.py.
+Ranks are threads on simulated hosts. Network namespaces: test_hosts.py.
 """
 
 import itertools
@@ -25,12 +25,12 @@ from pycomm.testing import run_ranks
 
 COUNT = 3000
 PAIRS = [0, 0, 1, 1]
-EVEN, UNEVEN = [0, 1, 0, 2, 1, 2], [0, 1, 0, 0, 2]  # three hosts, so that owners are worth it
+EVEN, UNEVEN = [0, 1, 0, 2, 1, 2], [0, 1, 0, 0, 2]  # three hosts, so that sharding pays
 
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Says by rank, of the first group, on which hosts ranks are; of its parts it follows."""
+    """Sets the host of each rank of the first group; subgroups follow."""
 
     def tell(hosts: Sequence[int]) -> None:
         def hosts_of(group: pycomm.Group) -> list[int]:
@@ -53,8 +53,8 @@ def gradient(rank: int, step: int) -> Tensor:
 def trained(
     group: pycomm.Group, options: dict[str, Any], given: Sequence[Sequence[int]], stop: int = -1
 ) -> list[Tensor]:
-    """Weights after 6 steps, u, v and what is owed. given[rank] are those whose mean gradient a
-    rank has. At `stop` all of it goes into a new model."""
+    """Weights after 6 steps, u, v and residuals. given[rank] lists the ranks whose mean gradient a
+    rank uses. At `stop` the state is loaded into a new model."""
     form = {"sparsity": [0.9], "min_count": 1, **options}
     momenta = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}
 
@@ -89,10 +89,11 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", FORMS)
 @pytest.mark.parametrize("hosts", [PAIRS, EVEN])
-def test_a_host_is_what_a_rank_with_its_mean_gradient_is(
+def test_host_equals_a_rank_with_its_mean_gradient(
     on: Any, hosts: list[int], options: dict[str, Any]
 ) -> None:
-    """Bit for bit, and all of its ranks are; two hosts send all to all, three have owners."""
+    """Bit for bit, for all of its ranks; two hosts send everything to each other, three use
+    sharding."""
     on(hosts)
     found = run_ranks(len(hosts), trained, {**options, "exchange": "hierarchical"}, ALONE)
     count = max(hosts) + 1
@@ -125,7 +126,7 @@ def test_buckets_fusion_and_a_resume_change_no_bit(on: Any, hosts: list[int]) ->
 
 
 def residual(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
-    """What this rank owes, as itself and as an owner; as if each rank of a host owed for itself."""
+    """The residual of this rank, its own and as an owner, as if each rank of a host had its own."""
     (v,) = state._with_owner_residual(state._of_rank(dgc.state_dict()))["v"].values()
     return v.double()
 
@@ -133,8 +134,8 @@ def residual(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
 def trained_alone(
     group: pycomm.Group, options: dict[str, Any], steps: int
 ) -> tuple[Tensor, Tensor, Tensor, list[str]]:
-    """Momentum 0, rate 1: weights, the mean over ranks of all gradients and of what is owed, and by
-    which exchange each step went."""
+    """Momentum 0, rate 1: weights, the mean over ranks of all gradients and of residuals, and the
+    exchange of each step."""
     layer = nn.Linear(COUNT, 1, bias=False)
     nn.init.zeros_(layer.weight)
     optimizer = sgd(layer, momentum=0.0, lr=1.0)
@@ -152,21 +153,21 @@ def trained_alone(
     return layer.weight.detach()[0].double(), mean[0], mean[1], took
 
 
-def assert_conserved(results: Sequence[tuple[Tensor, Tensor, Tensor, list[str]]]) -> None:
+def check_conserved(results: Sequence[tuple[Tensor, Tensor, Tensor, list[str]]]) -> None:
     weight, total, missing, _ = results[0]
     assert all(torch.equal(weight, other) for other, *_ in results)
     assert float((missing - weight - total).abs().max()) <= 1e-5 * float(total.abs().max())
-    for part in (weight, missing):  # some has arrived, some is owed
+    for part in (weight, missing):  # some was sent, some is in the residual
         assert float(part.abs().sum() / total.abs().sum()) > 0.05
 
 
 @pytest.mark.parametrize("value_dtype", ["float32", "2bit"])
 @pytest.mark.parametrize("hosts", [PAIRS, EVEN, UNEVEN])
 def test_nothing_is_lost(on: Any, hosts: list[int], value_dtype: str) -> None:
-    """P3, also where a host has more ranks than another: gradients count by rank."""
+    """P3, also if hosts have different numbers of ranks: gradients count by rank."""
     on(hosts)
     options = {"exchange": "hierarchical", "value_dtype": value_dtype}
-    assert_conserved(run_ranks(len(hosts), trained_alone, options, 10))
+    check_conserved(run_ranks(len(hosts), trained_alone, options, 10))
 
 
 @pytest.mark.parametrize("select", ["parameter", "model"])
@@ -177,7 +178,7 @@ def test_nothing_is_lost(on: Any, hosts: list[int], value_dtype: str) -> None:
 def test_nothing_is_lost_where_the_exchange_changes(
     on: Any, monkeypatch: pytest.MonkeyPatch, hosts: list[int], select: str, order: list[str]
 ) -> None:
-    """What ranks and owners owe goes to hosts, and back."""
+    """Residuals of ranks and owners move to hosts, and back."""
     on(hosts)
 
     def counted(*_: Any) -> dict[str, float]:
@@ -197,16 +198,16 @@ def test_nothing_is_lost_where_the_exchange_changes(
     ramp = {"sparsity": [0.9, 0.95, 0.97][: len(order)], "rampup_step": 3 * len(order)}
     options = {"value_dtype": "2bit", "select": select, **ramp}
     results = run_ranks(len(hosts), trained_alone, options, 3 * len(order) + 2)
-    assert_conserved(results)
+    check_conserved(results)
     assert list(dict.fromkeys(results[0][3])) == list(dict.fromkeys(order))
 
 
 @pytest.mark.parametrize(("hosts", "after"), [(UNEVEN, PAIRS), (EVEN, EVEN[::-1]), (EVEN, [0, 1])])
 @pytest.mark.parametrize("select", ["parameter", "model"])
-def test_on_other_hosts_the_residual_is_the_same(
+def test_residual_is_the_same_on_other_hosts(
     on: Any, hosts: list[int], after: list[int], select: str
 ) -> None:
-    """Or by another number of ranks: the mean over ranks, of u and v, with what owners owe."""
+    """Or with another number of ranks: the mean over ranks of u and v, with owner residuals."""
     settings = {"exchange": "hierarchical", "value_dtype": "2bit", "select": select}
 
     def means(dgc: pycomm.DGC) -> list[Tensor]:
@@ -236,11 +237,9 @@ def test_on_other_hosts_the_residual_is_the_same(
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_a_failed_exchange_is_a_step_that_sent_nothing(
-    on: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first rank of a host fails between hosts: all hear, and all are as before but for the
-    gradient, which they have taken in; the next step goes on."""
+def test_failed_exchange_sends_nothing(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank of a host fails between hosts: all ranks raise, and only their gradient was
+    added to the state; the next step works."""
     on(PAIRS)
     real, failing = Hosts.all_gather_v, threading.Event()
 
@@ -280,11 +279,11 @@ def test_a_failed_exchange_is_a_step_that_sent_nothing(
     assert all(count == 4 and equal(found, results[0][0]) for found, count in results)
 
 
-@pytest.mark.parametrize("lost", [[1], [2, 3]], ids=["one of a host", "a host"])
+@pytest.mark.parametrize("lost", [[1], [2, 3]], ids=["one rank", "one host"])
 def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list[int]) -> None:
-    """Who is lost leaves before a step. What a host owes is owed by each of its ranks: as long as
-    one lives nothing is lost. Without a host it is as where a rank is lost. Rank 3 hears of rank 1
-    so early that it has not taken its gradient in, as rank 2 has; both go on from the same."""
+    """The lost rank leaves before a step. Each rank of a host has the host's residual: nothing is
+    lost while one of them lives. The loss of a host is like that of a rank. Rank 3 learns of rank 1
+    before it adds its gradient, unlike rank 2; both continue from the same state."""
     hosts = [0, 0, 1, 1, 2]
     on(hosts)
     real, gone, heard = Hosts.agree, threading.Event(), threading.Event()
@@ -321,7 +320,7 @@ def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list
                 model(gradient(me, step)).sum().backward()
                 optimizer.step()
                 step += 1
-            except (PeerLost, GroupBroken):
+            except (PeerLost, GroupBroken):  # another rank was lost
                 left = model.shrink(optimizer, timeout_s=30)
                 step, told = left.step, (left.lost, left.lost_residual_norm)
                 assert len(dgc.by_host) == 5 - len(lost)
@@ -343,8 +342,8 @@ def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list
 
 
 def test_a_rank_without_data_and_a_skipped_step(on: Any) -> None:
-    """Under join() a host with data in one rank goes on; with a loss scale Inf on one rank lets all
-    skip, with u and v as they were."""
+    """Under join() a host with data in one rank continues; with a loss scale Inf on one rank makes
+    all skip, with unchanged u and v."""
     on(PAIRS)
     options = {"exchange": "hierarchical", "value_dtype": "2bit"}
 
@@ -378,8 +377,8 @@ def test_a_rank_without_data_and_a_skipped_step(on: Any) -> None:
         assert same_memory(results[a][1], results[b][1]) == (PAIRS[a] == PAIRS[b])
 
 
-def test_auto_and_auto_time_know_hosts(on: Any) -> None:
-    """A line carries what all ranks behind it ask for: two levels ask once."""
+def test_auto_and_auto_time_consider_hosts(on: Any) -> None:
+    """A link carries the data of all ranks behind it: the hierarchical exchange sends it once."""
     load = Load([10**5], [10**7], 4, "2bit")
     for size, hosts in ((8, 2), (64, 8), (1024, 128)):
         counted = received_bytes(load, size, hosts)

@@ -1,7 +1,7 @@
-"""Ranks on different hosts, for real: network namespaces joined by bridges (pycomm/demo/netns.py).
+"""Ranks on different hosts: network namespaces joined by bridges (pycomm/demo/netns.py).
 
 A namespace has its own interfaces and its own abstract sockets, so each is a host to pycomm. Needs
-root and iproute2. What the ranks do is in host_ranks.py.
+root and iproute2. The programs of the ranks are in host_ranks.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMIT_S = 100  # for all ranks of a test to end
 
 
 class Run:
-    """One program on every rank; `places` has the number of each rank's host."""
+    """One program on every rank; `places` has the host number of each rank."""
 
     def __init__(
         self, net: Network, places: Sequence[int], program: str, env: dict[str, str] | None = None
@@ -47,7 +47,7 @@ class Run:
         self.ranks: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, rank: int, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """Starts one rank, with its own variables over those of all."""
+        """Starts one rank; `variables` override those of all ranks."""
         place = self._places[rank]
         local = [r for r, other in enumerate(self._places) if other == place]
         variables = {
@@ -65,14 +65,14 @@ class Run:
         return process
 
     def start_all(self) -> Run:
-        """Starts those that do not run yet."""
+        """Starts the ranks that do not run yet."""
         for rank in range(len(self._places)):
             if rank not in self.ranks:
                 self.start(rank)
         return self
 
     def told(self) -> list[dict[str, Any]]:
-        """What each rank tells at its end, by rank."""
+        """The result that each rank prints at its end, by rank."""
         results = []
         for rank in sorted(self.ranks):
             out, err = self.ranks[rank].communicate(timeout=LIMIT_S)
@@ -83,7 +83,7 @@ class Run:
 
 @pytest.fixture
 def two_links() -> Iterator[Network]:
-    """Two hosts on two links, with IPv4 alone: nothing travels that nobody sent."""
+    """Two hosts on two links, with IPv4 only: the links carry no unsolicited packets."""
     with Network(2, links=2, ipv6=False) as net:
         yield net
 
@@ -108,7 +108,7 @@ def expected_transports(places: Sequence[int]) -> list[list[str]]:
         ([3, 1, 2, 0, 1], "ipv6", "host3"),
     ],
 )
-def test_verbs_are_right_across_hosts(places: list[int], family: str, master: str) -> None:
+def test_verbs_are_correct_across_hosts(places: list[int], family: str, master: str) -> None:
     hosts = max(places) + 1
     with Network(hosts, **ADDRESSES[family]) as net:
         told = Run(net, places, "verbs", {"MASTER_ADDR": master}).start_all().told()
@@ -145,9 +145,9 @@ def test_the_chosen_interface_carries_everything(two_links: Network, choice: str
         assert bytes_over(host, 1, used) > 1000
 
 
-def test_without_a_choice_the_way_to_rank_0_counts(two_links: Network) -> None:
-    """Not the first interface, and not a bridge that other hosts have too, with the same address:
-    all hosts with Docker have one."""
+def test_default_interface_is_the_route_to_rank_0(two_links: Network) -> None:
+    """Not the first interface, and not a bridge that other hosts have with the same address, as all
+    hosts with Docker do."""
     for host in two_links.hosts:
         host.ip("link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
         host.ip("addr", "add", "172.17.0.1/16", "dev", "docker0")
@@ -160,8 +160,8 @@ def test_without_a_choice_the_way_to_rank_0_counts(two_links: Network) -> None:
         assert bytes_over(host, 0, counters) == 0
 
 
-def test_the_next_address_is_tried_when_one_leads_nowhere() -> None:
-    """Rank 0's host calls itself by an address that no other host can reach."""
+def test_next_address_is_tried_when_one_is_unreachable() -> None:
+    """Rank 0's host has as its own address one that no other host can reach."""
     with Network(2, links=2, ipv6=False) as net:
         net.hosts[1].ip("addr", "flush", "dev", "eth0")
         net.hosts[1].ip("route", "add", "unreachable", "10.99.0.0/24")
@@ -172,9 +172,9 @@ def test_the_next_address_is_tried_when_one_leads_nowhere() -> None:
     assert [t.get("transports") for t in told] == [["self", "tcp"], ["tcp", "self"]], told
 
 
-# An unauthenticated client calls each address in every manner, stays until it is told, and says how
-# many calls stood, how many did not, and in how many it was told more than an unauthenticated
-# client is.
+# An unauthenticated client connects to each address in every way, and waits for the end. It prints
+# how many connections succeeded, how many failed, and in how many it received more than an
+# unauthenticated client may.
 CLIENT = """
 import json, sys
 from benchmarks.unauthenticated import MANNERS, UnauthenticatedClients
@@ -198,7 +198,7 @@ def test_unauthenticated_clients_of_another_host_are_rejected_and_the_group_form
         run.start(0)
         run.start(1)
         doors: set[tuple[int, str]] = set()
-        while len(doors) < 3:  # the store's, and of both ranks, which wait for the third
+        while len(doors) < 3:  # the store's, and those of both ranks, which wait for the third
             assert [rank.poll() for rank in run.ranks.values()] == [None, None]
             for host in net.hosts[:2]:
                 lines = host.run("ss", "-Hltn").splitlines()
@@ -219,7 +219,7 @@ def test_unauthenticated_clients_of_another_host_are_rejected_and_the_group_form
 
 
 def refusal(net: Network, env: dict[str, str]) -> dict[str, Any]:
-    """What a rank 1 alone, in host 1, is told when it wants to join with these variables."""
+    """The error of a rank 1 in host 1 that joins with these variables, without rank 0."""
     run = Run(net, [0, 1], "form", {"FORM_S": "90"})
     waiting, process = run.start(0), run.start(1, env)
     out, err = process.communicate(timeout=LIMIT_S)
@@ -230,7 +230,7 @@ def refusal(net: Network, env: dict[str, str]) -> dict[str, Any]:
     return told
 
 
-def test_an_address_that_is_none_is_refused_with_those_that_are() -> None:
+def test_invalid_address_is_rejected_with_the_valid_ones() -> None:
     with Network(2, links=2) as net:
         net.hosts[1].ip("link", "set", "eth1", "down")
         shown = "lo (127.0.0.1, ::1), eth0 (10.99.0.2, fd00:99::2, fe80::"
@@ -251,7 +251,7 @@ def test_an_address_that_is_none_is_refused_with_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("by", [0, 1])
-def test_the_loopback_is_no_way_to_another_host(by: int) -> None:
+def test_loopback_is_rejected_for_another_host(by: int) -> None:
     with Network(2, ipv6=False) as net:
         run = Run(net, [0, 1], "form", {"FORM_S": "90"})
         run.start(by, {"GLOO_SOCKET_IFNAME": "lo"})
@@ -263,16 +263,16 @@ def test_the_loopback_is_no_way_to_another_host(by: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["silent", "unreachable"])
-def test_an_address_that_does_not_answer_is_named(two_links: Network, how: str) -> None:
-    """The store is reached by link 0, rank 0's chosen address on link 1 is not."""
+def test_unreachable_address_is_named(two_links: Network, how: str) -> None:
+    """The store is reached by link 0, rank 0's chosen address on link 1 is unreachable."""
     target = two_links.hosts[0].ipv4(1)
-    if how == "silent":  # a neighbour that nobody is: packets leave and are lost
-        nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
-        two_links.hosts[1].ip("neigh", "replace", target, "dev", "eth1", *nobody)
+    if how == "silent":  # a neighbour that does not exist: packets are lost
+        absent = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        two_links.hosts[1].ip("neigh", "replace", target, "dev", "eth1", *absent)
     else:
         two_links.hosts[1].ip("route", "add", "unreachable", f"{target}/32")
     run = Run(two_links, [0, 1], "form", {"GLOO_SOCKET_IFNAME": "eth1", "FORM_S": "3"})
-    run.start(0, {"FORM_S": "2"})  # its store is gone before the limit of rank 1
+    run.start(0, {"FORM_S": "2"})  # its store ends before rank 1 times out
     zero, one = run.start_all().told()
     assert one["error"] == "Timeout"
     assert "rank 0 (host " in one["text"]
@@ -285,7 +285,7 @@ def test_an_address_that_does_not_answer_is_named(two_links: Network, how: str) 
 
 
 @pytest.mark.timeout(300)
-def test_training_on_two_hosts_gives_what_one_host_gives() -> None:
+def test_training_on_two_hosts_equals_one_host() -> None:
     with Network(2) as net:
         apart = Run(net, [0, 0, 1, 1], "training", {"MASTER_ADDR": net.hosts[0].ipv6()})
         told = apart.start_all().told()
@@ -294,7 +294,7 @@ def test_training_on_two_hosts_gives_what_one_host_gives() -> None:
         alone = Run(net, [0, 0, 0, 0], "training").start_all().told()
     assert {(t["hosts"], t["lanes"]) for t in alone} == {(1, 1)}
     for run in (told, wrapped, alone):
-        # On two hosts sums are made in another order: bits are equal among ranks, not among runs.
+        # On two hosts the order of summation differs: bits are equal among ranks, not among runs.
         assert len({t["bits"] for t in run}) == 1
         assert run[0]["sums"] == pytest.approx(alone[0]["sums"], rel=1e-5)
     assert {(t["hosts"], t["lanes"]) for t in told + wrapped} == {(2, 2)}
@@ -304,8 +304,8 @@ HEADERS = {"ipv4": 14 + 20 + 32, "ipv6": 14 + 40 + 32}  # Ethernet, IP, TCP with
 
 
 @pytest.mark.parametrize("family", HEADERS)
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
-def test_our_bytes_are_those_of_the_interface(family: str, cut: bool) -> None:
+@pytest.mark.parametrize("cut", [False, True], ids=["gso", "no gso"])
+def test_counted_bytes_match_the_interface(family: str, cut: bool) -> None:
     with Network(2, **ADDRESSES[family]) as net:
         if cut:
             net.cut(0)
@@ -332,11 +332,11 @@ def test_our_bytes_are_those_of_the_interface(family: str, cut: bool) -> None:
     assert told["written"] > 64 << 20
 
 
-def test_near_hosts_are_not_paced() -> None:
-    """Where the system has bbr, no connection begins with it: its timers would stay."""
+def test_near_hosts_are_not_rate_limited() -> None:
+    """If the system has bbr, no connection starts with it: its timers would remain."""
     with Network(2) as net:
         for host in net.hosts:
-            with contextlib.suppress(OSError):  # a kernel without it has nothing to be changed
+            with contextlib.suppress(OSError):  # a kernel without it: nothing to change
                 host.run("sysctl", "-qw", "net.ipv4.tcp_congestion_control=bbr")
         run = Run(net, [0, 1], "traffic").start_all()
         for _ in ("ready", "done"):
@@ -352,8 +352,8 @@ def test_near_hosts_are_not_paced() -> None:
 
 
 def test_hierarchical_exchange_sends_one_packet_per_host() -> None:
-    """DGC's ranks of a host take out the same; a step brings a host what one other host has sent,
-    not what each of its ranks has. `auto` takes it."""
+    """DGC's ranks of a host select the same elements; in a step a host receives what one other host
+    sent, not what each of its ranks has. `auto` chooses it."""
     with Network(2, ipv6=False) as net:
         run = Run(net, [0, 0, 1, 1], "hierarchical").start_all()
         marks = []

@@ -1,4 +1,4 @@
-"""A loss scale that moves, under DataParallel.join() with uneven data: ranks stay one model."""
+"""A dynamic loss scale under DataParallel.join() with uneven data: ranks keep one model."""
 
 import math
 from typing import Any
@@ -32,7 +32,8 @@ def _scaler(scale: float = 256.0) -> torch.amp.GradScaler:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_without_data_keep_step(way: str) -> None:
-    """Bit by bit a run without scale and without the steps that overflow; scales of powers of 2."""
+    """Bitwise equal to a run without scale and without the overflowing steps; scales are powers of
+    2."""
     options = WAYS[way]
 
     def program(group: pycomm.Group, scaled: bool) -> list[Tensor]:
@@ -70,7 +71,7 @@ def test_ranks_without_data_keep_step(way: str) -> None:
         return [*parameters(module), *(m.u.clone() for m in memories if m.v is None)]
 
     scaled, plain = (run_ranks(2, program, way) for way in (True, False))
-    assert equal(*scaled)  # the velocities of what travels dense too
+    assert equal(*scaled)  # also the velocities of dense parameters
     assert equal(scaled[0], plain[0])
 
 
@@ -89,7 +90,7 @@ def test_different_loss_scales_are_reported() -> None:
     run_ranks(2, program)
 
 
-def test_a_static_scale_is_the_one_that_is_loaded() -> None:
+def test_static_scale_is_loaded() -> None:
     scaler = pycomm.StaticLossScaler(128.0)
     scaler.load_state_dict(pycomm.StaticLossScaler(64.0).state_dict())
     scaler.scale(torch.ones(1))

@@ -1,4 +1,6 @@
-"""Each wrong input of the kernels gets a sentence, and nothing changes. Threads, forks, devices."""
+"""Each invalid input of the kernels raises with a reason, and nothing changes. Threads, forks,
+devices.
+"""
 
 import subprocess
 import sys
@@ -87,12 +89,12 @@ def test_arrays_that_share_memory():
     with pytest.raises(InvalidArgument, match="share memory"):
         kernels.cast(u, "float32", out=v)
     assert (whole == 1).all()
-    same = np.ones(100, F32)  # read twice, written never: that is no mistake
+    same = np.ones(100, F32)  # read twice, never written: valid
     kernels.dgc_step(same, u, whole[200:], 5, momentum=0.9, weight=same, weight_decay=0.1)
 
 
-def test_more_than_an_index_counts():
-    """2^31 elements: memory that is never touched, so it costs nothing."""
+def test_more_elements_than_an_index_counts():
+    """2^31 elements: memory that is never touched, so that it costs nothing."""
     x = np.empty(2**31, np.float16)
     for call in (lambda: kernels.topk(x, 1), lambda: kernels.norm(x)):
         with pytest.raises(InvalidArgument, match="2147483647"):
@@ -152,8 +154,8 @@ def test_wrong_calls(name):
         call()
 
 
-def test_cast_to_a_dtype_that_numpy_lacks():
-    """In a process of its own: ml_dtypes, once imported, teaches NumPy bfloat16 for good."""
+def test_cast_to_a_dtype_without_numpy_support():
+    """In a separate process: ml_dtypes, once imported, adds bfloat16 to NumPy permanently."""
     script = """
 import numpy as np
 from pycomm import kernels
@@ -175,7 +177,7 @@ except Unsupported as error:
 
 
 class OnCuda:
-    """What CuPy shows of an array; nobody looks at the memory."""
+    """The interface of a CuPy array; the memory is never read."""
 
     @property
     def __cuda_array_interface__(self):
@@ -197,7 +199,7 @@ def test_arrays_of_two_devices():
 
 
 def test_another_module_in_place_of_a_device():
-    """How emulated kernels are put behind the functions, and taken away again."""
+    """Emulated kernels replace those of a device temporarily."""
     calls = []
 
     class Emulated:
@@ -235,7 +237,7 @@ def test_threads_rounding_and_forks_change_no_bit():
 
 
 def test_every_instruction_set_gives_the_same_bits():
-    """Those that this processor has, of the build in use; `python -m pytest -s` names them."""
+    """Those of this processor, in the current build; `python -m pytest -s` prints them."""
     rng = np.random.default_rng(5)
     grads = rng.laplace(size=(3, 100_003)).astype(np.float16)
     start = rng.laplace(size=(2, 100_003)).astype(F32)
@@ -244,7 +246,7 @@ def test_every_instruction_set_gives_the_same_bits():
         for isa in ("baseline", "avx2", "avx512"):
             try:
                 _core.set_kernel_isa(isa)
-            except Unsupported:  # this processor has not got it
+            except Unsupported:  # this processor lacks it
                 continue
             u, v = start.copy()
             room = kernels.dgc_workspace(u, v, 100)
@@ -263,7 +265,7 @@ def test_every_instruction_set_gives_the_same_bits():
         _core.set_kernel_isa("sse9")
 
 
-def test_a_forked_child_has_threads_of_its_own():
+def test_forked_child_has_its_own_threads():
     code = """
 import os, numpy as np, pycomm
 from pycomm import kernels

@@ -15,7 +15,7 @@ factors = st.sampled_from([1.0, 1 / 3, -2.5, 0.0])
 
 
 def packets_of(count, ranks, seed, kind="plain", dtype="float32"):
-    """One packet of each rank: (indices, values); some empty, some of everything."""
+    """One packet of each rank: (indices, values); some are empty, some contain every element."""
     rng = np.random.default_rng(seed)
     made_up = []
     for rank in range(ranks):
@@ -26,7 +26,7 @@ def packets_of(count, ranks, seed, kind="plain", dtype="float32"):
 
 
 def rounded(x, dtype):
-    """What the reference has for bfloat16, rounded as a store does."""
+    """The reference value for bfloat16, rounded as a store does."""
     return reference.cast(x, "bfloat16") if dtype == "bfloat16" else x
 
 
@@ -49,7 +49,7 @@ def test_decode(device, count, ranks, seed, kind, dtype, value_dtype, scale):
         want = rounded(reference.scatter_add(start, indices, values, scale), dtype)
         same(device.get(out), want)
     if dtype == "float64":
-        count = 0  # rational numbers are slow: decode_update is tried below
+        count = 0  # rational numbers are slow: decode_update is tested below
     out = kernels.decode_sum(device.put(np.ones_like(start), dtype), mine, scale)
     same(device.get(out), rounded(reference.decode_sum(start, packets, scale), dtype))
     if count:
@@ -67,7 +67,7 @@ def test_decode_update_of_float64(device):
 
 
 def test_decode_through_a_list_of_arrays(device):
-    """Indices count through all arrays, whose borders lie anywhere."""
+    """Indices count through all arrays, with boundaries anywhere."""
     sizes = [5, 0, 4 * TILE + 3, 1, 20_000]
     count = sum(sizes)
     packets = packets_of(count, 3, 11)
@@ -142,7 +142,7 @@ def test_clip_scale_of_norms_that_do_not_clip(device):
 @SETTINGS
 @given(seed=seeds, dtype=dtypes, to=dtypes)
 def test_cast(device, seed, dtype, to):
-    """Any bits of float32 and numbers near the middle between two of the narrow dtype."""
+    """Any bits of float32 and numbers near the midpoint between two of the narrow dtype."""
     rng = np.random.default_rng(seed)
     any_bits = rng.integers(0, 2**32, 500, np.uint32).view(np.float32)
     with np.errstate(all="ignore"):
@@ -155,7 +155,7 @@ def test_cast(device, seed, dtype, to):
 
 
 def test_cast_of_half_numbers_in_float64(device):
-    """Just above and below the middle of two float16: rounding twice would go to even."""
+    """Just above and below the midpoint of two float16: double rounding would give the even one."""
     half = np.arange(0, 31 << 10, 7, dtype=np.uint16).view(np.float16)
     above = np.nextafter(half, np.float16(np.inf))
     with np.errstate(all="ignore"):
@@ -168,7 +168,7 @@ def test_cast_of_half_numbers_in_float64(device):
 @pytest.mark.parametrize("dtype", _core.DTYPES)
 @pytest.mark.parametrize("op", _core.REDUCE_OPS)
 def test_reduce(device, dtype, op):
-    """Every pair that has a meaning; out may be one of the operands."""
+    """Every valid pair; out may be one of the operands."""
     rng = np.random.default_rng(3)
     floats = dtype in FLOATS
     if (floats and op.startswith("b")) or (not floats and op == "avg"):
@@ -203,8 +203,8 @@ def test_momentum_mask(device):
 
 
 @pytest.mark.parametrize("bad", [[3, 2], [1, 1], [-1, 2], [2, 100]])
-def test_indices_from_elsewhere(device, bad):
-    """Out of range or out of order: refused before anything changes, where that can be seen."""
+def test_invalid_indices_of_other_programs(device, bad):
+    """Out of range or out of order: rejected before anything changes, if that is detectable."""
     if not device.indices_are_checked:
         return
     indices, good = (device.put(np.array(i, np.int32)) for i in (bad, [0, 1]))
@@ -226,8 +226,8 @@ def test_indices_from_elsewhere(device, bad):
 
 @SETTINGS
 @given(data=st.binary(max_size=80), flips=st.lists(st.integers(0, 63), max_size=3))
-def test_no_bytes_break_unpack(data, flips):
-    """Any bytes, and a good packet with a few bytes changed: a value or InvalidArgument."""
+def test_arbitrary_bytes_unpack_or_raise(data, flips):
+    """Any bytes, and a valid packet with a few bytes changed: a value or InvalidArgument."""
     indices, values = np.arange(4, dtype=np.int32), np.ones(4, np.float32)
     packet = bytearray(kernels.encode(indices, values, 10).tobytes())
     for place in flips:
@@ -238,5 +238,5 @@ def test_no_bytes_break_unpack(data, flips):
             places, _ = kernels.unpack(array)
             assert len(places) <= 10
             kernels.decode_sum(np.zeros(10, np.float32), [array])
-        except InvalidArgument:  # clean; what must not come is anything else
+        except InvalidArgument:  # allowed; any other error fails the test
             pass

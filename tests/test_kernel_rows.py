@@ -1,5 +1,6 @@
-"""Lists of arrays are looked at in one pass, and one by one where that gives up: with one outcome.
-Nothing is kept from call to call."""
+"""Lists of arrays are checked in one pass, or one by one if that pass cannot decide: with the same
+result. No state is kept between calls.
+"""
 
 import gc
 
@@ -28,7 +29,7 @@ class Subclass(torch.Tensor):
     pass
 
 
-# Of one list or two; whether one pass is enough, or what is said of them.
+# Of one list or two; whether one pass is enough, or the text of the error.
 PLAIN = {
     "torch": [[torch.ones(4), torch.ones(2, 3)], [torch.ones(4), torch.ones(2, 3)]],
     "NumPy": [[np.ones(4, F32), np.ones((2, 3), F32)], [np.ones(4, F32), np.ones((2, 3), F32)]],
@@ -77,7 +78,7 @@ def looked_at(lists):
 
 
 @pytest.mark.parametrize("name", PLAIN | ONE_BY_ONE)
-def test_one_pass_sees_what_is_seen_one_by_one(name, monkeypatch):
+def test_one_pass_accepts_the_same_lists_as_the_slow_check(name, monkeypatch):
     lists = (PLAIN | ONE_BY_ONE)[name]
     found = looked_at(lists)
     assert (_core.rows(tuple(lists)) is not None) == (name in PLAIN)
@@ -88,14 +89,14 @@ def test_one_pass_sees_what_is_seen_one_by_one(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_one_pass_finds_wrong_is_explained(name):
+def test_lists_rejected_by_one_pass_raise_with_the_reason(name):
     lists, words = WRONG[name]
     with pytest.raises((InvalidArgument, Unsupported), match=words):
         looked_at(lists)
 
 
 def test_one_pass_on_a_device(device):
-    """Where arrays lie in host memory or on a GPU as torch has them, nothing is looked at twice."""
+    """If arrays are in host memory or in torch tensors on a GPU, nothing is checked twice."""
     x = [device.put(np.ones(n, F32), torch_too=True) for n in (3, 5)]
     found = Rows.try_fast({"x": x})
     assert found is not None
@@ -105,11 +106,11 @@ def test_one_pass_on_a_device(device):
 
 
 def stepped(u, v, grad):
-    """A step that takes v = grad, and all of it out of the first arrays."""
+    """A step that sets v = grad, and takes all of it out of the first arrays."""
     return kernels.dgc_step(grad, u, v, [len(u[0]), 0], momentum=0.0)
 
 
-def test_nothing_is_kept_between_calls():
+def test_no_array_state_is_kept_between_calls():
     """The same lists with tensors that were resized, given other memory or dtypes, or replaced."""
     u, v, grad = ([torch.zeros(n) for n in (4, 6)] for _ in range(3))
     for g in grad:
@@ -128,7 +129,7 @@ def test_nothing_is_kept_between_calls():
     with pytest.raises(InvalidArgument, match="one call takes one dtype"):
         stepped(u, v, grad)
     grad[0] = torch.full((3,), 7.0)
-    gc.collect()  # what was there before is gone
+    gc.collect()  # the earlier memory was freed
     assert stepped(u, v, grad)[1][0].tolist() == [7] * 3
     v[0] = u[0]
     with pytest.raises(InvalidArgument, match="share memory"):
@@ -136,8 +137,8 @@ def test_nothing_is_kept_between_calls():
 
 
 @pytest.mark.parametrize("numpy_too", [False, True])
-def test_results_in_one_memory_are_those_in_buffers(numpy_too):
-    """What a call makes for its results is one array, cut; buffers are the user's, one by one."""
+def test_results_in_one_allocation_equal_results_in_buffers(numpy_too):
+    """The results that a call allocates are one array, split; the user's buffers are separate."""
     rng = np.random.default_rng(0)
     sizes, ks = (300, 7, 1, 5000), [3, 0, 1, 40]
     made = [[rng.standard_normal(n).astype(F32) for n in sizes] for _ in range(3)]
@@ -170,8 +171,8 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(0
 
 @SETTINGS
 @given(SPANS)
-@example([(0, 10, 0), (1, 2, 0), (5, 1, 1)])  # in the first of those that are read
-def test_shared_memory_is_found(spans):
+@example([(0, 10, 0), (1, 2, 0), (5, 1, 1)])  # in the first of the arrays that are read
+def test_aliasing_arrays_are_detected(spans):
     bytes_of = [(set(range(begin, begin + n)), written) for begin, n, written in spans]
     tables = [inputs.Table([s[:2] for s in spans if s[2] == writes]) for writes in (1, 0)]
     wanted = any(

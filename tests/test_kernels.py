@@ -26,14 +26,14 @@ def count_and_k(draw):
 
 
 def test_reference_fma_is_exact():
-    """Against rational numbers, near ties of the second rounding and among subnormals."""
+    """Compared with rational numbers, near ties of the second rounding and among subnormals."""
     rng = np.random.default_rng(1)
     a, b = (rng.integers(0, 2**32, 20_000, np.uint32).view(np.float32) for _ in range(2))
     with np.errstate(all="ignore"):
         c = np.where(rng.random(20_000) < 0.7, -a * b * rng.choice([1, 0.5, 3e-8], 20_000), b)
         c = c.astype(np.float32)
         wide = [x.astype(np.float64) for x in (a, b, c)]
-        exact = reference._fma64(*wide)  # rounds the true value to 53 bits: not twice to 24
+        exact = reference._fma64(*wide)  # rounds the exact value to 53 bits: not twice to 24
     found = reference.fma(a, b, c)
     from fractions import Fraction
 
@@ -109,7 +109,7 @@ def test_one_step(device, sizes, kind, seed, dtype, weight_dtype, options, torch
     options=options(),
 )
 def test_a_step_of_any_bits(device, bits, share, options):
-    """NaN of every payload, infinities, subnormals: whatever 32 bits can be."""
+    """NaN of every payload, infinities, subnormals: any 32 bits."""
     grad, u, v, weight = bits[:4].view(np.float32)
     k = round(share * grad.size)
     wanted = reference.dgc_step(grad, u, v, k, weight=weight, **options)
@@ -119,7 +119,7 @@ def test_a_step_of_any_bits(device, bits, share, options):
 
 
 def steps_of(device, gradients, k, **options):
-    """Runs the kernel with one workspace and the reference beside it; all bits must agree."""
+    """Runs the kernel with one workspace, and the reference; all bits must agree."""
     count = gradients[0].size
     u, v = np.zeros((2, count), np.float32)
     mine = device.put(u), device.put(v)
@@ -136,7 +136,7 @@ def steps_of(device, gradients, k, **options):
 
 
 def test_many_steps_with_a_workspace(device):
-    """Residuals pile up under the last cut; gradients drift, shrink and grow."""
+    """Residuals accumulate below the last threshold; gradients drift, shrink and grow."""
     rng = np.random.default_rng(5)
     count = 60_000
     spread = np.exp(2 * rng.standard_normal(count))
@@ -147,16 +147,16 @@ def test_many_steps_with_a_workspace(device):
 
 
 @pytest.mark.parametrize("fall", [1e-20, 1e-3])
-def test_repair_after_a_floor_that_was_too_high(device, fall):
-    """Fewer than k candidates: the last step's floor lies above everything."""
+def test_repair_after_a_threshold_that_was_too_high(device, fall):
+    """Fewer than k candidates: the last step's threshold is above every element."""
     rng = np.random.default_rng(6)
     big = rng.laplace(size=50_000).astype(np.float32)
     gradients = [big, big, np.float32(fall) * big, np.zeros_like(big), big]
     assert list(steps_of(device, gradients, 50, momentum=0.0)) == [0, 1, 2, 3, 4]
 
 
-def test_repair_after_a_floor_that_was_too_low(device):
-    """More candidates than the pool holds, in one tile, in all, and all the same."""
+def test_repair_after_a_threshold_that_was_too_low(device):
+    """More candidates than the pool holds, in one tile, in all, and all equal."""
     small = np.random.default_rng(7).laplace(size=50_000).astype(np.float32)
     burst = small.copy()
     burst[1000 : 1000 + TILE] *= 1e6
@@ -165,8 +165,8 @@ def test_repair_after_a_floor_that_was_too_low(device):
         assert len(list(steps_of(device, gradients, 50, momentum=0.5, masking=masking))) == 6
 
 
-def test_what_a_workspace_holds_does_not_matter(device):
-    """Its floors are those of other tensors here."""
+def test_workspace_contents_do_not_matter(device):
+    """Its thresholds belong to other tensors here."""
     rng = np.random.default_rng(8)
     workspace = None
     for scale in (1, 1e-6, 1e6, 0, 1):
@@ -182,7 +182,7 @@ def test_what_a_workspace_holds_does_not_matter(device):
 
 @pytest.mark.timeout(300)
 def test_a_thousand_replays_give_the_same_bits(device):
-    """Of a step and of the sum of what it sent twice; in one thread, and where several share it."""
+    """Of a step and of the sum of what it sent twice; in one thread, and with several threads."""
     for count, replays in device.replays:
         grad, u, v = (made("ties", count, seed) for seed in range(3))
         grad = device.put(grad)
@@ -266,7 +266,7 @@ def test_lists(device, way, dtype):
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 @pytest.mark.parametrize("masking", [True, False])
 def test_found_inf_and_rollback(device, found_inf, masking):
-    """A step with found_inf is none; a step rolled back has kept its gradient."""
+    """A step with found_inf changes nothing; a step rolled back keeps its gradient."""
     grad, u, v = (made("odd ones", 9000, seed) for seed in range(3))
     flag = np.array([found_inf], np.float32)
     wanted = reference.dgc_step(grad, u, v, 90, momentum=0.9, masking=masking, found_inf=found_inf)
@@ -322,7 +322,7 @@ def test_topk(device, sizes, kind, seed, dtype):
 @SETTINGS
 @given(bits=hnp.arrays(np.uint32, st.integers(1, 200)), share=st.floats(0, 1))
 def test_topk_of_any_bits(device, bits, share):
-    """NaN by their bits, as everything else."""
+    """NaN by their bits, like all other values."""
     x = bits.view(np.float32)
     k = round(share * x.size)
     for got, want in zip(kernels.topk(device.put(x), k), reference.topk(x, k), strict=True):
@@ -342,7 +342,7 @@ def test_topk_into_buffers_of_the_caller(device):
 @pytest.mark.parametrize("share", [10, 2])
 @pytest.mark.parametrize("kind", ["plain", "ties"])
 def test_many_of_a_large_array(kind, share):
-    """More than a 64th of it, on the processor: parts of the array are counted by themselves."""
+    """More than a 64th of it, on the CPU: parts of the array are counted separately."""
     x = made(kind, 1_200_000, 11)
     for found, wanted in zip(
         kernels.topk(x, x.size // share), reference.topk(x, x.size // share), strict=True

@@ -1,4 +1,4 @@
-"""Arrays that 32 bits cannot count."""
+"""Arrays with more than 2^31 elements or bytes."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""`pycomm launch`: places, logs, failures, ends; one host, and two of netns.py."""
+"""`pycomm launch`: ranks and hosts, logs, failures, termination; one host, and two of netns.py."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ CLEAN["PYTHONPATH"] = f"{HERE.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '
 
 
 def launch(folder: Path, *words: str, env: dict[str, str] | None = None) -> Any:
-    """A launch that has ended: its returncode, stdout and stderr."""
+    """Runs a launch to its end: its returncode, stdout and stderr."""
     return subprocess.run(
         [*LAUNCH, *words],
         cwd=folder,
@@ -62,7 +62,7 @@ def test_places_tables_and_logs(tmp_path: Path) -> None:
     assert re.search(r"\| program +\| .*launched.py place --epochs 3 +\|", done.stdout)
     assert re.search(r"\| PYCOMM_SIZE +\| 2 +\|", done.stdout)
     shown = [line for line in done.stdout.splitlines() if "arguments" in line]
-    assert len(shown) == 1  # the first rank's, as it wrote it
+    assert len(shown) == 1  # the output of the first rank, unchanged
     assert shown[0].startswith("OMP")
     assert set(os.listdir(tmp_path)) == {"log"}
 
@@ -78,12 +78,12 @@ def test_the_first_failure_is_named_first(tmp_path: Path, how: str, status: int)
     if how == "raise":
         assert lines[0].endswith("LookupError: rank one has lost its way")
         assert lines[1] == "Traceback (most recent call last):"
-        assert PROGRAM in lines[2]  # the user's frame, not ours
+        assert PROGRAM in lines[2]  # the user's frame, not pycomm's
         assert "lost its way" in (tmp_path / "out" / "rank1.log").read_text()
     assert "pycomm launch: then rank 0" in done.stderr
 
 
-def test_processors_are_given_out(tmp_path: Path) -> None:
+def test_cpus_are_assigned(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     count = min(2, len(cores))
     words = ["--nproc", str(count), "--cpus-per-rank", "1", "-t", "3"]
@@ -114,7 +114,7 @@ def test_modules_and_commands(tmp_path: Path) -> None:
         (["--devices", "0,1", "--nproc", "3"], "means --nproc 2"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(
+def test_invalid_options_are_rejected_before_ranks_start(
     words: list[str], text: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     from pycomm.launch import command
@@ -126,8 +126,8 @@ def test_what_cannot_be_is_said_before_anything_starts(
     assert os.listdir(tmp_path) == []
 
 
-def test_devices_are_those_that_were_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
-    """As far as it goes without a GPU: what ranks will see, how many, which is whose."""
+def test_requested_devices_are_assigned(tmp_path: Path, monkeypatch: Any) -> None:
+    """Without a GPU: the devices that ranks will see, their number, and their assignment."""
     import torch
 
     from pycomm.launch import command
@@ -142,11 +142,11 @@ def test_devices_are_those_that_were_asked_for(tmp_path: Path, monkeypatch: Any)
     code = "import os, torch; from pycomm.launch.worker_setup import setup_worker"
     code += "; torch.cuda.device_count = lambda: 2; torch.cuda.set_device = print"
     code += "; setup_worker(os.getppid(), 3, None, True)"
-    rank = [sys.executable, "-c", code]  # of its own: it is to end with its parent
+    rank = [sys.executable, "-c", code]  # a session of its own: it must end with its parent
     assert subprocess.check_output(rank, env=CLEAN, timeout=LIMIT_S) == b"1\n"
 
 
-def test_a_restart_has_logs_of_its_own(tmp_path: Path, capsys: Any) -> None:
+def test_restart_has_separate_logs(tmp_path: Path, capsys: Any) -> None:
     from pycomm.launch import tables
 
     logs = tables.Logs(str(tmp_path / "log"), False, [("program", "x")], str(tmp_path))
@@ -158,7 +158,7 @@ def test_a_restart_has_logs_of_its_own(tmp_path: Path, capsys: Any) -> None:
 
 
 def ended(pidfd: int) -> bool:
-    """Whether a process ends within a minute, which it has where nothing is wrong."""
+    """Whether a process ends within a minute; it does unless something is wrong."""
     return bool(select.select([pidfd], [], [], 60)[0])
 
 
@@ -174,7 +174,7 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
     try:
         assert process.stdout is not None
         line = next((line for line in process.stdout if line.startswith("pids")), "")
-        assert line, "no rank said that it is there"
+        assert line, "no rank reported"
         ranks = [os.pidfd_open(int(word)) for word in line.split()[1:]]
         process.send_signal(how)
         process.wait(60)
@@ -194,7 +194,7 @@ def of(rank: int, kind: str, when: float, status: int = 1) -> Failure:
     return Failure(rank, "host", 1, kind, "text", when=when, status=status)
 
 
-def test_which_failure_is_the_first() -> None:
+def test_first_failure_is_determined() -> None:
     lost, wrong = of(0, "PeerLost", 1.0), of(1, "ValueError", 2.0)
     silent, ended = of(2, "", 0.0, 137), of(3, "", 0.0, 143)
     assert failure.first([lost, wrong]) is wrong
@@ -235,9 +235,9 @@ def start_hosts(
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-@pytest.mark.parametrize("secret", ["", SECRET], ids=["no key", "key"])
+@pytest.mark.parametrize("secret", ["", SECRET], ids=["no secret", "secret"])
 def test_two_hosts_train_together(secret: str, tmp_path: Path) -> None:
-    """With a key the ranks meet in rank 0's own store."""
+    """With a secret the ranks use rank 0's own store."""
     with Network(2, ipv6=False) as net:
         for process in start_hosts(net, tmp_path, [1, 0], PROGRAM, "train", secret=secret):
             out, err = process.communicate(timeout=LIMIT_S)
@@ -272,7 +272,7 @@ def test_a_host_that_has_ended_does_not_wait_for_one_that_fails(tmp_path: Path, 
         assert any("waits for those of the others" in line for line in ended.stdout)
         limit.cancel()
         if dies:
-            failing.kill()  # and its ranks go with it
+            failing.kill()  # and its ranks end with it
         else:
             pipe.write_text("now")
             _, err = failing.communicate(timeout=LIMIT_S / 2)
@@ -284,7 +284,7 @@ def test_a_host_that_has_ended_does_not_wait_for_one_that_fails(tmp_path: Path, 
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-def test_a_launcher_says_that_the_one_where_all_met_has_died(tmp_path: Path) -> None:
+def test_launcher_reports_that_the_rendezvous_launcher_died(tmp_path: Path) -> None:
     with Network(2, ipv6=False) as net:
         dying, left = start_hosts(net, tmp_path, [0, 1], PROGRAM, "wait")
         limit = threading.Timer(LIMIT_S, dying.kill)  # ends the lines below
@@ -299,7 +299,7 @@ def test_a_launcher_says_that_the_one_where_all_met_has_died(tmp_path: Path) -> 
 
 
 def other_launchers(rank: int, port: int) -> dict[str, dict[str, str]]:
-    """What Slurm, Open MPI and Paddle tell rank `rank` of two."""
+    """The variables that Slurm, Open MPI and Paddle set for rank `rank` of two."""
     me, place = str(rank), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {
         "slurm": {
@@ -323,8 +323,8 @@ WITHOUT = {k: v for k, v in CLEAN.items() if k not in TORCHRUNS}
 LOCAL_RANKS = "import pycomm as p; p.init(timeout_s=60); print(p.all_gather_object(p.local_rank()))"
 
 
-def test_the_others_hear_why_a_rank_failed() -> None:
-    """Started without a launcher, which would end them before they can say so."""
+def test_other_ranks_learn_why_a_rank_failed() -> None:
+    """Started without a launcher, which would end them before they can report it."""
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": str(free_port()), "PYCOMM_SECRET": SECRET}
     rank = [sys.executable, "-m", "pycomm.launch.rank", f"--parent={os.getpid()}", "--kind=script"]
@@ -343,7 +343,7 @@ def test_the_others_hear_why_a_rank_failed() -> None:
 
 
 @pytest.mark.parametrize("whose", ["slurm", "openmpi", "paddle"])
-def test_the_variables_of_other_launchers_are_enough(whose: str) -> None:
+def test_variables_of_other_launchers_suffice(whose: str) -> None:
     port = free_port()
     ranks = [
         subprocess.Popen(
@@ -368,7 +368,7 @@ import pycomm
 print(pycomm.all_gather_object(dist.get_rank()))
 dist.destroy_process_group()
 """
-# What docs/launching.md says of init_process_group, whose variables are torchrun's.
+# The init_process_group of docs/launching.md, whose variables are torchrun's.
 AS_TORCHRUN = ["sh", "-c", 'RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE exec "$0" "$@"']
 
 
@@ -376,7 +376,7 @@ AS_TORCHRUN = ["sh", "-c", 'RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE exec "$0" "$@"']
     ("words", "code"), [([], LOCAL_RANKS), (AS_TORCHRUN, BY_TORCH)], ids=["init", "torch"]
 )
 def test_mpiexec_starts_the_ranks(words: list[str], code: str) -> None:
-    """MPICH's own. Without a key: they meet in torch's store."""
+    """MPICH's mpiexec. Without a secret: the ranks use torch's store."""
     mpiexec = str(Path(sys.executable).with_name("mpiexec"))
     done = subprocess.run(
         [mpiexec, "-n", "2", *words, sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""What the launchers keep from others: the run's key, who listens where, what outlives them."""
+"""Security of the launchers: shared secrets, listening addresses, leftover processes."""
 
 import contextlib
 import os
@@ -19,21 +19,22 @@ from benchmarks.unauthenticated import descendants, inodes
 from pycomm import config, secret
 from pycomm.errors import InvalidArgument
 
-pytestmark = pytest.mark.no_attack  # counts who listens, and reads what is left of processes
+pytestmark = pytest.mark.no_attack  # counts listeners, and reads what is left of processes
 
 KEY = "0123456789abcdef" * 4
 LOOPBACKS = ("127.", "::1", "::ffff:127.")
 
 
 def where_it_listens(pid: int) -> list[str]:
-    """The addresses of the TCP listeners of a process and of all that have come of it."""
+    """The addresses of the TCP listeners of a process and all its descendants."""
     theirs = {str(inode) for inode in inodes({pid} | descendants(pid))}
     found = []
     for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == "0A" and inode in theirs:
-                words = bytes.fromhex(local.partition(":")[0])  # of 4 bytes, in the host's order
+                # Of 4 bytes, in the host's byte order.
+                words = bytes.fromhex(local.partition(":")[0])
                 swapped = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
                 found.append(socket.inet_ntop(family, swapped))
     return found
@@ -77,7 +78,7 @@ def started(folder: Path, *words: str, **more: str) -> Any:
 
 @contextlib.contextmanager
 def ending(process: Any) -> Iterator[Any]:
-    """The process, which is ended at the end, and after a while in any case."""
+    """The process, which is terminated at the end, and after a while in any case."""
     limit = threading.Timer(LIMIT_S, process.kill)
     limit.start()
     try:
@@ -108,7 +109,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("code", [BY_NUMPY, BY_TORCH], ids=["numpy", "torch"])
 @pytest.mark.parametrize("how", ["command", "decorator"])
 def test_on_one_host_all_listen_on_the_loopback(how: str, code: str, tmp_path: Path) -> None:
-    """Seen while rank 0 waits for rank 1: it serves its store and the mesh listens."""
+    """Checked while rank 0 waits for rank 1: it serves its store and the mesh listens."""
     os.mkfifo(tmp_path / "pipe")
     if how == "command":
         words = by_command(tmp_path, code)
@@ -125,7 +126,7 @@ def test_on_one_host_all_listen_on_the_loopback(how: str, code: str, tmp_path: P
         assert line, process.stderr.read()
         ours = 2 if how == "command" and code == BY_TORCH else 3  # the first is the launcher's
         found: list[str] = []
-        while len(found) < ours and process.poll() is None:  # rank 0 comes as soon as it can
+        while len(found) < ours and process.poll() is None:  # rank 0 starts as soon as it can
             found = where_it_listens(process.pid)
             select.select([], [], [], 0.02)
         (tmp_path / "pipe").write_text("now")
@@ -154,7 +155,7 @@ def keys(done: Any) -> list[str]:
     return [line.split()[-1] for line in done.stdout.splitlines() if " key " in line]
 
 
-def test_a_launcher_makes_a_key_for_each_run(tmp_path: Path) -> None:
+def test_launcher_generates_a_secret_for_each_run(tmp_path: Path) -> None:
     (tmp_path / "says.py").write_text(SAYS_KEY)
     words = ["--nproc", "2", "-t", "3", "says.py"]
     first, second = keys(launch(tmp_path, *words)), keys(launch(tmp_path, *words))
@@ -164,7 +165,7 @@ def test_a_launcher_makes_a_key_for_each_run(tmp_path: Path) -> None:
     assert first[0] != second[0]
 
 
-def test_a_key_comes_from_the_environment_a_file_or_a_descriptor(tmp_path: Path) -> None:
+def test_secret_is_read_from_the_environment_a_file_or_a_descriptor(tmp_path: Path) -> None:
     (tmp_path / "says.py").write_text(SAYS_KEY)
     file = tmp_path / "key"
     file.write_text(KEY + "\n")
@@ -188,7 +189,7 @@ def test_a_key_comes_from_the_environment_a_file_or_a_descriptor(tmp_path: Path)
     assert keys(done) == [KEY]
 
 
-def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+def test_secret_that_others_can_read_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(KEY)
     for mode in (0o640, 0o604, 0o660):
@@ -208,7 +209,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
         secret.read_descriptor(999)
 
 
-def test_a_secret_is_stretched_and_a_weak_one_refused() -> None:
+def test_secret_is_stretched_and_a_weak_one_rejected() -> None:
     assert secret.key_of(KEY) == KEY
     stretched = "e4bb3cccdca52e8ce6509fc92d273884861f35d5b5496cfe02c9d3e08b02d7da"
     assert secret.key_of("correct horse battery") == stretched  # of another implementation
@@ -220,12 +221,12 @@ def test_a_secret_is_stretched_and_a_weak_one_refused() -> None:
     assert config.environment({}, secret="correct horse battery").secret == said
 
 
-def test_a_rank_takes_its_secret_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_removes_its_secret_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PYCOMM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(config._taken, "key", "")
     monkeypatch.setenv("PYCOMM_SECRET", KEY)
-    assert config.environment().secret == KEY  # a process alone is no rank
+    assert config.environment().secret == KEY  # a single process is no rank
     assert os.environ["PYCOMM_SECRET"] == KEY
     monkeypatch.setenv("PYCOMM_RANK", "0")
     monkeypatch.setenv("PYCOMM_SIZE", "2")
@@ -237,7 +238,7 @@ def test_a_rank_takes_its_secret_out_of_the_environment(monkeypatch: pytest.Monk
     assert ("PYCOMM_SECRET", "(set)") in [row[:2] for row in config.described()]
 
 
-def test_several_hosts_without_a_key_are_told_who_can_join(tmp_path: Path, capsys: Any) -> None:
+def test_several_hosts_without_a_secret_are_warned(tmp_path: Path, capsys: Any) -> None:
     from pycomm.launch import command
 
     words = ["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:29400", "--nproc", "1", "x.py"]
@@ -249,7 +250,7 @@ def test_several_hosts_without_a_key_are_told_who_can_join(tmp_path: Path, capsy
 SLEEPS = """{python} -c 'import os, time
 print("pid", os.getpid(), flush=True)
 time.sleep(3600)'"""
-# Without exec; one in the background, one that left the session.
+# Without exec; one in the background, one in another session.
 WRAPPER = f"#!/bin/sh\n{SLEEPS} &\nsetsid {SLEEPS}\necho never replaced by exec\n"
 IN_FRONT = f"#!/bin/sh\n{SLEEPS}\necho never replaced by exec\n"
 
@@ -262,7 +263,7 @@ def wrapped(folder: Path, code: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_what_a_wrapper_started_ends_with_the_launcher(how: int, tmp_path: Path) -> None:
+def test_processes_of_a_wrapper_end_with_the_launcher(how: int, tmp_path: Path) -> None:
     code = WRAPPER if how == signal.SIGKILL else IN_FRONT
     with ending(started(tmp_path, *wrapped(tmp_path, code))) as process:
         lines: list[str] = []
@@ -275,7 +276,7 @@ def test_what_a_wrapper_started_ends_with_the_launcher(how: int, tmp_path: Path)
         process.wait(60)
         try:
             for rank in ranks:
-                assert select.select([rank], [], [], 30)[0], "an orphan is left"
+                assert select.select([rank], [], [], 30)[0], "an orphan remains"
         finally:
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
@@ -286,12 +287,12 @@ def test_what_a_wrapper_started_ends_with_the_launcher(how: int, tmp_path: Path)
 @pytest.mark.parametrize(
     ("code", "status"), [("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143), ("exit 0", 0)]
 )
-def test_the_status_of_a_command_is_kept(code: str, status: int, tmp_path: Path) -> None:
+def test_exit_status_of_a_command_is_kept(code: str, status: int, tmp_path: Path) -> None:
     done = launch(tmp_path, *wrapped(tmp_path, "#!/bin/sh\n" + code)[len(LAUNCH) :])
     assert done.returncode == status, done.stderr
 
 
-def test_a_command_gets_the_signals_of_others(tmp_path: Path) -> None:
+def test_signals_are_forwarded_to_the_command(tmp_path: Path) -> None:
     code = (
         "#!/bin/sh\ntrap 'echo heard; exit 5' USR1\necho pid $PPID\nwhile :; do sleep 0.1; done\n"
     )
@@ -303,7 +304,7 @@ def test_a_command_gets_the_signals_of_others(tmp_path: Path) -> None:
     assert process.returncode == 5
 
 
-def test_folders_of_launchers_that_were_killed_are_removed(tmp_path: Path) -> None:
+def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
     place = tmp_path / "tmp"
     place.mkdir()
     words = [*LAUNCH, "--nproc", "1", "--no-python", "sh", "-c", "echo pid $$; sleep 3600"]
@@ -312,7 +313,7 @@ def test_folders_of_launchers_that_were_killed_are_removed(tmp_path: Path) -> No
         assert len(list(place.iterdir())) == 1
         done = launch(tmp_path, "--nproc", "1", "--no-python", "true", env={"TMPDIR": str(place)})
         assert done.returncode == 0, done.stderr
-        assert len(list(place.iterdir())) == 1  # that of a launcher that lives stays
+        assert len(list(place.iterdir())) == 1  # that of a running launcher is kept
     assert len(list(place.iterdir())) == 1  # killed
     launch(tmp_path, "--nproc", "1", "--no-python", "true", env={"TMPDIR": str(place)})
     assert list(place.iterdir()) == []
@@ -333,7 +334,7 @@ except pycomm.errors.Error as error:
 def test_ranks_of_torchrun_end_with_an_error_when_it_is_killed(
     wrapped: bool, tmp_path: Path
 ) -> None:
-    """Both wait for the other, with no heartbeat that could miss a rank."""
+    """Both wait for the other, without heartbeats that could detect a dead rank."""
     (tmp_path / "program.py").write_text(UNDER_TORCHRUN)
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     if wrapped:
@@ -350,7 +351,7 @@ def test_ranks_of_torchrun_end_with_an_error_when_it_is_killed(
         process.kill()
         try:
             for rank in ranks:
-                assert select.select([rank], [], [], 10)[0], "a rank stays behind"
+                assert select.select([rank], [], [], 10)[0], "a rank outlives the launcher"
         finally:
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):

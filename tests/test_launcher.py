@@ -15,13 +15,13 @@ from pycomm.demo.netns import Network, missing
 from pycomm.errors import Error, InvalidArgument
 from pycomm.launch.function import RankFailed
 
-pytestmark = pytest.mark.usefixtures("torchs_first_store")
+pytestmark = pytest.mark.usefixtures("torch_first_store")
 WHY_NOT = missing()
 
 
 @pycomm.launcher(nproc=2, device="cpu")
 def sums(x: np.ndarray, *, factor: int) -> Any:
-    """The product's sum over ranks, and what the process knows of itself."""
+    """The product's sum over ranks, and the process's own rank and size."""
     total = pycomm.all_reduce(x * factor * (pycomm.rank() + 1))
     places = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYCOMM_SIZE")]
     pycomm.user_set(f"of {pycomm.rank()}", pycomm.rank())
@@ -38,7 +38,7 @@ def goes_wrong(how: str) -> None:
             os._exit(9)
         raise LookupError("rank one has lost its way")
     if how == "alone":
-        threading.Event().wait()  # for nothing: it never hears of rank 1
+        threading.Event().wait()  # no rank answers: it does not learn of rank 1
     pycomm.barrier()
 
 
@@ -55,7 +55,7 @@ def with_torch() -> Any:
     return x.tolist(), same
 
 
-def test_results_come_back_by_rank() -> None:
+def test_results_are_returned_by_rank() -> None:
     before = dict(os.environ)
     results = sums(np.arange(3.0), factor=2)
     for rank, (total, own, local_size, places, other) in enumerate(results):
@@ -67,13 +67,13 @@ def test_results_come_back_by_rank() -> None:
     assert "product's sum" in (sums.__doc__ or "")
 
 
-def test_torchs_group_stands_on_the_same_engine() -> None:
+def test_torch_group_uses_the_same_engine() -> None:
     assert with_torch() == [([1.0, 1.0], True)] * 2
 
 
 @pycomm.launcher(nproc=2, device="cpu")
 def with_transports() -> Any:
-    """By which transport each rank reaches the other; also makes a group of torch's."""
+    """The transport between each pair of ranks; also creates a group of torch."""
     import torch.distributed as dist
 
     ours = pycomm.init().peer_info()[1 - pycomm.rank()].transport
@@ -84,7 +84,7 @@ def with_transports() -> Any:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_the_environment_chooses_the_transport(
+def test_environment_sets_the_transport(
     transport: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
@@ -130,7 +130,7 @@ def plain() -> None:
         ({"nproc": 1, "device": "tpu"}, "device='tpu'"),
     ],
 )
-def test_numbers_that_do_not_fit(options: dict[str, Any], text: str) -> None:
+def test_invalid_process_counts(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         pycomm.launcher(**options)(plain)()
 
@@ -170,7 +170,7 @@ def test_two_hosts(tmp_path: Path) -> None:
             assert out == "[([0, 1], 2)]\n"
 
 
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+def test_script_without_a_main_guard_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import pycomm\n@pycomm.launcher(nproc=1, device='cpu')\ndef f(): pass\nf()\n"

@@ -1,7 +1,7 @@
-"""What nothing_left of conftest.py is there to see: a planted leak of each kind fails its test, and
-what is gone a moment later, or was there before, fails none.
+"""Tests of the fixture no_leaks of conftest.py: an injected leak of each kind fails its test; a
+resource that disappears a moment later, or existed before, fails none.
 
-The planted tests run in a pytest of their own, under the same fixture.
+The injected tests run in a separate pytest, with the same fixture.
 """
 
 import os
@@ -69,8 +69,8 @@ SOUND = {
         cycle = [socket.socket()]
         cycle.append(cycle)
         """,
-    # Each is seen to be garbage when the one before it has gone: arrays hide what they hold. The
-    # last test, as no time is left to wait for anything else.
+    # Each becomes garbage when the one before it is freed: arrays hide their references. It is the
+    # last test, as no time remains to wait for anything else.
     "chain": """
         leak_check.LEAVE_S = 0.0
         link = socket.socket()
@@ -83,7 +83,7 @@ SOUND = {
 }
 
 
-def test_every_kind_of_leak_is_seen_and_nothing_else(tmp_path: Path) -> None:
+def test_every_kind_of_leak_is_detected_and_nothing_else(tmp_path: Path) -> None:
     bodies = {**{name: body for name, (body, _) in LEAKS.items()}, **SOUND}
     tests = [
         f"def test_{name}():\n{textwrap.indent(textwrap.dedent(body).strip(), '    ')}\n"
@@ -103,4 +103,5 @@ def test_every_kind_of_leak_is_seen_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(found) == sorted(LEAKS), done.stdout
     for name, (_, words) in LEAKS.items():
         assert words in done.stdout, (name, done.stdout)
-    assert f"{len(bodies)} passed, {len(LEAKS)} errors" in done.stdout
+    assert f"{len(bodies)} passed, " in done.stdout
+    assert f", {len(LEAKS)} errors" in done.stdout

@@ -1,4 +1,4 @@
-"""LocalSGD and its adaptive form: when ranks average, what they average, and that none waits."""
+"""LocalSGD and its adaptive form: the steps of averaging, the averaged values, and no waits."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def run_steps(local: Any, model: nn.Module, rank: int, steps: range) -> list[int]:
-    """Trains, and gives the steps after which parameters were averaged."""
+    """Trains, and returns the steps after which parameters were averaged."""
     averaged = []
     for step in steps:
         step_on(model, batch(rank, step), local)
@@ -69,7 +69,7 @@ def test_every_step_is_synchronous_sgd(rule: str) -> None:
     torch.testing.assert_close(results[0], alone(perceptron(), 6, 3, sgd))
 
 
-def test_between_averages_ranks_walk_alone() -> None:
+def test_ranks_train_independently_between_averages() -> None:
     def program(group: pycomm.Group) -> list[list[Tensor]]:
         model = perceptron()
         local = pycomm.LocalSGD(model, sgd(model), k_steps=3)
@@ -80,7 +80,7 @@ def test_between_averages_ranks_walk_alone() -> None:
             step_on(model, batch(group.rank, step), local)
             calls += group.stats().calls - before
             seen.append(parameters(model))
-        assert calls == 3  # all parameters in one, after steps 1, 4 and 7
+        assert calls == 3  # all parameters in one call, after steps 1, 4 and 7
         return seen
 
     for step, (a, b) in enumerate(zip(*run_ranks(2, program), strict=True), 1):
@@ -88,7 +88,7 @@ def test_between_averages_ranks_walk_alone() -> None:
 
 
 def test_the_average_is_that_of_independent_runs() -> None:
-    """One round of three steps, worked out for each rank by itself."""
+    """One round of three steps, computed for each rank separately."""
 
     def program(group: pycomm.Group) -> list[Tensor]:
         model = perceptron()
@@ -147,7 +147,7 @@ def test_buffers(buffers: bool) -> None:
 
 
 def test_an_outer_optimizer() -> None:
-    """Rate 1 without momentum is the plain average; with momentum it is worked out by hand."""
+    """Rate 1 without momentum is the plain average; with momentum it is computed by hand."""
 
     def program(group: pycomm.Group, rate: float | None, momentum: float) -> list[list[Tensor]]:
         model = perceptron()
@@ -174,7 +174,7 @@ def test_an_outer_optimizer() -> None:
     assert not equal(outer[0][2], plain[0][2])
 
     def first_round(group: pycomm.Group) -> list[Tensor]:
-        """By hand: one synchronous step, then two of its own, then the outer step."""
+        """By hand: one synchronous step, then two local ones, then the outer step."""
         model = perceptron()
         inner = torch.optim.SGD(model.parameters(), lr=0.05)
         local = pycomm.LocalSGD(model, inner, k_steps=100)
@@ -206,7 +206,7 @@ def test_intervals(change: float, init: int, rule: str, wanted: int) -> None:
 
 
 def test_adaptive_follows_rate_and_loss() -> None:
-    """The ranks' losses differ; what counts is the mean of the finite ones, and rank 0's rate."""
+    """The ranks' losses differ; the mean of the finite ones counts, and rank 0's rate."""
 
     def program(group: pycomm.Group, reference: str) -> list[tuple[int, int]]:
         model = perceptron()
@@ -262,8 +262,9 @@ def overflowing(model: nn.Module, data: tuple[Tensor, Tensor], overflow: bool) -
 
 @pytest.mark.parametrize("scaler", ["static", "torch"])
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_a_skipped_step_keeps_nobody_waiting(scaler: str, adaptive: bool) -> None:
-    """Rank 1 overflows from the third step on: it steps no more, and averages as all do."""
+def test_skipped_step_delays_no_rank(scaler: str, adaptive: bool) -> None:
+    """Rank 1 overflows from the third step on: it skips all later steps, and averages like the
+    others."""
 
     def program(group: pycomm.Group) -> tuple[list[int], list[Tensor]]:
         model = perceptron()
@@ -335,7 +336,7 @@ def test_where_gradients_are_averaged_all_skip_together() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 def test_stragglers_cost_less(ranks: int) -> None:
-    """Each rank keeps a clock of work done; an average sets all to the latest. No real time."""
+    """Each rank has a clock of work done; an average sets all to the latest. No real time."""
 
     def program(group: pycomm.Group, k_steps: int) -> float:
         model = nn.Linear(2, 1)
@@ -357,7 +358,7 @@ def test_stragglers_cost_less(ranks: int) -> None:
     assert eighth < 0.6 * every
 
 
-def test_a_failed_average_changes_nothing() -> None:
+def test_failed_average_changes_nothing() -> None:
     def program(group: pycomm.Group) -> None:
         model = perceptron()
         optimizer = sgd(model)
@@ -431,7 +432,7 @@ def test_bad_arguments() -> None:
     run_ranks(1, program)
 
 
-def test_a_static_scale_stays() -> None:
+def test_static_scale_is_kept() -> None:
     model = perceptron()
     optimizer = sgd(model)
     scaler = pycomm.StaticLossScaler(128.0)

@@ -1,5 +1,5 @@
-"""What a group holds beside the caller's arrays, whatever the message (docs/architecture.md), and
-that nothing grows: after thousands of calls, groups and errors the process is as it was.
+"""Memory of a group besides the caller's arrays, for any message size (docs/architecture.md), and
+no growth over thousands of calls, groups and errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGE = 48 << 20
 
 
 def resident(what: str) -> int:
-    """Bytes of this process in memory, shared ones too: VmRSS now, VmHWM at most so far."""
+    """Bytes of this process in memory, shared ones too: VmRSS now, VmHWM the maximum so far."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(what + ":"):
             return int(line.split()[1]) << 10
@@ -34,7 +34,7 @@ def resident(what: str) -> int:
 
 
 def added(group: pycomm.Group, dtype: str) -> dict[str, int]:
-    """By verb: bytes that a group and its calls added at most, from before it stood."""
+    """By verb: the most bytes that a group and its calls added since before its creation."""
     size, count = group.size, LARGE // np.dtype(dtype).itemsize
     whole = np.ones(count // size * size, dtype)
     rows = whole.reshape(size, -1)
@@ -51,7 +51,7 @@ def added(group: pycomm.Group, dtype: str) -> dict[str, int]:
     for name, verb in verbs.items():
         pycomm.all_reduce(part[:1].copy(), group=group)
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         own = group.split(0)
         assert own is not None
         whole.fill(1)
@@ -65,18 +65,20 @@ def added(group: pycomm.Group, dtype: str) -> dict[str, int]:
     ("ranks", "transport", "dtype"),
     [(2, "", "float32"), (3, "shm", "float32"), (3, "tcp", "float32"), (3, "tcp", "float16")],
 )
-def test_a_group_stays_small_whatever_the_message(ranks: int, transport: str, dtype: str) -> None:
+def test_group_memory_does_not_depend_on_the_message(
+    ranks: int, transport: str, dtype: str
+) -> None:
     for by_verb in testing.run_ranks(ranks, added, dtype, transport=transport, processes=True):
         assert max(by_verb.values()) <= MOST, by_verb
-        assert LARGE > 2 * MOST  # a copy of the message would not pass
+        assert LARGE > 2 * MOST  # a copy of the message would exceed the limit
 
 
-GROUPS, ROUNDS, RANKS = 60, 15, 3  # of each transport; calls of each verb in each group
+GROUPS, ROUNDS, RANKS = 60, 15, 3  # for each transport; calls of each verb in each group
 
 
-def live(group: pycomm.Group, aborted: bool) -> None:
-    """What a group may live through: calls small and large, on shared arrays, in a part, by ranks
-    that disagree; and in the end it is closed, or aborted."""
+def use_group(group: pycomm.Group, aborted: bool) -> None:
+    """The life of a group: calls small and large, on shared arrays, in a subgroup, and mismatches;
+    at the end it is closed or aborted."""
     for turn in range(ROUNDS):
         count = 10 ** (turn % 6)
         x = pycomm.empty(count, np.float32) if turn % 2 else np.ones(count, np.float32)
@@ -96,15 +98,15 @@ def live(group: pycomm.Group, aborted: bool) -> None:
             pycomm.barrier(group=group)
 
 
-def grown() -> dict[str, list[float]]:
-    """Of this process: megabytes of its own and mappings after the first third of the groups and
-    after all, when it holds nothing else that it did not hold before."""
+def growth() -> dict[str, list[float]]:
+    """Growth of this process: private megabytes and mappings between the first third of the groups
+    and the end, when no other new resource is held."""
     soak.one_arena()
     found: dict[str, list[float]] = {"MB": [], "mappings": []}
     before = resources()
     for number in range(GROUPS):
         for transport in ("local", "shm", "tcp"):
-            testing.run_ranks(RANKS, live, number % 2 == 1, transport=transport)
+            testing.run_ranks(RANKS, use_group, number % 2 == 1, transport=transport)
         if number + 1 in (GROUPS // 3, GROUPS):
             assert leaked(before) == ""
             found["MB"].append(soak.memory_mb())
@@ -113,10 +115,10 @@ def grown() -> dict[str, list[float]]:
 
 
 def test_nothing_grows_over_20_000_calls_in_180_groups() -> None:
-    """A process of its own: what else tests have left at hand would hide it, or look like it."""
+    """A separate process: memory kept by other tests would hide growth, or look like it."""
     assert GROUPS * 3 * RANKS * (3 * ROUNDS + 2) > 20_000
     with ProcessPoolExecutor(1, mp.get_context("spawn")) as pool:
-        found = pool.submit(grown).result()
+        found = pool.submit(growth).result()
     print(found)
     early, late = zip(*found.values(), strict=True)
     more = dict(zip(found, (b - a for a, b in zip(early, late, strict=True)), strict=True))
@@ -125,7 +127,7 @@ def test_nothing_grows_over_20_000_calls_in_180_groups() -> None:
 
 
 def calls_of_all_kinds(group: pycomm.Group) -> tuple[set[str], float]:
-    """By which transports it reaches the others, and what the ones of a large sum come to."""
+    """The transports to other ranks, and the result of a large sum of ones."""
     shared = pycomm.empty(LARGE // 4, np.float32)
     for x in (np.ones(LARGE // 4, np.float32), shared):
         x[...] = 1
@@ -135,7 +137,7 @@ def calls_of_all_kinds(group: pycomm.Group) -> tuple[set[str], float]:
 
 
 def run_in_a_full_shm() -> None:
-    """What runs in a namespace whose /dev/shm is small, and full."""
+    """Runs a program in a namespace whose /dev/shm is small and full."""
     Path("/dev/shm/all").write_bytes(bytes(shutil.disk_usage("/dev/shm").free))
     assert shutil.disk_usage("/dev/shm").total == SMALL
     assert testing.run_ranks(4, calls_of_all_kinds, transport="", processes=True) == (
@@ -144,16 +146,16 @@ def run_in_a_full_shm() -> None:
     print("all is well")
 
 
-SMALL = 64 << 20  # bytes of /dev/shm, as containers have it by default
+SMALL = 64 << 20  # bytes of /dev/shm, the default of containers
 MOUNT = f'mount -t tmpfs -o size={SMALL} tmpfs /dev/shm && exec "$@"'
 
 
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None,
-    reason="only root, with unshare, may have a /dev/shm of its own",
+    reason="needs root and unshare, for a private /dev/shm",
 )
 def test_a_small_and_full_dev_shm_is_no_limit() -> None:
-    """Memory of groups has no name and lies in no file system."""
+    """Memory of groups is anonymous and uses no file system."""
     job = [sys.executable, "-c", "import test_memory; test_memory.run_in_a_full_shm()"]
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", MOUNT, "sh", *job],

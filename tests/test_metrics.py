@@ -1,4 +1,4 @@
-"""Metrics, what rank 0 does for all, and tensors between ranks with gradients back."""
+"""Metrics, functions of rank 0 for all ranks, and tensors between ranks with gradients."""
 
 import math
 import pickle
@@ -48,7 +48,7 @@ def test_the_value_is_that_of_one_process(counts: list[int], seed: int) -> None:
         assert mean == pytest.approx(losses.double().mean().item(), rel=1e-14)
 
 
-def test_the_value_is_fetched_now_and_then() -> None:
+def test_value_is_fetched_at_intervals() -> None:
     def program(group: Group) -> Any:
         mean = Mean(every=3)
         calls, values = [], []
@@ -106,7 +106,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     def program(group: Group) -> Any:
         state = {"net": {"w": torch.full((3,), 7.0)}, "acc": 0.5, "rank": group.rank}
         pycomm.save(state, path)
-        assert path.exists()  # on every rank, once save has returned
+        assert path.exists()  # on every rank, once save returned
         back = pycomm.load(tmp_path / "absent.pt" if group.rank else path)  # rank 0 reads for all
         assert back["net"]["w"].tolist() == [7.0] * 3
         with pytest.raises(Error if group.rank else OSError, match="nowhere"):
@@ -115,7 +115,7 @@ def test_save_and_load(tmp_path: Path) -> None:
             pycomm.load(tmp_path / "absent.pt")
         with pytest.raises((Error, AttributeError, TypeError), match=r"pickle|local"):
             pycomm.save({"f": lambda: None}, path)
-        assert pycomm.load(path)["acc"] == 0.5  # the old file is whole
+        assert pycomm.load(path)["acc"] == 0.5  # the old file is intact
         pycomm.save(Path("code"), tmp_path / "code.pt")
         with pytest.raises(pickle.UnpicklingError):
             pycomm.load(tmp_path / "code.pt")
@@ -135,7 +135,7 @@ def umask() -> int:
     return mask
 
 
-def test_what_differs_by_rank_is_not_saved(tmp_path: Path) -> None:
+def test_values_that_differ_by_rank_are_not_saved(tmp_path: Path) -> None:
     def program(group: Group) -> Any:
         model = perceptron()
         dgc = pycomm.DGC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), min_count=1)
@@ -185,7 +185,7 @@ def test_a_model_on_two_ranks_trains_as_on_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3, 4)])
-def test_shape_and_dtype_travel_along(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_shape_and_dtype_are_sent(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = torch.ones(shape).to(dtype)
 
     def program(group: Group) -> Any:
@@ -200,7 +200,7 @@ def test_shape_and_dtype_travel_along(dtype: torch.dtype, shape: tuple[int, ...]
     assert not theirs.requires_grad
 
 
-def test_what_cannot_be_sent() -> None:
+def test_unsupported_values_raise() -> None:
     def program(group: Group) -> None:
         with pytest.raises(InvalidArgument, match="another rank"):
             pycomm.remote_send(torch.ones(1), 0)
@@ -210,8 +210,8 @@ def test_what_cannot_be_sent() -> None:
     run_ranks(1, program)
 
 
-def test_the_receiver_is_not_told_of_what_cannot_be_sent() -> None:
-    """A further tensor is received as if the wrong ones had not been tried."""
+def test_receiver_is_unaffected_by_rejected_sends() -> None:
+    """A later tensor is received as if the rejected ones had not been sent."""
     wrong = [
         torch.ones(2, device="meta"),
         torch.ones(2, dtype=torch.complex64),

@@ -9,14 +9,14 @@ from pycomm.errors import InvalidArgument
 from pycomm.testing import run_ranks
 
 
-def test_a_second_live_wrapper_raises() -> None:
+def test_second_live_wrapper_raises() -> None:
     def program(group: pycomm.Group) -> None:
         module = perceptron()
         first = pycomm.DataParallel(module, group=group)
         for again in (module, nn.Sequential(module[0], nn.Linear(33, 2)), first):
             with pytest.raises(InvalidArgument, match=r"another live DataParallel.*delete it"):
                 pycomm.DataParallel(again, group=group)
-        step_on(first, batch(group.rank, 0), momentum_sgd(first))  # the first goes on working
+        step_on(first, batch(group.rank, 0), momentum_sgd(first))  # the first still works
 
     run_ranks(2, program)
 

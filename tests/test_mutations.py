@@ -1,5 +1,5 @@
-"""A check that is taken out, or lets one thing too many through, fails the test that is there for
-it: the native suites with each of tests/native/mutations.py.
+"""A check that is removed or weakened fails the test that covers it: the native suites with each of
+tests/native/mutations.py.
 """
 
 import subprocess
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "native"))
-from mutations import ROWS, mutated
-
 from build import build
+from mutations import ROWS, mutated
 
 pytestmark = pytest.mark.no_attack(
     "a suite must fail for the mutation, not for unauthenticated clients"
@@ -19,8 +18,8 @@ pytestmark = pytest.mark.no_attack(
 LIMIT_S = 300  # of one test of a suite, which takes seconds
 
 
-def said(program: Path, test: str) -> tuple[int, str]:
-    """How a test of a suite ended, and what it said."""
+def run_mutant(program: Path, test: str) -> tuple[int, str]:
+    """The exit status of a test of a suite, and its output."""
     done = subprocess.run(
         [str(program), test],
         stdout=subprocess.PIPE,
@@ -33,19 +32,19 @@ def said(program: Path, test: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.timeout(1200)  # who comes first builds the suites
+@pytest.mark.timeout(1200)  # the first worker builds the suites
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_mutated_check_is_found(row: tuple[str, ...]) -> None:
-    status, found = said(mutated(row), row[-1])
+    status, found = run_mutant(mutated(row), row[-1])
     assert status != 0, found
-    assert "FAILED" in found or status < 0, found  # a signal, where nothing else stops it
+    assert "FAILED" in found or status < 0, found  # a signal, if the mutant crashes
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("suite", "test"), sorted({row[4:] for row in ROWS}), ids=lambda s: s)
 def test_a_sound_check_passes(suite: str, test: str) -> None:
     (program,) = build("plain", [suite])
-    status, found = said(program, test)
+    status, found = run_mutant(program, test)
     assert status == 0, found
     assert " passed, 0 failed" in found
     assert not found.startswith("0 passed"), f"no such test: {test}"

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.no_attack(
     "suites count their descriptors, and join ranks without a handshake"
 )
 
-RUN_LIMIT_S = 600  # of one suite, which takes 5 to 170 s where nothing else runs
-# On fibers, which the thread sanitizer does not know, and with whose stacks the address sanitizer's
-# copies of frames take minutes. Most of it is long.
+RUN_LIMIT_S = 600  # of one suite, which takes 5 to 170 s on an idle machine
+# They use fibers, which the thread sanitizer does not support, and for whose stacks the address
+# sanitizer's copies of frames take minutes. Most of their time is simulation.
 SIMULATION = "simulation"
 SHORT = "of three, in every order"  # of its tests; `make simulate` runs all of them
 OPTIONS = {
@@ -33,8 +33,8 @@ OPTIONS = {
 
 @cache
 def fixed_addresses() -> list[str]:
-    """A prefix that turns address randomisation off: the thread sanitizer of g++ 12 cannot place
-    its shadow on kernels that randomise 32 bits. Empty where the system does not allow it."""
+    """A command prefix that disables address randomization: the thread sanitizer of g++ 12 cannot
+    place its shadow on kernels that randomize 32 bits. Empty if the system does not allow it."""
     prefix = ["setarch", "-R"]
     try:
         allowed = subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode
@@ -57,7 +57,7 @@ def test_every_order_of_events() -> None:
 
 
 def run(sanitizer: str, suite: str, *tests: str) -> str:
-    """What a suite says, or those of its tests whose names have this part; it has passed."""
+    """The output of a suite, or of those of its tests whose names contain `part`; it must pass."""
     try:
         (binary,) = build(sanitizer, [suite])
     except BuildFailed as error:

@@ -1,7 +1,7 @@
-"""NCCL without a GPU: the real library up to the missing driver, and libraries that will not do.
+"""NCCL without a GPU: the real library up to the missing driver, and unusable libraries.
 
-A stub is a library whose functions have NCCL's names and do nothing. What dlopen has in hand is the
-whole process's, so that whoever loads the real one does it in a process of its own.
+A stub is a library whose functions have NCCL's names and do nothing. A library that dlopen loaded
+belongs to the whole process, so that the real one is loaded in a separate process.
 """
 
 import importlib.metadata
@@ -29,7 +29,7 @@ NAMES = re.findall(r'"(nccl[A-Z]\w+)"\)', (CSRC / "nccl" / "abi.h").read_text())
 
 
 def stub(folder: Path, version: int = 21400, lacks: str = "", result: int = 0) -> str:
-    """A library with all functions but one, compiled; its file."""
+    """A compiled library with all functions but one; its file."""
     lines = [f"int ncclGetVersion(int *v) {{ *v = {version}; return {result}; }}"]
     lines += [f"int {n}(void) {{ return 0; }}" for n in NAMES if n not in ("ncclGetVersion", lacks)]
     folder.mkdir(exist_ok=True)
@@ -46,7 +46,7 @@ def load(*places):
 
 
 def alone(code: str) -> str:
-    """What a process of its own prints."""
+    """The output of a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, check=False, timeout=120, cwd=CSRC.parent,
@@ -82,7 +82,7 @@ def test_the_real_library_loads_and_runs_up_to_the_driver():
     assert said[1:4] == [f"{version} {file}", file, "128 True"]
     if os.path.exists("/proc/driver/nvidia/version"):
         assert said[4] == "a communicator"
-    else:  # in NCCL's words, which library said it, and in CUDA's
+    else:  # in NCCL's words, the library's name, and CUDA's error
         assert said[4].startswith("ncclCommInitRankConfig: unhandled cuda error")
         assert f"(NCCL {version}, {file})" in said[4]
         assert "; NCCL needs NVIDIA's driver and a GPU: " in said[4]
@@ -93,14 +93,14 @@ def test_info_names_version_and_file():
     assert said == f"{importlib.metadata.version(nccl.PACKAGE)}, {nccl.places()[1][1]}\n"
 
 
-def test_the_least_version_with_all_functions_will_do(tmp_path):
+def test_oldest_version_with_all_functions_is_accepted(tmp_path):
     file = stub(tmp_path / "good")
     library = load(("a stub", file, False))
     assert (library.version, library.origin) == ("2.14.0", file)
 
 
-def test_what_will_not_do_is_named_and_passed_over(tmp_path):
-    """Each stub has the same soname: one left open would be found at the next place."""
+def test_unusable_libraries_are_named_and_skipped(tmp_path):
+    """Each stub has the same soname: one left open would be found for the next path."""
     old = stub(tmp_path / "old", version=21304)
     ancient = stub(tmp_path / "ancient", version=2804)
     lacking = stub(tmp_path / "lacking", lacks="ncclCommAbort")
@@ -127,7 +127,7 @@ def test_every_function_is_needed():
     assert len(NAMES) == len(set(NAMES)) == 17
 
 
-def test_a_package_that_is_not_there_is_said_so(monkeypatch):
+def test_missing_package_is_reported(monkeypatch):
     monkeypatch.setattr(nccl, "PACKAGE", "no-such-package")
     assert nccl.places()[1][1] == ""
 
@@ -176,7 +176,7 @@ NUMBERS = {
 }
 
 
-def test_the_types_are_those_of_the_header(tmp_path):
+def test_types_match_the_header(tmp_path):
     """Of the package: numbers, layouts, and each function's arguments by size and kind."""
     lines = [ABI]
     for kind, names in NUMBERS.items():

@@ -1,4 +1,4 @@
-"""Plain values: their bytes, and the keys that ranks leave for each other, however they met."""
+"""Plain values: their bytes, and the keys that ranks exchange, with every rendezvous."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ from pycomm import Group, _core, errors, serialization
 from pycomm.objects import MAX_KEY_BYTES, MAX_VALUE_BYTES
 from pycomm.testing import run_ranks
 
-pytestmark = pytest.mark.usefixtures("torchs_first_store")
+pytestmark = pytest.mark.usefixtures("torch_first_store")
 
 PLAIN = [
     *(None, True, False, 0, -1, 255, -128, 1 << 200, -(1 << 63), 0.0, -0.0, 1.5e300, math.inf),
@@ -29,14 +29,14 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:20])
-def test_plain_values_come_back_as_they_were(value: Any) -> None:
+def test_plain_values_round_trip(value: Any) -> None:
     back = serialization.decode(serialization.encode(value))
-    assert repr(back) == repr(value)  # tells True from 1 and -0.0 from 0.0
+    assert repr(back) == repr(value)  # distinguishes True from 1 and -0.0 from 0.0
     assert math.isnan(serialization.decode(serialization.encode(math.nan)))
 
 
 class Text(str):
-    """What is more than a text."""
+    """A subclass of str, which is no plain value."""
 
 
 def endless() -> Any:
@@ -57,16 +57,16 @@ def endless() -> Any:
         (endless(), "deep"),
     ],
 )
-def test_what_is_not_plain_is_named(value: Any, words: str) -> None:
+def test_unsupported_value_is_named(value: Any, words: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=words):
         serialization.encode(value)
 
 
-def test_any_bytes_are_a_value_or_refused() -> None:
+def test_arbitrary_bytes_are_a_value_or_rejected() -> None:
     def decodes(content: bytes) -> bool:
         try:
             serialization.decode(content)
-        except errors.InvalidArgument:
+        except errors.InvalidArgument:  # the allowed error
             return False
         return True
 
@@ -93,7 +93,7 @@ def test_any_bytes_are_a_value_or_refused() -> None:
 VALUE = {"a": [1, 2.5, b"\0"], "b": None}
 
 
-def leave_and_take(group: Group) -> Any:
+def set_and_claim(group: Group) -> Any:
     """Every rank sets, gets the next one's, and all try to take one value."""
     n = group.size
     pycomm.user_set(f"of {group.rank}", [group.rank, VALUE])
@@ -117,14 +117,14 @@ def leave_and_take(group: Group) -> Any:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_keys_between_threads(n: int) -> None:
-    assert run_ranks(n, leave_and_take) == [1] * n
+    assert run_ranks(n, set_and_claim) == [1] * n
 
 
 def test_keys_between_processes() -> None:
-    assert run_ranks(3, leave_and_take, transport="", processes=True) == [1, 1, 1]
+    assert run_ranks(3, set_and_claim, transport="", processes=True) == [1, 1, 1]
 
 
-def test_keys_of_each_group_are_its_own() -> None:
+def test_groups_have_separate_keys() -> None:
     def fn(group: Group) -> Any:
         pair = group.split(group.rank // 2)
         assert pair is not None
@@ -141,7 +141,7 @@ def test_keys_of_each_group_are_its_own() -> None:
     assert run_ranks(4, fn) == [0, 0, 2, 2]
 
 
-def test_what_cannot_be_a_key_or_a_value_is_refused() -> None:
+def test_invalid_keys_and_values_are_rejected() -> None:
     def fn(group: Group) -> None:
         for key in ("", "x" * (MAX_KEY_BYTES + 1), b"bytes", None, "\ud800"):
             for call in (lambda k: pycomm.user_set(k, 1), pycomm.user_get, pycomm.user_pop):
@@ -214,7 +214,7 @@ ours = set()
 for fd in os.listdir("/proc/self/fd"):
     try:
         ours.add(os.readlink(f"/proc/self/fd/{{fd}}"))
-    except OSError:
+    except OSError:  # listdir's own descriptor is closed
         pass
 listening = sum(f"socket:[{{inode}}]" in ours for inode in inodes)
 for turn in range(2):
@@ -231,8 +231,8 @@ dist.init_process_group("pycomm")
 """
 
 
-def together(code: str, **environment: str) -> list[str]:
-    """What two processes print that meet at a free port."""
+def run_two(code: str, **environment: str) -> list[str]:
+    """The output of two processes that use a free port as their rendezvous."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
@@ -248,9 +248,9 @@ def together(code: str, **environment: str) -> list[str]:
     return [line for output in outputs for line in output.splitlines()]
 
 
-def test_keys_after_init_with_a_key_and_one_port_stays_open() -> None:
-    """Rank 0's store listens for ranks that lose their connection to it, and nothing else does."""
-    assert together(TOGETHER.format(before=""), PYCOMM_SECRET="0123456789abcdef") == [
+def test_user_keys_with_a_secret_and_one_open_port() -> None:
+    """Rank 0's store listens for ranks that lose their connection to it; no other port is open."""
+    assert run_two(TOGETHER.format(before=""), PYCOMM_SECRET="0123456789abcdef") == [
         "0 2 1",
         "1 2 0",
     ]
@@ -260,7 +260,7 @@ def test_keys_after_init_with_a_key_and_one_port_stays_open() -> None:
 def test_keys_through_the_store_of_torch(before: str) -> None:
     """Only torch's store listens, on rank 0."""
     pytest.importorskip("torch")
-    lines = together(TOGETHER.format(before=before))
+    lines = run_two(TOGETHER.format(before=before))
     assert [re.sub(r"1$", "0", line) if line[0] == "0" else line for line in lines] == [
         "0 2 0",
         "1 2 0",
@@ -268,7 +268,7 @@ def test_keys_through_the_store_of_torch(before: str) -> None:
 
 
 def dict_of(keys: list[Any]) -> bytes:
-    """The bytes of a dict whose values are None, as a foreign program might make them."""
+    """The bytes of a dict whose values are None, as a hostile program might create them."""
     parts = b"".join(serialization.encode(key) + b"N" for key in keys)
     return b"d" + len(keys).to_bytes(8, "little") + parts
 
@@ -277,10 +277,10 @@ EQUAL = [k * ((1 << 61) - 1) for k in range(10_000)]  # Python hashes all to 0
 
 
 @pytest.mark.parametrize("keys", [EQUAL, [(k,) for k in EQUAL]], ids=["ints", "tuples"])
-def test_keys_that_collide_are_refused_after_a_few(
+def test_colliding_keys_are_rejected_after_a_few(
     keys: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dict compares each with all before it: what is counted is how many are read."""
+    """A dict compares each key with all before it: the test counts how many are read."""
     content = dict_of(keys)
     read: list[int] = []
     whole = serialization._Reader.value
@@ -297,14 +297,14 @@ def test_keys_that_collide_are_refused_after_a_few(
         serialization.encode(dict.fromkeys(keys))
 
 
-def test_all_powers_of_two_are_keys() -> None:
+def test_powers_of_two_are_valid_keys() -> None:
     powers = {2.0**k: k for k in range(-1074, 1024)}
     assert serialization.decode(serialization.encode(powers)) == powers
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_groups_of_one_name_follow_each_other_in_a_store_of_torch(kind: str, tmp_path: Any) -> None:
-    """Whoever leaves a group first begins the next one, while others are still in the last."""
+def test_successive_groups_of_one_name_share_a_torch_store(kind: str, tmp_path: Any) -> None:
+    """The first rank that leaves a group begins the next one, while others use the last."""
     dist = pytest.importorskip("torch.distributed")
     from pycomm.rendezvous import TorchStore
     from pycomm.testing import _join

@@ -1,4 +1,4 @@
-"""Many packets in one call: what `encode`, `unpack` and pairs give one by one; what is refused."""
+"""Many packets in one call: the results of `encode`, `unpack` and pairs one by one; and errors."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from pycomm.kernels import PacketBatch
 CODECS = ("auto", *reference_compact.INDEX_CODES)
 
 
-def bundle_of(count, packets, seed, dtype="float32"):
-    """Some empty, some of everything."""
+def batch_of(count, packets, seed, dtype="float32"):
+    """Some empty, some with every element."""
     rng = np.random.default_rng(seed)
     lengths = [int(rng.choice([0, 1, count // 9, count])) for _ in range(packets)]
     indices = [np.sort(rng.choice(count, k, replace=False)).astype(np.int32) for k in lengths]
@@ -37,8 +37,8 @@ def pairs_of(batch):
     value_dtype=st.sampled_from(reference_compact.VALUE_CODES),
     codec=st.sampled_from(CODECS),
 )
-def test_what_each_gives(count, packets, seed, dtype, value_dtype, codec):
-    batch = bundle_of(count, packets, seed, dtype)
+def test_batch_equals_single_packets(count, packets, seed, dtype, value_dtype, codec):
+    batch = batch_of(count, packets, seed, dtype)
     message, sizes = kernels.encode_batch(batch, count, value_dtype, codec=codec)
     told = kernels.decode_batch(message, sizes, count)
     assert told.lengths == batch.lengths
@@ -57,9 +57,9 @@ def test_what_each_gives(count, packets, seed, dtype, value_dtype, codec):
 
 @SETTINGS
 @given(packets=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
-def test_sums_are_those_of_the_pairs(packets, seed):
+def test_sums_equal_those_of_the_pairs(packets, seed):
     count = 900
-    batch = bundle_of(count, packets, seed)
+    batch = batch_of(count, packets, seed)
     out = [np.ones(count - 7, np.float32), np.ones(7, np.float32)]  # indices count through both
     want = kernels.decode_sum([x.copy() for x in out], pairs_of(batch), 0.5)
     for mine, theirs in zip(kernels.decode_sum(out, batch, 0.5), want, strict=True):
@@ -69,7 +69,7 @@ def test_sums_are_those_of_the_pairs(packets, seed):
     same(kernels.decode_update(param, batch, 0.1), want)
 
 
-def test_torch_in_and_out():
+def test_torch_inputs_and_outputs():
     batch = PacketBatch(
         torch.tensor([3, 1], dtype=torch.int32), torch.tensor([0.5, 2.0]), [1, 0, 1]
     )
@@ -87,7 +87,7 @@ def refused(match, call, *args, **options):
         call(*args, **options)
 
 
-def test_what_is_refused():
+def test_invalid_batches_are_rejected():
     i, x = np.arange(4, dtype=np.int32), np.ones(4, np.float32)
     good = PacketBatch(i, x, [2, 2])
     encode, decode = kernels.encode_batch, kernels.decode_batch

@@ -5,35 +5,26 @@ Torch's device is an emulated GPU with a fake NCCL and emulated kernels (tests/t
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch_devices import Stream, programs, runner
+from torch_devices import MARKS, Stream, run_fixture  # noqa: F401 - the fixture "run"
 from torch_ranks import Run
 
 import pycomm
 from pycomm import errors
 from pycomm.data import ScatterLoader
 
-pytestmark = [
-    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
-    pytest.mark.timeout(400),
-]
+pytestmark = MARKS
 
 STEPS = 4
 
 
-@pytest.fixture(name="run")
-def run_fixture(tmp_path: Path, nothing_left: Any) -> Run:
-    return runner(tmp_path, nothing_left)
-
-
 class Counting(nn.Module):
-    """Keeps the mean of what has passed, in a buffer."""
+    """Stores the mean of its inputs in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +40,8 @@ def perceptron() -> nn.Module:
 
 
 def train(device: Any, wrap: Callable[[nn.Module, Any], Any]) -> list[Tensor]:
-    """The parameters and buffers after a few steps of a model that starts as its rank has it."""
+    """The parameters and buffers after a few steps of a model that starts with rank-specific
+    values."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = perceptron().to(device)
@@ -108,7 +100,7 @@ def as_in_host_memory(at: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_goes_as_in_host_memory(run: Run, way: str) -> None:
+def test_training_equals_host_memory(run: Run, way: str) -> None:
     run(2, as_in_host_memory, way)
 
 
@@ -140,19 +132,19 @@ def scaled_as_in_host_memory(at: Any, compress: bool) -> None:
     there, scale = train_scaled(at.device, compress)
     assert sum(at.counts().values()) > 0
     here, wanted = train_scaled("cpu", compress)
-    assert scale == wanted == 256.0  # twice as much, and half of it at the overflow
+    assert scale == wanted == 256.0  # doubled, and halved at the overflow
     for one, other in zip(there, here, strict=True):
         torch.testing.assert_close(one, other)
         assert one.isfinite().all()
 
 
 @pytest.mark.parametrize("compress", [False, True], ids=["dense", "DGC"])
-def test_scaled_gradients_go_as_in_host_memory(run: Run, compress: bool) -> None:
+def test_scaled_gradients_equal_host_memory(run: Run, compress: bool) -> None:
     run(2, scaled_as_in_host_memory, compress)
 
 
 class Branches(nn.Module):
-    """Two layers, each on a stream of its own."""
+    """Two layers, each on its own stream."""
 
     def __init__(self, at: Any) -> None:
         super().__init__()
@@ -174,25 +166,25 @@ class Branches(nn.Module):
 
 
 def gradients_of_branches(at: Any) -> None:
-    """The copy of each gradient waits until all else that can has run."""
+    """The copy of each gradient waits until all other possible work has run."""
     pycomm.init()
     model = Branches(at).to(at.device)
     gates: list[Callable[[], None]] = []
     x = torch.full((3, 6), dist.get_rank() + 1.0).to(at.device)
-    for parameter in model.parameters():  # hooks run in the order in which they were added
+    for parameter in model.parameters():  # hooks run in the order of registration
         parameter.register_post_accumulate_grad_hook(lambda _: gates.append(at.delay()))
     parallel = pycomm.DataParallel(model)
     parallel(x).backward()
     assert len(gates) == 2
     for _ in range(2000):
-        at.runtime.idle(at.module.stream(at.index))  # lets the streams work
+        at.runtime.idle(at.module.stream(at.index))  # runs the streams
     for let_go in gates:
         let_go()
     for parameter in model.parameters():
         assert (parameter.grad.cpu() == 3 * 1.5).all(), parameter.grad.cpu()
 
 
-def test_gradients_of_several_streams_travel_when_all_are_there(run: Run) -> None:
+def test_gradients_of_several_streams_are_sent_when_all_are_ready(run: Run) -> None:
     run(2, gradients_of_branches)
 
 
@@ -204,16 +196,16 @@ def refused(at: Any) -> str:
     return str(caught.value)
 
 
-def test_ranks_on_different_kinds_of_device_are_told(run: Run) -> None:
+def test_different_device_kinds_raise(run: Run) -> None:
     assert all("'weight'" in text for text in run(2, refused))
 
 
 def rare(at: Any) -> None:
-    """Unused parameters, gradients that add up, and ranks with less data."""
+    """Unused parameters, accumulated gradients, and ranks with less data."""
     pycomm.init()
     rank = dist.get_rank()
 
-    def go(device: Any) -> list[Tensor]:
+    def backward(device: Any) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(2, 2)}).to(device)
         model.forward = model["used"].forward
@@ -229,11 +221,11 @@ def rare(at: Any) -> None:
                 optimizer.zero_grad()
         return [p.detach().cpu() for p in model.parameters()]
 
-    for one, other in zip(go(at.device), go("cpu"), strict=True):
+    for one, other in zip(backward(at.device), backward("cpu"), strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_what_is_rare_works_on_devices(run: Run) -> None:
+def test_rare_features_work_on_devices(run: Run) -> None:
     run(2, rare)
 
 
@@ -242,7 +234,7 @@ def upper_half(x: Tensor, layer: nn.Module) -> Tensor:
 
 
 def sends_to_another(at: Any) -> None:
-    """A model whose halves are on the devices of two ranks has the gradients of one in memory."""
+    """A model split over the devices of two ranks has the gradients of a single process."""
     group = pycomm.init()
     torch.manual_seed(0)
     lower, upper = nn.Linear(6, 4), nn.Linear(4, 3)
@@ -264,12 +256,12 @@ def sends_to_another(at: Any) -> None:
             torch.testing.assert_close(found.grad.cpu(), right)
 
 
-def test_a_tensor_on_a_device_is_sent_and_its_gradient_comes_back_there(run: Run) -> None:
+def test_device_tensor_is_sent_and_its_gradient_is_returned(run: Run) -> None:
     run(2, sends_to_another)
 
 
 def scatters(at: Any) -> None:
-    """Noncontiguous rows and empty ones too."""
+    """Also noncontiguous and empty rows."""
     group = pycomm.init()
     wholes = [torch.arange(rows * 4.0).reshape(rows, 4) for rows in (6, 5, 1)]
     batches = [{"x": x.to(at.device)[:, 1:3], "y": x[:, 0]} for x in wholes]

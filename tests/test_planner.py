@@ -1,4 +1,4 @@
-"""What a step is expected to take elsewhere, beside what was measured between hosts."""
+"""Predicted times of a step on other hardware, compared with measurements between hosts."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ MEASURED = {"dense": "dense", "dgc gather": "dgc", "dgc 2bit gather": "compact",
 
 
 def coding() -> Coding:
-    """Of raw packets, by the stored figures of the kernels on the same kind of machine."""
+    """Of raw packets, from the stored results of the kernels on the same kind of machine."""
     rows = json.loads((RESULTS / "kernels.json").read_text())["rows"]
     largest = max(row["count"] for row in rows)
     took = {
@@ -32,7 +32,7 @@ def coding() -> Coding:
     return Coding(took["dgc_step"], took["topk"], encode=0.0, decode=0.0, add=0.0)
 
 
-def test_within_a_fifth_of_what_was_measured() -> None:
+def test_estimate_is_within_a_fifth_of_the_measurement() -> None:
     """`bench links --training`: 41 M elements, 2 hosts, 0.1 to 10 Gbit/s."""
     stored = json.loads((RESULTS / "links_training.json").read_text())
     count = stored["settings"]["elements"]
@@ -45,9 +45,9 @@ def test_within_a_fifth_of_what_was_measured() -> None:
             assert found[name] == pytest.approx(rows[way], rel=0.2), (rate, name)
 
 
-def test_more_ranks_and_slower_lines() -> None:
-    """A gather grows with the ranks, split does not; what is sent less is worth more on a slow
-    line, and nothing on one that costs nothing."""
+def test_more_ranks_and_slower_links() -> None:
+    """A gather grows with the ranks, a sharded exchange does not; fewer bytes matter on a slow
+    link, and not on one without cost."""
     load, compact = (Load([41_000], [41_000_000], 4, code) for code in (None, "2bit"))
     one = Coding(1e-9, 1e-10, 1e-8, 1e-8, 1e-9)
 
@@ -60,7 +60,7 @@ def test_more_ranks_and_slower_lines() -> None:
     assert best(at(4096, 1.0)) == "dgc 2bit sharded"
     assert best(at(2, 1e6)) in ("dense", "local 8")
     assert few["bf16"] < few["dense"]
-    read = 4088 * 41_000 * (one.decode + one.add)  # of the packets of all the others
+    read = 4088 * 41_000 * (one.decode + one.add)  # of the packets of all other ranks
     longer = at(4096, 1e6).seconds["dgc gather"] - at(8, 1e6).seconds["dgc gather"]
     assert longer == pytest.approx(read, rel=0.01)
 

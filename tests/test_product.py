@@ -1,4 +1,4 @@
-"""Native suites that are quick, linked with the objects of the module that users load.
+"""Fast native suites, linked with the objects of the module that users load.
 
 tests/test_native.py runs all suites under the sanitizers.
 """

@@ -1,6 +1,6 @@
-"""Other people's programs on the backend "pycomm", where their packages are installed.
+"""Third-party programs on the backend "pycomm", where their packages are installed.
 
-tests/compat/programs.py runs them, on any backend.
+tests/compat/programs.py runs them, with any backend.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Ranks that die while other processes hold what they had open: the survivors know within a second.
+"""Ranks that die while other processes hold their descriptors: survivors detect it within a second.
 
-A child that was forked off a rank has its descriptors too, and the kernel closes a connection only
-when the last process that holds it ends. Ranks that are stopped or busy: test_faults.py.
+A forked child of a rank has its descriptors too, and the kernel closes a connection only when the
+last process that holds it ends. Ranks that are stopped or busy: test_faults.py.
 """
 
 import contextlib
@@ -42,48 +42,48 @@ def leave() -> None:
     os._exit(1)
 
 
-def hold_until_told(folder: str) -> None:
-    """Forks a child that lives until all survivors have told."""
+def hold_until_reported(folder: str) -> None:
+    """Forks a child that lives until all survivors reported."""
     if os.fork() > 0:
         return
     end = time.monotonic() + 20
     while len(list(Path(folder).glob("told*"))) < RANKS - 1 and time.monotonic() < end:
-        time.sleep(0.02)
+        time.sleep(0.02)  # polling interval
     os._exit(0)
 
 
 def fork_child(folder: str) -> Any:
-    hold_until_told(folder)
+    hold_until_reported(folder)
 
 
 def fork_foreign_child(folder: str) -> Any:
-    """The child holds copies of the sockets, which the library does not know of: so does a child
-    that a library starts without the handlers of fork()."""
+    """The child holds copies of the sockets that the library does not know of: so does a child that
+    a library starts without the handlers of fork()."""
     copies = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
                 copies.append(os.dup(int(entry)))
-    hold_until_told(folder)
+    hold_until_reported(folder)
     for copy in copies:
         os.close(copy)
 
 
 def load_data(folder: str) -> Any:
-    """Two workers of torch, which look for their parent every 5 s."""
+    """Two workers of torch, which poll for their parent every 5 s."""
     from torch.utils.data import DataLoader
 
     process: Any = multiprocessing.current_process()
-    process._config["daemon"] = False  # else it may have no children
+    process._config["daemon"] = False  # otherwise it may have no children
     loader = DataLoader(range(1000), num_workers=2, multiprocessing_context="fork", collate_fn=list)
     batches = iter(loader)
-    for _ in range(2):  # one of each: a worker that starts after its parent's death never ends
+    for _ in range(2):  # one of each: a worker that starts after its parent died never ends
         next(batches)
     return batches
 
 
 def lose_one(group: Group, hold: Callable[[str], Any], die: Callable[[], None], folder: str) -> Any:
-    """The victim dies between two calls while children of it live."""
+    """The victim dies between two calls while its children live."""
     x = np.ones(4, np.float32)
     pycomm.all_reduce(x, group=group)
     if group.rank == VICTIM:
@@ -116,7 +116,7 @@ def check(results: list[Any]) -> None:
 @pytest.mark.parametrize("die", [kill, crash, leave])
 @pytest.mark.parametrize("hold", [fork_child, fork_foreign_child])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_failure_is_seen_whatever_children_hold(
+def test_rank_failure_is_detected_although_children_hold_sockets(
     transport: str, hold: Callable[[str], Any], die: Callable[[], None], tmp_path: Path
 ) -> None:
     check(
@@ -128,7 +128,7 @@ def test_a_rank_failure_is_seen_whatever_children_hold(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_failure_is_seen_while_workers_load_data(transport: str, tmp_path: Path) -> None:
+def test_rank_failure_is_detected_while_workers_load_data(transport: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     check(
         run_ranks(
@@ -139,7 +139,7 @@ def test_a_rank_failure_is_seen_while_workers_load_data(transport: str, tmp_path
 
 
 def call_in_a_child(group: Group) -> Any:
-    """What a forked child finds of the descriptors of its parent, and what it may not do."""
+    """The descriptors of the parent in a forked child, and the calls that it must not make."""
     pycomm.barrier(group=group)
     ways_in, way_out = os.pipe()
     child = os.fork()
@@ -149,7 +149,7 @@ def call_in_a_child(group: Group) -> Any:
             pycomm.barrier(group=group)
         except errors.GroupBroken as error:
             said = str(error).encode()
-        # What it opens gets the numbers that were the group's, and keeps them.
+        # Files that it opens get the group's descriptor numbers, and keep them.
         mine = [socket.socketpair() for _ in range(50)]
         del group
         for a, b in mine:
@@ -166,15 +166,15 @@ def call_in_a_child(group: Group) -> Any:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_child_holds_nothing_and_its_calls_say_so(transport: str) -> None:
+def test_forked_child_holds_no_descriptors_and_its_calls_raise(transport: str) -> None:
     for said, status in run_ranks(2, call_in_a_child, transport=transport, processes=True):
         assert "this process was forked off after the group formed" in said
         assert status == 0
 
 
 def send_and_leave(group: Group, folder: str, orderly: bool) -> Any:
-    """Rank 1 ends with a message of it unread, and children hold its sockets: rank 0 gets the
-    message, and then hears how rank 1 ended."""
+    """Rank 1 ends with an unread message of it, and children hold its sockets: rank 0 gets the
+    message, and then the error."""
     pycomm.barrier(group=group)
     if group.rank == 1:
         fork_foreign_child(folder)
@@ -185,7 +185,7 @@ def send_and_leave(group: Group, folder: str, orderly: bool) -> Any:
     status = Path(f"/proc/{group.peer_info()[1].pid}/status")
     with contextlib.suppress(OSError):
         while "State:\tZ" not in status.read_text():
-            time.sleep(0.01)
+            time.sleep(0.01)  # polling interval
     x = np.zeros(1 << 16, np.float32)
     pycomm.recv(x, 1, group=group)
     start = time.monotonic()
@@ -198,7 +198,7 @@ def send_and_leave(group: Group, folder: str, orderly: bool) -> Any:
 
 @pytest.mark.parametrize("orderly", [True, False], ids=["closed", "died"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_a_dead_rank_sent_is_still_received(
+def test_messages_of_a_dead_rank_are_received(
     transport: str, orderly: bool, tmp_path: Path
 ) -> None:
     result = run_ranks(
@@ -213,7 +213,8 @@ def test_what_a_dead_rank_sent_is_still_received(
 
 
 class FolderStore:
-    """A store in files, whose rank 2 dies once its note is there and it reads the others'."""
+    """A store in files, whose rank 2 dies after it stored its rank info, while it reads the
+    others'."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self.folder, self.rank = Path(folder), rank
@@ -234,7 +235,7 @@ class FolderStore:
         while not self._path(key).exists():
             if time.monotonic() > end:
                 raise errors.Timeout(key)
-            time.sleep(0.005)
+            time.sleep(0.005)  # polling interval
         return self._path(key).read_bytes()
 
     def add(self, key: str, amount: int, timeout_s: float = 30.0) -> int:
@@ -256,7 +257,7 @@ def form_with_one_that_dies(rank: int, transport: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_dies_while_the_group_forms_is_named(transport: str, tmp_path: Path) -> None:
+def test_rank_that_dies_while_the_group_forms_is_named(transport: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ranks = [
         context.Process(target=form_with_one_that_dies, args=(rank, transport, str(tmp_path)))

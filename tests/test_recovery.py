@@ -1,8 +1,9 @@
-"""Training that loses a rank and goes on: replicas equal, and nothing that survivors owe is lost.
+"""Training that loses a rank and continues: equal replicas, and the residuals of survivors are
+kept.
 
-Most ranks are threads, and who is lost leaves: test_shrink.py and examples/survivors.py kill. The
-model is a plane whose gradient is this rank's own data and nothing else, so that what was sent can
-be told from the parameters, and what is owed from DGC's memory.
+Most ranks are threads, and the lost rank leaves: test_shrink.py and examples/survivors.py kill. The
+model is a plane whose gradient is this rank's own data and nothing else. The sent values can thus
+be computed from the parameters, and the residuals from DGC's state.
 """
 
 import hashlib
@@ -50,8 +51,8 @@ def digest(model: torch.nn.Module) -> str:
 
 
 class Late:
-    """What rank 1 calls in the step for which it is armed does all that it should, and then raises:
-    as if it heard too late that another rank was lost, which by then has left."""
+    """A function that rank 1 calls in the armed step: it does its work, and then raises, as if
+    another rank that already left had been reported lost too late."""
 
     def __init__(self, whole: Any) -> None:
         self.armed, self.gone, self._whole = False, threading.Event(), whole
@@ -76,7 +77,7 @@ class Late:
 
 
 def late_in(exchange: str, monkeypatch: pytest.MonkeyPatch) -> Late:
-    """In what a step of this exchange does last before it is committed."""
+    """The last function of a step with this exchange before the commit."""
     where: Any = {"compact": AllGatherExchange, "sharded": ShardedExchange}.get(exchange, Step)
     name = "_wait" if where is Step else "exchange"
     late = Late(getattr(where, name))
@@ -85,8 +86,8 @@ def late_in(exchange: str, monkeypatch: pytest.MonkeyPatch) -> Late:
 
 
 def train_plane(group: Group, exchange: str, late: Late | None) -> Any:
-    """DGC without momentum, so that v is what is owed. Rank 2 leaves before step 4; or behind it
-    while rank 1 takes that step for failed. Gives what the test wants to know."""
+    """DGC without momentum, so that v is the residual. Rank 2 leaves before step 4; or after it,
+    while rank 1 regards that step as failed. Returns the values to check."""
     me, ranks = group.rank, group.size
     model = Plane(ranks)
     opt = torch.optim.SGD(model.parameters(), lr=LR)
@@ -114,7 +115,7 @@ def train_plane(group: Group, exchange: str, late: Late | None) -> Any:
                 return late.leave(group)
             opt.step()
             step += 1
-        except (errors.PeerLost, errors.GroupBroken):
+        except (errors.PeerLost, errors.GroupBroken):  # another rank was lost
             left = parallel.shrink(opt)
             step = left.step
             before = {
@@ -130,14 +131,14 @@ def train_plane(group: Group, exchange: str, late: Late | None) -> Any:
 
 
 def residual_by(dgc: pycomm.DGC) -> torch.Tensor:
-    """What this rank owes, as itself and as an owner."""
+    """The residual of this rank, its own and as an owner."""
     (v,) = state._with_owner_residual(dgc.state_dict())["v"].values()
     return v.view(3, COUNT)
 
 
-def owned_by_survivors(exchange: str) -> torch.Tensor:
-    """Which elements of the plane have no owner, or one that lives on: what others had sent of the
-    rest was owed by the lost rank."""
+def kept_elements(exchange: str) -> torch.Tensor:
+    """The elements of the plane without an owner, or with a surviving one: values sent to other
+    owners were in the residual of the lost rank."""
     known = torch.ones(3 * COUNT, dtype=torch.bool)
     if exchange == "sharded":
         shares = Sharding(3 * COUNT, 3)
@@ -146,7 +147,7 @@ def owned_by_survivors(exchange: str) -> torch.Tensor:
     return known.view(3, COUNT)
 
 
-@pytest.mark.parametrize("in_doubt", [False, True], ids=["leaves before a step", "in doubt"])
+@pytest.mark.parametrize("in_doubt", [False, True], ids=["before a step", "late error"])
 @pytest.mark.parametrize("exchange", ["gather", "dense_masked", "compact", "sharded"])
 def test_dgc_continues_and_the_residual_of_survivors_is_kept(
     exchange: str, in_doubt: bool, monkeypatch: pytest.MonkeyPatch
@@ -161,13 +162,13 @@ def test_dgc_continues_and_the_residual_of_survivors_is_kept(
         assert result["steps"] == LAST
         assert result["before"]["step"] == done
         assert result["before"]["lost"] == [LOST]
-    # Of each survivor: what it has sent, as the parameters show it, and what is owed is all that it
-    # has taken in; three ranks divided until the death, and two since.
+    # For each survivor: sent values, computed from the parameters, and the residual sum to all its
+    # gradients; divided by three ranks until the failure, and by two since.
     was, now = first["before"]["w"], first["w"]
     for rank, result in enumerate((first, second)):
         residual = [r["before"]["residual"][rank] for r in (first, second)]
         sent = -was[rank] * 3 / LR
-        known = owned_by_survivors(exchange)[rank]
+        known = kept_elements(exchange)[rank]
         want = result["before"]["taken_in"] * slope_of(rank, 3)[rank]
         torch.testing.assert_close((sent + sum(residual))[known], want[known], rtol=1e-5, atol=1e-4)
         since = -(now - was)[rank] * 2 / LR
@@ -187,7 +188,7 @@ def net() -> torch.nn.Module:
 
 
 def train_dense(group: Group) -> Any:
-    """Rank 1 is killed in the midst of a step's sum; momentum and a scheduler go on."""
+    """Rank 1 is killed in the middle of a step's sum; momentum and a scheduler continue."""
     torch.set_num_threads(1)
     model = net()
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -202,7 +203,7 @@ def train_dense(group: Group) -> Any:
             opt.step()
             scheduler.step()
             step += 1
-        except (errors.PeerLost, errors.GroupBroken):
+        except (errors.PeerLost, errors.GroupBroken):  # another rank was lost
             left = parallel.shrink(opt, scheduler)
             step, lost = left.step, left.lost
     velocity = torch.cat([opt.state[p]["momentum_buffer"].reshape(-1) for p in model.parameters()])
@@ -212,7 +213,7 @@ def train_dense(group: Group) -> Any:
 def test_dense_training_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         testing, "EXIT_TIMEOUT_S", 90.0
-    )  # survivors have all the time that the test has
+    )  # survivors have the whole time of the test
     fault = FaultPlan(1, "kill", at="all_reduce", after_bytes=30_000)
     results = run_ranks(
         3, train_dense, transport="tcp", processes=True, faults=[fault], return_exceptions=True
@@ -223,7 +224,7 @@ def test_dense_training_continues(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train_local(group: Group, rule: str, outer: bool, late: Late) -> Any:
-    """Rank 0 leaves at step 5; rank 1 takes the average of step 4 for failed, rank 2 has it."""
+    """Rank 0 leaves at step 5; rank 1 regards the average of step 4 as failed, rank 2 has it."""
     model = net()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     around = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9) if outer else None
@@ -241,7 +242,7 @@ def train_local(group: Group, rule: str, outer: bool, late: Late) -> Any:
             local.zero_grad()
             model(torch.randn(8, 20, generator=data)).square().mean().backward()
             local.step()
-        except (errors.PeerLost, errors.GroupBroken):
+        except (errors.PeerLost, errors.GroupBroken):  # another rank was lost
             left = local.shrink()
             whole = torch.cat([s.reshape(-1) for s in local._snapshot])
             sha = hashlib.sha256(whole.numpy().tobytes()).hexdigest()

@@ -23,7 +23,7 @@ DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+).*\n((?:   .*\n)*)", re.MULTI
 
 
 def documented() -> list[object]:
-    """What the directives of the pages name, and the public names of modules with `:members:`."""
+    """The names in directives of the pages, and the public names of modules with `:members:`."""
     found = []
     for page in sorted(REFERENCE.glob("*.md")):
         for kind, name, options in DIRECTIVE.findall(page.read_text()):

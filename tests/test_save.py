@@ -1,4 +1,4 @@
-"""What pycomm.save leaves on the disk, and what becomes of a load that fails on rank 0."""
+"""The files that pycomm.save writes, and loads that fail on rank 0."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(autouse=True)
 def private() -> Iterator[None]:
-    """A umask that lets nobody else read."""
+    """A umask under which other users cannot read."""
     before = os.umask(0o077)
     yield
     os.umask(before)
@@ -37,7 +37,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_files_that_other_threads_make_meanwhile_keep_to_the_umask(
+def test_files_of_other_threads_obey_the_umask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def changed(mask: int) -> int:
@@ -48,7 +48,7 @@ def test_files_that_other_threads_make_meanwhile_keep_to_the_umask(
     assert mode(tmp_path / "new") == 0o600
 
 
-def test_a_file_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+def test_existing_file_keeps_its_mode(tmp_path: Path) -> None:
     for wanted in (0o640, 0o600, 0o604):
         (tmp_path / "old").touch()
         (tmp_path / "old").chmod(wanted)
@@ -98,7 +98,7 @@ run_ranks(1, lambda group: pycomm.save({}, sys.argv[1], group=group))
 """
 
 
-def test_what_a_killed_rank_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_files_of_killed_ranks_are_removed(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "it"], check=False)
     assert killed.returncode == -signal.SIGKILL
     (stale,) = os.listdir(tmp_path)
@@ -119,14 +119,14 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def load_and_go_on(group: Group, path: Any) -> tuple[str, float]:
+def load_and_continue(group: Group, path: Any) -> tuple[str, float]:
     with pytest.raises((errors.Error, TypeError, MemoryError)) as caught:
         pycomm.load(path, group=group)
     return type(caught.value).__name__, float(pycomm.all_reduce(np.ones(1), group=group)[0])
 
 
-def test_a_path_that_is_none_fails_on_every_rank() -> None:
-    assert run_ranks(2, load_and_go_on, None, timeout_s=20) == [("TypeError", 2), ("Error", 2)]
+def test_invalid_path_fails_on_every_rank() -> None:
+    assert run_ranks(2, load_and_continue, None, timeout_s=20) == [("TypeError", 2), ("Error", 2)]
 
 
 def test_a_file_that_does_not_fit_fails_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,4 +134,4 @@ def test_a_file_that_does_not_fit_fails_on_every_rank(monkeypatch: pytest.Monkey
         raise MemoryError
 
     monkeypatch.setattr(np, "fromfile", too_large)
-    assert run_ranks(2, load_and_go_on, "x", timeout_s=20) == [("MemoryError", 2), ("Error", 2)]
+    assert run_ranks(2, load_and_continue, "x", timeout_s=20) == [("MemoryError", 2), ("Error", 2)]

@@ -1,7 +1,7 @@
-"""What shards tensors over ranks, unchanged on pycomm: functional collectives and their gradients,
-DTensor, device meshes, fully_shard and tensor parallelism. Each against gloo and one process.
+"""Sharded tensors over ranks, unchanged on pycomm: functional collectives and their gradients,
+DTensor, device meshes, fully_shard and tensor parallelism. Each compared with gloo and one process.
 
-The functions `_...` are what the processes of torch_ranks.py run.
+The functions `_...` run in the processes of torch_ranks.py.
 """
 
 import copy
@@ -65,7 +65,7 @@ def _functional() -> dict[str, Any]:
 
 
 def _waited(value: Any) -> Any:
-    """Plain tensors, of those that wait for themselves when they are used."""
+    """Plain tensors of those that wait when they are used."""
     if isinstance(value, list):
         return [_waited(x) for x in value]
     return functional.wait_tensor(value)
@@ -108,7 +108,7 @@ def test_gradients_of_collectives(both: Run, size: int) -> None:
     ranks = size * (size + 1) / 2
     for rank, (gradient, _) in enumerate(everyone):
         x = rank + 1.0
-        # gather: what everybody makes of my rows; scatter: row r goes to rank r, weighed there.
+        # gather: every rank's use of my rows; scatter: row r is sent to rank r and weighted there.
         wanted = [ranks + 2 * x * (peer + 1) + 2 * 9 * x for peer in range(size)]
         assert gradient[:, 0].tolist() == wanted
 
@@ -184,7 +184,7 @@ def _batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _train_alone(ranks: int, steps: int = 2) -> nn.Sequential:
-    """What one process makes of the batches of all ranks."""
+    """The result of one process for the batches of all ranks."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""Arrays in memory that ranks map: their forms, what becomes of them, and who makes them."""
+"""Arrays in memory that ranks map: their forms, their lifetime, and the group that creates them."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ COUNT = 100_000
 
 
 def staged(group: pycomm.Group, x: Any) -> bool:
-    """Sums `x` over two ranks, and tells from the bytes that went whether slots were used."""
+    """Sums `x` over two ranks, and determines from the bytes sent whether slots were used."""
     before = group.stats().bytes_sent
     pycomm.all_reduce(x, group=group)
     sent = group.stats().bytes_sent - before
@@ -55,7 +55,7 @@ def _summed(group: pycomm.Group) -> list[bool]:
         pycomm.empty(COUNT, torch.float32),
         pycomm.empty((2, COUNT), "int64")[1],  # a part of one
         np.empty(COUNT, "float32"),
-        pycomm.empty(4 * COUNT + 1, "uint8")[1:].view("float32"),  # askew
+        pycomm.empty(4 * COUNT + 1, "uint8")[1:].view("float32"),  # misaligned
         pycomm.empty(COUNT, "float32") if group.rank == 0 else np.empty(COUNT, "float32"),
     ]
     found = []
@@ -67,12 +67,12 @@ def _summed(group: pycomm.Group) -> list[bool]:
 
 
 @pytest.mark.parametrize("where", ["local", "shm"])
-def test_only_arrays_that_all_ranks_map_are_summed_where_they_lie(where: str) -> None:
+def test_only_arrays_that_all_ranks_map_are_summed_in_place(where: str) -> None:
     for found in run_ranks(2, _summed, transport=where, processes=where == "shm"):
         assert found == [False, False, False, True, True, True]
 
 
-def _in_a_part(group: pycomm.Group) -> bool:
+def _in_a_subgroup(group: pycomm.Group) -> bool:
     x = pycomm.empty(COUNT, "float32")
     x[:] = group.rank
     part = group.split(group.rank // 2)
@@ -83,8 +83,8 @@ def _in_a_part(group: pycomm.Group) -> bool:
     return result
 
 
-def test_arrays_are_of_every_group() -> None:
-    assert run_ranks(4, _in_a_part, transport="shm", processes=True) == [False] * 4
+def test_arrays_work_in_every_group() -> None:
+    assert run_ranks(4, _in_a_subgroup, transport="shm", processes=True) == [False] * 4
 
 
 def resident_shared() -> int:
@@ -93,7 +93,7 @@ def resident_shared() -> int:
     return int(next(line for line in lines if line.startswith("RssShmem")).split()[1]) << 10
 
 
-def test_memory_goes_back_with_the_array() -> None:
+def test_memory_is_freed_with_the_array() -> None:
     keep = pycomm.empty(1, "uint8")  # so that the heap stays
     before = resident_shared()
     x = pycomm.empty(64 << 20, "uint8")
@@ -101,7 +101,7 @@ def test_memory_goes_back_with_the_array() -> None:
     view = x[5:]
     del x
     gc.collect()
-    assert resident_shared() - before > 63 << 20  # a page of an earlier test's may go meanwhile
+    assert resident_shared() - before > 63 << 20  # a page of an earlier test may be freed meanwhile
     del view
     gc.collect()
     assert resident_shared() - before < 1 << 20
@@ -110,7 +110,7 @@ def test_memory_goes_back_with_the_array() -> None:
     assert left == []
 
 
-def test_a_forked_child_takes_nothing_from_its_parent() -> None:
+def test_forked_child_does_not_free_arrays_of_its_parent() -> None:
     x = pycomm.empty(PAGE, "uint8")
     x.fill(1)
     child = os.fork()
@@ -139,17 +139,18 @@ def _buckets(group: pycomm.Group) -> int:
     return group.stats().bytes_sent - before
 
 
-def test_buckets_of_gradients_are_summed_where_they_lie() -> None:
+def test_gradient_buckets_are_summed_in_place() -> None:
     gradients = (300 * 300 + 300) * 4
     for sent in run_ranks(2, _buckets, transport="shm", processes=True):
         assert gradients // 2 <= sent < gradients
 
 
-def _wherever(group: pycomm.Group) -> None:
+def _any_access_mode(group: pycomm.Group) -> None:
     rank, size = group.rank, group.size
     for count in (6_000, 300_000):
         ranks = np.arange(size, dtype="float32")[:, None] + np.arange(count, dtype="float32") % 89
-        for _ in range(9):  # the first tells who may read whom, the others try reading and slots
+        # The first determines which rank may read which, the others try reading and slots.
+        for _ in range(9):
             x, root = ranks[rank].copy(), ranks[rank].copy()
             pycomm.all_reduce(x, group=group)
             np.testing.assert_array_equal(x, ranks.sum(0))
@@ -162,4 +163,4 @@ def _wherever(group: pycomm.Group) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_private_arrays_of_processes(size: int) -> None:
-    run_ranks(size, _wherever, transport="shm", processes=True)
+    run_ranks(size, _any_access_mode, transport="shm", processes=True)

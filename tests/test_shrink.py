@@ -1,6 +1,6 @@
-"""Group.shrink(): who is left goes on, whoever dies, and when; and never a minority.
+"""Group.shrink(): the survivors continue, for any failed rank and moment; a minority never does.
 
-Ranks are processes; they die by kill -9, in the midst of calls and of shrinking itself.
+Ranks are processes; they die by kill -9, in the middle of calls and of shrink() itself.
 """
 
 import os
@@ -21,13 +21,13 @@ TRANSPORTS = ["shm", "tcp"]
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Survivors have all the time that the test has."""
+def _long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors have the whole time of the test."""
     monkeypatch.setattr(testing, "EXIT_TIMEOUT_S", 90.0)
 
 
 def until_broken(group: Group) -> errors.Error:
-    """Calls until a call fails for good."""
+    """Calls until the group is broken."""
     x = np.ones(1 << 16, np.float32)
     while True:
         try:
@@ -37,15 +37,15 @@ def until_broken(group: Group) -> errors.Error:
 
 
 def die(group: Group, *others: int) -> None:
-    """Kills this process, and `others` before it, in a call that all have begun: nobody is in the
-    forming of the group any more."""
+    """Kills this process, and `others` before it, in a call that all have started: no rank is still
+    forming the group."""
     pycomm.all_reduce(np.ones(1 << 16, np.float32), "max", group=group)
     for rank in (*others, group.rank):
         os.kill(group.peer_info()[rank].pid, signal.SIGKILL)
 
 
 def check_works(group: Group) -> list[int]:
-    """All of the new group take part in its calls; gives their ranks in the first group."""
+    """All ranks of the new group take part in its calls; returns their ranks in the first group."""
     mine = np.array([group.ranks[group.rank]])
     assert pycomm.all_gather(mine, group=group).ravel().tolist() == group.ranks
     assert pycomm.all_reduce(np.ones(50_000), group=group)[-1] == group.size
@@ -55,8 +55,8 @@ def check_works(group: Group) -> list[int]:
     return group.ranks
 
 
-def go_on(group: Group, victims: list[int]) -> Any:
-    """Works until a rank is lost, then with those that are left."""
+def continue_with_survivors(group: Group, victims: list[int]) -> Any:
+    """Works until a rank is lost, then with the survivors."""
     if len(victims) > 1 and group.rank == victims[0]:
         die(group, *victims[1:])
     error = until_broken(group)
@@ -64,18 +64,18 @@ def go_on(group: Group, victims: list[int]) -> Any:
     smaller = group.shrink()
     took = time.monotonic() - start
     with pytest.raises(errors.GroupBroken):
-        pycomm.barrier(group=group)  # the first cause stays
+        pycomm.barrier(group=group)  # the first cause remains
     assert pycomm.size() == smaller.size, "it is the default group"
     assert smaller.ranks[smaller.rank] == group.rank
     return check_works(smaller), smaller.name, took, type(error).__name__
 
 
 def run_with_deaths(n: int, transport: str, victims: list[int]) -> list[Any]:
-    """A victim is killed in the midst of an all_reduce, several while the others are in one; gives
-    what those did."""
+    """One victim is killed in the middle of an all_reduce, several while the others are in one;
+    returns the results of the survivors."""
     fault = FaultPlan(victims[0], "kill", at="all_reduce", after_bytes=3 << 16)
     results = run_ranks(
-        n, go_on, victims, transport=transport, processes=True,
+        n, continue_with_survivors, victims, transport=transport, processes=True,
         faults=[fault] if len(victims) == 1 else [], return_exceptions=True,
     )  # fmt: skip
     for rank in victims:
@@ -96,7 +96,7 @@ def test_survivors_of_a_kill_continue(transport: str, n: int, victims: list[int]
 
 
 def die_while_shrinking(group: Group, moment: str) -> Any:
-    """Rank 3 dies in a call, and rank 1 at this moment of the shrink that follows."""
+    """Rank 3 dies in a call, and rank 1 at this stage of the following shrink()."""
     if group.rank == 3:
         die(group)
     process = os.pidfd_open(group.peer_info()[1].pid)
@@ -108,13 +108,13 @@ def die_while_shrinking(group: Group, moment: str) -> Any:
     choose = shrink._SurvivorElection._claim
 
     def choose_second(board: Any, here: set[int]) -> list[int]:
-        select.select([process], [], [])  # until rank 1 has died
+        select.select([process], [], [])  # until rank 1 died
         return choose(board, here)
 
     if moment == "as it chooses" and group.rank != 1:
         shrink._SurvivorElection._claim = choose_second
     if group.rank == 1:
-        if moment == "before the choice":  # it has come, and the others saw it
+        if moment == "before the choice":  # it has voted, and the others saw it
             shrink._SurvivorElection._decided = die_here
         elif moment == "as it chooses":
             shrink._SurvivorElection._claim = die_here
@@ -124,7 +124,7 @@ def die_while_shrinking(group: Group, moment: str) -> Any:
 
 
 @pytest.mark.parametrize("moment", ["before the choice", "as it chooses", "before it meets"])
-def test_a_rank_failure_while_shrinking_is_survived(moment: str) -> None:
+def test_shrink_survives_a_rank_failure(moment: str) -> None:
     results = run_ranks(
         5, die_while_shrinking, moment, transport="shm", processes=True, return_exceptions=True
     )
@@ -132,7 +132,7 @@ def test_a_rank_failure_while_shrinking_is_survived(moment: str) -> None:
 
 
 def lose_one_after_another(group: Group) -> Any:
-    """Of four, two die one after the other: the group that is left can be shrunk again."""
+    """Of four ranks two die one after the other: the remaining group can be shrunk again."""
     if group.rank == 3:
         die(group)
     until_broken(group)
@@ -151,8 +151,8 @@ def test_a_group_can_be_shrunk_again() -> None:
     assert results[1:3] == [("world~2", [1, 2])] * 2, results
 
 
-def be_too_few(group: Group, folder: str) -> Any:
-    """Ranks 1 to 3 are stopped, not dead; rank 0 has to stay alone."""
+def be_a_minority(group: Group, folder: str) -> Any:
+    """Ranks 1 to 3 are stopped, not dead; rank 0 must remain alone."""
     pids = [member.pid for member in group.peer_info()]
     pycomm.barrier(group=group)
     if group.rank:
@@ -174,14 +174,14 @@ def be_too_few(group: Group, folder: str) -> Any:
 
 def test_a_minority_never_continues(tmp_path: Path) -> None:
     results = run_ranks(
-        4, be_too_few, str(tmp_path), transport="tcp", processes=True, heartbeat_s=2.0,
+        4, be_a_minority, str(tmp_path), transport="tcp", processes=True, heartbeat_s=2.0,
         return_exceptions=True,
     )  # fmt: skip
     assert results == ["shrink", "heard", "heard", "heard"]
 
 
-def come_too_late(group: Group, folder: str) -> Any:
-    """Rank 2 is stopped until the others have gone on without it."""
+def be_excluded(group: Group, folder: str) -> Any:
+    """Rank 2 is stopped until the others continued without it."""
     victim = group.peer_info()[2].pid
     if group.rank == 2:
         pycomm.barrier(group=group)
@@ -200,24 +200,24 @@ def come_too_late(group: Group, folder: str) -> Any:
     return ranks
 
 
-def test_who_was_stopped_is_left_behind(tmp_path: Path) -> None:
+def test_stopped_rank_is_excluded(tmp_path: Path) -> None:
     results = run_ranks(
-        3, come_too_late, str(tmp_path), transport="shm", processes=True, heartbeat_s=2.0,
+        3, be_excluded, str(tmp_path), transport="shm", processes=True, heartbeat_s=2.0,
         return_exceptions=True,
     )  # fmt: skip
     assert results == [[0, 1], [0, 1], "late"]
 
 
 def shrink_as_a_thread(group: Group) -> Any:
-    """A cut connection, between ranks that are threads: nobody has died."""
+    """A lost connection between ranks that are threads: no rank died."""
     with pytest.raises(errors.Error):
         while True:
             pycomm.all_reduce(np.ones(9), group=group)
     return check_works(group.shrink())
 
 
-def test_whole_group_shrinks_to_itself() -> None:
-    """Whoever lives takes part, though a connection was lost; that needs no process."""
+def test_complete_group_shrinks_to_itself() -> None:
+    """All living ranks take part, although a connection was lost; this needs no process."""
     results = run_ranks(
         3, shrink_as_a_thread, transport="local",
         faults=[FaultPlan(1, "disconnect", at="all_reduce", after_bytes=4096)],
@@ -225,7 +225,7 @@ def test_whole_group_shrinks_to_itself() -> None:
     assert results == [[0, 1, 2]] * 3
 
 
-def test_a_limit_that_is_none_is_refused() -> None:
+def test_invalid_timeout_is_rejected() -> None:
     group = run_ranks(1, lambda group: group)[0]
     with pytest.raises(errors.GroupBroken, match="it was closed"):
         group.shrink()

@@ -1,4 +1,4 @@
-"""What survivors do where connections are not transitive, or a process id was given out again."""
+"""Survivors with partial connectivity, and with reused process ids."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ WHY_NOT = missing()
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_two_survivors_that_cannot_connect_are_named() -> None:
-    """Ranks 1 and 2 lose the route to each other once the group has formed; both reach rank 0."""
+    """Ranks 1 and 2 lose the route to each other after the group was formed; both reach rank 0."""
     with Network(3, ipv6=False) as net:
         run = Run(net, [0, 1, 2], "shrinking").start_all()
         for process in run.ranks.values():
@@ -29,7 +29,7 @@ def test_two_survivors_that_cannot_connect_are_named() -> None:
             net.hosts[here].run("ip", "route", "add", "blackhole", f"{net.hosts[there].ipv4()}/32")
         for process in run.ranks.values():
             assert process.stdin is not None
-            process.stdin.write("go on\n")
+            process.stdin.write("continue\n")
             process.stdin.flush()
         told = run.told()
     for rank, result in enumerate(told):
@@ -38,25 +38,25 @@ def test_two_survivors_that_cannot_connect_are_named() -> None:
         assert "rank 2 (host" in result["text"], result
         assert "could not connect to each other" in result["text"]
         assert result["peer"] == (1 if rank == 2 else 2)
-        assert result["took_s"] < 30, "of a limit of 60 s"
+        assert result["took_s"] < 30, "of a timeout of 60 s"
 
 
 def started(pid: int) -> int:
     return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[19])
 
 
-def tell_starts(group: Group) -> bool:
+def start_times(group: Group) -> bool:
     pycomm.barrier(group=group)
     right = [member.started == started(member.pid) for member in group.peer_info()]
     pycomm.barrier(group=group)
     return all(right)
 
 
-def test_members_have_their_start_time() -> None:
-    assert run_ranks(2, tell_starts, transport="shm", processes=True) == [True, True]
+def test_peer_info_has_start_times() -> None:
+    assert run_ranks(2, start_times, transport="shm", processes=True) == [True, True]
 
 
-def test_a_process_id_that_was_given_out_again_is_dead() -> None:
+def test_reused_process_id_is_reported_dead() -> None:
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         now = started(child.pid)
@@ -85,8 +85,8 @@ class Counting:
         return getattr(self.store, name)
 
 
-def test_a_look_at_an_unchanged_board_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 200 ranks one has come; 50 looks, of which the first reads all."""
+def test_polling_unchanged_votes_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 200 ranks one has voted; 50 polls, of which the first reads all."""
     store: Any = Counting(_core.LocalStore())
     clock, looks = [0.0], [0]
 
@@ -101,4 +101,4 @@ def test_a_look_at_an_unchanged_board_is_one_call(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(pycomm.errors.GroupBroken, match="too few"):
         board.agree([None] * 200, [])
     assert looks[0] == 50
-    assert store.calls < 1000, "2 x 200 for the first and the last look, and one for each other"
+    assert store.calls < 1000, "2 x 200 for the first and the last poll, one for each other poll"

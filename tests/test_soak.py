@@ -1,5 +1,5 @@
-"""The soak (benchmarks/soak.py; `make soak` goes on for an hour), for some seconds; and that it
-sees what it is there to see.
+"""The soak (benchmarks/soak.py; `make soak` runs it for an hour), for some seconds; and that it
+detects violations.
 """
 
 import json
@@ -16,14 +16,14 @@ from benchmarks.soak import FAULTS, Tally, setting
 from pycomm import Group, errors
 
 SEED = 20
-LATE_MS = 20_000.0  # of what is promised 1,000, on a machine as loaded as that of tests
+LATE_MS = 20_000.0  # the promise is 1,000; this is for a machine with the load of tests
 OF_ONE_EACH = [
     next(n for n in range(1000) if setting(SEED, n, "").epoch.fault == fault) for fault in FAULTS
 ]
 
 
 @pytest.mark.timeout(600)
-def test_an_epoch_with_each_fault_keeps_the_promises() -> None:
+def test_epoch_with_each_fault_keeps_the_promises() -> None:
     tally = Tally()
     soak.soak(tally, SEED, OF_ONE_EACH, LATE_MS)
     assert tally.complaints == []
@@ -53,7 +53,7 @@ def complaints(number: int) -> str:
     return "\n".join(tally.complaints)
 
 
-def test_a_sum_that_is_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_sum_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = pycomm.all_reduce
 
     def wrong(x: Any, op: str = "sum", *, group: Group) -> Any:
@@ -66,7 +66,7 @@ def test_a_sum_that_is_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert "1 elements are wrong after Call(verb='all_reduce'" in complaints(first("", "local"))
 
 
-def test_a_descriptor_that_is_left_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaked_descriptor_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[int] = []
     right = soak.play
 
@@ -82,13 +82,13 @@ def test_a_descriptor_that_is_left_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         os.close(opened[0])
 
 
-def test_a_notice_that_does_not_come_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_notification_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "abort", lambda self, reason: None)
     seen = complaints(first("abort", "tcp"))
     assert "GroupBroken with its reason was promised, not " in seen
 
 
-def test_a_silent_disagreement_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_mismatch_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_rank, "DISAGREEMENTS", {"wrong count": lambda call, size: call})
     seen = complaints(first("wrong count", "shm"))
     assert "nobody told this rank of 'wrong count'" in seen
@@ -96,7 +96,7 @@ def test_a_silent_disagreement_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", ["kill", "disconnect", "corrupt"])
-def test_a_loss_that_is_known_late_or_by_another_name_is_seen(fault: str) -> None:
+def test_late_or_misnamed_failure_is_detected(fault: str) -> None:
     where = setting(SEED, next(n for n in OF_ONE_EACH if _fault(n) == fault), "")
     victim = where.epoch.victim
     others = tuple(r for r in range(where.epoch.ranks) if r != victim)
@@ -110,7 +110,7 @@ def test_a_loss_that_is_known_late_or_by_another_name_is_seen(fault: str) -> Non
     assert judged(soak.Seen("PeerLost", text, victim, 20.0)) == []
     assert "told after 1500 ms" in judged(soak.Seen("PeerLost", text, victim, 1500.0))[0]
     assert "is not named" in judged(soak.Seen("PeerLost", text, others[0], 20.0))[0]
-    if fault == "kill":  # a transport may have had too little to do to strike
+    if fault == "kill":  # a transport may have had too few calls to take effect
         assert "promised, not nothing" in judged(soak.Seen())[0]
         assert "it went on with ()" in judged(soak.Seen("PeerLost", text, victim, 20.0), ())[0]
 
@@ -119,9 +119,7 @@ def _fault(number: int) -> str:
     return setting(SEED, number, "").epoch.fault
 
 
-def test_the_command_stores_and_plays_the_same_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_stores_and_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for name in ("one", "two"):
         path = tmp_path / name

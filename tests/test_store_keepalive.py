@@ -1,4 +1,4 @@
-"""Both ends of a connection to a store have a keepalive timer while no data is in flight."""
+"""Both ends of a store connection have a keepalive timer while no data is in flight."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""A store that accepts and then never answers holds no call up beyond its limit."""
+"""A store that accepts connections and never answers delays no call beyond its timeout."""
 
 import contextlib
 import os
@@ -19,13 +19,13 @@ from pycomm.testing import _join
 
 dist = pytest.importorskip("torch.distributed")
 KEY = "0123456789abcdef"
-LATE_S = 2.0  # of a busy machine; calls without a limit took 26 s and more
+LATE_S = 2.0  # for a busy machine; calls without a timeout took 26 s and more
 
 
 class Relay:
-    """A port in front of another. Once `silent` is set it takes bytes and hands none on; once
-    `drop_replies` is, it ends a connection instead of handing a reply on; cut() ends the
-    connections of the moment. For the tests of stores."""
+    """Forwards a port. Once `silent` is set it reads bytes and forwards none; once `drop_replies`
+    is set, it closes a connection instead of forwarding a reply; cut() closes all current
+    connections. For the tests of stores."""
 
     def __init__(self, port: int) -> None:
         self.silent = threading.Event()
@@ -38,12 +38,12 @@ class Relay:
         self._threads[0].start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # close() has shut the listener down
+        with contextlib.suppress(OSError):  # close() closed the listener
             while True:
                 near, _ = self._listener.accept()
                 try:
                     far = socket.create_connection(("127.0.0.1", self._target))
-                except ConnectionRefusedError:  # nothing listens there yet, or any more
+                except ConnectionRefusedError:  # no listener there yet, or no more
                     near.close()
                     continue
                 self._sockets += [near, far]
@@ -61,17 +61,17 @@ class Relay:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
-    def cut(self) -> None:
-        """Ends every connection of this moment."""
+    def disconnect(self) -> None:
+        """Closes all current connections."""
         for one in self._sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends all of it."""
+        """Closes everything."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._threads[0].join()
-        self.cut()
+        self.disconnect()
         for thread in self._threads:
             thread.join()
         for one in (self._listener, *self._sockets):
@@ -88,41 +88,41 @@ def relayed(port: int) -> Iterator[Relay]:
 
 
 @contextlib.contextmanager
-def ours_and_silent() -> Iterator[Any]:
-    """A client of our store, and what makes the server silent for it."""
+def pycomm_store_and_silencer() -> Iterator[Any]:
+    """A client of pycomm's store, and a function that makes the server silent for it."""
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
         yield _core.TcpStore.connect("127.0.0.1", relay.port, KEY, 10.0), relay.silent
 
 
 @contextlib.contextmanager
-def torchs_and_silent() -> Iterator[Any]:
-    """The same of torch's."""
+def torch_store_and_silencer() -> Iterator[Any]:
+    """The same for torch's store."""
     limit = timedelta(seconds=10)
     server = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
     with relayed(server.port) as relay:
         yield TorchStore(dist.TCPStore("127.0.0.1", relay.port, None, False, limit)), relay.silent
 
 
-STORES = pytest.mark.parametrize("made", [ours_and_silent, torchs_and_silent])
+STORES = pytest.mark.parametrize("made", [pycomm_store_and_silencer, torch_store_and_silencer])
 
 
 @STORES
 @pytest.mark.parametrize("call", ["set", "get", "add", "remove", "claim"])
-def test_each_call_of_a_silent_store_ends_at_its_limit(made: Callable[[], Any], call: str) -> None:
+def test_each_call_of_a_silent_store_times_out(made: Callable[[], Any], call: str) -> None:
     with made() as (store, silent):
         store.set("key", b"1", 10.0)
         silent.set()
         given = {"set": (b"2",), "claim": (b"2",), "add": (1,)}.get(call, ())
         begin = time.monotonic()
-        with contextlib.suppress(errors.Timeout):  # a set of torch's waits for no answer
+        with contextlib.suppress(errors.Timeout):  # set() of torch's store waits for no answer
             getattr(store, call)("key", *given, 0.5)
-            assert (call, made) == ("set", torchs_and_silent)
+            assert (call, made) == ("set", torch_store_and_silencer)
         assert time.monotonic() - begin < 0.5 + LATE_S
 
 
 @STORES
-def test_a_forming_ends_at_its_limit_where_the_store_falls_silent(made: Callable[[], Any]) -> None:
+def test_group_creation_times_out_when_the_store_is_silent(made: Callable[[], Any]) -> None:
     with made() as (store, silent):
         silent.set()
         begin = time.monotonic()
@@ -132,10 +132,10 @@ def test_a_forming_ends_at_its_limit_where_the_store_falls_silent(made: Callable
 
 
 @STORES
-def test_a_forming_ends_at_its_limit_where_the_store_falls_silent_on_the_way(
+def test_group_creation_times_out_when_the_store_becomes_silent(
     made: Callable[[], Any],
 ) -> None:
-    """As it waits for the other's note: what it has left itself cannot be taken away again."""
+    """While it waits for the other rank's info: its own is already stored."""
     with made() as (store, silent):
         end = threading.Timer(0.3, silent.set)
         end.start()
@@ -147,7 +147,7 @@ def test_a_forming_ends_at_its_limit_where_the_store_falls_silent_on_the_way(
 
 
 @STORES
-def test_shrink_ends_at_its_limit_where_the_store_falls_silent(made: Callable[[], Any]) -> None:
+def test_shrink_times_out_when_the_store_becomes_silent(made: Callable[[], Any]) -> None:
     with made() as (store, silent):
         options = {"size": 1, "timeout_s": 10.0, "transport": "tcp", "secret": KEY}
         group = _join(store, 0, options)
@@ -164,12 +164,12 @@ import time, pycomm
 begin = time.monotonic()
 try:
     pycomm.init(timeout_s=1.0)
-except (pycomm.errors.Timeout, pycomm.errors.PeerLost):
+except (pycomm.errors.Timeout, pycomm.errors.PeerLost):  # both are allowed
     print(time.monotonic() - begin)
 """
 
 
-def test_init_ends_at_its_limit_where_nothing_answers() -> None:
+def test_init_times_out_when_no_store_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts for it
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
         env = {**os.environ, **place, "RANK": "1", "WORLD_SIZE": "2", "PYCOMM_SECRET": KEY}

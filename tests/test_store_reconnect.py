@@ -1,4 +1,4 @@
-"""A connection to rank 0's store that is lost after the group has formed is made again."""
+"""A connection to rank 0's store that is lost after the group was formed is established again."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ if group.rank == 2:
     sys.stdin.readline()
 try:
     pycomm.barrier()
-except pycomm.errors.PeerLost:
+except pycomm.errors.PeerLost:  # rank 2 is killed
     smaller = group.shrink(timeout_s=30)
     pycomm.barrier(group=smaller)
     print(smaller.ranks, flush=True)
@@ -34,14 +34,16 @@ except pycomm.errors.PeerLost:
 
 
 def settled(relay: Relay, server: _core.TcpStore) -> _core.TcpStore:
-    """A client behind a relay, as it is once the group has formed."""
+    """A client behind a relay, in its state after the group was formed."""
     client = _core.TcpStore.connect("127.0.0.1", relay.port, KEY, 10.0)
     server.settle()
     client.settle()
     return client
 
 
-@pytest.mark.parametrize("lose", [Relay.cut, lambda relay: relay.silent.set()], ids=["cut", "drop"])
+@pytest.mark.parametrize(
+    "lose", [Relay.disconnect, lambda relay: relay.silent.set()], ids=["disconnect", "drop"]
+)
 def test_calls_continue_when_a_connection_is_lost(lose: Callable[[Relay], None]) -> None:
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
@@ -56,7 +58,7 @@ def test_calls_continue_when_a_connection_is_lost(lose: Callable[[Relay], None])
 
 
 def test_a_change_whose_reply_was_lost_is_applied_once() -> None:
-    """The server gets the request, and the connection ends before the client has the reply."""
+    """The server gets the request, and the connection is closed before the client has the reply."""
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
         client = settled(relay, server)
@@ -68,7 +70,7 @@ def test_a_change_whose_reply_was_lost_is_applied_once() -> None:
         _core.TcpStore.connect("127.0.0.1", relay.port, KEY, 0.3)
 
 
-def test_a_client_whose_server_has_ended_is_told_at_once() -> None:
+def test_client_of_an_ended_server_raises_immediately() -> None:
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
         client = settled(relay, server)
@@ -103,13 +105,13 @@ def test_values_and_shrink_continue_when_the_store_connections_were_lost() -> No
             for _, out in streams:
                 assert out is not None
                 assert out.readline() == "formed\n"
-            relay.cut()
+            relay.disconnect()
             for to, _ in streams:
                 assert to is not None
-                to.write("go on\n")
+                to.write("continue\n")
                 to.flush()
             assert [out.readline() for _, out in streams if out] == ["3\n", "2\n", "1\n"]
-            relay.cut()
+            relay.disconnect()
             ranks[2].send_signal(signal.SIGKILL)
             assert [out.readline() for _, out in streams[:2] if out] == ["[0, 1]\n"] * 2
             assert [rank.wait(60) for rank in ranks[:2]] == [0, 0]

@@ -1,4 +1,4 @@
-"""The stream engine without a GPU: plans over the fake NCCL on emulated streams, under sanitizers.
+"""The stream engine without a GPU: plans over the fake NCCL on emulated streams.
 
 The cases are in streams_test.cpp, host_staging_channel_test.cpp and host_callback_thread_test.cpp
 of tests/emulator. Each runs plain, and under the thread and the address and undefined sanitizers.

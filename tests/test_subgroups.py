@@ -1,7 +1,7 @@
-"""Groups that split(), or torch's new_group(), made: who hears of a loss in them, in their parent,
-and who goes on.
+"""Groups created by split() or torch's new_group(): the ranks that learn of a failure in them and
+in their parent, and the groups that continue.
 
-Four processes in two parts, ranks 0 and 2 and ranks 1 and 3; the victim is rank 3.
+Four processes in two subgroups, ranks 0 and 2 and ranks 1 and 3; the victim is rank 3.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ ENDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 def ones(group: Group) -> float:
-    """What an element of ones comes to."""
+    """The value of an element of a sum of ones."""
     return float(pycomm.all_reduce(np.ones(100), group=group)[7])
 
 
-def loss_in(group: Group) -> tuple[int | None, str]:
-    """Calls until somebody is lost; gives whom the error names."""
+def lost_rank_in(group: Group) -> tuple[int | None, str]:
+    """Calls until a rank is lost; returns the ranks that the error names."""
     with pytest.raises(errors.PeerLost) as caught:
         while True:
             ones(group)
@@ -41,7 +41,7 @@ def loss_in(group: Group) -> tuple[int | None, str]:
 
 
 def lose_one(group: Group, action: str, folder: str) -> Any:
-    """The victim ends; the others tell what their part and the whole group made of it."""
+    """The victim ends; the others return the errors in their subgroup and in the whole group."""
     part = group.split(group.rank % 2)
     assert part is not None
     pair = group.split(0 if group.rank in (0, VICTIM) else None)
@@ -51,29 +51,29 @@ def lose_one(group: Group, action: str, folder: str) -> Any:
         struck.write_text(str(time.monotonic()))
         os.kill(os.getpid(), ENDS[action])
     found: dict[str, Any] = {"pid": pid}
-    if group.rank == 1:  # waits in the part that has the victim
-        found["part"] = loss_in(part)
+    if group.rank == 1:  # waits in the subgroup that has the victim
+        found["part"] = lost_rank_in(part)
         found["after_s"] = time.monotonic() - float(struck.read_text())
-        found["group"] = loss_in(group)
-    else:  # whoever is in no group with it hears nothing, before and after it hears of the loss
+        found["group"] = lost_rank_in(group)
+    else:  # ranks without a common group with the victim notice nothing, at any time
         found["sums"] = [ones(part) for _ in range(50)]
-        found["group"] = loss_in(group)
+        found["group"] = lost_rank_in(group)
         found["sums"] += [ones(part) for _ in range(50)]
     found["left"] = group.shrink().ranks
     if group.rank != 1:
         found["sums"] += [ones(part) for _ in range(50)]
         if pair is not None:  # another group that has the victim
-            found["pair"] = loss_in(pair)
+            found["pair"] = lost_rank_in(pair)
     Path(folder, f"told{group.rank}").touch()
     if action == "stop" and len(list(Path(folder).glob("told*"))) == group.size - 1:
-        with contextlib.suppress(ProcessLookupError):  # two may see that all have told
+        with contextlib.suppress(ProcessLookupError):  # two ranks may both see that all reported
             os.kill(pid, signal.SIGKILL)
     return found
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("action", ENDS)
-def test_a_loss_is_heard_in_the_groups_that_have_the_rank_and_in_no_other(
+def test_rank_failure_is_reported_only_in_groups_with_the_rank(
     action: str, transport: str, tmp_path: Path
 ) -> None:
     seen = run_ranks(
@@ -88,7 +88,7 @@ def test_a_loss_is_heard_in_the_groups_that_have_the_rank_and_in_no_other(
         assert f"rank {VICTIM} " in text
     pid = f"pid {seen[1]['pid']})"
     peer, text = seen[1]["part"]
-    assert (peer, pid in text) == (1, True), text  # as the part counts
+    assert (peer, pid in text) == (1, True), text  # the subgroup's numbering
     assert seen[1]["after_s"] < 1.0 + (HEARTBEAT_S if action == "stop" else 0.0)
     assert seen[0]["sums"] == seen[2]["sums"] == [2.0] * 150
     peer, text = seen[0]["pair"]
@@ -96,9 +96,9 @@ def test_a_loss_is_heard_in_the_groups_that_have_the_rank_and_in_no_other(
 
 
 def fail_while_others_wait(group: Group) -> Any:
-    """The victim raises while the other of its part waits there for it."""
+    """The victim raises while the other rank of its subgroup waits there for it."""
     part = group.split(group.rank % 2)
-    of_part = part.split(0) if part is not None else None  # a part of a part
+    of_part = part.split(0) if part is not None else None  # a subgroup of a subgroup
     assert part is not None
     assert of_part is not None
     pycomm.barrier(group=group)
@@ -119,7 +119,7 @@ def test_an_exception_ends_the_calls_in_subgroups_with_its_text(processes: bool)
     assert isinstance(seen[VICTIM], ValueError)
     assert "rank 3 failed: ValueError: of its own" in str(seen[1])
     assert not isinstance(seen[1], BaseException), seen[1]
-    if processes:  # as threads all are ended, whether they are in a group with it or not
+    if processes:  # threads are all aborted, whether they share a group with it or not
         assert seen[0] == seen[2] == [2.0] * 20
 
 
@@ -135,13 +135,12 @@ def made_by_torch(way: str, rank: int) -> Any:
 
 
 def end_in_a_group_of_torch(group: Group, way: str, action: str, folder: str) -> Any:
-    """The same in groups that torch's new_group() or split_group() made; gives what was raised and
-    how late."""
+    """The same in groups of torch's new_group() or split_group(): the error and the delay."""
     store = dist.FileStore(f"{folder}/store", group.size)
     dist.init_process_group("pycomm", store=store, rank=group.rank, world_size=group.size)
     mine = made_by_torch(way, group.rank)
     gone = dist.new_group([1, VICTIM])
-    dist.destroy_process_group(gone)  # ends once, and is not ended again
+    dist.destroy_process_group(gone)  # aborted once, and not again
     struck, x = Path(folder, "struck"), torch.ones(100)
     dist.barrier()
     if group.rank == VICTIM:
@@ -177,11 +176,11 @@ def test_calls_in_groups_of_torch_end_with_the_reason(
             text
         )
     else:
-        assert (kind, "rank 1 (" in text) == ("PeerLost", True), text  # as the group counts
+        assert (kind, "rank 1 (" in text) == ("PeerLost", True), text  # the group's numbering
     assert seen[0] == seen[2] == 2.0**20
 
 
-def go_on_without_the_parent(group: Group) -> float:
+def continue_without_the_parent(group: Group) -> float:
     part = group.split(group.rank % 2)
     assert part is not None
     pycomm.barrier(group=group)
@@ -196,11 +195,11 @@ def go_on_without_the_parent(group: Group) -> float:
 
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
 def test_subgroups_continue_when_their_parent_is_closed(processes: bool) -> None:
-    seen = run_ranks(4, go_on_without_the_parent, transport="shm", processes=processes)
+    seen = run_ranks(4, continue_without_the_parent, transport="shm", processes=processes)
     assert seen == [2.0, 4.0, 2.0, 4.0]
 
 
-def split_until_cut(group: Group) -> tuple[str, str] | None:
+def split_until_failure(group: Group) -> tuple[str, str] | None:
     try:
         pycomm.barrier(group=group)
         group.split(0)
@@ -209,31 +208,31 @@ def split_until_cut(group: Group) -> tuple[str, str] | None:
     return None
 
 
-def test_a_rank_failure_during_a_split_is_reported_as_one() -> None:
-    """Also by who learns of it in a call of the whole that the split makes."""
+def test_rank_failure_during_split_is_reported() -> None:
+    """Also for a rank that learns of it in the parent's call that split() makes."""
     told = []
-    for after in range(0, 1200, 20):  # bytes of the calls in which all tell each other their notes
+    for after in range(0, 1200, 20):  # bytes of the calls that exchange the rank infos
         cut = FaultPlan(2, "disconnect", "all_gather", after)
         told += [
             said
-            for said in run_ranks(3, split_until_cut, transport="tcp", faults=[cut])
+            for said in run_ranks(3, split_until_failure, transport="tcp", faults=[cut])
             if said is not None
         ]
     assert {kind for kind, _ in told} == {"PeerLost"}
     assert sum(text.startswith("all_gather: ") for _, text in told) > 10
 
 
-def test_an_abort_while_others_form_a_subgroup_tells_them_why():
-    """One of them hears of it before the others call it, and is not there then."""
+def test_abort_during_subgroup_creation_is_reported():
+    """One of them learns of it before the others connect to it, and does not take part."""
 
     def program(group: Group) -> str:
         with pytest.raises(errors.GroupBroken) as caught:
             group.split(min(group.rank, 1))
-            if group.rank == 0:  # whose own part is there at once
+            if group.rank == 0:  # its own subgroup is ready immediately
                 group.abort("one of us has had enough")
             ones(group)
         return str(caught.value)
 
-    for _ in range(20):  # in more than one of them it is so
+    for _ in range(20):  # in more than one of them the race occurs
         for said in run_ranks(4, program, transport="tcp", timeout_s=60):
             assert "one of us has had enough" in said

@@ -1,4 +1,4 @@
-"""Threads of the library: what happens where the system gives none, and calls that wait for one."""
+"""Threads of the library: errors if no thread can be created, and calls that wait for one."""
 
 import ctypes
 import gc
@@ -25,11 +25,12 @@ KEY = "0123456789abcdef"
 
 @contextmanager
 def no_new_threads() -> Iterator[None]:
-    """No thread can be created in this process meanwhile; root is not limited, so it is left."""
+    """No thread can be created in this process meanwhile; root has no limit, so root is dropped."""
     if os.getuid() == 0:
         os.setgid(UNPRIVILEGED)
         os.setuid(UNPRIVILEGED)
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)  # else peers may not read this one's memory
+        # Otherwise peers may not read this process's memory.
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
     try:
@@ -59,7 +60,7 @@ def start_without_threads(group: Group) -> list[Any]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_without_a_thread_an_asynchronous_call_is_refused(transport: str) -> None:
+def test_asynchronous_call_without_a_thread_is_rejected(transport: str) -> None:
     for refused, *right in run_ranks(2, start_without_threads, transport=transport, processes=True):
         assert "the thread pycomm-worker cannot be created: Resource temporarily" in refused
         assert "ulimit -u" in refused
@@ -67,7 +68,7 @@ def test_without_a_thread_an_asynchronous_call_is_refused(transport: str) -> Non
 
 
 def sockets() -> int:
-    """How many sockets this process has open."""
+    """The number of sockets that this process has open."""
     count = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -78,10 +79,10 @@ def sockets() -> int:
 
 
 def close_without_threads(group: Group, folder: str) -> int:
-    """Rank 0 hangs up while bytes of it are under way; gives how many sockets that left open."""
+    """Rank 0 closes while its bytes are in transit; returns how many sockets stayed open."""
     closed = Path(folder, "closed")
     if group.rank == 0:
-        told = closed.open("wb", buffering=0)  # now: this process loses its rights
+        told = closed.open("wb", buffering=0)  # now: this process drops its privileges
         before = sockets()
         x = np.ones(1 << 24, np.float32)
         with no_new_threads():
@@ -92,11 +93,11 @@ def close_without_threads(group: Group, folder: str) -> int:
         told.close()
         return left
     while not closed.exists() or closed.stat().st_size == 0:  # until then nothing is read
-        time.sleep(0.01)
+        time.sleep(0.01)  # polling interval
     return 0
 
 
-def test_without_a_thread_a_connection_is_closed_at_once(tmp_path: Path) -> None:
+def test_connection_without_a_thread_is_closed_immediately(tmp_path: Path) -> None:
     left, _ = run_ranks(2, close_without_threads, str(tmp_path), transport="tcp", processes=True)
     assert left == -1
 
@@ -106,7 +107,7 @@ def wait_behind_a_stuck_call(group: Group, folder: str) -> Any:
     pycomm.barrier(group=group)
     over = Path(folder, "over")
     while group.rank == 1 and not over.exists():
-        time.sleep(0.01)
+        time.sleep(0.01)  # polling interval
     if group.rank == 1:
         return None
     work = pycomm.all_reduce(np.ones(4), group=group, async_op=True)
@@ -121,7 +122,7 @@ def wait_behind_a_stuck_call(group: Group, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_call_waits_behind_earlier_ones_within_its_limit(transport: str, tmp_path: Path) -> None:
+def test_queued_call_times_out_at_its_own_limit(transport: str, tmp_path: Path) -> None:
     waited, late, ended = run_ranks(
         2, wait_behind_a_stuck_call, str(tmp_path), transport=transport, processes=True
     )[0]
@@ -135,7 +136,7 @@ def threads_and_descriptors() -> tuple[int, int]:
 
 
 def serve_without_threads(group: Group) -> list[Any]:
-    """Serves a store whose thread cannot be created; gives the error, and whether all is left."""
+    """Serves a store whose thread cannot be created: the error, and whether nothing leaked."""
     pycomm.barrier(group=group)
     before = threads_and_descriptors()
     refused = ""
@@ -149,14 +150,14 @@ def serve_without_threads(group: Group) -> list[Any]:
     return [refused, same]
 
 
-def test_without_a_thread_a_store_is_refused_and_leaves_nothing() -> None:
+def test_store_without_a_thread_is_rejected_and_leaks_nothing() -> None:
     ((refused, same),) = run_ranks(1, serve_without_threads, processes=True)
     assert "the thread pycomm-store cannot be created: Resource temporarily" in refused
     assert same
 
 
 def split_without_threads(group: Group) -> list[Any]:
-    """Forms a group whose pulse thread cannot be created."""
+    """Forms a group whose heartbeat thread cannot be created."""
     pycomm.barrier(group=group)
     before = threads_and_descriptors()
     refused = ""
@@ -170,14 +171,14 @@ def split_without_threads(group: Group) -> list[Any]:
     return [refused, same]
 
 
-def test_without_a_thread_for_the_heartbeat_a_group_is_refused_and_leaves_nothing() -> None:
+def test_group_without_a_heartbeat_thread_is_rejected_and_leaks_nothing() -> None:
     for refused, same in run_ranks(2, split_without_threads, transport="tcp", processes=True):
         assert "the thread pycomm-pulse cannot be created: Resource temporarily" in refused
         assert same
 
 
 def connect_on_demand_without_threads(group: Group) -> list[Any]:
-    """Forms a group whose ranks connect on demand, for which a thread would have to listen."""
+    """Forms a group whose ranks connect on demand, which needs a thread that listens."""
     served = _core.TcpStore.serve("127.0.0.1", 0, KEY) if group.rank == 0 else None
     port = np.array([served.port if served else 0])
     pycomm.broadcast(port, 0, group=group)
@@ -201,7 +202,7 @@ def connect_on_demand_without_threads(group: Group) -> list[Any]:
 
 
 @pytest.mark.no_attack("who calls the store is a descriptor of rank 0, and those are counted")
-def test_without_a_thread_a_group_that_connects_on_demand_is_refused() -> None:
+def test_on_demand_group_without_a_thread_is_rejected() -> None:
     ranks = run_ranks(2, connect_on_demand_without_threads, transport="tcp", processes=True)
     for refused, same in ranks:
         assert "the thread pycomm-door cannot be created: Resource temporarily" in refused

@@ -1,4 +1,4 @@
-"""`pycomm top`: ranks that run, wait or are stopped, seen from outside."""
+"""`pycomm top`: ranks that run, wait or are stopped, as another process sees them."""
 
 import dataclasses
 import os
@@ -22,14 +22,14 @@ LIMIT_S = 60.0  # against hanging
 
 
 def ours(sample: top.Sample) -> list[flight_recorder.FlightRecord]:
-    """Those of the newest group of this process, which other tests may have left some in."""
+    """The entries of this process's newest group; other tests may have left some."""
     mine = [one for one in sample.flight_records if one.pid == os.getpid()]
     newest = max(mine, key=lambda one: one.steady_ns, default=None)
     return [one for one in mine if newest and one.id == newest.id]
 
 
 def seen(now: top.Sample, before: top.Sample | None = None) -> list[str]:
-    """The lines of the view that tell of this process's group."""
+    """The lines of the view that show this process's group."""
     for sample in filter(None, (now, before)):
         sample.flight_records = ours(sample)
     console = Console(width=200, no_color=True)
@@ -39,7 +39,7 @@ def seen(now: top.Sample, before: top.Sample | None = None) -> list[str]:
 
 
 def wait_until_inside(rank: int, verb: str) -> top.Sample:
-    """A look at which the rank of this process's group is inside such a call."""
+    """A sample in which the rank of this process's group is inside such a call."""
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         sample = top.Sample()
@@ -58,13 +58,14 @@ def watched(group: pycomm.Group) -> Any:
     if group.rank == 1:
         now = wait_until_inside(0, "broadcast")
         waits = next(one for one in ours(now) if one.is_inside())
-        now.at_ns = int(waits.records[-1]["begun"]) + 10_000_000_000  # as seen ten seconds later
+        # As if sampled ten seconds later.
+        now.at_ns = int(waits.records[-1]["begun"]) + 10_000_000_000
         lines = seen(now)
     pycomm.broadcast(x, 1, group=group)
     return lines
 
 
-def test_who_is_inside_a_call_and_who_is_late() -> None:
+def test_ranks_inside_a_call_and_late_ranks() -> None:
     lines = run_ranks(2, watched)[1]
     assert 'group "world", 2 ranks' in lines[0]
     rows = [[cell.strip() for cell in line.split("│")] for line in lines[4:6]]
@@ -84,7 +85,7 @@ def rates(group: pycomm.Group) -> list[str]:
     return seen(now, before)
 
 
-def test_rates_are_those_between_two_looks() -> None:
+def test_rates_are_computed_between_two_samples() -> None:
     row = next(line for line in run_ranks(1, rates)[0] if str(os.getpid()) in line)
     assert row.split("│")[3].strip() == "500"
 
@@ -92,7 +93,7 @@ def test_rates_are_those_between_two_looks() -> None:
 STOPS = "import os, signal, pycomm; pycomm.init(); os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def test_a_stopped_process_is_seen_and_a_dead_one_leaves_nothing() -> None:
+def test_stopped_process_is_shown_and_a_dead_one_is_not() -> None:
     alone = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOMM_", "RANK", "WORLD"))}
     process = subprocess.Popen([sys.executable, "-c", STOPS], env=alone)
     try:
@@ -124,8 +125,8 @@ def test_a_closed_group_is_not_shown() -> None:
 
 
 def read_in_part(group: pycomm.Group, name: str) -> str:
-    """Beside a group with a name that a console could take for markup: a memory of 8 GiB
-    under the journals' name is read, and the first line of the view given."""
+    """Beside a group whose name looks like markup: reads a memory of 8 GiB with the flight
+    recorder's name, and returns the first line of the view."""
     fd = os.memfd_create("pycomm-flight-recorder")
     try:
         os.ftruncate(fd, 8 << 30)
@@ -144,7 +145,7 @@ def read_in_part(group: pycomm.Group, name: str) -> str:
         os.close(fd)
 
 
-def test_memory_of_any_size_is_read_in_part_and_names_are_no_markup() -> None:
+def test_large_memory_is_read_partially_and_names_are_escaped() -> None:
     limit = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), limit[1]))  # 8 GiB do not fit

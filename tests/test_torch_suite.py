@@ -1,6 +1,6 @@
 """A representative part of PyTorch's own distributed suite on the backend "pycomm", 3 processes.
 
-tests/compat/torch_suite.py runs all of it, on any backend; table.py puts the results into docs.
+tests/compat/torch_suite.py runs all of it, with any backend; table.py writes the results into docs.
 """
 
 import json
@@ -52,7 +52,7 @@ def _suite(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_part_of_it_passes(tmp_path: Path) -> None:
+def test_representative_part_passes(tmp_path: Path) -> None:
     stored = tmp_path / "results.json"
     only = f"^({'|'.join(TESTS)})$"
     done = _suite("--backend", "pycomm", "--only", only, "--json", str(stored))
@@ -62,8 +62,8 @@ def test_a_part_of_it_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_failure_is_told_and_nothing_is_left_out_in_silence(tmp_path: Path) -> None:
-    """gloo, whose all_to_all takes no uneven list: seen to fail. A GPU test names its reason."""
+def test_failures_and_skipped_tests_are_reported(tmp_path: Path) -> None:
+    """gloo, whose all_to_all rejects uneven lists, fails visibly. A GPU test states its reason."""
     stored = tmp_path / "results.json"
     names = "test_all_to_all", "test_all_gather_cuda"
     done = _suite("--backend", "gloo", "--only", f"^({'|'.join(names)})$", "--json", str(stored))
@@ -75,7 +75,7 @@ def test_a_failure_is_told_and_nothing_is_left_out_in_silence(tmp_path: Path) ->
     assert done.returncode == 1
 
 
-def test_the_page_has_the_table_of_the_stored_results() -> None:
+def test_page_contains_the_table_of_the_stored_results() -> None:
     """tests/compat/table.py rewrites it."""
     code = "import table; page = table.PAGE.read_text(); assert table.written(page) == page"
     done = subprocess.run(

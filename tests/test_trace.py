@@ -1,4 +1,4 @@
-"""Traces: what the core leaves in PYCOMM_TRACE, and what `pycomm trace` makes of it."""
+"""Traces: the files that the core writes to PYCOMM_TRACE, and the output of `pycomm trace`."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def many_calls(group: pycomm.Group, n: int) -> None:
 
 
 @pytest.mark.parametrize("processes", [False, True])
-def test_a_run_leaves_every_call_of_every_rank(
+def test_run_records_every_call_of_every_rank(
     processes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     folder = tmp_path / "made" / "here"
@@ -60,7 +60,7 @@ def test_a_run_leaves_every_call_of_every_rank(
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
-def a_rank(rank: int, host: str, times: Any, **fields: Any) -> bytes:
+def trace_of_rank(rank: int, host: str, times: Any, **fields: Any) -> bytes:
     """The trace of a rank of two that made these calls: rows of begin and end, nanoseconds."""
     head = np.zeros(1, flight_recorder.HEAD)
     given = {
@@ -78,18 +78,18 @@ def a_rank(rank: int, host: str, times: Any, **fields: Any) -> bytes:
     return head.tobytes().ljust(flight_recorder.HEAD_BYTES, b"\0") + records.tobytes()
 
 
-def leave(folder: Path, *ranks: bytes) -> None:
+def write_traces(folder: Path, *ranks: bytes) -> None:
     for i, data in enumerate(ranks):
         (folder / f"world.{i}.trace").write_bytes(data)
 
 
-def test_clocks_of_hosts_are_set_by_the_ends_of_calls(tmp_path: Path) -> None:
-    """Rank 1's clock is 5 s ahead; it begins 3 ms after rank 0, which is called late once."""
+def test_clocks_of_hosts_are_aligned_by_the_ends_of_calls(tmp_path: Path) -> None:
+    """Rank 1's clock is 5 s ahead; it begins 3 ms after rank 0, which is late once."""
     begins = np.arange(0, 1000 * MS, 10 * MS)
     first = np.stack([begins, begins + 4 * MS], axis=1)
     second = first + 5_000 * MS + np.array([3 * MS, 0])
     second[7, 0] -= 6 * MS  # here rank 0 was 3 ms late
-    leave(tmp_path, a_rank(0, "a", first), a_rank(1, "b", second))
+    write_traces(tmp_path, trace_of_rank(0, "a", first), trace_of_rank(1, "b", second))
     timeline = trace.merge(tmp_path)
     assert abs(timeline.shifts["b"] + 5_000 * MS) <= timeline.doubts["b"] < 3 * MS
     assert [rank.last for rank in timeline.ranks] in ([1, 99], [0, 100])
@@ -100,10 +100,10 @@ def test_clocks_of_hosts_are_set_by_the_ends_of_calls(tmp_path: Path) -> None:
     )
 
 
-def test_on_one_host_who_comes_last_is_known_to_the_nanosecond(tmp_path: Path) -> None:
+def test_last_rank_on_one_host_is_known_to_the_nanosecond(tmp_path: Path) -> None:
     first = [[0, 5 * MS], [10 * MS, 11 * MS]]
     second = [[3 * MS, 6 * MS], [7 * MS, 12 * MS]]
-    leave(tmp_path, a_rank(0, "a", first), a_rank(1, "a", second, pid=1))
+    write_traces(tmp_path, trace_of_rank(0, "a", first), trace_of_rank(1, "a", second, pid=1))
     timeline = trace.merge(tmp_path)
     assert [(rank.last, rank.late) for rank in timeline.ranks] == [(1, 3 * MS), (1, 3 * MS)]
     waits = [event for event in trace.events(timeline) if event.get("cat") == "waits"]
@@ -113,13 +113,13 @@ def test_on_one_host_who_comes_last_is_known_to_the_nanosecond(tmp_path: Path) -
     ]
 
 
-def test_files_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
-    ranks = [a_rank(i, "a", [[0, 1]], id=2, wall_ns=9, pid=i) for i in range(2)]
-    leave(tmp_path, *ranks, a_rank(1, "a", [[0, 1]], pid=7, wall_ns=8))
+def test_files_of_an_earlier_run_are_ignored(tmp_path: Path) -> None:
+    ranks = [trace_of_rank(i, "a", [[0, 1]], id=2, wall_ns=9, pid=i) for i in range(2)]
+    write_traces(tmp_path, *ranks, trace_of_rank(1, "a", [[0, 1]], pid=7, wall_ns=8))
     assert len(trace.merge(tmp_path).ranks) == 2
 
 
-def test_a_folder_without_traces_and_a_damaged_one_are_told_of(tmp_path: Path, capsys: Any) -> None:
+def test_missing_and_damaged_traces_are_reported(tmp_path: Path, capsys: Any) -> None:
     for said in ("has no traces", "is no record of calls"):
         with pytest.raises(SystemExit):
             trace.main([str(tmp_path)])
@@ -127,7 +127,7 @@ def test_a_folder_without_traces_and_a_damaged_one_are_told_of(tmp_path: Path, c
         (tmp_path / "world.0.trace").write_text("{}")
 
 
-def test_a_folder_that_cannot_be_is_refused_with_the_name_of_the_variable(
+def test_invalid_folder_is_rejected_with_the_variable_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

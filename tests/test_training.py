@@ -1,7 +1,7 @@
-"""Ways of training that torch brings, unchanged on pycomm: DDP with its hooks, compiled and with
-uneven inputs, ZeRO, pipelines and checkpoints. Each against gloo, and against one process.
+"""Training methods of torch, unchanged on pycomm: DDP with its hooks, compiled and with uneven
+inputs, ZeRO, pipelines and checkpoints. Each compared with gloo, and with one process.
 
-The functions `_...` are what the processes of torch_ranks.py run.
+The functions `_...` run in the processes of torch_ranks.py.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _alone(ranks: int) -> list[torch.Tensor]:
-    """What one process makes of the batches of all ranks."""
+    """The result of one process for the batches of all ranks."""
     model = _model()
     optimizer = _adam(model)
     for step in range(STEPS):
@@ -76,7 +76,7 @@ def _ddp(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
 
 
 def _zero() -> list[list[torch.Tensor]]:
-    """ZeRO and plain Adam, which it must equal bit by bit; and its state, gathered on rank 0."""
+    """ZeRO and plain Adam, which must be equal bit by bit; and its state, gathered on rank 0."""
     plain = DistributedDataParallel(_model())
     wanted = _ddp(plain, _adam(plain))
     results = [wanted]
@@ -105,7 +105,7 @@ def test_zero_equals_adam(both: Run, size: int) -> None:
 
 
 def _bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook, which DDP refuses by its own name where there is no GPU."""
+    """torch's hook, which DDP rejects under its own name without a GPU."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
@@ -124,7 +124,7 @@ def _hooks() -> dict[str, list[torch.Tensor]]:
 
 @SIZES
 def test_ddp_with_compressing_hooks(run: Run, size: int, both: Run) -> None:
-    """Sums of 16 bits of more than two ranks are rounded once here and at each step in gloo."""
+    """16-bit sums of more than two ranks are rounded once here and at each step in gloo."""
     everyone = (both if size == 2 else run)(size, _hooks)
     alone = _alone(size)
     loose = {"plain": 1e-5, "fp16": 0.02, "bf16": 0.06}
@@ -145,8 +145,8 @@ def _power_sgd() -> list[torch.Tensor]:
 
 
 @SIZES
-def test_power_sgd_whose_callbacks_wait_for_calls(run: Run, size: int) -> None:
-    """On pycomm alone: gloo ends the process when a callback is the last to hold its group."""
+def test_power_sgd_callbacks_wait_for_calls(run: Run, size: int) -> None:
+    """On pycomm only: gloo ends the process when a callback is the last to hold its group."""
     everyone = run(size, _power_sgd)
     for got in everyone:
         torch.testing.assert_close(got, _alone(size), rtol=1e-4, atol=0.1)
@@ -155,7 +155,7 @@ def test_power_sgd_whose_callbacks_wait_for_calls(run: Run, size: int) -> None:
 
 
 class _Wide(nn.Module):
-    """Two of DDP's buckets and more. A class of its own: the compiler skips torch's containers."""
+    """More than two of DDP's buckets. A custom class: the compiler skips torch's containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class _Wide(nn.Module):
 
 
 def _compiled() -> list[list[torch.Tensor]]:
-    """A compiled DDP model, cut at DDP's buckets into graphs, and the same uncompiled."""
+    """A compiled DDP model, split at DDP's buckets into graphs, and the same uncompiled."""
     results = []
     for compiled in (False, True):
         model = DistributedDataParallel(_Wide(), bucket_cap_mb=1)
@@ -196,7 +196,7 @@ def test_compiled_ddp(both: Run) -> None:
 
 
 def _uneven() -> list[torch.Tensor]:
-    """Rank r has r + 2 batches; who has none left shadows the others' collectives."""
+    """Rank r has r + 2 batches; a rank without more data shadows the others' collectives."""
     rank = dist.get_rank()
     model = DistributedDataParallel(_model())
     optimizer = ZeroRedundancyOptimizer(
@@ -263,12 +263,12 @@ def _state(fill: float | None) -> dict[str, Any]:
 
 def _save(folder: str) -> None:
     dcp.save(_state(None), checkpoint_id=f"{folder}/now")
-    own = dist.new_group()  # a thread saves: it must not share the order of the calls of this one
+    own = dist.new_group()  # a thread saves: it must not use the order of this thread's calls
     saving = dcp.async_save(_state(None), checkpoint_id=f"{folder}/later", process_group=own)
     x = torch.ones(3)
     for _ in range(20):
         dist.all_reduce(x, dist.ReduceOp.AVG)
-    saving.result()  # type: ignore[union-attr]  # a Future, as it was asked for
+    saving.result()  # type: ignore[union-attr]  # a Future, as requested
     assert (x == 1).all()
 
 

@@ -1,4 +1,4 @@
-"""Thresholds measured on the machine: what is kept, what is refused, and that all ranks agree."""
+"""Thresholds measured on the machine: stored values, invalid files, and agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SMALL, MIDDLE = 1 << 18, 1 << 22
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing is read from the user's own folder, nor left there."""
+    """Neither reads nor writes the user's own folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
 
-def test_what_is_saved_is_read_again(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_thresholds_are_loaded(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert thresholds.thresholds() == []
     file = thresholds.save([("tcp", SMALL, MIDDLE)])
     assert file == thresholds.path()
@@ -46,7 +46,7 @@ def test_what_is_saved_is_read_again(cache: Path, caplog: pytest.LogCaptureFixtu
         ({"thresholds": 7}, "is damaged"),
     ],
 )
-def test_a_file_that_does_not_hold_gets_a_sentence(
+def test_file_of_another_machine_is_reported(
     change: dict[str, object], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = thresholds.save([("tcp", SMALL, MIDDLE)])
@@ -57,16 +57,14 @@ def test_a_file_that_does_not_hold_gets_a_sentence(
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[]", b"3"])
-def test_what_is_no_such_file_gets_a_sentence(
-    text: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_file_is_reported(text: bytes, caplog: pytest.LogCaptureFixture) -> None:
     thresholds.save([]).write_bytes(text)
     assert thresholds.thresholds() == []
     assert "the built-in thresholds hold" in caplog.text
 
 
 def sent_by_tcp(tuned_by_rank: list[list[tuple[str, int, int]]], count: int) -> list[int]:
-    """Bytes that each rank sends in an all_reduce of float32 [count], and in one of a part."""
+    """Bytes that each rank sends in an all_reduce of float32 [count], and in one of a subgroup."""
     store = _core.LocalStore()
     sent = [0] * len(tuned_by_rank)
 
@@ -92,7 +90,7 @@ def sent_by_tcp(tuned_by_rank: list[list[tuple[str, int, int]]], count: int) -> 
     return sent
 
 
-def test_all_ranks_choose_by_what_rank_0_knows() -> None:
+def test_all_ranks_use_the_thresholds_of_rank_0() -> None:
     count = SMALL // 4
     by_ring = sent_by_tcp([[], [("tcp", SMALL, MIDDLE)], []], count)
     assert sum(by_ring) == pytest.approx(3 * 4 / 3 * SMALL, rel=0.01)
@@ -109,20 +107,22 @@ def test_all_ranks_choose_by_what_rank_0_knows() -> None:
     ("first", "second", "turns_at"),
     [
         ([1, 1, 1, 1], [2, 2, 0.5, 0.5], 2),
-        ([1, 1, 1, 1], [2, 0.9, 2, 0.5], 4),  # what noise does to one size turns nothing
+        ([1, 1, 1, 1], [2, 0.9, 2, 0.5], 4),  # noise in one size does not change the choice
         ([1, 1, 1, 1], [0.5, 0.5, 0.5, 0.5], 0),
         ([1, 1, 1, 1], [2, 2, 2, 2], 8),
     ],
 )
-def test_the_threshold_loses_least(first: list[float], second: list[float], turns_at: int) -> None:
+def test_threshold_minimizes_the_loss(
+    first: list[float], second: list[float], turns_at: int
+) -> None:
     pairs = list(zip(first, second, strict=True))
     assert tuning.threshold([1, 2, 4, 8], pairs) == turns_at
 
 
-def test_the_command_measures_and_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_measures_and_stores_thresholds(capsys: pytest.CaptureFixture[str]) -> None:
     assert tuning.main([]) == 0
     [(by, small, middle)] = thresholds.thresholds()
-    assert (by, middle) == ("tcp", thresholds.BUILT_IN[1])  # which 4 ranks cannot measure
+    assert (by, middle) == ("tcp", thresholds.BUILT_IN[1])  # 4 ranks cannot measure it
     assert small in (0, *tuning.SIZES)
     told = capsys.readouterr().out
     assert f"small_bytes {small}" in told

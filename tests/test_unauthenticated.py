@@ -1,4 +1,4 @@
-"""`pycomm bench connection_flood`: it runs and stores, and a promise that was broken is told."""
+"""`pycomm bench connection_flood`: it runs and stores, and broken promises are reported."""
 
 import json
 import multiprocessing
@@ -19,7 +19,8 @@ CLEAN = Cycles("pycomm", 10, [], Held(20, 3, 100), Held(20, 3, 100))
 
 @pytest.fixture(scope="module", autouse=True)
 def server() -> None:
-    """The process that multiprocessing keeps for good, with what the command has it load."""
+    """The server that multiprocessing keeps permanently, with the modules that the command
+    preloads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.connection_flood_rank"])
     forkserver.ensure_running()
@@ -30,12 +31,12 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = tmp_path / "flood.json"
     chosen = ["--peers", "pycomm", "--connections", "200", "--cycles", "24"]
     chosen += ["--rounds", "0", "--json", str(path)]
-    connection_flood.main(chosen)  # its status tells of the speed too, on a machine that others use
+    connection_flood.main(chosen)  # its exit status includes the speed, on a shared machine
     stored = json.loads(path.read_text())
     (flood,), (cycles,) = stored["flood"], stored["cycles"]
     assert flood["error"] == ""
-    assert flood["stood"] >= 100, "unauthenticated clients were let in while the group formed"
-    assert flood["refused"] >= 100, "and met nobody at the store's public port once it was closed"
+    assert flood["stood"] >= 100, "clients connect while the group forms"
+    assert flood["refused"] >= 100, "clients are refused once the store's public port is closed"
     assert flood["descriptors"] <= flood["descriptors_quiet"]
     assert min(flood["forming_s"], flood["steps_per_s"]) > 0
     assert (cycles["cycles"], cycles["failures"], cycles["files"]) == (24, [], 0)
@@ -53,10 +54,10 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
         (replace(KEPT, descriptors=21), False),
         (replace(KEPT, let_in=1), False),
         (replace(KEPT, steps_per_s=899.0), False),
-        (replace(KEPT, backend="gloo", error="it hangs"), True),  # its promises are not ours
+        (replace(KEPT, backend="gloo", error="it hangs"), True),  # its promises are not pycomm's
     ],
 )
-def test_a_flood_that_does_harm_is_seen(found: Flood, kept: bool) -> None:
+def test_harmful_flood_is_detected(found: Flood, kept: bool) -> None:
     assert connection_flood._kept(found) == kept
 
 
@@ -70,14 +71,14 @@ def test_a_flood_that_does_harm_is_seen(found: Flood, kept: bool) -> None:
         (replace(CLEAN, last=Held(20, 4, 100)), False),
     ],
 )
-def test_a_cycle_that_leaves_something_is_seen(found: Cycles, clean: bool) -> None:
+def test_leaking_cycle_is_detected(found: Cycles, clean: bool) -> None:
     assert connection_flood._clean(found) == clean
 
 
 @pytest.mark.skipif(bool(distant.missing()), reason=distant.missing() or "it is there")
 @pytest.mark.parametrize("where", distant.FORMING)
 def test_a_distant_rank_joins_beside_a_flood(where: str) -> None:
-    """How soon is for the benchmark: here the machine may be busy."""
+    """The benchmark checks the time: here the machine may be busy."""
     found = Distant(where, 50, 500)
     distant._form(found)
     assert min(*found.quiet_s, *found.flooded_s) > 2 * 0.05, "packets were not delayed"
@@ -93,5 +94,5 @@ def test_a_distant_rank_joins_beside_a_flood(where: str) -> None:
         (Distant("mesh", 10, 8000, quiet_s=[0.2]), False),
     ],
 )
-def test_a_flood_that_holds_distant_ranks_up_is_seen(found: Distant, kept: bool) -> None:
+def test_flood_that_delays_distant_ranks_is_detected(found: Distant, kept: bool) -> None:
     assert found.kept() == kept

@@ -19,7 +19,7 @@ SHAPES = [(), (0,), (5,), (3, 4), (70_001,)]
 
 
 def data(rank: int, shape: tuple[int, ...], dtype: str = "int64") -> Any:
-    """Numbers that tell ranks and places apart, and 0 and 1 for a bool."""
+    """Numbers that distinguish ranks and positions, and 0 and 1 for a bool."""
     count = int(np.prod(shape))
     return (
         ((np.arange(count) * 7 + rank * 31) % 101 % (2 if dtype == "bool" else 101))
@@ -29,7 +29,7 @@ def data(rank: int, shape: tuple[int, ...], dtype: str = "int64") -> Any:
 
 
 def odd(x: Any) -> Any:
-    """The same elements in a layout that is not contiguous, where there is such a one."""
+    """The same elements in a noncontiguous layout, if there is one."""
     if x.ndim == 0 or x.size == 0:
         return x.copy()
     room = np.full((*x.shape, 3), 99, x.dtype)
@@ -42,7 +42,7 @@ def result(call: Any, async_op: bool) -> Any:
 
 
 def every_verb(group: Group, dtype: str, async_op: bool, make: Any) -> None:
-    """Each verb by each root, with `out` made and given, against what NumPy says."""
+    """Each verb by each root, with `out` allocated and given, compared with NumPy."""
     n, me = group.size, group.rank
     for shape in SHAPES:
         if dtype != "int64" and shape == (70_001,):
@@ -201,7 +201,7 @@ def test_inputs_that_share_memory_with_the_output() -> None:
         assert parts == [0, 1, 2]
 
 
-def test_wrong_arguments_are_refused_before_anything_moves() -> None:
+def test_wrong_arguments_raise_before_data_is_sent() -> None:
     def fn(group: Group) -> Any:
         me = group.rank
         x, flat = np.ones(4, np.float32), np.float32(1)
@@ -240,7 +240,7 @@ def test_wrong_arguments_are_refused_before_anything_moves() -> None:
     assert run_ranks(2, fn) == [2.0, 2.0]
 
 
-def test_reduce_leaves_other_arrays_alone_even_read_only_ones() -> None:
+def test_reduce_writes_no_other_array() -> None:
     def fn(group: Group) -> Any:
         x = np.arange(1000.0)
         x.flags.writeable = group.rank == 1
@@ -261,7 +261,7 @@ def test_values_of_all_ranks() -> None:
     assert run_ranks(1, fn) == [wanted[:1]]
 
 
-def test_a_value_that_is_not_plain_is_reported_on_every_rank() -> None:
+def test_unsupported_value_is_reported_on_every_rank() -> None:
     def fn(group: Group) -> Any:
         value = {"loss": np.float32(1)} if group.rank == 1 else 1.5
         with pytest.raises(errors.InvalidArgument, match=r"rank 1: value\['loss'\]") as caught:
@@ -271,8 +271,8 @@ def test_a_value_that_is_not_plain_is_reported_on_every_rank() -> None:
     assert run_ranks(3, fn) == [(1, [0, 1, 2])] * 3
 
 
-def dies_in_the_middle(group: Group) -> Any:
-    """Rank 1 is gone before an exchange that would need it."""
+def end_before_exchange(group: Group) -> Any:
+    """Rank 1 ends before an exchange that needs it."""
     pycomm.barrier()
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -283,14 +283,16 @@ def dies_in_the_middle(group: Group) -> Any:
     return caught.value.peer
 
 
-def test_a_rank_failure_is_noticed_in_an_exchange() -> None:
-    results = run_ranks(3, dies_in_the_middle, transport="", processes=True, return_exceptions=True)
+def test_rank_failure_is_detected_in_an_exchange() -> None:
+    results = run_ranks(
+        3, end_before_exchange, transport="", processes=True, return_exceptions=True
+    )
     assert results[0] == results[2] == 1
     assert isinstance(results[1], errors.PeerLost)
 
 
 def exchanged(group: Group) -> list[int]:
-    """Frames that an all_to_all sends: without counts, with counts, and with counts by a
+    """Frames that an all_to_all sends: without counts, with counts, and with counts of a
     CommunicatorPool."""
     x, out = np.ones(12, np.float32), np.zeros(12, np.float32)
     counts = [12 // group.size] * group.size
@@ -311,6 +313,6 @@ def exchanged(group: Group) -> list[int]:
     return frames
 
 
-def test_counts_that_were_exchanged_are_not_gathered_again() -> None:
+def test_exchanged_counts_are_not_gathered_again() -> None:
     for without, compared, known in run_ranks(3, exchanged, transport="tcp"):
         assert known == without < compared

@@ -1,4 +1,4 @@
-"""Where the system forbids pidfds a rank that dies or is stopped is noticed all the same."""
+"""If the system forbids pidfds, a rank that dies or is stopped is still detected."""
 
 import os
 import shutil
@@ -63,7 +63,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("sign", [9, 19], ids=["killed", "stopped"])
-def test_rank_failures_are_noticed_without_pidfds(
+def test_rank_failures_are_detected_without_pidfds(
     tmp_path: Path, sign: int, transport: str
 ) -> None:
     (tmp_path / "shim.c").write_text(SHIM)

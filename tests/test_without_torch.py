@@ -1,4 +1,4 @@
-"""Without torch: the package is built, imported and used where only NumPy is installed."""
+"""Without torch: the package is built, imported and used with only NumPy installed."""
 
 import os
 import secrets
@@ -15,7 +15,7 @@ from ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Every call of the package, in two processes that only have a key and an address.
+# Every call of the package, in two processes that have only a secret and an address.
 BASE = """
 import importlib.util, sys
 import numpy as np, pycomm
@@ -67,7 +67,7 @@ print("fine", pycomm._core.__file__)
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment's Python that has NumPy and what the build needs, and nothing else."""
+    """The Python of an environment with NumPy and the build requirements, and nothing else."""
     folder = tmp_path_factory.mktemp("without_torch")
     command = [sys.executable, "-m", "venv", "--without-pip", str(folder / "env")]
     subprocess.run(command, check=True, timeout=180)
@@ -90,7 +90,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def clean(python: Path) -> dict[str, str]:
-    """The variables for that Python: none that lead elsewhere, ninja and the compiler on PATH."""
+    """The variables for that Python: no other import paths; ninja and the compiler on PATH."""
     left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     env = {k: v for k, v in os.environ.items() if k not in left_out and not k.startswith("PYCOMM_")}
     tools = [str(python.parent), sysconfig.get_paths()["scripts"], os.environ["PATH"]]
@@ -105,7 +105,7 @@ def use_everything(python: Path, where: Path) -> list[str]:
     ranks = [
         subprocess.Popen(
             [python, "-c", BASE],
-            cwd=where,  # which is where -c looks first
+            cwd=where,  # the first entry of sys.path for -c
             env=env | {"PYCOMM_RANK": str(rank), "PYCOMM_LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
@@ -117,14 +117,14 @@ def use_everything(python: Path, where: Path) -> list[str]:
     return [output.removeprefix("fine ").strip() for output in outputs]
 
 
-def test_everything_works_where_only_numpy_is(environment: Path) -> None:
+def test_package_works_with_numpy_alone(environment: Path) -> None:
     import pycomm
 
     assert use_everything(environment, ROOT) == [pycomm._core.__file__] * 2
 
 
-# A compiler that takes the objects which see no Python from the build that is here: they are the
-# same, and take minutes. What sees pybind11 is compiled, quickly.
+# A compiler that copies the objects without Python headers from the existing build: they are the
+# same, and take minutes. Objects with pybind11 are compiled, quickly.
 COMPILER = """#!/bin/sh
 for word in "$@"; do last=$word; done
 case "$*" in

@@ -1,7 +1,7 @@
 """The tier of each test: UNIT and QUICK list files, everything else runs in `make test-all` alone.
 
     make test-unit   UNIT: no ranks beyond one process, below a minute
-    make test        UNIT and QUICK: what a user runs, below six minutes on two cores
+    make test        UNIT and QUICK: for users, below six minutes on two cores
     make test-all    everything, with unauthenticated clients that connect meanwhile (attack.py)
     make nightly     each file alone, long simulations, fuzzing, soak: see the Makefile
 
@@ -9,14 +9,14 @@ conftest.py gives each test the marker of its tier, so that no test needs a deco
 """
 
 UNIT = {
-    "test_arrays", "test_buckets", "test_packet_batches", "test_data", "test_dgc_exchange_policy", "test_dtypes",
-    "test_flight_recorder", "test_kernel_inputs", "test_kernel_packets", "test_kernel_rows",
-    "test_kernels", "test_compact", "test_local_sgd", "test_metrics", "test_misuse", "test_planner",
-    "test_save", "test_top", "test_trace", "test_tuning",
+    "test_arrays", "test_buckets", "test_compact", "test_data", "test_dgc_exchange_policy",
+    "test_dtypes", "test_flight_recorder", "test_kernel_inputs", "test_kernel_packets",
+    "test_kernel_rows", "test_kernels", "test_local_sgd", "test_metrics", "test_misuse",
+    "test_packet_batches", "test_planner", "test_save", "test_top", "test_trace", "test_tuning",
 }  # fmt: skip
 QUICK = {
     "test_api", "test_c10d", "test_data_parallel", "test_dgc", "test_dgc_compact", "test_dgc_fused",
-    "test_dgc_states", "test_dgc_steps", "test_dgc_unseen", "test_errors", "test_house",
+    "test_dgc_states", "test_dgc_steps", "test_dgc_unseen", "test_errors", "test_layers",
     "test_join_scaled", "test_product", "test_shrink", "test_hierarchical_exchange", "test_objects",
     "test_verbs",
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Torch tensors on emulated GPUs, for the tests of the backend and of DataParallel.
 
-A process of a pool (torch_ranks.py) has one device, whose number is its rank. No test itself:
-test_c10d_device*.py and test_parallel_devices.py import it.
+A process of a pool (torch_ranks.py) has one device, whose number is its rank. test_c10d_device*.py
+and test_parallel_devices.py import the fixture and the marks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch_ranks import Pools, Run
@@ -22,12 +23,17 @@ from pycomm.kernels import devices
 sys.path.insert(0, str(Path(__file__).parent / "emulator"))
 import programs
 
-POOLS = Pools()  # processes in which torch has a device more, and so not those of other tests
+# Separate from other tests, since torch has an additional device in these processes.
+POOLS = Pools()
 BACKEND = "cpu:pycomm,privateuseone:pycomm"
+MARKS = [
+    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
+    pytest.mark.timeout(400),
+]
 
 
 class TorchModule(ModuleType):
-    """What torch asks of `torch.cuda`, for the devices that the tests add."""
+    """The functions of `torch.cuda` that torch uses, for the devices of the tests."""
 
     @staticmethod
     def _lazy_init() -> None: ...
@@ -42,7 +48,8 @@ class TorchModule(ModuleType):
 
 
 class Stream:
-    """The thread's current stream of a device, with what pycomm asks of a `torch.cuda.Stream`."""
+    """The thread's current stream of a device, with the part of `torch.cuda.Stream` that pycomm
+    uses."""
 
     def __init__(self, index: int) -> None:
         self.cuda_stream = programs.emulated_torch().stream(index)
@@ -65,35 +72,36 @@ class Emulated:
         self.module = programs.emulated_torch()
         self.runtime = programs.emulated().runtime
         if not hasattr(torch, "privateuseone"):
-            torch.utils.rename_privateuse1_backend("privateuseone")  # says that it is there
+            torch.utils.rename_privateuse1_backend("privateuseone")  # registers the device
             torch._register_device_module("privateuseone", TorchModule("torch.privateuseone"))
         self._gates: list[Any] = []
         self.index = dist.get_rank()
         self.device = torch.device("privateuseone", self.index)
 
     def stream(self, number: int) -> int:
-        """Makes a stream of the device the thread's current one; the number of that before."""
+        """Makes a stream of the device the thread's current one; returns the number of the previous
+        one."""
         return int(self.module.use_stream(self.index, number))
 
     def delay(self) -> Callable[[], None]:
-        """Lets the current stream wait until what this gives is called."""
+        """Blocks the current stream until the returned function is called."""
         gate = self.runtime.Gate(self.module.stream(self.index))
         self._gates.append(gate)
         open_gate: Callable[[], None] = gate.open
         return open_gate
 
     def end(self) -> None:
-        """Nothing waits any more: other tests use the same streams."""
+        """Removes all blocks: other tests use the same streams."""
         for gate in self._gates:
             gate.open()
 
     def counts(self) -> dict[str, int]:
-        """What NCCL was given since the last call, and has begun."""
+        """The operations that NCCL received since the last call and started."""
         return dict(programs.emulated().nccl.take_counts())
 
 
 def on_emulated(fn: Callable[..., Any], *args: Any) -> Any:
-    """In a process of the pool: `fn(device, *args)` where groups take emulated devices."""
+    """In a process of the pool: `fn(device, *args)` with emulated devices for groups."""
     module = programs.emulated()
     module.runtime.set_eager(False)
     module.set_order("forward", 1, 4)
@@ -109,12 +117,13 @@ def on_emulated(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def share_a_device(at: Any) -> None:
-    """The rank's tensors lie on device 0, as those of the other ranks."""
+    """Places the rank's tensors on device 0, like those of the other ranks."""
     at.index, at.device = 0, torch.device("privateuseone", 0)
 
 
-def runner(folder: Path, before: Any) -> Run:
+@pytest.fixture(name="run")
+def run_fixture(tmp_path: Path, no_leaks: Any) -> Run:
     """run(size, fn, *args) -> the results of `fn(device, *args)` by rank."""
-    return lambda size, fn, *args: POOLS.of(size, before).run(
-        folder, BACKEND, on_emulated, fn, *args
+    return lambda size, fn, *args: POOLS.of(size, no_leaks).run(
+        tmp_path, BACKEND, on_emulated, fn, *args
     )

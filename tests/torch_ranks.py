@@ -1,9 +1,9 @@
-"""Processes whose default torch group stands on pycomm, for the tests of the backend.
+"""Processes whose default torch group uses pycomm, for the tests of the backend.
 
 One pool of spawned processes serves all files, since importing torch costs more than most tests;
-each test sends them one function, which runs with a fresh default group (file store). The same on
-gloo is the fixture `both`, which compares. No test itself: test_c10d*.py import its fixtures, and
-the others that train with torch.
+each test sends them one function, which runs with a fresh default group (file store). The fixture
+`both` also runs it on gloo, and compares. test_c10d*.py and other tests that train with torch
+import the fixtures.
 """
 
 import multiprocessing
@@ -25,7 +25,7 @@ LIMIT_S = 180  # of one function in all processes
 
 
 def _serve(rank: int, size: int, pipe: Connection) -> None:
-    """What a process of the pool does: runs what comes, each with a fresh default group."""
+    """The main function of a pool process: runs each function with a fresh default group."""
     torch.set_num_threads(1)
     while True:
         task = pipe.recv()
@@ -47,7 +47,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             finally:
                 dist.destroy_process_group()
             pipe.send((True, result))
-        except BaseException:  # whatever it was, the test is told
+        except BaseException:  # any error is returned to the test
             pipe.send((False, traceback.format_exc()))
 
 
@@ -94,7 +94,7 @@ class Ranks:
 
 
 class Pools:
-    """The pool of each size, made when it is first needed and again after a failure."""
+    """The pool of each size, created on first use and again after a failure."""
 
     def __init__(self) -> None:
         self.pools: dict[int, Ranks] = {}
@@ -102,7 +102,7 @@ class Pools:
     def of(self, size: int, before: Any) -> Ranks:
         pool = self.pools.get(size)
         if pool is None or pool.broken:
-            with before.stays():
+            with before.keep_new():
                 if pool is not None:
                     pool.stop()
                 pool = self.pools[size] = Ranks(size)
@@ -115,22 +115,22 @@ Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(name="run")
-def run_fixture(tmp_path: Path, nothing_left: Any) -> Run:
+def run_fixture(tmp_path: Path, no_leaks: Any) -> Run:
     """run(size, fn, *args) -> results by rank."""
-    return lambda size, fn, *args: POOLS.of(size, nothing_left).run(tmp_path, "pycomm", fn, *args)
+    return lambda size, fn, *args: POOLS.of(size, no_leaks).run(tmp_path, "pycomm", fn, *args)
 
 
 @pytest.fixture(name="both")
-def both_fixture(tmp_path: Path, nothing_left: Any) -> Run:
-    """both(size, fn, *args) -> results by rank: those of pycomm, which gloo's must resemble.
+def both_fixture(tmp_path: Path, no_leaks: Any) -> Run:
+    """both(size, fn, *args) -> results by rank of pycomm, which must equal gloo's.
 
-    The results are tensors and numbers in lists and dicts. Of two ranks' sums there is one order,
-    so that they have to be the same bit by bit; of more, to torch's tolerance for the dtype.
+    The results are tensors and numbers in lists and dicts. Sums of two ranks have one order, so
+    that they must be equal bit by bit; sums of more ranks within torch's tolerance for the dtype.
     """
 
     def run_both(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         ours, theirs = (
-            POOLS.of(size, nothing_left).run(tmp_path, backend, fn, *args)
+            POOLS.of(size, no_leaks).run(tmp_path, backend, fn, *args)
             for backend in ("pycomm", "gloo")
         )
         exact = {"rtol": 0.0, "atol": 0.0} if size == 2 else {}
@@ -144,13 +144,13 @@ SIZES = pytest.mark.parametrize("size", [2, 3])
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers, so that every sum and product is exact, different on each rank."""
+    """Small integers, so that every sum and product is exact, different on each rank."""
     made = torch.Generator().manual_seed(rank + 100 * len(shape))
     return torch.randint(1, 5, shape, generator=made).to(dtype)
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
-    """Bit by bit."""
+    """Bitwise equality."""
     assert got.dtype == wanted.dtype, (what, got, wanted)
     assert got.shape == wanted.shape, (what, got, wanted)
     as_bytes = [x.contiguous().reshape(-1).view(torch.uint8) for x in (got, wanted)]

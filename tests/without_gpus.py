@@ -1,4 +1,4 @@
-"""Programs that see no GPU, also where there is one, for what is said then. No test itself."""
+"""Runs programs that see no GPU, also where there is one."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Python with these arguments, in a process of its own, as CUDA looks for GPUs once."""
+    """Runs Python with these arguments in a separate process, as CUDA searches for GPUs once."""
     return subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

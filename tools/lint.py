@@ -5,7 +5,7 @@
 
 Prints each command and ends with status 1 if one complained. clang-tidy is slow, so that a file is
 looked at again only when it, a header it includes or the checks have changed (build/lint/). Not
-here: the layers of the house (tests/test_house.py).
+here: the layers (tests/test_layers.py).
 """
 
 import hashlib

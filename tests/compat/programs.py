@@ -1,14 +1,14 @@
-"""Other people's training programs under torchrun, 2 ranks on the CPU, on any backend.
+"""Third-party training programs under torchrun, 2 ranks on the CPU, with any backend.
 
     python tests/compat/programs.py --backend pycomm [--only REGEX] [--json FILE]
 
-accelerate's scripts and Hugging Face's Trainer take the group that stands: on the CPU they would
-name gloo themselves. Lightning and Ray Train take the backend's name; Ray starts its processes
-itself. A program runs when each process that was started has said at its end that it is done. A
-program whose package is not installed is left out, and said to be.
+accelerate's scripts and Hugging Face's Trainer use the existing default group: on the CPU they
+would choose gloo themselves. Lightning and Ray Train accept the name of a backend; Ray starts its
+own processes. A program succeeds if each of its processes reports at its end that it is done. A
+program whose package is not installed is skipped, and reported as such.
 
-It ends with 1 when a program that was started did not run to its end. Called by people, by table.py
-and by tests/test_programs.py; the packages are the extra "programs" of pyproject.toml.
+The exit status is 1 if a program was started and did not complete. The packages are the extra
+"programs" of pyproject.toml.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
-LIMIT_S = 900.0  # against hanging: Ray's five processes need 30 s of processor, 260 s on a busy one
+LIMIT_S = 900.0  # against hanging: Ray's five processes need 30 s of CPU, 260 s on a busy machine
 RUNS, DIFFERS, LEFT_OUT = "runs", "differs", "left out"
 
 
 def accelerate_script(backend: str) -> None:
-    """What accelerate runs to see that it works: samplers, loaders, training, gathers."""
+    """accelerate's self-test: samplers, loaders, training, gathers."""
     _run_module("accelerate.test_utils.scripts.test_script", backend)
 
 
 def accelerate_sync(backend: str) -> None:
-    """Gradient accumulation with and without synchronisation."""
+    """Gradient accumulation with and without synchronization."""
     _run_module("accelerate.test_utils.scripts.test_sync", backend)
 
 
@@ -55,7 +55,7 @@ def _run_module(name: str, backend: str) -> None:
 
 
 def lightning(backend: str) -> None:
-    """DDPStrategy, told the backend; the parameters are equal on all ranks afterwards."""
+    """DDPStrategy with the given backend; afterwards the parameters are equal on all ranks."""
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -92,7 +92,7 @@ def lightning(backend: str) -> None:
 
 
 def trainer(backend: str) -> None:
-    """Hugging Face's Trainer on the CPU, in the group that stands."""
+    """Hugging Face's Trainer on the CPU, in the existing default group."""
     import transformers
 
     dist.init_process_group(backend)
@@ -118,14 +118,15 @@ def trainer(backend: str) -> None:
 
 
 def ray_train(backend: str) -> None:
-    """TorchTrainer, told the backend: Ray's workers make the group and wrap the model for DDP."""
+    """TorchTrainer with the given backend: Ray's workers create the group and wrap the model in
+    DDP."""
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
         ray.init(num_cpus=RANKS, object_store_memory=100 << 20, _temp_dir=folder)
-        TorchTrainer(  # raises where a worker does
+        TorchTrainer(  # raises if a worker does
             _ray_worker,
             train_loop_config={"backend": backend},
             torch_config=TorchConfig(backend=backend),
@@ -174,9 +175,9 @@ PACKAGES = {
 
 
 def rank(program: str, backend: str) -> None:
-    """What each process does that torchrun has started."""
+    """The main function of each process that torchrun starts."""
     if backend == "pycomm":
-        import pycomm.torch_backend  # noqa: F401 - for a pycomm that is not installed
+        import pycomm.torch_backend  # noqa: F401 - registers the backend if pycomm is not installed
     PROGRAMS[program](backend)
     print(_done(program, backend), flush=True)
 
@@ -186,7 +187,7 @@ def _done(program: str, backend: str) -> str:
 
 
 def launch(program: str, backend: str) -> dict[str, Any]:
-    """One program under torchrun: its package and version, what became of it, seconds."""
+    """Runs one program under torchrun: its package and version, the outcome, seconds."""
     package = PACKAGES[program]
     if importlib.util.find_spec(package) is None:
         return {"package": package, "status": LEFT_OUT, "reason": f"needs the package {package}"}
@@ -218,7 +219,7 @@ def launch(program: str, backend: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs, prints, stores; 0 if all that were started ran."""
+    """Runs, prints, stores; 0 if all programs that were started completed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--backend", default="pycomm", help="its name in torch.distributed")
     parser.add_argument("--only", default="", metavar="REGEX", help="programs whose names match")

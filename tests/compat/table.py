@@ -3,10 +3,9 @@
     python tests/compat/table.py          write the table
     python tests/compat/table.py --run    run everything first, one after the other: 15 minutes
 
-Results lie in benchmarks/results/ as torch_suite.py and programs.py store them, each with its
-machine. What one backend passes and the other does not is named below the table, with the reason
-that the run gave. Called by `make compat`; tests/test_torch_suite.py holds that the page is what
-this writes.
+The results are in benchmarks/results/, as torch_suite.py and programs.py store them, each with its
+machine. Tests that pass with one backend only are named below the table, with the reason that the
+run reported. tests/test_torch_suite.py checks that the page contains this table.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ PAGE = ROOT / "docs" / "torch_backend.md"
 BEGIN, END = "<!-- tests/compat/table.py writes from here -->", "<!-- to here -->"
 
 BACKENDS = ("gloo", "pycomm")
-SUITES = {  # the end of the file's name: the options of torch_suite.py
+SUITES = {  # suffix of the file name: options of torch_suite.py
     "2": ["--world-size", "2"],
     "3": ["--world-size", "3"],
     "4": ["--world-size", "4"],
     "3_cuda_as_cpu": ["--world-size", "3", "--cuda-as-cpu"],
 }
-PROGRAMS = {  # by their names in programs.py
+PROGRAMS = {  # names in programs.py
     "accelerate_script": "`test_script`",
     "accelerate_sync": "`test_sync`",
     "lightning": "`DDPStrategy`",
@@ -49,7 +48,7 @@ def programs_file(backend: str) -> Path:
 
 
 def run() -> None:
-    """Everything, into the files. A run in which tests fail is a result too."""
+    """Runs everything and stores the results. A run with failing tests is a result too."""
     for backend in BACKENDS:
         for kind, options in SUITES.items():
             stored = suite_file(kind, backend)
@@ -64,7 +63,7 @@ def _script(name: str, *options: str) -> None:
 
 
 def table() -> str:
-    """The table, as Markdown."""
+    """The table as Markdown."""
     lines = ["| program | gloo | pycomm |", "|---|---|---|"]
     suites = [{b: _read(suite_file(kind, b)) for b in BACKENDS} for kind in SUITES]
     for suite in suites:
@@ -96,7 +95,7 @@ def _counts(result: dict[str, Any]) -> str:
 
 
 def written(page: str) -> str:
-    """The page's text with the table of the stored results in its place."""
+    """The text of the page with the table of the stored results."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):

@@ -1,15 +1,14 @@
-"""PyTorch's own distributed suite (torch.testing._internal.distributed.distributed_test) against
-any backend, each test on --world-size forked processes.
+"""PyTorch's own distributed suite (torch.testing._internal.distributed.distributed_test) with any
+backend, each test on --world-size forked processes.
 
     python tests/compat/torch_suite.py --backend pycomm --world-size 3 [--only REGEX] [--json FILE]
 
-Under a name that it does not know the suite leaves out two tests of three: its decorators judge by
-lists of names and by the size of the world. Here those decorators do nothing, and excluded.txt
-alone says which tests do not run and why; a test that is not named there runs. No file of torch's
-is changed. With --cuda-as-cpu the tests that need a GPU run too, see cuda_as_cpu.py.
+For an unknown backend the suite skips two tests of three: its decorators decide by lists of backend
+names and by the world size. Here those decorators do nothing. excluded.txt lists the tests that do
+not run and why; all others run. No file of torch is changed. With --cuda-as-cpu the tests that need
+a GPU run too, see cuda_as_cpu.py.
 
-It ends with 1 when a test that ran did not pass. Called by people and by tests/test_torch_suite.py.
-Needs torch's test dependency expecttest.
+The exit status is 1 if a test that ran did not pass. Needs torch's test dependency expecttest.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from typing import Any
 SUITE = "torch.testing._internal.distributed.distributed_test"
 LEFT_OUT = Path(__file__).with_name("excluded.txt")
 GROUP_LIMIT_S = 30  # the timeout of the tests' process groups
-GRACE_S = 1.0  # for the other ranks to say their part once one has failed
+GRACE_S = 1.0  # for the other ranks to report after one failed
 
 PASSED, FAILED, CRASHED, LATE, SKIPPED = "passed", "failed", "crashed", "timed out", "left out"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for."""
+    """The command-line options."""
 
     backend: str
     module: str  # registers the backend when imported; may be empty
@@ -57,7 +56,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one test."""
+    """The result of one test."""
 
     status: str
     reason: str = ""
@@ -65,13 +64,13 @@ class Outcome:
 
 
 def needs() -> dict[str, tuple[set[str], str]]:
-    """excluded.txt: for each test named there what it needs, and why."""
+    """excluded.txt: for each test in it the requirement and the reason."""
     lines = [x for x in LEFT_OUT.read_text().splitlines() if not x.startswith("#")]
     return {name: (set(need.split()), why) for name, need, why in (x.split(" | ") for x in lines)}
 
 
 def missing(needed: set[str], options: Options) -> set[str]:
-    """What this run cannot give of that."""
+    """The requirements that this run does not meet."""
     size = options.world_size
     there = {
         "gpu": options.cuda_as_cpu,
@@ -85,25 +84,25 @@ def missing(needed: set[str], options: Options) -> set[str]:
 
 
 def load(options: Options) -> ModuleType:
-    """The suite's module for this backend, with every decorator that judges undone."""
+    """The suite's module for this backend, without its decorators that skip tests."""
     os.environ.update(
         BACKEND=options.backend, WORLD_SIZE=str(options.world_size), MASTER_ADDR="127.0.0.1"
     )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.module:
         importlib.import_module(options.module)
-    # These live in two modules, and the suite takes them by name when it is imported.
+    # These are in two modules, and the suite imports them by name.
     from torch.testing._internal import common_distributed as ranks
     from torch.testing._internal import common_utils as utils
 
     for module in (utils, ranks):
-        module.skip_but_pass_in_sandcastle = _judge_nothing
-        module.skip_but_pass_in_sandcastle_if = _judge_nothing
-    ranks.skip_if_lt_x_gpu = ranks.requires_nccl_version = _judge_nothing
-    ranks.skip_if_no_gpu = ranks.skip_if_small_worldsize = _as_it_is
-    ranks.skip_if_odd_worldsize = _as_it_is
+        module.skip_but_pass_in_sandcastle = _no_decorator
+        module.skip_but_pass_in_sandcastle_if = _no_decorator
+    ranks.skip_if_lt_x_gpu = ranks.requires_nccl_version = _no_decorator
+    ranks.skip_if_no_gpu = ranks.skip_if_small_worldsize = _unchanged
+    ranks.skip_if_odd_worldsize = _unchanged
     suite: Any = importlib.import_module(SUITE)
-    # Whether events are checked, and which branch one helper takes, is decided by name as well.
+    # Whether events are checked, and the branch of one helper, also depend on the name.
     suite.PROFILING_SUPPORTED_BACKENDS.append(options.backend)
     suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(options.backend)
     suite.default_pg_timeout = GROUP_LIMIT_S
@@ -121,17 +120,17 @@ def load(options: Options) -> ModuleType:
     return suite
 
 
-def _as_it_is(test: Any) -> Any:
+def _unchanged(test: Any) -> Any:
     return test
 
 
-def _judge_nothing(*_args: Any, **_kwargs: Any) -> Any:
-    """In place of a decorator with arguments."""
-    return _as_it_is
+def _no_decorator(*_args: Any, **_kwargs: Any) -> Any:
+    """Replaces a decorator with arguments."""
+    return _unchanged
 
 
 class Runner:
-    """Runs single tests; the parent process makes no group and no thread, so it can be forked."""
+    """Runs single tests. The parent process creates no group and no thread, so that it can fork."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -141,11 +140,11 @@ class Runner:
         bases = (self.suite.TestDistBackend, self.suite.DistributedTest._DistTestBase)
         self.tests = type("Suite", bases, {})
         self.names = sorted(name for name in dir(self.tests) if name.startswith("test_"))
-        if strangers := set(self.needs) - set(self.names):
-            raise ValueError(f"{LEFT_OUT.name} names tests that are not there: {sorted(strangers)}")
+        if unknown := set(self.needs) - set(self.names):
+            raise ValueError(f"{LEFT_OUT.name} names unknown tests: {sorted(unknown)}")
 
     def run(self, name: str) -> Outcome:
-        """One test. Nothing of it is left when this returns."""
+        """Runs one test. All its processes have ended when this returns."""
         needed, why = self.needs.get(name, (set(), ""))
         if lacking := missing(needed, self.options):
             return Outcome(SKIPPED, f"needs {', '.join(sorted(lacking))}: {why}")
@@ -183,7 +182,7 @@ class Runner:
         return self._judge(in_time, ended, [a or b for a, b in zip(said, printed, strict=True)])
 
     def _wait(self, processes: Sequence[BaseProcess]) -> bool:
-        """Until all have ended, or one has failed and the others had their grace; False: late."""
+        """Waits until all ended, or until GRACE_S after a failure; False: timed out."""
         end = time.monotonic() + self.options.timeout_s
         failed = False
         while running := [p.sentinel for p in processes if p.exitcode is None]:
@@ -194,7 +193,7 @@ class Runner:
         return True
 
     def _child(self, rank: int, name: str, folder: Path, pipe: Connection) -> None:
-        """What a rank does: torch's own side of the test, its output in a file."""
+        """The main function of a rank: torch's side of the test, its output in a file."""
         import torch
 
         with (folder / f"rank{rank}").open("w") as log:
@@ -219,7 +218,7 @@ class Runner:
         for skip in self.ranks.TEST_SKIPS.values():
             if codes == {skip.exit_code}:
                 return Outcome(SKIPPED, f"skips itself: {skip.message}")
-        # A rank that dies drags others along: its end is the cause.
+        # When a rank dies, others fail as well: its exit status is the cause.
         first = min((c for c in codes if c is not None and c < 0), default=None)
         if first is not None:
             rank = ended.index(first)
@@ -230,7 +229,7 @@ class Runner:
 
 
 def _last(pipe: Connection) -> str:
-    """The traceback that a rank sent before its end; empty if it sent none."""
+    """The traceback that a rank sent before it ended, or ""."""
     with contextlib.suppress(EOFError, OSError):
         if pipe.poll(0):
             return str(pipe.recv())
@@ -238,7 +237,7 @@ def _last(pipe: Connection) -> str:
 
 
 def _cause(text: str) -> str:
-    """The line of the error in what a rank said, else its last line."""
+    """The line with the error in a rank's output, else the last line."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(?:[a-z_]\w*\.)*[A-Z]\w+: ", line)]
     return (errors or lines or ["nothing said"])[-1].strip()[:240]
@@ -249,7 +248,7 @@ def chosen(runner: Runner) -> list[str]:
 
 
 def show(runner: Runner, names: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
-    """Runs them under a progress bar; a line for each that did not pass."""
+    """Runs the tests under a progress bar; prints a line for each that did not pass."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -277,7 +276,7 @@ def show(runner: Runner, names: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
 
 
 def write(path: str, options: Options, outcomes: dict[str, Outcome], seconds: float) -> None:
-    """The results as JSON, the machine among them."""
+    """The results as JSON, with the machine."""
     import torch
 
     from pycomm.demo.machine import describe

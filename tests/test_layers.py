@@ -1,6 +1,6 @@
-"""Holds the floor plan: who may see whom, in C++ and in Python, and the sizes of the rooms.
+"""Checks the layers: the allowed includes of C++ and imports of Python, and the sizes of files.
 
-The tables come first; a new folder of csrc or module of pycomm needs its line there.
+The tables are at the top; a new folder of csrc or module of pycomm needs a row there.
 """
 
 import ast
@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 PYCOMM = ROOT / "pycomm"
 
-# What the files whose path begins so may include of ours; the longest beginning counts. A name that
-# ends in "/" stands for the folder.
+# Which pycomm headers a file with this path prefix may include; the longest prefix applies. A name
+# that ends in "/" is a folder.
 MAY_INCLUDE = {
     "core/": ["core/"],
     "os/": ["core/", "os/"],
     "collectives/": ["core/", "collectives/"],
     "kernels/": ["core/", "kernels/", "os/thread.h"],
-    # The store proves who calls with the transports' handshake.
+    # The store authenticates clients with the transports' handshake.
     "rendezvous/": [
         "core/",
         "os/",
@@ -40,7 +40,7 @@ MAY_INCLUDE = {
         *("core/", "engine/", "collectives/plan.h", "kernels/kernels.h"),
         *("os/process.h", "transport/transport.h", "transport/frame.h"),
     ],
-    # Plans on a GPU's streams; which GPU and which NCCL it is told.
+    # Plans on a GPU's streams; the device and NCCL are arguments.
     "device/": ["core/", "device/", "collectives/plan.h", "nccl/", "os/thread.h"],
     "shared/": [
         *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
@@ -73,8 +73,8 @@ MAY_INCLUDE = {
 STANDARD_LIBRARY_ONLY = ["core/", "collectives/"]
 MAY_INCLUDE_TORCH = "bindings/c10d"
 
-# Modules and packages of pycomm, lowest floor first: each sees itself and the floors below it.
-FLOORS = [
+# Modules and packages of pycomm, lowest layer first: each may import itself and lower layers.
+LAYERS = [
     ["_core", "_cuda", "_c10d"],
     ["errors"],
     ["secret"],
@@ -93,15 +93,16 @@ FLOORS = [
     ["demo"],
     ["__main__"],
 ]
-SAME_ROOM = {"_torch_autoload": "torch_backend"}  # the light door that torch opens at its import
+# The small module that torch imports as a backend plugin.
+SAME_MODULE = {"_torch_autoload": "torch_backend"}
 MAY_IMPORT_TORCH = [
     *("torch_backend", "demo"),
-    "rendezvous",  # inside a function, where torch's own store is to be joined
+    "rendezvous",  # inside a function, to join torch's own store
     *("coalesced", "shrink_result", "compress", "data", "metrics", "checkpoint", "parallel"),
     "optim",
     *("functional", "launch", "planner"),
 ]
-# Who reads the environment; the others are given what they need. Launchers pass it on to children.
+# Modules that read the environment. Launchers pass it on to children.
 MAY_SEE_ENVIRONMENT = [
     "pycomm/config.py",
     "pycomm/launch/",
@@ -111,12 +112,12 @@ MAY_SEE_ENVIRONMENT = [
 
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
-# Set by setup.py for the compiler, and by our launchers for their ranks: not for users.
+# Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
 NOT_VARIABLES = {"PYCOMM_TORCH_VERSION", "PYCOMM_STORE_PORT"}
 
 
 def tree(*folders: str, ends: tuple[str, ...]) -> list[Path]:
-    """The files below these folders of the repository with one of these endings."""
+    """The files in these folders of the repository with one of these suffixes."""
     found = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in ends]
     return sorted(found)
 
@@ -126,7 +127,7 @@ PYTHON = tree("pycomm", ends=(".py",))
 
 
 def name_of(path: Path) -> str:
-    """A file's path as the tables spell it."""
+    """A file's path as the tables write it."""
     return str(path.relative_to(CSRC if CSRC in path.parents else ROOT))
 
 
@@ -135,18 +136,18 @@ def begins(name: str, beginnings: list[str]) -> bool:
 
 
 def lines_with(pattern: str, paths: list[Path]) -> Iterator[tuple[str, str]]:
-    """Where a pattern stands: (file:line, what the first group matched)."""
+    """The matches of a pattern: (file:line, first group)."""
     for path in paths:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             for match in re.finditer(pattern, line):
                 yield f"{name_of(path)}:{number}", match.group(1)
 
 
-def test_cpp_rooms_see_only_what_they_may() -> None:
+def test_cpp_folders_include_only_allowed_folders() -> None:
     wrong = []
     for where, header in lines_with(r'^\s*#\s*include "(.+?)"', CPP):
         beginnings = [b for b in MAY_INCLUDE if where.startswith(b)]
-        assert beginnings, f"{where}: give this room its line in MAY_INCLUDE"
+        assert beginnings, f"{where}: add this folder to MAY_INCLUDE"
         if not begins(header, MAY_INCLUDE[max(beginnings, key=len)]):
             wrong.append(f"{where} may not include {header}")
         elif not (CSRC / header).exists():
@@ -154,19 +155,19 @@ def test_cpp_rooms_see_only_what_they_may() -> None:
     assert wrong == []
 
 
-def test_the_lowest_rooms_use_the_standard_library_only() -> None:
+def test_lowest_folders_use_the_standard_library_only() -> None:
     low = [p for p in CPP if begins(name_of(p), STANDARD_LIBRARY_ONLY)]
     assert list(lines_with(r"#\s*include <(.*[./].*)>", low)) == []
 
 
-def test_torch_headers_stand_in_the_adaptor_only() -> None:
+def test_torch_headers_are_included_by_the_adaptor_only() -> None:
     rest = [p for p in CPP if not name_of(p).startswith(MAY_INCLUDE_TORCH)]
     assert list(lines_with(r'#\s*include [<"]((?:torch|ATen|c10|caffe2)/.*)[>"]', rest)) == []
 
 
 @pytest.mark.timeout(300)
 def test_every_header_compiles_alone() -> None:
-    """But the adaptor's, which cost half a minute each and have one includer."""
+    """Except the adaptor's headers, which take half a minute each and have one includer."""
     import pybind11
 
     cxx = os.environ.get("CXX", "g++")
@@ -197,8 +198,8 @@ def test_the_core_neither_ends_the_process_nor_prints() -> None:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Every module that a file imports, wherever in it: (line, dotted name). `from a import b` is
-    a.b where that is a module of ours and a otherwise; blocks for type checkers do not count."""
+    """Every module that a file imports, anywhere in it: (line, dotted name). `from a import b` is
+    a.b if that is a module of pycomm and a otherwise; blocks for type checkers are skipped."""
     module = ast.parse(path.read_text())
     package = path.relative_to(ROOT).parent.parts
     for_checkers = [
@@ -218,39 +219,39 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 deeper = f"{base}.{alias.name}"
-                yield node.lineno, deeper if is_ours(deeper) else base
+                yield node.lineno, deeper if is_pycomm(deeper) else base
 
 
-def is_ours(dotted: str) -> bool:
+def is_pycomm(dotted: str) -> bool:
     path = ROOT.joinpath(*dotted.split("."))
     compiled = dotted in ("pycomm._core", "pycomm._cuda", "pycomm._c10d")
     return compiled or path.is_dir() or path.with_suffix(".py").exists()
 
 
-def room_of(path: Path) -> str:
+def module_of(path: Path) -> str:
     """The module or package of pycomm that a file belongs to."""
     return known_as(path.relative_to(PYCOMM).parts[0].removesuffix(".py"))
 
 
-def known_as(room: str) -> str:
-    return SAME_ROOM.get(room, room)
+def known_as(module: str) -> str:
+    return SAME_MODULE.get(module, module)
 
 
-def floor_of(room: str) -> int:
-    for height, rooms in enumerate(FLOORS):
-        if room in rooms:
+def layer_of(module: str) -> int:
+    for height, modules in enumerate(LAYERS):
+        if module in modules:
             return height
-    pytest.fail(f"pycomm/{room} has no place in FLOORS yet: give it one")
+    pytest.fail(f"pycomm/{module} is missing in LAYERS: add it")
 
 
-def test_python_rooms_see_only_the_floors_below() -> None:
+def test_python_folders_import_only_lower_layers() -> None:
     wrong = []
     for path in PYTHON:
-        room = room_of(path)
+        module = module_of(path)
         for line, name in imports(path):
             first, *rest = name.split(".")
             seen = known_as(rest[0]) if rest else "__init__"
-            if first == "pycomm" and seen != room and floor_of(seen) >= floor_of(room):
+            if first == "pycomm" and seen != module and layer_of(seen) >= layer_of(module):
                 wrong.append(f"{name_of(path)}:{line} may not import {name}")
     assert wrong == []
 
@@ -259,7 +260,7 @@ def test_torch_is_imported_by_the_adaptor_and_the_training_layer_only() -> None:
     wrong = [
         f"{name_of(path)}:{line} imports {name}"
         for path in PYTHON
-        if room_of(path) not in MAY_IMPORT_TORCH
+        if module_of(path) not in MAY_IMPORT_TORCH
         for line, name in imports(path)
         if name.split(".")[0] == "torch"
     ]
@@ -293,10 +294,10 @@ def test_files_are_short() -> None:
     assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
 
 
-def test_every_file_of_a_tier_is_there() -> None:
+def test_every_file_of_a_tier_exists() -> None:
     files = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
     assert (UNIT | QUICK) - files == set()
-    assert UNIT & QUICK == set()
+    assert not UNIT & QUICK
 
 
 def test_every_command_is_documented() -> None:
