@@ -300,5 +300,5 @@ def test_the_guess_of_an_index() -> None:
 
 def test_parameters_elsewhere_are_refused() -> None:
     optimizer = sgd(nn.Linear(200, 200, device="meta"))
-    with pytest.raises(Unsupported, match=r"lies on meta.*codec"):
+    with pytest.raises(Unsupported, match=r"is on meta.*codec"):
         pycomm.DGC(optimizer, value_dtype="2bit")

@@ -54,7 +54,7 @@ class Packet:
     Args:
         memories, gradients: what is compressed; each gradient is the memory's own, whole.
         ks: elements to send of each; or one number, of all together.
-        rooms: workspaces kept between steps.
+        workspaces: kernel workspaces kept between steps.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Packet:
         memories: Sequence[ParameterState],
         gradients: Sequence[Tensor],
         ks: Sequence[int] | int,
-        rooms: dict[tuple[str, ...], Tensor],
+        workspaces: dict[tuple[str, ...], Tensor],
     ) -> None:
-        self._rooms = rooms
+        self._workspaces = workspaces
         self._prepared: list[_Part] = []
         self.k = ks if isinstance(ks, int) else sum(ks)
         real = memories[0].u.dtype
@@ -117,7 +117,7 @@ class Packet:
                 indices=part.indices,
                 values=part.values,
                 u_values=part.u_values,
-                workspace=self._room(part),
+                workspace=self._workspace(part),
                 together=True,
             )
             self._prepared.append(part)
@@ -135,12 +135,12 @@ class Packet:
         dtype = str(self._split[2]).removeprefix("torch.")
         return [kernels.clip_scale(n, limit, update.unscale, dtype=dtype) for n in norms]
 
-    def _room(self, part: _Part) -> Tensor | None:
+    def _workspace(self, part: _Part) -> Tensor | None:
         key = (str(part.k), *(memory.name for memory in part.memories))
-        if key not in self._rooms:
+        if key not in self._workspaces:
             u, v = [m.u for m in part.memories], [m.v for m in part.memories]
-            self._rooms[key] = kernels.dgc_workspace(u, v, part.k)
-        return self._rooms[key]
+            self._workspaces[key] = kernels.dgc_workspace(u, v, part.k)
+        return self._workspaces[key]
 
     def rollback(self) -> None:
         """What was prepared counts as not sent."""

@@ -116,11 +116,11 @@ class Step:
         self,
         plan: Plan,
         memories: Mapping[Tensor, ParameterState],
-        rooms: dict[tuple[str, ...], Tensor],
+        workspaces: dict[tuple[str, ...], Tensor],
         pool: CommunicatorPool,
         idle: bool = False,
     ) -> None:
-        self._plan, self._memories, self._rooms, self._pool = plan, memories, rooms, pool
+        self._plan, self._memories, self._workspaces, self._pool = plan, memories, workspaces, pool
         self._loads: list[_Load] = []
         self._waiting: list[_Load] = []
         self._packets: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
@@ -241,7 +241,7 @@ class Step:
         plan = self._plan
         memories = [memory for memory, _ in pairs]
         k = plan.k if isinstance(plan.k, int) else [plan.k[memory] for memory in memories]
-        packet = Packet(memories, [gradient for _, gradient in pairs], k, self._rooms)
+        packet = Packet(memories, [gradient for _, gradient in pairs], k, self._workspaces)
         self._packets.append((packet, None))
         # The paper's threshold is for gradients divided by the number of ranks; these are not.
         limit = None if plan.clip is None else plan.clip * math.sqrt(self._size)
@@ -344,7 +344,7 @@ class Step:
             yield
         except BaseException as error:  # Ctrl-C too: u and v must be put back
             if self._plan.hosts is not None:
-                self._plan.hosts.give_up(f"{type(error).__name__}: {error}")
+                self._plan.hosts.abort(f"{type(error).__name__}: {error}")
             self._roll_back()
             raise
 
