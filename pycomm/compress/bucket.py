@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.parameter_state import ParameterState, line
+from pycomm.compress.parameter_state import ParameterState, flat_view
 from pycomm.kernels import PacketBatch
 
-__all__ = ["Arrived", "CompressionBucket", "Pair", "between"]
+__all__ = ["CompressionBucket", "Pair", "ReceivedPackets", "between"]
 
 Pair = tuple[Tensor, Tensor]  # indices int32 [k], ascending, and values [k]
 
@@ -40,7 +40,7 @@ class CompressionBucket:
         for memory, (indices, _) in self._cut(self.indices, self.values):
             yield memory, indices
 
-    def give_back(self, lost: Tensor) -> None:
+    def restore_error(self, lost: Tensor) -> None:
         """Adds the quantization error `lost` [k] to v, which is 0 at the selected elements."""
         for memory, (indices, values) in self._cut(self.indices, lost):
             assert memory.v is not None
@@ -53,7 +53,7 @@ class CompressionBucket:
     def update(self, pairs: Sequence[Pair] | PacketBatch, factor: float) -> None:
         """The optimizer's step on sent elements: parameters -= learning rate * factor * the sum."""
         for rate, first, last, offset, count in _by_rate(self.memories):
-            flat = [line(memory.parameter) for memory in self.memories[first:last]]
+            flat = [flat_view(memory.parameter) for memory in self.memories[first:last]]
             cut = pairs
             if last - first < len(self.memories):
                 cut = [between(*pair, offset, offset + count) for pair in _each(pairs)]
@@ -68,7 +68,7 @@ class CompressionBucket:
 
 
 @dataclass(frozen=True)
-class Arrived:
+class ReceivedPackets:
     """A bucket and the packets received for it, to be added in this order.
 
     Attributes:

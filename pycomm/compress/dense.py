@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pycomm.compress.parameter_state import ParameterState, line
+from pycomm.compress.parameter_state import ParameterState, flat_view
 
 __all__ = ["apply_momentum", "clip_averaged"]
 
@@ -25,9 +25,9 @@ def clip_averaged(gradients: Sequence[Tensor], limit: float, together: bool) -> 
 
 def apply_momentum(memory: ParameterState, gradient: Tensor) -> None:
     """Turns an averaged gradient into the update, in place; u is torch's velocity."""
-    hyper, u, x = memory.hyper, memory.u, line(gradient)
+    hyper, u, x = memory.hyper, memory.u, flat_view(gradient)
     if hyper.weight_decay:
-        x.add_(line(memory.parameter), alpha=hyper.weight_decay)
+        x.add_(flat_view(memory.parameter), alpha=hyper.weight_decay)
     if hyper.momentum:
         u.mul_(hyper.momentum).add_(x)
         if hyper.nesterov:

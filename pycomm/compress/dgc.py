@@ -238,7 +238,7 @@ class DGC:
             return False
         self.step_count += 1
         self._sent_bytes = step.sent_bytes
-        self._owned.arrived(*(step.deferred() if self._fused else ()))
+        self._owned.register_exchange(*(step.deferred() if self._fused else ()))
         if self._ages is not None:
             self._ages.sent(step.sent(), self.step_count, step.is_dense)
         return True
@@ -343,7 +343,7 @@ class DGC:
             for memory, velocity in zip(memories, velocities, strict=True):
                 if memory.v is not None and memory.hyper.nesterov and memory.hyper.momentum:
                     velocity.div_(memory.hyper.momentum)  # u follows the formulas
-        self._owned.give_back(velocities)
+        self._owned.release(velocities)
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step.

@@ -1,7 +1,7 @@
 """One packet: gradients that are compressed together.
 
     prepare    u and v accumulate the gradients, k elements of each are moved to the packet
-    arrived    raw packets of all ranks, as pairs that bucket.py adds in rank order
+    received   raw packets of all ranks, as pairs that bucket.py adds in rank order
     units      buckets that packet_exchange.py encodes one by one, if packets are compact
     mask       the packet as a dense gradient, for a dense sum (mathematically the same)
     rollback   u and v as if no element had been selected
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.bucket import Arrived, CompressionBucket
-from pycomm.compress.parameter_state import Hyper, ParameterState, line
+from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
+from pycomm.compress.parameter_state import Hyper, ParameterState, flat_view
 
 __all__ = ["Packet", "Update"]
 
@@ -78,13 +78,13 @@ class Packet:
         values, indices = self._open(self.buffer)
         self._parts: list[_Part] = []
         start = 0
-        for hyper, places in _by_hyper(memories, apart=not isinstance(ks, int)):
+        for hyper, places in _by_hyper(memories, separate=not isinstance(ks, int)):
             k: int | list[int] = ks if isinstance(ks, int) else [ks[i] for i in places]
             stop = start + (k if isinstance(k, int) else sum(k))
             self._parts.append(
                 _Part(
                     [memories[i] for i in places],
-                    [line(gradients[i]) for i in places],
+                    [flat_view(gradients[i]) for i in places],
                     indices[start:stop],
                     values[start:stop],
                     hyper,
@@ -109,7 +109,7 @@ class Packet:
                 [memory.v for memory in part.memories],
                 part.k,
                 momentum=part.hyper.momentum,
-                weight=[line(memory.parameter) for memory in part.memories],
+                weight=[flat_view(memory.parameter) for memory in part.memories],
                 weight_decay=decay,
                 nesterov=part.hyper.nesterov,
                 masking=update.masking,
@@ -154,7 +154,7 @@ class Packet:
             )
         self._prepared = []
 
-    def take_out(self, masking: bool) -> None:
+    def mark_sent(self, masking: bool) -> None:
         """After a rollback: marks the prepared elements as sent."""
         for part in self._parts:
             for memory, places in part.sent():
@@ -163,14 +163,14 @@ class Packet:
                 if masking:
                     memory.u[places] = 0
 
-    def arrived(self, gathered: Tensor) -> Iterator[Arrived]:
+    def received(self, gathered: Tensor) -> Iterator[ReceivedPackets]:
         """The pairs in the raw packets of all ranks, uint8 [size, bytes], in rank order."""
         rows = [self._open(row) for row in gathered]
         start = 0
         for part in self._parts:
             stop = start + len(part.values)
             pairs = [(indices[start:stop], values[start:stop]) for values, indices in rows]
-            yield Arrived(part, pairs)
+            yield ReceivedPackets(part, pairs)
             start = stop
 
     def units(self) -> Iterator[CompressionBucket]:
@@ -200,9 +200,9 @@ class Packet:
             kernels.decode_sum(part.gradients, [(part.indices, part.values)])
 
 
-def _by_hyper(memories: Sequence[ParameterState], apart: bool) -> list[tuple[Hyper, list[int]]]:
-    """Positions of memories by Hyper; all under that of the first one unless `apart`."""
+def _by_hyper(memories: Sequence[ParameterState], separate: bool) -> list[tuple[Hyper, list[int]]]:
+    """Positions of memories by Hyper; all under that of the first one unless `separate`."""
     found: dict[Hyper, list[int]] = {}
     for i, memory in enumerate(memories):
-        found.setdefault(memory.hyper if apart else memories[0].hyper, []).append(i)
+        found.setdefault(memory.hyper if separate else memories[0].hyper, []).append(i)
     return list(found.items())

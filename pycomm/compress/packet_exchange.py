@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pycomm import kernels
 from pycomm.calls import Work
-from pycomm.compress.bucket import Arrived, CompressionBucket, Pair
+from pycomm.compress.bucket import CompressionBucket, Pair, ReceivedPackets
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import PacketBatch
 
@@ -73,14 +73,14 @@ class AllGatherExchange:
 
     def exchange(
         self, units: Sequence[CompressionBucket], transport: PacketTransport
-    ) -> tuple[list[Arrived], int]:
+    ) -> tuple[list[ReceivedPackets], int]:
         """Collective. The packets received for each bucket, and the bytes that this rank sent."""
-        gathered, sent = all_gather(self._coded(units), transport)
+        gathered, sent = all_gather(self._encode_each(units), transport)
         found = []
         for unit, packets in zip(units, gathered, strict=True):
             received = decode(packets, unit.count, unit.values.device)
             mine = torch.split(received.values, list(received.lengths))[transport.rank]
-            found.append(Arrived(unit, received, quantization_error(unit.values, mine)))
+            found.append(ReceivedPackets(unit, received, quantization_error(unit.values, mine)))
         return found, sent
 
     def commit(self) -> None:
@@ -92,10 +92,10 @@ class AllGatherExchange:
             quantization_error(
                 unit.values, decode((packet, [len(packet)]), unit.count, unit.values.device)[1]
             )
-            for unit, packet in zip(units, self._coded(units), strict=True)
+            for unit, packet in zip(units, self._encode_each(units), strict=True)
         ]
 
-    def _coded(self, units: Sequence[CompressionBucket]) -> list[Tensor]:
+    def _encode_each(self, units: Sequence[CompressionBucket]) -> list[Tensor]:
         """The packet of each bucket."""
         return [
             encode(PacketBatch(u.indices, u.values, [len(u.values)]), u.count, self.value_dtype)[0]
@@ -146,9 +146,9 @@ def _decode_pair(packet: Tensor, count: int, device: torch.device) -> Pair:
     return indices, values
 
 
-def quantization_error(values: Tensor, arrived: Tensor) -> Tensor:
+def quantization_error(values: Tensor, decoded: Tensor) -> Tensor:
     """The residual of `values` after quantization; 0 where it would be NaN or infinite."""
-    lost = values - arrived
+    lost = values - decoded
     return torch.where(lost.isfinite(), lost, 0)
 
 

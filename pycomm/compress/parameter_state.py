@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pycomm.errors import InvalidArgument, Unsupported
 
-__all__ = ["AdoptedMomentum", "Hyper", "ParameterState", "line"]
+__all__ = ["AdoptedMomentum", "Hyper", "ParameterState", "flat_view"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ParameterState:
         return [self.u] if self.v is None else [self.u, self.v]
 
 
-def line(x: Tensor) -> Tensor:
+def flat_view(x: Tensor) -> Tensor:
     """A flat view [count] of a dense tensor, in the order of its memory."""
     if x.is_contiguous():
         return x.detach().view(-1)
@@ -125,7 +125,7 @@ class AdoptedMomentum:
             if parameter in self.memories:
                 self.memories[parameter].name = name
 
-    def arrived(
+    def register_exchange(
         self, update: Callable[[], None] | None = None, updated: Sequence[ParameterState] = ()
     ) -> None:
         """Registers exchanged gradients for the next step(), which applies `update` to `updated` by
@@ -157,7 +157,7 @@ class AdoptedMomentum:
     def _clear_update(self) -> None:
         self._waiting, self._update, self._updated = False, None, ()
 
-    def give_back(self, velocities: Sequence[Tensor]) -> None:
+    def release(self, velocities: Sequence[Tensor]) -> None:
         """Releases the optimizer and gives it these velocities, in torch's convention."""
         for handle in self._handles:
             handle.remove()

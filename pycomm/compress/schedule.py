@@ -156,8 +156,8 @@ def received_bytes(load: Load, size: int, hosts: int = 1) -> dict[str, float]:
     With raw float32 packets and a link for each rank, gather is best if size * (1 - sparsity) < 1.
     """
     links = hosts if hosts > 1 else size
-    here, code = size / links, load.value_dtype
-    others = size - here  # ranks behind other links
+    per_link, code = size / links, load.value_dtype
+    others = size - per_link  # ranks behind other links
     packets = packet_bytes(load.ks, load.counts, load.itemsize, code)
     dense = load.count * load.itemsize
     found = {"gather": others * packets, "dense_masked": 2 * (links - 1) / links * dense}
@@ -168,14 +168,14 @@ def received_bytes(load: Load, size: int, hosts: int = 1) -> dict[str, float]:
         ]
         onward = packet_bytes(sent_on, load.counts, load.itemsize, code)
         found["sharded"] = others * (
-            here * ((packets - heads) / size + heads) + (onward - heads) / size + heads
+            per_link * ((packets - heads) / size + heads) + (onward - heads) / size + heads
         )
-        if here > 1:
-            found["hierarchical"] = min(received_bytes(load, links)[way] for way in BETWEEN)
+        if per_link > 1:
+            found["hierarchical"] = min(received_bytes(load, links)[name] for name in BETWEEN)
     return found
 
 
 def between(load: Load, hosts: int) -> str:
     """The exchange between the hosts of "hierarchical": the one with fewer bytes."""
     counted = received_bytes(load, hosts)
-    return min(BETWEEN, key=lambda way: counted[way])
+    return min(BETWEEN, key=lambda name: counted[name])

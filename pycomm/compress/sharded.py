@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.bucket import Arrived, CompressionBucket
+from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.packet_exchange import (
     Packets,
     PacketTransport,
@@ -108,7 +108,7 @@ class ShardedExchange:
 
     def exchange(
         self, units: Sequence[CompressionBucket], transport: PacketTransport
-    ) -> tuple[list[Arrived], int]:
+    ) -> tuple[list[ReceivedPackets], int]:
         """Collective. The packets received for each bucket, and the bytes that this rank sent."""
         self._next = {}
         shares = [Sharding(unit.count, transport.size) for unit in units]
@@ -122,8 +122,8 @@ class ShardedExchange:
         found = []
         for unit, share, cut, packets in zip(units, shares, cuts, gathered, strict=True):
             sums = decode(packets, share.places, unit.values.device)
-            arrived = sums._replace(indices=share.joined(sums))
-            found.append(Arrived(unit, arrived, _lost(unit, share, cut)))
+            decoded = sums._replace(indices=share.joined(sums))
+            found.append(ReceivedPackets(unit, decoded, _lost(unit, share, cut)))
         return found, given + sent
 
     def commit(self) -> None:
@@ -158,8 +158,8 @@ class ShardedExchange:
         nonzero = values != 0
         kept = PacketBatch(places[nonzero], values[nonzero], [int(nonzero.sum())])
         packet = encode(kept, share.places, self.value_dtype)
-        arrived = decode(packet, share.places, device)
-        total[kept.indices] = quantization_error(kept.values, arrived.values)
+        decoded = decode(packet, share.places, device)
+        total[kept.indices] = quantization_error(kept.values, decoded.values)
         self._next[first] = total
         return packet[0]
 
@@ -167,8 +167,8 @@ class ShardedExchange:
 def _lost(unit: CompressionBucket, share: Sharding, cut: Cut) -> Tensor:
     """The quantization error of this rank's packets to owners, in the order of its values."""
     batch, packets = cut
-    arrived = decode(packets, share.places, batch.values.device)
-    lost = quantization_error(batch.values, arrived.values).to(unit.values.dtype)
+    decoded = decode(packets, share.places, batch.values.device)
+    lost = quantization_error(batch.values, decoded.values).to(unit.values.dtype)
     return lost[torch.argsort(share.joined(batch))]
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from pycomm import collectives, kernels
 from pycomm.calls import Work
 from pycomm.communicators import CommunicatorPool
-from pycomm.compress.bucket import Arrived, CompressionBucket
+from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.dense import apply_momentum, clip_averaged
 from pycomm.compress.hierarchical import Hosts
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.packet import Packet, Update
 from pycomm.compress.packet_exchange import PacketTransport
-from pycomm.compress.parameter_state import ParameterState, line
+from pycomm.compress.parameter_state import ParameterState, flat_view
 from pycomm.errors import Mismatch
 
 __all__ = ["PacketExchange", "Plan", "Step"]
@@ -35,7 +35,7 @@ class PacketExchange(Protocol):
 
     def exchange(
         self, units: Sequence[CompressionBucket], transport: PacketTransport
-    ) -> tuple[list[Arrived], int]:
+    ) -> tuple[list[ReceivedPackets], int]:
         """Collective, after the last gradient: the received packets, and the bytes sent. No
         persistent state changes."""
 
@@ -124,7 +124,7 @@ class Step:
         self._waiting: list[_Bucket] = []
         self._packets: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
         self._undone: list[Packet] = []  # rolled back
-        self._coded: list[Arrived] = []
+        self._compact: list[ReceivedPackets] = []
         self._works: list[Work] = []
         self._norm: Tensor | None = None  # of all gradients, if known
         self._idle = idle
@@ -183,32 +183,32 @@ class Step:
     def commit_sent(self) -> None:
         """Marks a step as sent that was rolled back here but completed by another rank."""
         for packet in self._undone:
-            packet.take_out(self._plan.masking)
+            packet.mark_sent(self._plan.masking)
         if self._plan.packet_exchange is not None:
             units = [unit for packet in self._undone for unit in packet.units()]
             for unit, lost in zip(
                 units, self._plan.packet_exchange.lost(units, self._size), strict=True
             ):
-                unit.give_back(lost)
+                unit.restore_error(lost)
             self._plan.packet_exchange.commit()
         self._undone = []
 
     def deferred(self) -> tuple[Callable[[], None] | None, list[ParameterState]]:
         """After finish() of a fused step: the update of parameters, and their states."""
-        arrived, factor = self._arrived(), 1.0 / self._size
+        received, factor = self._all_received(), 1.0 / self._size
 
         def update() -> None:
-            for one in arrived:
+            for one in received:
                 one.unit.update(one.pairs, factor)
 
-        return update, [memory for one in arrived for memory in one.unit.memories]
+        return update, [memory for one in received for memory in one.unit.memories]
 
-    def _arrived(self) -> list[Arrived]:
+    def _all_received(self) -> list[ReceivedPackets]:
         """All received packets."""
         raw = [(packet, gathered) for packet, gathered in self._packets if gathered is not None]
         return [
-            *self._coded,
-            *(one for packet, gathered in raw for one in packet.arrived(gathered)),
+            *self._compact,
+            *(one for packet, gathered in raw for one in packet.received(gathered)),
         ]
 
     @property
@@ -233,7 +233,7 @@ class Step:
         """Computes the norm of all gradients to compress, if clipping is global."""
         pairs = _in_order(self._waiting)
         if self._plan.clip is not None and self._plan.together and pairs:
-            norms = kernels.norm([line(gradient) for _, gradient in pairs])
+            norms = kernels.norm([flat_view(gradient) for _, gradient in pairs])
             self._norm = kernels.norm(norms)
 
     def _prepare(self, pairs: list[Pair]) -> None:
@@ -260,7 +260,7 @@ class Step:
         """Exchanges compact packets."""
         units = [unit for packet, _ in self._packets for unit in packet.units()]
         if self._plan.packet_exchange is not None and units:
-            self._coded, sent = self._plan.packet_exchange.exchange(units, self._transport)
+            self._compact, sent = self._plan.packet_exchange.exchange(units, self._transport)
             follower = self._plan.hosts is not None and not self._plan.hosts.leads
             self.sent_bytes += 0 if follower else sent
 
@@ -302,7 +302,7 @@ class Step:
 
     def _write_results(self) -> None:
         """Writes the received sums to the gradients. No persistent state changes."""
-        for one in () if self._plan.fused else self._arrived():
+        for one in () if self._plan.fused else self._all_received():
             one.unit.decode(one.pairs, 1.0 / self._size)
         for load in self._loads:
             load.take_back()
@@ -318,9 +318,9 @@ class Step:
 
     def _commit(self) -> None:
         """Removes sent elements from the residual and applies momentum to dense gradients."""
-        for one in self._coded:
+        for one in self._compact:
             if one.lost is not None:
-                one.unit.give_back(one.lost)
+                one.unit.restore_error(one.lost)
         if self._plan.packet_exchange is not None:
             self._plan.packet_exchange.commit()
         averaged = self._averaged()
