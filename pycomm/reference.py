@@ -1,11 +1,14 @@
-"""What every kernel of `pycomm.kernels` means, in NumPy, to be read and to be compared with.
+"""The definition of each kernel of `pycomm.kernels` in NumPy, to read and to compare with.
 
-The functions return new arrays and change nothing. Their bits are those of the kernels, on every
-device; how fast they are does not matter here. bfloat16, which NumPy does not have, is held in
-float32 arrays whose values it has.
+The functions return new arrays and change nothing. Results have the bits of the kernels on every
+device; speed is no goal. A bfloat16 array is a float32 array with bfloat16 values, because NumPy
+has no bfloat16.
 
-Arithmetic is in float32, or in float64 where the arrays are float64. Every operation rounds to
-nearest, ties to even, and a NaN that is computed is the one quiet NaN, 0x7fc00000.
+Arithmetic uses float32, or float64 if the arrays are float64. Every operation rounds to nearest,
+ties to even. A NaN that is computed is the quiet NaN 0x7fc00000.
+
+Arguments have the shapes and dtypes of the kernels and are not validated: invalid ones raise
+NumPy's errors (IndexError, ValueError) or give undefined results.
 """
 
 from __future__ import annotations
@@ -37,18 +40,26 @@ __all__ = [
     "unpack",
 ]
 
-Array = Any  # of NumPy, of a float dtype unless it is said
+Array = Any  # a NumPy array, of a float dtype unless stated otherwise
 Packet = tuple[Array, Array]  # indices int32 [k], ascending, and values [k]
 
 
 class Step(NamedTuple):
-    """What a step of DGC makes of u and v, and what it sends."""
+    """The result of a DGC step.
+
+    Attributes:
+        u: velocity after the step, of the shape and dtype of the argument.
+        v: accumulated unsent velocity after the step, as u.
+        indices: int32 [k], ascending: the selected elements.
+        values: [k], v at the indices before it was cleared.
+        u_values: [k], u at the indices before masking.
+    """
 
     u: Array
     v: Array
     indices: Array
     values: Array
-    u_values: Array  # u at the indices, before masking
+    u_values: Array
 
 
 # ---- the DGC step (arXiv 1712.01887) -------------------------------------------------------------
@@ -68,9 +79,25 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
     scale: Any = 1.0,
     found_inf: float = 0.0,
 ) -> Step:
-    """One step for arrays of one shape; `scale` is a number, or an array of one for each element.
+    """One step of deep gradient compression (Lin et al., arXiv 1712.01887).
 
-    Several arrays from which one k is chosen are concatenated first.
+    To select one k from several arrays, concatenate them first.
+
+    Args:
+        grad: gradients, any float dtype and shape.
+        u: velocity, float32 or float64, of the same shape.
+        v: accumulated unsent velocity, as u.
+        k: number of elements to select, 0..count.
+        momentum: the momentum factor.
+        weight: parameters, of the same shape; not used if `weight_decay` is 0.
+        weight_decay: the factor of L2 weight decay.
+        nesterov: Nesterov momentum.
+        masking: momentum factor masking.
+        scale: factor of the gradient: a number, or an array with one factor for each element.
+        found_inf: if not 0, u and v stay and the result is indices 0..k-1 and values 0.
+
+    Returns:
+        The new u and v, and the selected elements.
     """
     real = u.dtype.type
     if found_inf != 0:
@@ -97,7 +124,13 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
 def dgc_rollback(
     u: Array, v: Array, indices: Array, values: Array, u_values: Array, *, found_inf: float = 0.0
 ) -> tuple[Array, Array]:
-    """(u, v) as they were before the step chose what to send."""
+    """(u, v) before the selection of a step.
+
+    Args:
+        u, v: after the step, float32 or float64.
+        indices, values, u_values: of the step's result: int32 [k], [k] and [k].
+        found_inf: the argument of the step; if not 0, the result is a copy of u and v.
+    """
     u, v = u.copy(), v.copy()
     if found_inf == 0:
         u.reshape(-1)[indices] = u_values
@@ -106,7 +139,7 @@ def dgc_rollback(
 
 
 def momentum_mask(u: Array, v: Array, indices: Array) -> tuple[Array, Array]:
-    """(u, v) with zeros at the indices."""
+    """(u, v) with zeros at the indices (int32 [k]): momentum factor masking."""
     return _zeroed(u, indices), _zeroed(v, indices)
 
 
@@ -114,7 +147,12 @@ def momentum_mask(u: Array, v: Array, indices: Array) -> tuple[Array, Array]:
 
 
 def topk(x: Array, k: int) -> Packet:
-    """The k largest magnitudes, ties to the lower index; indices ascend."""
+    """(indices int32 [k] ascending, values [k]) of the k largest magnitudes of x.
+
+    Args:
+        x: any float dtype and shape; indices count in C order.
+        k: 0..count. Among equal magnitudes the lower index is selected.
+    """
     flat = x.reshape(-1)
     best = np.argsort(~magnitude(flat), kind="stable")[:k]  # ~: the largest first, ties in order
     indices = np.sort(best).astype(np.int32)
@@ -122,12 +160,15 @@ def topk(x: Array, k: int) -> Packet:
 
 
 def threshold(x: Array, k: int) -> Array:
-    """The k-th largest magnitude, array [1] of the dtype of x."""
+    """The k-th largest magnitude of x, k in 1..count: array [1] of the dtype of x."""
     return np.sort(magnitude(x.reshape(-1)))[[-k]].view(x.dtype)
 
 
 def magnitude(x: Array) -> Array:
-    """The bits without the sign, as unsigned integers: NaN above infinity above all numbers."""
+    """The bits of x without the sign, as unsigned integers of the shape and item size of x.
+
+    Their order is the order of magnitudes, with NaN above infinity above all numbers.
+    """
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     return x.view(unsigned) & unsigned.type(np.iinfo(unsigned).max >> 1)
 
@@ -136,7 +177,14 @@ def magnitude(x: Array) -> Array:
 
 
 def scatter_add(out: Array, indices: Array, values: Array, scale: float = 1.0) -> Array:
-    """out + scale * value at each index."""
+    """A copy of `out` with scale * value added at each index.
+
+    Args:
+        out: any float dtype and shape.
+        indices: int32 [k], ascending, in 0..count-1.
+        values: [k], any float dtype.
+        scale: a factor, rounded to float32 unless `out` is float64.
+    """
     real = _real(out)
     flat = out.reshape(-1).copy()
     with np.errstate(all="ignore"):
@@ -146,7 +194,13 @@ def scatter_add(out: Array, indices: Array, values: Array, scale: float = 1.0) -
 
 
 def decode_sum(out: Array, packets: Sequence[Packet], scale: float = 1.0) -> Array:
-    """An array like `out`: scale * the sum of the values at each index, 0 where there is none."""
+    """scale * the sum of the packets' values at each index, 0 at all other elements.
+
+    Args:
+        out: gives the shape and dtype of the result.
+        packets: pairs (indices int32 [k], values [k]), added in their order.
+        scale: a factor of the sum.
+    """
     there, sums = _sums(out, packets)
     with np.errstate(all="ignore"):
         scaled = _one_nan(_real(out)(scale) * sums).astype(out.dtype)
@@ -154,7 +208,17 @@ def decode_sum(out: Array, packets: Sequence[Packet], scale: float = 1.0) -> Arr
 
 
 def decode_update(param: Array, packets: Sequence[Packet], lr: float, scale: float = 1.0) -> Array:
-    """fma(-lr, scale * sum, param) where a packet has something: one step of SGD."""
+    """fma(-lr, scale * sum, param) where a packet has an element: one step of SGD.
+
+    Args:
+        param: any float dtype and shape.
+        packets: pairs (indices int32 [k], values [k]), added in their order.
+        lr: the learning rate.
+        scale: a factor of the sum.
+
+    Returns:
+        An array of the shape and dtype of `param`.
+    """
     real = _real(param)
     there, sums = _sums(param, packets)
     flat = param.reshape(-1)
@@ -164,7 +228,7 @@ def decode_update(param: Array, packets: Sequence[Packet], lr: float, scale: flo
 
 
 def _sums(out: Array, packets: Sequence[Packet]) -> tuple[Array, Array]:
-    """(whether a packet has the element, the sum): the first value, and others added in order."""
+    """(whether a packet has the element, the sum of the values in the order of packets)."""
     there = np.zeros(out.size, bool)
     sums = np.zeros(out.size, _real(out))
     for indices, values in packets:
@@ -181,7 +245,21 @@ DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 def encode(
     indices: Array, values: Array, count: int, value_dtype: str = "float32", residual: Array = None
 ) -> tuple[bytes, Array]:
-    """(the packet, the residual with what rounding lost added at the indices)."""
+    """A raw packet.
+
+    Args:
+        indices: int32 [k], ascending, in 0..count-1.
+        values: [k], float32 or float64.
+        count: number of elements of the array that the indices refer to.
+        value_dtype: "float16", "bfloat16", "float32" or "float64".
+        residual: [count], of the dtype of values, or None.
+
+    Returns:
+        (the packet, a copy of the residual with the rounding error added at the indices).
+
+    Raises:
+        KeyError: an unknown value_dtype.
+    """
     sent = cast(values, value_dtype)
     if residual is not None:
         residual = residual.copy()
@@ -196,7 +274,7 @@ def encode(
 
 
 def unpack(packet: bytes) -> Packet:
-    """The indices and values of an encoded packet."""
+    """(indices int32 [k], values [k]) of a raw packet; bfloat16 values are returned as float32."""
     _, k, _, code, _ = struct.unpack_from("<8sQQBB6x", packet)
     name = {code: name for name, code in DTYPE_CODES.items()}[code]
     stored = np.dtype("uint16" if name == "bfloat16" else name)
@@ -212,8 +290,11 @@ TILE, LANES = 4096, 128
 
 
 def norm(x: Array) -> Array:
-    """sqrt of the sum of squares, float64 [1], in the one order of additions that kernels take."""
-    exact = x.dtype != np.float64  # then the square is a float64 too
+    """The Euclidean norm of x, any float dtype and shape: float64 [1].
+
+    The order of additions is fixed and the same as in the kernels.
+    """
+    exact = x.dtype != np.float64  # then float64 represents the square exactly
     square = (lambda x, lane: x * x + lane) if exact else (lambda x, lane: fma(x, x, lane))
     sums = _tile_sums(x.reshape(-1).astype(np.float64), square)
     while sums.size > 1:
@@ -235,14 +316,24 @@ def _tile_sums(x: Array, add: Callable[[Array, Array], Array]) -> Array:
 
 
 def clip_scale(norms: Array, limit: float, scale: float = 1.0, *, dtype: str = "float32") -> Array:
-    """scale * min(1, limit / norm); a norm that is 0 or not finite does not clip."""
+    """scale * min(1, limit / norm) for each norm; a norm that is 0 or not finite does not clip.
+
+    Args:
+        norms: float64 [n].
+        limit: the largest norm; at least 0.
+        scale: a common factor.
+        dtype: of the result, "float32" or "float64".
+
+    Returns:
+        [n], of `dtype`.
+    """
     with np.errstate(all="ignore"):
         ratios = np.where((norms > 0) & np.isfinite(norms), limit / norms, 1)
         return (scale * np.minimum(ratios, 1)).astype(dtype)
 
 
 def clip(x: Array, limit: float) -> Array:
-    """x * min(1, limit / |x|)."""
+    """x * min(1, limit / |x|), of the shape and dtype of x; limit: at least 0."""
     real = _real(x)
     factor = clip_scale(norm(x), limit, dtype=real.__name__)[0]
     if factor == 1:
@@ -252,7 +343,10 @@ def clip(x: Array, limit: float) -> Array:
 
 
 def cast(x: Array, dtype: str) -> Array:
-    """x rounded once; bfloat16 comes back in float32."""
+    """x rounded once to "float16", "bfloat16", "float32" or "float64".
+
+    The result has the shape of x. A bfloat16 result is a float32 array.
+    """
     with np.errstate(all="ignore"):
         if dtype == "bfloat16":
             return _one_nan(_round_bfloat16(x))
@@ -260,9 +354,20 @@ def cast(x: Array, dtype: str) -> Array:
 
 
 def reduce(xs: Sequence[Array], op: str = "sum") -> Array:
-    """xs[0] (+) xs[1] (+) ..., left to right; float16 in float32, rounded once.
+    """xs[0] (+) xs[1] (+) ..., left to right; float16 is added in float32 and rounded once.
 
-    bool: sum is or, product is and. Integers wrap around. A NaN wins, and -0 is less than +0.
+    For bool, sum is or and product is and. Integers wrap around. A NaN propagates, and -0 is less
+    than +0.
+
+    Args:
+        xs: at least one array, all of one shape and dtype.
+        op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
+
+    Returns:
+        An array of the shape and dtype of xs[0].
+
+    Raises:
+        KeyError: an unknown op.
     """
     dtype = xs[0].dtype
     if dtype.kind == "b":
@@ -298,45 +403,45 @@ OPS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def fma(a: Any, b: Any, c: Any) -> Array:
-    """a * b + c of float32 or of float64, rounded once."""
+    """a * b + c, rounded once (fused multiply-add): float32 or float64 arrays, broadcast."""
     a, b, c = np.broadcast_arrays(a, b, c)
     return _one_nan(_fma64(a, b, c) if a.dtype == np.float64 else _fma32(a, b, c))
 
 
 def _fma32(a: Array, b: Array, c: Array) -> Array:
-    """In float64 the product is exact, and the sum has an error that TwoSum gives exactly. The sum
-    is rounded to odd instead: towards zero, with the last bit set where anything was lost. With
-    53 bits for 24 the second rounding, to float32, then falls as if it were the only one (Boldo and
-    Melquiond, Emulation of FMA and correctly rounded sums, IEEE Trans. Comput. 57(4), 2008)."""
+    """In float64 the product is exact, and TwoSum gives the exact error of the sum. The sum is
+    rounded to odd: towards zero, with the last bit set if it is inexact. With 53 bits for 24 the
+    second rounding, to float32, gives the correctly rounded result (Boldo and Melquiond, Emulation
+    of FMA and correctly rounded sums, IEEE Trans. Comput. 57(4), 2008)."""
     with np.errstate(all="ignore"):
         product, addend = a.astype(np.float64) * b, c.astype(np.float64)
         total = product + addend
         back = total - product
         lost = (product - (total - back)) + (addend - back)
-        away = np.signbit(lost) != np.signbit(total)  # the sum is farther from zero than the truth
+        away = np.signbit(lost) != np.signbit(total)  # |sum| is above the exact value
         odd = (total.view(np.uint64) - away.astype(np.uint64)) | np.uint64(1)
         exact = (lost == 0) | ~np.isfinite(total)
         return np.where(exact, total, odd.view(np.float64)).astype(np.float32)
 
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
-    """In rational numbers, one element at a time; Python rounds a quotient of integers once."""
+    """With rational numbers, element by element; Python rounds a quotient of integers once."""
     with np.errstate(all="ignore"):
         plain = a * b + c
     result = plain.copy()
     rational = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & (a != 0) & (b != 0)
     for i in zip(*np.nonzero(rational), strict=True):
-        truth = Fraction(float(a[i])) * Fraction(float(b[i])) + Fraction(float(c[i]))
-        if truth != 0:  # else the product is -c, so it was not rounded, and the zero has its sign
+        exact = Fraction(float(a[i])) * Fraction(float(b[i])) + Fraction(float(c[i]))
+        if exact != 0:  # else the product is exactly -c, and the sign of zero is right
             try:
-                result[i] = float(truth)
+                result[i] = float(exact)
             except OverflowError:  # beyond the largest float64
-                result[i] = np.inf if truth > 0 else -np.inf
+                result[i] = np.inf if exact > 0 else -np.inf
     return result
 
 
 def _round_bfloat16(x: Array) -> Array:
-    """Nearest, ties to even, to 8 bits, as float32; from float64 through float32 rounded to odd."""
+    """Rounds to 8 bits, nearest, ties to even, as float32; float64 first to float32, to odd."""
     near = x.astype(np.float32)
     if x.dtype == np.float64:
         away = np.abs(near) > np.abs(x)
@@ -348,7 +453,7 @@ def _round_bfloat16(x: Array) -> Array:
 
 
 def _real(x: Array) -> Any:
-    """The type of the arithmetic with elements of x."""
+    """The dtype of arithmetic on elements of x."""
     return np.float64 if x.dtype == np.float64 else np.float32
 
 

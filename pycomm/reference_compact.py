@@ -1,7 +1,7 @@
-"""What a compact packet is, in NumPy, to be read and to be compared with: reference.py's neighbour.
+"""The definition of compact packets in NumPy, to read and to compare with.
 
-The layout of bytes and the choice of parameters stand in csrc/kernels/lean.h. Packets have the
-bytes that `pycomm.kernels.encode` writes, and are read without any check.
+csrc/kernels/lean.h defines the layout and the choice of parameters. `encode` writes the bytes of
+`pycomm.kernels.encode`; `unpack` reads packets without validation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pycomm.reference import cast
 
 __all__ = ["INDEX_CODES", "VALUE_CODES", "encode", "unpack"]
 
-Array = Any  # of NumPy
+Array = Any  # a NumPy array
 INDEX_CODES = ("list", "bitmap", "rice")
 VALUE_CODES = ("float32", "bfloat16", "int8", "2bit", "1bit", "3bit")
 BLOCK, VALUE_BLOCK, SCALED, LANES = 64, 4096, 256, 128
@@ -36,8 +36,23 @@ def encode(
     *,
     index_code: str = "auto",
 ) -> tuple[bytes, Array]:
-    """(the packet, the residual with what rounding lost added at the indices)."""
-    if index_code == "auto":  # the shortest, of equals the first
+    """A compact packet.
+
+    Args:
+        indices: int32 [k], ascending, in 0..count-1.
+        values: [k], float32 or float64.
+        count: number of elements of the array that the indices refer to.
+        value_code: one of VALUE_CODES.
+        residual: [count], of the dtype of values, or None.
+        index_code: one of INDEX_CODES, or "auto": the shortest, the first among equals.
+
+    Returns:
+        (the packet, a copy of the residual with the rounding error added at the indices).
+
+    Raises:
+        ValueError: an unknown code.
+    """
+    if index_code == "auto":
         nbytes = {"list": 4 * len(indices), "bitmap": -(-count // 8)}
         nbytes["rice"] = len(_rice(indices, count))
         index_code = min(INDEX_CODES, key=lambda code: nbytes[code])
@@ -72,7 +87,7 @@ def unpack(packet: bytes) -> tuple[Array, Array]:
 
 
 def parameters_of(gaps: Array) -> Array:
-    """For each block of gaps the least b with a sum of (gap / 2^b + 1) / 2 up to its size."""
+    """For each block of gaps the smallest b with sum((gap / 2^b + 1) / 2) <= size of the block."""
     starts = np.arange(0, len(gaps), BLOCK)
     sizes = np.diff(np.append(starts, len(gaps)))
     found = np.full(len(starts), MOST_PARAMETER)
@@ -115,11 +130,11 @@ def _read_rice(body: bytes, k: int, count: int) -> Array:
     parameters = _start(k, count) + np.cumsum(signed)
     widths = np.repeat(parameters, BLOCK)[:k]
     low = bits[8 * (len(body) - -(-int(widths.sum()) // 8)) :]
-    where = np.cumsum(widths) - widths
+    starts = np.cumsum(widths) - widths
     places = np.arange(MOST_PARAMETER)
-    taken = np.where(places < widths[:, None], where[:, None] + places, 0)
-    some = low if len(low) else np.zeros(1, np.uint8)
-    used = some[taken].astype(np.int64) * (places < widths[:, None])
+    taken = np.where(places < widths[:, None], starts[:, None] + places, 0)
+    padded = low if len(low) else np.zeros(1, np.uint8)
+    used = padded[taken].astype(np.int64) * (places < widths[:, None])
     remainders = (used << places).sum(axis=1)
     gaps = (numbers[blocks : blocks + k] << widths) + remainders
     return (np.cumsum(gaps + 1) - 1).astype(np.int32)
@@ -142,7 +157,7 @@ _WRITE = {"list": _list, "bitmap": _bitmap, "rice": _rice}
 
 
 def write_values(values: Array, code: str) -> bytes:
-    """The bytes of values."""
+    """Encodes values [n] with one of VALUE_CODES."""
     with np.errstate(all="ignore"):
         x = cast(values, "float32")
     if code == "float32":
@@ -154,7 +169,7 @@ def write_values(values: Array, code: str) -> bytes:
 
 
 def read_values(body: bytes, k: int, code: str) -> Array:
-    """The first k values that the bytes have."""
+    """Decodes the first k values: float32 [k]."""
     if code == "float32":
         return np.frombuffer(body, "<f4", k)
     if code == "bfloat16":
@@ -187,15 +202,15 @@ def _read_int8(body: bytes, n: int) -> tuple[Array, int]:
 
 
 def levels_of(magnitudes: Array) -> tuple[float, float, float]:
-    """(low, high, limit): means of what lies up to the limit and above it; first the limit is the
-    mean of all, then, twice, the middle between the levels (Lloyd, IEEE Trans. Inf. Theory 28(2),
-    1982)."""
+    """(low, high, limit): the means of the magnitudes up to the limit and above it. The first limit
+    is the mean of all; two iterations set it to the middle of the levels (Lloyd, IEEE Trans. Inf.
+    Theory 28(2), 1982)."""
     limit = _sum(magnitudes) / len(magnitudes)
-    for left in (2, 1, 0):
+    for remaining in (2, 1, 0):
         above = magnitudes > limit
         low = _sum(np.where(above, 0, magnitudes)) / np.count_nonzero(~above)
         high = _sum(np.where(above, magnitudes, 0)) / above.sum() if above.any() else low
-        if left:
+        if remaining:
             limit = (low + high) / 2
     return low, high, limit
 
@@ -261,7 +276,7 @@ _BLOCKS: dict[str, tuple[int, Any, Any]] = {
 
 
 def _sum(x: Array) -> Any:
-    """In 128 lanes from left to right, then the lanes in pairs."""
+    """Sums in 128 lanes from left to right, then adds the lanes pairwise."""
     lanes = np.zeros(LANES)
     for row in np.pad(x, (0, -len(x) % LANES)).reshape(-1, LANES):
         lanes = lanes + row
@@ -271,14 +286,14 @@ def _sum(x: Array) -> Any:
 
 
 def _levels(levels: Any) -> bytes:
-    """As bfloat16, no finite one rounded up to infinity."""
+    """Levels as bfloat16; a finite level is never rounded to infinity."""
     with np.errstate(all="ignore"):
         rounded = cast(np.asarray(levels, np.float64).astype(np.float32), "bfloat16")
     return _half(np.where(np.isinf(rounded), LARGEST, rounded))
 
 
 def _half(x: Array) -> bytes:
-    """The upper halves of float32."""
+    """The upper 16 bits of float32 values."""
     return bytes((x.astype(np.float32).view(np.uint32) >> 16).astype("<u2").tobytes())
 
 
@@ -306,7 +321,7 @@ def _varint(number: int) -> bytes:
 
 
 def _read_varint(packet: bytes, at: int) -> tuple[int, int]:
-    """(the number, where the next one begins)."""
+    """(the number, the offset after it)."""
     number = shift = 0
     while True:
         number |= (packet[at] & 0x7F) << shift

@@ -299,5 +299,5 @@ def test_estimated_bits_of_an_index() -> None:
 
 def test_parameters_on_another_device_are_rejected() -> None:
     optimizer = sgd(nn.Linear(200, 200, device="meta"))
-    with pytest.raises(Unsupported, match=r"lies on meta.*codec"):
+    with pytest.raises(Unsupported, match=r"is on meta.*codec"):
         pycomm.DGC(optimizer, value_dtype="2bit")

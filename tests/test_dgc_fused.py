@@ -203,7 +203,7 @@ def test_rejected_arguments() -> None:
             {"decay_correction": False},
         ]
         for wrong in refused:
-            with pytest.raises(InvalidArgument, match="leaves nothing to the optimizer"):
+            with pytest.raises(InvalidArgument, match="requires momentum_correction"):
                 compressed(module, fused=True, **wrong)
         model, optimizer, _ = compressed(module, fused=True)
         step_on(model, batch(0, 0), torch.optim.SGD(module.parameters(), lr=0.0))

@@ -1,8 +1,7 @@
-"""What is summed by itself: parameters laid end to end, and the elements that this rank takes out.
+"""A bucket: parameters that are compressed together, and the elements that this rank selected.
 
-What has arrived from the ranks becomes gradients or an update, what coding has lost goes back to
-v. How it travels is packet.py's and packet_exchange.py's, when is transaction.py's; both use this
-file."""
+Received packets become gradients or an update; the quantization error returns to v.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.parameter_state import ParameterState, line
+from pycomm.compress.parameter_state import ParameterState, flat_view
 from pycomm.kernels import PacketBatch
 
-__all__ = ["Arrived", "CompressionBucket", "Pair", "between"]
+__all__ = ["CompressionBucket", "Pair", "ReceivedPackets", "between"]
 
-Pair = tuple[Tensor, Tensor]  # indices int32 [k], ascending, and their values [k]
+Pair = tuple[Tensor, Tensor]  # indices int32 [k], ascending, and values [k]
 
 
 @dataclass(eq=False)
 class CompressionBucket:
-    """Indices count through all of its memories; the gradients are lines in the same order."""
+    """Indices count through all memories, concatenated; gradients are flat, in the same order."""
 
     memories: list[ParameterState]
     gradients: list[Tensor]
@@ -33,35 +32,35 @@ class CompressionBucket:
 
     @property
     def count(self) -> int:
-        """Elements, of which some were taken out."""
+        """Number of elements of all memories."""
         return sum(memory.count for memory in self.memories)
 
     def sent(self) -> Iterator[tuple[ParameterState, Tensor]]:
-        """For each memory the places within it that this rank has sent, ascending."""
+        """For each memory the indices within it that this rank sent, ascending."""
         for memory, (indices, _) in self._cut(self.indices, self.values):
             yield memory, indices
 
-    def give_back(self, lost: Tensor) -> None:
-        """v, which is empty where something was taken out, owes there what was `lost` [k] of it."""
+    def restore_error(self, lost: Tensor) -> None:
+        """Adds the quantization error `lost` [k] to v, which is 0 at the selected elements."""
         for memory, (indices, values) in self._cut(self.indices, lost):
             assert memory.v is not None
             memory.v[indices] += values
 
     def decode(self, pairs: Sequence[Pair] | PacketBatch, factor: float) -> None:
-        """Gradients become factor * the sum of the ranks' elements, in their order."""
+        """Sets gradients to factor * the sum of the packets, added in their order."""
         kernels.decode_sum(self.gradients, pairs, factor)
 
     def update(self, pairs: Sequence[Pair] | PacketBatch, factor: float) -> None:
-        """The optimizer's step: parameters -= rate * factor * the sum, touched where it is sent."""
+        """The optimizer's step on sent elements: parameters -= learning rate * factor * the sum."""
         for rate, first, last, offset, count in _by_rate(self.memories):
-            lines = [line(memory.parameter) for memory in self.memories[first:last]]
+            flat = [flat_view(memory.parameter) for memory in self.memories[first:last]]
             cut = pairs
             if last - first < len(self.memories):
                 cut = [between(*pair, offset, offset + count) for pair in _each(pairs)]
-            kernels.decode_update(lines, cut, rate, factor)
+            kernels.decode_update(flat, cut, rate, factor)
 
     def _cut(self, indices: Tensor, values: Tensor) -> Iterator[tuple[ParameterState, Pair]]:
-        """What of these is of each memory, counted from its beginning."""
+        """For each memory its indices, counted from its first element, and values."""
         offset = 0
         for memory in self.memories:
             yield memory, between(indices, values, offset, offset + memory.count)
@@ -69,11 +68,11 @@ class CompressionBucket:
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """A unit and what has come for it, to be added in this order.
+class ReceivedPackets:
+    """A bucket and the packets received for it, to be added in this order.
 
     Attributes:
-        lost: [k], what this rank's values have lost on the way; None: nothing.
+        lost: [k], the quantization error of this rank's values; None: no error.
     """
 
     unit: CompressionBucket
@@ -89,14 +88,14 @@ def _each(pairs: Sequence[Pair] | PacketBatch) -> Iterable[Pair]:
 
 
 def between(indices: Tensor, values: Tensor, start: int, stop: int) -> Pair:
-    """What there is at start <= index < stop, counted from start."""
+    """The elements with start <= index < stop; indices count from start."""
     ends = torch.tensor([start, stop], dtype=indices.dtype, device=indices.device)
     first, last = torch.searchsorted(indices, ends).tolist()
     return indices[first:last] - start, values[first:last]
 
 
 def _by_rate(memories: Sequence[ParameterState]) -> Iterator[tuple[float, int, int, int, int]]:
-    """Runs of memories with one learning rate: the rate, which, their offset and elements."""
+    """Runs of memories with one learning rate: (rate, first, last, offset, elements)."""
     first = offset = 0
     for rate, run in itertools.groupby(memories, lambda memory: float(memory.group["lr"])):
         counts = [memory.count for memory in run]

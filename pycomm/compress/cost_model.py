@@ -1,10 +1,7 @@
-"""How long each exchange takes: counted bytes, and the measured speed of the link and of coding.
+"""Estimates the time of each exchange from counted bytes and measured speeds.
 
-    link     all_reduces of a small and of a large array: seconds of a call, and of a byte
-    coding   the kernels on drawn elements, as dense as those of the level: seconds of an element
-
-A model, not a trial: nothing is trained meanwhile. Called by exchange_policy.py for
-exchange="auto_time", and by the planner with links that are not here.
+link     all_reduce of a small and of a large array: seconds per call and per byte
+coding   the kernels on random elements at the density of the level: seconds per element
 """
 
 from __future__ import annotations
@@ -33,15 +30,16 @@ __all__ = [
     "predicted",
 ]
 
-# Bytes: a call's own time, and what a line takes (0.3 s at 100 Mbit).
+# Bytes: the small array shows the time of a call, the large one that of the link (0.3 s at
+# 100 Mbit/s).
 SMALL, LARGE = 1 << 12, 1 << 22
-SAMPLE = 1 << 20  # elements of a gradient that coding is measured on
+SAMPLE = 1 << 20  # elements of the gradient on which coding is measured
 CALLS = 5
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a line takes: seconds of a call, and of a byte that it brings."""
+    """Speed of a link: seconds per call, and per received byte."""
 
     call_s: float
     byte_s: float
@@ -49,24 +47,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Levels:
-    """How many hosts there are, each with a line, and what bytes take inside of one."""
+    """The number of hosts, each with one link, and the speed of transfers inside a host."""
 
     hosts: int
     inside: Link
 
 
-FLAT = Levels(1, Link(0.0, 0.0))  # a line for each rank
+FLAT = Levels(1, Link(0.0, 0.0))  # a link for each rank
 
 
 @dataclass(frozen=True)
 class Coding:
-    """Seconds of one element; of a gradient's: `select`, `scan`; of a kept one: the others.
+    """Seconds per element: of the gradient for `select` and `scan`, else per selected element.
 
     Attributes:
-        select: u, v take it in and the largest are taken out.
-        scan: reading it to find the largest, or writing zeros.
-        encode, decode: in and out of a packet; 0 where packets are raw.
-        add: to where it belongs.
+        select: accumulate into u and v, and select the largest.
+        scan: read to find the largest, or write zeros.
+        encode, decode: to and from a packet; 0 for raw packets.
+        add: add to the result.
     """
 
     select: float
@@ -77,7 +75,7 @@ class Coding:
 
 
 def of_exchanges(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> dict[str, float]:
-    """Collective: seconds of a step by exchange, each rank's own; "dense" where it is a choice."""
+    """Collective: this rank's estimated seconds of a step by exchange; "dense" if it is allowed."""
     group, of_rank, levels = pool.group, hosts_of(pool.group), FLAT
     hosts = max(of_rank) + 1
     if 1 < hosts < group.size:
@@ -86,7 +84,7 @@ def of_exchanges(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> dict
         levels = Levels(hosts, measure_link(here))
         here.close()
     found = predicted(load, pool.size, measure_link(group, hosts), measure_coding(load), levels)
-    found["dense"] += load.count * _momentum_s()  # which dgc_step has in it
+    found["dense"] += load.count * _momentum_s()  # dgc_step includes it for compressed steps
     if not may_be_dense:
         del found["dense"]
     return found
@@ -95,40 +93,40 @@ def of_exchanges(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> dict
 def predicted(
     load: Load, size: int, link: Link, coding: Coding, levels: Levels = FLAT
 ) -> dict[str, float]:
-    """Seconds that a step takes beyond its gradients, by exchange; "dense" compresses nothing.
+    """Seconds of a step beyond its backward pass, by exchange; "dense" compresses nothing.
 
-    What could hide behind the backward pass is not taken off: what travels takes the time of the
-    same processors. Over 10 Gbit/s (`bench links --training`, Intel Xeon, 2 processors) sums beside
-    the backward pass took longer than behind it.
+    Overlap with the backward pass is not subtracted, because transfers use the same processors. At
+    10 Gbit/s (`bench links --training`, Intel Xeon, 2 processors) overlapped sums took longer than
+    sums after the backward pass.
 
     Args:
-        load: what each rank takes out.
-        size: how many ranks.
-        link, coding: as measured.
-        levels: where several ranks share a line.
+        load: the elements that each rank selects.
+        size: number of ranks.
+        link, coding: measured speeds.
+        levels: for several ranks behind one link.
     """
     received = received_bytes(load, size, levels.hosts)
-    travel = {name: bytes_ * link.byte_s + link.call_s for name, bytes_ in received.items()}
+    transfer = {name: bytes_ * link.byte_s + link.call_s for name, bytes_ in received.items()}
     k, scan = load.k, coding.scan * load.count
     kept = k * (coding.encode + coding.decode + coding.add)
-    # Into u, v and out of them; what has arrived is written over zeros.
+    # Accumulate and select; then write zeros before the received elements are added.
     every = coding.select * load.count + scan
     compact = load.value_dtype is not None
     found = {
-        "dense": travel["dense_masked"],
+        "dense": transfer["dense_masked"],
         "gather": every
-        + travel["gather"]
-        + compact * link.call_s  # lengths go ahead
+        + transfer["gather"]
+        + compact * link.call_s  # lengths are sent first
         + kept
         + (size - 1) * k * (coding.decode + coding.add),
-        "dense_masked": every + travel["dense_masked"],
+        "dense_masked": every + transfer["dense_masked"],
     }
     if compact:
-        # Coded on both ways; an owner writes its share and looks for the largest.
+        # Encoded in both phases; an owner writes its shard and selects the largest.
         coded = (1 + load.owner_k_factor) * kept
-        found["sharded"] = every + travel["sharded"] + 3 * link.call_s + coded + 2 * scan / size
+        found["sharded"] = every + transfer["sharded"] + 3 * link.call_s + coded + 2 * scan / size
     if "hierarchical" in received:
-        # Sums inside a host, then what one rank of each does, and handing on what that has got.
+        # Sums inside a host, then the exchange between hosts, then a broadcast inside a host.
         hosts, inside = levels.hosts, levels.inside
         summed = 2 * (1 - hosts / size) * load.count * load.itemsize
         found["hierarchical"] = (
@@ -140,20 +138,20 @@ def predicted(
 
 
 def measure_link(group: Group, hosts: int = 1) -> Link:
-    """Collective: medians of a few calls."""
-    lines = hosts if hosts > 1 else group.size
+    """Collective. The speed of the group's link: medians of a few calls."""
+    links = hosts if hosts > 1 else group.size
 
     def all_reduce_s(nbytes: int) -> float:
         x = torch.zeros(nbytes // 4)
         return _typical(lambda: collectives.all_reduce(x, group=group))
 
     small, large = all_reduce_s(SMALL), all_reduce_s(LARGE)
-    received = 2 * (lines - 1) / lines * (LARGE - SMALL)
+    received = 2 * (links - 1) / links * (LARGE - SMALL)
     return Link(small, max(0.0, large - small) / received if received else 0.0)
 
 
 def measure_coding(load: Load) -> Coding:
-    """On drawn elements, as many of a sample as the load has of its own."""
+    """Seconds per element on a random sample with the density of the load."""
     count = min(load.count, SAMPLE)
     k = max(1, min(count, round(count * load.k / load.count)))
     drawn = torch.Generator().manual_seed(0)
@@ -179,13 +177,13 @@ def measure_coding(load: Load) -> Coding:
 
 
 def _momentum_s() -> float:
-    """Seconds of an element: what dense.py does behind an average."""
+    """Seconds per element of the momentum update after an average."""
     u, x = torch.zeros(SAMPLE), torch.zeros(SAMPLE)
     return _typical(lambda: x.copy_(u.mul_(0.9).add_(x))) / SAMPLE
 
 
 def _typical(call: Callable[[], object]) -> float:
-    """The median of a few calls after one that warms up."""
+    """The median time of a few calls, after one warm-up call."""
     call()
     found = []
     for _ in range(CALLS):

@@ -1,7 +1,4 @@
-"""DGC: settings, what holds at each step, and the memories. Called by users as pycomm.DGC.
-
-The transaction of a step is transaction.py; how states are saved is state.py.
-"""
+"""DGC: settings, the plan of each step, and the state of each parameter."""
 
 from __future__ import annotations
 
@@ -37,50 +34,53 @@ class DGC:
         model = pycomm.DataParallel(model, compression=dgc)      # or, around torch's own:
         ddp.register_comm_hook(dgc, pycomm.dgc_hook)
 
-    From here on DGC owns momentum, weight decay and Nesterov of all the optimizer's parameters, as
-    its groups show them; the optimizer does `p -= lr * p.grad`. docs/compression.md has formulas.
+    DGC takes over momentum, weight decay and Nesterov of all the optimizer's parameters, with the
+    values in its groups; the optimizer does `p -= lr * p.grad`. docs/compression.md has formulas.
 
     Args:
         optimizer: a torch.optim.SGD without dampening and maximize.
-        rampup_begin_step: the first step that compresses, counted from 0; before it all is dense.
-        rampup_step: how many steps the levels of sparsity share evenly; the last one stays.
-        sparsity: the share that is not sent, level by level, not falling. An empty list is [0.999].
-        clip_norm: C: this rank's gradient is scaled to a norm of at most C sqrt(N) before it is
-            taken in; what is averaged, to C. None: no clipping.
-        clip: the norm of each "parameter", or one "global" norm of all that is compressed.
-        masking: forget the velocity of what was sent.
-        momentum_correction: take the momentum in before the selection; False leaves momentum and
-            Nesterov to the optimizer, which sees what has arrived.
-        decay_correction: the same of weight decay.
-        select: the largest of each "parameter", or of the whole "model".
-        min_count: parameters with fewer elements travel whole.
-        k_rule: "round", "paddle" or "ceil": how many elements a share is.
-        value_dtype: of values on the way: "float32", or in compact packets also "bfloat16", "int8",
-            "3bit", "2bit" or "1bit". What rounding loses stays in v.
-        codec: "raw" packets have 4 bytes for an index, and values of the parameter's own dtype,
-            float32 or float64. "compact" ones code both, in host memory, and all of a step travels
-            behind its last gradient. "auto": raw for float32, else compact.
-        exchange: "gather" packets, or sum them "dense_masked" as dense arrays. "sharded": compact
-            packets go to owners of shares, who send on the largest sums and owe the rest; the bytes
-            that a rank receives do not grow with the number of ranks. "hierarchical": ranks of a
-            host sum their gradients, and hosts exchange compact packets as ranks do in "gather" or
-            "sharded". "auto": which has the fewest bytes, counted by rank 0 for each level;
-            "auto_time": which takes the fewest seconds, of rank 0's link and processor, or "dense"
-            as long as nothing was compressed. Both take "sharded" and "hierarchical" only where
-            packets are compact, and code values as "1bit" above a density of 0.17 if they are
-            rounded at all.
-        owner_k_factor: how many times k elements all owners of "sharded" together send on: more of
-            them owe less, and the way back takes as many times the bytes.
-        scaler: the GradScaler or StaticLossScaler of the training, if there is one.
-        fused: optimizer.step() takes what was gathered off the parameters there and then, without
-            a pass over all gradients; p.grad of what is compressed is this rank's own until then,
-            and None afterwards. The same bits for float32 and float64, where torch's SGD multiplies
-            and adds at once.
-        track_age: keeps, for each element that is compressed, when it was last sent (4 bytes).
+        rampup_begin_step: the first step that compresses, counted from 0; earlier steps are dense.
+        rampup_step: number of steps of the sparsity warm-up, shared evenly by the levels of
+            `sparsity`; afterwards the last level stays.
+        sparsity: the fraction of elements that is not sent, by level, in 0 <= s < 1 and not
+            decreasing. An empty list is [0.999].
+        clip_norm: C: the gradient of each of N ranks is clipped to a norm of C sqrt(N) before
+            accumulation, an averaged gradient to C. None: no clipping.
+        clip: "parameter": the norm of each parameter; "global": one norm of all that is compressed.
+        masking: momentum factor masking: clear the velocity of sent elements.
+        momentum_correction: apply momentum before the selection. False: the optimizer applies
+            momentum and Nesterov to the exchanged gradients.
+        decay_correction: the same for weight decay.
+        select: the largest elements of each "parameter", or of the whole "model".
+        min_count: parameters with fewer elements are sent uncompressed.
+        k_rule: "round", "paddle" or "ceil": how the number of sent elements is rounded.
+        value_dtype: dtype of transmitted values: "float32", or in compact packets also "bfloat16",
+            "int8", "3bit", "2bit" or "1bit". The rounding error stays in the residual v.
+        codec: "raw": 4 bytes for an index, and values of the parameter's own dtype, float32 or
+            float64. "compact": both are encoded on the parameter's device, the host or CUDA, and
+            the packets are sent through host memory after the last gradient of a step. "auto":
+            "raw" for float32, unless `exchange` needs compact packets.
+        exchange: "gather": all-gather of packets. "dense_masked": all-reduce of dense arrays of the
+            selected elements. "sharded": each rank owns a shard, sums the packets for it and sends
+            the largest sums on; the rest stays in its owner residual. The bytes received do not
+            depend on the number of ranks. "hierarchical": the ranks of a host average gradients,
+            and hosts exchange packets by "gather" or "sharded". "auto": the fewest bytes, counted
+            by rank 0 for each level. "auto_time": the least time, from rank 0's measured link and
+            codec speed; also "dense" until the first compressed step. "sharded" and "hierarchical"
+            need compact packets; the automatic modes choose them only with these, and send "1bit"
+            values above a density of 0.17 unless `value_dtype` is "float32".
+        owner_k_factor: all owners of "sharded" together send this many times k elements: a larger
+            factor leaves a smaller owner residual and makes the all-gather phase larger.
+        scaler: the GradScaler or StaticLossScaler of the training, if any.
+        fused: optimizer.step() applies packets to the parameters directly. Until then p.grad of a
+            compressed parameter is this rank's own gradient, and None afterwards. Same bits for
+            float32 and float64 where torch's SGD uses a fused multiply-add.
+        track_age: record when each compressed element was last sent (4 bytes for each).
 
     Raises:
-        Unsupported: another optimizer, shards, compact packets of a GPU.
-        InvalidArgument: anything else that makes no sense.
+        Unsupported: another optimizer than SGD, sharded or not real floating parameters, or compact
+            packets of parameters that are neither in host memory nor on CUDA.
+        InvalidArgument: any other invalid argument.
     """
 
     def __init__(  # noqa: PLR0913 - all but the first have defaults
@@ -121,17 +121,18 @@ class DGC:
         )
         if codec == "raw" and compact:
             raise InvalidArgument(
-                f"value_dtype={value_dtype!r} with exchange={exchange!r} takes compact packets: "
+                f"value_dtype={value_dtype!r} with exchange={exchange!r} needs compact packets: "
                 'codec="raw" is for float32 and another exchange'
             )
         if clip_norm is not None and not clip_norm > 0:
-            raise InvalidArgument(f"clip_norm={clip_norm}: above 0, or None")
+            raise InvalidArgument(f"invalid clip_norm: got {clip_norm}, expected above 0, or None")
         if owner_k_factor < 1 or owner_k_factor != int(owner_k_factor):
-            raise InvalidArgument(f"owner_k_factor={owner_k_factor}: a whole number, at least 1")
+            raise InvalidArgument(
+                f"invalid owner_k_factor: got {owner_k_factor}, expected 1, 2, ..."
+            )
         if fused and not (momentum_correction and decay_correction):
             raise InvalidArgument(
-                "fused=True leaves nothing to the optimizer but its rate: with momentum_correction "
-                "and decay_correction only"
+                "fused=True requires momentum_correction=True and decay_correction=True"
             )
         self._fused = fused
         self._clip_norm, self._together, self._masking = clip_norm, clip == "global", masking
@@ -140,73 +141,71 @@ class DGC:
         owned: tuple[str, ...] = ("momentum", "nesterov") if momentum_correction else ()
         owned += ("weight_decay",) if decay_correction else ()
         self._owned = AdoptedMomentum(optimizer, min_count, owned)
-        splits = compact and exchange not in ("gather", "dense_masked")
-        self.owner_residual: dict[ParameterState, Tensor] | None = (
-            {} if splits else None
-        )  # as an owner, sharded.py
+        has_owners = compact and exchange not in ("gather", "dense_masked")
+        self.owner_residual: dict[ParameterState, Tensor] | None = {} if has_owners else None
         if compact:
-            _can_be_coded(self._compressed())
+            _check_codec_devices(self._compressed())
         code = value_dtype if compact else None
-        self._held = DENSE  # what the last step had
+        self._held = DENSE  # the plan of the last step
         self._chooser = Chooser(exchange, self._levels, k_rule, self._whole, code, owner_k_factor)
         self._ages = Ages(self._compressed()) if track_age else None
-        self._rooms: dict[tuple[str, ...], Tensor] = {}
+        self._workspaces: dict[tuple[str, ...], Tensor] = {}
         self._pool: CommunicatorPool | None = None
         self._hosts: Hosts | None = None
-        self.by_host: list[int] = []  # by rank: whose u and v it holds; none: each its own
+        self.by_host: list[int] = []  # by rank: the host whose u and v it holds; []: each its own
         self._sent_bytes = 0
         self._detached = False
         self.buckets = Compressed(self)
-        self.step_count = 0  # steps that were committed
-        self.switched = False  # u of what is compressed is that of the formulas, not torch's
+        self.step_count = 0  # committed steps
+        self.switched = False  # u of compressed parameters follows the formulas, not torch
 
     @property
     def memories(self) -> dict[Tensor, ParameterState]:
-        """By parameter."""
+        """The state of each parameter."""
         return self._owned.memories
 
     @property
     def selects_whole(self) -> bool:
-        """Whether k is of all together: select="model"."""
+        """Whether k is for all parameters together: select="model"."""
         return self._whole
 
     def pool(self, group: Group | None = None) -> CommunicatorPool:
-        """The communicators that packets use; made at the first call."""
+        """The communicators of the exchanges; created by the first call."""
         if self._pool is None:
             self._pool = CommunicatorPool(group, 1)
         return self._pool
 
     def hosts(self) -> Hosts:
-        """Those of the pool; collective when they are first asked for."""
+        """The hosts of the pool. Collective if they must be created."""
         if self._hosts is None or self._hosts.broken:
             self._hosts = Hosts(self.pool().group)
         return self._hosts
 
     @property
     def exchanges(self) -> dict[int, str]:
-        """The exchange by level, as rank 0 has said."""
+        """The exchange of each level, as rank 0 chose it."""
         return self._chooser.exchanges
 
     def set_exchanges(self, exchanges: Mapping[int, str]) -> None:
-        """Levels are planned anew, where nothing was `chosen` for them."""
+        """Drops all plans; a level that is not in `exchanges` chooses again."""
         self._chooser.forget(exchanges)
 
     def exchange(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> Compressed:
-        """For DataParallel: what takes its buckets."""
+        """Returns the receiver of DataParallel's buckets; `named`: the model's parameters."""
         self._pool = pool
         self._owned.rename(named)
         for memory in self.memories.values():
             hyper = memory.hyper
             if memory.name not in named and (hyper.momentum or hyper.weight_decay):
                 raise Unsupported(
-                    f"{memory.name!r} has a sparse gradient or is no parameter of the model: with "
-                    "DGC it must be in a parameter group without momentum and weight decay"
+                    f"{memory.name!r} has a sparse gradient or is not in the model: with DGC it "
+                    "must be in a parameter group without momentum and weight decay"
                 )
         return self.buckets
 
     @property
     def level(self) -> int | None:
-        """The level of sparsity of the next step; None: dense."""
+        """The sparsity level of the next step; None: dense."""
         return level_at(self.step_count, self._begin, self._length, len(self._levels))
 
     def begin(self, idle: bool = False) -> Step:
@@ -229,26 +228,26 @@ class DGC:
         plan = Plan(
             held.exchange, held.k, self._masking, *clip, scale, fused, packet_exchange, hosts
         )
-        return Step(plan, self.memories, self._rooms, pool, idle)
+        return Step(plan, self.memories, self._workspaces, pool, idle)
 
     def end(self, step: Step, ending: contextlib.ExitStack) -> bool:
-        """Finishes the step and counts it; False where a loss scale lets all ranks skip it. See
-        Step.finish for `ending`."""
+        """Finishes and counts the step; False if all ranks skip it because of Inf or NaN under a
+        loss scale. Step.finish describes `ending`."""
         if not step.finish(ending):
             self._owned.skipped()
             return False
         self.step_count += 1
         self._sent_bytes = step.sent_bytes
-        self._owned.arrived(*(step.deferred() if self._fused else ()))
+        self._owned.register_exchange(*(step.deferred() if self._fused else ()))
         if self._ages is not None:
             self._ages.sent(step.sent(), self.step_count, step.is_dense)
         return True
 
     def resume_after_shrink(self, before: Group, src: int) -> float:
-        """Collective, when the pool has shrunk from the ranks of `before` to those of today.
+        """Collective, after the pool shrank from the ranks of `before`.
 
-        u and v of the survivors stay; of what has to be the same all take rank `src`'s. Gives the
-        norm of what the lost ranks owed, if they owed as much as the others in the mean.
+        Survivors keep u and v, and take from rank `src` everything that must be the same. Returns
+        an estimate of the norm of the lost ranks' residual: the mean residual of the survivors.
         """
         pool = self.pool()
         state.take_in_owner_residual(self, before)
@@ -260,9 +259,9 @@ class DGC:
             self._hosts = None
             self.by_host = self.hosts().of_rank
             lost -= max(self.by_host)
-            for memory in self._compressed():  # half of a step may have come to some of them
+            for memory in self._compressed():  # some may be in the middle of a step
                 coalesced.bcast_list_(memory.tensors, 0, self.hosts().inside)
-        self._chooser.forget()  # another number of ranks counts other bytes
+        self._chooser.forget()  # the bytes depend on the number of ranks
         self._held = DENSE
         self._owned.forget()
         word = torch.tensor([self.step_count, self.switched])
@@ -281,12 +280,12 @@ class DGC:
         return [memory for memory in self.memories.values() if memory.v is not None]
 
     def _hold(self, held: Level, pool: CommunicatorPool) -> None:
-        """From now on another level's plan."""
+        """Switches to the plan of another level."""
         self._held = held
-        self._rooms.clear()
+        self._workspaces.clear()
         by_host = held.exchange == "hierarchical"
         if "sharded" not in (held.exchange, held.between) or by_host != bool(self.by_host):
-            state.take_in_owner_residual(self, pool.group)  # nobody asks these owners any more
+            state.take_in_owner_residual(self, pool.group)  # these owners end
         if by_host and not self.by_host:
             state.to_hosts(self, self.hosts())
         elif self.by_host and not by_host:
@@ -300,39 +299,39 @@ class DGC:
         return AllGatherExchange(held.value_dtype)
 
     def _switch(self) -> None:
-        """From the velocity of the dense phase, torch's, to the u of the formulas."""
+        """Converts torch's velocity of the dense phase to the u of the formulas."""
         for memory in self._compressed():
             if memory.hyper.nesterov:
                 memory.u.mul_(memory.hyper.momentum)
         self.switched = True
 
-    def _give_up_broken_pass(self, asked: str) -> None:
-        """What a backward pass that has raised was about to send counts as owed again (P3)."""
+    def _cancel_failed_pass(self, asked: str) -> None:
+        """Cancels a failed backward pass: its unsent elements return to the residual (P3)."""
         if self.buckets.running and torch._C._current_graph_task_id() != -1:
             raise InvalidArgument(
-                f"DGC.{asked}() inside backward(): half a step is on its way there; call it before "
-                "or behind"
+                f"DGC.{asked}() cannot be called inside backward(), where a step is incomplete: "
+                "call it before or after"
             )
         self.buckets.cancel()
 
     def detach(self) -> None:
-        """Collective. Gives momentum and decay back to the optimizer; DGC is of no use after it.
+        """Collective. Returns momentum and decay to the optimizer; DGC cannot be used afterwards.
 
-        Its velocity is the mean of u over all ranks. What is still owed is forgotten: train dense,
-        or at a low sparsity, for a while before, where that matters.
+        The optimizer's velocity becomes the mean of u over all ranks. The residual is dropped. If
+        that matters, train dense or at a low sparsity for some steps before.
 
         Raises:
-            InvalidArgument: with nothing changed: on every rank where what backward() has brought
-                waits for the optimizer's step(), or on one inside backward().
+            InvalidArgument: nothing changes. On every rank: the gradients of a backward pass wait
+                for the optimizer's step(). On one rank: it called inside backward().
         """
         if self._detached:
             return
-        self._give_up_broken_pass("detach")
-        # A rank that only took part in the last steps of others, in join(), has one left over.
+        self._cancel_failed_pass("detach")
+        # After join() a rank without data still has a waiting step.
         if _everywhere(self._owned.waiting, self.pool()):
             raise InvalidArgument(
-                "DGC.detach() between backward() and the optimizer's step(): take the step before, "
-                "or give it up with zero_grad()"
+                "DGC.detach() between backward() and the optimizer's step(): call step() before, "
+                "or drop the gradients with zero_grad()"
             )
         self._detached = True
         self._owned.forget()
@@ -343,21 +342,21 @@ class DGC:
             velocities = coalesced.average(velocities, self.pool().group)
             for memory, velocity in zip(memories, velocities, strict=True):
                 if memory.v is not None and memory.hyper.nesterov and memory.hyper.momentum:
-                    velocity.div_(memory.hyper.momentum)  # u is that of the formulas
-        self._owned.give_back(velocities)
+                    velocity.div_(memory.hyper.momentum)  # u follows the formulas
+        self._owned.release(velocities)
 
     def stats(self) -> dict[str, Any]:
-        """Of the last step.
+        """Numbers of the last step.
 
         Returns:
-            step: steps so far; level: sparsity, None where dense; k: elements that each rank sends;
-            sent_bytes: what this rank gave to exchanges in the step; dense_bytes: what it would
-            give without compression; exchange: "dense", "gather", "dense_masked", "sharded" or
-            "hierarchical", where the first rank of a host gives its packets; value_dtype: of
-            compact packets, None where there are none; exchange_costs: the bytes that "auto" has
-            counted, or the seconds that "auto_time" expects beyond the gradients, by exchange; age:
-            {"mean", "max"} of the steps since this rank has sent an element that is compressed,
-            None without track_age.
+            step: committed steps. level: sparsity, None if dense. k: elements that each rank sends.
+            sent_bytes: bytes that this rank gave to exchanges in the step. dense_bytes: the same
+            without compression. exchange: "dense", "gather", "dense_masked", "sharded" or
+            "hierarchical" (then the first rank of a host counts its packets). value_dtype: of
+            compact packets, None if there are none. exchange_costs: by exchange, the bytes counted
+            by "auto", or the seconds beyond the backward pass estimated by "auto_time". age:
+            {"mean", "max"} in steps since this rank sent each compressed element, None without
+            track_age.
         """
         level = level_at(max(self.step_count - 1, 0), self._begin, self._length, len(self._levels))
         held = DENSE if level is None else self._chooser.planned(level)
@@ -375,45 +374,51 @@ class DGC:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's: u and v differ by rank, so every rank saves its own. Plain values and
-        tensors; loads at the same number of ranks, bit for bit. A backward pass that has raised
-        counts for nothing.
+        """This rank's state as plain values and tensors; u and v differ by rank, so each saves its
+        own. It loads at the same number of ranks, bit for bit. A failed backward pass is not in it.
 
         Raises:
             InvalidArgument: inside backward().
         """
-        self._give_up_broken_pass("state_dict")
+        self._cancel_failed_pass("state_dict")
         return state.own(self, self.pool().group)
 
     def gather_state(self, dst: int = 0) -> dict[str, Any] | None:
-        """Collective. The states of all ranks on rank `dst`, None elsewhere; loads anywhere.
+        """Collective. Gathers the states of all ranks; the result loads at any number of ranks.
+
+        Args:
+            dst: the rank that receives the states.
+
+        Returns:
+            Plain values and tensors on rank `dst`, None on the others.
 
         Raises:
             InvalidArgument: inside backward().
         """
-        self._give_up_broken_pass("gather_state")
+        self._cancel_failed_pass("gather_state")
         return state.gathered(self, self.pool().group, dst)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes on where `saved` was taken: this rank's own state, or that of gather_state.
+        """Restores a state. Gradients of an earlier backward pass are dropped.
 
-        Gradients of a backward pass before it are dropped: what they brought was another state's.
+        At another number of ranks each rank takes the mean of u and of v over the saved ranks, so
+        the mean residual stays the same.
 
-        With another number of ranks what was owed is kept: each rank takes the mean of v, whose sum
-        over ranks, divided by their number, is then what it was; u is the mean too.
+        Args:
+            saved: of state_dict() on this rank, or of gather_state() on any rank.
 
         Raises:
-            InvalidArgument: it is of another model, or one rank's where there were others; or
-                inside backward().
+            InvalidArgument: the state is of another version or model, or it is one rank's state of
+                another rank or number of ranks, or the call is inside backward().
         """
-        self._give_up_broken_pass("load_state_dict")
+        self._cancel_failed_pass("load_state_dict")
         state.load(self, saved, self.pool().group)
         self._held = DENSE
         self._owned.forget()
 
 
 class Compressed:
-    """Takes the buckets of one backward pass; pycomm.parallel.exchange has the contract."""
+    """Receives the buckets of one backward pass; pycomm.parallel.exchange has the contract."""
 
     def __init__(self, dgc: DGC) -> None:
         self.idle = False
@@ -423,16 +428,16 @@ class Compressed:
 
     @property
     def running(self) -> bool:
-        """Whether a pass has begun and not ended."""
+        """Whether a pass is in progress."""
         return self._step is not None
 
     def compresses(self, parameter: Tensor) -> bool:
-        """Whether it is large enough."""
+        """Whether this parameter is compressed."""
         memory = self._dgc.memories.get(parameter)
         return memory is not None and memory.v is not None
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """All gradients of a bucket are there."""
+        """Adds a bucket whose gradients are complete."""
         if self._step is None:
             self._step = self._dgc.begin(self.idle)
         self._step.add(flat, parameters, gradients)
@@ -447,13 +452,13 @@ class Compressed:
             self._failed = None
 
     def cancel(self) -> None:
-        """Rolls back."""
+        """Rolls the step back."""
         step, self._step = self._step, None
         if step is not None:
             step.cancel()
 
     def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
-        """See DGC.go_on."""
+        """Rolls back or commits the failed step; see DGC.resume_after_shrink."""
         step = self._step or self._failed
         self._step = self._failed = None
         if step is not None:
@@ -463,8 +468,7 @@ class Compressed:
         return self._dgc.resume_after_shrink(before, src)
 
     def sync_from(self, src: int) -> None:
-        """The velocity of what travels dense, to which a rank without data has added the decay of
-        older parameters, and the loss scale."""
+        """Takes the loss scale and the velocity of uncompressed parameters from rank `src`."""
         dgc, group = self._dgc, self._dgc.pool().group
         dense = [m.u for m in dgc.memories.values() if m.v is None or not dgc.switched]
         coalesced.bcast_list_(dense, src, group)
@@ -473,7 +477,7 @@ class Compressed:
 
 
 def _everywhere(here: bool, pool: CommunicatorPool) -> bool:
-    """Whether it is so on all ranks."""
+    """Whether `here` is true on all ranks."""
     word = torch.tensor([int(here)])
     collectives.all_reduce(word, "min", group=pool.group)
     return bool(word.item())
@@ -481,14 +485,14 @@ def _everywhere(here: bool, pool: CommunicatorPool) -> bool:
 
 def _one_of(name: str, given: str, known: Sequence[str]) -> None:
     if given not in known:
-        raise InvalidArgument(f"{name}={given!r}: one of {', '.join(known)}")
+        raise InvalidArgument(f"invalid {name}: got {given!r}, expected one of {', '.join(known)}")
 
 
-def _can_be_coded(memories: Sequence[ParameterState]) -> None:
+def _check_codec_devices(memories: Sequence[ParameterState]) -> None:
     for memory in memories:
         if not (memory.u.is_cpu or arrays.on_gpu(memory.u)):
             raise Unsupported(
-                "compact packets are written in host memory and on CUDA devices, and "
-                f'{memory.name!r} lies on {memory.u.device}: use codec="raw" with '
+                "compact packets need parameters in host memory or on CUDA devices, and "
+                f'{memory.name!r} is on {memory.u.device}: use codec="raw" with '
                 'value_dtype="float32"'
             )

@@ -1,8 +1,8 @@
-"""What a level takes: k, the exchange, and how values are coded.
+"""Plans each sparsity level: k, the exchange, and the dtype of encoded values.
 
-"auto" takes the exchange of the fewest bytes that a rank receives (schedule.py), "auto_time" that
-of the fewest seconds (cost_model.py). Rank 0 weighs, once for each level, and its numbers go to
-all, so that ranks cannot choose differently. Called by dgc.py.
+"auto" takes the exchange with the fewest received bytes per rank (schedule.py), "auto_time" that
+with the least time (cost_model.py). Rank 0 broadcasts its costs once for each level, so that all
+ranks choose the same.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ EXCHANGES = ("auto", "gather", "dense_masked", "sharded", "hierarchical", "auto_
 
 @dataclass(frozen=True)
 class Level:
-    """What holds while a level lasts.
+    """The plan of one level.
 
     Attributes:
         exchange: "dense", "gather", "dense_masked", "sharded" or "hierarchical".
-        k: elements of each, or of all together.
-        value_dtype: of compact packets; None: packets are raw, or there are none.
+        k: number of sent elements, for each parameter or for all together.
+        value_dtype: of compact packets; None: raw packets, or no packets.
         exchange_costs: bytes ("auto") or seconds ("auto_time") by exchange; {}: not estimated.
-        between: of "hierarchical": "gather" or "sharded", of hosts.
+        between: with "hierarchical", the exchange between hosts: "gather" or "sharded".
     """
 
     exchange: str
@@ -48,18 +48,18 @@ DENSE = Level("dense", {}, None, {})
 
 
 class Chooser:
-    """Plans levels, each once.
+    """Plans each level once.
 
     Args:
         exchange: one of EXCHANGES.
         sparsity: by level.
-        k_rule: as schedule.to_send has it.
-        whole: k is of all together.
-        value_dtype: of compact packets; None: packets are raw.
-        owner_k_factor: what all owners together send on, in multiples of k.
+        k_rule: the rule of schedule.to_send.
+        whole: k is for all parameters together.
+        value_dtype: of compact packets; None: raw packets.
+        owner_k_factor: elements that all owners together send, in multiples of k.
 
     Attributes:
-        chosen: the exchange by level, as rank 0 has said.
+        exchanges: the exchange of each level, as rank 0 chose it.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Chooser:
         self.exchanges: dict[int, str] = {}
 
     def forget(self, exchanges: Mapping[int, str] | None = None) -> None:
-        """Plans levels anew, with what was `chosen`: at another number of ranks nothing."""
+        """Drops all plans; a level that is not in `exchanges` chooses again."""
         self._planned.clear()
         self._exchange_costs.clear()
         self.exchanges = dict(exchanges or {})
 
     def planned(self, level: int) -> Level:
-        """What plan() has given; dense before it was asked."""
+        """The result of plan() for this level; DENSE before the first call."""
         return self._planned.get(level, DENSE)
 
     def plan(
@@ -94,13 +94,16 @@ class Chooser:
         pool: CommunicatorPool,
         may_be_dense: bool,
     ) -> Level:
-        """Collective at the first step of a level.
+        """The plan of a level. Collective at the first step of the level.
 
         Args:
-            level: which one.
-            memories: of all that is compressed.
-            pool: whose ranks.
-            may_be_dense: nothing was compressed yet, so that nothing is owed.
+            level: its index.
+            memories: of all compressed parameters.
+            pool: the communicators of the ranks.
+            may_be_dense: no step was compressed yet, so there is no residual.
+
+        Raises:
+            InvalidArgument: select="model" with several settings of momentum or weight decay.
         """
         if not memories:
             return DENSE
@@ -126,31 +129,30 @@ class Chooser:
         load = Load(ks, counts, memories[0].u.itemsize, code, self._owner_k_factor)
         exchange = self._choose(level, load, pool, may_be_dense)
         compact = exchange in ("gather", "sharded", "hierarchical")
-        way = between(load, _hosts(pool)) if exchange == "hierarchical" else ""
-        plan = Level(
-            exchange, k, code if compact else None, self._exchange_costs.get(level, {}), way
-        )
+        inter_host = between(load, _hosts(pool)) if exchange == "hierarchical" else ""
+        costs = self._exchange_costs.get(level, {})
+        plan = Level(exchange, k, code if compact else None, costs, inter_host)
         self._planned[level] = plan
         return plan
 
     def _choose(self, level: int, load: Load, pool: CommunicatorPool, may_be_dense: bool) -> str:
-        """Rank 0's choice, the first of the least weight."""
+        """The cheapest exchange by rank 0's costs; the first among equals."""
         if level not in self.exchanges:
             if self._asked not in ("auto", "auto_time"):
-                weights = dict.fromkeys([self._asked], 0.0)
+                costs = dict.fromkeys([self._asked], 0.0)
             elif self._asked == "auto":
-                weights = received_bytes(load, pool.size, _hosts(pool))
+                costs = received_bytes(load, pool.size, _hosts(pool))
             else:
-                weights = cost_model.of_exchanges(load, pool, may_be_dense)
-            said = torch.tensor(list(weights.values()), dtype=torch.float64)
-            collectives.broadcast(said, 0, group=pool.group)
-            weights = dict(zip(weights, said.tolist(), strict=True))
+                costs = cost_model.of_exchanges(load, pool, may_be_dense)
+            shared = torch.tensor(list(costs.values()), dtype=torch.float64)
+            collectives.broadcast(shared, 0, group=pool.group)
+            costs = dict(zip(costs, shared.tolist(), strict=True))
             if self._asked in ("auto", "auto_time"):
-                self._exchange_costs[level] = weights
-            self.exchanges[level] = min(weights, key=lambda name: weights[name])
+                self._exchange_costs[level] = costs
+            self.exchanges[level] = min(costs, key=lambda name: costs[name])
         return self.exchanges[level]
 
 
 def _hosts(pool: CommunicatorPool) -> int:
-    """How many there are."""
+    """The number of hosts."""
     return max(hosts_of(pool.group)) + 1

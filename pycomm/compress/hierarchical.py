@@ -1,13 +1,12 @@
-"""The exchange "hierarchical": ranks of a host sum their gradients, and hosts exchange packets.
+"""The exchange "hierarchical": ranks of a host average their gradients, and hosts exchange packets.
 
-    sum       the gradients of a host's ranks, dense, as they become ready
-    select    u and v are the host's: its ranks hold the same bits and take out the same elements
-    between   the first rank of each host exchanges packets with those of the others,
-    inside    and hands on what has arrived to the ranks of its own
+    average    the dense gradients of a host's ranks, as they become ready
+    select     the ranks of a host hold the same u and v and select the same elements
+    exchange   the first rank of each host exchanges packets with the first ranks of other hosts
+    broadcast  it sends the received packets to the ranks of its host
 
-So a host is to packets what a rank is in the other exchanges, and the line of a host carries one
-rank's bytes, however many it has. Called by transaction.py; dgc.py makes Hosts, state.py converts u
-and v.
+A host takes the role of a rank in the other exchanges. Its link transmits the bytes of one rank,
+independent of the number of ranks on the host.
 """
 
 from __future__ import annotations
@@ -26,21 +25,22 @@ __all__ = ["Hosts", "hosts_of"]
 
 
 def hosts_of(group: Group) -> list[int]:
-    """By rank: which host, numbered from 0 in the order of their first ranks."""
+    """The host of each rank; hosts are numbered from 0 in the order of their first ranks."""
     return list(group._core.hosts)
 
 
 class Hosts:
-    """The hosts of a group, each as if it were one rank: packets use them like a CommunicatorPool.
-    All ranks of a host make the same calls with the same packets. Collective to make.
+    """Communicators between hosts, with the methods of a CommunicatorPool.
+
+    All ranks of a host make the same calls with the same packets. The constructor is collective.
 
     Attributes:
         of_rank: hosts_of() the group.
-        rank, size: this rank's host, and how many there are.
-        share: what the mean over the ranks of this host is multiplied by, so that the mean over
-            hosts is that over all ranks: 1 where hosts have as many ranks each.
-        inside: the ranks of this host.
-        broken: a call has failed: another one must be made.
+        rank, size: the host of this rank, and the number of hosts.
+        share: factor of the mean over this host's ranks; with it the mean over hosts equals the
+            mean over all ranks. 1 if all hosts have equally many ranks.
+        inside: the subgroup of this host.
+        broken: a call failed, so a new object is needed.
     """
 
     def __init__(self, group: Group) -> None:
@@ -57,7 +57,7 @@ class Hosts:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the one of its host whose packets travel."""
+        """Whether this rank is the first of its host, which sends packets to other hosts."""
         return self._between is not None
 
     def average(self, x: torch.Tensor) -> Work:
@@ -66,13 +66,13 @@ class Hosts:
         return work
 
     def agree(self, here: bool) -> bool:
-        """Whether it is so on all ranks of this host."""
+        """Whether `here` is true on all ranks of this host."""
         word = torch.tensor([int(here)])
         collectives.all_reduce(word, "min", group=self.inside)
         return bool(word.item())
 
     def all_gather(self, x: Any, out: Any) -> Work:
-        """As of CommunicatorPool; so are the others."""
+        """See CommunicatorPool."""
         return self._led(out, lambda pool: pool.all_gather(x, out))
 
     def all_gather_v(self, x: Any, out: Any, counts: Sequence[int]) -> Work:
@@ -87,15 +87,15 @@ class Hosts:
         """See CommunicatorPool."""
         return self._led(out, lambda pool: pool.all_to_all_v(x, out, give, take))
 
-    def give_up(self, reason: str) -> None:
-        """A step has failed here: nobody shall wait for this rank. Those of its host are not
-        connected to who was lost on another, so they hear of it by this."""
+    def abort(self, reason: str) -> None:
+        """Aborts the subgroups after a failed step, so that no rank waits for this one. The other
+        ranks of a host are not connected to a lost rank of another host and learn of it here."""
         self.broken = True
         for group in (self.inside, *([] if self._between is None else [self._between.group])):
             group.abort(reason)
 
     def _led(self, out: Any, call: Callable[[CommunicatorPool], Work]) -> Work:
-        """Between hosts by the first rank of each, then inside."""
+        """Runs `call` on the first rank of each host, then broadcasts `out` inside the host."""
         if self._between is not None:
             call(self._between).wait()
         work: Work = collectives.broadcast(out, 0, group=self.inside, async_op=True)

@@ -1,6 +1,6 @@
-"""DGC under torch's own DistributedDataParallel. Called by users as pycomm.dgc_hook."""
+"""DGC as a communication hook of torch's DistributedDataParallel."""
 
-# Annotations are not put off here: torch looks at those of a hook.
+# No `from __future__ import annotations`: torch checks the annotations of a hook.
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs hide it
@@ -11,19 +11,31 @@ __all__ = ["dgc_hook"]
 
 
 def dgc_hook(dgc: DGC, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """For `ddp.register_comm_hook(dgc, pycomm.dgc_hook)`.
+    """DDP communication hook: `ddp.register_comm_hook(dgc, pycomm.dgc_hook)`.
 
-    The exchange goes through pycomm's default group, which is torch's where its backend is pycomm.
-    The step ends in the call with the last bucket, and raises there what it raises.
+    The exchange uses pycomm's default group, which is torch's default process group if its backend
+    is pycomm. The call with the last bucket ends the step.
+
+    Args:
+        dgc: the compression of the optimizer that trains the DDP module.
+        bucket: flat gradients [n] of some parameters, as DDP passes them; changed in place.
+
+    Returns:
+        A completed future of the bucket's buffer [n]. Its content is final after the call with the
+        last bucket.
+
+    Raises:
+        PeerLost, Timeout, Mismatch: errors of the exchange; the step was rolled back.
+        InvalidArgument, Unsupported: settings of DGC that the model does not support.
     """
     buckets = dgc.buckets
     if bucket.index() == 0:
-        buckets.cancel()  # of a backward pass that did not reach its end
+        buckets.cancel()  # an earlier backward pass may have failed
     flat = bucket.buffer()
     buckets.add(flat, bucket.parameters(), bucket.gradients())
     if bucket.is_last():
         buckets.finish()
-    # torch reads the buckets behind the call with the last one, when all of them are final.
+    # torch reads buckets only after the call with the last one, when all of them are final.
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(flat)
     return future

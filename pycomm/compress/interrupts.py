@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the end of what must be whole. Called by transaction.py."""
+"""Defers Ctrl-C during changes that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ __all__ = ["defer_sigint"]
 
 @contextlib.contextmanager
 def defer_sigint() -> Iterator[None]:
-    """Ctrl-C comes behind the block and not in its midst. For a few assignments that belong
-    together: nothing here may wait. Python gives Ctrl-C to the main thread alone, so that in others
-    there is nothing to hold back."""
+    """Defers Ctrl-C to the end of the block, which must be short and must not wait. Python delivers
+    Ctrl-C to the main thread only, so this does nothing in other threads."""
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
-    if not main or before is None:  # None: a handler of C, which is not ours to put back
+    if not main or before is None:  # None: a C handler, which Python cannot restore
         yield
         return
-    came = False
+    received = False
 
     def note(_number: int, _frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        nonlocal received
+        received = True
 
     signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)

@@ -1,13 +1,13 @@
-"""One packet: gradients that are compressed together, from kernel to kernel.
+"""One packet: gradients that are compressed together.
 
-    prepare    u, v take the gradients in, k elements of each go into the packet
-    arrived    raw packets of all ranks, as pairs that bucket.py adds in rank order
-    units      what packet_exchange.py codes one by one, where packets are compact
-    mask       the packet alone as a dense gradient, for a dense sum (the same mathematics)
-    rollback   u, v as if nothing had been taken out
+    prepare    u and v accumulate the gradients, k elements of each are moved to the packet
+    received   raw packets of all ranks, as pairs that bucket.py adds in rank order
+    units      buckets that packet_exchange.py encodes one by one, if packets are compact
+    mask       the packet as a dense gradient, for a dense sum (mathematically the same)
+    rollback   u and v as if no element had been selected
 
-The packet is the values of all elements, then their indices, which count through the gradients of
-a part, laid end to end. A part has one momentum and decay. Called by transaction.py.
+A packet has the values of all elements, then their indices. Indices count through the concatenated
+gradients of a part. A part has one momentum and weight decay.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.bucket import Arrived, CompressionBucket
-from pycomm.compress.parameter_state import Hyper, ParameterState, line
+from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
+from pycomm.compress.parameter_state import Hyper, ParameterState, flat_view
 
 __all__ = ["Packet", "Update"]
 
@@ -30,31 +30,31 @@ INDEX_BYTES = 4
 
 @dataclass(frozen=True)
 class Update:
-    """How gradients are taken in at this step."""
+    """How gradients are accumulated in this step."""
 
     masking: bool
     unscale: float = 1.0  # one over the loss scale
-    limit: float | None = None  # of a gradient's norm on this rank
-    norm: Tensor | None = None  # float64 [1]: that of all gradients, where it is to be one
-    idle: bool = False  # no data: neither gradient nor decay
+    limit: float | None = None  # largest norm of a gradient on this rank
+    norm: Tensor | None = None  # float64 [1]: the norm of all gradients, for global clipping
+    idle: bool = False  # this rank has no data: neither gradient nor decay
 
 
 @dataclass(eq=False)
 class _Part(CompressionBucket):
-    """Memories of one Hyper: one call of the kernel."""
+    """Parameters with the same Hyper, for one call of the kernel."""
 
     hyper: Hyper
-    k: int | list[int]  # of all of them together, or of each
+    k: int | list[int]  # of all parameters together, or of each
     u_values: Tensor
 
 
 class Packet:
-    """Made for one step.
+    """The packet of one step.
 
     Args:
-        memories, gradients: what is compressed; each gradient is the memory's own, whole.
-        ks: elements to send of each; or one number, of all together.
-        rooms: workspaces kept between steps.
+        memories, gradients: of the compressed parameters, in the same order.
+        ks: number of elements to send of each; or one number, of all together.
+        workspaces: kernel workspaces kept between steps.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Packet:
         memories: Sequence[ParameterState],
         gradients: Sequence[Tensor],
         ks: Sequence[int] | int,
-        rooms: dict[tuple[str, ...], Tensor],
+        workspaces: dict[tuple[str, ...], Tensor],
     ) -> None:
-        self._rooms = rooms
+        self._workspaces = workspaces
         self._prepared: list[_Part] = []
         self.k = ks if isinstance(ks, int) else sum(ks)
         real = memories[0].u.dtype
@@ -73,18 +73,18 @@ class Packet:
         used = self.k * (itemsize + INDEX_BYTES)
         self.buffer = torch.empty(-(-used // 8) * 8, dtype=torch.uint8, device=device)
         self.buffer[used:] = 0
-        self._split = self.k * itemsize, used, real
+        self._layout = self.k * itemsize, used, real
         u_values = torch.empty(self.k, dtype=real, device=device)
         values, indices = self._open(self.buffer)
         self._parts: list[_Part] = []
         start = 0
-        for hyper, places in _by_hyper(memories, apart=not isinstance(ks, int)):
+        for hyper, places in _by_hyper(memories, separate=not isinstance(ks, int)):
             k: int | list[int] = ks if isinstance(ks, int) else [ks[i] for i in places]
             stop = start + (k if isinstance(k, int) else sum(k))
             self._parts.append(
                 _Part(
                     [memories[i] for i in places],
-                    [line(gradients[i]) for i in places],
+                    [flat_view(gradients[i]) for i in places],
                     indices[start:stop],
                     values[start:stop],
                     hyper,
@@ -96,7 +96,7 @@ class Packet:
 
     def _open(self, packet: Tensor) -> tuple[Tensor, Tensor]:
         """Values and indices of a packet, as views."""
-        middle, end, real = self._split
+        middle, end, real = self._layout
         return packet[:middle].view(real), packet[middle:end].view(torch.int32)
 
     def prepare(self, update: Update) -> None:
@@ -109,7 +109,7 @@ class Packet:
                 [memory.v for memory in part.memories],
                 part.k,
                 momentum=part.hyper.momentum,
-                weight=[line(memory.parameter) for memory in part.memories],
+                weight=[flat_view(memory.parameter) for memory in part.memories],
                 weight_decay=decay,
                 nesterov=part.hyper.nesterov,
                 masking=update.masking,
@@ -117,33 +117,33 @@ class Packet:
                 indices=part.indices,
                 values=part.values,
                 u_values=part.u_values,
-                workspace=self._room(part),
+                workspace=self._workspace(part),
                 together=True,
             )
             self._prepared.append(part)
 
     def _scales(self, update: Update) -> list[float | Tensor]:
-        """For each part: the factor of its gradients, one for all or one for each."""
+        """For each part the factor of its gradients: one for all or one for each."""
         if update.limit is None:
             return [update.unscale] * len(self._parts)
-        # The limit is of the gradient itself, which is `unscale` times what stands there.
+        # The limit applies to the unscaled gradient; the buffers hold it divided by `unscale`.
         limit = update.limit / update.unscale
         if update.norm is None:
             norms = [kernels.norm(part.gradients) for part in self._parts]
         else:
             norms = [update.norm.repeat(len(part.gradients)) for part in self._parts]
-        dtype = str(self._split[2]).removeprefix("torch.")
+        dtype = str(self._layout[2]).removeprefix("torch.")
         return [kernels.clip_scale(n, limit, update.unscale, dtype=dtype) for n in norms]
 
-    def _room(self, part: _Part) -> Tensor | None:
+    def _workspace(self, part: _Part) -> Tensor | None:
         key = (str(part.k), *(memory.name for memory in part.memories))
-        if key not in self._rooms:
+        if key not in self._workspaces:
             u, v = [m.u for m in part.memories], [m.v for m in part.memories]
-            self._rooms[key] = kernels.dgc_workspace(u, v, part.k)
-        return self._rooms[key]
+            self._workspaces[key] = kernels.dgc_workspace(u, v, part.k)
+        return self._workspaces[key]
 
     def rollback(self) -> None:
-        """What was prepared counts as not sent."""
+        """Returns the prepared elements to u and v."""
         for part in self._prepared:
             kernels.dgc_rollback(
                 [memory.u for memory in part.memories],
@@ -154,8 +154,8 @@ class Packet:
             )
         self._prepared = []
 
-    def take_out(self, masking: bool) -> None:
-        """After a rollback: what was prepared counts as sent after all."""
+    def mark_sent(self, masking: bool) -> None:
+        """After a rollback: marks the prepared elements as sent."""
         for part in self._parts:
             for memory, places in part.sent():
                 assert memory.v is not None
@@ -163,19 +163,19 @@ class Packet:
                 if masking:
                     memory.u[places] = 0
 
-    def arrived(self, gathered: Tensor) -> Iterator[Arrived]:
-        """What raw packets of all ranks [size, bytes] have, in rank order."""
+    def received(self, gathered: Tensor) -> Iterator[ReceivedPackets]:
+        """The pairs in the raw packets of all ranks, uint8 [size, bytes], in rank order."""
         rows = [self._open(row) for row in gathered]
         start = 0
         for part in self._parts:
             stop = start + len(part.values)
             pairs = [(indices[start:stop], values[start:stop]) for values, indices in rows]
-            yield Arrived(part, pairs)
+            yield ReceivedPackets(part, pairs)
             start = stop
 
     def units(self) -> Iterator[CompressionBucket]:
-        """What has a k of its own: each memory, or all of them together. No bucket has a say in
-        what shares a level, so none has in the bits."""
+        """One bucket for each k: each parameter, or all together. The result is independent of the
+        buckets of the reducer."""
         for part in self._parts:
             if isinstance(part.k, int):
                 yield part
@@ -190,19 +190,19 @@ class Packet:
                 )
 
     def sent(self) -> Iterator[tuple[ParameterState, Tensor]]:
-        """For each memory the places within it that this rank has sent, ascending."""
+        """For each memory the indices within it that this rank sent, ascending."""
         for part in self._parts:
             yield from part.sent()
 
     def mask(self) -> None:
-        """Gradients become what this rank sends: the chosen elements, and 0 elsewhere."""
+        """Sets gradients to what this rank sends: the selected elements, and 0 elsewhere."""
         for part in self._parts:
             kernels.decode_sum(part.gradients, [(part.indices, part.values)])
 
 
-def _by_hyper(memories: Sequence[ParameterState], apart: bool) -> list[tuple[Hyper, list[int]]]:
-    """Places of memories with the same Hyper; all in the first one's unless `apart`."""
+def _by_hyper(memories: Sequence[ParameterState], separate: bool) -> list[tuple[Hyper, list[int]]]:
+    """Positions of memories by Hyper; all under that of the first one unless `separate`."""
     found: dict[Hyper, list[int]] = {}
     for i, memory in enumerate(memories):
-        found.setdefault(memory.hyper if apart else memories[0].hyper, []).append(i)
+        found.setdefault(memory.hyper if separate else memories[0].hyper, []).append(i)
     return list(found.items())

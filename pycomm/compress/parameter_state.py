@@ -1,7 +1,7 @@
-"""What DGC holds for each parameter, and the optimizer whose momentum it has taken over.
+"""DGC's state of each parameter, and the optimizer whose momentum DGC applies.
 
-u is the velocity, v what this rank owes to the others. Both lie in the order of the parameter's
-memory, float32, or float64 for float64. Called by dgc.py and by the steps.
+u is the velocity, v the residual: accumulated elements that this rank has not sent (error
+feedback). Both are flat, in the order of the parameter's memory, float32, or float64 for float64.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pycomm.errors import InvalidArgument, Unsupported
 
-__all__ = ["AdoptedMomentum", "Hyper", "ParameterState", "line"]
+__all__ = ["AdoptedMomentum", "Hyper", "ParameterState", "flat_view"]
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """Of a parameter group, as the optimizer has it at this step."""
+    """Settings of a parameter group in this step."""
 
     momentum: float
     weight_decay: float
@@ -29,19 +29,19 @@ class Hyper:
 
 @dataclass(eq=False)
 class ParameterState:
-    """One parameter's. `v` is None where it travels dense."""
+    """The state of one parameter. `v` is None if it is sent uncompressed."""
 
     name: str
-    place: int  # among all
+    place: int  # position among all parameters
     parameter: Tensor
     group: dict[str, Any]
-    owned: Collection[str]  # what DGC does of it, the optimizer the rest
+    owned: Collection[str]  # settings that DGC applies; the optimizer applies the others
     u: Tensor
     v: Tensor | None
 
     @property
     def hyper(self) -> Hyper:
-        """Read anew at every step, so that schedulers work."""
+        """Read in every step, so that schedulers take effect."""
         momentum, decay, nesterov = (
             self.group[key] if key in self.owned else 0
             for key in ("momentum", "weight_decay", "nesterov")
@@ -50,17 +50,17 @@ class ParameterState:
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.u.numel()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """u, and v if there is one."""
+        """u, and v if it exists."""
         return [self.u] if self.v is None else [self.u, self.v]
 
 
-def line(x: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of its memory, as a view [count]."""
+def flat_view(x: Tensor) -> Tensor:
+    """A flat view [count] of a dense tensor, in the order of its memory."""
     if x.is_contiguous():
         return x.detach().view(-1)
     return torch.as_strided(x.detach(), (x.numel(),), (1,))
@@ -72,10 +72,10 @@ def _is_dense(x: Tensor) -> bool:
 
 
 class AdoptedMomentum:
-    """A torch.optim.SGD that does `p -= lr * p.grad` alone, and the memories of its parameters.
+    """A torch.optim.SGD that only does `p -= lr * p.grad`, and the state of its parameters.
 
-    While its step() runs, what is `owned` of momentum, weight_decay and nesterov is 0 in its
-    groups; else it is what the user and schedulers write there.
+    During its step() the `owned` settings of momentum, weight_decay and nesterov are 0 in its
+    groups. Outside step() they have the values that the user and schedulers wrote.
     """
 
     def __init__(
@@ -89,24 +89,24 @@ class AdoptedMomentum:
             for name, parameter in zip(names, group["params"], strict=True):
                 self.memories[parameter] = self._memory(name, parameter, group, min_count)
         self._hidden: list[dict[str, Any]] | None = None
-        self._waiting = False  # something has arrived for the next step()
-        self._exchanged: Collection[Tensor] | None = None  # by DataParallel; None: not known
-        self._skipped = False  # the last exchange found Inf or NaN: step() may see such gradients
+        self._waiting = False  # exchanged gradients wait for the next step()
+        self._exchanged: Collection[Tensor] | None = None  # by DataParallel; None: unknown
+        self._skipped = False  # the last exchange found Inf or NaN, which step() may see
         self._applied: tuple[int, int, int] | None = None  # a gradient of the last step()
         self._update: Callable[[], None] | None = None
         self._updated: Sequence[ParameterState] = ()
-        self._had_gradients = False  # one of `_updated`, when it had arrived
+        self._had_gradients = False  # whether `_updated` had gradients after the exchange
         self._handles = [
             optimizer.register_step_pre_hook(self._hide),
             optimizer.register_step_post_hook(self._show),
-            optimizer.register_load_state_dict_post_hook(self._regroup),
+            optimizer.register_load_state_dict_post_hook(self._update_groups),
         ]
 
     def _memory(
         self, name: str, parameter: Tensor, group: dict[str, Any], min_count: int
     ) -> ParameterState:
         if not _is_dense(parameter):
-            raise Unsupported(f"DGC: the elements of {name!r} do not fill its memory: clone it")
+            raise Unsupported(f"DGC: the memory of {name!r} has gaps: pass a clone of it")
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         u = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
         velocity = None
@@ -119,46 +119,46 @@ class AdoptedMomentum:
         return ParameterState(name, len(self.memories), parameter, group, self._owned, u, v)
 
     def rename(self, names: Mapping[str, Tensor]) -> None:
-        """Gives memories the names of the model's parameters: those that are exchanged."""
+        """Names the states after the model's parameters, which are the exchanged ones."""
         self._exchanged = set(names.values())
         for name, parameter in names.items():
             if parameter in self.memories:
                 self.memories[parameter].name = name
 
-    def arrived(
+    def register_exchange(
         self, update: Callable[[], None] | None = None, updated: Sequence[ParameterState] = ()
     ) -> None:
-        """For the next step(), which calls `update` once in the optimizer's stead for `updated`,
-        unless zero_grad() has taken their gradients away before."""
+        """Registers exchanged gradients for the next step(), which applies `update` to `updated` by
+        itself, unless zero_grad() removed their gradients."""
         self._waiting, self._update, self._updated = True, update, updated
         self._skipped = False
         self._had_gradients = self._have_gradients()
 
     def skipped(self) -> None:
-        """All ranks skip this step. torch.optim.SGD(fused=True) finds that out inside step()."""
+        """All ranks skip this step. torch.optim.SGD(fused=True) detects that inside step()."""
         self._skipped = True
 
     @property
     def waiting(self) -> bool:
-        """Whether a step() would take something that has arrived: zero_grad() leaves nothing, or
-        zeros with set_to_none=False."""
+        """Whether step() would apply exchanged gradients; not after zero_grad(), which leaves None
+        or zeros."""
         gradients = [p.grad for p in self.memories if p.grad is not None]
         return self._waiting and any(_has_values(g) for g in gradients)
 
     def forget(self) -> None:
-        """What has arrived is not for the next step() any more, nor are the gradients."""
-        self._taken()
+        """Drops exchanged gradients before the next step(), and p.grad."""
+        self._clear_update()
         for parameter in self.memories:
             parameter.grad = None
 
     def _have_gradients(self) -> bool:
         return any(memory.parameter.grad is not None for memory in self._updated)
 
-    def _taken(self) -> None:
+    def _clear_update(self) -> None:
         self._waiting, self._update, self._updated = False, None, ()
 
-    def give_back(self, velocities: Sequence[Tensor]) -> None:
-        """The optimizer is its own again, with these velocities, as torch understands them."""
+    def release(self, velocities: Sequence[Tensor]) -> None:
+        """Releases the optimizer and gives it these velocities, in torch's convention."""
         for handle in self._handles:
             handle.remove()
         for memory, velocity in zip(self.memories.values(), velocities, strict=True):
@@ -167,8 +167,8 @@ class AdoptedMomentum:
                 shaped = torch.as_strided(velocity, p.shape, p.stride(), velocity.storage_offset())
                 self.optimizer.state[p]["momentum_buffer"] = shaped.to(p.dtype, copy=True)
 
-    def _regroup(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that has loaded a state has new groups."""
+    def _update_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """After load_state_dict() the optimizer has new groups."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in self.memories:
@@ -179,26 +179,26 @@ class AdoptedMomentum:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
-            self._take_over()
+            self._hide_settings()
             return None
         if self._updated:
-            raise Unsupported("DGC with fused=True: step() without a closure")
+            raise Unsupported("DGC with fused=True: call step() without a closure")
 
         def evaluate() -> Any:
-            loss = closure()  # its backward() needs the momentum that is hidden behind it
-            self._take_over()
+            loss = closure()  # its backward() needs the momentum, so hide it afterwards
+            self._hide_settings()
             return loss
 
         return (args[0], evaluate), {}
 
-    def _take_over(self) -> None:
-        """Before the optimizer's own part of step(), with all gradients there."""
+    def _hide_settings(self) -> None:
+        """Sets owned settings to 0 before the optimizer's step, when all gradients are complete."""
         if self._had_gradients and not self._have_gradients():
-            self._taken()
+            self._clear_update()
         if not (self._waiting or self._skipped):
-            self._refuse_unseen()
+            self._reject_unexchanged()
         for memory in self._updated:
-            memory.parameter.grad = None  # this rank's alone: nobody shall step by it
+            memory.parameter.grad = None  # of this rank only, so no step may use it
         groups = self.optimizer.param_groups
         if self._hidden is None:  # else the last step() raised
             self._hidden = [{key: group[key] for key in self._owned} for group in groups]
@@ -206,22 +206,22 @@ class AdoptedMomentum:
             group.update({key: type(group[key])(0) for key in self._owned})
 
     def _with_gradient(self) -> Iterator[tuple[Any, ParameterState]]:
-        """Of the model, as far as it is known: other parameters are not DGC's to exchange."""
+        """Parameters with a gradient, of the model if it is known; DGC exchanges no others."""
         known = self.memories if self._exchanged is None else self._exchanged
         return (
             (p, memory) for p, memory in self.memories.items() if p.grad is not None and p in known
         )
 
     def _first_gradient(self) -> tuple[int, int, int] | None:
-        """Its place, address and version, which every further backward() changes."""
+        """Place, address and version of a gradient; each backward() changes the version."""
         for parameter, memory in self._with_gradient():
             if not parameter.grad.is_sparse:
                 return memory.place, parameter.grad.data_ptr(), parameter.grad._version
         return None
 
-    def _refuse_unseen(self) -> None:
-        """Raises where step() would use gradients that no exchange of DGC has brought: without
-        momentum, and each rank its own. Those of the last step() count a second time."""
+    def _reject_unexchanged(self) -> None:
+        """Raises if step() would use gradients that DGC did not exchange: each rank would apply its
+        own, without momentum. The gradients of the last step() may be applied again."""
         if self._applied is not None and self._applied == self._first_gradient():
             return
         for parameter, memory in self._with_gradient():
@@ -241,28 +241,28 @@ class AdoptedMomentum:
         self._hidden = None
         if self._update is not None:
             self._update()
-        self._taken()
+        self._clear_update()
         self._skipped, self._applied = False, self._first_gradient()
 
 
 def _has_values(gradient: Tensor) -> bool:
-    """Whether an element is not 0."""
+    """Whether any element is not 0."""
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.SGD):
         raise Unsupported(
-            f"DGC owns the momentum, which it can take over from torch.optim.SGD only, not from "
-            f"{type(optimizer).__name__}: use SGD, or pycomm.LocalSGD, which takes any optimizer"
+            f"DGC needs torch.optim.SGD, got {type(optimizer).__name__}: use SGD, or "
+            "pycomm.LocalSGD, which supports any optimizer"
         )
     for group in optimizer.param_groups:
         if group["dampening"] != 0 or group["maximize"]:
-            raise InvalidArgument("DGC knows no dampening and no maximize: leave them out")
+            raise InvalidArgument("DGC does not support dampening and maximize: leave them out")
         for parameter in group["params"]:
             if hasattr(parameter, "device_mesh"):
                 raise Unsupported(
-                    "DGC takes whole replicas, not shards (DTensor, FSDP, ZeRO): train them dense"
+                    "DGC needs full replicas, not shards (DTensor, FSDP, ZeRO): train shards dense"
                 )
             if not parameter.is_floating_point():
-                raise Unsupported(f"DGC takes real floating parameters, not {parameter.dtype}")
+                raise Unsupported(f"DGC needs real floating parameters, got {parameter.dtype}")

@@ -1,7 +1,4 @@
-"""How much is sent at which step, and how many bytes that is: pure functions of counts.
-
-Called by dgc.py, exchange_policy.py and cost_model.py.
-"""
+"""The sparsity warm-up schedule, and the bytes of each exchange: pure functions of counts."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ __all__ = [
 
 K_RULES = ("round", "paddle", "ceil")
 INDEX_BYTES = 4
-# With the scales and levels that elements share, csrc/kernels/lean.h.
+# With the scales and levels of a block, see csrc/kernels/lean.h.
 VALUE_BITS = {
     "float32": 32,
     "bfloat16": 16,
@@ -39,22 +36,21 @@ VALUE_BITS = {
     "1bit": 1 + 16 / 4096,
 }
 VALUE_DTYPES = tuple(VALUE_BITS)
-HEAD_BYTES = 16  # of a compact packet, with its length
-BETWEEN = ("gather", "sharded")  # hosts
-ONE_BIT_DENSITY_THRESHOLD = (
-    0.17  # density where packets of 2-bit values take a bit for each element of all
-)
+HEAD_BYTES = 16  # header of a compact packet, with its length
+BETWEEN = ("gather", "sharded")  # exchanges between hosts
+# At this density a packet of 2-bit values has one bit for each element of the array.
+ONE_BIT_DENSITY_THRESHOLD = 0.17
 
 
 @dataclass(frozen=True)
 class Load:
-    """What each rank takes out at one level.
+    """The elements that each rank selects at one level.
 
     Attributes:
-        ks, counts: how many of how many elements, for each that has a k of its own.
-        itemsize: bytes of a value as it is.
-        value_dtype: of compact packets; None: packets are raw.
-        owner_k_factor: what all owners together send on, in multiples of k.
+        ks, counts: selected elements and all elements, for each unit with its own k.
+        itemsize: bytes of an unencoded value.
+        value_dtype: of compact packets; None: raw packets.
+        owner_k_factor: elements that all owners together send, in multiples of k.
     """
 
     ks: Sequence[int]
@@ -65,39 +61,46 @@ class Load:
 
     @property
     def k(self) -> int:
-        """Of all together."""
+        """Selected elements of all units."""
         return sum(self.ks)
 
     @property
     def count(self) -> int:
-        """Of all together."""
+        """Elements of all units."""
         return sum(self.counts)
 
 
 def check_ramp(begin: int, length: int, sparsity: Sequence[float]) -> tuple[float, ...]:
-    """The levels as a tuple; an empty list is [0.999]. InvalidArgument where they make no sense."""
+    """The levels as a tuple; an empty list is [0.999].
+
+    Raises:
+        InvalidArgument: a negative begin, a length below 1, or levels outside 0 <= s < 1 or
+            decreasing.
+    """
     levels = tuple(float(s) for s in sparsity) or (0.999,)
     if begin < 0 or length < 1:
         raise InvalidArgument(
-            f"rampup_begin_step={begin} must be at least 0, rampup_step={length} at least 1"
+            f"rampup_begin_step={begin}, rampup_step={length}: expected at least 0 and at least 1"
         )
     if not all(0 <= s < 1 for s in levels) or list(levels) != sorted(levels):
-        raise InvalidArgument(f"sparsity={list(levels)}: from 0 to below 1, never falling")
+        raise InvalidArgument(
+            f"invalid sparsity: got {list(levels)}, expected 0 <= s < 1, not decreasing"
+        )
     return levels
 
 
 def level_at(step: int, begin: int, length: int, levels: int) -> int | None:
-    """Which level of sparsity holds at a step counted from 0; None: dense."""
+    """The sparsity level of a step, counted from 0; None: dense."""
     if step < begin:
         return None
     return min((step - begin) * levels // length, levels - 1)
 
 
 def to_send(count: int, sparsity: float, rule: str = "round") -> int:
-    """k, of `count` elements; at least 1.
+    """The number k of sent elements of `count`; at least 1.
 
-    "round" rounds half to even; "paddle" cuts off in float32, as its operator does (0.999 of 1e6
-    leaves 999); "ceil" rounds up, as the paper's authors do.
+    "round" rounds half to even. "paddle" truncates in float32 as Paddle's operator does (0.999 of
+    1e6 leaves 999). "ceil" rounds up as the authors of the DGC paper do.
     """
     if rule == "paddle":
         ratio = np.float32(1) - np.float32(sparsity)
@@ -112,8 +115,8 @@ def to_send(count: int, sparsity: float, rule: str = "round") -> int:
 def packet_bytes(
     ks: Sequence[int], counts: Sequence[int], itemsize: int, value_dtype: str | None
 ) -> int:
-    """Of packets of ks of counts elements each: raw ones where `value_dtype` is None, else what
-    compact ones take where indices are spread evenly; where they lie together it is less."""
+    """Bytes of packets with ks of counts elements; raw packets if `value_dtype` is None. For
+    compact packets an estimate for evenly distributed indices; clustered ones need fewer bytes."""
     if value_dtype is None:
         return sum(ks) * (itemsize + INDEX_BYTES)
     bits = sum(
@@ -124,39 +127,40 @@ def packet_bytes(
 
 
 def index_bits(density: float) -> float:
-    """What a Rice code takes for an index on average, where each element is sent with probability
-    `density`: a gap of g elements has the probability (1 - density)^g density, and its parameter b
-    is the one that takes the fewest bits."""
-    reaches = [(1 - density) ** (1 << b) for b in range(31)]  # a gap of 2^b and more
+    """Mean bits of an index in a Rice code if each element is sent with probability `density`.
+
+    A gap of g elements has probability (1 - density)^g density; the parameter b minimizes the bits.
+    """
+    reaches = [(1 - density) ** (1 << b) for b in range(31)]  # probability of a gap of at least 2^b
     return min(b + 1 + r / (1 - r) for b, r in enumerate(reaches))
 
 
 def code_at(value_dtype: str, density: float) -> str:
-    """How "auto" and "auto_time" code values: where so many are sent, and may be rounded, as signs,
-    which with the zeros between them make a ternary gradient."""
+    """The dtype of encoded values under "auto" and "auto_time": signs above the density threshold,
+    if rounding is allowed. With the zeros between them they form a ternary gradient."""
     return (
         "1bit" if density > ONE_BIT_DENSITY_THRESHOLD and value_dtype != "float32" else value_dtype
     )
 
 
 def received_bytes(load: Load, size: int, hosts: int = 1) -> dict[str, float]:
-    """What a line brings in a step, by exchange. Of `size` ranks each has one; where they lie on
-    several hosts, of as many ranks each, each host has. With H lines and L ranks behind each:
+    """Bytes that a link receives in a step, by exchange. Each rank has one link; with several hosts
+    of equally many ranks, each host has one. With H links and L ranks behind each:
 
         gather        size - L packets
         dense_masked  2 (H - 1) / H of all gradients, as a ring does
-        sharded       L times (H - 1) / H of a packet, which owners receive, and once of one of
-                      owner_k_factor k elements, and heads; compact packets only
-        hierarchical  the fewer of gather and sharded between hosts; of compact packets where L > 1
+        sharded       L times (H - 1) / H of a packet for the owners, once of a packet with
+                      owner_k_factor k elements, and headers; compact packets only
+        hierarchical  the smaller of gather and sharded between hosts; compact packets, L > 1
 
-    Of raw packets of float32, a line for each rank, gather wins where size * (1 - sparsity) < 1.
+    With raw float32 packets and a link for each rank, gather is best if size * (1 - sparsity) < 1.
     """
-    lines = hosts if hosts > 1 else size
-    here, code = size / lines, load.value_dtype
-    others = size - here  # ranks behind other lines
+    links = hosts if hosts > 1 else size
+    per_link, code = size / links, load.value_dtype
+    others = size - per_link  # ranks behind other links
     packets = packet_bytes(load.ks, load.counts, load.itemsize, code)
     dense = load.count * load.itemsize
-    found = {"gather": others * packets, "dense_masked": 2 * (lines - 1) / lines * dense}
+    found = {"gather": others * packets, "dense_masked": 2 * (links - 1) / links * dense}
     if code is not None:
         heads = HEAD_BYTES * len(load.ks)
         sent_on = [
@@ -164,15 +168,14 @@ def received_bytes(load: Load, size: int, hosts: int = 1) -> dict[str, float]:
         ]
         onward = packet_bytes(sent_on, load.counts, load.itemsize, code)
         found["sharded"] = others * (
-            here * ((packets - heads) / size + heads) + (onward - heads) / size + heads
+            per_link * ((packets - heads) / size + heads) + (onward - heads) / size + heads
         )
-        if here > 1:
-            found["hierarchical"] = min(received_bytes(load, lines)[way] for way in BETWEEN)
+        if per_link > 1:
+            found["hierarchical"] = min(received_bytes(load, links)[name] for name in BETWEEN)
     return found
 
 
 def between(load: Load, hosts: int) -> str:
-    """By which exchange the hosts of "hierarchical" send each other packets: that of fewer
-    bytes."""
+    """The exchange between the hosts of "hierarchical": the one with fewer bytes."""
     counted = received_bytes(load, hosts)
-    return min(BETWEEN, key=lambda way: counted[way])
+    return min(BETWEEN, key=lambda name: counted[name])

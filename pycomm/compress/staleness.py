@@ -1,6 +1,6 @@
-"""How long ago each element was sent, where somebody asks: DGC's track_age. Called by dgc.py.
+"""Records when each element was last sent: DGC's track_age.
 
-No part of a state: after a resume ages begin anew.
+Ages are not saved; they restart at 0 after a resume.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["Ages"]
 
 
 class Ages:
-    """int32 for each element of `memories`: after which step this rank has last sent it."""
+    """The last step, int32, in which this rank sent each element of `memories`."""
 
     def __init__(self, memories: Sequence[ParameterState]) -> None:
         self._at = {m: torch.zeros(m.count, dtype=torch.int32, device=m.u.device) for m in memories}
 
     def sent(self, places: Iterable[tuple[ParameterState, Tensor]], step: int, whole: bool) -> None:
-        """In step number `step`: all elements where it was dense, else those at `places`."""
+        """Records step number `step`: all elements if it was dense (`whole`), else `places`."""
         for memory, indices in places:
             self._at[memory][indices] = step
         for at in self._at.values() if whole else ():
             at.fill_(step)
 
     def summary(self, step: int) -> dict[str, float]:
-        """After step number `step`: the mean and the largest age, in steps; 0 was sent in it."""
+        """The mean and the largest age after step number `step`, in steps; 0: sent in that step."""
         counts = sum(at.numel() for at in self._at.values())
         if not counts:
             return {"mean": 0.0, "max": 0.0}

@@ -1,16 +1,17 @@
-"""DGC's state as plain values and tensors: of one rank, of all, and at another number of ranks.
+"""DGC's state as plain values and tensors: of one rank, or of all ranks; and its conversion to
+another number of ranks.
 
     {"version", "rank", "size", "step", "switched", "exchange": {level: name},
      "u": {name: [count]}, "v": {name: [count]}, "owner_residual": {name: [places]},
      "hosts": [...]}                                                            of one rank
     {"version", "size", "ranks": [one rank's, ...]}                             of all
 
-u and v lie in the order of the parameter's memory. "owner_residual" is the residual that this
-rank keeps as an owner, with exchange="sharded": of a parameter, or under the name "" of all that is
-compressed, in the order of v. "hosts" has the host of each rank where what the ranks of a host hold
-is the host's, the same on all of them (hierarchical.py); elsewhere it is empty. Called by dgc.py.
+u and v are flat, in the order of the parameter's memory. "owner_residual" is the residual of this
+rank as an owner (exchange="sharded"): of a parameter, or under the name "" of all compressed
+parameters, in the order of v. "hosts" has the host of each rank if the ranks of a host share u and
+v (hierarchical.py); otherwise it is empty.
 
-H hosts with L ranks of N on this one: the mean over hosts of what they hold is that over ranks
+With H hosts and L of N ranks on this one, the mean over hosts equals the mean over ranks:
 
     u, v of a host = H / N * the sum over its ranks;  of a rank = N / (H L) * that of its host
 """
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
 __all__ = ["gathered", "load", "own", "take_in_owner_residual", "to_hosts", "to_ranks"]
 
 VERSION = 1
-OLDER_KEYS = {"owed": "owner_residual"}  # states with these names can be loaded
+OLDER_KEYS = {"owed": "owner_residual"}  # older names, which load() accepts
 OLDER_EXCHANGES = {"split": "sharded", "two_level": "hierarchical", "masked": "dense_masked"}
 
 
 def own(dgc: DGC, group: Group) -> dict[str, Any]:
-    """This rank's."""
+    """The state of this rank."""
     memories = dgc.memories.values()
     return {
         "version": VERSION,
@@ -61,7 +62,7 @@ def own(dgc: DGC, group: Group) -> dict[str, Any]:
 
 
 def gathered(dgc: DGC, group: Group, dst: int) -> dict[str, Any] | None:
-    """All ranks' on `dst`."""
+    """Collective. The states of all ranks on `dst`, None elsewhere."""
     mine = own(dgc, group)
     ranks = [dict(mine, rank=rank, u={}, v={}, owner_residual={}) for rank in range(group.size)]
     for key in ("u", "v", "owner_residual"):
@@ -74,17 +75,19 @@ def gathered(dgc: DGC, group: Group, dst: int) -> dict[str, Any] | None:
 
 
 def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
-    """Checks all of it first, then changes `dgc`."""
+    """Restores a state; validates all of it before `dgc` changes."""
     if saved.get("version") != VERSION:
-        raise InvalidArgument(f"DGC: a state of version {saved.get('version')!r}, not {VERSION}")
+        raise InvalidArgument(
+            f"DGC: invalid state version: got {saved.get('version')!r}, expected {VERSION}"
+        )
     saved = _renamed(saved)
     if "ranks" in saved:
         same = saved["size"] == group.size
         sources = [saved["ranks"][group.rank]] if same else saved["ranks"]
     elif (saved["size"], saved["rank"]) != (group.size, group.rank):
         raise InvalidArgument(
-            f"DGC: a state of rank {saved['rank']} of {saved['size']} on rank {group.rank} of "
-            f"{group.size}: each rank loads its own, or all load that of gather_state()"
+            f"DGC: state of rank {saved['rank']} of {saved['size']} on rank {group.rank} of "
+            f"{group.size}: each rank must load its own state, or all that of gather_state()"
         )
     else:
         sources = [saved]
@@ -106,12 +109,12 @@ def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
     first = sources[0]
     dgc.step_count, dgc.switched = int(first["step"]), bool(first["switched"])
     dgc.by_host = list(_hosts(first))
-    # Another number of ranks counts other bytes.
+    # The bytes of an exchange depend on the number of ranks.
     dgc.set_exchanges(first["exchange"] if first["size"] == group.size else {})
 
 
 def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with today's names, whether it was written with them or with older ones."""
+    """The state with older names replaced by current ones."""
     found = {OLDER_KEYS.get(key, key): value for key, value in saved.items()}
     if "ranks" in found:
         found["ranks"] = [_renamed(one) for one in found["ranks"]]
@@ -122,7 +125,7 @@ def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def take_in_owner_residual(dgc: DGC, group: Group) -> None:
-    """What this rank owes as an owner among `group` it owes as itself from now on."""
+    """Moves the owner residual of this rank in `group` into its own residual v."""
     if not dgc.owner_residual:
         return
     v = _with_owner_residual(own(dgc, group))["v"]
@@ -133,7 +136,7 @@ def take_in_owner_residual(dgc: DGC, group: Group) -> None:
 
 
 def to_hosts(dgc: DGC, hosts: Hosts) -> None:
-    """Collective. What the ranks of a host hold each for itself they hold for it from now on."""
+    """Collective. Converts u and v from one for each rank to one for each host."""
     old = [x for memory in dgc.memories.values() if memory.v is not None for x in memory.tensors]
     new = [x.clone() for x in old]
     for work in [hosts.average(x) for x in new]:
@@ -144,7 +147,7 @@ def to_hosts(dgc: DGC, hosts: Hosts) -> None:
 
 
 def to_ranks(dgc: DGC, group: Group) -> None:
-    """The reverse, where it is so, on this rank of `group` alone."""
+    """Converts u and v of this rank from its host's to its own, if necessary; not collective."""
     if dgc.by_host:
         mine = _of_rank(own(dgc, group))
         for memory in dgc.memories.values():
@@ -157,19 +160,19 @@ def to_ranks(dgc: DGC, group: Group) -> None:
 
 
 def _hosts(source: Mapping[str, Any]) -> list[int]:
-    """By rank, where its host holds the same; an older state has none."""
+    """The state's "hosts", which older states lack."""
     found: list[int] = source.get("hosts", [])
     return found
 
 
 def _holder(source: Mapping[str, Any]) -> tuple[int, int]:
-    """Who holds what this rank's state has, and of how many: ranks, or hosts."""
+    """The index of the state's holder and the number of holders: ranks, or hosts."""
     hosts = _hosts(source)
     return (hosts[source["rank"]], max(hosts) + 1) if hosts else (source["rank"], source["size"])
 
 
 def _of_rank(source: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A rank's state as if it had held all for itself, without an owner residual."""
+    """A rank's state with u and v of the rank instead of its host, without an owner residual."""
     hosts = _hosts(source)
     if not hosts:
         return source
@@ -181,7 +184,7 @@ def _of_rank(source: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _owner_residual(dgc: DGC) -> dict[ParameterState, Tensor]:
-    """In the order of the memories: buckets have no say in it."""
+    """The owner residual in the order of the parameters, independent of buckets."""
     owner_residual = dgc.owner_residual or {}
     return {
         memory: owner_residual[memory]
@@ -195,7 +198,7 @@ def _name(dgc: DGC, memory: ParameterState) -> str:
 
 
 def _fitting(dgc: DGC, sources: Sequence[Mapping[str, Any]]) -> dict[ParameterState, Tensor] | None:
-    """What this rank owes as an owner; None where it is of other shares than there are now."""
+    """The saved owner residual of this rank; None if it belongs to other shards."""
     saved = sources[0].get("owner_residual", {})
     if dgc.owner_residual is None or len(sources) > 1:
         return None
@@ -219,7 +222,7 @@ def _with_owner_residual(source: Mapping[str, Any]) -> Mapping[str, Any]:
         names = [key] if key in v else list(v)
         share, offset = Sharding(sum(v[name].numel() for name in names), size), 0
         if len(owner_residual) != share.places:
-            raise InvalidArgument(f"DGC: what the state owes of {key!r} is not of its v")
+            raise InvalidArgument(f"DGC: owner_residual of {key!r} does not fit v in the state")
         places = owner_residual.nonzero().flatten()
         indices = share.whole(rank, places)
         for name in names:
@@ -232,12 +235,12 @@ def _with_owner_residual(source: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _mean(sources: Sequence[Mapping[str, Tensor]], name: str, like: Tensor) -> Tensor:
-    """The mean of the ranks' tensors of this name, in float64; one alone stays as it is."""
+    """The mean of the ranks' tensors of this name, in float64; a single one is returned as is."""
     for source in sources:
         if name not in source or source[name].shape != like.shape:
             raise InvalidArgument(
-                f"DGC: the state has nothing for {name!r} of {like.numel()} elements: it is of "
-                "another model, other names or another min_count"
+                f"DGC: the state lacks {name!r} with {like.numel()} elements: it is of another "
+                "model, other names or another min_count"
             )
     if len(sources) == 1:
         return sources[0][name]

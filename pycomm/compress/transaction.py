@@ -1,7 +1,7 @@
 """A step of DGC as a transaction: prepare, vote, exchange, commit, or roll back.
 
-docs/compression.md has the drawing. Buckets come from a reducer, ours or torch's, through add();
-finish() ends the step. Called by dgc.py, which makes one for each backward pass.
+docs/compression.md has a diagram. A reducer, pycomm's or torch's, adds buckets with add(); finish()
+ends the step. There is one Step for each backward pass.
 """
 
 from __future__ import annotations
@@ -18,51 +18,50 @@ from torch import Tensor
 from pycomm import collectives, kernels
 from pycomm.calls import Work
 from pycomm.communicators import CommunicatorPool
-from pycomm.compress.bucket import Arrived, CompressionBucket
+from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.dense import apply_momentum, clip_averaged
 from pycomm.compress.hierarchical import Hosts
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.packet import Packet, Update
 from pycomm.compress.packet_exchange import PacketTransport
-from pycomm.compress.parameter_state import ParameterState, line
+from pycomm.compress.parameter_state import ParameterState, flat_view
 from pycomm.errors import Mismatch
 
 __all__ = ["PacketExchange", "Plan", "Step"]
 
 
 class PacketExchange(Protocol):
-    """How compact packets travel: packet_exchange.py, sharded.py."""
+    """An exchange of compact packets: packet_exchange.py, sharded.py."""
 
     def exchange(
         self, units: Sequence[CompressionBucket], transport: PacketTransport
-    ) -> tuple[list[Arrived], int]:
-        """Collective, behind the last gradient: what has arrived, and the bytes that were given.
-        Nothing that lasts changes."""
+    ) -> tuple[list[ReceivedPackets], int]:
+        """Collective, after the last gradient: the received packets, and the bytes sent. No
+        persistent state changes."""
 
     def commit(self) -> None:
-        """What exchange() has found holds from now on."""
+        """Stores the persistent result of exchange()."""
 
     def lost(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
-        """For each unit [k]: what its values have lost on the way, where exchange() between `size`
-        failed when all of it was on its way already."""
+        """The quantization error [k] of each bucket, for an exchange of `size` ranks that failed on
+        this rank after other ranks completed it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What holds for one step, the same on all ranks.
+    """The plan of one step, the same on all ranks.
 
     Attributes:
-        exchange: "dense": nothing is compressed; "gather", "sharded", "hierarchical": packets
-            travel; "dense_masked": a packet travels as a dense gradient.
-        k: how many elements of each are sent; or of all together.
+        exchange: "dense": no compression; "gather", "sharded", "hierarchical": packets;
+            "dense_masked": a packet is sent as a dense gradient.
+        k: number of sent elements, of each parameter or of all together.
         masking: momentum factor masking.
         clip: limit of the norm of a gradient, or of all `together`; None: no clipping.
-        loss_scale: what gradients are multiplied by; None: no vote on Inf and NaN.
-        fused: what was gathered waits for the optimizer's step, `Step.deferred`.
-        packet_exchange: of compact packets, which wait for the last gradient; None: packets are
-            raw, and leave when they are there.
-        hosts: of "hierarchical": packets travel between them, of gradients that are means over
-            each.
+        loss_scale: factor of the gradients; None: no vote on Inf and NaN.
+        fused: the optimizer's step applies the packets, see `Step.deferred`.
+        packet_exchange: for compact packets, which are sent after the last gradient; None: raw
+            packets, which are sent as soon as they are ready.
+        hosts: with "hierarchical": the hosts exchange packets of their mean gradients.
     """
 
     exchange: str
@@ -77,7 +76,7 @@ class Plan:
 
     @property
     def waits(self) -> bool:
-        """Whether something must be known of all gradients before one is compressed."""
+        """Whether compression must wait until all gradients are complete."""
         whole = self.together and self.clip is not None
         one = isinstance(self.k, int) or self.hosts is not None
         return self.loss_scale is not None or one or whole
@@ -87,16 +86,16 @@ Pair = tuple[ParameterState, Tensor]  # a memory and its gradient
 
 
 @dataclass(eq=False)
-class _Load:
-    """A bucket: all of it as one array, and its gradients by how they travel."""
+class _Bucket:
+    """A bucket as one array, and its gradients: compressed ones and dense ones."""
 
     flat: Tensor
     compressed: list[Pair]
     dense: list[tuple[ParameterState | None, Tensor]]
-    rest: Tensor | None = None  # a copy of the dense ones, where they share the bucket
+    rest: Tensor | None = None  # copy of the dense gradients if the bucket has both
 
     def take_back(self) -> None:
-        """Puts what has become of `rest` where the gradients lie."""
+        """Copies the result in `rest` back to the gradients."""
         if self.rest is not None:
             parts = torch.split(self.rest, [gradient.numel() for _, gradient in self.dense])
             for (_, gradient), part in zip(self.dense, parts, strict=True):
@@ -104,38 +103,38 @@ class _Load:
 
 
 class Step:
-    """One backward pass. A method that raises has rolled back what was prepared.
+    """The step of one backward pass. If a method raises, u and v are rolled back.
 
-    `idle`: this rank has no data; its gradients are 0, and its decay shall be.
+    `idle`: this rank has no data, so its gradients and its weight decay are 0.
 
     Attributes:
-        sent_bytes: what this rank has given to exchanges.
+        sent_bytes: bytes that this rank gave to exchanges.
     """
 
     def __init__(
         self,
         plan: Plan,
         memories: Mapping[Tensor, ParameterState],
-        rooms: dict[tuple[str, ...], Tensor],
+        workspaces: dict[tuple[str, ...], Tensor],
         pool: CommunicatorPool,
         idle: bool = False,
     ) -> None:
-        self._plan, self._memories, self._rooms, self._pool = plan, memories, rooms, pool
-        self._loads: list[_Load] = []
-        self._waiting: list[_Load] = []
+        self._plan, self._memories, self._workspaces, self._pool = plan, memories, workspaces, pool
+        self._loads: list[_Bucket] = []
+        self._waiting: list[_Bucket] = []
         self._packets: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
-        self._undone: list[Packet] = []  # that were rolled back
-        self._coded: list[Arrived] = []
+        self._undone: list[Packet] = []  # rolled back
+        self._compact: list[ReceivedPackets] = []
         self._works: list[Work] = []
         self._norm: Tensor | None = None  # of all gradients, if known
         self._idle = idle
         self._transport: PacketTransport = plan.hosts or pool
-        self._size = self._transport.size  # today's: the pool may shrink
+        self._size = self._transport.size  # a copy, because the pool may shrink
         self.sent_bytes = 0
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """The gradients of a bucket are there, as views into `flat`; the result will be too."""
-        load = _Load(flat, [], [])
+        """Adds a bucket with complete gradients, which are views of `flat`, as is the result."""
+        load = _Bucket(flat, [], [])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             memory = self._memories.get(parameter)
             if memory is None or memory.v is None or self._plan.exchange == "dense":
@@ -153,13 +152,13 @@ class Step:
                 self._start([load])
 
     def finish(self, ending: contextlib.ExitStack) -> bool:
-        """Ends the step. False: a rank has Inf or NaN, and nothing has changed on any. From the
-        moment on at which it is complete Ctrl-C waits until `ending` ends."""
+        """Ends the step. False: a rank has Inf or NaN, and no rank changed its state. Once the step
+        is complete, Ctrl-C is deferred until `ending` closes."""
         with self._rolled_back():
             if self._plan.loss_scale is not None:
                 self._wait()
                 if not self._vote(self._plan.loss_scale):
-                    self._spoil()
+                    self._set_infinite()
                     return False
             if self._plan.hosts is not None:
                 self._wait()
@@ -168,62 +167,62 @@ class Step:
             whole = isinstance(self._plan.k, int)
             for loads in [self._waiting] if whole else [[load] for load in self._waiting]:
                 self._start(loads)
-            self._carry()
+            self._exchange_packets()
             self._wait()
-            self._take()
+            self._write_results()
             ending.enter_context(defer_sigint())
         self._commit()
         return True
 
     def cancel(self) -> None:
-        """The pass did not reach its end: nothing counts as sent."""
+        """Rolls back after a failed pass: all elements count as unsent."""
         with contextlib.suppress(Exception):
             self._wait()
         self._roll_back()
 
     def commit_sent(self) -> None:
-        """After a step that was rolled back, but that another rank has completed."""
+        """Marks a step as sent that was rolled back here but completed by another rank."""
         for packet in self._undone:
-            packet.take_out(self._plan.masking)
+            packet.mark_sent(self._plan.masking)
         if self._plan.packet_exchange is not None:
             units = [unit for packet in self._undone for unit in packet.units()]
             for unit, lost in zip(
                 units, self._plan.packet_exchange.lost(units, self._size), strict=True
             ):
-                unit.give_back(lost)
+                unit.restore_error(lost)
             self._plan.packet_exchange.commit()
         self._undone = []
 
     def deferred(self) -> tuple[Callable[[], None] | None, list[ParameterState]]:
-        """After finish() of a fused step: its update of parameters, and of whose."""
-        arrived, factor = self._arrived(), 1.0 / self._size
+        """After finish() of a fused step: the update of parameters, and their states."""
+        received, factor = self._all_received(), 1.0 / self._size
 
         def update() -> None:
-            for one in arrived:
+            for one in received:
                 one.unit.update(one.pairs, factor)
 
-        return update, [memory for one in arrived for memory in one.unit.memories]
+        return update, [memory for one in received for memory in one.unit.memories]
 
-    def _arrived(self) -> list[Arrived]:
-        """What packets have brought."""
+    def _all_received(self) -> list[ReceivedPackets]:
+        """All received packets."""
         raw = [(packet, gathered) for packet, gathered in self._packets if gathered is not None]
         return [
-            *self._coded,
-            *(one for packet, gathered in raw for one in packet.arrived(gathered)),
+            *self._compact,
+            *(one for packet, gathered in raw for one in packet.received(gathered)),
         ]
 
     @property
     def is_dense(self) -> bool:
-        """Whether nothing is compressed."""
+        """Whether the step has no compression."""
         return self._plan.exchange == "dense"
 
     def sent(self) -> Iterator[tuple[ParameterState, Tensor]]:
-        """For each memory that was compressed the places that this rank has sent."""
+        """For each compressed parameter the indices that this rank sent."""
         for packet, _ in self._packets:
             yield from packet.sent()
 
-    def _start(self, loads: list[_Load]) -> None:
-        """Compresses what is to be compressed of these, in one packet, and lets all travel."""
+    def _start(self, loads: list[_Bucket]) -> None:
+        """Compresses these buckets into one packet and starts their transfers."""
         pairs = _in_order(loads)
         if pairs:
             self._prepare(pairs)
@@ -231,17 +230,17 @@ class Step:
             self._send_dense(load)
 
     def _measure(self) -> None:
-        """The norm of all that is to be compressed, where one is asked for."""
+        """Computes the norm of all gradients to compress, if clipping is global."""
         pairs = _in_order(self._waiting)
         if self._plan.clip is not None and self._plan.together and pairs:
-            norms = kernels.norm([line(gradient) for _, gradient in pairs])
+            norms = kernels.norm([flat_view(gradient) for _, gradient in pairs])
             self._norm = kernels.norm(norms)
 
     def _prepare(self, pairs: list[Pair]) -> None:
         plan = self._plan
         memories = [memory for memory, _ in pairs]
         k = plan.k if isinstance(plan.k, int) else [plan.k[memory] for memory in memories]
-        packet = Packet(memories, [gradient for _, gradient in pairs], k, self._rooms)
+        packet = Packet(memories, [gradient for _, gradient in pairs], k, self._workspaces)
         self._packets.append((packet, None))
         # The paper's threshold is for gradients divided by the number of ranks; these are not.
         limit = None if plan.clip is None else plan.clip * math.sqrt(self._size)
@@ -251,21 +250,21 @@ class Step:
             packet.mask()
             return
         if plan.packet_exchange is not None:
-            return  # until the last gradient is there
+            return  # sent after the last gradient
         gathered = packet.buffer.new_empty((self._pool.size, *packet.buffer.shape))
         self._packets[-1] = (packet, gathered)
         self._works.append(self._pool.all_gather(packet.buffer, gathered))
         self.sent_bytes += packet.buffer.nbytes
 
-    def _carry(self) -> None:
-        """Lets compact packets travel."""
+    def _exchange_packets(self) -> None:
+        """Exchanges compact packets."""
         units = [unit for packet, _ in self._packets for unit in packet.units()]
         if self._plan.packet_exchange is not None and units:
-            self._coded, sent = self._plan.packet_exchange.exchange(units, self._transport)
-            led = self._plan.hosts is not None and not self._plan.hosts.leads
-            self.sent_bytes += 0 if led else sent
+            self._compact, sent = self._plan.packet_exchange.exchange(units, self._transport)
+            follower = self._plan.hosts is not None and not self._plan.hosts.leads
+            self.sent_bytes += 0 if follower else sent
 
-    def _send_dense(self, load: _Load) -> None:
+    def _send_dense(self, load: _Bucket) -> None:
         flat = load.flat
         if load.compressed and self._plan.exchange != "dense_masked":
             if not load.dense:
@@ -280,9 +279,10 @@ class Step:
             work.wait()
 
     def _vote(self, scale: float) -> bool:
-        """Whether no rank has Inf or NaN, in a gradient of its own or in an average.
+        """Collective. Whether no rank has Inf or NaN, in its gradients or in an average.
 
-        Raises Mismatch on all where those who have data have not the same loss scale.
+        Raises:
+            Mismatch: on all ranks, if ranks with data have different loss scales.
         """
         finite = all(bool(load.flat.isfinite().all()) for load in self._loads)
         low, high = (-math.inf, -math.inf) if self._idle else (-scale, scale)
@@ -291,18 +291,18 @@ class Step:
         found, low, high = word.tolist()
         if -low != high:
             raise Mismatch(
-                f"the loss scales of the ranks went apart, from {-low} to {high}; here it is "
-                f"{scale}: load one rank's state of the scaler on all"
+                f"loss scale differs between ranks, from {-low} to {high}; on this rank {scale}: "
+                "load one rank's state of the scaler on all ranks"
             )
         return not found
 
-    def _spoil(self) -> None:
-        """Lets the loss scale find Inf on this rank too, so that all skip this step."""
+    def _set_infinite(self) -> None:
+        """Writes Inf to a gradient, so that the scaler of this rank skips the step too."""
         self._loads[0].flat[:1] = math.inf
 
-    def _take(self) -> None:
-        """Gradients become what has arrived. Nothing that lasts changes."""
-        for one in () if self._plan.fused else self._arrived():
+    def _write_results(self) -> None:
+        """Writes the received sums to the gradients. No persistent state changes."""
+        for one in () if self._plan.fused else self._all_received():
             one.unit.decode(one.pairs, 1.0 / self._size)
         for load in self._loads:
             load.take_back()
@@ -313,14 +313,14 @@ class Step:
             clip_averaged(gradients, self._plan.clip, self._plan.together)
 
     def _averaged(self) -> list[Pair]:
-        """What has travelled dense and has a velocity."""
+        """The uncompressed parameters and their averaged gradients."""
         return [(m, g) for load in self._loads for m, g in load.dense if m is not None]
 
     def _commit(self) -> None:
-        """What was sent is not owed any more, and what travelled dense has its momentum."""
-        for one in self._coded:
+        """Removes sent elements from the residual and applies momentum to dense gradients."""
+        for one in self._compact:
             if one.lost is not None:
-                one.unit.give_back(one.lost)
+                one.unit.restore_error(one.lost)
         if self._plan.packet_exchange is not None:
             self._plan.packet_exchange.commit()
         averaged = self._averaged()
@@ -342,15 +342,15 @@ class Step:
     def _rolled_back(self) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:  # Ctrl-C too: u and v must be put back
+        except BaseException as error:  # includes Ctrl-C: u and v must be restored
             if self._plan.hosts is not None:
-                self._plan.hosts.give_up(f"{type(error).__name__}: {error}")
+                self._plan.hosts.abort(f"{type(error).__name__}: {error}")
             self._roll_back()
             raise
 
 
-def _in_order(loads: Sequence[_Load]) -> list[Pair]:
-    """What is compressed of these, in an order that no bucket has a say in."""
+def _in_order(loads: Sequence[_Bucket]) -> list[Pair]:
+    """The compressed parameters and gradients, in an order that is independent of buckets."""
     pairs = [pair for load in loads for pair in load.compressed]
     return sorted(pairs, key=lambda pair: pair[0].place)
 

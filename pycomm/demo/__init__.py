@@ -1,7 +1,7 @@
 """`python -m pycomm demo`: trains one small model on real text, the same way over several backends.
 
-Not a benchmark: it shows that training through torch.distributed works, agrees and what it costs.
-main() is called by pycomm.__main__; torch is imported inside it, never by importing this package.
+It shows that training through torch.distributed works, that replicas agree, and its cost. It is not
+a benchmark. main() imports torch; the import of this package does not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the demo; 0 when every row ran and left equal replicas on all ranks."""
+    """Runs the demo; returns 0 if every row completed with equal replicas on all ranks."""
     from pycomm.demo import netns, rows
 
     parser = argparse.ArgumentParser(prog="pycomm demo", description=__doc__.split("\n", 1)[0])
@@ -20,21 +20,23 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, default=2, help="ranks, all on this machine")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of demo.json and demo.png")
     parser.add_argument(
-        "--rows", default=",".join(rows.ROWS), help="which ways, by comma (%(default)s)"
+        "--rows", default=",".join(rows.ROWS), help="rows, separated by commas (%(default)s)"
     )
     parser.add_argument(
-        "--rate", default="", help='"100mbit": a host for each rank, behind such a line; as root'
+        "--rate",
+        default="",
+        help='link rate, as "100mbit": simulates one host per rank; needs root',
     )
     options = parser.parse_args(argv)
     chosen = [key.strip() for key in options.rows.split(",")]
     for key in chosen:
         if key not in rows.ROWS:
-            parser.error(f"no row {key!r}: choose among {', '.join(rows.ROWS)}")
+            parser.error(f"invalid row: got {key!r}, expected one of {', '.join(rows.ROWS)}")
     if options.steps < 1 or options.processes < 1:
         parser.error("--steps and --processes must be at least 1")
 
     if options.rate and not netns.RATE.fullmatch(options.rate):
-        parser.error(f"--rate {options.rate}: one like 100mbit or 1gbit")
+        parser.error(f"invalid --rate: got {options.rate}, expected for example 100mbit or 1gbit")
     if options.rate and (why := netns.missing()):
         parser.error(f"--rate {why}")
 

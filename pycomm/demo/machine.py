@@ -1,6 +1,4 @@
-"""What a person must know of a machine to judge a figure measured on it. Called by the reports of
-the demo and of the benchmarks.
-"""
+"""Describes the machine of a measurement, for the reports of the demo and the benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 
 
 def describe() -> dict[str, str | int]:
-    """Names and figures, ready for JSON; a MB is 2^20 bytes, the date UTC."""
+    """CPU, memory and versions as JSON values; 1 MB is 2^20 bytes, the date is UTC."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -30,6 +28,6 @@ def _cpu() -> str:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:  # not Linux, or hidden
+    except OSError:  # not Linux, or not readable
         pass
     return platform.machine()

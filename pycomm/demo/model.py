@@ -1,7 +1,7 @@
-"""A character-level transformer: pre-norm, causal, small. Called by training.py.
+"""A small character-level transformer: pre-norm and causal.
 
-Half of the channels that enter a layer come from the character before. It costs nothing and spares
-the model the learning of "look one back", so that a few hundred steps are enough to see words.
+Half of the input channels of each layer come from the previous character. So the model need not
+learn to attend one character back, and writes words after a few hundred steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; 0.8 M parameters as given."""
+    """Sizes of the model; the defaults give 0.8 M parameters."""
 
     alphabet: int = 96
     context: int = 64
@@ -25,7 +25,7 @@ class Shape:
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
-    """`x` [batch, time, width], half of its channels moved one step later in time, zeros first."""
+    """`x` [batch, time, width] with half of its channels delayed by one step; zeros first."""
     now, before = x.chunk(2, dim=2)
     return torch.cat([now, F.pad(before[:, :-1], (0, 0, 1, 0))], dim=2)
 
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    """Tokens int64 [batch, time] in; scores of the next character [batch, time, alphabet] out."""
+    """Maps tokens, int64 [batch, time], to scores of the next one, [batch, time, alphabet]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class CharGPT(nn.Module):
 
     @torch.no_grad()
     def write(self, start: torch.Tensor, count: int, random: torch.Generator) -> torch.Tensor:
-        """`start` (int64 [n], n > 0) and `count` characters after it, drawn at temperature 0.8."""
+        """`start` (int64 [n], n > 0) and `count` sampled characters, at temperature 0.8."""
         tokens = start
         for _ in range(count):
             scores = self(tokens[None, -self.shape.context :])[0, -1]
@@ -85,13 +85,13 @@ class CharGPT(nn.Module):
 
 
 def _start(name: str, weight: torch.Tensor, shape: Shape) -> None:
-    """First values; those of nn.LayerNorm stay."""
+    """Initializes a weight; nn.LayerNorm keeps its own values."""
     if "norm" in name or "before" in name:
         return
     if name.endswith("bias"):
         nn.init.zeros_(weight)
     elif name.startswith(("characters", "places")):
-        nn.init.normal_(weight, std=0.3)  # large enough for plain SGD to move at once
+        nn.init.normal_(weight, std=0.3)  # large, so that plain SGD progresses from the start
     else:
         adds_to_stream = name.endswith(("gather.weight", "contract.weight"))
         nn.init.normal_(weight, std=0.06 / (2 * shape.layers) ** (0.5 if adds_to_stream else 0))

@@ -1,6 +1,6 @@
-"""Hosts on one machine, for real as far as the network goes: namespaces joined by bridges.
+"""Simulated hosts on one machine: network namespaces connected by bridges.
 
-A namespace has interfaces, routes and abstract sockets of its own, so to pycomm each is a host.
+A namespace has its own interfaces, routes and abstract sockets, so pycomm treats it as a host.
 
     with Network(2, links=2) as net:
         net.shape(0, "1gbit")                       # link 0 of every host, both ways
@@ -8,11 +8,10 @@ A namespace has interfaces, routes and abstract sockets of its own, so to pycomm
                  for i, host in enumerate(net.hosts)]
         net.hosts[0].counters(0).sent               # bytes, as the interface counted them
 
-Host `i` has the interface `eth0` on link 0, `eth1` on link 1 and so on, with the addresses that
-`Host.ipv4` and `Host.ipv6` give, and is called `host<i>` on all of them (by link 0). Nothing of it
-is seen outside, and nothing is left of it after the `with`. Needs root, iproute2 and a kernel with
-veth and bridges: `missing()` says what is not there. Called by the demo, the benchmarks
-and the tests of hosts.
+Host `i` has the interface `eth0` on link 0, `eth1` on link 1 and so on, with the addresses of
+`Host.ipv4` and `Host.ipv6`. On all hosts the name `host<i>` resolves to its address on link 0. The
+network is isolated, and the `with` block removes it. It needs root, iproute2 and a kernel with veth
+and bridges: `missing()` returns what is missing.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ from typing import Any
 
 __all__ = ["RATE", "Counters", "Host", "Network", "behind", "enter", "missing"]
 
-RATE = re.compile(r"(\d+)(mbit|gbit)")  # of a line, as tc takes it
+RATE = re.compile(r"(\d+)(mbit|gbit)")  # of a link, in tc's format
 CLONE_NEWNET = 0x40000000
 
 _numbers = itertools.count()
 
 
 def missing() -> str:
-    """Why there can be no hosts here, or ""."""
+    """Why simulated hosts are impossible on this machine, or ""."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-        return "needs root and iproute2 to make network namespaces"
+        return "needs root and iproute2 to create network namespaces"
     try:
         with Network(1):
             return ""
     except OSError as error:
-        return f"needs a kernel that lets it make namespaces, bridges and veths: {error}"
+        return f"needs a kernel that can create namespaces, bridges and veths: {error}"
 
 
 @contextlib.contextmanager
 def behind(rate: str, size: int) -> Iterator[list[str]]:
-    """The names of `size` hosts, each behind a line of `rate` ("1gbit"); none where it is ""."""
+    """The names of `size` hosts with links of `rate` ("1gbit"); an empty list if rate is ""."""
     if not rate:
         yield []
         return
@@ -60,8 +59,12 @@ def behind(rate: str, size: int) -> Iterator[list[str]]:
 
 
 def enter(name: str) -> None:
-    """This thread, and those that it starts, are on the host of that name from now on; sockets that
-    are open stay where they are."""
+    """Moves this thread, and threads that it starts, to the host of that name. Open sockets stay in
+    their namespace.
+
+    Raises:
+        OSError: the namespace does not exist, or the process is not allowed to enter it.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}", "rb") as namespace:
         if libc.setns(namespace.fileno(), CLONE_NEWNET):
@@ -70,10 +73,9 @@ def enter(name: str) -> None:
 
 @dataclass(frozen=True)
 class Counters:
-    """What an interface has counted so far: bytes with the headers of Ethernet, and packets.
+    """Counters of an interface: bytes, including Ethernet headers, and packets.
 
-    A packet that the kernel has not cut to the link's size yet (segmentation offload: up to 64 KiB)
-    counts as one, with one set of headers, where it passes in that form.
+    A packet before segmentation offload (up to 64 KiB) counts as one packet with one header.
     """
 
     sent: int
@@ -83,7 +85,7 @@ class Counters:
 
 
 class Host:
-    """One namespace. Made by Network."""
+    """One namespace, created by Network."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
@@ -104,9 +106,16 @@ class Host:
         stdin: int | None = None,
         stderr: int | None = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
-        """Starts a command, its output piped; `env` goes over this process's environment, `stdin`
-        and `stderr` are as subprocess takes them (whoever does not read a pipe until the end gives
-        None: it goes where this process's goes). What still runs when the network ends is killed.
+        """Starts a command on this host; the end of the network kills it.
+
+        Args:
+            command: program and arguments.
+            env: variables that are added to this process's environment.
+            stdin, stderr: as in subprocess.Popen. A caller that does not read a pipe to its end
+                must pass None, which inherits this process's stream.
+
+        Returns:
+            The process; its stdout is a pipe, in text mode.
         """
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.name, *command],
@@ -120,33 +129,33 @@ class Host:
         return process
 
     def run(self, *command: str) -> str:
-        """The output of a command that succeeds."""
+        """Runs a command and returns its output; OSError if it fails."""
         return _run("ip", "netns", "exec", self.name, *command)
 
     def ip(self, *words: str) -> str:
-        """`ip ...` inside."""
+        """Runs `ip ...` in this namespace."""
         return _run("ip", "-n", self.name, *words)
 
     def counters(self, link: int = 0) -> Counters:
-        """Of the host's interface on a link."""
+        """The counters of the host's interface on a link."""
         names = ("tx_bytes", "rx_bytes", "tx_packets", "rx_packets")
         files = [f"/sys/class/net/eth{link}/statistics/{name}" for name in names]
         return Counters(*map(int, self.run("cat", *files).split()))
 
     def end(self) -> None:
-        """Kills what still runs of that which start() started."""
+        """Kills processes of start() that still run."""
         for process in self._started:
             process.kill()
             process.communicate()
 
 
 class Network:
-    """`hosts` hosts on `links` bridges, which stand in a namespace of their own.
+    """`hosts` hosts on `links` bridges; the bridges are in a namespace of their own.
 
     Args:
-        hosts: how many.
-        links: networks that join all of them, each with an interface in every host.
-        ipv4, ipv6: which addresses the interfaces have; both, or one.
+        hosts: number of hosts.
+        links: number of networks; each host has an interface on each of them.
+        ipv4, ipv6: whether the interfaces have such addresses; at least one.
     """
 
     def __init__(self, hosts: int, links: int = 1, *, ipv4: bool = True, ipv6: bool = True) -> None:
@@ -157,7 +166,7 @@ class Network:
         self._ipv4, self._ipv6 = ipv4, ipv6
 
     def __enter__(self) -> Network:
-        """Makes it."""
+        """Creates the network."""
         try:
             _run("ip", "netns", "add", self._switch)
             _without_ipv6(self._switch)
@@ -167,13 +176,13 @@ class Network:
                 self._inside("link", "set", f"br{link}", "up")
             for host in self.hosts:
                 self._make(host)
-        except BaseException:  # Ctrl-C too: what was made must go
+        except BaseException:  # includes Ctrl-C: remove what was created
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Ends what was started and takes it away."""
+        """Kills started processes and removes the network."""
         for host in self.hosts:
             host.end()
             _try("netns", "del", host.name)
@@ -183,7 +192,7 @@ class Network:
             _etc(self.hosts[0]).parent.rmdir()
 
     def shape(self, link: int, rate: str, burst: str = "256kb", latency: str = "50ms") -> None:
-        """Holds every host's interface on `link` to `rate` ("1gbit"), in both directions."""
+        """Limits every host's interface on `link` to `rate` ("1gbit"), in both directions."""
         shaping = ("root", "tbf", "rate", rate, "burst", burst, "latency", latency)
         for host in self.hosts:
             port = f"p{host.number}l{link}"
@@ -191,7 +200,7 @@ class Network:
             _run("tc", "-n", self._switch, "qdisc", "replace", "dev", port, *shaping)
 
     def cut(self, link: int) -> None:
-        """Has every interface on `link` send packets of the link's size alone, as on a wire."""
+        """Disables segmentation offload on `link`, so packets have the size of those on a wire."""
         for host in self.hosts:
             host.ip("link", "set", f"eth{link}", "gso_max_segs", "1")
 
@@ -215,7 +224,7 @@ class Network:
             if self._ipv6:
                 host.ip("addr", "add", f"{host.ipv6(link)}/64", "dev", f"eth{link}", "nodad")
             host.ip("link", "set", f"eth{link}", "up")
-        # `ip netns exec` lays this over /etc/hosts.
+        # `ip netns exec` mounts this file over /etc/hosts.
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         for other in self.hosts:
             lines += [f"{other.ipv4()} host{other.number}"] if self._ipv4 else []
@@ -225,14 +234,14 @@ class Network:
 
 
 def _without_ipv6(namespace: str) -> None:
-    """Not even the chatter by which IPv6 finds its neighbours."""
+    """Disables IPv6, including its neighbor discovery."""
     for interfaces in ("all", "default"):
         path = f"/proc/sys/net/ipv6/conf/{interfaces}/disable_ipv6"
         _run("ip", "netns", "exec", namespace, "sh", "-c", f"! test -e {path} || echo 1 > {path}")
 
 
 def _without_filters(namespace: str) -> None:
-    """Packets pass its bridges without a look at firewall rules, which cost a switch nothing."""
+    """Disables firewall rules on its bridges, because a switch does not evaluate any."""
     for family in ("iptables", "ip6tables", "arptables"):
         path = f"/proc/sys/net/bridge/bridge-nf-call-{family}"
         _run("ip", "netns", "exec", namespace, "sh", "-c", f"! test -e {path} || echo 0 > {path}")

@@ -1,4 +1,4 @@
-"""From what the ranks of each row said to the table, demo.json and demo.png. Called by main."""
+"""Builds the table, demo.json and demo.png from the outcomes of the ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SMOOTHED_STEPS = 10
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. By step: losses and MB are the ranks' mean, seconds their slowest."""
+    """One row of the table. By step: mean losses and MB of the ranks, maximum of their seconds."""
 
     key: str
     name: str
     parameters: int
     final_loss: float
-    seconds_per_step: float  # mean: LocalSGD's differ
+    seconds_per_step: float  # mean, because steps of LocalSGD differ
     mb_per_rank_and_step: float
     counted_by: str
     replicas_equal: bool
@@ -42,7 +42,7 @@ class Result:
 
 
 def result(row: Row, outcomes: Sequence[Outcome]) -> Result:
-    """Joins what the ranks of `row` said, in rank order."""
+    """Combines the outcomes of the ranks of `row`, in rank order."""
     seconds = [max(step) for step in zip(*(o.seconds for o in outcomes), strict=True)]
     mb = [statistics.mean(step) / MB for step in zip(*(o.sent for o in outcomes), strict=True)]
     first = outcomes[0]
@@ -63,9 +63,9 @@ def result(row: Row, outcomes: Sequence[Outcome]) -> Result:
 
 
 def table(results: Sequence[Result], settings: Settings) -> Table:
-    """The rows as a person reads them."""
+    """The table of the results."""
     shown = Table(title=_title(settings), title_justify="left")
-    shown.add_column("way", style="bold")
+    shown.add_column("method", style="bold")
     shown.add_column("final loss", justify="right")
     shown.add_column("s / step", justify="right")
     shown.add_column("MB / rank / step", justify="right")
@@ -82,7 +82,7 @@ def table(results: Sequence[Result], settings: Settings) -> Table:
 
 
 def save_json(path: Path, settings: Settings, processes: int, results: Sequence[Result]) -> None:
-    """Everything that table and plot show, and where it was measured."""
+    """Writes the data of the table and the plot, and a description of the machine."""
     content = {
         "machine": describe(),
         "settings": asdict(settings) | {"processes": processes},
@@ -92,17 +92,17 @@ def save_json(path: Path, settings: Settings, processes: int, results: Sequence[
 
 
 def _title(settings: Settings) -> str:
-    line = f"; hosts behind lines of {settings.line}" if settings.line else ""
-    return f"the same training, each way{line}"
+    link = f"; one host per rank, links of {settings.line}" if settings.line else ""
+    return f"the same training with each method{link}"
 
 
 def save_plot(path: Path, settings: Settings, results: Sequence[Result]) -> None:
-    """Loss over seconds, loss over MB sent, and the two costs of a step as bars."""
+    """Plots loss over seconds, loss over MB sent, and both costs of a step as bars."""
     figure = Figure(figsize=(13, 4), layout="constrained")
     figure.suptitle(_title(settings), fontsize=10)
     over_seconds, over_bytes, costs = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
     for i, r in enumerate(results):
-        # Dense rows learn the same: a later row is drawn thinner, so that one sees it on the other.
+        # Dense rows have equal losses, so later rows are thinner to keep all of them visible.
         style = {"color": COLORS[i % len(COLORS)], "lw": max(1.2, 4.5 - 2.5 * i), "label": r.name}
         losses = _smooth(r.losses)
         over_seconds.plot(list(itertools.accumulate(r.seconds)), losses, **style)
@@ -120,7 +120,7 @@ def save_plot(path: Path, settings: Settings, results: Sequence[Result]) -> None
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:
-    """The mean of the last few losses, at each step."""
+    """The running mean of the last SMOOTHED_STEPS losses."""
     windows = (losses[max(0, i - SMOOTHED_STEPS + 1) : i + 1] for i in range(len(losses)))
     return [statistics.mean(window) for window in windows]
 
@@ -129,7 +129,7 @@ def _bars(seconds: Axes, results: Sequence[Result]) -> None:
     """Seconds per step at the left of each pair (left axis), MB per step at the right."""
     megabytes = seconds.twinx()
     megabytes.spines["top"].set_visible(False)
-    upright: Any = {"fontsize": 7, "rotation": 90, "padding": 3}  # as wide as a bar at most
+    upright: Any = {"fontsize": 7, "rotation": 90, "padding": 3}  # not wider than a bar
     for i, r in enumerate(results):
         color = COLORS[i % len(COLORS)]
         time_bar = seconds.bar(i - 0.2, r.seconds_per_step, 0.36, color=color)

@@ -1,4 +1,4 @@
-"""The ways of training that the demo compares: data, one Row each. Called by main, training.py."""
+"""The training methods that the demo compares, one Row each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CLIP_NORM = 1.0
 
 
 def _nothing() -> None:
-    """What most rows do at the end."""
+    """The default for Parallel.end."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """A model made parallel: what to call forward on, after backward, and after the last step."""
+    """A parallel model: the module for forward, the step after backward, and the final action."""
 
     forward: nn.Module
     step: Callable[[], object]
@@ -32,13 +32,13 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Row:
-    """One way: its key for --rows, its name in the table, its torch.distributed backend."""
+    """One method: its key for --rows, its name in the table, its torch.distributed backend."""
 
     key: str
     name: str
     backend: str
     wrap: Callable[[nn.Module, SGD], Parallel]
-    """Runs on every rank, the process group standing and the model the same everywhere."""
+    """Runs on every rank, after init_process_group, with equal models on all ranks."""
 
 
 def _clipped(model: nn.Module, step: Callable[[], object]) -> Callable[[], object]:
@@ -54,7 +54,7 @@ def _dense(model: nn.Module, optimizer: SGD) -> Parallel:
 
 
 def _sparse(model: nn.Module, optimizer: SGD) -> Parallel:
-    """0.1 % of all gradients together, after a ramp of 100 steps; DGC clips by itself."""
+    """Sends 0.1 % of all gradients after a sparsity warm-up of 100 steps; DGC clips itself."""
     dgc = DGC(
         optimizer,
         rampup_step=100,
@@ -68,7 +68,7 @@ def _sparse(model: nn.Module, optimizer: SGD) -> Parallel:
 
 
 def _local(model: nn.Module, optimizer: SGD) -> Parallel:
-    """Averages at each of the first 100 steps, then at every eighth."""
+    """Averages after each of the first 100 steps, then after every eighth step."""
     local = LocalSGD(model, optimizer, k_steps=8, begin_step=100)
     return Parallel(model, _clipped(model, local.step), local.average)
 

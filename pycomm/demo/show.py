@@ -1,7 +1,4 @@
-"""The demo as a person sees it: a progress bar for each row, the table, a sample of the text.
-
-Called by main in __init__.py.
-"""
+"""The output of the demo: a progress bar for each row, the table and a sample of the text."""
 
 from __future__ import annotations
 
@@ -19,7 +16,11 @@ from pycomm.demo.rows import Row
 
 
 def show(rows: Sequence[Row], settings: training.Settings, size: int, out: Path) -> int:
-    """Trains `rows` on `size` processes each, prints and stores what came of it; main's result."""
+    """Trains `rows` on `size` processes each, prints and stores the results.
+
+    Returns:
+        The exit code: 0 if all replicas are equal, 1 after a failure, 130 after Ctrl-C.
+    """
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
     results: list[report.Result] = []
@@ -53,7 +54,7 @@ def show(rows: Sequence[Row], settings: training.Settings, size: int, out: Path)
 def _train(
     console: Console, row: Row, settings: training.Settings, size: int
 ) -> list[training.Outcome]:
-    """What the ranks said at their end, by rank; shows how far they are meanwhile."""
+    """Trains one row and shows its progress; returns the outcomes in rank order."""
     outcomes: dict[int, training.Outcome] = {}
     bar = Progress(
         TextColumn("{task.description:16}"),
@@ -67,14 +68,14 @@ def _train(
     task = bar.add_task(row.name, total=settings.steps, loss=float("nan"))
     line_every = max(1, settings.steps // 5)
 
-    def hear(rank: int, said: training.Progress | training.Outcome) -> None:
-        if isinstance(said, training.Outcome):
-            outcomes[rank] = said
+    def hear(rank: int, message: training.Progress | training.Outcome) -> None:
+        if isinstance(message, training.Outcome):
+            outcomes[rank] = message
             return
-        bar.update(task, completed=said.step, loss=said.loss)
-        if not console.is_terminal and said.step % line_every == 0:
+        bar.update(task, completed=message.step, loss=message.loss)
+        if not console.is_terminal and message.step % line_every == 0:
             console.print(
-                f"{row.name}: step {said.step} of {settings.steps}, loss {said.loss:.3f}",
+                f"{row.name}: step {message.step} of {settings.steps}, loss {message.loss:.3f}",
                 highlight=False,
             )
 

@@ -1,6 +1,6 @@
-"""The text the demo learns: the source of Python's own standard library, found on this machine.
+"""The training text of the demo: the source of Python's standard library on this machine.
 
-Not a tokenizer: one character is one token. Called by training.py.
+One character is one token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
-"""Newline and printable ASCII; every other byte is read as "?"."""
+"""Newline and printable ASCII; every other byte becomes "?"."""
 
 _TABLE = bytes(ALPHABET.index(chr(b)) if chr(b) in ALPHABET else ALPHABET.index("?")
                for b in range(256))  # fmt: skip
@@ -28,10 +28,12 @@ def decode(tokens: torch.Tensor) -> str:
 
 
 def load() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens to train on and the last 5 % to judge by: uint8 [n] and [m].
+    """Training tokens and the last 5 % for evaluation: uint8 [n] and [m].
 
-    The order of files is fixed, so every rank reads the same text. Raises FileNotFoundError where
-    the standard library was installed without its source.
+    The order of files is fixed, so every rank reads the same text.
+
+    Raises:
+        FileNotFoundError: the standard library is installed without its source.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     source = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
@@ -48,7 +50,7 @@ def load() -> tuple[torch.Tensor, torch.Tensor]:
 def batch(
     tokens: torch.Tensor, rows: int, context: int, random: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rows` random windows and the same windows one character on: int64 [rows, context] twice."""
+    """`rows` random windows, and the same windows one character later: int64 [rows, context]."""
     starts = torch.randint(len(tokens) - context, (rows, 1), generator=random)
     window = tokens[starts + torch.arange(context + 1)].long()
     return window[:, :-1], window[:, 1:]

@@ -1,7 +1,6 @@
-"""Bytes that this process has sent to its peers, counted where they are written.
+"""Bytes that this process sent to its peers.
 
-pycomm says it itself. For gloo, which does not, the kernel is asked: TCP_INFO of each socket of the
-process. Called by training.py.
+pycomm counts them itself. For gloo the Linux kernel does: TCP_INFO of each socket of the process.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ _BYTES_SENT = 200
 
 
 def bytes_sent(backend: str) -> tuple[int, str] | None:
-    """Bytes sent by the default process group so far and who counted them; None: nobody can.
+    """Bytes sent by the default process group, and the counter: "pycomm" or "kernel".
 
-    The kernel's count excludes TCP's own headers. It holds all sockets of the process; in training
-    only the process group's carry more than a few bytes.
+    None if there is no counter. The kernel's count excludes TCP headers. It includes all sockets of
+    the process; in training only those of the process group send more than a few bytes.
     """
     if backend == "pycomm":
         from pycomm import torch_backend

@@ -1,7 +1,4 @@
-"""What each rank of the demo does: builds the model, trains it by one row's way, tells how it went.
-
-Called on fresh processes by main through processes.run.
-"""
+"""The program of each rank of the demo: builds the model, trains it, reports the outcome."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from pycomm.demo.traffic import bytes_sent
 
 @dataclass(frozen=True)
 class Settings:
-    """What all rows have in common; tuned on 2 cores, so that 4 rows take less than 4 minutes."""
+    """Settings of all rows; on 2 cores 4 rows take less than 4 minutes."""
 
     steps: int
     seed: int = 0
@@ -32,12 +29,12 @@ class Settings:
     rate: float = 0.5
     momentum: float = 0.9
     warmup: int = 20  # steps
-    line: str = ""  # behind which each rank is on a host of its own; "": all on this one
+    line: str = ""  # link rate of one simulated host per rank; "": all ranks on this host
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Said by rank 0 after each step; the loss is that of its own batch."""
+    """Message of rank 0 after each step; the loss is of its own batch."""
 
     step: int
     loss: float
@@ -45,12 +42,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Said by every rank at its end."""
+    """Message of every rank at its end."""
 
     losses: list[float]  # of its own batches, by step
     seconds: list[float]  # by step
     sent: list[int]  # bytes by this rank so far, by step
-    counted_by: str  # "pycomm", "kernel", or "computed" where nobody counts
+    counted_by: str  # "pycomm", "kernel", or "computed" without a counter
     digest: str  # SHA-256 of all parameters
     final_loss: float  # on held-out text, the same on every rank
     sample: str  # written by the trained model; "" except on rank 0
@@ -58,14 +55,14 @@ class Outcome:
 
 
 def train(rank: Rank, key: str, settings: Settings) -> None:
-    """Trains row `key`; says Progress and one Outcome."""
+    """Trains row `key`; sends Progress messages and one Outcome."""
     row = ROWS[key]
     dist.init_process_group(row.backend, store=rank.store, rank=rank.rank, world_size=rank.size)
     torch.manual_seed(settings.seed)
     model = CharGPT(Shape(alphabet=len(text.ALPHABET)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=settings.momentum)
     parallel = row.wrap(model, optimizer)
-    learn_from, judge_by = text.load()
+    training_text, held_out = text.load()
     random = torch.Generator().manual_seed(settings.seed * 1000 + rank.rank)
 
     losses: list[float] = []
@@ -77,15 +74,15 @@ def train(rank: Rank, key: str, settings: Settings) -> None:
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = _rate(settings, step)
-        x, y = text.batch(learn_from, settings.batch, model.shape.context, random)
+        x, y = text.batch(training_text, settings.batch, model.shape.context, random)
         loss = F.cross_entropy(parallel.forward(x).flatten(0, 1), y.flatten())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         parallel.step()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
-        said, counted_by = _difference(before, bytes_sent(row.backend))
-        sent.append(said if before else (step + 1) * _ring_bytes(model, rank.size))
+        bytes_, counted_by = _difference(before, bytes_sent(row.backend))
+        sent.append(bytes_ if before else (step + 1) * _ring_bytes(model, rank.size))
         if rank.rank == 0:
             rank.say(Progress(step + 1, losses[-1]))
     parallel.end()
@@ -96,16 +93,16 @@ def train(rank: Rank, key: str, settings: Settings) -> None:
             sent,
             counted_by,
             _digest(model),
-            _judge(model, judge_by),
+            _evaluate(model, held_out),
             _sample(model) if rank.rank == 0 else "",
             sum(p.numel() for p in model.parameters()),
         )
     )
-    dist.barrier()  # nobody leaves while another still needs it
+    dist.barrier()  # no rank exits while another still needs it
 
 
 def _rate(settings: Settings, step: int) -> float:
-    """A line up, then half a cosine down."""
+    """Linear warm-up, then half a cosine down."""
     rising = min(1.0, (step + 1) / settings.warmup)
     return settings.rate * rising * (0.525 + 0.475 * math.cos(math.pi * step / settings.steps))
 
@@ -115,7 +112,7 @@ def _difference(before: tuple[int, str] | None, after: tuple[int, str] | None) -
 
 
 def _ring_bytes(model: nn.Module, size: int) -> int:
-    """What a rank of a ring all-reduce sends for all gradients: 2 (size - 1) / size of them."""
+    """Bytes that a rank sends in a ring all-reduce: 2 (size - 1) / size of all gradients."""
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     return 2 * (size - 1) * total // size
 
@@ -128,7 +125,7 @@ def _digest(model: nn.Module) -> str:
 
 
 @torch.no_grad()
-def _judge(model: CharGPT, tokens: torch.Tensor) -> float:
+def _evaluate(model: CharGPT, tokens: torch.Tensor) -> float:
     random = torch.Generator().manual_seed(0)
     x, y = text.batch(tokens, 256, model.shape.context, random)
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()

@@ -1,8 +1,13 @@
-"""The kernels of sparse training, to be used alone: torch tensors, NumPy and CuPy arrays.
+"""Kernels of sparse training for torch tensors, NumPy arrays and CuPy arrays; no group is needed.
 
-Each works where the arrays lie (host memory, or CUDA on the caller's current stream), gives the
-same bits there, allocates nothing that the caller cannot pass in, and checks what it is given
-before anything changes. Arrays are contiguous. `pycomm.reference` has the NumPy meaning of each.
+A kernel runs on the device of its arrays: the host, or CUDA on the caller's current stream. Results
+have the same bits on every device. The caller can pass every buffer that a kernel needs. Arguments
+are checked before anything changes, and arrays must be contiguous. `pycomm.reference` defines each
+kernel in NumPy.
+
+Errors of all kernels: InvalidArgument for a wrong dtype, shape, range or layout, for arrays on
+several devices and for outputs that share memory with other arguments. Unsupported for CUDA arrays
+if the CUDA kernels are not built, and for arrays of another kind.
 """
 
 from pycomm.kernels.batch import PacketBatch, decode_batch, encode_batch

@@ -1,7 +1,6 @@
-"""Many packets in one call: what hundreds of ranks have sent to this one, or are to be sent by it.
+"""Encodes or decodes many packets in one call.
 
-A packet of a few hundred elements is coded in less time than a call from Python is checked in.
-Called by users, as pycomm.kernels, by packets.py, and by the training layer.
+For packets of a few hundred elements the checks of a Python call take longer than the codec.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from pycomm.kernels import compact, inputs
 
 
 class PacketBatch(NamedTuple):
-    """The elements of several packets, end to end.
+    """The elements of several packets, concatenated.
 
     Attributes:
         indices: int32 [n], ascending within each packet.
         values: [n], of one float dtype.
-        lengths: how many of the n elements each packet has, in order.
+        lengths: number of elements of each packet, in order; their sum is n.
     """
 
     indices: Any
@@ -35,19 +34,21 @@ class PacketBatch(NamedTuple):
 def encode_batch(
     batch: PacketBatch, count: int, value_dtype: str, *, codec: str = "auto"
 ) -> tuple[Any, list[int]]:
-    """The compact packets that `encode` writes of each, end to end.
+    """Encodes each packet of a batch as `encode` does and concatenates the results.
 
     Args:
-        batch: in host memory, with float32 or float64 values.
-        count: of the array that all of them are of.
-        value_dtype, codec: as of `encode`, compact ones.
+        batch: in host memory; values are float32 or float64.
+        count: number of elements of the array that the indices refer to, the same for all packets.
+        value_dtype: dtype of encoded values, as in `encode` with a compact codec.
+        codec: "auto", "list", "bitmap" or "rice", as in `encode`.
 
     Returns:
-        uint8 [the sum of their bytes], and the bytes of each: 0 of one without elements.
+        (packets, sizes): uint8 [sum(sizes)], and the bytes of each packet. A packet without
+        elements has 0 bytes.
 
     Raises:
-        InvalidArgument: as `encode`; lengths of other elements than there are.
-        Unsupported: arrays on a GPU.
+        InvalidArgument: as `encode`; or the lengths do not sum to the number of elements.
+        Unsupported: the arrays are on a GPU.
     """
     pair = elements_of(batch)
     inputs.how_many(pair[0].count and max(batch.lengths), count)
@@ -55,9 +56,9 @@ def encode_batch(
         raise InvalidArgument(f"values are {pair[1].dtype}; encode takes float32 or float64")
     _on_host(pair, "encode_batch")
     lengths = list(batch.lengths)
-    compact.most_bytes(0, int(count), value_dtype, codec)  # refuses what there is not
-    room = _core.most_batch_bytes(lengths, int(count), codec, value_dtype)
-    out, packets = inputs.output(None, "out", pair[1], room, "uint8")
+    compact.most_bytes(0, int(count), value_dtype, codec)  # validates value_dtype and codec
+    capacity = _core.most_batch_bytes(lengths, int(count), codec, value_dtype)
+    out, packets = inputs.output(None, "out", pair[1], capacity, "uint8")
     sizes: list[int] = _core.encode_batch(
         pair[0].pointer,
         pair[1].pointer,
@@ -72,22 +73,26 @@ def encode_batch(
 
 
 def decode_batch(packets: Any, sizes: Sequence[int], count: int) -> PacketBatch:
-    """What `encode_batch` was given, with float32 values as they have arrived.
+    """Decodes the result of `encode_batch`.
 
     Args:
-        packets: uint8 [sum of sizes], in host memory: compact packets, end to end.
-        sizes: bytes of each; 0 for one without elements.
-        count: of the array that all of them are of.
+        packets: uint8 [sum(sizes)] in host memory: concatenated compact packets.
+        sizes: bytes of each packet; 0 for a packet without elements.
+        count: number of elements of the array that the indices refer to.
+
+    Returns:
+        The batch; its values are float32.
 
     Raises:
-        InvalidArgument: the bytes are no such packets, or of another array.
-        Unsupported: they lie on a GPU.
+        InvalidArgument: the bytes are not compact packets of an array of `count` elements, or the
+            sizes do not sum to the number of bytes.
+        Unsupported: the packets are on a GPU.
     """
     found = inputs.array(packets, "packets", ("uint8",))
     _on_host([found], "decode_batch")
     sizes = list(sizes)
     if sum(sizes) != found.nbytes or min(sizes, default=0) < 0:
-        raise InvalidArgument(f"sizes make {sum(sizes)} bytes; there are {found.nbytes}")
+        raise InvalidArgument(f"sizes sum to {sum(sizes)} bytes; packets has {found.nbytes}")
     lengths = _core.batch_lengths(found.pointer, sizes, int(count))
     kept = sum(lengths)
     indices, values = (arrays.new(found, (kept,), dtype) for dtype in ("int32", "float32"))
@@ -100,23 +105,23 @@ def decode_batch(packets: Any, sizes: Sequence[int], count: int) -> PacketBatch:
 
 
 def elements_of(batch: PacketBatch) -> list[ArrayRef]:
-    """Its indices and values, validated.
+    """The validated indices and values.
 
     Raises:
-        InvalidArgument: wrong dtypes; lengths of other elements than there are.
+        InvalidArgument: wrong dtypes, or lengths that do not sum to the number of elements.
     """
     where = inputs.array(batch.indices, "indices", ("int32",))
     what = inputs.array(batch.values, "values", inputs.FLOATS)
     total = sum(batch.lengths)
     if not where.count == what.count == total or min(batch.lengths, default=0) < 0:
         raise InvalidArgument(
-            f"{where.count} indices and {what.count} values in packets of {total}"
+            f"{where.count} indices and {what.count} values; lengths sum to {total}"
         )
     return [where, what]
 
 
 def rows_of(batch: PacketBatch, elements: list[ArrayRef]) -> NDArray[np.uint64]:
-    """uint64 [packets, 3]: where indices and values of each begin, and how many there are."""
+    """uint64 [packets, 3]: addresses of indices and values of each packet, and its length."""
     indices, values = elements
     lengths = np.array(batch.lengths, np.uint64)
     begin = np.cumsum(lengths) - lengths
@@ -129,4 +134,6 @@ def rows_of(batch: PacketBatch, elements: list[ArrayRef]) -> NDArray[np.uint64]:
 def _on_host(found: Sequence[ArrayRef], name: str) -> None:
     for one in found:
         if one.device.kind != "cpu":
-            raise Unsupported(f"{name} works in host memory: call encode and unpack for each")
+            raise Unsupported(
+                f"{name} needs host memory: on a GPU call encode or unpack per packet"
+            )

@@ -1,9 +1,9 @@
-"""Compact packets: fewer bytes for the same (index, value). The layout stands in
-csrc/kernels/lean.h, the meaning in pycomm/reference_compact.py.
+"""Compact packets: fewer bytes for the same (index, value) pairs. csrc/kernels/lean.h defines the
+layout, pycomm/reference_compact.py the meaning.
 
-What a call was given has been validated by packets.py, which calls this file and no other does, but
-for `codec_workspace`. How long a packet is and whether bytes are one are known on the device: the
-functions here wait for it where the caller has no room for that answer.
+packets.py validates arguments, except those of `codec_workspace`. The length and the validity of a
+packet are known on the device. The functions here wait for the device unless the caller passes a
+buffer for that result.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pycomm.kernels import devices, inputs
 
 CODECS = ("auto", "list", "bitmap", "rice")
 VALUES = ("float32", "bfloat16", "int8", "2bit", "1bit", "3bit")
-MOST_HEAD = 14  # bytes in front of the values
+MOST_HEAD = 14  # bytes of the longest header
 
 
 def most_bytes(k: int, count: int, value_dtype: str, codec: str) -> int:
-    """The most that a packet takes.
+    """Upper bound of the bytes of a packet of k of `count` elements.
 
     Raises:
         InvalidArgument: an unknown codec or value_dtype.
@@ -31,27 +31,37 @@ def most_bytes(k: int, count: int, value_dtype: str, codec: str) -> int:
     known_codec(codec)
     if value_dtype not in VALUES:
         raise InvalidArgument(
-            f"value_dtype {value_dtype!r}: with codec={codec!r} one of {', '.join(VALUES)}"
+            f"invalid value_dtype with codec={codec!r}: got {value_dtype!r}, expected one of "
+            f"{', '.join(VALUES)}"
         )
     return _core.most_compact_bytes(k, count, codec, value_dtype)
 
 
 def known_codec(codec: str) -> None:
-    """Raises InvalidArgument where there is no such codec."""
+    """Raises InvalidArgument for an unknown codec."""
     if codec not in CODECS:
-        raise InvalidArgument(f"codec {codec!r}: one of raw, {', '.join(CODECS)}")
+        raise InvalidArgument(
+            f"invalid codec: got {codec!r}, expected one of raw, {', '.join(CODECS)}"
+        )
 
 
 def codec_workspace(x: Any, k: int, nbytes: int = 0) -> Any:
-    """A new workspace for `encode` and `unpack` of compact packets of k elements on the device of
-    x.
+    """A new workspace for `encode` and `unpack` of compact packets on the device of x.
+
+    One workspace can be used for every packet of at most k elements and `nbytes` bytes, by one call
+    at a time. Its content is not kept between calls.
 
     Args:
-        x: any array there.
-        nbytes: of the packets to be unpacked.
+        x: any array on the device.
+        k: number of elements of a packet.
+        nbytes: bytes of a packet to unpack; 0 if the workspace is for `encode` only.
 
     Returns:
-        uint8 [what it takes]; nothing in host memory.
+        uint8 [n]; n is 0 in host memory.
+
+    Raises:
+        InvalidArgument: x is not contiguous or its dtype is unknown.
+        Unsupported: x is another kind of array, or the CUDA kernels are not built.
     """
     found = inputs.array(x, "x", _core.DTYPES)
     needed = devices.module(found.device).codec_workspace_bytes(int(k), int(nbytes))
@@ -62,11 +72,11 @@ def encode(
     pair: list[ArrayRef], count: int, codes: tuple[str, str], residual: ArrayRef | None,
     out: ArrayRef, length: ArrayRef, workspace: Any,
 ) -> None:  # fmt: skip
-    """Writes a packet into `out`, of most_bytes; into `length` how many bytes it took. `codes`: of
-    the indices and of the values."""
+    """Writes a packet into `out`, which has most_bytes, and its bytes into `length`. `codes`: codec
+    of the indices and dtype of the values."""
     device, k = pair[1].device, pair[0].count
     module = devices.module(device)
-    room = _Room(workspace, pair[1], module.codec_workspace_bytes(k, 0))
+    scratch = _Scratch(workspace, pair[1], module.codec_workspace_bytes(k, 0))
     module.encode_compact(
         pair[0].pointer,
         pair[1].pointer,
@@ -77,7 +87,7 @@ def encode(
         residual.pointer if residual is not None else 0,
         out.pointer,
         length.pointer,
-        room.address,
+        scratch.address,
         *devices.queue(device, out.array),
     )
 
@@ -86,7 +96,8 @@ def decode(packet: ArrayRef, count: int, into: tuple[Any, Any, Any], workspace: 
     """Reads a packet into (indices [k], values [k], refused [1]).
 
     Raises:
-        InvalidArgument: in host memory, the bytes are no packet of k elements of `count`.
+        InvalidArgument: wrong buffers; in host memory also bytes that are not a packet of k
+            elements of `count`.
     """
     places, numbers, refused = (
         inputs.array(x, name, (dtype,), write=True)
@@ -96,14 +107,14 @@ def decode(packet: ArrayRef, count: int, into: tuple[Any, Any, Any], workspace: 
     )
     if places.count != numbers.count or refused.count != 1:
         raise InvalidArgument(
-            f"into: {places.count} indices, {numbers.count} values and {refused.count} refused; "
-            "they are [k], [k] and [1]"
+            f"invalid into: got {places.count} indices, {numbers.count} values and "
+            f"{refused.count} refused, expected [k], [k] and [1]"
         )
     module = devices.module(packet.device)
     inputs.same_device([packet, places, numbers, refused], "unpack")
     inputs.require_no_overlap([places, numbers, refused], [packet], "unpack")
     needed = module.codec_workspace_bytes(places.count, packet.nbytes)
-    room = _Room(workspace, packet, needed)
+    scratch = _Scratch(workspace, packet, needed)
     module.decode_compact(
         packet.pointer,
         packet.nbytes,
@@ -112,14 +123,13 @@ def decode(packet: ArrayRef, count: int, into: tuple[Any, Any, Any], workspace: 
         places.pointer,
         numbers.pointer,
         refused.pointer,
-        room.address,
+        scratch.address,
         *devices.queue(packet.device, packet.array),
     )
 
 
-class _Room:
-    """The caller's workspace, or a new one where there is none; the processor needs none. Keep it
-    while the core works."""
+class _Scratch:
+    """The caller's workspace or a new one; the CPU needs none. Must live until the core returns."""
 
     def __init__(self, workspace: Any, like: ArrayRef, nbytes: int) -> None:
         self.address = 0, 0
@@ -133,22 +143,22 @@ def decoded(packet: ArrayRef, k: int, count: int, like: Like) -> tuple[Any, Any]
     """(indices int32 [k], values float32 [k]), new arrays of the kind of `like`.
 
     Raises:
-        InvalidArgument: the bytes are no packet.
+        InvalidArgument: the bytes are not a packet.
     """
     indices, values, refused = (
         arrays.new(like, (n,), dtype) for n, dtype in ((k, "int32"), (k, "float32"), (1, "int32"))
     )
     decode(packet, count, (indices, values, refused))
     if int(refused[0]):
-        raise InvalidArgument(f"not a packet: its {packet.nbytes} bytes do not make sense")
+        raise InvalidArgument(f"not a packet: {packet.nbytes} bytes with invalid content")
     return indices, values
 
 
 def header(packet: ArrayRef) -> tuple[int, int]:
-    """(k, count) of a packet, wherever it lies; waits for a device.
+    """(k, count) of a packet on any device; waits for the device.
 
     Raises:
-        InvalidArgument: the bytes are no packet.
+        InvalidArgument: the bytes are not a packet.
     """
     some = packet.array[:MOST_HEAD]
     head = np.array(some.tolist(), np.uint8)

@@ -1,5 +1,5 @@
 """Kernels over whole arrays: norms, clipping, casts, reductions. csrc/kernels/device_kernels.h has
-the formulas. Called by users, as pycomm.kernels, and by the training layer."""
+the formulas."""
 
 from __future__ import annotations
 
@@ -13,39 +13,54 @@ from pycomm.kernels.rows import Rows
 
 
 def norm(x: Any, *, out: Any = None, workspace: Any = None) -> Any:
-    """The Euclidean norm in float64, with the same bits on every device: array [1].
+    """The Euclidean norm in float64, with the same bits on every device.
 
-    A list of arrays of one dtype gives one norm each. `norm(norm(list))` is the norm of all of
-    them together.
+    `norm(norm(list))` is the norm of all arrays of the list together.
 
     Args:
-        x: array of any float dtype and shape, or a list.
-        out: buffer for the result, float64 [1] or [arrays].
-        workspace: uint8 of `norm_workspace`.
+        x: array of any float dtype and shape, or a list of n arrays of one dtype.
+        out: buffer for the result, float64 [1], or [n] for a list.
+        workspace: uint8, from `norm_workspace`; None: allocated by the call.
+
+    Returns:
+        float64 [1], or [n] for a list: one norm for each array.
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: wrong dtype, layout or buffer, or an empty list; nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     rows = _several(x)
     module = devices.module(rows.device)
     table = inputs.Table(rows.words)
     out, result = inputs.output(out, "out", rows, len(rows), "float64")
-    room = inputs.workspace(workspace, rows, module.norm_workspace_bytes(table.address))
+    scratch = inputs.workspace(workspace, rows, module.norm_workspace_bytes(table.address))
     read = rows.spans("x")
-    inputs.same_device([*read, result, room], "norm")
-    inputs.require_no_overlap([result, room], read, "norm")
+    inputs.same_device([*read, result, scratch], "norm")
+    inputs.require_no_overlap([result, scratch], read, "norm")
     module.norm(
         table.address,
         rows.dtype,
         result.pointer,
-        (room.pointer, room.nbytes),
+        (scratch.pointer, scratch.nbytes),
         *devices.queue(rows.device, rows.array),
     )
     return out
 
 
 def norm_workspace(x: Any) -> Any:
-    """A new workspace for `norm` of arrays of the counts of x (an array or a list); uint8."""
+    """A new workspace for `norm`. Its content is not kept between calls.
+
+    Args:
+        x: array of any float dtype and shape, or a list of arrays of one dtype. The workspace fits
+            every argument of `norm` with the same numbers of elements on the same device.
+
+    Returns:
+        uint8 [n] on the device of x.
+
+    Raises:
+        InvalidArgument: wrong dtype or layout, or an empty list.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
+    """
     rows = _several(x)
     table = inputs.Table(rows.words)
     nbytes = devices.module(rows.device).norm_workspace_bytes(table.address)
@@ -57,17 +72,21 @@ def clip_scale(
 ) -> Any:
     """scale * min(1, limit / norm) for each norm: factors for `dgc_step`, made on the device.
 
-    A norm that is 0, infinite or NaN does not clip: one NaN must not poison a whole array.
+    A norm that is 0, infinite or NaN does not clip, so one NaN does not spread to a whole array.
 
     Args:
-        norms: float64 [n], as `norm` gives them.
-        limit: at least 0.
-        scale: a factor of all, as one over the loss scale.
-        dtype: of the factors, that of u and v.
-        out: buffer for the result, [n].
+        norms: float64 [n], as `norm` returns them.
+        limit: the largest norm; at least 0.
+        scale: a common factor, for example one over the loss scale.
+        dtype: of the factors, "float32" or "float64": the dtype of u and v.
+        out: buffer for the result, [n] of `dtype`.
+
+    Returns:
+        The factors, [n] of `dtype`.
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: wrong dtype, buffer, limit or scale; nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(norms, "norms", ("float64",))
     limit = _limit(limit)
@@ -88,14 +107,15 @@ def clip_scale(
 
 
 def clip_(x: Any, limit: float) -> Any:
-    """x = x * min(1, limit / |x|), in place, as `clip_scale` says. Returns x.
+    """x = x * min(1, limit / |x|), in place, with the factor of `clip_scale`. Returns x.
 
     Args:
         x: any float dtype and shape.
-        limit: at least 0.
+        limit: the largest norm; at least 0.
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: wrong dtype, layout or limit; nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(x, "x", inputs.FLOATS, write=True)
     limit = _limit(limit)
@@ -115,18 +135,22 @@ def cast(x: Any, dtype: Any, *, out: Any = None) -> Any:
 
     Args:
         x: any float dtype and shape.
-        dtype: "float16", "bfloat16", "float32" or "float64", or what torch or NumPy calls it.
-        out: buffer of the result, of the shape of x.
+        dtype: "float16", "bfloat16", "float32" or "float64", or torch's or NumPy's dtype object.
+        out: buffer for the result, of the shape of x.
+
+    Returns:
+        A new array of the shape of x, or `out`.
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: wrong dtype, layout or buffer; nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(x, "x", inputs.FLOATS)
     name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     if name not in inputs.FLOATS:
         name = getattr(dtype, "__name__", name)  # np.float32 is a class
     if name not in inputs.FLOATS:
-        raise InvalidArgument(f"cast to {dtype}: one of {', '.join(inputs.FLOATS)}")
+        raise InvalidArgument(f"cast: got {dtype}, expected one of {', '.join(inputs.FLOATS)}")
     if out is None:
         out = arrays.new(found, found.shape, name)
     result = inputs.array(out, "out", (name,), write=True)
@@ -149,19 +173,22 @@ def reduce_(out: Any, xs: Sequence[Any], op: str = "sum") -> Any:
     16-bit floats are added in float32 and rounded once. `out` may be one of `xs`.
 
     Args:
-        out: any dtype that travels, any shape.
+        out: any dtype that collectives accept, any shape.
         xs: at least one array, of the shape and dtype of `out`.
         op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: an unknown op, no arrays, or arrays that do not agree; nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     result = inputs.array(out, "out", _core.DTYPES, write=True)
     found = [inputs.array(x, f"xs[{i}]", (result.dtype,)) for i, x in enumerate(xs)]
     if not found:
         raise InvalidArgument("reduce_: xs is empty")
     if op not in _core.REDUCE_OPS:
-        raise InvalidArgument(f"reduce_: op {op!r}; one of: {', '.join(_core.REDUCE_OPS)}")
+        raise InvalidArgument(
+            f"reduce_: invalid op: got {op!r}, expected one of {', '.join(_core.REDUCE_OPS)}"
+        )
     for i, x in enumerate(found):
         inputs.same_shape(result, x, ("out", f"xs[{i}]"))
     others = [x for x in found if x.pointer != result.pointer]
@@ -179,7 +206,7 @@ def reduce_(out: Any, xs: Sequence[Any], op: str = "sum") -> Any:
 
 
 def _several(x: Any) -> Rows:
-    """An array, or a list of them."""
+    """The rows of an array or of a list of arrays."""
     listed = list(x) if isinstance(x, list | tuple) else [x]
     if not listed:
         raise InvalidArgument("norm: the list is empty")
@@ -189,5 +216,5 @@ def _several(x: Any) -> Rows:
 def _limit(limit: Any) -> float:
     number = inputs.finite(limit, "limit")
     if number < 0:
-        raise InvalidArgument(f"limit = {number}: a norm is never negative")
+        raise InvalidArgument(f"invalid limit: got {number}; a norm is never negative")
     return number

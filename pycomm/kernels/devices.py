@@ -1,8 +1,8 @@
-"""Which compiled module serves the arrays of a device, and the queue that a call joins there.
+"""Selects the compiled module for the arrays of a device, and the stream of a call.
 
-Every module has the same functions with the same arguments: `_core.kernels` (host memory) and
-`_cuda.kernels` (CUDA), both bound by csrc/bindings/kernels.h. `override_kernels` puts another in
-place of one of them: the one way for tests to run kernels that are emulated. Called by the package.
+Both modules have the same functions with the same arguments: `_core.kernels` (host memory) and
+`_cuda.kernels` (CUDA), bound by csrc/bindings/kernels.h. Tests replace one of them through
+`override_kernels` to run emulated kernels.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pycomm.arrays import Device, current_stream
 from pycomm.errors import Unsupported
 
 HOW_TO_BUILD = (
-    "the CUDA kernels (pycomm._cuda) are not built here: they are built where nvcc is found, so "
-    "put the CUDA toolkit's bin folder on PATH and build again (make build, or pip install .)"
+    "the CUDA kernels (pycomm._cuda) are not built here: the build needs nvcc. Add the CUDA "
+    "toolkit's bin folder to PATH and build again (make build, or pip install .)"
 )
 
 _modules: dict[str, Any] = {"cpu": _core.kernels}
 
 
 def module(device: Device) -> Any:
-    """The compiled functions for arrays on `device`; raises Unsupported where there are none."""
+    """The compiled functions for arrays on `device`; raises Unsupported if they are not built."""
     found = _modules.get(device.kind)
     if found is None:
         if importlib.util.find_spec("pycomm._cuda") is None:
@@ -38,10 +38,10 @@ def module(device: Device) -> Any:
 
 @contextlib.contextmanager
 def override_kernels(kind: str, by: Any) -> Iterator[None]:
-    """Within it, arrays on devices of this kind, "cpu" or "cuda", are served by the module `by`.
+    """Uses module `by` for arrays on devices of `kind`, "cpu" or "cuda", inside the block.
 
-    Emulated kernels work on host memory: `with override_kernels("cpu", emulated.kernels): ...`. For
-    the whole process, and so for tests only.
+    Emulated kernels work on host memory: `with override_kernels("cpu", emulated.kernels): ...`. The
+    override is process-wide, so it is for tests only.
     """
     before = _modules.get(kind)
     _modules[kind] = by
@@ -55,7 +55,7 @@ def override_kernels(kind: str, by: Any) -> Iterator[None]:
 
 
 def queue(device: Device, array: Any) -> tuple[int, int]:
-    """(number of the device, the caller's current stream there), for an array of the call."""
+    """(device index, the caller's current stream on it), for an array of the call."""
     if device.kind == "cpu":
         return 0, 0
     torch = sys.modules.get("torch")
@@ -65,5 +65,5 @@ def queue(device: Device, array: Any) -> tuple[int, int]:
     if cupy is not None and isinstance(array, cupy.ndarray):
         with cupy.cuda.Device(device.index):
             return device.index, int(cupy.cuda.get_current_stream().ptr)
-    # Others say on which stream they are used; 1 and 2 are CUDA's own names of default streams.
+    # Other libraries name their stream; 1 and 2 are CUDA's names of the default streams.
     return device.index, array.__cuda_array_interface__.get("stream") or 0

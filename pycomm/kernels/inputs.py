@@ -1,7 +1,4 @@
-"""What a call was given, validated: the sentences about wrong arrays are written here, once.
-
-Nothing here changes an array. Called by the other files of the package.
-"""
+"""Validation of arguments and the error texts about wrong arrays. Nothing here changes an array."""
 
 from __future__ import annotations
 
@@ -31,10 +28,10 @@ class Spans:
 
 
 def array(x: Any, name: str, dtypes: Collection[str], *, write: bool = False) -> ArrayRef:
-    """`x` as memory of one of these dtypes, of at most 2^31 - 1 elements.
+    """A reference to `x`, which must have one of `dtypes` and at most 2^31 - 1 elements.
 
     Raises:
-        InvalidArgument, Unsupported: as arrays.as_array_ref; a wrong dtype, too many elements.
+        InvalidArgument, Unsupported: as arrays.as_array_ref; a wrong dtype or too many elements.
     """
     found = arrays.as_array_ref(x, name, write=write)
     if found.dtype not in dtypes:
@@ -48,7 +45,7 @@ def array(x: Any, name: str, dtypes: Collection[str], *, write: bool = False) ->
 
 
 def same_shape(one: ArrayRef, other: ArrayRef, names: tuple[str, str]) -> None:
-    """Raises InvalidArgument unless both have the same shape, or the same count and one is flat."""
+    """Raises InvalidArgument unless both have one shape, or one count and one of them is 1-D."""
     flat = len(one.shape) == 1 or len(other.shape) == 1
     if one.count != other.count or not (flat or one.shape == other.shape):
         raise InvalidArgument(
@@ -57,7 +54,7 @@ def same_shape(one: ArrayRef, other: ArrayRef, names: tuple[str, str]) -> None:
 
 
 def same_device(found: Iterable[ArrayRef | Spans], name: str) -> None:
-    """Raises InvalidArgument unless all lie on one device; `name` is the call."""
+    """Raises InvalidArgument unless all are on one device; `name` is the call."""
     devices = [x.device for x in found]
     if any(one is not devices[0] and one != devices[0] for one in devices):
         places = " and ".join(map(str, dict.fromkeys(devices)))
@@ -67,7 +64,7 @@ def same_device(found: Iterable[ArrayRef | Spans], name: str) -> None:
 def require_no_overlap(
     written: Iterable[ArrayRef | Spans], read: Iterable[ArrayRef | Spans], name: str
 ) -> None:
-    """Raises InvalidArgument where what is written shares memory with anything else of the call."""
+    """Raises InvalidArgument if a written array shares memory with another array of the call."""
     tables = _tables(written), _tables(read)
     if _core.share_memory(*([table.address for table in each] for each in tables)):
         raise InvalidArgument(
@@ -76,7 +73,7 @@ def require_no_overlap(
 
 
 def _tables(found: Iterable[ArrayRef | Spans]) -> list[Table]:
-    """Of addresses and bytes."""
+    """Tables of addresses and bytes."""
     single: list[tuple[int, int]] = []
     tables = []
     for x in found:
@@ -90,15 +87,15 @@ def _tables(found: Iterable[ArrayRef | Spans]) -> list[Table]:
 def output(
     x: Any, name: str, like: Like, count: int, dtype: str, *, write: bool = True
 ) -> tuple[Any, ArrayRef]:
-    """The caller's buffer [count] of this dtype, or a new one where there is none."""
+    """The caller's buffer [count] of `dtype`, or a new one if x is None."""
     if x is None:
-        devices.module(like.device)  # says what is missing before memory is asked for
+        devices.module(like.device)  # raises before memory is allocated
         x = arrays.new(like, (count,), dtype)
     return x, buffer(x, name, count, dtype, write=write)
 
 
 def buffer(x: Any, name: str, count: int, dtype: str, *, write: bool = True) -> ArrayRef:
-    """The caller's buffer [count] of this dtype."""
+    """The caller's buffer, validated: [count] of `dtype`."""
     found = array(x, name, (dtype,), write=write)
     if found.shape != (count,):
         raise InvalidArgument(f"{name} has the shape {found.shape}; it must be ({count},)")
@@ -106,14 +103,14 @@ def buffer(x: Any, name: str, count: int, dtype: str, *, write: bool = True) -> 
 
 
 def workspace(x: Any, like: Like, nbytes: int, *, zeros: bool = False) -> ArrayRef:
-    """The caller's workspace, or a new one where there is none."""
+    """The caller's workspace, validated, or a new one of `nbytes` if x is None."""
     if x is None:
         x = arrays.new(like, (nbytes,), "uint8", zeros=zeros)
     found = array(x, "workspace", ("uint8",), write=True)
     if found.nbytes < nbytes:
         raise InvalidArgument(f"workspace has {found.nbytes} bytes; this call needs {nbytes}")
     if found.pointer % 16:
-        raise InvalidArgument("workspace must be aligned to 16 bytes: pass one that is not a slice")
+        raise InvalidArgument("workspace must be aligned to 16 bytes: do not pass a slice")
     return found
 
 
@@ -124,7 +121,7 @@ def how_many(k: Any, count: int) -> int:
     except (AttributeError, TypeError):
         raise InvalidArgument(f"k must be a whole number, not {k!r:.40}") from None
     if not 0 <= number <= count:
-        raise InvalidArgument(f"k = {number} of {count} elements: k must lie in 0..{count}")
+        raise InvalidArgument(f"invalid k: got {number}, expected 0..{count}")
     return int(number)
 
 
@@ -140,11 +137,11 @@ def finite(value: Any, name: str) -> float:
 
 
 class Table:
-    """Rows of 64-bit words for the core: addresses and counts. Keep it while the core works.
+    """Rows of 64-bit words for the core: addresses and counts. Must live until the core returns.
 
     Args:
         rows: of one length.
-        owners: what has the memory, where nobody else keeps it.
+        owners: owners of the memory, if no other reference keeps it alive.
     """
 
     def __init__(

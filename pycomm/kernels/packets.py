@@ -1,8 +1,7 @@
-"""Packets: what ranks send each other, and how it becomes a sum or an update. The formulas stand in
-csrc/kernels/device_kernels.h, the layout of bytes in csrc/kernels/packet.h.
+"""Sparse packets: encoding, decoding, and sums or updates from the packets of all ranks.
 
 A packet is a pair (indices int32 [k] ascending, values [k]) or a uint8 array that `encode` wrote,
-raw or compact. Called by users, as pycomm.kernels, and by the training layer.
+raw or compact. csrc/kernels/device_kernels.h has the formulas, csrc/kernels/packet.h the layout.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ def scatter_add(out: Any, indices: Any, values: Any, scale: float = 1.0) -> Any:
         scale: a factor, rounded to float32 unless `out` is float64.
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: arrays or scale are invalid; in host memory also indices that do not
+            ascend in 0..count-1. Nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(out, "out", inputs.FLOATS, write=True)
     pair = _pair(indices, values)
@@ -63,18 +64,22 @@ def decode_sum(
     """out[i] = scale * the sum of the packets' values at i, in their order; 0 elsewhere. In place.
 
     Args:
-        out: float16, bfloat16, float32 or float64, any shape; all of it is written. Sums are made
-            in float32, or float64 for float64. Or a list, through which the indices count.
-        packets: of all ranks, in rank order: pairs, or encoded; also one uint8 array
-            [ranks, bytes], or a PacketBatch.
-        scale: as 1 / ranks for a mean.
-        value_dtype: of raw packets; compact ones say it themselves, and have float32 values here.
+        out: float16, bfloat16, float32 or float64, any shape; every element is written. Sums use
+            float32, or float64 if `out` is float64. Or a list of arrays of one dtype: indices then
+            count through all of them, concatenated.
+        packets: of all ranks, in rank order: pairs, encoded packets, one uint8 array [ranks, bytes]
+            or a PacketBatch. On a GPU encoded packets must be raw.
+        scale: a factor of the sum, for example 1 / ranks for a mean.
+        value_dtype: dtype of the values of encoded raw packets. Compact packets contain their
+            dtype and are decoded to float32; pairs and batches use the dtype of their values.
 
     Returns:
         `out`.
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: invalid arrays or packets, packets of an array of another size, or values
+            of several dtypes. Nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     chain = _Chain(out, "out")
     table, dtype = _table(chain, packets, value_dtype, "decode_sum")
@@ -99,8 +104,22 @@ def decode_update(
 ) -> Any:
     """param[i] = fma(-lr, scale * sum, param[i]) where a packet has i, in place: decode and SGD.
 
-    Other elements are not touched, so this costs what the packets weigh. Arguments, result and
-    errors as of `decode_sum`.
+    Other elements are not read or written, so the cost depends on the packets only.
+
+    Args:
+        param: float16, bfloat16, float32 or float64, any shape, or a list of arrays of one dtype,
+            as `out` of `decode_sum`.
+        packets: of all ranks, in rank order, as in `decode_sum`.
+        lr: the learning rate.
+        scale: a factor of the sum, for example 1 / ranks for a mean.
+        value_dtype: dtype of the values of encoded raw packets, as in `decode_sum`.
+
+    Returns:
+        `param`.
+
+    Raises:
+        InvalidArgument: as `decode_sum`, or `lr` is not a finite number. Nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     chain = _Chain(param, "param")
     table, dtype = _table(chain, packets, value_dtype, "decode_update")
@@ -128,32 +147,36 @@ def encode(
     length: Any = None,
     workspace: Any = None,
 ) -> Any:
-    """A packet as bytes that can travel.
+    """Encodes indices and values as one packet of bytes.
 
     Args:
         indices: int32 [k], ascending, in 0..count-1.
         values: [k], float32 or float64.
-        count: of the array that they were chosen from.
-        value_dtype: of the values on the way, rounded to nearest: any float; in compact packets
-            float32, bfloat16, "int8" (256 share a scale), "3bit" (a sign and one of four levels in
-            even steps of the exponent; 4096 share them), "2bit" (a sign and one of two levels; 4096
-            share them) or "1bit" (a sign; 4096 share a level). Where one is not finite, all that
-            share something with it become NaN.
-        residual: [count] of the dtype of the values: what rounding lost is added there, in place.
-        codec: "raw" has a length that k and value_dtype tell, and is read where it lies, on any
-            device. Compact packets are as long as their indices need: "list", "bitmap", "rice", or
-            "auto", that of fewest bytes.
-        out: a buffer for the result: uint8 [packet_bytes(...)].
-        length: int64 [1], becomes how many bytes a compact packet took; on a GPU 0 where the
-            indices do not ascend in the range. With it nothing waits for the GPU.
-        workspace: uint8, of `codec_workspace`.
+        count: number of elements of the array that the indices refer to.
+        value_dtype: dtype of the encoded values, rounded to nearest. Raw packets: "float16",
+            "bfloat16", "float32" or "float64". Compact packets: "float32", "bfloat16", "int8" (256
+            values share a scale), "3bit" (sign and one of four levels in even steps of the
+            exponent), "2bit" (sign and one of two levels) or "1bit" (sign and one level); 4096
+            values share levels. A value that is not finite turns all values of its block into NaN.
+        residual: [count], of the dtype of the values: the rounding error is added to it in place
+            (error feedback).
+        codec: "raw": the length follows from k and value_dtype, and the packet is read in place on
+            any device. Compact codecs "list", "bitmap" and "rice" have a length that depends on the
+            indices; "auto" takes the shortest of these three.
+        out: a buffer for the result: uint8 [packet_bytes(...)] of the same arguments.
+        length: int64 [1], becomes the bytes of a compact packet. On a GPU it becomes 0 if the
+            indices do not ascend in the range, and the call does not wait for the device.
+        workspace: uint8, from `codec_workspace`, for compact packets on a GPU; None: allocated by
+            the call.
 
     Returns:
-        uint8 [packet_bytes(k, value_dtype)]; of a compact packet, the part of the buffer that it
-        took, or with `length` all of the buffer.
+        uint8 [packet_bytes(k, value_dtype)] for a raw packet. For a compact packet the used part of
+        the buffer, or the whole buffer if `length` is given.
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: invalid arrays, dtype or codec, or indices that do not ascend in the range.
+            Nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     pair = _pair(indices, values)
     k = inputs.how_many(pair[0].count, count)
@@ -198,28 +221,36 @@ def unpack(
     into: tuple[Any, Any, Any] | None = None,
     workspace: Any = None,
 ) -> tuple[Any, Any]:
-    """(indices int32 [k], values [k]) of an encoded packet.
+    """Decodes a packet that `encode` wrote.
 
-    Of a raw packet these are views of its memory, nothing is copied; of a compact one new arrays,
-    with float32 values. On the host the header says all, and is checked. On a GPU the caller says
-    whether the packet is raw: then nobody waits, and the length and `value_dtype` say k. A compact
-    one is waited for twice, for its header and for whether it is sound, but not with `into`.
+    In host memory the header is read and validated. On a GPU the caller names the codec. There a
+    raw packet needs no wait for the device: k follows from the length and `value_dtype`. A compact
+    packet waits twice, for the header and for the validation, unless `into` is given.
 
     Args:
         packet: uint8 array, or bytes.
-        codec: on a GPU, "raw", or any other for a compact packet.
-        count, into: of the array that a compact packet is of, and buffers (indices int32 [k],
-            values float32 [k], refused int32 [1]). On a GPU `refused` becomes 0; or 1 where the
-            bytes are no packet of k of `count`: then all indices are -1 and all values 0.
-        workspace: uint8, of `codec_workspace`; with `into`.
+        value_dtype: on a GPU, dtype of the values of a raw packet: "float16", "bfloat16",
+            "float32" or "float64". Ignored in host memory and for compact packets.
+        codec: on a GPU, "raw", or any compact codec for a compact packet. Ignored in host memory.
+        count: with `into`: number of elements of the array that the indices refer to.
+        into: buffers for a compact packet: (indices int32 [k], values float32 [k], refused int32
+            [1]). On a GPU `refused` becomes 1 if the bytes are not a packet of k of `count`
+            elements, and 0 otherwise. With 1 all indices are -1 and all values 0.
+        workspace: uint8, from `codec_workspace`; only with `into` on a GPU.
+
+    Returns:
+        (indices int32 [k], values [k]). Views of the memory of a raw packet; new arrays or `into`,
+        with float32 values, for a compact one.
 
     Raises:
-        InvalidArgument: the bytes are no packet.
+        InvalidArgument: the bytes are not a packet (on a GPU with `into`, see `refused`); or `into`
+            without `count`, or wrong buffers.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(packet, "packet", ("uint8",))
     if into is not None:
         if count is None:
-            raise InvalidArgument("unpack: into goes with count, that of the packet's array")
+            raise InvalidArgument("unpack: into goes with count, the elements of the encoded array")
         compact.decode(found, inputs.how_many(count, inputs.MOST_ELEMENTS), into, workspace)
         return into[0], into[1]
     if found.device.kind == "cpu":
@@ -240,10 +271,19 @@ def unpack(
 def packet_bytes(
     k: int, value_dtype: str = "float32", *, codec: str = "raw", count: int = inputs.MOST_ELEMENTS
 ) -> int:
-    """Bytes of a raw packet of k elements; the most that a compact one takes, of k of `count`.
+    """Bytes of a raw packet of k elements, or the upper bound for a compact packet.
+
+    Args:
+        k: number of elements of the packet.
+        value_dtype: dtype of the encoded values, as in `encode`.
+        codec: "raw" or a compact codec, as in `encode`.
+        count: number of elements of the array that the indices refer to; for compact packets.
+
+    Returns:
+        Bytes.
 
     Raises:
-        InvalidArgument: no such codec, or no such dtype in its packets.
+        InvalidArgument: an unknown codec, or a dtype that the codec does not support.
     """
     if codec != "raw":
         return compact.most_bytes(k, int(count), value_dtype, codec)
@@ -251,17 +291,18 @@ def packet_bytes(
 
 
 def _length(length: Any, count: int) -> int:
-    """What an encoder has said on the device, which is waited for."""
+    """The length that the encoder wrote; waits for the device."""
     found = int(length[0])
     if found == 0:
-        raise InvalidArgument(f"encode: indices ascend and lie in 0..{count - 1}; these do not")
+        raise InvalidArgument(f"encode: invalid indices: they must ascend in 0..{count - 1}")
     return found
 
 
 def _indices_offset(k: int, value_dtype: str) -> int:
     if value_dtype not in VALUE_BYTES:
         raise InvalidArgument(
-            f"value_dtype {value_dtype!r}: one of {', '.join(VALUE_BYTES)} with codec='raw'"
+            f"invalid value_dtype: got {value_dtype!r}, expected one of {', '.join(VALUE_BYTES)} "
+            "with codec='raw'"
         )
     return int(HEADER_BYTES + -(-k * VALUE_BYTES[value_dtype] // 4) * 4)
 
@@ -269,7 +310,7 @@ def _indices_offset(k: int, value_dtype: str) -> int:
 def _k_of(nbytes: int, value_dtype: str) -> int:
     k = (nbytes - HEADER_BYTES) // (4 + VALUE_BYTES[value_dtype])
     if k < 0 or packet_bytes(k, value_dtype) != nbytes:
-        raise InvalidArgument(f"{nbytes} bytes are no raw packet with {value_dtype} values")
+        raise InvalidArgument(f"not a raw packet with {value_dtype} values: {nbytes} bytes")
     return k
 
 
@@ -284,7 +325,7 @@ def _as(x: Any, dtype: str) -> Any:
 
 def _aligned(packet: ArrayRef, value_dtype: str) -> None:
     if packet.pointer % max(4, VALUE_BYTES[value_dtype]):
-        raise InvalidArgument("the packet is not aligned to its values: pass one that is no slice")
+        raise InvalidArgument("the packet is not aligned to its values: do not pass a slice")
 
 
 def _pair(indices: Any, values: Any) -> list[ArrayRef]:
@@ -296,7 +337,7 @@ def _pair(indices: Any, values: Any) -> list[ArrayRef]:
 
 
 class _Chain:
-    """Arrays of one dtype, laid end to end."""
+    """Arrays of one dtype, which indices count through as if they were concatenated."""
 
     def __init__(self, x: Any, name: str) -> None:
         several = list(x) if isinstance(x, list | tuple) else [x]
@@ -316,7 +357,7 @@ class _Chain:
 def _table(
     out: _Chain, packets: Sequence[Any] | PacketBatch, value_dtype: str, name: str
 ) -> tuple[inputs.Table, str]:
-    """The core's Packets, and the dtype of their values."""
+    """The core's table of packets, and the dtype of their values."""
     rows: Any
     if isinstance(packets, PacketBatch):
         read = elements_of(packets)
@@ -324,7 +365,9 @@ def _table(
     else:
         rows, read, dtypes = _located(out, packets, value_dtype)
     if len(set(dtypes)) > 1:
-        raise InvalidArgument(f"{name}: values are {' and '.join(sorted(set(dtypes)))}: one dtype")
+        raise InvalidArgument(
+            f"{name}: values are {' and '.join(sorted(set(dtypes)))}; expected one dtype"
+        )
     inputs.same_device([*out.spans, *read], name)
     inputs.require_no_overlap(out.spans, read, name)
     return inputs.Table(rows, read), dtypes[0] if dtypes else value_dtype
@@ -333,7 +376,7 @@ def _table(
 def _located(
     out: _Chain, packets: Sequence[Any], value_dtype: str
 ) -> tuple[list[tuple[int, int, int]], list[ArrayRef], list[str]]:
-    """Of each packet: indices, values and elements; what keeps their memory; their dtype."""
+    """For each packet: addresses and length; then the owners of the memory, and the dtypes."""
     rows, read, dtypes = [], [], []
     for i, packet in enumerate(packets):
         if isinstance(packet, list | tuple):
@@ -359,13 +402,13 @@ def _located(
 
 
 def _of_encoded(found: ArrayRef, count: int, value_dtype: str) -> tuple[int, str, str]:
-    """(k, dtype of the decoded values, codec) of one encoded packet for an array of `count`; on the
-    host its header must agree."""
+    """(k, dtype of the decoded values, codec) of an encoded packet for an array of `count`. In host
+    memory its header is validated."""
     if found.device.kind != "cpu":
         return _k_of(found.nbytes, value_dtype), value_dtype, "raw"
     k, of, dtype, codec = _core.read_packet_header(found.pointer, found.nbytes)
     if of != count:
-        raise InvalidArgument(f"a packet of an array of {of} elements for one of {count}")
+        raise InvalidArgument(f"packet of an array of {of} elements; the array has {count}")
     if codec != "raw":
         return k, "float32", codec
     if dtype != value_dtype:

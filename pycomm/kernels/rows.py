@@ -1,9 +1,8 @@
-"""Lists of arrays that a call takes together, one row for each place in them.
+"""Lists of arrays for one call; row i has element i of each list.
 
-A step of DGC is given several hundred small tensors, so that looking at each of them in Python
-would take longer than the kernel: _core looks at all of them in one pass. Where it gives up they
-are looked at one by one, which says what is wrong, if anything is. Nothing is kept between calls.
-Called by the other files of the package.
+A DGC step has several hundred small tensors, and checks in Python would take longer than the
+kernel. So _core checks all of them in one pass. If that fails, they are checked one by one to find
+the error. Nothing is cached between calls.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ Lists = Mapping[str, list[Any]]
 
 @dataclass(slots=True)
 class Rows:
-    """Arrays by list and place; those of a list have one dtype, those of a row the same elements.
+    """Arrays by list and row. Arrays of a list have one dtype, arrays of a row one count.
 
     Attributes:
-        words: uint64 [n, lists + 1]: addresses, then the elements of each array in the row.
+        words: uint64 [n, lists + 1]: addresses, then the number of elements of each array of the
+            row.
         memory: uint64 [lists, n, 2]: addresses and bytes.
         dtypes: of each list, by name.
         device: of all.
-        given: the arrays, which keep the memory.
+        given: the arrays, which own the memory.
         flat: whether each has one dimension.
     """
 
@@ -48,11 +48,11 @@ class Rows:
     @classmethod
     def of(cls, lists: Lists, dtypes: Mapping[str, Collection[str]], call: str, *,
            write: Collection[str] = ()) -> Rows:  # fmt: skip
-        """Lists of one length, which is not 0, and the dtypes that each may have.
+        """Validates lists of one length, which is not 0, against the dtypes allowed for each.
 
         Raises:
-            InvalidArgument, Unsupported: as inputs.array; arrays of a list differ in dtype, those
-                of a row in shape, or they lie on several devices.
+            InvalidArgument, Unsupported: as inputs.array; or arrays of a list differ in dtype,
+                arrays of a row in shape, or arrays are on several devices.
         """
         seen = cls.try_fast(lists)
         if seen is not None and all(seen.dtypes[name] in dtypes[name] for name in lists):
@@ -77,7 +77,7 @@ class Rows:
 
     @classmethod
     def try_fast(cls, lists: Lists) -> Rows | None:
-        """The same in one pass, for plain arrays that agree; None for all others."""
+        """The same in one pass, without checks of dtypes; None if an array needs a closer check."""
         found = _core.rows(tuple(lists.values()))
         if found is None:
             return None
@@ -95,12 +95,12 @@ class Rows:
 
     @property
     def array(self) -> Any:
-        """The first one."""
+        """The first array."""
         return next(iter(self.given.values()))[0]
 
     @property
     def dtype(self) -> str:
-        """Of the first list."""
+        """The dtype of the first list."""
         return next(iter(self.dtypes.values()))
 
     def spans(self, *names: str) -> list[inputs.Spans]:

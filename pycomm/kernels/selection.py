@@ -1,5 +1,4 @@
-"""Exact selection by magnitude. csrc/kernels/device_kernels.h has the definitions. Called by users,
-as pycomm.kernels."""
+"""Exact selection by magnitude. csrc/kernels/device_kernels.h has the definitions."""
 
 from __future__ import annotations
 
@@ -13,22 +12,23 @@ from pycomm.kernels import devices, inputs
 def topk(
     x: Any, k: int, *, indices: Any = None, values: Any = None, workspace: Any = None
 ) -> tuple[Any, Any]:
-    """The k elements of the largest magnitude, exactly and always the same ones.
+    """The k elements of the largest magnitude. The selection is exact and deterministic.
 
     The magnitude is the bits without the sign, so NaN ranks above infinity and infinity above all
-    numbers. Ties go to the lower index.
+    numbers. Among equal magnitudes the lower index is selected.
 
     Args:
-        x: float16, bfloat16, float32 or float64, any shape; an index counts through it in C order.
-        k: 0..count.
-        indices, values: buffers for the result.
-        workspace: uint8, as many bytes as `topk_workspace` makes; what it holds does not matter.
+        x: float16, bfloat16, float32 or float64, any shape; indices count in C order.
+        k: number of elements to select, 0..count.
+        indices, values: buffers for the result: int32 [k], and [k] of the dtype of x.
+        workspace: uint8, from `topk_workspace`; None: allocated by the call.
 
     Returns:
         (indices int32 [k], ascending, values [k] of the dtype of x).
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: wrong dtype, layout, k or buffer; nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(x, "x", inputs.FLOATS)
     k = inputs.how_many(k, found.count)
@@ -39,22 +39,45 @@ def topk(
 
 
 def threshold(x: Any, k: int, *, out: Any = None, workspace: Any = None) -> Any:
-    """The k-th largest magnitude of x, of the dtype of x; array [1]. Arguments as of `topk`.
+    """The k-th largest magnitude of x.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape.
+        k: rank of the magnitude, 1..count.
+        out: buffer for the result, [1] of the dtype of x.
+        workspace: uint8, from `topk_workspace`; None: allocated by the call.
+
+    Returns:
+        [1], of the dtype of x.
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes; also for k = 0.
+        InvalidArgument: wrong dtype, layout, k or buffer; nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(x, "x", inputs.FLOATS)
     k = inputs.how_many(k, found.count)
     if k == 0:
-        raise InvalidArgument("threshold: there is no 0th magnitude: k must be at least 1")
+        raise InvalidArgument("threshold: invalid k: got 0, expected at least 1")
     out, result = inputs.output(out, "out", found, 1, found.dtype)
     _select(found, k, None, None, result, workspace, "threshold")
     return out
 
 
 def topk_workspace(x: Any, k: int) -> Any:
-    """A new workspace for `topk` and `threshold` of arrays of the count and dtype of x; uint8."""
+    """A new workspace for `topk` and `threshold`. Its content is not kept between calls.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape. The workspace fits every array with
+            the same number of elements and dtype on the same device.
+        k: number of elements that the calls select, 0..count.
+
+    Returns:
+        uint8 [n] on the device of x.
+
+    Raises:
+        InvalidArgument: wrong dtype, layout or k.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
+    """
     found = inputs.array(x, "x", inputs.FLOATS)
     k = inputs.how_many(k, found.count)
     nbytes = devices.module(found.device).topk_workspace_bytes(found.count, k, found.dtype)
@@ -71,8 +94,8 @@ def _select(
     name: str,
 ) -> None:
     module = devices.module(x.device)
-    room = inputs.workspace(workspace, x, module.topk_workspace_bytes(x.count, k, x.dtype))
-    written = [one for one in (indices, values, result, room) if one is not None]
+    scratch = inputs.workspace(workspace, x, module.topk_workspace_bytes(x.count, k, x.dtype))
+    written = [one for one in (indices, values, result, scratch) if one is not None]
     inputs.same_device([x, *written], name)
     inputs.require_no_overlap(written, [x], name)
     module.topk(
@@ -80,6 +103,6 @@ def _select(
         x.dtype,
         k,
         *(0 if one is None else one.pointer for one in (indices, values, result)),
-        (room.pointer, room.nbytes),
+        (scratch.pointer, scratch.nbytes),
         *devices.queue(x.device, x.array),
     )

@@ -1,7 +1,6 @@
-"""The DGC step, its way back, and momentum factor masking (arXiv 1712.01887).
+"""The DGC step, its rollback, and momentum factor masking (Lin et al., arXiv 1712.01887).
 
-csrc/kernels/device_kernels.h has the formulas, pycomm.reference their meaning in NumPy. Called by
-users, as pycomm.kernels, and by the training layer.
+csrc/kernels/device_kernels.h has the formulas, pycomm.reference their meaning in NumPy.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from pycomm.kernels.inputs import Spans
 from pycomm.kernels.rows import Rows
 
 REAL = ("float32", "float64")
-# What is in the core's DgcPiece and DgcSelection, in this order.
+# The fields of the core's DgcPiece and DgcSelection, in this order.
 PIECE = ("grad", "weight", "u", "v", "count")
-PACKET = ("indices", "values", "u_values")  # behind the pieces, k and the first index
+PACKET = ("indices", "values", "u_values")  # after the pieces, k and the first index
 
 
 def dgc_step(  # noqa: PLR0913 - all but the first four by name
@@ -45,45 +44,46 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
     workspace: Any = None,
     together: bool = False,
 ) -> tuple[Any, Any]:
-    """One step of deep gradient compression: u and v take the gradient in, and k elements go out.
+    """One step of deep gradient compression (Lin et al., arXiv 1712.01887).
 
-    For each element `x = fma(weight_decay, weight, scale * grad); u = fma(momentum, u, x);
-    v = v + u` (Nesterov: `t = u + x; u = momentum * t; v = v + (u + x)`). The k largest |v| (ties
-    to the lower index, NaN above infinity above all else) are given, and v, and with `masking` u,
-    become 0 there; u also where the value is not finite.
+    Accumulates the gradient into u and v, then selects k elements of v and clears them. For each
+    element `x = fma(weight_decay, weight, scale * grad); u = fma(momentum, u, x); v = v + u`
+    (Nesterov: `t = u + x; u = momentum * t; v = v + (u + x)`). The k largest |v| are selected: the
+    lower index among equal magnitudes, NaN above infinity, infinity above all numbers. There v
+    becomes 0. u becomes 0 there with `masking`, or if the value is not finite.
 
-    Lists of arrays are taken as well. With a list of k each array has its own k, and lists come
-    back; with one k that many are chosen from all of them, laid end to end.
+    All arrays can be lists of arrays. With a list of k each array has its own k, and the result has
+    lists. With one k the selection is among all arrays, concatenated.
 
     Args:
-        grad: gradients, float16, bfloat16, float32, or float64 where u and v are. Read only.
-        u: velocity, float32 or float64, of the gradient's shape (or flat). In place.
-        v: what is not sent yet, as u. In place.
-        k: how many to choose, 0..count.
-        momentum: m in the formula.
-        weight: parameters for the decay, of the dtype of the gradient or of u; read only, and not
-            at all where `weight_decay` is 0.
-        weight_decay: lambda in the formula (L2).
-        nesterov: which of the two formulas.
+        grad: gradients, float16, bfloat16 or float32; float64 if u and v are float64. Read only.
+        u: velocity, float32 or float64, of the gradient's shape or flat. In place.
+        v: accumulated unsent velocity (the residual), as u. In place.
+        k: number of elements to select, 0..count, or a list.
+        momentum: the momentum factor.
+        weight: parameters for weight decay, of the dtype of the gradient or of u. Read only; not
+            read if `weight_decay` is 0.
+        weight_decay: the factor of L2 weight decay.
+        nesterov: Nesterov momentum.
         masking: momentum factor masking.
-        scale: the factor of the gradient, one number; or an array on the device, of the dtype of
-            u, with one for each array of the lists.
-        found_inf: float32 array of one number on the device. Where it is not 0 nothing changes,
-            and what is given is indices 0..k-1 and values 0.
-        indices, values: buffers for the result, int32 [k] and [k] of the dtype of u.
-        u_values: a buffer, or a list of them, for u at the indices before masking: what
-            `dgc_rollback` needs.
-        workspace: what `dgc_workspace` made for these arrays, kept from step to step; without it
-            each step finds its own way and takes longer. It never changes a result.
-        together: with a list of k, give one packet for all: indices count through all arrays, laid
-            end to end, and the buffers have sum(k) elements.
+        scale: factor of the gradient: one number, or an array on the device of the dtype of u, with
+            one factor for each array of the lists.
+        found_inf: float32 [1] on the device. If it is not 0, nothing changes and the result is
+            indices 0..k-1 and values 0.
+        indices, values: buffers for the result: int32 [k], and [k] of the dtype of u; or lists.
+        u_values: buffer for u at the indices before masking, as `values`; `dgc_rollback` needs it.
+        workspace: from `dgc_workspace` for these arrays, kept between steps. It speeds up the
+            selection and never changes a result; None: allocated by the call.
+        together: with a list of k, make one packet: indices count through all arrays, concatenated,
+            and the buffers have sum(k) elements.
 
     Returns:
-        (indices int32 [k], ascending, values [k]), or a list of each, whose arrays lie end to end
-        in one memory unless buffers were given.
+        (indices int32 [k], ascending, values [k]), or a list of each. The arrays of such a list are
+        views of one memory unless buffers were given.
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: invalid arrays, numbers, k or buffers; nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     numbers = inputs.finite(momentum, "momentum"), inputs.finite(weight_decay, "weight_decay")
     decay = numbers[1] != 0
@@ -97,9 +97,9 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
     tables = step.tables(chosen)
     rows = step.rows
     module = devices.module(rows.device)
-    room = inputs.workspace(workspace, rows, module.dgc_workspace_bytes(*tables), zeros=True)
+    scratch = inputs.workspace(workspace, rows, module.dgc_workspace_bytes(*tables), zeros=True)
     read: list[ArrayRef | Spans] = [*rows.spans(*others), *flag, *factors]
-    written = [*rows.spans("u", "v"), *chosen.memory, room]
+    written = [*rows.spans("u", "v"), *chosen.memory, scratch]
     inputs.same_device([*written, *read], "dgc_step")
     inputs.require_no_overlap(written, read, "dgc_step")
     module.dgc_step(
@@ -112,14 +112,30 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
         bool(nesterov),
         bool(masking),
         flag[0].pointer if flag else 0,
-        (room.pointer, room.nbytes),
+        (scratch.pointer, scratch.nbytes),
         *devices.queue(rows.device, rows.array),
     )
     return chosen.result()
 
 
 def dgc_workspace(u: Any, v: Any, k: int | Sequence[int]) -> Any:
-    """A new workspace for dgc_step with these arrays and k; uint8, on their device."""
+    """A new workspace for `dgc_step` with these arrays and k.
+
+    The workspace belongs to these arrays: it keeps data between steps, so no other call may write
+    it. Its size depends on the numbers of elements, the dtype and k.
+
+    Args:
+        u: velocity, float32 or float64, any shape, or a list of arrays.
+        v: accumulated unsent velocity, of the shape and dtype of u, or a list.
+        k: number of elements to select, 0..count, or a list with one k for each array.
+
+    Returns:
+        uint8 [n], zeros, on the device of u.
+
+    Raises:
+        InvalidArgument: invalid arrays or k.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
+    """
     step = _Step.of(u, v, k, {}, "dgc_workspace")
     module = devices.module(step.rows.device)
     nbytes = module.dgc_workspace_bytes(*step.tables(None))
@@ -129,18 +145,19 @@ def dgc_workspace(u: Any, v: Any, k: int | Sequence[int]) -> Any:
 def dgc_rollback(
     u: Any, v: Any, indices: Any, values: Any, u_values: Any, *, found_inf: Any = None
 ) -> None:
-    """Undoes the sending of a dgc_step: u and v are what they were before the choice, bit for bit.
+    """Restores u and v to their values before the selection of a `dgc_step`, bit for bit.
 
-    A step that is rolled back is a step that sent nothing: the gradient stays in u and v.
+    After it the step has sent nothing, but the gradient stays accumulated in u and v.
 
     Args:
-        u, v: as given to dgc_step, or lists. In place.
-        indices, values, u_values: what that step gave, or lists; one of each where indices count
-            through all arrays.
-        found_inf: what the step was given, so that a step that did nothing is not undone.
+        u, v: the arguments of that step, arrays or lists. In place.
+        indices, values, u_values: the results of that step: int32 [k] and [k] of the dtype of u, or
+            lists; one array each if indices count through all arrays.
+        found_inf: the argument of that step, float32 [1]; if it is not 0, nothing changes.
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: invalid or inconsistent arrays; nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     several = isinstance(indices, list | tuple)
     k = [len(x) for x in indices] if several else len(indices)
@@ -160,14 +177,15 @@ def dgc_rollback(
 
 
 def momentum_mask(u: Any, v: Any, indices: Any) -> None:
-    """u[indices] = 0 and v[indices] = 0, in place.
+    """u[indices] = 0 and v[indices] = 0, in place: momentum factor masking.
 
     Args:
-        u, v: float32 or float64, of one shape; either may be None.
+        u, v: float32 or float64, of one shape and dtype; one of them may be None.
         indices: int32 [k], ascending, in 0..count-1.
 
     Raises:
-        InvalidArgument, Unsupported: before anything changes.
+        InvalidArgument: invalid or inconsistent arrays, or neither u nor v; nothing changes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     given = [("u", u), ("v", v)]
     found = {name: inputs.array(x, name, REAL, write=True) for name, x in given if x is not None}
@@ -192,18 +210,18 @@ def momentum_mask(u: Any, v: Any, indices: Any) -> None:
 
 @dataclass
 class _Step:
-    """The tensors of a call and what is chosen from them."""
+    """The arrays of a call and the selections from them."""
 
-    rows: Rows  # of "u", "v" and what is read: "grad", "weight"
-    ks: list[int]  # one for each tensor, or one
-    together: bool  # whether indices count through all tensors
-    each: int  # tensors to a choice
+    rows: Rows  # of "u", "v", and "grad" and "weight", which are read
+    ks: list[int]  # one for each array, or one
+    together: bool  # whether indices count through all arrays
+    each: int  # arrays per selection
 
     @classmethod
     def of(
         cls, u: Any, v: Any, k: Any, others: dict[str, Any], call: str, *, together: bool = False
     ) -> _Step:
-        """What the user gave, checked."""
+        """Validates the arguments of the user."""
         several = isinstance(u, list | tuple)
         given = {"u": u, "v": v, **others}
         lists = {name: _listed(x, name, several) for name, x in given.items()}
@@ -214,7 +232,7 @@ class _Step:
             raise InvalidArgument("the lists are empty")
         dtypes = {name: REAL if name in ("u", "v") else inputs.FLOATS for name in lists}
         rows = Rows.of(lists, dtypes, call, write=("u", "v"))
-        _go_together(rows.dtypes)
+        _check_dtypes(rows.dtypes)
         listed = isinstance(k, list | tuple)
         if listed and not several:
             raise InvalidArgument("a list of k goes with lists of arrays")
@@ -223,7 +241,7 @@ class _Step:
         if together and sum(counts) > inputs.MOST_ELEMENTS:
             raise InvalidArgument(
                 f"the arrays have {sum(counts)} elements together, and an int32 index counts at "
-                f"most {inputs.MOST_ELEMENTS}: choose from fewer"
+                f"most {inputs.MOST_ELEMENTS}: select from fewer"
             )
         if listed and len(k) != len(counts):
             raise InvalidArgument(f"{len(k)} values of k for {len(counts)} arrays")
@@ -232,7 +250,7 @@ class _Step:
         return cls(rows, ks, together, 1 if listed else len(counts))
 
     def tables(self, chosen: _Chosen | None) -> tuple[tuple[int, int], tuple[int, int], str]:
-        """DgcTables of the core. They live as long as this object."""
+        """The core's DgcTables; valid while this object lives."""
         rows = self.rows
         pieces = np.zeros((len(rows), len(PIECE)), np.uint64)
         pieces[:, [PIECE.index(name) for name in (*rows.given, "count")]] = rows.words
@@ -249,11 +267,11 @@ class _Step:
 
 
 class _Chosen:
-    """Where a call's packets lie: one for each k, or one for all of them.
+    """The buffers of a call's packets: one for each k, or one for all of them.
 
     Attributes:
-        pointers: of "indices", "values" and perhaps "u_values", by k.
-        memory: all of it.
+        pointers: addresses of "indices", "values" and, if given, "u_values", by k.
+        memory: the memory of all buffers.
     """
 
     def __init__(self, step: _Step) -> None:
@@ -267,7 +285,7 @@ class _Chosen:
     def of(
         cls, step: _Step, indices: Any, values: Any, u_values: Any, *, write: bool = True
     ) -> _Chosen:
-        """The caller's buffers; new ones for indices and values where there are none."""
+        """The caller's buffers, or new ones for indices and values."""
         chosen = cls(step)
         real = step.rows.dtype
         given = {"indices": (indices, "int32"), "values": (values, real)}
@@ -281,7 +299,7 @@ class _Chosen:
         return chosen
 
     def _put(self, name: str, x: Any, dtype: str, write: bool) -> None:
-        """All in one array, end to end."""
+        """Adds one array for all packets, concatenated."""
         ks = self._step.ks
         x, found = inputs.output(x, name, self._step.rows, sum(ks), dtype, write=write)
         self.pointers[name] = found.pointer + arrays.BYTES[dtype] * self._starts
@@ -289,7 +307,7 @@ class _Chosen:
         self._arrays[name] = arrays.parts(x, ks) if self._listed else [x]
 
     def _put_each(self, name: str, each: list[Any], dtype: str, write: bool) -> None:
-        """Each in an array of its own."""
+        """Adds one array for each packet."""
         ks = self._step.ks
         if len(each) != len(ks):
             raise InvalidArgument(f"{name} has {len(each)} arrays for {len(ks)} of k")
@@ -307,8 +325,8 @@ class _Chosen:
         return (indices, values) if self._listed else (indices[0], values[0])
 
 
-def _go_together(dtypes: dict[str, str]) -> None:
-    """Raises InvalidArgument unless these dtypes fit, each that of all arrays of a list."""
+def _check_dtypes(dtypes: dict[str, str]) -> None:
+    """Raises InvalidArgument unless the dtypes of the lists are compatible."""
     u = dtypes["u"]
     _same_dtype(u, dtypes["v"])
     grad = dtypes.get("grad", u)
@@ -343,7 +361,7 @@ def _flag(found_inf: Any) -> list[ArrayRef]:
 
 
 def _scale(scale: Any, step: _Step) -> tuple[float, list[ArrayRef]]:
-    """(the number, []) or (1, [the array of numbers])."""
+    """(the number, []), or (1, [the array of factors])."""
     if isinstance(scale, int | float | np.generic) or not hasattr(scale, "dtype"):
         return inputs.finite(scale, "scale"), []
     factors = inputs.array(scale, "scale", (step.rows.dtype,))

@@ -1,4 +1,4 @@
-"""Optimizers that communicate rarely, and a loss scale; with torch."""
+"""Optimizers that communicate rarely, and a static loss scale; with torch."""
 
 from pycomm.optim.adaptive import AdaptiveLocalSGD
 from pycomm.optim.local_sgd import LocalSGD

@@ -1,7 +1,7 @@
-"""LocalSGD whose interval follows the loss. Called by users.
+"""LocalSGD with an interval that depends on the loss.
 
-Source: Wang and Joshi, "Adaptive Communication Strategies" (ADACOMM, arXiv 1810.08313); its
-intervals of wall-clock time and its halving are left out, as in Paddle, whose rule is the default.
+Source: Wang and Joshi, "Adaptive Communication Strategies" (ADACOMM, arXiv 1810.08313). As in
+Paddle, whose rule is the default, the intervals count steps and are not halved.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ def interval(change: float, init_k_steps: int, max_k_steps: int, rule: str) -> i
     """Steps until the next average.
 
     Args:
-        change: (lr_0 * loss) / (lr * loss_0), as it grows ranks may step alone for longer.
+        change: (lr_0 * loss) / (lr * loss_0); the interval grows with it.
         init_k_steps: the interval at change 1 under the paper's rule.
-        max_k_steps: the upper limit; the lower is 1.
+        max_k_steps: the upper limit; the lower limit is 1.
         rule: "paddle": sqrt(change * init_k_steps); "paper": sqrt(change) * init_k_steps.
+
+    Returns:
+        Steps, rounded up.
     """
     if rule == "paddle":
         steps = math.sqrt(change * init_k_steps)
@@ -38,25 +41,31 @@ def interval(change: float, init_k_steps: int, max_k_steps: int, rule: str) -> i
 
 
 class AdaptiveLocalSGD(LocalSGD):
-    """Averages more rarely as the learning rate falls, and more often as the loss does.
+    """LocalSGD with an adaptive interval (ADACOMM: Wang and Joshi, arXiv 1810.08313).
+
+    The interval grows as the learning rate decreases and shrinks as the loss decreases.
 
         local = pycomm.AdaptiveLocalSGD(model, optimizer, init_k_steps=4, begin_step=100)
         loss.backward();  local.step(loss)        # or scaler.step(local, loss)
 
-    Up to begin_step every step averages and the interval stays. After it rank 0 computes, at each
-    average and in float64, the interval from its learning rate (of the first parameter group) and
-    the loss, which is the mean over the ranks whose loss is finite.
+    Up to begin_step every step averages and the interval is constant. After it rank 0 computes the
+    interval at each average, in float64, from its learning rate (of the first parameter group) and
+    the mean loss over the ranks with a finite loss.
 
     Args:
-        max_k_steps: the interval's upper limit.
-        rule: "paddle" or "paper", see `interval`.
-        reference: where loss_0 and lr_0 are taken: "first" step, or step "begin", which suits a
-            learning rate that is warmed up.
-        options: momentum, buffers, outer and group as of LocalSGD, whose rule is "paddle".
+        model: the module, as in LocalSGD.
+        optimizer: a torch optimizer over the model's parameters.
+        init_k_steps: initial interval in steps, 1 <= init_k_steps <= max_k_steps.
+        begin_step: up to this step, counted from 1, ranks average every step; at least 1.
+        max_k_steps: the upper limit of the interval, in steps.
+        rule: "paddle": sqrt(change * init_k_steps) steps; "paper": sqrt(change) * init_k_steps;
+            both with change = (lr_0 * loss) / (lr * loss_0), rounded up.
+        reference: the step that defines loss_0 and lr_0: the "first", or "begin" for begin_step,
+            which suits a learning rate with warm-up.
+        options: momentum, buffers, outer and group as in LocalSGD, whose rule is "paddle".
 
     Raises:
-        InvalidArgument: from step(), on every rank: no rank has a finite loss, or one of loss_0,
-            loss and lr is not above 0, so that there is no interval.
+        InvalidArgument: an argument outside its range, or as LocalSGD.
     """
 
     def __init__(
@@ -71,18 +80,34 @@ class AdaptiveLocalSGD(LocalSGD):
         **options: Any,
     ) -> None:
         if rule not in RULES:
-            raise InvalidArgument(f"rule={rule!r}: one of {', '.join(RULES)}")
+            raise InvalidArgument(f"invalid rule: got {rule!r}, expected one of {', '.join(RULES)}")
         if reference not in ("first", "begin"):
-            raise InvalidArgument(f'reference={reference!r}: "first" or "begin"')
+            raise InvalidArgument(
+                f'invalid reference: got {reference!r}, expected "first" or "begin"'
+            )
         if not 1 <= init_k_steps <= max_k_steps:
-            raise InvalidArgument(f"1 <= init_k_steps={init_k_steps} <= max_k_steps={max_k_steps}")
+            raise InvalidArgument(
+                f"invalid init_k_steps: got {init_k_steps}, expected 1..max_k_steps={max_k_steps}"
+            )
         super().__init__(model, optimizer, init_k_steps, begin_step, **options)
         self._init_k, self._max_k, self._interval_rule = init_k_steps, max_k_steps, rule
         self._reference_step = 1 if reference == "first" else begin_step
-        self._reference: tuple[float, float] | None = None  # loss_0, lr_0, as rank 0 has them
+        self._reference: tuple[float, float] | None = None  # loss_0 and lr_0 of rank 0
 
     def step(self, loss: float | Tensor) -> float | None:  # type: ignore[override]  # the rule needs a loss
-        """One step with this rank's loss, of any dtype; see the class for errors."""
+        """One step of this rank; if due, averages and computes the next interval.
+
+        Args:
+            loss: this rank's loss of the step, a number or a tensor with one element of any dtype.
+
+        Returns:
+            What the optimizer's step() returns, None if the step was skipped.
+
+        Raises:
+            InvalidArgument: on every rank: no rank has a finite loss, or one of loss_0, lr_0, loss
+                and lr is not above 0, so the interval is undefined.
+            PeerLost, Timeout, Mismatch: errors of the average.
+        """
         result = self._local_step(None)
         step = self.step_count
         due = self.is_due(step)
@@ -95,7 +120,7 @@ class AdaptiveLocalSGD(LocalSGD):
         return result
 
     def _measure(self, loss: float | Tensor) -> tuple[float, float]:
-        """The mean of the finite losses, and rank 0's learning rate; the same on all ranks."""
+        """Collective. The mean of the finite losses, and rank 0's learning rate."""
         mine = float(loss.detach() if isinstance(loss, Tensor) else loss)
         finite = math.isfinite(mine)
         rate = float(self.param_groups[0]["lr"]) if self._group.rank == 0 else 0.0
@@ -105,13 +130,13 @@ class AdaptiveLocalSGD(LocalSGD):
         return (total / count if count else math.nan), rate
 
     def _choose(self, loss: float, rate: float) -> None:
-        """Sets k_steps to what rank 0 computes."""
+        """Collective. Sets k_steps to the interval that rank 0 computes."""
         assert self._reference is not None
         loss_0, rate_0 = self._reference
         if not (loss_0 > 0 and loss > 0 and rate > 0 and rate_0 > 0):  # NaN fails too
             raise InvalidArgument(
-                f"no interval follows from loss {loss} at learning rate {rate}, and loss {loss_0} "
-                f"at {rate_0} in step {self._reference_step}: all must be above 0"
+                f"no interval follows from loss {loss} at learning rate {rate} and loss "
+                f"{loss_0} at {rate_0} in step {self._reference_step}: all must be above 0"
             )
         steps = torch.zeros(1, dtype=torch.int64)
         if self._group.rank == 0:
@@ -125,10 +150,18 @@ class AdaptiveLocalSGD(LocalSGD):
         self._reference = coalesced.bcast_value(self._reference, src, self._group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of LocalSGD, with the reference."""
+        """The state of LocalSGD, and loss_0 and lr_0 under "reference"."""
         return {**super().state_dict(), "reference": self._reference}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As of LocalSGD."""
+        """Restores a state.
+
+        Args:
+            state: from state_dict() of this class.
+
+        Raises:
+            InvalidArgument: the parameters have other shapes.
+            KeyError: the state is not of this class.
+        """
         super().load_state_dict(state)
         self._reference = state["reference"]
