@@ -302,7 +302,7 @@ def _aborts(at: Any) -> None:
     work.wait()
     if dist.get_rank() == 0:
         dist.group.WORLD._get_backend(at.device).abort()
-    with pytest.raises(errors.Error, match=r"abort|gone|hung up"):
+    with pytest.raises(errors.Error, match=r"abort|gone|hung up|closed"):
         while True:
             dist.all_reduce(x)
     deadline = time.monotonic() + 60

@@ -60,7 +60,7 @@ def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
     for text in (text for said in ranks for text in said):
         assert f"all_reduce(float32, count 100, sum, {machine.own}, on CUDA devices)" in text
     # Whoever is first past the limit ends the communicator, which may be what the other sees.
-    late = "is not over on the device after 1"
+    late = "did not complete on the device within 1"
     assert any(all(late in text for text in said) for said in ranks), ranks
 
 
@@ -220,7 +220,7 @@ def aborts(group: pycomm.Group, device: Any) -> str:
 def test_an_abort_ends_what_is_under_way(machine):
     went_on.clear()
     said = machine.run(2, aborts)
-    assert [text for text in said if "enough" not in text and "hung up" not in text] == []
+    assert [text for text in said if "enough" not in text and "closed" not in text] == []
 
 
 def two_threads(group: pycomm.Group, device: Any) -> list[str]:
@@ -319,5 +319,5 @@ def reduce_without_threads(group: pycomm.Group, device: Any) -> tuple[str, bool]
 def test_without_threads_a_first_call_on_devices_is_refused(machine: Any) -> None:
     options = {"transport": "shm", "processes": True}
     for refused, right in machine.run(2, reduce_without_threads, **options):
-        assert "the thread pycomm-pulse cannot be created: Resource temporarily" in refused
+        assert "the thread pycomm-timer cannot be created: Resource temporarily" in refused
         assert right

@@ -337,7 +337,7 @@ def refused(group: pycomm.Group, device: Any, shared: bool) -> None:
     cases = [
         (errors.Unsupported, "shared_memory is for",
          lambda: pycomm.all_reduce(x, algorithm="shared_memory")),
-        (errors.Unsupported, "NCCL refuses ranks that share" if shared else "NCCL has none",
+        (errors.Unsupported, "NCCL refuses ranks that share" if shared else "NCCL does not support",
          lambda: pycomm.all_reduce(flags, "bor", algorithm="nccl")),
         (errors.Unsupported, "no algorithm" if shared else "ranks that share a GPU",
          lambda: pycomm.broadcast(x, algorithm="halving" if shared else "host_staged")),

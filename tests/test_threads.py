@@ -172,7 +172,7 @@ def split_without_threads(group: Group) -> list[Any]:
 
 def test_without_a_thread_for_the_heartbeat_a_group_is_refused_and_leaves_nothing() -> None:
     for refused, same in run_ranks(2, split_without_threads, transport="tcp", processes=True):
-        assert "the thread pycomm-pulse cannot be created: Resource temporarily" in refused
+        assert "the thread pycomm-timer cannot be created: Resource temporarily" in refused
         assert same
 
 
@@ -204,5 +204,5 @@ def connect_on_demand_without_threads(group: Group) -> list[Any]:
 def test_without_a_thread_a_group_that_connects_on_demand_is_refused() -> None:
     ranks = run_ranks(2, connect_on_demand_without_threads, transport="tcp", processes=True)
     for refused, same in ranks:
-        assert "the thread pycomm-door cannot be created: Resource temporarily" in refused
+        assert "the thread pycomm-connect cannot be created: Resource temporarily" in refused
         assert same

@@ -156,10 +156,10 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
   void exchange(std::span<const Call>) override {
     throw Unsupported("exchange() does not support CUDA arrays; use send() and recv()");
   }
-  std::shared_ptr<Group> split(int, int) override { throw Unsupported(kHostsOwn); }
+  std::shared_ptr<Group> split(int, int) override { throw Unsupported(kUnsupported); }
   std::shared_ptr<Group> regroup(Store&, const std::string&, const std::vector<int>&,
                                  std::chrono::nanoseconds) override {
-    throw Unsupported(kHostsOwn);
+    throw Unsupported(kUnsupported);
   }
   std::vector<int> lost() const override { return host_->lost(); }
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
@@ -176,7 +176,7 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
   }
 
  private:
-  static constexpr const char* kHostsOwn =
+  static constexpr const char* kUnsupported =
       "device groups do not support split() or shrink(); call it on the parent group";
 
   DeviceCall begin(const Call& given);
@@ -299,8 +299,7 @@ bool DeviceGroup::look() noexcept {
     if (error) fail(*error);
     const std::lock_guard lock(ending_);
     return !ended_;
-  } catch (const std::exception&
-               error) {  // from CUDA, as after an illegal access
+  } catch (const std::exception& error) {  // CUDA: an earlier kernel failed
     fail(InternalError(error.what(), {.rank = rank()}));
     return false;
   }
