@@ -28,7 +28,7 @@ def rows(lists: tuple[list[Any], ...], /) -> tuple[Any, Any, tuple[str, ...], in
     """Describes lists of equal length of contiguous arrays, in host memory or on one GPU: uint64
     [rows, lists + 1], addresses and elements per array of each row; uint64 [lists, rows, 2],
     addresses and bytes; the dtype of each list; the GPU's number, or -1; and whether all arrays
-    have one dimension. None if arrays of a row differ in their number of elements or, unless flat, in
+    have one dimension. None if arrays of a row differ in number of elements or, unless flat, in
     shape, those of a list differ in dtype, or an array has more than 2^31 - 1 elements."""
 
 def share_memory(written: Sequence[tuple[int, int]], read: Sequence[tuple[int, int]], /) -> bool:
@@ -160,7 +160,7 @@ class Group:
         """Memory for zero-copy calls of this group; None if its ranks do not share memory."""
     # The core's Call, with names for enums, addresses for pointers, 0 for the group's timeout.
     # `stream`: the caller's stream, for a device group.
-    # A recv with peer -1 accepts any sender. `counts`, in elements: all_gather: of each rank's input;
+    # A recv with peer -1 accepts any sender. `counts`, elements: all_gather: of each rank's input;
     # all_to_all: sent to each rank, then received from each; `count` is then 0.
     # `counts_fit`: the ranks exchanged these counts, so the call does not compare them.
     def run(
