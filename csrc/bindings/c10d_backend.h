@@ -412,8 +412,8 @@ class Backend : public c10d::Backend {
 
   // Releases the completed device calls and records their errors.
   void release_completed() {
-    std::vector<std::shared_ptr<DeviceCompletion>>
-        over;  // destroyed unlocked: that may call Python
+    // Destroyed after the lock is released: that may call Python.
+    std::vector<std::shared_ptr<DeviceCompletion>> over;
     const std::lock_guard lock(completions_mutex_);
     for (; !completions_.empty(); completions_.pop_front()) {
       const auto error = completions_.front()->error();

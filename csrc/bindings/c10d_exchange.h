@@ -68,7 +68,7 @@ inline Job recv_from_any(const Tensors& tensors, int tag) {
 inline const Tensors& roots_list(Job& job, RankSlot slot, const std::vector<Tensors>& lists,
                                  const at::Tensor& like) {
   if (lists.size() != 1 || lists.front().size() != static_cast<size_t>(slot.size))
-    job.throw_invalid("the root takes one list of " + std::to_string(slot.size) + " tensors");
+    job.throw_invalid("the root requires one list of " + std::to_string(slot.size) + " tensors");
   for (const auto& tensor : lists.front()) {
     check_place(job, tensor);
     check_elements(job, tensor, like, like.numel());
@@ -89,7 +89,8 @@ inline Job gather(RankSlot slot, const std::vector<Tensors>& outputs, const Tens
     char* const flat = gathered(job, job.outputs);
     const size_t bytes = input.nbytes();
     const MemoryRange all{flat, flat + bytes * job.outputs.size()};
-    call.input = bytes_at(apart(job, input, all, flat + bytes * static_cast<size_t>(slot.rank)));
+    call.input =
+        bytes_at(without_overlap(job, input, all, flat + bytes * static_cast<size_t>(slot.rank)));
     call.output = flat;
   } else if (!outputs.empty()) {
     job.throw_invalid("only the root may pass outputs");
@@ -108,7 +109,7 @@ inline Job scatter(RankSlot slot, const Tensors& outputs, const std::vector<Tens
   if (slot.rank == call.peer) {
     job.inputs = roots_list(job, slot, inputs, output);
     const at::Tensor flat = flattened(job, job.inputs);
-    output = apart(job, output, flat, slot);
+    output = without_overlap(job, output, flat, slot);
     call.input = bytes_at(flat);
   } else if (inputs.empty()) {
     job.inputs = outputs;
@@ -124,7 +125,7 @@ inline Job scatter(RankSlot slot, const Tensors& outputs, const std::vector<Tens
 inline void add_all_to_all(Job& job, RankSlot slot, MemoryRange output, const at::Tensor& input,
                            std::vector<size_t> counts) {
   Call call = moving(Operation::all_to_all, input);
-  call.input = bytes_at(apart(job, input, output, nullptr));
+  call.input = bytes_at(without_overlap(job, input, output, nullptr));
   call.output = output.begin;
   call.count = counts.empty() ? call.count / static_cast<size_t>(slot.size) : 0;
   call.counts = std::move(counts);

@@ -198,15 +198,16 @@ inline at::Tensor flattened(Job& job, const Tensors& inputs) {
 }
 
 // A contiguous input that does not overlap the output, except for this rank's block of it.
-inline at::Tensor apart(Job& job, const at::Tensor& input, MemoryRange output, const char* place) {
+inline at::Tensor without_overlap(Job& job, const at::Tensor& input, MemoryRange output,
+                                  const char* place) {
   if (!share(memory_of(input), output) || bytes_at(input) == place) return input;
   job.held.push_back(input.clone());
   return job.held.back();
 }
 
 // A contiguous output that does not overlap the input, except for this rank's block of it.
-inline at::Tensor apart(Job& job, const at::Tensor& output, const at::Tensor& input,
-                        RankSlot slot) {
+inline at::Tensor without_overlap(Job& job, const at::Tensor& output, const at::Tensor& input,
+                                  RankSlot slot) {
   if (!share(memory_of(output), memory_of(input)) ||
       bytes_at(output) == bytes_at(input) + static_cast<size_t>(slot.rank) * output.nbytes())
     return output;
@@ -254,7 +255,7 @@ inline void add_all_gather(Job& job, RankSlot slot, const Tensors& outputs,
     if (i == static_cast<size_t>(slot.rank)) begin = all;
     all += outputs[i].nbytes();
   }
-  add_all_gather(job, apart(job, plain, {flat, flat + all}, flat + begin), flat);
+  add_all_gather(job, without_overlap(job, plain, {flat, flat + all}, flat + begin), flat);
   if (!are_equal(outputs)) {
     job.calls.back().counts = counts_of(outputs);
     job.calls.back().count = 0;
@@ -303,7 +304,7 @@ inline Job all_gather_into(RankSlot slot, const Tensors& outputs, const Tensors&
     check_elements(job, outputs[i], input, input.numel() * slot.size);
     const at::Tensor output = writable(job, outputs[i], Values::unused);
     const char* const place = bytes_at(output) + static_cast<size_t>(slot.rank) * input.nbytes();
-    add_all_gather(job, apart(job, input, memory_of(output), place), bytes_at(output));
+    add_all_gather(job, without_overlap(job, input, memory_of(output), place), bytes_at(output));
   }
   return job;
 }
@@ -312,7 +313,7 @@ inline void add_reduce_scatter(Job& job, RankSlot slot, const at::Tensor& output
                                const at::Tensor& input, const c10d::ReduceOp& op) {
   check_elements(job, input, output, output.numel() * slot.size);
   const at::Tensor in = scaled(job, input, op);
-  const at::Tensor out = apart(job, writable(job, output, Values::unused), in, slot);
+  const at::Tensor out = without_overlap(job, writable(job, output, Values::unused), in, slot);
   Call call = reducing(job, Operation::reduce_scatter, out, op);
   call.input = bytes_at(in);
   call.output = bytes_at(out);
