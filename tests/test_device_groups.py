@@ -342,7 +342,7 @@ def refused(group: pycomm.Group, device: Any, shared: bool) -> None:
         (errors.Unsupported, "no algorithm" if shared else "ranks that share a GPU",
          lambda: pycomm.broadcast(x, algorithm="halving" if shared else "host_staged")),
         (errors.Unsupported, "no algorithm", lambda: pycomm.broadcast(x, algorithm="halving")),
-        (errors.InvalidArgument, "no rank 2", lambda: pycomm.broadcast(x, src=2)),
+        (errors.InvalidArgument, "invalid rank 2", lambda: pycomm.broadcast(x, src=2)),
         (errors.InvalidArgument, r"x lies on cuda:\d and out on cpu",
          lambda: pycomm.all_gather(x, np.zeros((2, 100), np.float32))),
     ]  # fmt: skip

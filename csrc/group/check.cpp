@@ -29,22 +29,23 @@ void check_peer(const Call& call, int rank, int size) {
     return;
   }
   if (call.peer < 0 || call.peer >= size)
-    refuse(
-        call, rank,
-        "there is no rank " + std::to_string(call.peer) + " in a group of " + std::to_string(size));
+    refuse(call, rank,
+           "invalid rank " + std::to_string(call.peer) + " in a group of size " +
+               std::to_string(size));
   if (!is_plan(call.operation) && call.peer == rank)
     refuse(call, rank, "rank " + std::to_string(call.peer) + " cannot send to itself");
 }
 
 void check_counts(const Call& call, int rank, int size) {
   const bool to_all = call.operation == Operation::all_to_all;
-  if (!to_all && call.operation != Operation::all_gather) refuse(call, rank, "takes no counts");
+  if (!to_all && call.operation != Operation::all_gather)
+    refuse(call, rank, "does not accept counts");
   const auto ranks = static_cast<size_t>(size), me = static_cast<size_t>(rank);
   const size_t wanted = to_all ? 2 * ranks : ranks;
   if (call.counts.size() != wanted)
     refuse(call, rank,
-           "takes " + std::to_string(wanted) + " counts in a group of " + std::to_string(size) +
-               ", not " + std::to_string(call.counts.size()));
+           "expected " + std::to_string(wanted) + " counts in a group of size " +
+               std::to_string(size) + ", got " + std::to_string(call.counts.size()));
   if (call.count != 0) refuse(call, rank, "takes either a count or a list of counts, not both");
   if (to_all && call.counts[me] != call.counts[ranks + me])
     refuse(call, rank,

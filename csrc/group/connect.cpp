@@ -250,12 +250,12 @@ void check_options(const ConnectOptions& options) {
   if (options.size < 1)
     refuse("invalid size " + std::to_string(options.size) + ": it must be at least 1");
   if (options.rank < 0 || options.rank >= options.size)
-    refuse("there is no rank " + std::to_string(options.rank) + " in a group of " +
+    refuse("invalid rank " + std::to_string(options.rank) + " in a group of size " +
            std::to_string(options.size));
   if (options.timeout.count() <= 0) refuse("invalid timeout: it must be longer than 0 s");
   const auto& by = options.transport;
   if (!by.empty() && by != "local" && by != "shm" && by != "tcp")
-    refuse("there is no transport \"" + by + "\"; there are local, shm and tcp");
+    refuse("unknown transport \"" + by + "\"; expected local, shm or tcp");
   const auto& host = options.host;
   if (host.size() > kMostHostName ||
       !std::ranges::all_of(host, [](unsigned char c) { return std::isalnum(c) != 0; }))

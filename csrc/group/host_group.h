@@ -96,7 +96,7 @@ class HostGroup final : public Group {
   Schedule schedule_of(const Call& call, Algorithm algorithm, size_t count) const;
   size_t block_of(const Call& call, Algorithm algorithm) const;
   std::vector<std::string> gather_texts(const std::string& mine);
-  ConnectOptions part_of(const std::vector<int>& members, const std::string& name) const;
+  ConnectOptions subgroup_options(const std::vector<int>& members, const std::string& name) const;
   std::vector<int> first_ranks(const std::vector<int>& members) const;
 
   ConnectOptions options_;

@@ -31,7 +31,8 @@ std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
   return texts;
 }
 
-ConnectOptions HostGroup::part_of(const std::vector<int>& members, const std::string& name) const {
+ConnectOptions HostGroup::subgroup_options(const std::vector<int>& members,
+                                           const std::string& name) const {
   ConnectOptions part = options_;
   part.faults.clear();  // faults count the bytes of one group
   part.name = name;
@@ -70,7 +71,7 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     (void)gather_texts({});
     return nullptr;
   }
-  const ConnectOptions child = part_of(members, name + "." + std::to_string(color));
+  const ConnectOptions child = subgroup_options(members, name + "." + std::to_string(color));
   const Exchange exchange = [&](const std::string& mine) {
     const auto texts = gather_texts(mine);
     std::vector<std::string> ours;
@@ -84,7 +85,7 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
 std::shared_ptr<Group> HostGroup::regroup(Store& store, const std::string& name,
                                           const std::vector<int>& members,
                                           std::chrono::nanoseconds timeout) {
-  ConnectOptions child = part_of(members, name);
+  ConnectOptions child = subgroup_options(members, name);
   child.secret = options_.secret;  // the same on all survivors, whatever subgroups they formed
   const auto calls = std::exchange(child.timeout, timeout);
   auto group = connect(store, std::move(child), first_ranks(members));

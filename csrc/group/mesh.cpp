@@ -104,7 +104,7 @@ class MeshBuilder {
                        {.op = "init", .rank = request_.rank, .peer = static_cast<int>(i)});
   }
 
-  // All ranks come to the same result.
+  // All ranks reach the same result.
   void check_key() const {
     if (!request_.encrypt || !request_.open_key) return;
     for (const RankInfo& info : infos_)
@@ -186,7 +186,7 @@ class MeshBuilder {
   }
 
   // Shares memory only if, on every host, all pairs have the same kind of memory and all ranks want
-  // it. All ranks come to the same result. `own` is this rank's memory for other processes.
+  // it. All ranks reach the same result. `own` is this rank's memory for other processes.
   void share(Mesh& mesh, const std::shared_ptr<std::byte>& own) const {
     for (const RankInfo& info : infos_)
       if (info.memory == "0" || info.memory != info_.memory) return;

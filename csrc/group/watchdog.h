@@ -57,8 +57,8 @@ class Watchdog {
   DeviceExecutor& executor_;
   std::mutex mutex_;
   std::deque<Entry> under_way_;
-  Clock::time_point
-      missed_{};  // when a rank was first seen to be gone, or the group to be broken; none: not yet
+  // When a lost rank or a broken group was first seen; {} if not yet.
+  Clock::time_point missed_{};
 };
 
 }  // namespace pycomm
