@@ -26,9 +26,9 @@ class Options(_C10dBackend.Options):
     def __deepcopy__(self, memo: dict[int, Any]) -> Options: ...
 
 class Backend(_C10dBackend):
-    """Made from the capsule that _core.Group._capsule() gives.
+    """A backend for the group in a capsule of _core.Group._capsule().
 
-    `owner`: the group ends with the backend, and `ended` is called when it does.
+    `owner`: the backend closes the group and then calls `ended`.
     """
 
     def __init__(
@@ -45,4 +45,4 @@ class Backend(_C10dBackend):
     def stats(self) -> dict[str, float]: ...
 
 def close_all() -> None:
-    """Closes every group that is still open, as the interpreter ends."""
+    """Closes every open group; runs when the interpreter ends."""

@@ -1,4 +1,4 @@
-"""What the compiled engine offers to the package. Private: use the functions of `pycomm`."""
+"""The compiled engine. Private: use the functions of `pycomm`."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,12 +12,12 @@ compiler: str
 def address(array: Any, /) -> int: ...
 
 class SharedMemory:
-    """Bytes that the ranks of this host may map, as a writable buffer."""
+    """Memory that the ranks of this host share, as a writable buffer."""
 
     def __init__(self, nbytes: int, /) -> None: ...
 
-# The short way: False, and nothing done, where `array` is not plain (contiguous, writable, on the
-# host, of a dtype that travels).
+# The fast path. Returns False and does nothing unless `array` is contiguous, writable, in host
+# memory and of a supported dtype.
 def all_reduce(
     group: Group, array: Any, op: str, algorithm: str | None, timeout_s: float, /
 ) -> bool: ...
@@ -25,16 +25,16 @@ def broadcast(
     group: Group, array: Any, src: int, algorithm: str | None, timeout_s: float, /
 ) -> bool: ...
 def rows(lists: tuple[list[Any], ...], /) -> tuple[Any, Any, tuple[str, ...], int, bool] | None:
-    """The arrays of lists of one length, if they are plain, in host memory or on one GPU: uint64
-    [rows, lists + 1], addresses and the elements of each row's arrays; uint64 [lists, rows, 2],
+    """Describes lists of equal length of contiguous arrays, in host memory or on one GPU: uint64
+    [rows, lists + 1], addresses and elements per array of each row; uint64 [lists, rows, 2],
     addresses and bytes; the dtype of each list; the GPU's number, or -1; and whether all arrays
-    have one dimension. None where arrays of a row differ in their elements or, unless flat, in
-    shape, or those of a list in dtype, or have more than 2^31 - 1 elements."""
+    have one dimension. None if arrays of a row differ in number of elements or, unless flat, in
+    shape, those of a list differ in dtype, or an array has more than 2^31 - 1 elements."""
 
 def share_memory(written: Sequence[tuple[int, int]], read: Sequence[tuple[int, int]], /) -> bool:
-    """Whether in tables of (address, bytes) any memory that is written is another's too."""
+    """Whether written memory overlaps other memory, in tables of (address, bytes)."""
 
-# The processor's kernels, by the arguments that csrc/bindings/kernels.h names.
+# The CPU kernels, with the arguments of csrc/bindings/kernels.h.
 kernels: Any
 
 def read_packet_header(address: int, nbytes: int, /) -> tuple[int, int, str, str]: ...
@@ -67,7 +67,7 @@ def stream_copy(source: int, target: int, count: int, around: bool, /) -> None: 
 def stream_read(x: int, count: int, /) -> int: ...
 
 class PythonStore(Protocol):
-    """What connect() takes for a store beside those below."""
+    """A store implemented in Python, as connect() accepts it."""
 
     def set(self, key: str, value: bytes, timeout_s: float = ..., /) -> None: ...
     def get(self, key: str, timeout_s: float, /) -> bytes: ...
@@ -77,7 +77,7 @@ class PythonStore(Protocol):
     def settle(self) -> None: ...
 
 class Store:
-    """A place for keys; csrc/rendezvous/store.h says what each method promises."""
+    """A rendezvous store; csrc/rendezvous/store.h documents the methods."""
 
     def set(self, key: str, value: bytes, timeout_s: float = ..., /) -> None: ...
     def get(self, key: str, timeout_s: float, /) -> bytes: ...
@@ -98,10 +98,10 @@ class TcpStore(Store):
     def port(self) -> int: ...
 
 class Stats:
-    """What a rank has done so far; `bytes` is bytes_written, which counts frame headers too.
+    """Totals of a rank. `bytes` equals `bytes_written`, which includes frame headers.
 
-    `algorithm`: of a group on devices, by what calls go that name none: "nccl" or "host_staged";
-    else "auto"."""
+    `algorithm`: the default algorithm of a device group, "nccl" or "host_staged";
+    otherwise "auto"."""
 
     calls: int
     frames_sent: int
@@ -113,8 +113,8 @@ class Stats:
     algorithm: str
 
 class Member:
-    """Who a rank is; `transport` is what this rank reaches it by, and `visible` says whether `pid`
-    names its process here. `started`: when that process began, field 22 of /proc/PID/stat; 0:
+    """The identity of a rank. `transport`: from this rank to it. `visible`: whether `pid` is valid
+    here. `started`: start time of its process, field 22 of /proc/PID/stat; 0:
     unknown."""
 
     host: str
@@ -127,10 +127,10 @@ class Work:
     def done(self) -> bool: ...
     def wait(self, timeout_s: float, /) -> None: ...
     def precede(self, stream: int, /) -> None:
-        """On a device, after wait(): what is put on `stream` from now on comes after the call."""
+        """Device calls, after wait(): later work on `stream` begins after the call."""
     @property
     def source(self) -> int | None:
-        """The sender of what a recv has received; None of another call, or before it is over."""
+        """The sender for a recv; None for another call, or before it is complete."""
 
 class Group:
     @property
@@ -153,16 +153,16 @@ class Group:
     def encrypted(self) -> bool: ...
     @property
     def hosts(self) -> list[int]:
-        """By rank: which host, numbered from 0 in order of their first ranks."""
+        """By rank: its host's number, from 0 in order of the hosts' lowest ranks."""
     @property
     def forked(self) -> bool: ...
     def allocate(self, nbytes: int, /) -> SharedMemory | None:
-        """Memory in which calls of this group stage nothing; None where its ranks share none."""
-    # The core's Call, with names for enums, addresses for pointers, 0 for the group's time limit;
-    # `stream` is the caller's, of a group on a device;
-    # a recv with peer -1 takes from anybody. Counts, in elements: all_gather: what each rank gives;
-    # all_to_all: what goes to each rank, and behind that what comes from each; `count` is then 0.
-    # `counts_fit`: the ranks have exchanged these counts, so that the call does not compare them.
+        """Memory for zero-copy calls of this group; None if its ranks do not share memory."""
+    # The core's Call, with names for enums, addresses for pointers, 0 for the group's timeout.
+    # `stream`: the caller's stream, for a device group.
+    # A recv with peer -1 accepts any sender. `counts`, elements: all_gather: of each rank's input;
+    # all_to_all: sent to each rank, then received from each; `count` is then 0.
+    # `counts_fit`: the ranks exchanged these counts, so the call does not compare them.
     def run(
         self,
         operation: str,
@@ -180,7 +180,7 @@ class Group:
         counts_fit: bool = False,
         /,
     ) -> int | None:
-        """Gives the sender of what a recv has received, and None for every other call."""
+        """Returns the sender for a recv, and None for every other call."""
     def start(
         self,
         arrays: object,
@@ -199,10 +199,10 @@ class Group:
         counts_fit: bool = False,
         /,
     ) -> Work:
-        """The same, on the group's own thread; `arrays` are kept alive until the call is over."""
+        """Like run(), on the group's worker; keeps `arrays` alive until the call is complete."""
     def split(self, color: int, key: int, /) -> Group | None: ...
     def lost(self) -> list[int]:
-        """Ranks that will not come back, as far as this rank knew when the group broke."""
+        """The ranks that this rank knew to be lost when the group broke."""
     def stats(self) -> Stats: ...
     def status(self) -> dict[str, Any]: ...
     def set_timeout(self, timeout_s: float, /) -> None: ...
@@ -211,7 +211,7 @@ class Group:
     def _capsule(self) -> object: ...
 
 def group_of(capsule: object, /) -> Group:
-    """The group that Group._capsule() gave."""
+    """The group in a capsule of Group._capsule()."""
 
 def on_device(
     group: object,
@@ -224,12 +224,12 @@ def on_device(
     limit_s: float,
     /,
 ) -> Group:
-    """Collective. The group of the same ranks for arrays on devices.
+    """Collective. The device group of the same ranks.
 
-    `group` is a capsule of a group, `device` and `nccl` are those of the module that has CUDA;
-    `why_no_nccl`: where there is none; `nccl_shares`: NCCL was told to let ranks share a device;
-    `lines`: the number of rings over large arrays, and whether NCCL is used between hosts, as rank
-    0 gives them; `timeout_s`: of later calls; `limit_s`: until all ranks have come."""
+    `group`, `device` and `nccl` are capsules; the last two come from the module that has CUDA;
+    `why_no_nccl`: if there is none; `nccl_shares`: NCCL lets ranks share a device;
+    `lines`: the number of channels for large arrays, and whether NCCL is used between hosts; rank
+    0's apply; `timeout_s`: of later calls; `limit_s`: within which all ranks must call."""
 
 def check_address(address: str, /) -> None: ...
 def regroup(
@@ -240,7 +240,7 @@ def regroup(
     timeout_s: float,
     /,
 ) -> Group:
-    """Collective over `members` of `group`, in this order: the group of them, which meets in
+    """Collective over `members` of `group`, in this order: the group of them, formed through
     `store`. `group` may be broken."""
 
 def connect(

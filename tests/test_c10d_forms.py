@@ -43,7 +43,7 @@ def _coalesced() -> None:
     same(mine[0], total[0], "a mixed batch: all_reduce")
     same(mine[1], every[0][1], "a mixed batch: broadcast")
     same(gathered[0], torch.cat([e[0] for e in every]), "a mixed batch: all_gather")
-    with pytest.raises(InvalidArgument, match="without its start"):
+    with pytest.raises(InvalidArgument, match="without a start"):
         backend._end_coalescing()
 
 

@@ -111,7 +111,7 @@ def test_only_inter_host_data_uses_tcp(machine):
 
 def asked_for_nccl(group: pycomm.Group, device: Any) -> None:
     x = device.put(numbers(group.rank))
-    with pytest.raises(errors.Unsupported, match="NCCL joins only the ranks of each host"):
+    with pytest.raises(errors.Unsupported, match="NCCL connects only the ranks of each host"):
         pycomm.all_reduce(x, algorithm="nccl")
     pycomm.all_reduce(x)
     np.testing.assert_array_equal(device.get(x), sum(numbers(r) for r in range(group.size)))
@@ -164,7 +164,7 @@ def test_where_nccl_fails_on_one_host_all_ranks_raise(machine, monkeypatch):
     *failed, two, three = on_hosts(machine, ["a", "a", "b", "c"], refused)
     assert all("ncclInvalidUsage" in text or "device" in text for text in failed), failed
     for text in (two, three):
-        assert "rank 0 has not met the other ranks of its host by NCCL" in text
+        assert "rank 0 could not connect to the other ranks of its host with NCCL" in text
 
 
 def killed(group: pycomm.Group, device: Any, who: int) -> str:
@@ -208,7 +208,7 @@ def stuck(group: pycomm.Group, device: Any) -> str:
 def test_a_call_that_hangs_on_another_host_is_named(machine):
     for text in on_hosts(machine, ["a", "b"], stuck):
         assert "all_reduce(float32, count 100, sum, " in text
-        assert "Timed out" in text or "is not over on the device after 1" in text, text
+        assert "Timed out" in text or "did not complete on the device within 1" in text, text
 
 
 def inherits(group: pycomm.Group, device: Any) -> None:

@@ -254,7 +254,7 @@ def store_of_torch() -> Any:
 @pytest.mark.parametrize("store", [_core.LocalStore, store_of_torch])
 def test_a_group_that_does_not_form_names_the_missing_rank(store: Callable[[], Any]) -> None:
     options = {"size": 2, "timeout_s": 0.3, "transport": "tcp", "secret": "s" * 16}
-    with pytest.raises(errors.Timeout, match="of 2 ranks these have not come: 1"):
+    with pytest.raises(errors.Timeout, match="of 2 ranks these did not join: 1"):
         _join(store(), 0, options)
 
 

@@ -216,6 +216,6 @@ def test_a_trace_is_not_written_through_a_link(
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / "world.0.trace").symlink_to(precious)
-    with pytest.raises(errors.InvalidArgument, match="symbolic link is there"):
+    with pytest.raises(errors.InvalidArgument, match="path is a symbolic link"):
         run_ranks(1, sums, 1)
     assert precious.read_text() == "mine"

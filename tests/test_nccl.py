@@ -85,7 +85,7 @@ def test_the_real_library_loads_and_runs_up_to_the_driver():
     else:  # in NCCL's words, the library's name, and CUDA's error
         assert said[4].startswith("ncclCommInitRankConfig: unhandled cuda error")
         assert f"(NCCL {version}, {file})" in said[4]
-        assert "; NCCL needs NVIDIA's driver and a GPU: " in said[4]
+        assert "; NCCL requires NVIDIA's driver and a GPU: " in said[4]
 
 
 def test_info_names_version_and_file():

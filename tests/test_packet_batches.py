@@ -103,6 +103,6 @@ def test_invalid_batches_are_rejected():
     message, sizes = encode(good, 9, "1bit")
     refused("sizes sum to 1 bytes", decode, message, [1], 9)
     refused("sizes sum to", decode, message, [sizes[0] + sizes[1] + 1, -1], 9)
-    refused("an array of 9 elements for one of 8", decode, message, sizes, 8)
+    refused("an array of 9 elements, expected 8", decode, message, sizes, 8)
     refused("not a packet", decode, message, [sizes[0] - 1, sizes[1] + 1], 9)
     refused("share memory", kernels.decode_sum, x, PacketBatch(i, x, [4]))

@@ -168,7 +168,7 @@ def call_in_a_child(group: Group) -> Any:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_forked_child_holds_no_descriptors_and_its_calls_raise(transport: str) -> None:
     for said, status in run_ranks(2, call_in_a_child, transport=transport, processes=True):
-        assert "this process was forked off after the group formed" in said
+        assert "this process was forked after the group formed" in said
         assert status == 0
 
 

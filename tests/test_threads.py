@@ -173,7 +173,7 @@ def split_without_threads(group: Group) -> list[Any]:
 
 def test_group_without_a_heartbeat_thread_is_rejected_and_leaks_nothing() -> None:
     for refused, same in run_ranks(2, split_without_threads, transport="tcp", processes=True):
-        assert "the thread pycomm-pulse cannot be created: Resource temporarily" in refused
+        assert "the thread pycomm-timer cannot be created: Resource temporarily" in refused
         assert same
 
 
@@ -205,5 +205,5 @@ def connect_on_demand_without_threads(group: Group) -> list[Any]:
 def test_on_demand_group_without_a_thread_is_rejected() -> None:
     ranks = run_ranks(2, connect_on_demand_without_threads, transport="tcp", processes=True)
     for refused, same in ranks:
-        assert "the thread pycomm-door cannot be created: Resource temporarily" in refused
+        assert "the thread pycomm-connect cannot be created: Resource temporarily" in refused
         assert same

@@ -1,8 +1,7 @@
 // The Python module _c10d: the torch.distributed backend on top of a pycomm::Group.
 //
-// Here and in the c10d_*.h beside it stands all the torch there is in C++. Of ours only
-// group/group.h is seen, and nothing of ours is linked: the group comes from the module _core in a
-// capsule.
+// This file and the c10d_*.h beside it are the only C++ that includes torch. Of pycomm they include
+// group/group.h only and link nothing: the group comes in a capsule from the module _core.
 #include <pthread.h>
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
@@ -18,12 +17,12 @@
 namespace pycomm::bindings {
 namespace {
 
-// Takes the group out of the capsule that _core.Group._capsule() gives.
+// The group in a capsule that _core.Group._capsule() made.
 c10::intrusive_ptr<Backend> backend_from(const py::capsule& capsule,
                                          const c10::intrusive_ptr<Options>& options, bool owner,
                                          std::function<void()> ended) {
   if (std::string_view(capsule.name()) != "pycomm.Group")
-    throw py::type_error("a capsule of pycomm._core.Group is needed");
+    throw py::type_error("invalid capsule: expected one of pycomm._core.Group");
   return c10::make_intrusive<Backend>(*capsule.get_pointer<std::shared_ptr<Group>>(), options,
                                       owner, std::move(ended));
 }
@@ -44,7 +43,7 @@ PYBIND11_MODULE(_c10d, module) {
   module.doc() = "pycomm for torch.distributed. Private: use pycomm.torch_backend.";
   module.attr("torch_version") = PYCOMM_TORCH_VERSION;
   pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1); });
-  py::module_::import("torch.distributed");  // the base classes
+  py::module_::import("torch.distributed");  // registers the base classes
 
   module.def("close_all", [born = fork_count.load()] {
     if (born == fork_count) without_gil([] { open_groups.close_all(); });
@@ -71,7 +70,7 @@ PYBIND11_MODULE(_c10d, module) {
       .def_property_readonly("options", &Backend::options)
       .def(
           "perform_nocolor_split", [](Backend&, const py::object& /*device*/) {},
-          "For the ranks that a new group leaves out: it forms without them.")
+          "Called on ranks that are not in a new group. Does nothing.")
       .def("get_error", &Backend::getError)
       .def("stats", &stats);
 }

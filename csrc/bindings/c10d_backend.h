@@ -1,7 +1,7 @@
-// pycomm::Group as a c10d::Backend: what torch calls when a program calls a verb.
+// pycomm::Group as a c10d::Backend: the methods that torch calls.
 //
-// Synchronous calls run on the caller's thread; asynchronous ones on the engine's worker. What a
-// verb means stands in c10d_verbs.h, how its end is told in c10d_work.h. Included by c10d.cpp only.
+// Synchronous calls run on the caller's thread, asynchronous ones on the group's worker.
+// c10d_verbs.h maps torch's verbs to calls; c10d_work.h reports their completion.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -42,13 +42,12 @@ class Options : public c10d::Backend::Options {
         devices(std::move(on_devices)),
         encrypt(encrypted) {}
   DeviceOptions devices;
-  std::optional<bool> encrypt;  // for Python, which connects the ranks; none: not said
+  std::optional<bool> encrypt;  // read by Python, which connects the ranks; none: not given
 };
 
 class Backend : public c10d::Backend {
  public:
-  // `owner`: the group ends with this backend, which calls `ended` then. Else somebody else closes
-  // it.
+  // `owner`: this backend closes the group, then calls `ended`. Otherwise the caller closes it.
   Backend(std::shared_ptr<Group> group, c10::intrusive_ptr<bindings::Options> options, bool owner,
           std::function<void()> ended)
       : c10d::Backend(group->rank(), group->size()),
@@ -62,7 +61,7 @@ class Backend : public c10d::Backend {
 
   ~Backend() override {
     shutdown();
-    if (born_ != fork_count) {  // the group's sockets are the parent's: no goodbye on them
+    if (born_ != fork_count) {  // the parent owns the sockets: send no goodbye on them
       [[maybe_unused]] auto* leaked = new std::pair(std::move(group_), std::move(sides_));
       return;
     }
@@ -73,7 +72,7 @@ class Backend : public c10d::Backend {
   }
 
   const std::string getBackendName() const override { return kName; }
-  // A copy: torch writes the name and the limit of a split or merged group into what this gives.
+  // A copy, because torch writes the name and timeout of a split or merged group into it.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
     return c10::make_intrusive<bindings::Options>(*options_);
   }
@@ -81,7 +80,8 @@ class Backend : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return true; }
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
-  // Where the ranks see it, if they can. torch's DistributedDataParallel can ask for its buckets.
+  // In shared memory if the ranks share any. torch's DistributedDataParallel can allocate its
+  // buckets here.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
     if (!options.device().is_cpu()) return at::empty({size}, options);
     const auto bytes = static_cast<size_t>(size) * options.dtype().itemsize();
@@ -93,10 +93,10 @@ class Backend : public c10d::Backend {
   void setSequenceNumberForGroup() override {}  // all ranks count from 0
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   c10d::ErrorType getError() override {
-    sweep();
+    release_completed();
     return *error_;
   }
-  // Calls on devices count where the ranks agree about them, which is in host memory.
+  // Device calls are counted by the host group, where the ranks agree about them.
   Stats stats() const {
     Stats all = group_->stats();
     for (const auto& [device, side] : sides_) {
@@ -107,10 +107,10 @@ class Backend : public c10d::Backend {
     return all;
   }
   void eagerConnectSingleDevice(at::Device device) override {
-    with_python_errors([&] { (void)side_on(device); });
+    with_python_errors([&] { (void)device_side(device); });
   }
 
-  // Of torch's calls. The group's own, of which there may be another user, stays as it is.
+  // The timeout of torch's calls. The group's own timeout is unchanged, as it may have other users.
   void setTimeout(milliseconds timeout) override { options_->timeout = timeout; }
 
   void abort() override {
@@ -122,7 +122,7 @@ class Backend : public c10d::Backend {
       });
   }
 
-  // In a forked child the group is the parent's, and so is its end.
+  // Does nothing in a forked child: the parent owns the group.
   void shutdown() override {
     if (born_ != fork_count) return;
     without_gil([this] {
@@ -134,7 +134,7 @@ class Backend : public c10d::Backend {
       ended();
   }
 
-  // Collective over this group: those in `ranks` get a backend of their own, the others null.
+  // Collective over this group. Ranks in `ranks` get a backend of their own, the others null.
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& /*store*/, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override {
@@ -142,7 +142,8 @@ class Backend : public c10d::Backend {
       check_process();
       const auto theirs = c10::dynamic_intrusive_pointer_cast<bindings::Options>(opts);
       if (!theirs || ranks.empty())
-        throw InvalidArgument("split needs ranks, and options made by pycomm.torch_backend");
+        throw InvalidArgument(
+            "split requires a list of ranks, and options made by pycomm.torch_backend");
       const auto place = std::find(ranks.begin(), ranks.end(), rank_);
       const int color = place == ranks.end() ? -1 : *std::min_element(ranks.begin(), ranks.end());
       std::shared_ptr<Group> part;
@@ -154,8 +155,8 @@ class Backend : public c10d::Backend {
     });
   }
 
-  // Collective over the ranks that meet in `store`, of any groups: a backend of their own. The
-  // options are a copy of this one's with the new group's name and limit.
+  // Collective over the ranks that use `store`, from any groups. Returns a backend of their own,
+  // whose options are a copy of this one's with the new group's name and timeout.
   c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts,
                                           const int& rank, const int& size) override {
@@ -181,69 +182,69 @@ class Backend : public c10d::Backend {
     });
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    return submit(opts, [&] { return bindings::reduce(seat(), tensors, opts); });
+    return submit(opts, [&] { return bindings::reduce(slot(), tensors, opts); });
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    return submit(opts, [&] { return bindings::broadcast(seat(), tensors, opts); });
+    return submit(opts, [&] { return bindings::broadcast(slot(), tensors, opts); });
   }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& opts) override {
-    return submit(opts, [&] { return all_gather(seat(), outputs, inputs); });
+    return submit(opts, [&] { return all_gather(slot(), outputs, inputs); });
   }
   WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                               const c10d::AllgatherOptions& opts) override {
-    return submit(opts, [&] { return all_gather_lists(seat(), outputs, inputs); });
+    return submit(opts, [&] { return all_gather_lists(slot(), outputs, inputs); });
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& opts) override {
     return submit(opts, [&] {
-      return all_gather_into(seat(), {output}, {input}, c10d::OpType::_ALLGATHER_BASE);
+      return all_gather_into(slot(), {output}, {input}, c10d::OpType::_ALLGATHER_BASE);
     });
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& opts) override {
     return submit(opts, [&] {
-      return all_gather_into(seat(), outputs, inputs, c10d::OpType::ALLGATHER_COALESCED);
+      return all_gather_into(slot(), outputs, inputs, c10d::OpType::ALLGATHER_COALESCED);
     });
   }
 
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const c10d::ReduceScatterOptions& opts) override {
     return submit(opts,
-                  [&] { return bindings::reduce_scatter(seat(), outputs, inputs, opts.reduceOp); });
+                  [&] { return bindings::reduce_scatter(slot(), outputs, inputs, opts.reduceOp); });
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& opts) override {
     return submit(opts, [&] {
-      return reduce_scatter_from(seat(), {output}, {input}, opts.reduceOp,
+      return reduce_scatter_from(slot(), {output}, {input}, opts.reduceOp,
                                  c10d::OpType::_REDUCE_SCATTER_BASE);
     });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& opts) override {
     return submit(opts, [&] {
-      return reduce_scatter_from(seat(), outputs, inputs, opts.reduceOp,
+      return reduce_scatter_from(slot(), outputs, inputs, opts.reduceOp,
                                  c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED);
     });
   }
 
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
                  const c10d::GatherOptions& opts) override {
-    return submit(opts, [&] { return bindings::gather(seat(), outputs, inputs, opts); });
+    return submit(opts, [&] { return bindings::gather(slot(), outputs, inputs, opts); });
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                   const c10d::ScatterOptions& opts) override {
-    return submit(opts, [&] { return bindings::scatter(seat(), outputs, inputs, opts); });
+    return submit(opts, [&] { return bindings::scatter(slot(), outputs, inputs, opts); });
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
-    return submit(opts, [&] { return all_to_all(seat(), outputs, inputs); });
+    return submit(opts, [&] { return all_to_all(slot(), outputs, inputs); });
   }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& opts) override {
     return submit(
-        opts, [&] { return all_to_all_rows(seat(), output, input, output_splits, input_splits); });
+        opts, [&] { return all_to_all_rows(slot(), output, input, output_splits, input_splits); });
   }
 
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
@@ -256,7 +257,7 @@ class Backend : public c10d::Backend {
     return submit(c10d::AllreduceOptions{}, [&] { return recv_from_any(tensors, tag); });
   }
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    return submit(opts, [&] { return all_reduce_sparse(seat(), tensors, opts); });
+    return submit(opts, [&] { return all_reduce_sparse(slot(), tensors, opts); });
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& opts) override {
@@ -272,7 +273,7 @@ class Backend : public c10d::Backend {
       ++sequence_;
       const milliseconds limit =
           opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
-      noting([&] { MonitoredBarrier(*group_, limit, wait_all_ranks).run(); });
+      recording_errors([&] { MonitoredBarrier(*group_, limit, wait_all_ranks).run(); });
     });
   }
 
@@ -282,8 +283,8 @@ class Backend : public c10d::Backend {
   }
   WorkPtr endCoalescing() override {
     if (!batch_)
-      throw as_python(std::make_exception_ptr(
-          InvalidArgument("pycomm: the end of coalescing without its start")));
+      throw as_python(
+          std::make_exception_ptr(InvalidArgument("pycomm: end of coalescing without a start")));
     Job job = *std::exchange(batch_, std::nullopt);
     const std::vector<Use> uses = std::exchange(batch_uses_, {});
     const bool transfers = std::all_of(job.calls.begin(), job.calls.end(), [](const Call& call) {
@@ -297,17 +298,17 @@ class Backend : public c10d::Backend {
   }
 
  private:
-  RankSlot seat() const { return {rank_, size_}; }
+  RankSlot slot() const { return {rank_, size_}; }
 
   void check_process() const {
     if (born_ != fork_count)
       throw GroupBroken(
-          "this process was forked off after the group formed, and the group stays with the "
+          "this process was forked after the group formed, and the group belongs to the "
           "parent; start processes with spawn, or call init_process_group() in each");
   }
 
-  // Makes the job and does it: now, if the caller waits anyway; else on the worker. A null Work is
-  // what torch takes for "over"; it gets a real one where a profiler wants to see it.
+  // Makes the job and runs it: on this thread if the call is synchronous, otherwise on the worker.
+  // A null Work means "complete" to torch; a profiler needs a real one.
   template <typename Opts, typename Make>
   WorkPtr submit(const Opts& opts, const Make& make) {
     return with_python_errors([&]() -> WorkPtr {
@@ -325,35 +326,35 @@ class Backend : public c10d::Backend {
   }
 
   template <typename Body>
-  void noting(const Body& body) {
+  void recording_errors(const Body& body) {
     try {
       body();
     } catch (...) {
-      note(*error_, std::current_exception());
+      record_error(*error_, std::current_exception());
       throw;
     }
   }
 
-  // Of a job on a device: sets the streams of its calls, and gives the group there.
-  DeviceSide* place(Job& job) {
+  // For a job on a device: sets the streams of its calls and returns the device's group.
+  DeviceSide* set_streams(Job& job) {
     if (!job.device || job.device->is_cpu()) return nullptr;
-    DeviceSide& side = side_on(*job.device);
+    DeviceSide& side = device_side(*job.device);
     void* const stream = current_stream(*job.device).native_handle();
     for (Call& call : job.calls) call.stream = stream;
     return &side;
   }
 
-  DeviceSide& side_on(c10::Device device) {
+  DeviceSide& device_side(c10::Device device) {
     const auto found = sides_.find(device);
     if (found != sides_.end()) return found->second;
-    DeviceSide made = meet_on(group_, device, options_->devices, options_->timeout);
+    DeviceSide made = make_device_side(group_, device, options_->devices, options_->timeout);
     open_groups.add(made.group);
     return sides_.emplace(device, std::move(made)).first->second;
   }
 
   void run(Job& job) {
-    DeviceSide* const side = place(job);
-    noting([&] {
+    DeviceSide* const side = set_streams(job);
+    recording_errors([&] {
       for (const auto& call : job.calls) (side ? side->group : group_)->run(call);
       if (job.after) job.after(*group_, job.calls.front().timeout);
     });
@@ -361,27 +362,28 @@ class Backend : public c10d::Backend {
   }
 
   WorkPtr run_profiled(Job job) {
-    std::shared_ptr<Landing> landing;
-    if (place(job) != nullptr) landing = std::make_shared<Landing>(current_stream(*job.device));
-    auto work = c10::make_intrusive<EngineWork>(rank_, sequence_, Job(job), std::move(landing));
+    std::shared_ptr<DeviceCompletion> completion;
+    if (set_streams(job) != nullptr)
+      completion = std::make_shared<DeviceCompletion>(current_stream(*job.device));
+    auto work = c10::make_intrusive<EngineWork>(rank_, sequence_, Job(job), std::move(completion));
     try {
       run(job);
     } catch (...) {
-      work->land(job.calls.size(), std::current_exception());
+      work->complete_calls(job.calls.size(), std::current_exception());
       throw;
     }
-    if (!job.calls.empty()) work->land(job.calls.size(), nullptr);
+    if (!job.calls.empty()) work->complete_calls(job.calls.size(), nullptr);
     return work;
   }
 
   WorkPtr start(Job job) {
-    DeviceSide* const side = place(job);
-    std::shared_ptr<Landing> landing;
+    DeviceSide* const side = set_streams(job);
+    std::shared_ptr<DeviceCompletion> completion;
     if (side) {
-      landing = std::make_shared<Landing>(side->landing);
-      for (Call& call : job.calls) call.follower = side->landing.native_handle();
+      completion = std::make_shared<DeviceCompletion>(side->completion);
+      for (Call& call : job.calls) call.follower = side->completion.native_handle();
     }
-    auto work = c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job), landing);
+    auto work = c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job), completion);
     const size_t count = work->job().calls.size();
     for (size_t i = 0; i < count; ++i) {
       try {
@@ -390,41 +392,43 @@ class Backend : public c10d::Backend {
                 ->start(work->job().calls[i],
                         [work, error = error_, group = group_.get()](std::exception_ptr thrown) {
                           if (!thrown) thrown = work->follow(*group);
-                          note(*error, thrown);
-                          work->land(1, thrown);
+                          record_error(*error, thrown);
+                          work->complete_calls(1, thrown);
                         });
-        if (landing) landing->add(std::move(call));
-      } catch (...) {  // those that started before still use the job's memory
-        work->land(count - i, std::current_exception());
+        if (completion) completion->add(std::move(call));
+      } catch (...) {  // earlier calls still use the job's memory
+        work->complete_calls(count - i, std::current_exception());
         if (i == 0) throw;
         break;
       }
     }
-    if (landing && !landing->captured()) {
-      sweep();
-      const std::lock_guard lock(landings_mutex_);
-      landings_.push_back(std::move(landing));
+    if (completion && !completion->captured()) {
+      release_completed();
+      const std::lock_guard lock(completions_mutex_);
+      completions_.push_back(std::move(completion));
     }
     return work;
   }
 
-  // Lets go of what the devices have passed, and notes what went wrong there.
-  void sweep() {
-    std::vector<std::shared_ptr<Landing>> over;  // dropped without the lock, as Python may be asked
-    const std::lock_guard lock(landings_mutex_);
-    for (; !landings_.empty(); landings_.pop_front()) {
-      const auto error = landings_.front()->error();
-      if (!error && !landings_.front()->passed()) return;
-      note(*error_, error);
-      over.push_back(std::move(landings_.front()));
+  // Releases the completed device calls and records their errors.
+  void release_completed() {
+    // Destroyed after the lock is released: that may call Python.
+    std::vector<std::shared_ptr<DeviceCompletion>> over;
+    const std::lock_guard lock(completions_mutex_);
+    for (; !completions_.empty(); completions_.pop_front()) {
+      const auto error = completions_.front()->error();
+      if (!error && !completions_.front()->passed()) return;
+      record_error(*error_, error);
+      over.push_back(std::move(completions_.front()));
     }
   }
 
   WorkPtr add_to_batch(Job job) {
-    if (job.after || job.source) job.lacks("cannot be part of a coalesced call");
+    if (job.after || job.source) job.throw_unsupported("cannot be coalesced");
     if (!batch_->device) batch_->device = job.device;
     if (job.device && *job.device != *batch_->device)
-      job.refuse("coalesced calls on " + batch_->device->str() + " and " + job.device->str());
+      job.throw_invalid("coalesced calls on " + batch_->device->str() + " and " +
+                        job.device->str());
     ++batch_size_;
     add_uses(batch_uses_, job, batch_size_);
     const auto append = [](auto& to, auto& from) { to.insert(to.end(), from.begin(), from.end()); };
@@ -436,19 +440,19 @@ class Backend : public c10d::Backend {
     return {};
   }
 
-  // What get_error() says: the first failure that broke the group.
-  static void note(std::atomic<c10d::ErrorType>& said, const std::exception_ptr& thrown) {
-    if (!thrown || said != c10d::ErrorType::SUCCESS) return;
+  // Sets what get_error() returns: the first error that broke the group.
+  static void record_error(std::atomic<c10d::ErrorType>& type, const std::exception_ptr& thrown) {
+    if (!thrown || type != c10d::ErrorType::SUCCESS) return;
     try {
       std::rethrow_exception(thrown);
     } catch (const Error& error) {
-      said = said_of(error.kind());
-    } catch (...) {  // torch's own, from the copies: the group stands
+      type = error_type_of(error.kind());
+    } catch (...) {  // from torch, while copying: the group is intact
     }
   }
 
-  // By the kind, as the classes of another module's exceptions are not ours to compare.
-  static c10d::ErrorType said_of(ErrorKind kind) {
+  // By kind, because exception classes of another module cannot be compared.
+  static c10d::ErrorType error_type_of(ErrorKind kind) {
     switch (kind) {
       case ErrorKind::timeout:
         return c10d::ErrorType::TIMEOUT;
@@ -460,13 +464,13 @@ class Backend : public c10d::Backend {
       case ErrorKind::invalid_argument:
       case ErrorKind::unsupported:
       case ErrorKind::mismatch:
-        break;  // the caller's mistake: the group stands
+        break;  // a usage error: the group is intact
     }
     return c10d::ErrorType::SUCCESS;
   }
 
   std::shared_ptr<Group> group_;
-  std::unordered_map<c10::Device, DeviceSide> sides_;  // those that were met so far
+  std::unordered_map<c10::Device, DeviceSide> sides_;  // devices used so far
   const c10::intrusive_ptr<bindings::Options> options_;
   const bool owner_;
   std::function<void()> ended_;
@@ -476,9 +480,9 @@ class Backend : public c10d::Backend {
       std::make_shared<std::atomic<c10d::ErrorType>>(c10d::ErrorType::SUCCESS);
   std::optional<Job> batch_;
   std::vector<Use> batch_uses_;  // what the calls of the batch read and write
-  size_t batch_size_ = 0;        // tells their memory apart
-  std::mutex landings_mutex_;
-  std::deque<std::shared_ptr<Landing>> landings_;  // of calls on devices, in the order of the calls
+  size_t batch_size_ = 0;        // numbers the calls in batch_uses_
+  std::mutex completions_mutex_;
+  std::deque<std::shared_ptr<DeviceCompletion>> completions_;  // of device calls, in call order
 };
 
 }  // namespace pycomm::bindings

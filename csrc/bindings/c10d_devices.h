@@ -1,13 +1,12 @@
-// Calls whose tensors lie on a device: the group of the ranks there, and the streams around a call,
-// as torch's own backends for devices promise them.
+// Calls on device tensors: the group for the device, and the streams around a call, with the
+// guarantees of torch's own device backends.
 //
 //   current   ... inputs are ready | event           wait(): event | what uses the results ...
 //   group's                         wait | the call |
-//   landing                                    wait | copies | event, futures
+//   completion                                 wait | copies | event, futures
 //
-// Nothing here waits for a device, and no header of CUDA is seen: torch knows its devices behind
-// c10::impl::VirtualGuardImpl, so that tests run all of it on devices that are emulated. Included
-// by c10d_work.h and c10d_backend.h only.
+// Nothing here blocks on a device or includes a CUDA header: torch accesses its devices through
+// c10::impl::VirtualGuardImpl, so tests run all of it on emulated devices.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -35,18 +34,19 @@ inline c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// What a call on a device uses, and the moment on a stream when it is through: whoever started it
-// may have dropped both. Any thread may call.
-class Landing {
+// The completion of a device call: keeps what the call uses, and its end as an event on a stream.
+// It may outlive the Work and its caller's tensors. Any thread may call.
+class DeviceCompletion {
  public:
-  // `stream`: what brings the results back runs there, behind the call.
-  explicit Landing(const c10::Stream& stream) : stream_(stream), over_(stream.device_type()) {}
-  Landing(const Landing&) = delete;
-  Landing& operator=(const Landing&) = delete;
+  // `stream`: where results are copied back, after the call.
+  explicit DeviceCompletion(const c10::Stream& stream)
+      : stream_(stream), over_(stream.device_type()) {}
+  DeviceCompletion(const DeviceCompletion&) = delete;
+  DeviceCompletion& operator=(const DeviceCompletion&) = delete;
 
   const c10::Stream& stream() const { return stream_; }
 
-  // Tensors of the call live until the device has passed it, or until join().
+  // Keeps the call's tensors alive until the device has completed it, or until join().
   void hold(const Job& job) {
     const std::lock_guard lock(mutex_);
     for (const auto* some : {&job.inputs, &job.outputs, &job.held})
@@ -59,36 +59,37 @@ class Landing {
     works_.push_back(std::move(work));
   }
 
-  // All that belongs to the call is on the stream.
-  void land() {
+  // Records the end, once all work of the call is on the stream.
+  void record() {
     const std::lock_guard lock(mutex_);
     over_.record(stream_);
-    landed_ = true;
+    recorded_ = true;
   }
-  // What is put on the thread's current stream from now on begins behind the call. After land().
+  // Work put on the thread's current stream from now on begins after the call. Call it after
+  // record().
   void join() {
-    std::vector<at::Tensor> passed_on;  // dropped without the lock, as Python may be asked
+    std::vector<at::Tensor> passed_on;  // destroyed unlocked: that may call Python
     const std::lock_guard lock(mutex_);
     over_.block(current_stream(stream_.device()));
     passed_on.swap(held_);
   }
-  // Of a graph that is captured no event may be asked: what it holds is for whoever launches it.
+  // Events of a captured graph cannot be queried: the program that launches the graph waits for it.
   bool captured() const {
     const std::lock_guard lock(mutex_);
     return captured_;
   }
-  // A call that was given up passes on its stream as well: that is told first.
+  // An aborted call passes its event too: check error() first.
   bool passed() const {
     const auto done = [](const auto& work) { return work->done(); };
     const std::lock_guard lock(mutex_);
     try {
       return captured_ ||
-             (landed_ && over_.query() && std::all_of(works_.begin(), works_.end(), done));
-    } catch (const c10::Error&) {  // whoever uses the device next hears of it
+             (recorded_ && over_.query() && std::all_of(works_.begin(), works_.end(), done));
+    } catch (const c10::Error&) {  // the next use of the device reports it
       return true;
     }
   }
-  // What became of the call after it was enqueued, or null.
+  // The error of the call since it was enqueued, or null.
   std::exception_ptr error() const {
     const std::lock_guard lock(mutex_);
     for (const auto& work : works_)
@@ -100,34 +101,35 @@ class Landing {
   mutable std::mutex mutex_;
   const c10::Stream stream_;
   c10::Event over_;
-  bool landed_ = false, captured_ = false;
+  bool recorded_ = false, captured_ = false;
   std::vector<std::shared_ptr<Work>> works_;
   std::vector<at::Tensor> held_;
 };
 
-// How tensors on devices travel, as pycomm.Group has it.
+// How device tensors are sent; see pycomm.Group.
 struct DeviceOptions {
   int lanes = 1;
   std::string between_hosts = "nccl";
 };
 
-// What a backend has on one device.
+// A backend's group and completion stream for one device.
 struct DeviceSide {
   std::shared_ptr<Group> group;
-  c10::Stream landing;
+  c10::Stream completion;
 };
 
-// Collective over `host`, whose ranks have a device each: the group of them. Python knows which
-// devices there are, and how.
-inline DeviceSide meet_on(const std::shared_ptr<Group>& host, c10::Device device,
-                          const DeviceOptions& options, std::chrono::milliseconds timeout) {
-  const auto landing = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+// Collective over `host`: the group for `device`. Python finds and opens the devices.
+inline DeviceSide make_device_side(const std::shared_ptr<Group>& host, c10::Device device,
+                                   const DeviceOptions& options,
+                                   std::chrono::milliseconds timeout) {
+  const auto completion =
+      c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
   return in_python([&]() -> DeviceSide {
     const py::object on_device = py::module_::import("pycomm.device_groups").attr("on_device");
     const py::capsule made = on_device(
         in_capsule(host), c10::DeviceTypeName(device.type(), true), int{device.index()},
         std::chrono::duration<double>(timeout).count(), options.lanes, options.between_hosts);
-    return {*made.get_pointer<std::shared_ptr<Group>>(), landing};
+    return {*made.get_pointer<std::shared_ptr<Group>>(), completion};
   });
 }
 

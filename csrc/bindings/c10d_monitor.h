@@ -1,7 +1,7 @@
-// monitored_barrier: a barrier in which rank 0 finds out who did not come.
+// monitored_barrier: a barrier in which rank 0 finds out which ranks are missing.
 //
-// Everybody reports to rank 0, which hears the reports in any order and answers when it has all. An
-// error leaves the group broken, as every late rank does. Included by c10d_backend.h only.
+// Every rank reports to rank 0, which receives the reports in any order and answers once it has
+// all. An error breaks the group, because the missing ranks are out of step.
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@ namespace pycomm::bindings {
 
 class MonitoredBarrier {
  public:
-  // `name_all`: all ranks that are late are named, else the first.
+  // `name_all`: the error names all missing ranks, otherwise the first.
   MonitoredBarrier(Group& group, std::chrono::milliseconds limit, bool name_all)
       : group_(group), limit_(limit), name_all_(name_all) {}
 
@@ -26,7 +26,7 @@ class MonitoredBarrier {
                         " timed out in monitoredBarrier after " + std::to_string(limit_.count()) +
                         " ms",
                     fields());
-    group_.rank() == 0 ? hear_all() : report();
+    group_.rank() == 0 ? receive_all() : report();
   }
 
  private:
@@ -67,27 +67,27 @@ class MonitoredBarrier {
     }
   }
 
-  void hear_all() {
-    std::vector<bool> came(static_cast<size_t>(group_.size()));
-    came[0] = true;
+  void receive_all() {
+    std::vector<bool> arrived(static_cast<size_t>(group_.size()));
+    arrived[0] = true;
     for (int i = 1; i < group_.size(); ++i) {
       int source = kAnySource;
       try {
         transfer(Operation::recv, kAnySource, &source);
       } catch (const Error& error) {
         if (error.kind() != ErrorKind::timeout) throw;
-        blame(came, error);
+        throw_late(arrived, error);
       }
-      came[static_cast<size_t>(source)] = true;
+      arrived[static_cast<size_t>(source)] = true;
     }
     for (int peer = 1; peer < group_.size(); ++peer) transfer(Operation::send, peer);
   }
 
-  [[noreturn]] void blame(const std::vector<bool>& came, const Error& error) const {
+  [[noreturn]] void throw_late(const std::vector<bool>& arrived, const Error& error) const {
     std::string late;
     int first = -1;
     for (int rank = 0; rank < group_.size(); ++rank) {
-      if (came[static_cast<size_t>(rank)] || (first >= 0 && !name_all_)) continue;
+      if (arrived[static_cast<size_t>(rank)] || (first >= 0 && !name_all_)) continue;
       if (first < 0) first = rank;
       late += (late.empty() ? "" : ", ") + std::to_string(rank);
     }

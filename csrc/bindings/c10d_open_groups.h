@@ -1,6 +1,4 @@
-// The groups of this process that backends own, until the interpreter ends.
-//
-// Included by c10d_backend.h only.
+// The groups of this process that backends own. They are closed when the interpreter ends.
 #pragma once
 
 #include <Python.h>
@@ -18,7 +16,7 @@ namespace pycomm::bindings {
 
 inline std::atomic<unsigned> fork_count{0};
 
-// Frees the GIL, if this thread has it: goodbyes may wait, and the worker may need the GIL.
+// Releases the GIL if this thread holds it: a goodbye may wait, and the worker may need the GIL.
 template <typename Body>
 void without_gil(const Body& body) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return body();
@@ -26,7 +24,7 @@ void without_gil(const Body& body) {
   body();
 }
 
-// The groups that backends own, for the end of the interpreter.
+// The groups that backends own, closed when the interpreter ends.
 class OpenGroups {
  public:
   void add(const std::shared_ptr<Group>& group) {
@@ -34,7 +32,7 @@ class OpenGroups {
     std::erase_if(groups_, [](const auto& old) { return old.expired(); });
     groups_.push_back(group);
   }
-  // The last ones first: groups on devices stand on those of their hosts.
+  // In reverse order: device groups use the host groups made before them.
   void close_all() {
     const std::lock_guard lock(mutex_);
     for (auto weak = groups_.rbegin(); weak != groups_.rend(); ++weak)

@@ -1,9 +1,8 @@
-// Whether calls that are made as one share memory: a call of a list must not read what another call
-// of the same list has written.
+// Whether calls that are made as one overlap in memory: a call of a list must not read what another
+// call of the list has written.
 //
-// Exact: two columns of a matrix lie within one another and share nothing. Costs n log n for n
-// tensors, and for those of them that interleave, the same for their contiguous runs. Included by
-// c10d_verbs.h and c10d_backend.h only.
+// Exact: two columns of a matrix interleave but share nothing. Costs n log n for n tensors and, for
+// tensors that interleave, the same for their contiguous runs.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,7 +16,7 @@
 
 namespace pycomm::bindings {
 
-// A tensor that a call reads or writes. `call` tells the calls of a list apart.
+// A tensor that a call reads or writes. `call` numbers the calls of a list.
 struct Use {
   at::Tensor tensor;
   size_t call;
@@ -42,7 +41,7 @@ class SharedMemory {
     size_t use, call;
     bool written;
   };
-  // The furthest end so far, and the furthest of another call.
+  // The largest end so far, and the largest of another call.
   struct Reach {
     const char* end = nullptr;
     const char* other_end = nullptr;
@@ -75,7 +74,7 @@ class SharedMemory {
         {begin, begin + (last + 1) * use.tensor.element_size(), index, use.call, use.written});
   }
 
-  // The contiguous pieces of a tensor; its bounds, if it is one.
+  // The contiguous runs of a tensor; its bounds if it is contiguous.
   static void add_runs(std::vector<Run>& runs, const Use& use, Run bound) {
     using Dim = std::pair<int64_t, int64_t>;  // stride, size
     c10::SmallVector<Dim, 5> dims;
@@ -83,7 +82,7 @@ class SharedMemory {
       if (use.tensor.size(d) > 1 && use.tensor.stride(d) > 0)
         dims.emplace_back(use.tensor.stride(d), use.tensor.size(d));
     std::sort(dims.begin(), dims.end());
-    int64_t width = 1;  // elements of a run
+    int64_t width = 1;  // elements per run
     const Dim* outer = dims.begin();
     for (; outer != dims.end() && outer->first == width; ++outer) width *= outer->second;
     const int64_t bytes = use.tensor.element_size();

@@ -1,5 +1,4 @@
-// What the backend asks of pycomm's Python: which hands a group over in a capsule, as _core does.
-// Called by c10d_devices.h and c10d_backend.h.
+// Calls of the backend into pycomm's Python, which passes a group in a capsule, as _core does.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -17,7 +16,7 @@ namespace pycomm::bindings {
 
 namespace py = pybind11;
 
-// Calls `body` with the GIL. Python's exceptions leave as torch's, see as_python().
+// Calls `body` with the GIL. Python exceptions leave as torch's, see as_python().
 template <typename Body>
 auto in_python(const Body& body) {
   const py::gil_scoped_acquire gil;
@@ -31,7 +30,7 @@ auto in_python(const Body& body) {
   }
 }
 
-// As _core.Group._capsule() gives it.
+// A capsule like that of _core.Group._capsule().
 inline py::capsule in_capsule(const std::shared_ptr<Group>& group) {
   const auto drop = [](PyObject* capsule) {
     delete static_cast<std::shared_ptr<Group>*>(PyCapsule_GetPointer(capsule, "pycomm.Group"));
@@ -39,7 +38,8 @@ inline py::capsule in_capsule(const std::shared_ptr<Group>& group) {
   return py::capsule(new std::shared_ptr<Group>(group), "pycomm.Group", drop);
 }
 
-// Lets a part end where the default group does; gives what forgets it.
+// Registers a subgroup, so that it ends with the default group. Returns a function that unregisters
+// it.
 inline std::function<void()> attach(const std::shared_ptr<Group>& part,
                                     std::chrono::milliseconds timeout) {
   return in_python([&] {
@@ -49,8 +49,8 @@ inline std::function<void()> attach(const std::shared_ptr<Group>& part,
   });
 }
 
-// The backend, a pointer of the type `Made`, of a new group of the ranks that meet in `store`.
-// Collective over them.
+// The backend, a pointer of type `Made`, of a new group of the ranks that use `store`. Collective
+// over them.
 template <typename Made>
 Made merged(const c10::intrusive_ptr<c10d::Store>& store,
             const c10::intrusive_ptr<c10d::Backend::Options>& options, int rank, int size) {

@@ -1,12 +1,10 @@
-// The sum of sparse tensors over all ranks: everybody's elements, gathered and then added up.
+// The sum of sparse tensors over all ranks: gathers the elements of every rank, then adds them.
 //
-//   how many elements each rank has      all_gather of one row of numbers
-//   where they lie, and what they are    two all_gathers, as long as each rank's own part
-//   the sum                              the same elements in the same order on every rank: same
-//   bits
+//   element counts and shapes   all_gather of one row of numbers
+//   indices and values          two all_gathers, with each rank's number of elements
+//   the sum                     the same elements in the same order on every rank: same bits
 //
-// Costs what the elements of all ranks cost, so it pays for tensors that are sparse indeed.
-// Included by c10d_backend.h only.
+// Transmits the elements of all ranks, so it pays only if tensors are very sparse.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -24,15 +22,15 @@ namespace pycomm::bindings {
 
 class SparseSum {
  public:
-  // The row that ranks exchange first: elements, dimensions that are indexed, all dimensions,
+  // The row that ranks exchange first: number of elements, indexed dimensions, all dimensions,
   // sizes.
   static constexpr int64_t kRow = 32;
 
-  SparseSum(const Job& job, RankSlot seat, const at::Tensor& tensor)
-      : seat_(seat), target_(tensor), own_(tensor.coalesce()) {
-    if (tensor.dim() + 3 > kRow) job.lacks("sparse tensors of at most 29 dimensions");
-    rows_ = at::zeros({seat.size, kRow}, at::kLong);
-    at::Tensor row = rows_[seat.rank];
+  SparseSum(const Job& job, RankSlot slot, const at::Tensor& tensor)
+      : slot_(slot), target_(tensor), own_(tensor.coalesce()) {
+    if (tensor.dim() + 3 > kRow) job.throw_unsupported("sparse tensors of at most 29 dimensions");
+    rows_ = at::zeros({slot.size, kRow}, at::kLong);
+    at::Tensor row = rows_[slot.rank];
     row[0] = own_._nnz();
     row[1] = own_.sparse_dim();
     row[2] = own_.dim();
@@ -40,13 +38,13 @@ class SparseSum {
   }
 
   Call exchange_rows() const {
-    Call call = moving(Operation::all_gather, rows_[seat_.rank]);
-    call.input = bytes_at(rows_[seat_.rank]);
+    Call call = moving(Operation::all_gather, rows_[slot_.rank]);
+    call.input = bytes_at(rows_[slot_.rank]);
     call.output = bytes_at(rows_);
     return call;
   }
 
-  // The rest, when the rows are there.
+  // The remaining steps, once the rows are exchanged.
   void finish(Group& group, std::chrono::nanoseconds timeout) {
     BelowAutograd guard;
     check_shapes();
@@ -74,24 +72,24 @@ class SparseSum {
     return width;
   }
 
-  // All ranks see the same rows, so all of them refuse.
+  // All ranks have the same rows, so all of them throw.
   void check_shapes() const {
-    for (int rank = 0; rank < seat_.size; ++rank)
-      if (!rows_[rank].narrow(0, 1, kRow - 1).equal(rows_[seat_.rank].narrow(0, 1, kRow - 1)))
+    for (int rank = 0; rank < slot_.size; ++rank)
+      if (!rows_[rank].narrow(0, 1, kRow - 1).equal(rows_[slot_.rank].narrow(0, 1, kRow - 1)))
         throw Mismatch("pycomm all_reduce: the sparse tensor of rank " + std::to_string(rank) +
-                           " has another shape than that of rank " + std::to_string(seat_.rank) +
+                           " has another shape than that of rank " + std::to_string(slot_.rank) +
                            "; no tensor was changed",
-                       {.op = "all_reduce", .rank = seat_.rank, .peer = rank});
+                       {.op = "all_reduce", .rank = slot_.rank, .peer = rank});
   }
 
-  // By rank: its part of `mine`, of which each element of the sparse tensor has `width` numbers.
+  // By rank: its `mine`, which has `width` numbers for each element of the sparse tensor.
   Tensors gather(Group& group, std::chrono::nanoseconds timeout, const at::Tensor& mine,
                  int64_t width) const {
     const Element element = moved_as(mine);
     Call call{.operation = Operation::all_gather, .dtype = element.dtype, .timeout = timeout};
     std::vector<int64_t> sizes;
     int64_t all = 0;
-    for (int rank = 0; rank < seat_.size; ++rank) {
+    for (int rank = 0; rank < slot_.size; ++rank) {
       sizes.push_back(rows_[rank][0].item<int64_t>() * width);
       call.counts.push_back(static_cast<size_t>(sizes.back()) * element.parts);
       all += sizes.back();
@@ -103,11 +101,11 @@ class SparseSum {
     return flat.split_with_sizes(sizes);
   }
 
-  RankSlot seat_;
+  RankSlot slot_;
   at::Tensor target_, own_, rows_;
 };
 
-inline Job all_reduce_sparse(RankSlot seat, const Tensors& tensors,
+inline Job all_reduce_sparse(RankSlot slot, const Tensors& tensors,
                              const c10d::AllreduceOptions& opts) {
   Job job{.type = c10d::OpType::_ALLREDUCE_SPARSE,
           .title = "pycomm:all_reduce",
@@ -115,10 +113,12 @@ inline Job all_reduce_sparse(RankSlot seat, const Tensors& tensors,
           .outputs = tensors};
   const at::Tensor& tensor = only(job, tensors);
   if (!tensor.device().is_cpu() || tensor.layout() != at::kSparse)
-    job.lacks("sparse tensors have to lie in host memory, in the layout torch.sparse_coo");
-  if (opts.reduceOp != c10d::ReduceOp::SUM) job.lacks("sparse tensors can be summed only");
+    job.throw_unsupported(
+        "sparse tensors must be in host memory, with the layout torch.sparse_coo");
+  if (opts.reduceOp != c10d::ReduceOp::SUM)
+    job.throw_unsupported("sparse tensors can be summed only");
   BelowAutograd guard;
-  const auto sum = std::make_shared<SparseSum>(job, seat, tensor);
+  const auto sum = std::make_shared<SparseSum>(job, slot, tensor);
   job.calls.push_back(sum->exchange_rows());
   job.after = [sum](Group& group, std::chrono::nanoseconds timeout) {
     sum->finish(group, timeout);

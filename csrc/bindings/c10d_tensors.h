@@ -1,7 +1,7 @@
-// What the engine may do with a torch tensor: its dtype, its memory, and the copies around a call.
+// Torch tensors as arrays of the engine: dtype, memory and the copies around a call.
 //
-// Knows no verb (c10d_verbs.h) and no group. Everything here happens before a byte moves, so every
-// error is the caller's and leaves the group usable. Included by c10d_*.h only.
+// Everything here runs before any data is sent, so every error is a usage error and leaves the
+// group usable.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -22,35 +22,34 @@
 
 namespace pycomm::bindings {
 
-// One verb of torch's, ready for the engine: calls in order, then what depends on their results,
-// then copies. Tensors in `held` are memory that the calls use and nobody else owns.
+// One torch verb, ready for the engine: calls in order, then what depends on their results, then
+// copies. `held` keeps memory alive that only the calls use.
 struct Job {
   c10d::OpType type;
-  const char* title;  // the profiler's: "pycomm:" and the verb
+  const char* title;  // for the profiler: "pycomm:" and the verb
   std::vector<at::Tensor> inputs{};
   std::vector<at::Tensor> outputs{};  // the value of the future
   c10::SmallVector<Call, 1> calls{};
   std::vector<at::Tensor> held{};
-  // More calls, made when the job's only call is over; the limit is that call's.
+  // Further calls, made when the job's only call is complete; `timeout` is that call's.
   std::function<void(Group&, std::chrono::nanoseconds)> after{};
   std::vector<std::pair<at::Tensor, at::Tensor>> copies{};  // to, from
-  std::shared_ptr<int> source{};                            // recv from any: from whom
-  std::optional<c10::Device> device{};                      // where its tensors lie, if any do
-  // Its calls share memory that one of them writes: none writes into the caller's tensors, which
-  // get the results in order when all calls are over.
+  std::shared_ptr<int> source{};                            // recv from any source: the source
+  std::optional<c10::Device> device{};                      // of its tensors, if it has any
+  // Calls of the job overlap in memory that one of them writes. So none writes into the caller's
+  // tensors, which get the results in order when all calls are complete.
   bool staged = false;
 
   std::string verb() const { return std::string(title).substr(sizeof("pycomm:") - 1); }
-  [[noreturn]] void refuse(const std::string& why) const {
+  [[noreturn]] void throw_invalid(const std::string& why) const {
     throw InvalidArgument("pycomm " + verb() + ": " + why, {.op = verb()});
   }
-  [[noreturn]] void lacks(const std::string& what) const {
+  [[noreturn]] void throw_unsupported(const std::string& what) const {
     throw Unsupported("pycomm " + verb() + ": " + what, {.op = verb()});
   }
 };
 
-// Tensor work here is none of autograd's business, and the engine's worker has no torch state of
-// its own.
+// Disables autograd for tensor operations here; the worker has no torch state.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
 // An element of a tensor is `parts` elements of the engine.
@@ -77,8 +76,8 @@ inline constexpr std::array<DtypePair, 3> kComplexParts{{
     {at::kComplexFloat, Dtype::float32},
     {at::kComplexDouble, Dtype::float64},
 }};
-// Sums, products and bit operations give the same bits signed and unsigned; orders and means do
-// not.
+// Sums, products and bit operations have the same bits for signed and unsigned integers;
+// comparisons and means do not.
 inline constexpr std::array<DtypePair, 3> kSigned{{
     {at::kUInt16, Dtype::int16},
     {at::kUInt32, Dtype::int32},
@@ -92,7 +91,7 @@ std::optional<Dtype> find(const std::array<DtypePair, kSize>& pairs, at::ScalarT
   return std::nullopt;
 }
 
-// For verbs that move elements and do not look at them: any dtype at all, if need be as bytes.
+// For verbs that only move elements: any dtype, as bytes if necessary.
 inline Element moved_as(const at::Tensor& tensor) {
   if (const auto same = find(kSame, tensor.scalar_type())) return {*same, 1};
   if (const auto part = find(kComplexParts, tensor.scalar_type())) return {*part, 2};
@@ -104,16 +103,17 @@ inline Element reduced_as(const Job& job, const at::Tensor& tensor, const c10d::
   if (const auto same = find(kSame, type)) return {*same, 1};
   const auto part = find(kComplexParts, type);
   if (part && c10d::isComplexViewAsRealAllowed(op)) return {*part, 2};
-  if (part) job.lacks("complex tensors can be summed and averaged only; use torch.view_as_real");
+  if (part)
+    job.throw_unsupported("complex tensors support sum and avg only; use torch.view_as_real");
   const bool by_bits = op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::PRODUCT ||
                        op == c10d::ReduceOp::BAND || op == c10d::ReduceOp::BOR ||
                        op == c10d::ReduceOp::BXOR;
   if (const auto same = find(kSigned, type); same && by_bits) return {*same, 1};
-  job.lacks(std::string("no such reduction of ") + c10::toString(type) +
-            "; convert the tensor to a dtype of the table in the docs");
+  job.throw_unsupported(std::string("unsupported reduction of ") + c10::toString(type) +
+                        "; convert the tensor to a dtype of the table in the docs");
 }
 
-// PREMUL_SUM is a sum of tensors that were scaled before.
+// PREMUL_SUM is a sum of scaled tensors.
 inline ReduceOp engine_op(const Job& job, const c10d::ReduceOp& op) {
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
@@ -136,29 +136,29 @@ inline ReduceOp engine_op(const Job& job, const c10d::ReduceOp& op) {
     case c10d::ReduceOp::UNUSED:
       break;
   }
-  job.lacks("unknown reduction");
+  job.throw_unsupported("unknown reduction");
 }
 
-// All tensors of a job lie on one device; whether the ranks can meet there is found out later.
+// All tensors of a job must be on one device. Whether the ranks can use it is checked later.
 inline void check_place(Job& job, const at::Tensor& tensor) {
-  if (!tensor.defined()) job.refuse("got an undefined tensor");
+  if (!tensor.defined()) job.throw_invalid("got an undefined tensor");
   if (!job.device) job.device = tensor.device();
   if (*job.device != tensor.device())
-    job.refuse("tensors on " + job.device->str() + " and " + tensor.device().str() +
-               " in one call");
+    job.throw_invalid("tensors on " + job.device->str() + " and " + tensor.device().str() +
+                      " in one call");
   if (tensor.layout() != at::kStrided || tensor.is_quantized())
-    job.lacks("takes dense tensors; call to_dense() or dequantize() first");
+    job.throw_unsupported("requires dense tensors; call to_dense() or dequantize() first");
 }
 
-// No two elements share memory. Says so for every slice, transpose and view of a dense tensor, and
-// refuses as_strided layouts that interlock without sharing.
+// Whether no two elements share memory. True for every slice, transpose and view of a dense tensor;
+// false for as_strided layouts that interleave without sharing.
 inline bool is_free_of_overlap(const at::Tensor& tensor) {
   if (tensor.numel() < 2 || tensor.is_contiguous()) return true;
   c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;  // stride, size
   for (int64_t d = 0; d < tensor.dim(); ++d)
     if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
   std::sort(dims.begin(), dims.end());
-  int64_t reach = 0;  // the furthest offset that the dimensions so far lead to
+  int64_t reach = 0;  // the largest offset of the dimensions so far
   for (const auto& [stride, size] : dims) {
     if (stride <= reach) return false;
     reach += stride * (size - 1);
@@ -166,12 +166,12 @@ inline bool is_free_of_overlap(const at::Tensor& tensor) {
   return true;
 }
 
-// The values lie in memory as they are, in row-major order.
+// Whether the values are stored as they are, in row-major order.
 inline bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// `tensor` itself or a plain copy of it, which the job holds.
+// `tensor` itself, or a contiguous copy that the job holds.
 inline at::Tensor readable(Job& job, const at::Tensor& tensor) {
   check_place(job, tensor);
   if (is_plain(tensor)) return tensor;
@@ -182,12 +182,12 @@ inline at::Tensor readable(Job& job, const at::Tensor& tensor) {
 
 enum class Values : uint8_t { unused, kept };
 
-// ContiguousArray memory that becomes `tensor`: itself, or a stand-in (with its values, if they
-// matter) that is copied back when the calls are over.
+// Contiguous memory for an output: `tensor` itself, or a temporary (initialized with its values if
+// they matter) that is copied back when the calls are complete.
 inline at::Tensor writable(Job& job, const at::Tensor& tensor, Values values) {
   check_place(job, tensor);
   if (!is_free_of_overlap(tensor))
-    job.refuse("elements of the output share memory (an expanded tensor?); pass a clone()");
+    job.throw_invalid("elements of the output share memory (an expanded tensor?); pass a clone()");
   if (is_plain(tensor) && !job.staged) return tensor;
   BelowAutograd guard;
   at::Tensor stand_in = at::empty(tensor.sizes(), tensor.options());
@@ -207,7 +207,7 @@ inline MemoryRange memory_of(const at::Tensor& plain) {
 }
 inline bool share(MemoryRange a, MemoryRange b) { return a.begin < b.end && b.begin < a.end; }
 
-// Tensors that follow one another in memory, as the pieces of one array do.
+// Whether tensors are adjacent in memory, like the blocks of one array.
 inline bool are_pieces_of_one(const std::vector<at::Tensor>& tensors) {
   const char* next = bytes_at(tensors.front());
   for (const auto& tensor : tensors) {

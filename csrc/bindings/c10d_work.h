@@ -1,8 +1,8 @@
-// The handle of a call made through torch, and the errors that it raises in Python.
+// The handle of a torch call, and its errors in Python.
 //
-// A Job's calls end on the engine's worker (or on the caller's thread); the last one to end copies
-// the results back, finishes the Work and its future, if anybody asked for one. On a device a call
-// ends here when it is enqueued, and c10d_devices.h has the rest. Included by c10d_backend.h only.
+// The calls of a Job complete on the group's worker or on the caller's thread. The last one copies
+// the results back and completes the Work and its future, if there is one. A device call completes
+// here when it is enqueued; c10d_devices.h handles the rest.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -25,9 +25,9 @@ namespace pycomm::bindings {
 
 using std::chrono::milliseconds;
 
-// The Python exception for an error of ours, made by the translator of the module that made the
-// group. torch's python_error, unlike a type that torch does not know, keeps its class through
-// autograd's threads, and can be raised more than once.
+// The Python exception for an error of pycomm, made by the translator of the module that made the
+// group. torch's python_error keeps its class through autograd's threads and can be raised more
+// than once, unlike types that torch does not know.
 inline python_error as_python(const std::exception_ptr& ours) {
   py::gil_scoped_acquire gil;
   try {
@@ -40,7 +40,7 @@ inline python_error as_python(const std::exception_ptr& ours) {
   return result;
 }
 
-// Runs `body`; an error of ours leaves as a Python exception.
+// Runs `body` and converts pycomm's errors to Python exceptions.
 template <typename Body>
 auto with_python_errors(const Body& body) {
   try {
@@ -50,7 +50,7 @@ auto with_python_errors(const Body& body) {
   }
 }
 
-// Ctrl-C must end a wait; only the main thread hears it, and only with the interpreter's lock.
+// Ctrl-C must end a wait. Only the main thread receives it, and only with the GIL.
 inline void raise_pending_signal() {
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return;
@@ -61,24 +61,25 @@ inline void raise_pending_signal() {
 
 class EngineWork : public c10d::Work {
  public:
-  // `landing`: of a job on a device, else null.
-  EngineWork(int rank, uint64_t sequence, Job job, std::shared_ptr<Landing> landing)
+  // `completion`: for a job on a device, otherwise null.
+  EngineWork(int rank, uint64_t sequence, Job job, std::shared_ptr<DeviceCompletion> completion)
       : c10d::Work(rank, job.type, job.title, job.inputs),
         sequence_(sequence),
         job_(std::move(job)),
-        landing_(std::move(landing)),
+        completion_(std::move(completion)),
         left_(job_.calls.size()) {
-    if (landing_) {  // its events are recorded as the job ends, so it cannot be made later
-      landing_->hold(job_);
-      future_ = c10::make_intrusive<c10::ivalue::Future>(
-          c10::ListType::create(c10::TensorType::get()), std::vector{landing_->stream().device()});
+    if (completion_) {  // made now: its events are recorded when the job ends
+      completion_->hold(job_);
+      future_ =
+          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                   std::vector{completion_->stream().device()});
     }
-    if (job_.calls.empty()) land(1, nullptr);
+    if (job_.calls.empty()) complete_calls(1, nullptr);
   }
 
   const Job& job() const { return job_; }
 
-  // Makes the calls that depend on the first one's result; gives their error.
+  // Makes the calls that depend on the first one's result. Returns their error.
   std::exception_ptr follow(Group& group) noexcept {
     try {
       if (job_.after) job_.after(group, job_.calls.front().timeout);
@@ -88,15 +89,15 @@ class EngineWork : public c10d::Work {
     return nullptr;
   }
 
-  // `count` of the calls are over. The first error wins; the last call finishes the work.
-  void land(size_t count, const std::exception_ptr& error) noexcept {
+  // Marks `count` calls as complete. The first error is kept; the last call completes the work.
+  void complete_calls(size_t count, const std::exception_ptr& error) noexcept {
     if (error && !failed_.exchange(true)) error_ = error;
     if (left_.fetch_sub(count) > count) return;
     try {
       c10::OptionalStreamGuard on;
-      if (landing_) on.reset_stream(landing_->stream());
+      if (completion_) on.reset_stream(completion_->stream());
       if (!failed_) copy_back(job_);
-      if (landing_) landing_->land();
+      if (completion_) completion_->record();
     } catch (...) {
       error_ = std::current_exception();
     }
@@ -114,10 +115,10 @@ class EngineWork : public c10d::Work {
       if (!to.is_same(from)) to.copy_(from.view(to.sizes()));
   }
 
-  // On a device: whether it has passed the call.
+  // On a device: whether it has completed the call.
   bool isCompleted() override {
     if (!c10d::Work::isCompleted()) return false;
-    return !landing_ || !isSuccess() || landing_->passed();
+    return !completion_ || !isSuccess() || completion_->passed();
   }
   bool isSuccess() const override { return c10d::Work::isSuccess() && !late_error(); }
   std::exception_ptr exception() const override {
@@ -129,12 +130,12 @@ class EngineWork : public c10d::Work {
     return error ? std::make_exception_ptr(as_python(error)) : nullptr;
   }
 
-  // On a device these order the current stream behind the call. No thread waits for the device, but
+  // On a device these make the current stream wait for the call. A thread waits for the device only
   // in a wait() with a limit.
   void synchronize() override { wait(kNoTimeout); }
   void blockCurrentStream() override { wait(kNoTimeout); }
 
-  // 0 waits for as long as the call may take. A wait that times out leaves the call running.
+  // A limit of 0 waits as long as the call may take. A wait that times out leaves the call running.
   bool wait(milliseconds limit) override {
     const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < kSpins && !over_.load(std::memory_order_acquire); ++i)
@@ -154,7 +155,7 @@ class EngineWork : public c10d::Work {
     }
     if (exception_) throw as_python(exception_);
     lock.unlock();
-    if (landing_) join(limit, start);
+    if (completion_) join(limit, start);
     return true;
   }
 
@@ -177,18 +178,18 @@ class EngineWork : public c10d::Work {
   }
 
  private:
-  static constexpr int kSpins = 20;  // about 10 us of yields: most small calls end within it
+  static constexpr int kSpins = 20;  // about 10 us of yields, enough for most small calls
   static constexpr milliseconds kSlice{100};
-  static constexpr milliseconds kAsk{1};  // devices tell nobody, so who waits for one asks
+  static constexpr milliseconds kPollInterval{1};  // poll interval: devices send no notification
 
-  std::exception_ptr late_error() const { return landing_ ? landing_->error() : nullptr; }
+  std::exception_ptr late_error() const { return completion_ ? completion_->error() : nullptr; }
 
   void join(milliseconds limit, std::chrono::steady_clock::time_point start) {
     do {
       if (const auto error = late_error()) throw as_python(error);
-      landing_->join();
-      if (limit <= kNoTimeout || landing_->passed()) return;
-      std::this_thread::sleep_for(kAsk);
+      completion_->join();
+      if (limit <= kNoTimeout || completion_->passed()) return;
+      std::this_thread::sleep_for(kPollInterval);
       raise_pending_signal();
     } while (std::chrono::steady_clock::now() - start < limit);
     throw as_python(std::make_exception_ptr(timed_out(limit)));
@@ -199,11 +200,12 @@ class EngineWork : public c10d::Work {
         .op = job_.verb(), .sequence = static_cast<int64_t>(sequence_), .rank = rank_};
     fields.elapsed_s = std::chrono::duration<double>(limit).count();
     return Timeout("pycomm " + fields.op + ": wait() reached its timeout of " +
-                       std::to_string(limit.count()) + " ms; the call itself goes on",
+                       std::to_string(limit.count()) + " ms; the call itself continues",
                    fields);
   }
 
-  // Gives the future its value once there are both: whoever makes the second of them comes here.
+  // Completes the future once both the future and the result exist. The thread that adds the second
+  // one calls this.
   void settle() {
     {
       std::lock_guard lock(mutex_);
@@ -214,17 +216,17 @@ class EngineWork : public c10d::Work {
       return;
     }
     try {
-      c10::OptionalStreamGuard on;  // what follows the future follows what this stream holds now
-      if (landing_) on.reset_stream(landing_->stream());
+      c10::OptionalStreamGuard on;  // callbacks of the future wait for this stream
+      if (completion_) on.reset_stream(completion_->stream());
       future_->markCompleted(c10::IValue(job_.outputs));
-    } catch (...) {  // of a device that no longer answers
+    } catch (...) {  // the device failed
       future_->setErrorIfNeeded(std::current_exception());
     }
   }
 
   const uint64_t sequence_;
   Job job_;
-  const std::shared_ptr<Landing> landing_;
+  const std::shared_ptr<DeviceCompletion> completion_;
   std::atomic<size_t> left_;
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;

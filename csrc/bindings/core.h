@@ -1,6 +1,6 @@
-// What the files of the module _core share: the handle that Python holds, and their entry points.
+// Shared by the files of the module _core: Python's handle of a group, and the binding functions.
 //
-// Not an interface for other modules: those take the capsule and include group/group.h alone.
+// Other modules must not include it: they use the capsule and group/group.h only.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,8 +19,8 @@ namespace pycomm::bindings {
 
 namespace py = pybind11;
 
-// While it lives the GIL is free and the thread may block. A signal handler that raises meanwhile
-// leaves its exception in the thread state, where throw_pending() finds it.
+// Releases the GIL during its lifetime; the thread may block. If a signal handler raises meanwhile,
+// the exception stays in the thread state for throw_pending().
 class Blocking {
  public:
   Blocking() = default;
@@ -29,27 +29,26 @@ class Blocking {
   py::gil_scoped_release release_;
 };
 
-// Throws what a signal handler raised while the GIL was free. Needs the GIL.
+// Throws what a signal handler raised while the GIL was released. Requires the GIL.
 inline void throw_pending() {
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
 }
 
-// Asked by the engine while a call waits: has a signal handler raised? Any thread, with or without
-// the GIL; only Python's main thread runs handlers, so the others always hear no.
+// Polled by the engine while a call waits: whether a signal handler raised. Any thread, with or
+// without the GIL. Only Python's main thread runs handlers, so others always get false.
 bool interrupted();
 
-// The seconds that Python gives as the nanoseconds that the core takes. Throws InvalidArgument for
-// negative numbers and NaN.
+// Converts Python's seconds to nanoseconds. Throws InvalidArgument for negative numbers and NaN.
 std::chrono::nanoseconds nanoseconds(double seconds);
 
-// Memory of the heap that the ranks of this host map, as Python's arrays are made on it.
+// Memory of the heap that the ranks of this host share, as a buffer for Python arrays.
 struct SharedMemory {
   std::shared_ptr<std::byte> memory;
   size_t bytes;
 };
 
-// Python's hold on a group. It keeps what asynchronous calls read and write alive until they are
-// over, and refuses every call in a forked child, where the group's sockets are the parent's.
+// Python's handle of a group. It keeps the arrays of asynchronous calls alive until they complete,
+// and rejects every call in a forked child, where the parent owns the group's sockets.
 class Handle {
  public:
   explicit Handle(std::shared_ptr<Group> group);
@@ -60,7 +59,7 @@ class Handle {
   Group& group() const;
   const std::shared_ptr<Group>& shared() const { return group_; }
   bool in_child() const { return forks() != born_; }
-  // Keeps `arrays` until `work` is over.
+  // Keeps `arrays` alive until `work` is complete.
   void keep(std::shared_ptr<Work> work, py::object arrays);
 
  private:
@@ -69,7 +68,7 @@ class Handle {
     py::object arrays;
   };
   std::shared_ptr<Group> group_;
-  std::deque<Kept> kept_;  // in the order of the calls, which is the order in which they end
+  std::deque<Kept> kept_;  // in call order, which is also the order of completion
   unsigned born_;
 };
 
@@ -80,7 +79,7 @@ std::string list(const std::array<std::string_view, kSize>& names) {
   return text;
 }
 
-// Which entry of its table a name is. Throws InvalidArgument with the names that there are.
+// The index of a name in its table. Throws InvalidArgument listing the valid names.
 template <typename Enum, size_t kSize>
 Enum find(const std::array<std::string_view, kSize>& names, std::string_view name,
           std::string_view what) {

@@ -1,5 +1,5 @@
-// See core_arrays.h. Tensors are seen through DLPack's table of C functions (DLPack 1.3,
-// "dlpack_exchange_api"), NumPy arrays through the buffer protocol.
+// See core_arrays.h. Reads tensors through DLPack's table of C functions (DLPack 1.3,
+// "dlpack_exchange_api") and NumPy arrays through the buffer protocol.
 #include "bindings/core_arrays.h"
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace pycomm::bindings {
 namespace py = pybind11;
 namespace {
 
-// As far as DLPack's structures are used here; their layout is fixed for major version 1.
+// The parts of DLPack's structures that are used here; their layout is fixed for major version 1.
 struct DlTensor {
   void* data;
   struct {
@@ -54,7 +54,7 @@ std::optional<Dtype> dtype_of(uint8_t code, uint8_t bits) {
       return bits == 16 ? std::optional(Dtype::bfloat16) : std::nullopt;
     case kDlBool:
       return bits == 8 ? std::optional(Dtype::boolean) : std::nullopt;
-    default:  // what other codes mean is not for us to know
+    default:  // other codes are unsupported
       return std::nullopt;
   }
 }
@@ -69,8 +69,8 @@ bool is_row_major(const DlTensor& tensor) {
   return true;
 }
 
-// DLPack's table of torch.Tensor if `type` is that very type or torch.nn.Parameter: subclasses may
-// hold their elements elsewhere. Types are asked once; torch's live for ever.
+// DLPack's table of torch.Tensor if `type` is exactly that type or torch.nn.Parameter: subclasses
+// may store their elements elsewhere. Each type is checked once; torch's types live permanently.
 const DlApi* api_of(PyTypeObject* type) {
   static PyTypeObject* known[2] = {};
   static const DlApi* api = nullptr;
@@ -95,7 +95,7 @@ const DlApi* api_of(PyTypeObject* type) {
   return type == known[0] || type == known[1] ? api : nullptr;
 }
 
-// Whether the tensor's bits are those of its elements: the negative bit of lazy views is not set.
+// Whether the tensor's memory holds its values: false for lazy views with the negative bit.
 bool is_literal(PyObject* x) {
   static PyObject* name = PyUnicode_InternFromString("is_neg");
   PyObject* answer = PyObject_CallMethodNoArgs(x, name);

@@ -1,6 +1,6 @@
-// Arrays that need no view of Python's: contiguous, writable, in host memory or on a GPU, of a
-// dtype that travels. Seen in a tenth of the time that pycomm.arrays takes; whatever is not so
-// simple is left to it, and so are all explanations.
+// Fast access to simple arrays: contiguous, writable, in host memory or on a GPU, with a supported
+// dtype. It takes a tenth of the time of pycomm.arrays, which handles all other arrays and reports
+// the errors.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,13 +14,13 @@
 
 namespace pycomm::bindings {
 
-// The elements of an array. It holds NumPy's arrays in place while it lives; whoever passes a
-// tensor keeps it.
+// The elements of an array. It keeps NumPy arrays alive during its lifetime; the caller keeps
+// tensors alive.
 class ContiguousArray {
  public:
   static constexpr int kHost = -1;
 
-  // Empty where `x` is no such array. No Python error is left behind.
+  // Empty if `x` is not such an array. Leaves no Python error set.
   static std::optional<ContiguousArray> of(PyObject* x);
   ContiguousArray(ContiguousArray&& other) noexcept;
   ContiguousArray& operator=(ContiguousArray&&) = delete;
@@ -42,7 +42,7 @@ class ContiguousArray {
   size_t count_ = 0;
   std::span<const int64_t> shape_;
   int gpu_ = kHost;
-  Py_buffer buffer_{};  // obj is null where there is none
+  Py_buffer buffer_{};  // obj is null if unused
 };
 
 }  // namespace pycomm::bindings

@@ -1,5 +1,5 @@
-// Groups for arrays on devices, made of a group, a device and an NCCL. The two last come in
-// capsules from the module that has CUDA: _cuda, or in tests the emulator's.
+// Device groups, created from a group, a device and an NCCL. The device and NCCL come in capsules
+// from the module that has CUDA: _cuda, or the emulator's module in tests.
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -16,7 +16,8 @@ namespace {
 
 template <typename T>
 std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
-  if (capsule.name() != name) throw py::type_error("a capsule of " + std::string(name));
+  if (capsule.name() != name)
+    throw py::type_error("invalid capsule: expected one of " + std::string(name));
   return *capsule.get_pointer<std::shared_ptr<T>>();
 }
 

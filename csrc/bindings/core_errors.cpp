@@ -1,7 +1,8 @@
-// Errors of the core as the classes of pycomm.errors, and signals as errors.
+// Converts errors of the core to the classes of pycomm.errors, and signals to errors.
 //
-// The translator serves every module that shares our pybind11: an Error that passes through torch's
-// bindings becomes the same class. Nothing here may fail: it runs while an error is on its way.
+// The translator serves every module that shares this pybind11: an Error that passes through
+// torch's bindings becomes the same class. Nothing here may fail, because it runs during error
+// handling.
 #include <unistd.h>
 
 #include <cmath>
@@ -13,7 +14,7 @@
 namespace pycomm::bindings {
 namespace {
 
-// None where the field does not apply.
+// None if the field does not apply.
 template <typename Value>
 py::object field(const Value& value, const Value& absent) {
   if (value == absent) return py::none();
@@ -23,7 +24,7 @@ py::object field(const Value& value, const Value& absent) {
 py::object to_python(const Error& error) {
   const auto& name = kErrorNames[static_cast<size_t>(error.kind())];
   const ErrorFields& fields = error.fields();
-  // A text can hold what another rank said about itself: bytes that are not UTF-8 must not matter.
+  // A text can contain bytes from another rank that are not UTF-8.
   const auto text = py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(
       error.what(), static_cast<Py_ssize_t>(std::string_view(error.what()).size()), "replace"));
   py::object raised =
@@ -38,16 +39,16 @@ py::object to_python(const Error& error) {
   return raised;
 }
 
-// pybind11 says that it comes by value.
+// pybind11 requires a parameter by value.
 void translate(std::exception_ptr thrown) {  // NOLINT(performance-unnecessary-value-param)
   try {
     if (thrown) std::rethrow_exception(thrown);
   } catch (const Error& error) {
-    if (PyErr_Occurred() != nullptr) return;  // Ctrl-C ended the call: that is what the user sees
+    if (PyErr_Occurred() != nullptr) return;  // Ctrl-C ended the call: report that
     try {
       const py::object raised = to_python(error);
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
-    } catch (...) {  // pycomm.errors cannot be imported, as when the interpreter goes down
+    } catch (...) {  // pycomm.errors cannot be imported, as during shutdown
       PyErr_Clear();
       PyErr_SetString(PyExc_RuntimeError, error.what());
     }
@@ -64,9 +65,9 @@ bool interrupted() {
 
 std::chrono::nanoseconds nanoseconds(double seconds) {
   if (std::isnan(seconds) || seconds < 0)
-    throw InvalidArgument("a time limit must be a positive number of seconds, not " +
+    throw InvalidArgument("invalid timeout: expected a positive number of seconds, got " +
                           std::to_string(seconds));
-  constexpr double kYears = 1e8;  // three years: far from where nanoseconds overflow
+  constexpr double kYears = 1e8;  // three years: nanoseconds do not overflow
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(std::min(seconds, kYears)));
 }

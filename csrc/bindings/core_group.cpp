@@ -1,4 +1,4 @@
-// A group and the work it has under way, as Python sees them.
+// A group and its asynchronous calls, for Python.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -15,8 +15,8 @@ namespace {
 
 constexpr const char* kCapsule = "pycomm.Group";
 
-// The group with an end that suits Python: without the GIL, as goodbyes may wait, and in a forked
-// child not at all, as they would be said on the parent's sockets.
+// A group whose destruction suits Python: without the GIL, because goodbyes may wait; and not in a
+// forked child, where the goodbyes would be sent on the parent's sockets.
 std::shared_ptr<Group> guarded(std::shared_ptr<Group> group) {
   Group* raw = group.get();
   return {raw, [group = std::move(group), born = forks()](Group*) mutable {
@@ -38,22 +38,24 @@ constexpr auto kDtypeNames = [] {
   return names;
 }();
 
-// Reads a count for each rank, or two.
+// Reads one or two counts for each rank.
 std::vector<size_t> counts_from(const py::handle& given) {
   if (given.is_none()) return {};
   std::vector<size_t> counts;
   for (const py::handle count : py::reinterpret_borrow<py::sequence>(given)) {
     if (py::cast<int64_t>(count) < 0)
-      throw InvalidArgument("a count is at least 0, not " + std::string(py::str(count)));
+      throw InvalidArgument("invalid count " + std::string(py::str(count)) +
+                            ": it must be at least 0");
     counts.push_back(py::cast<size_t>(count));
   }
-  if (counts.empty()) throw InvalidArgument("a list of counts has one for each rank, not none");
+  if (counts.empty())
+    throw InvalidArgument("invalid counts: got an empty list, expected one count for each rank");
   return counts;
 }
 
-// The arguments of run() and start(), in the order that _core.pyi gives.
+// The arguments of run() and start(), in the order of _core.pyi.
 Call call_from(const py::args& args) {
-  check(args.size() >= 10 && args.size() <= 13, "a call takes ten to thirteen arguments");
+  check(args.size() >= 10 && args.size() <= 13, "a call requires ten to thirteen arguments");
   const auto text = [&](size_t i) { return args[i].cast<std::string_view>(); };
   Call call;
   call.operation = find<Operation>(kOperations, text(0), "operation");
@@ -72,7 +74,7 @@ Call call_from(const py::args& args) {
   return call;
 }
 
-// Gives the sender of what recv received, else None.
+// Returns the sender for a recv, otherwise None.
 py::object run(const Handle& handle, const py::args& args) {
   Call call = call_from(args);
   Group& group = handle.group();
@@ -86,7 +88,7 @@ py::object run(const Handle& handle, const py::args& args) {
   return call.source == nullptr ? py::none() : py::object(py::int_(source));
 }
 
-// A call under way, and where its sender is told if it is a recv.
+// A call in progress, and where a recv stores its sender.
 struct Started {
   std::shared_ptr<Work> work;
   std::shared_ptr<int> source;
@@ -101,10 +103,10 @@ Started start(Handle& handle, const py::object& arrays, const py::args& args) {
   }
   Group& group = handle.group();
   {
-    const Blocking blocking;  // while a graph is captured even a start waits for the other ranks
+    const Blocking blocking;  // during a graph capture, start() waits for the other ranks
     started.work = group.start(call, [kept = started.source](const std::exception_ptr&) {});
   }
-  handle.keep(started.work, arrays);  // first: the call goes on whatever a signal handler raised
+  handle.keep(started.work, arrays);  // first: the call continues even if a signal handler raised
   throw_pending();
   return started;
 }
@@ -118,7 +120,7 @@ void wait(const Started& started, double timeout_s) {
   throw_pending();
 }
 
-// The sender of what recv received; None of another call, or of one that is not over or failed.
+// The sender for a recv; None for other calls, or if the call is not complete or failed.
 py::object source_of(const Started& started) {
   const bool known = started.source && started.work->done() && !started.work->error();
   return known ? py::object(py::int_(*started.source)) : py::none();
@@ -217,16 +219,16 @@ void bind_records(py::module_& module) {
 Handle::Handle(std::shared_ptr<Group> group) : group_(guarded(std::move(group))), born_(forks()) {}
 
 Handle::~Handle() {
-  group_.reset();  // first, so that nothing is under way when the arrays go
+  group_.reset();  // first: no call may be in progress when the arrays are freed
   for (auto& kept : kept_)
-    if (in_child() || !kept.work->done()) kept.arrays.release();  // another holds the group: leak
+    if (in_child() || !kept.work->done()) kept.arrays.release();  // the group is still in use: leak
 }
 
 Group& Handle::group() const {
   if (in_child())
     throw GroupBroken(
-        "this process was forked off after the group formed, and the group stays with the parent; "
-        "start processes with spawn instead");
+        "this process was forked after the group formed, and the group belongs to the parent; "
+        "start processes with spawn");
   return *group_;
 }
 

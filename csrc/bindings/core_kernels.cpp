@@ -1,4 +1,4 @@
-// _core.kernels: the processor's kernels, as functions of addresses, and the heads of packets.
+// _core.kernels: the CPU kernels, as functions of addresses, and packet headers.
 #include <pybind11/stl.h>
 
 #include <span>
@@ -15,7 +15,7 @@
 namespace pycomm::bindings {
 namespace {
 
-// (k, count, value dtype or code, codec) of what may be a packet, raw or lean.
+// Reads (k, count, value dtype or code, codec) of a possible packet, raw or compact.
 std::tuple<size_t, size_t, std::string_view, std::string_view> packet_header(uintptr_t packet,
                                                                              size_t bytes) {
   const std::span found(at<const std::byte>(packet), bytes);
@@ -28,8 +28,8 @@ std::tuple<size_t, size_t, std::string_view, std::string_view> packet_header(uin
   return {header.k, header.count, name_of(header.value_dtype), "raw"};
 }
 
-// Lean packets end to end, each of one of `lengths` elements and of an array of `count`; one
-// without elements has no bytes.
+// Encodes adjacent compact packets, each with one of the `lengths` and of an array of `count`
+// elements. A length of 0 produces no bytes.
 void bind_bundles(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
   using Sizes = std::vector<size_t>;
@@ -73,8 +73,9 @@ void bind_bundles(py::module_& module) {
           if (bytes == 0) continue;
           const LeanHeader header = read_lean_header({packet, bytes});
           if (header.count != count)
-            throw InvalidArgument("a packet of an array of " + std::to_string(header.count) +
-                                  " elements for one of " + std::to_string(count));
+            throw InvalidArgument("invalid packet: it is of an array of " +
+                                  std::to_string(header.count) + " elements, expected " +
+                                  std::to_string(count));
           lengths.back() = header.k;
           packet += bytes;
         }

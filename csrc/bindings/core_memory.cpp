@@ -1,4 +1,4 @@
-// Shared memory as Python sees it: an object whose buffer arrays are made on.
+// Shared memory for Python: an object with a buffer for arrays.
 #include "bindings/core.h"
 #include "os/shared_heap.h"
 
@@ -9,8 +9,8 @@ SharedMemory allocate(size_t bytes) {
   const auto heap = SharedHeap::own();
   if (!heap)
     throw Unsupported(
-        "no shared memory here: address space or the size of files is limited (ulimit -v, ulimit "
-        "-f), or the system has no memfds",
+        "shared memory is unavailable: address space or file size is limited (ulimit -v, ulimit "
+        "-f), or the system lacks memfd_create",
         {.op = "empty"});
   return {heap->allocate(bytes), bytes};
 }

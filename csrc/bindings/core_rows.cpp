@@ -1,5 +1,5 @@
-// Lists of arrays as rows of a kernel's table, looked at in one pass. pycomm/kernels/rows.py asks
-// here first; where this gives None it looks at each array by itself, and explains.
+// Reads lists of arrays into the rows of a kernel's table in one pass. If it returns None,
+// pycomm/kernels/rows.py checks each array and reports the error.
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
@@ -17,11 +17,11 @@
 namespace pycomm::bindings {
 namespace {
 
-constexpr size_t kMostElements = std::numeric_limits<int32_t>::max();  // that an index counts
+constexpr size_t kMostElements = std::numeric_limits<int32_t>::max();  // limit of an index
 
 using Words = py::array_t<uint64_t>;
 
-// What the arrays of a call are, as far as they were looked at.
+// What is known about the arrays of a call.
 class Lists {
  public:
   explicit Lists(const py::tuple& lists)
@@ -32,8 +32,8 @@ class Lists {
     for (const py::handle list : lists) lists_.push_back(list.cast<py::list>());
   }
 
-  // Whether all are plain and fit: arrays of a row have the same elements, and the same shape where
-  // they are not flat.
+  // Whether all arrays are contiguous and match: arrays of a row have the same number of elements
+  // and, unless flat, the same shape.
   bool see() {
     for (const py::list& list : lists_)
       if (list.size() != count_) return false;
@@ -50,7 +50,7 @@ class Lists {
     return names;
   }
   int gpu() const { return gpu_; }
-  bool flat() const { return flat_; }  // whether all arrays have one dimension
+  bool flat() const { return flat_; }  // whether all arrays are one-dimensional
 
  private:
   bool see_row(size_t row) {
@@ -83,17 +83,17 @@ class Lists {
   }
 
   std::vector<py::list> lists_;
-  size_t count_;  // of rows
-  Words words_;   // [rows, lists + 1]: where arrays begin, then the elements of each in the row
-  Words memory_;  // [lists, rows, 2]: where arrays begin, and their bytes
+  size_t count_;  // number of rows
+  Words words_;   // [rows, lists + 1]: addresses, then the elements per array of the row
+  Words memory_;  // [lists, rows, 2]: addresses and bytes
   std::vector<Dtype> dtypes_;
   int gpu_ = ContiguousArray::kHost;
   bool flat_ = true;
-  bool shaped_ = false;         // whether an array of this row is not flat
-  std::vector<int64_t> shape_;  // of the first that is not
+  bool shaped_ = false;         // whether an array of this row has several dimensions
+  std::vector<int64_t> shape_;  // of the first such array
 };
 
-// (words, memory, dtypes by list, the GPU or -1, whether all are flat), or None.
+// Returns (words, memory, dtypes by list, GPU or -1, whether all are flat), or None.
 py::object rows(const py::tuple& given) {
   Lists lists(given);
   if (!lists.see()) return py::none();
@@ -110,7 +110,7 @@ struct MemorySpan {
   bool written;
 };
 
-// Whether memory that is written is anything else's too.
+// Whether written memory overlaps any other memory.
 bool share_memory(const std::vector<Rows>& written, const std::vector<Rows>& read) {
   std::vector<MemorySpan> spans;
   for (const auto* tables : {&written, &read})
@@ -120,11 +120,11 @@ bool share_memory(const std::vector<Rows>& written, const std::vector<Rows>& rea
           spans.push_back({memory.begin, memory.begin + memory.bytes, tables == &written});
   std::sort(spans.begin(), spans.end(),
             [](const MemorySpan& a, const MemorySpan& b) { return a.begin < b.begin; });
-  uint64_t end = 0, end_written = 0;  // of what was passed so far
+  uint64_t end = 0, end_written = 0;  // of the spans so far
   for (const MemorySpan& span : spans) {
     if (span.begin < (span.written ? end : end_written)) return true;
     end = std::max(end, span.end);
-    if (span.written) end_written = span.end;  // it begins behind all others
+    if (span.written) end_written = span.end;  // it begins after all others
   }
   return false;
 }

@@ -1,4 +1,4 @@
-// The stores in which ranks find each other, and connect().
+// The rendezvous stores, and connect().
 #include <pybind11/stl.h>
 
 #include <chrono>
@@ -15,7 +15,7 @@
 namespace pycomm::bindings {
 namespace {
 
-// A store written in Python: an object with the methods of _core.pyi's PythonStore.
+// A store implemented in Python, with the methods of PythonStore in _core.pyi.
 class PythonStore : public Store {
  public:
   explicit PythonStore(py::object object) : object_(std::move(object)) {}
@@ -46,14 +46,14 @@ class PythonStore : public Store {
   }
 
  private:
-  // What a signal handler has raised waits meanwhile: Python cannot run with an exception pending,
-  // and who is interrupted still tidies up in the store.
+  // Sets aside an exception that a signal handler raised: Python cannot run with a pending one, and
+  // an interrupted rank still removes its keys from the store.
   struct Asking {
     py::gil_scoped_acquire gil{};
     py::error_scope pending{};
   };
 
-  // The method with what it is given and the seconds that are left. With the GIL held.
+  // Calls the method with the given arguments and the remaining seconds. Requires the GIL.
   template <typename... Given>
   py::object call(const Deadline& deadline, const char* method, Given&&... given) {
     const double left_s = std::chrono::duration<double>(deadline.left()).count();
@@ -68,7 +68,7 @@ class PythonStore : public Store {
   py::object object_;
 };
 
-// One line for a person, through Python's logging. Called on any thread; must not fail.
+// Logs one line through Python's logging. Any thread may call; must not fail.
 void log(const std::string& line) {
   if (Py_IsInitialized() == 0) return;
   const py::gil_scoped_acquire gil;
@@ -76,7 +76,7 @@ void log(const std::string& line) {
   try {
     py::module_::import("logging").attr("getLogger")("pycomm").attr("info")("%s", line);
   } catch (const py::error_already_set&) {
-    PyErr_Clear();  // a line that cannot be written is no reason to end a call
+    PyErr_Clear();  // a failed log line must not end a call
   }
 }
 
@@ -95,11 +95,11 @@ std::unique_ptr<TcpStore> reach(const std::string& host, uint16_t port, const st
 template <size_t kSize>
 int number_of(const std::array<std::string_view, kSize>& names, const std::string& name) {
   const auto found = std::ranges::find(names, name);
-  if (found == names.end()) throw InvalidArgument("a fault of unknown kind: '" + name + "'");
+  if (found == names.end()) throw InvalidArgument("unknown kind of fault '" + name + "'");
   return static_cast<int>(found - names.begin());
 }
 
-// (action, operation or "", bytes, peer or -1, seconds, grain, file) as pycomm.testing gives it.
+// (action, operation or "", bytes, peer or -1, seconds, chunk bytes, file), see pycomm.testing.
 Fault fault_from(const py::tuple& given) {
   const auto at = given[1].cast<std::string>();
   return {
@@ -112,11 +112,11 @@ Fault fault_from(const py::tuple& given) {
       .moment_file = given[6].cast<std::string>()};
 }
 
-// So that the core finds the copy that Python has, wherever that is stored.
+// Makes the core use the same OpenSSL as Python, wherever it is stored.
 void load_pythons_openssl() {
   try {
     py::module_::import("_hashlib");
-  } catch (const py::error_already_set&) {  // a Python without OpenSSL: the system's is tried
+  } catch (const py::error_already_set&) {  // Python has no OpenSSL: use the system's
   }
 }
 

@@ -1,5 +1,5 @@
-// _cuda: CUDA's kernels as functions of addresses, devices and NCCL. It loads on any machine; where
-// there is no driver or no GPU, calls raise Unsupported and `why_not` has the reason.
+// _cuda: the CUDA kernels as functions of addresses, devices and NCCL. It loads on any machine;
+// without a driver or GPU, calls raise Unsupported and `why_not` returns the reason.
 #include <pybind11/pybind11.h>
 
 #include "bindings/cuda_device.h"
@@ -17,5 +17,5 @@ PYBIND11_MODULE(_cuda, module) {
     return std::shared_ptr<pycomm::NcclApi>(pycomm::load_nccl(places));
   });
   pycomm::bindings::bind_device(module);
-  module.def("why_not", &pycomm::cuda::why_not, "Why no GPU can be used; empty where one can.");
+  module.def("why_not", &pycomm::cuda::why_not, "Why no GPU can be used; empty if one can.");
 }

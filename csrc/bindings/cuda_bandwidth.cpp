@@ -1,4 +1,4 @@
-// The loops of cuda/bandwidth.h, for benchmarks.
+// Binds the loops of cuda/bandwidth.h, for benchmarks.
 #include "bindings/cuda_device.h"
 #include "bindings/kernels.h"
 #include "cuda/bandwidth.h"

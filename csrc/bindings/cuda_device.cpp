@@ -1,4 +1,4 @@
-// open_device(index): a CUDA device as _core.on_device() takes it.
+// open_device(index): a CUDA device for _core.on_device().
 #include "bindings/cuda_device.h"
 
 #include "cuda/cuda_device.h"
@@ -10,7 +10,7 @@ void bind_device(py::module_& module) {
       "open_device",
       [](int index) { return in_capsule(cuda::open_device(index), "pycomm.Device"); },
       py::arg("index"),
-      "Device `index`, for groups on it. Raises Unsupported where there is no driver or no such "
+      "Device `index`, for device groups. Raises Unsupported if there is no driver or no such "
       "GPU.");
 }
 

@@ -1,6 +1,5 @@
-// Declares what cuda_device.cpp and cuda_bandwidth.cpp add to a module that has CUDA, for groups on
-// devices and for benchmarks. Called by cuda.cpp, and by the emulator of tests/emulator in its
-// module.
+// Bindings of cuda_device.cpp and cuda_bandwidth.cpp for device groups and benchmarks, shared by
+// cuda.cpp and the emulator in tests/emulator.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,7 +11,7 @@ namespace pycomm::bindings {
 
 namespace py = pybind11;
 
-// A shared object for another module's C++, which calls it through its virtual functions alone.
+// A capsule with a shared_ptr for another module's C++, which uses virtual functions only.
 template <typename T>
 py::capsule in_capsule(std::shared_ptr<T> object, const char* name) {
   const auto drop = [](PyObject* capsule) {

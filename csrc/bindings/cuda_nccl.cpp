@@ -1,4 +1,4 @@
-// _cuda.nccl: which NCCL there is, for `pycomm info`, for tests, and for groups on devices.
+// _cuda.nccl: the NCCL library, for `pycomm info`, tests and device groups.
 #include "bindings/cuda_nccl.h"
 
 #include <pybind11/stl.h>
@@ -15,13 +15,13 @@
 namespace pycomm::bindings {
 namespace {
 
-// A result that is no success, as an error.
+// Throws the error of a failed call.
 void expect_success(NcclApi& nccl, const char* function, NcclResult result) {
   if (result == NcclResult::success) return;
   const std::string text = nccl_error_text(nccl, function, result, nullptr);
   if (result == NcclResult::cuda_error) {
     const std::string why = cuda::why_not();
-    if (!why.empty()) throw Unsupported(text + "; NCCL needs NVIDIA's driver and a GPU: " + why);
+    if (!why.empty()) throw Unsupported(text + "; NCCL requires NVIDIA's driver and a GPU: " + why);
   }
   throw InternalError(text);
 }
@@ -52,11 +52,11 @@ void bind_nccl(py::module_& module,
                                                 "An NCCL library that was loaded.")
       .def_property_readonly("version",
                              [](const NcclApi& n) { return nccl_version_text(n.version()); })
-      .def_property_readonly("origin", &NcclApi::origin, "The file that it was loaded from.")
-      .def("unique_id", &unique_id, "128 bytes that name a communicator; needs no GPU.")
+      .def_property_readonly("origin", &NcclApi::origin, "The file it was loaded from.")
+      .def("unique_id", &unique_id, "128 bytes that identify a communicator; requires no GPU.")
       .def("try_communicator", &try_communicator,
-           "Makes a communicator of this process alone on the current device, and ends it. "
-           "Raises Unsupported with NCCL's and CUDA's words where there is no GPU.")
+           "Creates a communicator of size 1 on the current device, and destroys it. "
+           "Raises Unsupported with the messages of NCCL and CUDA if there is no GPU.")
       .def("_capsule",
            [](const std::shared_ptr<NcclApi>& n) { return in_capsule(n, "pycomm.NcclApi"); });
   module.def(
@@ -68,7 +68,7 @@ void bind_nccl(py::module_& module,
         return load(all);
       },
       py::arg("places"),
-      "The NCCL of the first place that has one: (in words, file, only if loaded).");
+      "NCCL from the first place that has it: (description, file, only if loaded).");
 }
 
 }  // namespace pycomm::bindings

@@ -1,5 +1,4 @@
-// Declares what cuda_nccl.cpp adds to a module that has CUDA. Called by cuda.cpp, and by the
-// emulator of tests/emulator in its module.
+// Bindings of cuda_nccl.cpp, shared by cuda.cpp and the emulator in tests/emulator.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,7 +12,7 @@ namespace pycomm::bindings {
 
 namespace py = pybind11;
 
-// `load` gives the library of the first place that has one; see nccl/nccl.h.
+// `load` returns the library of the first place that has it; see nccl/nccl.h.
 void bind_nccl(py::module_& module,
                std::shared_ptr<NcclApi> (*load)(std::span<const NcclPlace> places));
 

@@ -1,9 +1,9 @@
-// DeviceKernels as functions of a Python module: addresses, counts and names go in. _core binds the
-// processor's and _cuda CUDA's by this one function, so that pycomm/kernels calls both in one way.
-// What arrays are, and whether these numbers make sense, is the business of pycomm/kernels.
+// Binds DeviceKernels as functions of addresses, counts and names. _core binds the CPU kernels and
+// _cuda the CUDA kernels with this function, so pycomm/kernels calls both alike. pycomm/kernels
+// also validates arrays and numbers.
 //
 // Tables are addresses of rows of 64-bit words, laid out as the structs of device_kernels.h; 0 is a
-// null pointer. Every function ends with (device, stream), the queue.
+// null pointer. Every function takes (device, stream), the queue, last.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -26,7 +26,7 @@ namespace pycomm::bindings {
 
 namespace py = pybind11;
 
-// An address as Python has it: a number, which has to become a pointer somewhere.
+// Converts an address, a Python integer, to a pointer.
 template <typename T = void>
 T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);  // NOLINT(performance-no-int-to-ptr): Python's view
@@ -44,7 +44,7 @@ inline ReduceOp op_named(std::string_view name) {
   throw InvalidArgument("unknown op '" + std::string(name) + "'");
 }
 
-// (address, rows) of a table in Python.
+// A table in Python: (address, rows).
 using Rows = std::pair<uintptr_t, size_t>;
 
 template <typename Row>
@@ -275,7 +275,7 @@ inline void bind_dense(py::module_& module, DeviceKernels& kernels) {
       Free());
 }
 
-// `kernels` must live as long as the module.
+// `kernels` must outlive the module.
 inline void bind_kernels(py::module_& module, DeviceKernels& kernels) {
   bind_dgc(module, kernels);
   bind_selection(module, kernels);

@@ -1,11 +1,11 @@
-// How the ranks agree about a collective whose arrays lie on devices before one of them enqueues
-// it: a barrier whose frames say that they are the call's. Of a message the two ranks agree alone,
-// in engine/messages.cpp.
+// How the ranks agree about a collective on device arrays before one of them enqueues it: by a
+// barrier whose frames carry the call's signature. For a message only its two ranks agree
+// (engine/messages.cpp).
 //
-// No rank leaves a barrier before it has heard of every other, directly or through ranks that went
-// on only because what they heard was the same. So either all ranks pass, or none does.
+// No rank leaves a barrier before it knows of every other rank, either directly or through
+// ranks whose signature matched. So either all ranks pass or none does.
 //
-// And how they compare the counts of an all_to_all before an output changes.
+// Also compares the counts of an all_to_all before an output changes.
 #include <string>
 #include <vector>
 
@@ -18,7 +18,7 @@ namespace pycomm {
 
 void HostGroup::agree(const Call& call, const Deadline& deadline) {
   const Header signature = signature_of(call, call.algorithm);
-  // Returns when all ranks have given their counts, as a barrier does.
+  // Like a barrier, this returns once all ranks have sent their counts.
   if (call.operation == Operation::all_to_all && !call.counts.empty())
     return check_splits(call, signature, deadline);
   if (region_ && host_count_ == 1) {
@@ -38,10 +38,10 @@ void HostGroup::agree(const Call& call, const Deadline& deadline) {
   run_plan(job, deadline);
 }
 
-// Gathers the counts of all ranks, as a part of the call: its frames carry the call's signature. A
-// frame of the call itself tells a rank only the counts towards that rank, so that a rank whose own
-// counts fit would not learn of two others whose counts differ. All ranks get the same table, so
-// all throw or none does, and the epoch goes on.
+// Gathers the counts of all ranks in frames that carry the call's signature. The call's own frames
+// tell a rank only the counts towards itself, so a rank with matching counts would miss a mismatch
+// between two others. All ranks get the same table: all throw or none does, and the epoch
+// continues.
 //
 // Cost: one all_gather of 2 size() counts from each rank.
 void HostGroup::check_splits(const Call& call, const Header& signature, const Deadline& deadline) {
@@ -68,7 +68,7 @@ void HostGroup::check_splits(const Call& call, const Header& signature, const De
     }
 }
 
-// By rank: its call.counts.
+// Returns each rank's call.counts, by rank.
 std::vector<size_t> HostGroup::gather_splits(const Call& call, const Header& signature,
                                              const Deadline& deadline) {
   const size_t count = call.counts.size();

@@ -15,7 +15,7 @@ namespace {
   throw InvalidArgument(op + ": " + why, {.op = op, .rank = rank});
 }
 
-// Whether a rank holds `count` elements for each rank, on one side or both.
+// Whether a rank has `count` elements for each rank, in its input, its output or both.
 bool has_parts(Operation operation) {
   return operation == Operation::all_gather || operation == Operation::reduce_scatter ||
          operation == Operation::gather || operation == Operation::scatter ||
@@ -25,34 +25,35 @@ bool has_parts(Operation operation) {
 void check_peer(const Call& call, int rank, int size) {
   if (is_plan(call.operation) && !is_rooted(call.operation)) return;
   if (call.operation == Operation::recv && call.peer == kAnySource) {
-    if (size == 1) refuse(call, rank, "a group of one has nobody to receive from");
+    if (size == 1) refuse(call, rank, "cannot receive from any rank in a group of size 1");
     return;
   }
   if (call.peer < 0 || call.peer >= size)
-    refuse(
-        call, rank,
-        "there is no rank " + std::to_string(call.peer) + " in a group of " + std::to_string(size));
+    refuse(call, rank,
+           "invalid rank " + std::to_string(call.peer) + " in a group of size " +
+               std::to_string(size));
   if (!is_plan(call.operation) && call.peer == rank)
     refuse(call, rank, "rank " + std::to_string(call.peer) + " cannot send to itself");
 }
 
 void check_counts(const Call& call, int rank, int size) {
   const bool to_all = call.operation == Operation::all_to_all;
-  if (!to_all && call.operation != Operation::all_gather) refuse(call, rank, "takes no counts");
+  if (!to_all && call.operation != Operation::all_gather)
+    refuse(call, rank, "does not accept counts");
   const auto ranks = static_cast<size_t>(size), me = static_cast<size_t>(rank);
   const size_t wanted = to_all ? 2 * ranks : ranks;
   if (call.counts.size() != wanted)
     refuse(call, rank,
-           "takes " + std::to_string(wanted) + " counts in a group of " + std::to_string(size) +
-               ", not " + std::to_string(call.counts.size()));
-  if (call.count != 0) refuse(call, rank, "takes a count or counts, not both");
+           "expected " + std::to_string(wanted) + " counts in a group of size " +
+               std::to_string(size) + ", got " + std::to_string(call.counts.size()));
+  if (call.count != 0) refuse(call, rank, "takes either a count or a list of counts, not both");
   if (to_all && call.counts[me] != call.counts[ranks + me])
     refuse(call, rank,
            "this rank sends itself " + std::to_string(call.counts[me]) + " elements and expects " +
                std::to_string(call.counts[ranks + me]));
 }
 
-// What ranks that hold different lists differ in; never 0, which stands for no list. FNV-1a.
+// FNV-1a hash of a list of counts, to detect lists that differ. Never 0, which means no list.
 uint32_t hash_of(std::span<const size_t> counts) {
   uint32_t hash = 2166136261u;
   for (const std::byte byte : std::as_bytes(counts))
@@ -118,7 +119,8 @@ size_t total(std::span<const size_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), size_t{0});
 }
 
-// See AlgorithmQuery in collectives/choose.h: a mean, rounded up; 0 of an all_to_all with counts.
+// See AlgorithmQuery in collectives/choose.h: the mean, rounded up; 0 for an all_to_all with
+// counts.
 size_t count_to_choose_by(const Call& call) {
   const size_t ranks = call.counts.size();
   if (ranks == 0 || call.operation != Operation::all_gather) return call.count;
@@ -130,8 +132,9 @@ void check_call(const Call& call, int rank, int size) {
   const size_t most = (SIZE_MAX >> 4) / factor / bytes_of(call.dtype);
   for (const size_t count : call.counts.empty() ? std::span(&call.count, 1) : call.counts)
     if (count > most)
-      refuse(call, rank,
-             "a count of " + std::to_string(count) + " elements is more than memory can hold");
+      refuse(
+          call, rank,
+          "invalid count " + std::to_string(count) + ": the array would exceed the address space");
   if (!call.counts.empty()) check_counts(call, rank, size);
   const Extent extent = extent_of(call, rank, size);
   const size_t missing = std::max(call.input == nullptr ? extent.input : 0,
@@ -165,8 +168,8 @@ Header signature_of(const Call& call, Algorithm algorithm) {
     header.count = total(call.counts);
     header.peer = hash_of(call.counts);
   }
-  // An all_to_all with counts differs from one without, also where the counts are equal, and one
-  // that gathers them from one that does not.
+  // An all_to_all with counts and one without never match, even if the counts are equal. Nor do one
+  // that gathers the counts and one that does not.
   if (call.operation == Operation::all_to_all && !call.counts.empty())
     header.peer = call.counts_fit ? 2 : 1;
   return header;

@@ -1,5 +1,4 @@
-// What a call means before anything of it moves: whether it makes sense, and what kind it is. Pure;
-// HostGroup asks.
+// Validates and classifies a call before any data is sent. Pure functions.
 #pragma once
 
 #include <cstddef>
@@ -13,10 +12,10 @@
 
 namespace pycomm {
 
-// Throws InvalidArgument or Unsupported for a call that rank `rank` of `size` cannot make.
+// Throws InvalidArgument or Unsupported if rank `rank` of `size` cannot make the call.
 void check_call(const Call& call, int rank, int size);
 
-// Throws Unsupported: what a group on devices cannot do.
+// Throws Unsupported with `what`, the feature that a device group lacks.
 [[noreturn]] void throw_unsupported(const Call& call, const std::string& what);
 
 // Elements of the arrays that this rank reads and writes.
@@ -25,19 +24,19 @@ struct Extent {
 };
 Extent extent_of(const Call& call, int rank, int size);
 
-bool is_plan(Operation operation);  // else a message
+bool is_plan(Operation operation);  // false: a send or recv
 bool is_rooted(Operation operation);
 bool reduces(Operation operation);
 
-// What every frame of the call says of it; epoch and sequence are the engine's.
+// The fields of a frame header that identify the call. The engine adds epoch and sequence.
 Header signature_of(const Call& call, Algorithm algorithm);
 
-// The call as it begins. `header` is its signature with epoch and sequence.
+// The flight record of a call at its start. `header` is its signature with epoch and sequence.
 CallRecord record_of(const Call& call, const Header& header, const Deadline& deadline);
 
 size_t total(std::span<const size_t> counts);
 
-// The count by which an algorithm is chosen: of a list of counts what all ranks know alike.
+// The count for choosing an algorithm. For lists of counts it depends only on what all ranks know.
 size_t count_to_choose_by(const Call& call);
 
 }  // namespace pycomm

@@ -26,34 +26,34 @@ std::string key_of_info(const ConnectOptions& options, int rank) {
 
 std::string key_of_key(const ConnectOptions& options) { return options.name + "/key"; }
 
-// In a group of more ranks rank 0 reads all infos and stores them again in blocks of so many: a
-// rank reads a few values, not `size` of them, and a store that serves one reader at a time is not
-// asked size x size times.
+// In a larger group, rank 0 reads all rank infos and stores them again in blocks of this many. A
+// rank then reads a few values instead of `size`, and the store serves far fewer than size x size
+// reads.
 constexpr int kInfosPerBlock = 64;
 constexpr std::chrono::seconds kNamingTime{1};
 
-constexpr size_t kMostHostName = 12;  // what a flight record has room for
+constexpr size_t kMostHostName = 12;  // the size of the flight record's field
 
-// For so long a rank that cannot be in the group waits for the others to find out too.
+// How long a rank that cannot form the group waits until all ranks have found out.
 constexpr std::chrono::seconds kAllReadTime{10};
 
-// For taking away what a rank has left in the store, once the forming has failed: a store that does
-// not answer must not hold the error up.
+// Limit for removing a rank's keys from the store after forming failed, so that an unresponsive
+// store does not delay the error.
 constexpr std::chrono::milliseconds kCleanUpTime{400};
-// A store that answers says within this time after the deadline which ranks are missing.
+// A responsive store reports within this time after the deadline which ranks are missing.
 constexpr std::chrono::milliseconds kLastAnswerTime{200};
 
-// For what ends the group in which these ranks met, where one of them is lost: of a process that
-// dies the kernel closes one connection after the other. Another thread may be at that group, too,
-// with nothing but a sign of life.
+// How long to wait for an error of the parent group after a rank was lost: the kernel closes the
+// connections of a dead process one after the other. Another thread may also use the parent group
+// at the same time and receive the error first.
 constexpr std::chrono::milliseconds kFinalPollTimeout{100};
 
 std::string key_of_block(const ConnectOptions& options, int block) {
   return options.name + "/notes/" + std::to_string(block);
 }
 
-// Where the system lets no Unix socket connect two ranks of a host, one of them leaves word in the
-// store, and all ranks form the group once more, by TCP. A forming that waits looks for the word.
+// If the system forbids Unix sockets between two ranks of a host, one of them sets a flag in the
+// store, and all ranks form the group again with TCP. Ranks poll the flag while they wait.
 constexpr std::chrono::milliseconds kFallbackPollInterval{100};
 
 class TcpFallbackFlag {
@@ -63,7 +63,7 @@ class TcpFallbackFlag {
   void leave(const std::string& why) {
     if (store_ != nullptr) store_->set(key_, why, Deadline(kCleanUpTime));
   }
-  // Whether it is there, as far as was seen kFallbackPollInterval ago, or `now`.
+  // Whether the flag is set, as of kFallbackPollInterval ago or, with `now`, as of now.
   bool is_there(bool now) {
     if (store_ == nullptr || !why_.empty()) return !why_.empty();
     if (!now && Clock::now() - looked_ < kFallbackPollInterval) return false;
@@ -71,8 +71,8 @@ class TcpFallbackFlag {
     try {
       why_ = store_->get(key_, Deadline(std::chrono::nanoseconds{0}));
     } catch (const Error& error) {
-      // A timeout: no rank has left it. The store is gone: the forming needs it no more, and its
-      // error would hide which ranks cannot be reached.
+      // Timeout: the flag is not set. Other errors: the store is closed and no longer needed; its
+      // error would hide which ranks are unreachable.
       if (error.kind() == ErrorKind::peer_lost)
         store_ = nullptr;
       else if (error.kind() != ErrorKind::timeout)
@@ -81,7 +81,7 @@ class TcpFallbackFlag {
     return !why_.empty();
   }
   const std::string& why() const { return why_; }
-  // The group is formed, or will not be: the store may go.
+  // Forming is complete or failed: the store may close.
   void end() { store_ = nullptr; }
 
  private:
@@ -97,26 +97,26 @@ std::string seconds_of(const Deadline& deadline) {
   return text.str();
 }
 
-[[noreturn]] void throw_not_come(const ConnectOptions& options, const std::vector<int>& missing,
-                                 const Deadline& deadline) {
+[[noreturn]] void throw_missing(const ConnectOptions& options, const std::vector<int>& missing,
+                                const Deadline& deadline) {
   std::string text = "the group \"" + options.name + "\" did not form in " + seconds_of(deadline) +
-                     " s: of " + std::to_string(options.size) + " ranks these have not come: ";
+                     " s: of " + std::to_string(options.size) + " ranks these did not join: ";
   for (const int rank : missing) text += (rank == missing[0] ? "" : ", ") + std::to_string(rank);
   throw Timeout(text, {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
 }
 
 [[noreturn]] void throw_no_answer(const ConnectOptions& options, const Deadline& deadline) {
   throw Timeout("the group \"" + options.name + "\" did not form in " + seconds_of(deadline) +
-                    " s: the store in which its ranks meet does not answer: the process that "
-                    "serves it is stopped or cannot be reached",
+                    " s: the rendezvous store does not answer: the process that "
+                    "serves it is stopped or unreachable",
                 {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
 }
 
-// In each slice of the wait so many infos behind the awaited one are looked for.
+// How many rank infos after the awaited one are looked up in each slice of the wait.
 constexpr int kLooksPerSlice = 8;
 constexpr std::chrono::milliseconds kLookTime{100};
 
-// The processes of the ranks whose infos are there, while others are awaited.
+// Watches the processes of ranks that published their info while others are missing.
 class FormingProcesses {
  public:
   FormingProcesses(Store& store, const ConnectOptions& options)
@@ -126,7 +126,7 @@ class FormingProcesses {
         known_(static_cast<size_t>(options.size)),
         next_(options.rank) {}
 
-  // Opens the process of a rank, where it can be seen from here.
+  // Opens a rank's process if it is visible from this one.
   void add(int rank, const std::string& text) {
     auto& known = known_[static_cast<size_t>(rank)];
     if (known) return;
@@ -135,10 +135,10 @@ class FormingProcesses {
     known.emplace(info, Process(visible && info.pid != own_.pid ? info.pid : 0));
   }
 
-  // Throws PeerLost where one has ended. A rank that fails in order removes its info first, and
-  // counts as missing.
+  // Throws PeerLost if a process has ended. A rank that fails in an orderly way removes its info
+  // first, and counts as missing.
   void check() {
-    const Deadline answered(kLookTime);  // a store that does not answer must not add up
+    const Deadline answered(kLookTime);  // bounds all lookups in a slow store
     for (int i = 0; i < std::min(kLooksPerSlice, options_.size) && !answered.expired(); ++i) {
       next_ = (next_ + 1) % options_.size;
       if (known_[static_cast<size_t>(next_)]) continue;
@@ -168,10 +168,10 @@ class FormingProcesses {
   const ConnectOptions& options_;
   RankInfo own_;
   std::vector<std::optional<std::pair<RankInfo, Process>>> known_;  // by rank
-  int next_;  // the rank whose info was looked for last
+  int next_;  // the rank that was looked up last
 };
 
-// The infos of all ranks; throws Timeout naming the ranks that published none.
+// The infos of all ranks. Throws Timeout naming the ranks that published none.
 std::vector<std::string> read_infos(Store& store, const ConnectOptions& options,
                                     const Deadline& deadline) {
   std::vector<std::string> infos;
@@ -191,12 +191,12 @@ std::vector<std::string> read_infos(Store& store, const ConnectOptions& options,
       if (last_answer.expired()) throw_no_answer(options, deadline);
     }
   }
-  if (!missing.empty()) throw_not_come(options, missing, deadline);
+  if (!missing.empty()) throw_missing(options, missing, deadline);
   return infos;
 }
 
-void leave_blocks(Store& store, const ConnectOptions& options,
-                  const std::vector<std::string>& infos, const Deadline& deadline) {
+void publish_blocks(Store& store, const ConnectOptions& options,
+                    const std::vector<std::string>& infos, const Deadline& deadline) {
   for (size_t begin = 0; begin < infos.size(); begin += kInfosPerBlock) {
     std::string block;
     for (size_t i = begin; i < std::min(begin + kInfosPerBlock, infos.size()); ++i)
@@ -217,11 +217,11 @@ std::vector<std::string> read_blocks(Store& store, const ConnectOptions& options
       const auto parsed = std::from_chars(text.data() + begin, end, bytes);
       begin = static_cast<size_t>(parsed.ptr - text.data()) + 1;
       check(parsed.ec == std::errc{} && begin <= text.size() && bytes <= text.size() - begin,
-            "the ranks' notes are cut short");
+            "invalid block of rank infos in the store: it is truncated");
       infos.push_back(text.substr(begin, bytes));
       begin += bytes;
     }
-    check(!text.empty(), "the ranks' notes are cut short");
+    check(!text.empty(), "invalid block of rank infos in the store: it is empty");
   }
   return infos;
 }
@@ -232,14 +232,14 @@ std::vector<std::string> exchange_infos(Store& store, const ConnectOptions& opti
   if (options.size <= kInfosPerBlock) return read_infos(store, options, deadline);
   if (options.rank == 0) {
     auto infos = read_infos(store, options, deadline);
-    leave_blocks(store, options, infos, deadline);
+    publish_blocks(store, options, infos, deadline);
     return infos;
   }
   try {
     const auto margin = std::min<std::chrono::nanoseconds>(kNamingTime, deadline.left() / 10);
     return read_blocks(store, options, Deadline(deadline.left() - margin));
-  } catch (const Timeout&) {  // rank 0 waits for a rank, or is missing itself: find out which,
-    return read_infos(store, options, deadline);  // before others fail and remove theirs
+  } catch (const Timeout&) {  // a rank or rank 0 itself is missing: find out which,
+    return read_infos(store, options, deadline);  // before others fail and remove their infos
   }
 }
 
@@ -248,19 +248,19 @@ void check_options(const ConnectOptions& options) {
     throw InvalidArgument("init: " + why, {.op = "init"});
   };
   if (options.size < 1)
-    refuse("a group has at least one rank, not " + std::to_string(options.size));
+    refuse("invalid size " + std::to_string(options.size) + ": it must be at least 1");
   if (options.rank < 0 || options.rank >= options.size)
-    refuse("there is no rank " + std::to_string(options.rank) + " in a group of " +
+    refuse("invalid rank " + std::to_string(options.rank) + " in a group of size " +
            std::to_string(options.size));
-  if (options.timeout.count() <= 0) refuse("a timeout must be longer than nothing");
+  if (options.timeout.count() <= 0) refuse("invalid timeout: it must be longer than 0 s");
   const auto& by = options.transport;
   if (!by.empty() && by != "local" && by != "shm" && by != "tcp")
-    refuse("there is no transport \"" + by + "\"; there are local, shm and tcp");
+    refuse("unknown transport \"" + by + "\"; expected local, shm or tcp");
   const auto& host = options.host;
   if (host.size() > kMostHostName ||
       !std::ranges::all_of(host, [](unsigned char c) { return std::isalnum(c) != 0; }))
-    refuse("a made-up host has a name of up to " + std::to_string(kMostHostName) +
-           " letters and digits, not \"" + host + "\"");
+    refuse("invalid name of a simulated host: expected up to " + std::to_string(kMostHostName) +
+           " letters and digits, got \"" + host + "\"");
   check_address(options.address);
   check_files(options.recorder);
   if (options.encrypt) (void)crypto_library();
@@ -270,7 +270,7 @@ void check_options(const ConnectOptions& options) {
 
 namespace {
 
-// Rank 0's one line: who is here and how they talk.
+// Logs one line on rank 0: ranks, hosts and transports.
 void announce(const Group& group, const ConnectOptions& options) {
   if (!options.log || options.rank != 0) return;
   std::map<std::string, int> peers;
@@ -300,7 +300,7 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       .address = options.address,
       .towards = options.towards,
       .memory_bytes = sizeof(Segment),
-      // A fault and a line are of channels: all has to go through them.
+      // Faults and rate limits apply to channels only, so shared memory must be off.
       .shares = options.faults.empty() && options.rate_limited_link == nullptr,
       .encrypt = options.encrypt,
       .open_key = options.open_key,
@@ -324,7 +324,7 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       if (auto& channel = mesh.channels[i])
         channel = make_faulty(std::move(channel), static_cast<int>(i), faults);
   }
-  // A thread's channel to another is there before the other has come to it, if it ever does.
+  // A channel between two threads exists before the other thread arrives, if it ever does.
   const auto elsewhere = std::make_shared<CheckAborted>(check_aborted);
   ConnectOptions checking = options;
   checking.interrupted = [elsewhere, ask = options.interrupted] {
@@ -332,8 +332,8 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
     return ask && ask();
   };
   auto group = std::make_shared<HostGroup>(checking, std::move(mesh), std::move(ranks));
-  // No rank continues or leaves before all are connected: until here a closed connection is a
-  // death.
+  // No rank continues or leaves before all are connected: until then a closed connection means that
+  // the peer died.
   group->run({.operation = Operation::barrier,
               .timeout = std::max<std::chrono::nanoseconds>(deadline.left(),
                                                             std::chrono::milliseconds(1))});
@@ -351,11 +351,11 @@ void check_address(const std::string& address) {
 
 std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
                                   std::vector<int> ranks, const CheckAborted& check_aborted) {
-  std::optional<Error> ended;  // by ranks that are not numbered as this group's
+  std::optional<Error> ended;  // from the parent group, so its rank numbers differ
   const auto check_failed = [&](std::chrono::nanoseconds limit) {
     try {
       if (check_aborted && !ended) check_aborted(limit);
-    } catch (const Error& error) {  // told below, and to the peers
+    } catch (const Error& error) {  // thrown below, and sent to the peers
       ended = error;
     }
     return ended.has_value();
@@ -363,7 +363,7 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
   const CheckAborted check_once = [&](std::chrono::nanoseconds limit) {
     if (check_failed(limit)) throw Error(ended->kind(), ended->what(), {});
   };
-  bool exchanged = false;  // else the error is that of the exchange, and says it all
+  bool exchanged = false;  // if not, the error of the exchange is the cause
   const Exchange infos = [&](const std::string& mine) {
     auto all = exchange(mine);
     exchanged = true;
@@ -373,8 +373,8 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
     return form(options, infos, std::move(ranks), check_once);
   } catch (const Error& error) {
     if (!exchanged) throw;
-    // A peer that has gone may have heard before this rank of what ends them all; and one that has
-    // died is lost to them all.
+    // A peer that left may have received the error of the parent group before this rank. A peer
+    // that died is lost to the parent group too.
     if (error.kind() == ErrorKind::peer_lost ? check_failed(kFinalPollTimeout) : ended.has_value())
       throw *ended;
     throw;
@@ -402,9 +402,9 @@ std::shared_ptr<Group> meet(Store& store, ConnectOptions options, std::vector<in
       std::move(ranks));
 }
 
-// Ranks that cannot form a group because of the infos all learn it from the same infos: no rank
-// removes its own, or the store, before the others have read them. False where not all ranks were
-// in that position.
+// If the rank infos make forming impossible, all ranks find that out from the same infos: no rank
+// removes its own, or closes the store, before all have read them. Returns false if some ranks did
+// not report the failure.
 bool all_have_read(Store& store, const ConnectOptions& options, const Deadline& deadline) {
   const std::string count = options.name + "/refused", all = count + "/all";
   if (store.add(count, 1, deadline) == options.size) store.set(all, "1", deadline);
@@ -425,9 +425,9 @@ bool all_have_read(Store& store, const ConnectOptions& options, const Deadline& 
 
 }  // namespace
 
-// Each rank counts in the store how often it has formed a group of the name, and the count is part
-// of the keys: no rank reads what an earlier group stored. A forming that fails does not count,
-// except where all ranks fail alike: the first rank to retry would read infos of the last to fail.
+// Each rank counts in the store how often it formed a group of this name. The count is part of the
+// keys, so no rank reads keys of an earlier group. A failed attempt does not count unless all ranks
+// failed alike: otherwise the first rank to retry would read the infos of the last one to fail.
 std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector<int> ranks) {
   check_options(options);
   const Deadline deadline(options.timeout);
@@ -446,8 +446,8 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
   const std::string fallback_key = options.name + "/by tcp";
   const auto fallback = std::make_shared<TcpFallbackFlag>(store, fallback_key);
   ConnectOptions watching = options;
-  const bool may_go_by_tcp = options.size > 1 && options.transport.empty();
-  if (may_go_by_tcp) {
+  const bool may_use_tcp = options.size > 1 && options.transport.empty();
+  if (may_use_tcp) {
     watching.forbidden = [fallback](const std::string& why) { fallback->leave(why); };
     watching.interrupted = [fallback, ask = options.interrupted] {
       return fallback->is_there(false) || (ask && ask());
@@ -459,7 +459,7 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
     group = meet(store, watching, ranks, made_key, deadline);
   } catch (const std::exception& error) {
     try {
-      by_tcp = may_go_by_tcp && !deadline.expired() && fallback->is_there(true);
+      by_tcp = may_use_tcp && !deadline.expired() && fallback->is_there(true);
       const auto* ours = dynamic_cast<const Error*>(&error);
       const bool refused = ours != nullptr && (ours->kind() == ErrorKind::mismatch ||
                                                ours->kind() == ErrorKind::unsupported);
@@ -467,7 +467,7 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
       const Deadline limit(std::max<std::chrono::nanoseconds>(deadline.left(), kCleanUpTime));
       clean_up(limit);
       if (!alike && !by_tcp) store.add(counter, -1, limit);
-    } catch (const std::exception&) {  // the store may be why the forming failed: that is told
+    } catch (const std::exception&) {  // the store may be the cause; report the first error
       by_tcp = false;
     }
     if (!by_tcp) throw;
@@ -483,9 +483,9 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
     return group;
   }
   try {
-    // All have read it: the barrier that ends the forming is over.
+    // All ranks have read the keys: the barrier that ends forming is complete.
     clean_up(Deadline(std::max<std::chrono::nanoseconds>(deadline.left(), kCleanUpTime)));
-  } catch (const PeerLost&) {  // rank 0 has left already, and its store with all that was in it
+  } catch (const PeerLost&) {  // rank 0 left and closed its store
   }
   return group;
 }

@@ -1,4 +1,4 @@
-// How a group comes to be.
+// Forms a group: connects its ranks through the rendezvous store.
 #pragma once
 
 #include <chrono>
@@ -20,41 +20,40 @@ struct ConnectOptions {
   int rank = 0;
   int size = 1;
   std::string name = "world";
-  std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // of the forming and of every call
-  // Of silence, after which a rank that is waited for is lost: it is stopped or its host is gone.
-  // 0: never. The same on every rank.
+  std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // of forming and of each call
+  // Heartbeat timeout: an awaited rank that sends nothing for so long is lost, because it is
+  // stopped or its host is down. 0: none. Equal on all ranks.
   std::chrono::nanoseconds heartbeat = std::chrono::seconds(10);
-  std::string secret;     // the run's key; rank 0 makes one and leaves it in the store if empty
-  std::string transport;  // "local", "shm", "tcp": that one only; empty: the best for each pair
-  std::string address;    // which of this host's addresses tcp uses (os/interfaces.h); empty: all
-  bool encrypt = false;   // connections with ranks of other hosts: transport/encrypted.h
-  bool open_key = false;  // set by connect(): the store held the key
+  std::string secret;     // shared secret; if empty, rank 0 stores a random one
+  std::string transport;  // "local", "shm" or "tcp" for all pairs; empty: the best for each
+  std::string address;    // local addresses for tcp (os/interfaces.h); empty: all
+  bool encrypt = false;   // connections between hosts: transport/encrypted.h
+  bool open_key = false;  // set by connect(): the secret is in the store
   std::function<void(const std::string& why)> forbidden;  // set by connect(): MeshRequest's
-  std::string host;     // for tests: of which made-up host of this machine; empty: of this one
-  std::string towards;  // rank 0's host, towards which its best address lies; empty: unknown
-  // Sums in rank order whatever the size: bits depend on the inputs alone.
+  std::string host;     // for tests: name of a simulated host; empty: the real one
+  std::string towards;  // rank 0's host, for choosing an address by route; empty: unknown
+  // Sums in rank order for every size: results depend on the inputs only.
   bool reproducible = false;
-  std::vector<TunedThresholds>
-      tuned;                     // where choices turn by transport, if measured; rank 0's count
-  FlightRecorderFiles recorder;  // where a flight record and a trace go
-  std::vector<Fault> faults;     // for tests: what goes wrong on this rank
-  // For benchmarks: behind which all channels of this rank lie; or null.
+  std::vector<TunedThresholds> tuned;  // measured thresholds by transport; rank 0's apply
+  FlightRecorderFiles recorder;        // paths of the flight record and the trace
+  std::vector<Fault> faults;           // for tests: injected faults of this rank
+  // For benchmarks: a link that limits all channels of this rank, or null.
   std::shared_ptr<RateLimitedLink> rate_limited_link;
-  // Up to so many ranks each is connected to each from the start and nothing listens once the group
-  // stands; in a larger group two ranks connect when one first sends to the other. The same on all.
+  // Groups of at most this size form a full mesh, and no rank listens afterwards. In larger groups
+  // two ranks connect when one first sends to the other. Equal on all ranks.
   int full_mesh = 64;
-  std::function<bool()> interrupted;            // asked at least every 100 ms while a call waits
-  std::function<void(const std::string&)> log;  // one line for a person; may be empty
+  std::function<bool()> interrupted;            // polled at least every 100 ms while a call waits
+  std::function<void(const std::string&)> log;  // logs one line; may be empty
 };
 
-// Collective. Every rank calls it with the same store, size and name. Where all ranks use a name
-// again in one store the group's name gets a number: "world", "world#2", so that a group's name is
-// its own. `ranks`: the group's ranks() where it is not the first; empty: it is. Throws Timeout
-// naming the ranks that did not come, PeerLost, Mismatch (options differ).
+// Collective: every rank calls it with the same store, size and name. If all ranks reuse a name in
+// one store, the group's name gets a number ("world", "world#2"), so that names are unique.
+// `ranks`: the group's ranks() if it is not the world group; empty: the world group. Throws Timeout
+// naming the missing ranks, PeerLost, or Mismatch (options differ).
 std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector<int> ranks = {});
 
-// Throws InvalidArgument where `address`, as ConnectOptions has it, names none of this host's.
-// Before the store is met, so that every rank hears of its own mistake.
+// Throws InvalidArgument if `address`, as in ConnectOptions, matches no address of this host. Call
+// it before using the store, so that each rank reports its own mistake.
 void check_address(const std::string& address);
 
 }  // namespace pycomm

@@ -9,7 +9,7 @@
 namespace pycomm {
 namespace {
 
-// Connections that are accepted before the others get a turn: proofs that have come are looked at.
+// Connections accepted per round, so that handshakes in progress advance in between.
 constexpr int kAcceptsInARound = 64;
 constexpr std::chrono::milliseconds kSlice{100}, kRetry{50};
 
@@ -45,7 +45,7 @@ std::string Connector::failure(int peer) const {
 Handshake Connector::make_handshake(Fd fd, int peer, SocketTransport* by) {
   HandshakeParams params{.context = options_.context, .rank = options_.rank, .expected = peer};
   params.agreed = options_.agreed;
-  params.patient = true;  // the other end may have said yes when our limit passes
+  params.patient = true;  // the peer may have accepted when our limit passes
   if (peer != -1)
     return {std::move(fd), Handshake::Role::connector, options_.key, std::move(params)};
   params.wanted = [this, by](int dial) { return is_wanted(dial, by); };
@@ -57,7 +57,7 @@ bool Connector::is_wanted(int peer, const SocketTransport* by) const {
   if (peer < 0 || i >= connected_.size() || connected_[i] || options_.addresses[i].transport != by)
     return false;
   const auto dial = dials_.find(peer);
-  // A call of ours that is not connected has said nothing, so the peer cannot have said yes to it.
+  // If our dial is not connected, the peer received nothing and cannot have accepted it.
   return peer < options_.rank || dial == dials_.end() || !dial->second.handshake ||
          !dial->second.handshake->connected();
 }
@@ -72,7 +72,7 @@ void Connector::start_dials() {
       dial.handshake = std::make_unique<Handshake>(
           make_handshake(to.transport->call(to.candidates[dial.candidate]), peer, to.transport));
     } catch (const Forbidden& error) {
-      // Another address may be allowed.
+      // The system may allow another address.
       dial.forbidden = options_.forbidden_is_final && to.candidates.size() == 1;
       ++dial.refused;
       failed(peer, dial, error.what());
@@ -98,7 +98,7 @@ void Connector::failed(int peer, Dial& dial, const std::string& why) {
   if (hopeless && dial.reports_lost) {
     connected_[static_cast<size_t>(peer)] = true;  // never again
     const std::string_view hint = to.transport->name() == "shm"
-                                      ? "; where the system lets no Unix socket connect these "
+                                      ? "; if the system forbids Unix sockets between these "
                                         "processes, set PYCOMM_TRANSPORT=tcp on every rank"
                                       : "";
     results_.push_back(
@@ -143,11 +143,11 @@ void Connector::accept() {
         const uint64_t source = source_of(fd.get());
         pending_.push_back(
             {transport.get(), make_handshake(std::move(fd), -1, transport.get()), source});
-        if (!advance(pending_.back())) pending_.pop_back();  // its greeting may be there
+        if (!advance(pending_.back())) pending_.pop_back();  // its greeting may have arrived
       }
     }
   }
-  // No descriptors left: those that we hold may be why.
+  // Out of descriptors: pending connections may hold them.
   for (size_t i = out_of_descriptors_ ? (pending_.size() + 3) / 4 : 0; i > 0; --i) evict();
 }
 
@@ -166,7 +166,7 @@ void Connector::advance_dials() {
         add_connection(peer, *std::exchange(dial.handshake, nullptr), true);
         break;
       case Handshake::Step::refused:
-        if (dial.handshake->declined()) {  // its own call is on its way
+        if (dial.handshake->declined()) {  // the peer dials this rank
           dial.handshake.reset();
           dial.retry_at = Clock::now() + kRetry;
           break;
@@ -175,7 +175,7 @@ void Connector::advance_dials() {
           reject(peer, address_of(peer).candidates[dial.candidate] + ": " + dial.handshake->why());
           break;
         }
-        // Evicted, as far as this rank can know: the caller has a limit.
+        // The peer may have evicted this connection. The caller limits the retries.
         if (dial.handshake->was_disconnected()) {
           dial.why = address_of(peer).candidates[dial.candidate] + ": " + dial.handshake->why();
           dial.handshake.reset();
@@ -197,7 +197,7 @@ void Connector::advance_pending() {
     at = advance(*at) ? std::next(at) : pending_.erase(at);
 }
 
-// False when its handshake is over.
+// Returns false when the handshake is over.
 bool Connector::advance(PendingConnection& connection) {
   connection.step = connection.handshake.advance();
   if (connection.handshake.differs())
@@ -207,7 +207,7 @@ bool Connector::advance(PendingConnection& connection) {
   return connection.step != Handshake::Step::done && connection.step != Handshake::Step::refused;
 }
 
-// A rank of the group that was given another description of it: a further call ends alike.
+// The peer read other rank infos: another attempt would fail in the same way.
 void Connector::reject(int peer, const std::string& why) {
   const auto i = static_cast<size_t>(peer);
   if (peer < 0 || i >= connected_.size() || connected_[i]) return;
@@ -215,7 +215,7 @@ void Connector::reject(int peer, const std::string& why) {
   results_.push_back({.peer = peer, .channel = {}, .why = why, .differs = true});
 }
 
-// Both ends have agreed on this connection; a call of our own is over. `called`: by us.
+// Both ends accepted this connection. A dial of our own is dropped. `called`: this rank dialed.
 void Connector::add_connection(int peer, Handshake& handshake, bool called) {
   Session session{.secret = handshake.session_secret(), .connector = called};
   Fd fd = handshake.release();

@@ -6,8 +6,8 @@
 // while it dials, it declines the higher rank, and the higher rank accepts. Both use a connection
 // only after it was accepted.
 //
-// It does not decide which rank dials which, nor when, and it has no threads. Called by mesh.cpp
-// while a group forms and by on_demand_connector.h of a large group, by one thread at a time.
+// It has no threads, and one thread at a time may use it. The owner decides which rank dials which,
+// and when.
 #pragma once
 
 #include <functional>
@@ -27,27 +27,27 @@ namespace pycomm {
 
 class Connector {
  public:
-  // How a peer is reached: no transport means not by a socket.
+  // How to reach a peer. A null transport: not through a socket.
   struct PeerAddress {
     SocketTransport* transport = nullptr;
     std::vector<std::string> candidates;  // addresses, tried in turn
     std::string name;                     // "rank 2 (host a, pid 77)"
-    bool encrypted = false;               // the channel is; both ends say the same
+    bool encrypted = false;               // whether the channel is; equal on both ends
   };
   struct Options {
     int rank = 0;
     std::string key;       // for the handshakes
-    std::string context;   // what is unique to the group
-    std::string agreed{};  // what all ranks must know alike: HandshakeParams::agreed
+    std::string context;   // unique to the group
+    std::string agreed{};  // must be equal on all ranks: HandshakeParams::agreed
     std::vector<std::unique_ptr<SocketTransport>> transports;
     std::vector<PeerAddress> addresses;  // by rank
-    int failures = 100;      // attempts that failed otherwise; those that were cut off do not count
-    int max_refusals = 100;  // refused calls, 50 ms apart, before a peer counts as lost
-    // Whether a peer is lost at once where the system forbids connections to it. Else it is called
-    // as often as one that refuses them: a rank that fails sooner removes its rank info from the
-    // store before all ranks have read it.
+    int failures = 100;                  // other failed attempts; disconnects do not count
+    int max_refusals = 100;              // refused calls, 50 ms apart, before a peer counts as lost
+    // Whether a peer is lost immediately if the system forbids connections to it. Otherwise this
+    // rank retries as for a refused connection: a rank that failed sooner would remove its rank
+    // info from the store before all ranks have read it.
     bool forbidden_is_final = false;
-    std::function<void(const std::string&)> log;  // a line for each that failed; may be empty
+    std::function<void(const std::string&)> log;  // one line per failed attempt; may be empty
   };
 
   explicit Connector(Options options);
@@ -55,10 +55,10 @@ class Connector {
   // Dials `peer` until it is connected. A second call has no effect. `reports_lost`: a peer that
   // cannot be reached is reported as lost.
   void dial(int peer, bool reports_lost = true);
-  // Waits until something happens, here or on the descriptors of `also`, and for at most `limit`;
-  // handles it, and returns the peers that it has connected or lost.
+  // Waits at most `limit` for an event here or on the descriptors of `also`. Handles it and returns
+  // the peers that were connected or lost.
   std::vector<ConnectResult> poll(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
-  // Of a peer that is still called: " at <address> (last failure: <why>)".
+  // For a peer that is still dialed: " at <address> (last failure: <why>)".
   std::string failure(int peer) const;
   const SocketTransport& transport(int peer) const { return *address_of(peer).transport; }
 
@@ -70,7 +70,7 @@ class Connector {
     size_t candidate = 0;
     int failures = 0, refused = 0;
     bool reports_lost = true;
-    bool forbidden = false;  // by the system: it is not called again
+    bool forbidden = false;  // by the system; not dialed again
     std::string why{};
   };
   struct PendingConnection {  // accepted, in its handshake
@@ -79,7 +79,7 @@ class Connector {
     uint64_t source;
     Handshake::Step step = Handshake::Step::want_read;
   };
-  struct PendingExchange {  // a connected peer whose memory is awaited
+  struct PendingExchange {  // a connected peer that has yet to send its memory
     int peer;
     Fd fd;
     Session session;

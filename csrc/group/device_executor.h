@@ -1,8 +1,5 @@
-// Executes the calls of a group on devices once its ranks have agreed about them: by NCCL between
-// the devices, or staged in host memory.
-//
-// It checks no arrays, agrees with no peer and supervises nothing. Called by device_group.cpp and
-// watchdog.cpp.
+// Executes the calls of a device group once its ranks have agreed about them: with NCCL, or staged
+// in host memory.
 #pragma once
 
 #include <chrono>
@@ -24,7 +21,7 @@ namespace pycomm {
 // A call that can be enqueued.
 struct DeviceCall {
   Call call;  // with its algorithm and its limit
-  // By lane, where one runs between devices.
+  // By channel, for a call that runs as a plan between devices.
   std::shared_ptr<const std::vector<StreamStages>> plan{};
 };
 
@@ -33,39 +30,39 @@ class DeviceExecutor {
   DeviceExecutor() = default;
   DeviceExecutor(const DeviceExecutor&) = delete;
   DeviceExecutor& operator=(const DeviceExecutor&) = delete;
-  virtual ~DeviceExecutor() = default;  // ends what is under way
+  virtual ~DeviceExecutor() = default;  // cancels calls in progress
 
-  // One thread at a time calls those from here to stats().
+  // One thread at a time may call the functions from here to stats().
 
-  // The one that is named, or what all ranks take for the call. Throws Unsupported.
+  // The call's algorithm, or the one that all ranks choose for it. Throws Unsupported.
   virtual Algorithm algorithm_for(const Call& call) const = 0;
-  // Before the ranks agree: sees to memory. Throws Unsupported where the call's stream is being
-  // captured and there is too little of it.
+  // Allocates memory, before the ranks agree. Throws Unsupported if the call's stream is being
+  // captured and memory would have to grow.
   virtual DeviceCall prepare(const Call& call) = 0;
   virtual std::shared_ptr<Event> event() = 0;
-  // Enqueues the call behind `before`, an event of its stream; gives the event of its end.
+  // Enqueues the call after `before`, an event of its stream. Returns the event of its end.
   virtual std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
                                          const Deadline& deadline) = 0;
-  virtual Stats stats() const = 0;  // without the calls
+  virtual Stats stats() const = 0;  // all fields but `calls`
 
-  // From any thread. Why calls that were enqueued will not be over, or have ended badly; `what`
-  // is the first of them.
+  // Any thread. The error because of which enqueued calls failed or will not finish, if any. `what`
+  // is the oldest of these calls.
   virtual std::optional<Error> trouble(const std::string& what) = 0;
-  // When all that was enqueued is over.
+  // Call once all enqueued calls are complete.
   virtual void close(const Deadline& deadline) noexcept = 0;
-  // What is under way ends on the device.
+  // Aborts the calls in progress on the device.
   virtual void abort(const std::string& reason) noexcept = 0;
 };
 
-// Collective over `host`; `lines` are the same on all ranks. Throws Unsupported where NCCL refuses,
-// Timeout where ranks do not come.
+// Collective over `host`. `options` must be equal on all ranks. Throws Unsupported if NCCL refuses,
+// and Timeout if a rank is missing.
 std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<Group> host,
                                                    std::shared_ptr<Device> device,
                                                    std::shared_ptr<NcclApi> nccl,
                                                    const DeviceOptions& options,
                                                    std::chrono::nanoseconds timeout);
 
-// Collective over `host`: for ranks of which some share a device.
+// Collective over `host`, for ranks of which some share a device.
 std::unique_ptr<DeviceExecutor> make_host_staged_executor(const std::shared_ptr<Group>& host,
                                                           std::shared_ptr<Device> device);
 

@@ -19,35 +19,35 @@
 namespace pycomm {
 namespace {
 
-// How often enqueued calls are looked at; a call that nothing is wrong with does not notice.
+// How often enqueued calls are polled. Polling does not slow them.
 constexpr std::chrono::milliseconds kLook{100};
 
-// A call that was started: agreed about on the host group's worker, then enqueued there.
+// An asynchronous call. The host group's worker runs the agreement and then enqueues the call.
 class DeviceWork final : public Work {
  public:
-  // `is_over`: whether the device has passed an event of a call, and nothing has given up the call.
+  // `is_over`: whether the device has reached the call's event and the call was not aborted.
   explicit DeviceWork(std::function<bool(const Event&)> is_over) : is_over_(std::move(is_over)) {}
 
   void capture() { captured_ = true; }
   bool captured() const override { return captured_; }
-  // The agreement; what follows it calls settle().
+  // Sets the agreement, after which the worker calls settle().
   void follow(std::shared_ptr<Work> agreed) { agreed_ = std::move(agreed); }
   void settle(std::shared_ptr<Event> over, std::exception_ptr error) {
     {
       const std::lock_guard lock(mutex_);
       over_ = std::move(over);
-      if (error) error_ = std::move(error);  // fail() may have been first
+      if (error) error_ = std::move(error);  // fail() may come first
       settled_ = true;
     }
     changed_.notify_all();
   }
-  // Enqueued, and given up before it was over.
+  // The call was enqueued but aborted before it completed.
   void fail(std::exception_ptr error) {
     const std::lock_guard lock(mutex_);
     if (!error_) error_ = std::move(error);
   }
 
-  // In a graph it is over when it is enqueued; on a device that no longer answers, too.
+  // A captured call is done once it is enqueued; so is a call on a device that reports an error.
   bool done() const override {
     std::shared_ptr<Event> over;
     {
@@ -57,8 +57,8 @@ class DeviceWork final : public Work {
       over = over_;
     }
     try {
-      return is_over_(*over);         // without the lock, which fail() takes
-    } catch (const InternalError&) {  // whoever uses the device next hears of it
+      return is_over_(*over);         // unlocked: fail() takes the lock
+    } catch (const InternalError&) {  // the next use of the device reports it
       return true;
     }
   }
@@ -69,12 +69,12 @@ class DeviceWork final : public Work {
   void wait(std::chrono::nanoseconds limit) override {
     if (agreed_) agreed_->wait(limit);
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return settled_; });  // at once: only the enqueueing is left
+    changed_.wait(lock, [this] { return settled_; });  // short: only enqueueing remains
     if (error_) std::rethrow_exception(error_);
   }
   void make_stream_wait(void* stream) override {
     const std::lock_guard lock(mutex_);
-    check(settled_ && over_, "a call is waited for before it is followed");
+    check(settled_ && over_, "wait() must return before make_stream_wait()");
     over_->stream_wait(stream);
   }
 
@@ -88,7 +88,7 @@ class DeviceWork final : public Work {
   std::exception_ptr error_;
 };
 
-// `source`: told by a receive whom it has agreed with.
+// `source`: where a receive stores the rank that it matched.
 Call agreement_about(const Call& call, int* source) {
   Call asked = call;
   asked.agreement = true;
@@ -100,12 +100,12 @@ Call agreement_about(const Call& call, int* source) {
 std::string text_of(const Call& call) {
   Header header = signature_of(agreement_about(call, nullptr), call.algorithm);
   if (is_plan(call.operation)) return describe(header);
-  header.operation = static_cast<uint8_t>(call.operation);  // signatures of both ends say send
+  header.operation = static_cast<uint8_t>(call.operation);  // in signatures both ends are a send
   const bool sends = call.operation == Operation::send;
   return describe(header) + (sends ? " to rank " : " from rank ") + std::to_string(call.peer);
 }
 
-// Of a receive, when the ranks have agreed: from whom.
+// For a receive, after the agreement: stores the source rank.
 void set_source(Call& call, int source) {
   if (call.operation != Operation::recv) return;
   call.peer = source;
@@ -154,19 +154,19 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
   std::shared_ptr<Work> start(const Call& given,
                               std::function<void(std::exception_ptr)> then) override;
   void exchange(std::span<const Call>) override {
-    throw Unsupported("messages that travel at once are for arrays in host memory");
+    throw Unsupported("exchange() does not support CUDA arrays; use send() and recv()");
   }
-  std::shared_ptr<Group> split(int, int) override { throw Unsupported(kHostsOwn); }
+  std::shared_ptr<Group> split(int, int) override { throw Unsupported(kUnsupported); }
   std::shared_ptr<Group> regroup(Store&, const std::string&, const std::vector<int>&,
                                  std::chrono::nanoseconds) override {
-    throw Unsupported(kHostsOwn);
+    throw Unsupported(kUnsupported);
   }
   std::vector<int> lost() const override { return host_->lost(); }
   std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
   Stats stats() const override;
   Status status() const override { return host_->status(); }
   void set_timeout(std::chrono::nanoseconds timeout) override {
-    if (timeout.count() <= 0) throw InvalidArgument("a timeout must be longer than nothing");
+    if (timeout.count() <= 0) throw InvalidArgument("invalid timeout: it must be longer than 0 s");
     timeout_ = timeout;
   }
   void close() noexcept override;
@@ -176,8 +176,8 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
   }
 
  private:
-  static constexpr const char* kHostsOwn =
-      "a group on devices is neither split nor made anew: split the group, whose parts make theirs";
+  static constexpr const char* kUnsupported =
+      "device groups do not support split() or shrink(); call it on the parent group";
 
   DeviceCall begin(const Call& given);
   std::shared_ptr<Event> mark(void* stream);
@@ -190,24 +190,24 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
   std::shared_ptr<Group> host_;
   std::shared_ptr<Device> device_;
   std::chrono::nanoseconds timeout_;
-  std::mutex turn_;           // of who is inside run() or start()
+  std::mutex turn_;           // held inside run() and start()
   mutable std::mutex mutex_;  // guards the executor and calls_
   std::unique_ptr<DeviceExecutor> executor_;
   uint64_t calls_ = 0;
   Watchdog watchdog_;
   std::mutex ending_;  // guards ended_
   bool ended_ = false;
-  HeartbeatThread watchdog_thread_;  // the last member: its thread ends before what it uses
+  HeartbeatThread watchdog_thread_;  // last member: its thread ends before the members it uses
 };
 
-// The moment on the caller's stream behind which a call begins.
+// Records the event on the caller's stream after which a call begins.
 std::shared_ptr<Event> DeviceGroup::mark(void* stream) {
   auto event = executor_->event();
   event->record(stream);
   return event;
 }
 
-// What can be refused here alone, without the others, is refused here.
+// Rejects what this rank can reject without its peers.
 DeviceCall DeviceGroup::begin(const Call& given) {
   if (given.algorithm == Algorithm::shared_memory)
     throw_unsupported(given, "the algorithm shared_memory is for arrays in host memory");
@@ -239,7 +239,7 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
   const CallLock turn(turn_);
   const auto work = std::make_shared<DeviceWork>([weak = weak_from_this()](const Event& over) {
     const auto self = weak.lock();
-    return !self || self->watchdog_.is_over(over);  // with the group end its calls
+    return !self || self->watchdog_.is_over(over);  // a destroyed group has no calls in progress
   });
   DeviceCall device_call = begin(given);
   const Deadline deadline(device_call.call.timeout);
@@ -256,14 +256,14 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
       }
       if (over && device_call.call.follower != nullptr)
         over->stream_wait(device_call.call.follower);
-    } catch (...) {  // the work tells it
+    } catch (...) {  // reported through the work
       error = std::current_exception();
     }
     work->settle(std::move(over), error);
     if (then) then(error);
   };
   const Call agreement = agreement_about(device_call.call, source.get());
-  if (device_->capturing(given.stream)) {  // on this thread, to which a capture may belong
+  if (device_->capturing(given.stream)) {  // on this thread: a capture may belong to it
     work->capture();
     host_->run(agreement);
     enqueued(nullptr);
@@ -280,14 +280,14 @@ std::shared_ptr<Event> DeviceGroup::enqueue(const DeviceCall& device_call, Event
     ++calls_;
     const bool captured = device_->capturing(device_call.call.stream);
     auto over = executor_->enqueue(device_call, before, deadline);
-    // What a graph holds is for whoever launches it.
+    // Calls in a graph are not watched: the program that launches the graph waits for them.
     if (!captured)
       watchdog_.add(
           text_of(device_call.call),
           is_plan(device_call.call.operation) ? Watchdog::kAllPeers : device_call.call.peer,
           deadline, over, std::move(failed));
     return over;
-  } catch (const Error& error) {  // the other ranks have enqueued their parts
+  } catch (const Error& error) {  // the peers have enqueued the call
     fail(error);
     throw;
   }
@@ -299,14 +299,14 @@ bool DeviceGroup::look() noexcept {
     if (error) fail(*error);
     const std::lock_guard lock(ending_);
     return !ended_;
-  } catch (const std::exception& error) {  // CUDA's, as after a kernel that went astray
+  } catch (const std::exception& error) {  // CUDA: an earlier kernel failed
     fail(InternalError(error.what(), {.rank = rank()}));
     return false;
   }
 }
 
-// From any thread: what is under way ends on the device, here and, as the host groups tell each
-// other, everywhere.
+// Any thread. Aborts the calls in progress on this device and, through the host groups, on all
+// ranks.
 void DeviceGroup::fail(const Error& error) noexcept {
   {
     const std::lock_guard lock(ending_);
@@ -317,13 +317,13 @@ void DeviceGroup::fail(const Error& error) noexcept {
   host_->abort(error.what());
 }
 
-// When what was enqueued is over, which other ranks may need.
+// Waits for the enqueued calls first, as peers may need them.
 void DeviceGroup::close() noexcept {
   const auto through = [this] {
     const std::lock_guard lock(ending_);
     return ended_ || watchdog_.idle();
   };
-  while (!through() && look())  // nobody tells
+  while (!through() && look())  // polls: the device sends no notification
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   watchdog_thread_.join();
   const std::lock_guard lock(ending_);
@@ -338,23 +338,23 @@ Stats DeviceGroup::stats() const {
 }
 
 constexpr const char* kAllRanks =
-    "the first call with arrays on devices, a send or recv as well, needs all ranks of the group, "
+    "the first call with device arrays, even a send or recv, needs all ranks of the group, "
     "each with an array on its device; begin with a collective call on devices, or for torch with "
     "init_process_group(device_id=...): ";
 
-// What a rank tells the others of its parts.
+// What a rank publishes of its DeviceResources.
 struct DeviceInfo {
-  std::array<char, 28> bus_id;  // and zeros
+  std::array<char, 28> bus_id;  // padded with zeros
   bool nccl_shares, has_nccl, nccl_between_hosts;
   uint8_t lanes;
 };
 static_assert(sizeof(DeviceInfo) == 32);
 
-// Which the first call with arrays on devices does, whatever the call is.
+// Runs at the first call with device arrays, whichever call that is.
 std::vector<DeviceInfo> exchange_device_info(Group& host, const DeviceResources& resources,
                                              std::chrono::nanoseconds limit) {
   const auto [lanes, nccl_between_hosts] = resources.options;
-  check(lanes >= 1 && lanes <= 255, "a number of lanes that is none");
+  check(lanes >= 1 && lanes <= 255, "invalid cuda_channels: it must be between 1 and 255");
   DeviceInfo mine{{},
                   resources.nccl_shares,
                   resources.nccl != nullptr,
@@ -376,8 +376,7 @@ std::vector<DeviceInfo> exchange_device_info(Group& host, const DeviceResources&
   return all;
 }
 
-// Whether the group goes without NCCL, as that would refuse these ranks: two that it sees on one
-// device of a host.
+// Whether the group stages calls in host memory: NCCL refuses two ranks on one device of a host.
 bool is_host_staged(const Group& host, const std::vector<DeviceInfo>& all) {
   std::set<std::pair<int, decltype(DeviceInfo::bus_id)>> devices;
   for (size_t rank = 0; rank < all.size(); ++rank)
@@ -385,7 +384,7 @@ bool is_host_staged(const Group& host, const std::vector<DeviceInfo>& all) {
   return devices.size() < all.size() && !std::ranges::all_of(all, &DeviceInfo::nccl_shares);
 }
 
-// Throws Unsupported, on all ranks, where NCCL would send in the clear what has to be encrypted.
+// Throws Unsupported on all ranks if NCCL would send unencrypted data although encrypt=True.
 void check_encrypted(const Group& host, const DeviceInfo& first) {
   if (host.encrypted() && host.host_count() > 1 && first.nccl_between_hosts)
     throw Unsupported(
@@ -394,8 +393,8 @@ void check_encrypted(const Group& host, const DeviceInfo& first) {
         "arrays on CUDA devices");
 }
 
-// Throws Unsupported where a rank has no NCCL and needs it: one that is alone on its host, where
-// NCCL is for the ranks of each, does not.
+// Throws Unsupported if a rank needs NCCL and has none. If NCCL is used inside hosts only, a rank
+// that is alone on its host does not need it.
 void check_nccl(const Group& host, const std::vector<DeviceInfo>& all,
                 const DeviceResources& resources) {
   const auto needs = [&](size_t rank) {
@@ -405,8 +404,8 @@ void check_nccl(const Group& host, const std::vector<DeviceInfo>& all,
     if (all[rank].has_nccl || !needs(rank)) continue;
     if (!resources.nccl) throw Unsupported(resources.why_no_nccl);
     throw Unsupported("rank " + std::to_string(rank) +
-                      " has found no NCCL, which arrays on CUDA devices travel by; its error says "
-                      "where it has looked");
+                      " could not load NCCL, which calls on CUDA arrays require; see the error of "
+                      "that rank for the places it searched");
   }
 }
 

@@ -1,19 +1,18 @@
-// Groups of ranks whose arrays lie on CUDA devices: by NCCL where each rank has one of its own;
-// where ranks share one, which NCCL refuses, through host memory. NCCL may be left to the ranks of
-// each host, whose messages to other hosts then go by our own transports.
+// Groups for arrays on CUDA devices. They use NCCL if each rank has its own device, and stage calls
+// in host memory if ranks share one, which NCCL refuses. NCCL can be limited to the ranks of each
+// host; messages to other hosts then use pycomm's transports.
 //
-// Such a group stands on one in host memory: by that the ranks agree about every call before
-// anything of it is enqueued, with the same checks, limits and errors, and hear of each other's
-// deaths. Then the call runs on a stream of the group's own, between events of the caller's.
+// A device group has a host group: through it the ranks agree about every call before one enqueues
+// it, with the same checks, timeouts and errors, and detect failed peers. Then the call runs on the
+// group's own stream, between events of the caller's stream.
 //
-//   host     agree: all ranks have come, and to the same call
+//   host     agree: all ranks have made the same call
 //   caller   ... x is ready | event                      event | what uses the result ...
 //   group                        wait | NCCL or a plan |
 //
-// Nothing waits for the device, but for a thread that looks now and then whether calls that were
-// enqueued are over: one that is not within its limit, an error that NCCL reports and a rank that
-// is lost end the communicator and the group, and later calls repeat the cause. Called by
-// bindings/core_device.cpp.
+// No thread blocks on the device; a watchdog thread polls the enqueued calls. A call that exceeds
+// its timeout, an error from NCCL or a lost rank aborts the communicator and the group, and later
+// calls repeat the cause.
 #pragma once
 
 #include <chrono>
@@ -26,27 +25,25 @@
 
 namespace pycomm {
 
-// How arrays travel, on rank 0's word.
+// How device arrays are sent. The values of rank 0 apply to all ranks.
 struct DeviceOptions {
-  int lanes = 1;                   // of rings over large arrays; at most 255
-  bool nccl_between_hosts = true;  // else TCP, through host memory
+  int lanes = 1;                   // channels for large arrays, 1 to 255
+  bool nccl_between_hosts = true;  // false: TCP through host memory
 };
 
-// What a rank brings.
+// What one rank needs to form a device group.
 struct DeviceResources {
   std::shared_ptr<Device> device;
-  std::shared_ptr<NcclApi> nccl;  // null: none was found
-  std::string why_no_nccl{};      // then
-  bool nccl_shares = false;       // NCCL was told, on this rank, to let ranks share a device
+  std::shared_ptr<NcclApi> nccl;  // null if not found
+  std::string why_no_nccl{};      // if null
+  bool nccl_shares = false;       // NCCL on this rank lets ranks share a device
   DeviceOptions options{};
 };
 
-// Collective over `host`, whose calls and this group's make one order. Until `limit` all ranks have
-// to come; `timeout` is the limit of NCCL's forming, and of calls that name none: to agree, and to
-// be over on the device. Splits and
-// memory are the host group's. Throws what calls of `host` throw; Unsupported where a device is no
-// good for NCCL, and on every rank where one that needs NCCL has none; Timeout where ranks do not
-// come.
+// Collective over `host`; calls of both groups share one order. All ranks must call within `limit`.
+// `timeout` limits the setup of NCCL, and by default the agreement and the execution of each call.
+// Split and allocate with the host group. Throws the errors of `host`; Unsupported if a device does
+// not suit NCCL, and on every rank if one needs NCCL and has none; Timeout if a rank is missing.
 std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceResources parts,
                                          std::chrono::nanoseconds timeout,
                                          std::chrono::nanoseconds limit);

@@ -19,9 +19,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Calls that stay in memory, and those after which a trace is written: one write for so many.
+// Calls kept in memory; also the number of calls that one write adds to a trace.
 constexpr uint64_t kKept = 256, kBatch = 128;
-constexpr size_t kHeadBytes = 4096;  // a page: records begin behind it
+constexpr size_t kHeadBytes = 4096;  // one page, followed by the records
 constexpr size_t kBytes = kHeadBytes + kKept * sizeof(CallRecord);
 static_assert(sizeof(FlightRecorderHead) <= kHeadBytes);
 
@@ -32,7 +32,7 @@ std::string suffix(const FlightRecorderHead& head) {
   return name + "." + std::to_string(head.rank);
 }
 
-// Throws std::system_error; gives the end of what was written.
+// Throws std::system_error. Returns the offset after the written bytes.
 off_t write_at(const Fd& file, const void* data, size_t bytes, off_t at) {
   const auto* from = static_cast<const std::byte*>(data);
   for (size_t done = 0; done < bytes;) {
@@ -45,21 +45,21 @@ off_t write_at(const Fd& file, const void* data, size_t bytes, off_t at) {
   return at + static_cast<off_t>(bytes);
 }
 
-// The names can be known to others, and the folder be one in which anybody makes files, as /tmp: a
-// link of theirs would have a file of this user's written over, and a pipe would hold the rank up.
+// File names are predictable, and the folder may be writable for all, as /tmp is. A symbolic link
+// there could overwrite a file of this user, and a named pipe could block the rank.
 Fd create(const std::string& path) {
   Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666));
   const int error = errno;
   if (!file && error == ELOOP)
     throw std::system_error(error, std::generic_category(),
-                            "a symbolic link is there, which is not followed: remove it");
+                            "the path is a symbolic link, which is not followed: remove it");
   if (!file) throw std::system_error(error, std::generic_category());
   struct stat found{};
   if (::fstat(file.get(), &found) != 0) throw std::system_error(errno, std::generic_category());
   if (!S_ISREG(found.st_mode))
-    throw std::system_error(EEXIST, std::generic_category(), "what is there is no regular file");
+    throw std::system_error(EEXIST, std::generic_category(), "the path is not a regular file");
   if (found.st_uid != ::geteuid())
-    throw std::system_error(EPERM, std::generic_category(), "the file there is another user's");
+    throw std::system_error(EPERM, std::generic_category(), "the file belongs to another user");
   if (::ftruncate(file.get(), 0) != 0) throw std::system_error(errno, std::generic_category());
   return file;
 }
@@ -81,7 +81,7 @@ void check_files(const FlightRecorderFiles& files) {
   if (!files.record.empty())
     check_folder(fs::path(files.record).parent_path(), "PYCOMM_FLIGHT_RECORD", files.record);
   if (files.trace.empty()) return;
-  std::error_code failed;  // is what access() says
+  std::error_code failed;  // access() reports the failure
   fs::create_directories(files.trace, failed);
   check_folder(files.trace, "PYCOMM_TRACE", files.trace);
 }
@@ -109,8 +109,8 @@ CallRecord& FlightRecorder::slot(uint64_t call) {
   return first[call % kKept];
 }
 
-// Another process may read at any time: it takes a record for good that is still as it was when
-// `begun` is read for the second time and is not yet about to be written over.
+// Another process may read at any time. A reader accepts a record if it is unchanged at the second
+// read of `begun` and is not next to be overwritten.
 void FlightRecorder::begin(const CallRecord& record) {
   slot(head_.begun) = record;
   __atomic_store_n(&head_.begun, head_.begun + 1, __ATOMIC_RELEASE);
@@ -152,8 +152,8 @@ void FlightRecorder::close() noexcept {
   memory_.reset();
 }
 
-// Writes what the trace still lacks. A disk that is full ends the trace, not the run: its head says
-// how many calls it has.
+// Appends the missing calls to the trace. A full disk ends the trace, not the run: the trace's head
+// holds the number of its calls.
 void FlightRecorder::flush() noexcept {
   if (!trace_) return;
   try {
@@ -169,7 +169,7 @@ void FlightRecorder::flush() noexcept {
     std::array<std::byte, kHeadBytes> page{};
     std::memcpy(page.data(), &head, sizeof head);
     write_at(trace_, page.data(), page.size(), 0);
-  } catch (const std::system_error&) {  // the head that stands tells of what is there
+  } catch (const std::system_error&) {  // the previous head still describes the file
     trace_.reset();
   }
 }

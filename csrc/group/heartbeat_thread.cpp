@@ -8,7 +8,7 @@ namespace pycomm {
 
 void HeartbeatThread::start(std::chrono::nanoseconds interval, std::function<bool()> beat) {
   const std::lock_guard lock(mutex_);
-  thread_ = start_thread("pycomm-pulse", [this, interval, beat = std::move(beat)] {
+  thread_ = start_thread("pycomm-timer", [this, interval, beat = std::move(beat)] {
     std::unique_lock waiting(mutex_);
     while (!changed_.wait_for(waiting, interval, [&] { return ending_; })) {
       waiting.unlock();

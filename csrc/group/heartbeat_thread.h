@@ -1,7 +1,7 @@
-// A thread that calls a function at a fixed interval until join(). For a group whose rank is busy
-// outside of calls it sends the heartbeats.
+// A thread that calls a function at a fixed interval until join(). It sends a group's heartbeats
+// while the rank is busy outside of calls, and polls a device group's enqueued calls.
 //
-// It runs no code of the user's and takes no lock of Python's. Called by HostGroup and DeviceGroup.
+// It runs no user code and takes no Python lock.
 #pragma once
 
 #include <chrono>
@@ -19,9 +19,10 @@ class HeartbeatThread {
   HeartbeatThread& operator=(const HeartbeatThread&) = delete;
   ~HeartbeatThread() { join(); }
 
-  // Calls `beat` every `interval` on a thread of its own until it gives false or join(). Once.
+  // Calls `beat` every `interval` on a new thread until it returns false or join() is called. Call
+  // once.
   void start(std::chrono::nanoseconds interval, std::function<bool()> beat);
-  // Returns when the thread has ended. Any number of times, from any other thread.
+  // Ends the thread and waits for it. May be called repeatedly, from any other thread.
   void join() noexcept;
 
  private:

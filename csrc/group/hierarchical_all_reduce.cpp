@@ -10,10 +10,9 @@
 namespace pycomm {
 namespace {
 
-// Of a block: short enough that several are under way, long enough that ranks need not wait for
-// each other all the time.
+// Bytes of a block: small enough to pipeline several, large enough that ranks rarely wait.
 constexpr size_t kBlockBytes = size_t{1} << 20;
-// A longer call runs in parts, so that plans stay short.
+// A larger call runs in segments, so that plans stay short.
 constexpr size_t kPartBytes = size_t{64} << 20;
 constexpr size_t kMaxPlans = 64;
 
@@ -37,7 +36,7 @@ class HierarchicalTask final : public Task {
   }
   bool done() const override { return spread_ == blocks_.size() && across_.done(); }
   int sending_to() const override { return across_.sending_to(); }
-  // While blocks cross, whoever is waited for inside waits for the same.
+  // While a block crosses hosts, the ranks of this host wait for the same remote ranks.
   int receiving_from() const override {
     if (const int from = across_.receiving_from(); from != kNoRank) return from;
     return inside_ && sending_to() == kNoRank ? inside_->receiving_from() : kNoRank;
@@ -107,7 +106,7 @@ class HierarchicalTask final : public Task {
   const std::vector<InterHostPlan::Block>& blocks_;
   PlanTask across_;
   size_t summed_ = 0, spread_ = 0;  // blocks
-  bool spreads_ = false;            // what inside_ does; else it sums
+  bool spreads_ = false;            // whether inside_ spreads a block; else it sums one
   SharedJob step_;
   std::optional<StagedTask> inside_;
 };

@@ -1,12 +1,12 @@
-// all_reduce over several hosts whose ranks share memory inside each: summed and spread inside by
-// the strategy of shared/, carried between hosts by a plan, block by block, so that one block
-// crosses while its neighbours are summed and spread.
+// Hierarchical all_reduce over several hosts whose ranks share memory inside each. Inside a host,
+// shared/ sums blocks and copies results back; between hosts, a plan sums the blocks. The work is
+// pipelined: one block crosses hosts while its neighbours are summed and copied back.
 //
 //   inside    sum 0, sum 1, spread 0, sum 2, spread 1, ...   the same order on all ranks of a host
 //   between          cross 0,  cross 1,  ...                 each behind its sum, before its spread
 //
-// No output is written before its rank has heard of all others: of those of its host by a sum, of
-// the hosts by crossing. Called by host_group.cpp.
+// No rank writes its output before all others have made the call: a block's sum needs the ranks of
+// its host, its crossing needs the other hosts.
 #pragma once
 
 #include <map>
@@ -20,11 +20,11 @@ namespace pycomm {
 
 class HierarchicalAllReduce {
  public:
-  // `region` is null where this rank is alone on its host.
+  // `region` is null if this rank is alone on its host.
   HierarchicalAllReduce(Engine& engine, SharedMemoryRegion* region)
       : engine_(engine), region_(region) {}
 
-  // `job` without a schedule; `at` has the hosts, and the elements of the array.
+  // `job` has no schedule yet; `at` has the hosts and the number of elements.
   void all_reduce(PlanJob job, CollectiveShape at, const Deadline& deadline);
 
  private:
@@ -36,7 +36,7 @@ class HierarchicalAllReduce {
 
   Engine& engine_;
   SharedMemoryRegion* region_;
-  std::map<std::pair<size_t, size_t>, PlannedBlocks> plans_;  // by elements and their bytes
+  std::map<std::pair<size_t, size_t>, PlannedBlocks> plans_;  // by count and element size
 };
 
 }  // namespace pycomm

@@ -14,13 +14,13 @@
 namespace pycomm {
 namespace {
 
-// Scratch of one call. A call that would need more runs in blocks; with 8 MiB of rings (mesh.cpp)
-// and a segment of 1 MiB a group stays under 16 MiB a rank, whatever the message.
+// Scratch of one call. A call that needs more runs in blocks. With 8 MiB of rings (mesh.cpp) and a
+// segment of 1 MiB, a group uses less than 16 MiB per rank for any message size.
 constexpr size_t kScratchBytes = size_t{6} << 20;
 constexpr size_t kMaxPlans = 256;
-// Longer than two processors need to answer each other (about 1 us), and short, for whoever shares
-// the processor pays for it: a small all_reduce of 2 ranks takes 5 to 8 us at 20, 50 and 200 when
-// alone, but 110, 180 and 400 us beside a busy process (benchmarks/results/spin.json).
+// Longer than a round trip between two processors (about 1 us), but short, because spinning slows
+// other processes: a small all_reduce of 2 ranks takes 5 to 8 us with a limit of 20, 50 or 200 us
+// on an idle machine, but 110, 180 and 400 us beside a busy process (benchmarks/results/spin.json).
 constexpr std::chrono::microseconds kSpin{20};
 
 EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh,
@@ -32,20 +32,20 @@ EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh,
   for (size_t i = 0; i < mesh.members.size(); ++i)
     engine.names.push_back(name_of(static_cast<int>(i), mesh.members[i]));
   const auto here = std::ranges::count(mesh.hosts, mesh.hosts[static_cast<size_t>(options.rank)]);
-  // Where ranks share processors, looking takes the time from the very rank that is waited for.
+  // Spin only if each rank has a processor: otherwise spinning delays the awaited rank.
   if (here <= static_cast<long>(std::thread::hardware_concurrency())) engine.spin = kSpin;
-  // Threads of one process live and stop together.
+  // Threads of one process fail together and need no heartbeat.
   const bool alone = std::ranges::all_of(mesh.members, [](const Member& member) {
     return member.transport == "self" || member.transport == "local";
   });
   if (!alone) engine.heartbeat = options.heartbeat;
   const int64_t mine = mesh.members[static_cast<size_t>(options.rank)].pid;
-  for (const Member& member : mesh.members)  // the ranks of one process end together
+  for (const Member& member : mesh.members)  // ranks of one process end together
     engine.pids.push_back(member.visible && member.pid != mine ? member.pid : 0);
   return engine;
 }
 
-// The slowest transport counts: one pair that needs it makes every rank have such a pair.
+// The slowest transport decides: if one pair needs it, every rank has such a pair.
 Thresholds thresholds_of(const Mesh& mesh) {
   const auto uses = [&](std::string_view name) {
     return std::ranges::count(mesh.members, name, &Member::transport) > 0;
@@ -101,7 +101,7 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
   }
   host_count_ = static_cast<int>(known.size());
   if (!mesh.memories.empty()) make_region(mesh.memories);
-  if (!region_ || mesh.heaps.empty()) return;  // heaps are of one host
+  if (!region_ || mesh.heaps.empty()) return;  // heaps exist on a single host only
   region_->set_heaps(std::move(mesh.heaps));
   heap_ = std::move(mesh.heap);
 }
@@ -123,12 +123,12 @@ void HostGroup::make_region(const std::vector<std::shared_ptr<std::byte>>& memor
 HostGroup::~HostGroup() { close(); }
 
 void HostGroup::check(const Call& call) const {
-  if (call.agreement) return;  // whose group has
+  if (call.agreement) return;  // the device group checked it
   check_call(call, options_.rank, options_.size);
   const bool shared = region_ && host_count_ == 1;
   if (call.algorithm == Algorithm::shared_memory && !shared && options_.size > 1)
     throw Unsupported(
-        "the algorithm shared_memory needs all ranks on one host, and connections "
+        "the algorithm shared_memory requires all ranks on one host, with connections "
         "that share memory",
         {.op = std::string(name_of(call.operation)), .rank = options_.rank});
 }
@@ -148,8 +148,9 @@ void HostGroup::exchange(std::span<const Call> calls) {
   std::vector<MessageRequest> posted;
   for (const Call& call : calls) {
     if (is_plan(call.operation) || call.agreement || call.peer == kAnySource)
-      throw InvalidArgument("an exchange is of sends, and of receives from one rank each",
-                            {.op = std::string(name_of(call.operation)), .rank = options_.rank});
+      throw InvalidArgument(
+          "exchange() accepts send and recv only, and each recv needs an explicit source rank",
+          {.op = std::string(name_of(call.operation)), .rank = options_.rank});
     check(call);
     const size_t bytes = call.count * bytes_of(call.dtype);
     posted.push_back({.peer = call.peer,
@@ -166,8 +167,7 @@ void HostGroup::exchange(std::span<const Call> calls) {
   });
 }
 
-// A call whose turn never came is missing here, and the others have made it: the group cannot go
-// on.
+// Peers made this call but it never ran here, so the group cannot continue.
 void HostGroup::take_turn(const Call& call, const Worker::Timed& body) {
   try {
     worker_.run(body, [&] { return limit_of(call); });
@@ -188,7 +188,7 @@ std::chrono::nanoseconds HostGroup::limit_of(const Call& call) const {
 }
 
 void HostGroup::execute(const Call& call, Clock::time_point since) {
-  engine_.check_usable();  // before anybody sees in the segments what this rank calls
+  engine_.check_usable();  // before this rank publishes the call in shared memory
   const bool chosen = is_plan(call.operation) || call.agreement;
   const Algorithm algorithm = chosen ? algorithm_for(call) : Algorithm::direct;
   execute(call, algorithm, since,
@@ -210,7 +210,7 @@ void HostGroup::execute(const Call& call, Algorithm algorithm, Clock::time_point
     const std::string where = record_failure(error);
     if (where.empty()) throw;
     throw Error(error.kind(), error.what() + where, error.fields());
-  } catch (...) {  // of memory that there is not, or of Python
+  } catch (...) {  // out of memory, or from Python
     lock.lock();
     end_call(true);
     throw;
@@ -256,8 +256,7 @@ void HostGroup::carry_out(const Call& call, Algorithm algorithm, const Deadline&
   }
 }
 
-// Counts what the call moved, in stats_ and in the flight recorder, and returns its end. With
-// mutex_.
+// Adds the call to stats_ and the flight recorder and returns its end. Requires mutex_.
 Clock::time_point HostGroup::end_call(bool failed) {
   stats_.frames_sent = engine_.frames_sent();
   stats_.bytes_sent = engine_.payload_sent();
@@ -277,8 +276,8 @@ Clock::time_point HostGroup::end_call(bool failed) {
   return now;
 }
 
-// What an error says of the flight record that it leaves. A disagreement leaves one that the error
-// which breaks the group writes over. With mutex_.
+// Writes a flight record for an error and returns the text that the error adds about it. The error
+// that breaks the group overwrites the record of an earlier Mismatch. Requires mutex_.
 std::string HostGroup::record_failure(const Error& error) {
   const auto keep = [&](bool breaking) {
     const std::string said = recorder_.keep(error.what(), breaking);
@@ -294,7 +293,7 @@ std::string HostGroup::record_failure(const Error& error) {
       return keep(true);
     case ErrorKind::invalid_argument:
     case ErrorKind::unsupported:
-      break;  // nothing has moved, and nobody else knows
+      break;  // no data was sent, and no peer knows
   }
   return {};
 }
@@ -347,7 +346,7 @@ void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadli
     if (options_.size > 1 && !call.counts_fit) check_splits(call, job.signature, deadline);
     job.peer_counts = call.counts;
   }
-  // Lists change from call to call: plans with counts are not kept.
+  // Counts change between calls: their plans are not cached.
   const Schedule schedule = schedule_of(call, algorithm, 0);
   job.schedule = &schedule;
   run_plan(job, deadline);
@@ -385,10 +384,9 @@ CollectiveShape HostGroup::place(int rank, const Call& call, size_t count) const
           .hosts = hosts_};
 }
 
-// How many elements of a call run at once, so that scratch stays within kScratchBytes. All ranks
-// must find the same number, so they ask for the plans of all; of rank 0 alone where ranks are
-// alike. Where ranges of a reduce_scatter span pieces, which blocks would tear apart, it runs
-// whole.
+// How many elements of a call run at a time, so that scratch stays within kScratchBytes. All ranks
+// must compute the same number, so each considers the plans of all ranks, or of rank 0 only if they
+// are alike. A reduce_scatter whose ranges span chunks cannot be cut into blocks and runs whole.
 size_t HostGroup::block_of(const Call& call, Algorithm algorithm) const {
   const bool simple = algorithm == Algorithm::ring || algorithm == Algorithm::direct;
   if (!reduces(call.operation) || (call.operation == Operation::reduce_scatter && !simple))
@@ -444,7 +442,7 @@ Status HostGroup::status() const {
 }
 
 void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {
-  if (timeout.count() <= 0) throw InvalidArgument("a timeout must be longer than nothing");
+  if (timeout.count() <= 0) throw InvalidArgument("invalid timeout: it must be longer than 0 s");
   const std::lock_guard lock(mutex_);
   options_.timeout = timeout;
 }
@@ -453,7 +451,7 @@ void HostGroup::start_heartbeat() {
   if (engine_.heartbeat_interval().count() == 0) return;
   try {
     heartbeat_.start(engine_.heartbeat_interval(), [this] { return engine_.heartbeat(); });
-  } catch (const Error& error) {  // the others wait for a rank that they cannot hear
+  } catch (const Error& error) {  // peers would wait for a rank that sends no heartbeat
     engine_.fail(error);
     throw;
   }
@@ -476,7 +474,7 @@ void HostGroup::hear(std::chrono::nanoseconds limit) {
 }
 
 void HostGroup::abort(const std::string& reason) noexcept {
-  engine_.stop(reason);  // ends the call that runs, and those that wait behind it
+  engine_.stop(reason);  // ends the running call and those queued after it
   worker_.run_exclusive([&] {
     const GroupBroken error("the group was aborted: " + reason);
     engine_.fail(error);

@@ -1,4 +1,4 @@
-// The group of ranks whose arrays lie in host memory: checks a call, chooses its plan, runs it.
+// The group for arrays in host memory: checks a call, chooses its plan and runs it.
 #pragma once
 
 #include <functional>
@@ -23,7 +23,7 @@ namespace pycomm {
 
 class HostGroup final : public Group {
  public:
-  // `options.secret` is the run's key by now.
+  // `options.secret` must hold the shared secret.
   HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks);
   ~HostGroup() override;
 
@@ -58,12 +58,12 @@ class HostGroup final : public Group {
   void abort(const std::string& reason) noexcept override;
   void hear(std::chrono::nanoseconds limit) override;
 
-  // Says to the others from now on that this rank lives. Called once, when the group stands.
+  // Starts sending heartbeats. Call once, when the group is complete.
   void start_heartbeat();
 
  private:
-  // A plan for blocks of `block` elements, of which a call has several if its scratch would be
-  // large.
+  // A plan for blocks of `block` elements. A call whose scratch would be too large runs in several
+  // blocks.
   struct Planned {
     Schedule schedule;
     size_t block = 0;
@@ -71,7 +71,7 @@ class HostGroup final : public Group {
 
   void take_turn(const Call& call, const Worker::Timed& body);
   std::chrono::nanoseconds limit_of(const Call& call) const;
-  // `since`: the start of the call's limit; {}: now.
+  // `since`: when the call's timeout starts; {}: now.
   void execute(const Call& call, Clock::time_point since);
   using Body = std::function<void(const Deadline&)>;
   void execute(const Call& call, Algorithm algorithm, Clock::time_point since, const Body& body);
@@ -84,8 +84,8 @@ class HostGroup final : public Group {
   void run_plan(const PlanJob& job, const Deadline& deadline);
   void check(const Call& call) const;
   void agree(const Call& call, const Deadline& deadline);
-  // Of an all_to_all with counts: throws Mismatch, on all ranks, where what one rank sends another
-  // is not what that one expects.
+  // For an all_to_all with counts: throws Mismatch on all ranks if one rank sends a different count
+  // than its receiver expects.
   void check_splits(const Call& call, const Header& signature, const Deadline& deadline);
   std::vector<size_t> gather_splits(const Call& call, const Header& signature,
                                     const Deadline& deadline);
@@ -96,7 +96,7 @@ class HostGroup final : public Group {
   Schedule schedule_of(const Call& call, Algorithm algorithm, size_t count) const;
   size_t block_of(const Call& call, Algorithm algorithm) const;
   std::vector<std::string> gather_texts(const std::string& mine);
-  ConnectOptions part_of(const std::vector<int>& members, const std::string& name) const;
+  ConnectOptions subgroup_options(const std::vector<int>& members, const std::string& name) const;
   std::vector<int> first_ranks(const std::vector<int>& members) const;
 
   ConnectOptions options_;
@@ -106,22 +106,22 @@ class HostGroup final : public Group {
   int local_rank_ = 0, local_size_ = 1, host_count_ = 1;
   Thresholds thresholds_;  // the same on all ranks
   int splits_ = 0;
-  std::unique_ptr<PeerConnector> connector_;  // null where all ranks have met
+  std::unique_ptr<PeerConnector> connector_;  // null if the mesh is complete
   Engine engine_;
-  std::shared_ptr<SharedHeap> heap_;  // of this process, where the region has heaps
-  // Of this host's ranks, if several, where hosts share memory.
+  std::shared_ptr<SharedHeap> heap_;  // of this process, if the region has heaps
+  // Of this host's ranks, if there are several and hosts share memory.
   std::unique_ptr<SharedMemoryRegion> region_;
-  std::optional<HierarchicalAllReduce> hierarchical_;  // the same, where there are several hosts
+  std::optional<HierarchicalAllReduce> hierarchical_;  // if there are several hosts
   FlightRecorder recorder_;
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;
   mutable std::mutex mutex_;  // guards stats_, recorder_ and the timeout
   Stats stats_;
-  Worker worker_;  // the last members: their threads end before what they use
+  Worker worker_;  // last members: their threads end before the members they use
   HeartbeatThread heartbeat_;
 };
 
-// Forms the mesh, makes the group of it, and returns when all its ranks have. `check_aborted` is
-// MeshRequest's; where it throws, that is the error, and not that a peer has gone.
+// Forms the mesh, creates the group and returns when all ranks have. `check_aborted` is
+// MeshRequest's; an error that it throws takes precedence over a lost peer.
 std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
                                   std::vector<int> ranks, const CheckAborted& check_aborted = {});
 

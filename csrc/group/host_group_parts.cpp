@@ -1,4 +1,4 @@
-// Groups of some of a group's ranks: while it stands, and of those that are left of it.
+// Subgroups: split() of a working group, and regroup() of the survivors of a broken one.
 #include <algorithm>
 #include <utility>
 
@@ -7,7 +7,8 @@
 
 namespace pycomm {
 
-// The texts of all ranks, by rank: first the lengths, then the texts, padded to the longest.
+// The texts of all ranks, by rank. Gathers the lengths first, then the texts, padded to the
+// longest.
 std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
   const auto size = static_cast<size_t>(options_.size);
   std::vector<int64_t> lengths(size);
@@ -30,13 +31,14 @@ std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
   return texts;
 }
 
-ConnectOptions HostGroup::part_of(const std::vector<int>& members, const std::string& name) const {
+ConnectOptions HostGroup::subgroup_options(const std::vector<int>& members,
+                                           const std::string& name) const {
   ConnectOptions part = options_;
-  part.faults.clear();  // they count the bytes of one group
+  part.faults.clear();  // faults count the bytes of one group
   part.name = name;
   part.size = static_cast<int>(members.size());
   part.rank = static_cast<int>(std::ranges::find(members, options_.rank) - members.begin());
-  // The label keeps it apart from all else that the key is used for.
+  // The label separates this key from other uses of the secret.
   const Digest digest = hmac_sha256(options_.secret, "pycomm group key\n" + name);
   part.secret.assign(digest.begin(), digest.end());
   return part;
@@ -65,11 +67,11 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
   std::ranges::stable_sort(members, {}, [&](int i) { return wishes[static_cast<size_t>(i)].key; });
 
   const std::string name = options_.name + "/" + std::to_string(splits_++);
-  if (color < 0) {  // the others exchange their infos through this rank
+  if (color < 0) {  // the others exchange their rank infos through this rank
     (void)gather_texts({});
     return nullptr;
   }
-  const ConnectOptions child = part_of(members, name + "." + std::to_string(color));
+  const ConnectOptions child = subgroup_options(members, name + "." + std::to_string(color));
   const Exchange exchange = [&](const std::string& mine) {
     const auto texts = gather_texts(mine);
     std::vector<std::string> ours;
@@ -83,8 +85,8 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
 std::shared_ptr<Group> HostGroup::regroup(Store& store, const std::string& name,
                                           const std::vector<int>& members,
                                           std::chrono::nanoseconds timeout) {
-  ConnectOptions child = part_of(members, name);
-  child.secret = options_.secret;  // whoever has the key by another way of groups has the same
+  ConnectOptions child = subgroup_options(members, name);
+  child.secret = options_.secret;  // the same on all survivors, whatever subgroups they formed
   const auto calls = std::exchange(child.timeout, timeout);
   auto group = connect(store, std::move(child), first_ranks(members));
   group->set_timeout(calls);

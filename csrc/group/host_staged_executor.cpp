@@ -1,12 +1,12 @@
-// Calls of ranks of which some share a GPU, which NCCL refuses: arrays are staged in host memory,
-// where a group of the same ranks runs the collective.
+// Host-staged calls, for ranks of which some share a GPU, which NCCL refuses: arrays are copied to
+// host memory, where a group of the same ranks runs the collective.
 //
 //   caller   ... x is ready | event                                          event | ...
 //   executor                  wait | copy to the host | wait | copy back    |
 //   callback thread                                    the collective
 //
-// That group is one of its own, as its calls come when the devices get to them, between calls of
-// the host's group that come at other moments on each rank.
+// That group is separate from the host group: its calls run when the device reaches them, at a
+// different point between the host group's calls on each rank.
 #include <algorithm>
 #include <mutex>
 #include <utility>
@@ -33,7 +33,7 @@ class HostStagedExecutor final : public DeviceExecutor {
         staging_(device_, GrowableBuffer::Where::host),
         callbacks_(device_, stream_.raw()) {}
   ~HostStagedExecutor() override {
-    if (callbacks_.stop()) data_->abort("the group on devices ended during the call");
+    if (callbacks_.stop()) data_->abort("the device group was destroyed during the call");
   }
 
   Algorithm algorithm_for(const Call& call) const override;
@@ -56,7 +56,7 @@ class HostStagedExecutor final : public DeviceExecutor {
   }
 
  private:
-  // A call's arrays in bytes, and where its output begins behind its input.
+  // Sizes of a call's arrays in bytes, and the offset of the output in the staging buffer.
   struct Layout {
     size_t input, output, output_at;
   };
@@ -69,14 +69,14 @@ class HostStagedExecutor final : public DeviceExecutor {
   std::shared_ptr<EventPool> events_;
   GrowableBuffer staging_;
   std::mutex mutex_;              // guards error_
-  std::optional<Error> error_;    // the first one in host memory
-  HostCallbackThread callbacks_;  // the last member: its thread ends before what it uses
+  std::optional<Error> error_;    // the first error of data_
+  HostCallbackThread callbacks_;  // last member: its thread ends before the members it uses
 };
 
 Algorithm HostStagedExecutor::algorithm_for(const Call& call) const {
   if (call.algorithm == Algorithm::nccl)
-    throw_unsupported(
-        call, "NCCL refuses ranks that share a GPU; leave the algorithm out, or name another");
+    throw_unsupported(call,
+                      "NCCL refuses ranks that share a GPU; omit the algorithm or choose another");
   return call.algorithm == Algorithm::automatic ? Algorithm::staged : call.algorithm;
 }
 
@@ -103,7 +103,7 @@ std::shared_ptr<Event> HostStagedExecutor::enqueue(const DeviceCall& device_call
   Call here = call;
   here.input = layout.input > 0 ? staging : nullptr;
   here.output = layout.output > 0 ? output : nullptr;
-  here.source = nullptr;  // its owner is told before, and may be gone
+  here.source = nullptr;  // set earlier; its owner may be gone
   if (call.algorithm == Algorithm::staged) here.algorithm = Algorithm::automatic;
 
   auto over = event();
@@ -118,14 +118,14 @@ std::shared_ptr<Event> HostStagedExecutor::enqueue(const DeviceCall& device_call
   return over;
 }
 
-// On the callback thread. The error is known before the stream goes on.
+// On the callback thread. Stores the error before the stream continues.
 void HostStagedExecutor::run(const Call& call) noexcept {
   std::optional<Error> error;
   try {
     data_->run(call);
   } catch (const Error& thrown) {
     error = thrown;
-  } catch (const std::exception& thrown) {  // of memory that there is not
+  } catch (const std::exception& thrown) {  // out of memory
     error = InternalError(thrown.what(), {.rank = data_->rank()});
   }
   const std::lock_guard lock(mutex_);

@@ -23,20 +23,20 @@
 namespace pycomm {
 namespace {
 
-// No wait is longer, and `interrupted` is asked no more often: it may take a lock that others hold
-// for long, and unauthenticated clients can cause many rounds.
+// Longest wait, and shortest interval between calls of `interrupted`: it may take a contended lock,
+// and unauthenticated clients can cause many rounds.
 constexpr std::chrono::milliseconds kSlice{100};
 
-// For peers that are about to connect when the forming has failed: much longer than a handshake
+// After forming failed, how long to complete connections in progress: much longer than a handshake
 // takes.
 constexpr std::chrono::milliseconds kFinalConnectTimeout{200};
 
-// A rank that others should have called by now calls them: a firewall may let connections pass in
-// one direction alone.
+// After this delay a rank dials the peers that should have dialed it: a firewall may allow
+// connections in one direction only.
 constexpr std::chrono::seconds kDialBackDelay{1};
 
-// Up to so many ranks the rings that one reads stay under 8 MiB together; beyond, where a rank has
-// rings to those that it has met, they are no smaller.
+// Up to this size, all rings that a rank reads use less than 8 MiB together. In larger groups,
+// whose ranks connect on demand, rings do not shrink further.
 constexpr int kManyRanks = 64;
 
 size_t ring_bytes(int size) {
@@ -55,7 +55,7 @@ class MeshBuilder {
     };
     std::string why;
     const bool full = request_.size <= std::max(1, request_.full_mesh);
-    // Of very many ranks all heaps would not fit into the address space.
+    // The heaps of a very large group would not fit into the address space.
     if (request_.size > 1 && request_.shares && full) heap_ = SharedHeap::own();
     if (request_.size > 1 && may("shm"))
       shm_ = make_shm(ring_bytes(request_.size), request_.memory_bytes, why, heap_);
@@ -104,15 +104,16 @@ class MeshBuilder {
                        {.op = "init", .rank = request_.rank, .peer = static_cast<int>(i)});
   }
 
-  // All ranks find the same.
+  // All ranks reach the same result.
   void check_key() const {
     if (!request_.encrypt || !request_.open_key) return;
     for (const RankInfo& info : infos_)
       if (info.host_id != infos_[0].host_id)
         throw Unsupported(
-            "encrypt=True on several hosts needs a key that is not in the store: rank 0 left the "
-            "run's key there, as there was no PYCOMM_SECRET; set it to the same value on all "
-            "hosts, made by python -c \"import secrets; print(secrets.token_hex(32))\"",
+            "encrypt=True on several hosts requires a secret that is not in the store: rank 0 "
+            "stored "
+            "a random one, because PYCOMM_SECRET is not set; set it to the same value on all "
+            "hosts, for example from python -c \"import secrets; print(secrets.token_hex(32))\"",
             {.op = "init", .rank = request_.rank});
   }
 
@@ -157,11 +158,11 @@ class MeshBuilder {
       transport = by->name();
       auto theirs = ways(*by, peer, request_.rank);
       if (theirs.empty() || ways(*by, request_.rank, peer).empty())
-        throw Unsupported(
-            name(peer) + " and this rank are on different hosts, and the address of " +
-                (theirs.empty() ? "the former, " + info.tcp : "this, " + info_.tcp) +
-                ", cannot be reached from there; choose another by GLOO_SOCKET_IFNAME",
-            {.op = "init", .rank = request_.rank, .peer = peer});
+        throw Unsupported(name(peer) +
+                              " and this rank are on different hosts, and the address of " +
+                              (theirs.empty() ? "the former, " + info.tcp : "this, " + info_.tcp) +
+                              ", is unreachable from there; choose another with GLOO_SOCKET_IFNAME",
+                          {.op = "init", .rank = request_.rank, .peer = peer});
       const bool leaves = info.host_id != info_.host_id;
       addresses_[static_cast<size_t>(peer)] = {by, std::move(theirs), name(peer),
                                                request_.encrypt && leaves};
@@ -177,15 +178,15 @@ class MeshBuilder {
     if (agreed != mine) different_ = peer;
   }
 
-  // The addresses by which a rank, this one or a peer of it, may call a peer, or this one.
+  // The addresses at which `caller` may dial `listener`; one of them is this rank.
   std::vector<std::string> ways(const SocketTransport& by, int listener, int caller) const {
     const RankInfo& called = infos_[static_cast<size_t>(listener)];
     const RankInfo& calling = infos_[static_cast<size_t>(caller)];
     return by.ways(by.name() == "shm" ? called.shm : called.tcp, on_one_machine(called, calling));
   }
 
-  // Only where on every host all pairs have the same kind of memory, and all ranks want it, which
-  // all ranks find alike. `own` is what this rank lays out for other processes.
+  // Shares memory only if, on every host, all pairs have the same kind of memory and all ranks want
+  // it. All ranks reach the same result. `own` is this rank's memory for other processes.
   void share(Mesh& mesh, const std::shared_ptr<std::byte>& own) const {
     for (const RankInfo& info : infos_)
       if (info.memory == "0" || info.memory != info_.memory) return;
@@ -219,11 +220,11 @@ class MeshBuilder {
       const bool mine = local || static_cast<int>(i) == request_.rank;
       mesh.heaps.push_back(mine ? heap_->view() : mesh.channels[i]->heap());
       if (!mesh.heaps.back().base)
-        throw_lost(static_cast<int>(i), " gave no heap, which it said it has");
+        throw_lost(static_cast<int>(i), " announced a heap but did not send it");
     }
   }
 
-  // How two ranks reach each other, if at all.
+  // The transport between two ranks.
   std::string_view between(const RankInfo& a, const RankInfo& b) const {
     const bool local = request_.transport.empty() || request_.transport == "local";
     const bool one_host = a.host_id == b.host_id;
@@ -231,7 +232,8 @@ class MeshBuilder {
     return one_host && !a.shm.empty() && !b.shm.empty() ? "shm" : "tcp";
   }
 
-  // Who cannot form the group tells those that it has met: one of them may stand already.
+  // A rank that cannot form the group sends the error to its connected peers: one of them may
+  // already have a complete group.
   void connect_mesh(Mesh& mesh, Connector::Options request) {
     int lost = kNoRank;
     std::optional<Error> failure;
@@ -258,9 +260,9 @@ class MeshBuilder {
     }
   }
 
-  // The processes of the peers, by rank, as far as they can be seen, and the first that has ended.
-  // None of them can join the group any more. A rank that left in order has told its connected
-  // peers why, and they tell this rank: that takes a moment.
+  // The visible processes of the peers, by rank, and the first that ended. A rank that left in an
+  // orderly way told its connected peers why, and they forward the reason within
+  // kFinalConnectTimeout.
   struct EndedProcesses {
     std::vector<Process> processes;
     int peer = kNoRank;
@@ -344,14 +346,14 @@ class MeshBuilder {
       if (lost != kNoRank && final_connects->expired()) return lost;
       if (lost == kNoRank && ended.goodbye_deadline && ended.goodbye_deadline->expired())
         throw_lost(ended.peer, " died while the group formed: its process has ended");
-      if (lost == kNoRank && !missing.empty()) check_world(missing, connector);
+      if (lost == kNoRank && !missing.empty()) check_limits(missing, connector);
     }
     return lost;
   }
 
-  void check_world(const std::vector<int>& missing, const Connector& connector) {
-    if (request_.interrupted && Clock::now() - asked_ >= kSlice) {
-      asked_ = Clock::now();
+  void check_limits(const std::vector<int>& missing, const Connector& connector) {
+    if (request_.interrupted && Clock::now() - last_interrupt_check_ >= kSlice) {
+      last_interrupt_check_ = Clock::now();
       if (request_.interrupted())
         throw GroupBroken("the group \"" + request_.name +
                               "\" did not form: " + name(request_.rank) + " was interrupted",
@@ -372,8 +374,8 @@ class MeshBuilder {
   [[noreturn]] void throw_different(int peer) const {
     throw Mismatch("the group \"" + request_.name + "\" did not form: " + name(peer) + " and " +
                        name(request_.rank) +
-                       " were given different notes of the group's ranks (addresses, hosts, "
-                       "thresholds); the store that passes the notes on was changed meanwhile, or "
+                       " read different rank infos from the store (addresses, hosts, "
+                       "thresholds); the store's contents changed meanwhile, or "
                        "another run uses it too",
                    {.op = "init", .rank = request_.rank, .peer = peer});
   }
@@ -385,7 +387,7 @@ class MeshBuilder {
     for (const int peer : missing) {
       if (peer != missing[0]) text += ", ";
       text += name(peer) +
-              (peer < request_.rank ? connector.failure(peer) : call_awaited(connector, peer));
+              (peer < request_.rank ? connector.failure(peer) : awaited_addresses(connector, peer));
     }
     throw Timeout(text, {.op = "init",
                          .rank = request_.rank,
@@ -393,8 +395,8 @@ class MeshBuilder {
                          .unreachable = missing[0]});
   }
 
-  // Of a rank that was to call us: by which addresses.
-  std::string call_awaited(const Connector& connector, int peer) const {
+  // For a rank that should have dialed this one: the addresses to dial.
+  std::string awaited_addresses(const Connector& connector, int peer) const {
     std::string text = ", which did not call", between = " ";
     for (const std::string& way : ways(connector.transport(peer), request_.rank, peer)) {
       text += between + way;
@@ -410,8 +412,8 @@ class MeshBuilder {
   std::shared_ptr<SharedHeap> heap_;
   std::unique_ptr<SocketTransport> shm_, tcp_;
   std::vector<Connector::PeerAddress> addresses_;  // by rank
-  int different_ = kNoRank;    // a thread of this process that read other rank infos
-  Clock::time_point asked_{};  // when request_.interrupted was asked last
+  int different_ = kNoRank;                   // a rank of this process that read different infos
+  Clock::time_point last_interrupt_check_{};  // last call of request_.interrupted
 };
 
 }  // namespace

@@ -2,8 +2,8 @@
 //
 // Each rank listens, publishes its addresses, reads those of all ranks, dials the lower ranks and
 // accepts the higher ones (connector.h). Once the mesh is complete no rank listens any more. A
-// large group has no mesh: its ranks connect when they first need each other, and an
-// OnDemandConnector listens as long as the group exists. Called by connect() and by Group::split().
+// large group has no mesh: its ranks connect on demand, and an OnDemandConnector listens as long as
+// the group exists.
 #pragma once
 
 #include <functional>
@@ -20,53 +20,54 @@
 
 namespace pycomm {
 
-// Throws where a peer will not come, as the group in which these ranks met has ended; until the
-// limit it waits for that.
+// Throws the error that ended the parent group, so that a peer will not connect. Waits up to
+// `limit` for one.
 using CheckAborted = std::function<void(std::chrono::nanoseconds limit)>;
 
 struct MeshRequest {
   int rank = 0, size = 1;
   std::string name;
-  std::string host{};       // as ConnectOptions has it
-  std::string key;          // for the handshakes
-  std::string transport;    // force one, or empty
-  std::string address;      // which of this host's addresses tcp uses, or empty
-  std::string towards;      // rank 0's host as this one knows it, or empty
-  size_t memory_bytes = 0;  // that ranks of one host lay out for each other
-  bool shares = true;       // whether it does; one rank that does not is enough
-  bool encrypt = false;     // connections with ranks of other hosts
-  bool open_key = false;    // the store held the key: it protects nothing from who reads the store
-  std::string options;      // must be the same on every rank; shown when it is not
-  std::vector<TunedThresholds> tuned;  // what this rank knows of where choices turn
-  int full_mesh = 64;  // up to so many ranks each holds a channel to each from the start
-  std::function<bool()> interrupted{};          // asked every 100 ms while it waits; may be empty
-  std::function<void(const std::string&)> log;  // a line for each attempt that failed; may be empty
-  CheckAborted check_aborted{};                 // asked in each round; may be empty
-  // Called before PeerLost is thrown where the system refuses Unix sockets to a rank of this host,
-  // with the reason; may be empty.
+  std::string host{};                   // see ConnectOptions
+  std::string key;                      // for the handshakes
+  std::string transport;                // the only one to use, or empty
+  std::string address;                  // local addresses for tcp, or empty
+  std::string towards;                  // rank 0's host as known here, or empty
+  size_t memory_bytes = 0;              // shared memory of each rank for its host
+  bool shares = true;                   // whether to share memory; off for all if off for one
+  bool encrypt = false;                 // encrypt connections between hosts
+  bool open_key = false;                // the secret is in the store, readable for all its clients
+  std::string options;                  // must be equal on all ranks; shown in the error if not
+  std::vector<TunedThresholds> tuned;   // this rank's measured thresholds
+  int full_mesh = 64;                   // largest group that forms a full mesh
+  std::function<bool()> interrupted{};  // polled every 100 ms while it waits; may be empty
+  std::function<void(const std::string&)> log;  // one line per failed attempt; may be empty
+  CheckAborted check_aborted{};                 // called in each round; may be empty
+  // Called with the reason before PeerLost is thrown because the system forbids Unix sockets to a
+  // rank of this host. May be empty.
   std::function<void(const std::string& why)> forbidden{};
 };
 
 struct Mesh {
-  std::vector<std::unique_ptr<Channel>> channels;  // by rank; null for oneself and who is not met
-  std::unique_ptr<PeerConnector> connector;        // meets those; null where all are met
-  std::vector<Member> members;                     // by rank
-  // By rank, where ranks that share a host share memory, on every host: what each of this one's
-  // lays out for the others, and null for ranks of other hosts. Else empty.
+  std::vector<std::unique_ptr<Channel>>
+      channels;                              // by rank; null for this rank and unconnected ones
+  std::unique_ptr<PeerConnector> connector;  // connects those; null if the mesh is complete
+  std::vector<Member> members;               // by rank
+  // By rank, if the ranks of every host share memory: the shared memory of each rank of this host,
+  // null for ranks of other hosts. Otherwise empty.
   std::vector<std::shared_ptr<std::byte>> memories;
-  // By rank, where all ranks share a host and have a heap: their heaps as mapped here. Else empty.
+  // By rank, if all ranks share a host and have heaps: the heaps as mapped here. Otherwise empty.
   std::vector<HeapView> heaps;
   std::shared_ptr<SharedHeap> heap;    // this rank's, if it has one
-  std::vector<TunedThresholds> tuned;  // rank 0's, for all
-  std::vector<std::string> hosts;      // by rank: equal where ranks share a host
-  uint64_t id = 0;                     // of the group: the same on its ranks, and on no others
+  std::vector<TunedThresholds> tuned;  // rank 0's
+  std::vector<std::string> hosts;      // by rank: equal for ranks of one host
+  uint64_t id = 0;                     // of the group: unique, equal on its ranks
 };
 
 // Takes this rank's info and returns those of all ranks, by rank.
 using Exchange = std::function<std::vector<std::string>(const std::string& mine)>;
 
-// Throws Timeout naming who is missing, PeerLost, Mismatch (options), Unsupported (no transport
-// reaches a peer).
+// Throws Timeout naming the missing ranks, PeerLost, Mismatch (options differ) or Unsupported (no
+// transport reaches a peer).
 Mesh form_mesh(const MeshRequest& request, const Exchange& exchange, const Deadline& deadline);
 
 // "rank 2 (host a, pid 77)"

@@ -1,5 +1,5 @@
-// Calls by NCCL: its own collectives, or plans whose messages are its sends and receives; or, where
-// it joins only the ranks of each host, plans whose messages to others travel by a host group.
+// Calls with NCCL: NCCL's collectives, or plans whose messages are ncclSend and ncclRecv. If NCCL
+// connects only the ranks of each host, plans send messages to other hosts through a host group.
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -18,11 +18,11 @@ namespace pycomm {
 namespace {
 
 constexpr size_t kMaxPlans = 256;
-// Of a call's array that a lane is worth its launches for. To be measured.
-constexpr size_t kLaneBytes = size_t{1} << 20;
+// Bytes of an array per channel, below which a further channel does not pay. To be measured.
+constexpr size_t kBytesPerChannel = size_t{1} << 20;
 
-// A group of the same ranks, that one lane alone calls, as its calls come when the device gets to
-// them.
+// Sends messages through a group of the same ranks. Each channel has its own group, because its
+// calls run when the device reaches them.
 class GroupTransport final : public HostTransport {
  public:
   explicit GroupTransport(std::shared_ptr<Group> group) : group_(std::move(group)) {}
@@ -74,24 +74,24 @@ class NcclExecutor final : public DeviceExecutor {
 
  private:
   std::vector<int> local_ranks_of(const DeviceOptions& options) const;
-  std::vector<NcclId> name_lanes(const DeviceOptions& options, const std::vector<int>& near,
+  std::vector<NcclId> create_ids(const DeviceOptions& options, const std::vector<int>& near,
                                  std::chrono::nanoseconds timeout);
-  void tell_failures(bool failed, std::chrono::nanoseconds timeout);
+  void exchange_failures(bool failed, std::chrono::nanoseconds timeout);
   static StreamJob job_of(const DeviceCall& device_call);
-  int lanes_of(const Call& call) const;
+  int channels_of(const Call& call) const;
   std::shared_ptr<const std::vector<StreamStages>> plan_of(const Call& call);
 
   std::shared_ptr<Group> host_;
   std::shared_ptr<NcclApi> nccl_;
   StreamEngine engine_;
-  std::vector<Communicator*> communicators_;  // the engine's, by lane
+  std::vector<Communicator*> communicators_;  // owned by engine_, by channel
   std::map<std::tuple<Operation, Algorithm, size_t, int, int>,
            std::shared_ptr<const std::vector<StreamStages>>>
       plans_;
 };
 
-// Of the ranks of its host, in order, where communicators are of those: by rank, or kNoRank. Else
-// empty.
+// If communicators connect only the ranks of one host: by rank, the index among this host's ranks,
+// or kNoRank. Otherwise empty.
 std::vector<int> NcclExecutor::local_ranks_of(const DeviceOptions& options) const {
   if (options.nccl_between_hosts || host_->host_count() == 1) return {};
   const std::vector<int>& hosts = host_->hosts();
@@ -102,8 +102,8 @@ std::vector<int> NcclExecutor::local_ranks_of(const DeviceOptions& options) cons
   return near;
 }
 
-// Of each lane: made by the first of the ranks that will share the communicator.
-std::vector<NcclId> NcclExecutor::name_lanes(const DeviceOptions& options,
+// The id of each channel's communicator, created by the lowest rank that shares it.
+std::vector<NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
                                              const std::vector<int>& near,
                                              std::chrono::nanoseconds timeout) {
   const auto first =
@@ -124,12 +124,12 @@ std::vector<NcclId> NcclExecutor::name_lanes(const DeviceOptions& options,
   return {named.begin(), named.end()};
 }
 
-// Those that cannot make a communicator, and those whom they keep waiting, end; and so do ranks of
-// other hosts, whose communicators may stand.
+// A rank that cannot create a communicator fails, and so do the ranks that wait for it and ranks of
+// other hosts whose communicators are complete.
 void NcclExecutor::meet(const DeviceOptions& options, std::chrono::nanoseconds timeout) {
   const Deadline deadline(timeout);
   RemoteRanks far{.local_ranks = local_ranks_of(options)};
-  const auto ids = name_lanes(options, far.local_ranks, timeout);
+  const auto ids = create_ids(options, far.local_ranks, timeout);
   for (size_t lane = 0; !far.local_ranks.empty() && lane < ids.size(); ++lane)
     far.transports.push_back(std::make_unique<GroupTransport>(host_->split(0, host_->rank())));
   const bool apart = !far.local_ranks.empty();
@@ -141,12 +141,12 @@ void NcclExecutor::meet(const DeviceOptions& options, std::chrono::nanoseconds t
     failure =
         error.kind() == ErrorKind::timeout ? error : Unsupported(error.what(), error.fields());
   }
-  if (apart) tell_failures(failure.has_value(), 2 * timeout);
+  if (apart) exchange_failures(failure.has_value(), 2 * timeout);
   if (failure) throw Error(*failure);
 }
 
-// Throws Unsupported where another rank has failed and this one has not.
-void NcclExecutor::tell_failures(bool failed, std::chrono::nanoseconds timeout) {
+// Throws Unsupported if only other ranks failed.
+void NcclExecutor::exchange_failures(bool failed, std::chrono::nanoseconds timeout) {
   std::vector<uint8_t> all(static_cast<size_t>(host_->size()));
   const auto mine = static_cast<uint8_t>(failed);
   host_->run({.operation = Operation::all_gather,
@@ -156,26 +156,27 @@ void NcclExecutor::tell_failures(bool failed, std::chrono::nanoseconds timeout) 
               .timeout = timeout});
   const auto found = std::ranges::find(all, uint8_t{1});
   if (failed || found == all.end()) return;
-  throw Unsupported("rank " + std::to_string(found - all.begin()) +
-                    " has not met the other ranks of its host by NCCL; its error says why");
+  throw Unsupported(
+      "rank " + std::to_string(found - all.begin()) +
+      " could not connect to the other ranks of its host with NCCL; see the error of that rank");
 }
 
-// NCCL's own where there is one, as it knows how its GPUs are connected; but for sums whose order
-// has to be ours.
+// NCCL's collective if there is one, as NCCL knows how its GPUs are connected; not for sums in rank
+// order.
 Algorithm NcclExecutor::algorithm_for(const Call& call) const {
   const int size = host_->size();
   if (!is_plan(call.operation)) return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
   if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
     throw_unsupported(
         call,
-        "NCCL joins only the ranks of each host here (cuda_internode_transport); leave the "
-        "algorithm out, or name one of ours");
+        "NCCL connects only the ranks of each host here (cuda_internode_transport); omit the "
+        "algorithm or choose another");
   const bool own = call.counts.empty() && has_nccl(call.operation, call.dtype, call.op);
   if (call.algorithm == Algorithm::nccl && !own)
     throw_unsupported(
         call,
-        "NCCL has none of its own for this dtype, op or list of counts; leave the algorithm out, "
-        "or name one of ours");
+        "NCCL does not support this dtype, op or list of counts; omit the algorithm or "
+        "choose another");
   if (call.algorithm == Algorithm::staged)
     throw_unsupported(call, "the algorithm host_staged is for ranks that share a GPU");
   if (call.algorithm == Algorithm::nccl && size == 1) return Algorithm::direct;
@@ -193,13 +194,13 @@ Algorithm NcclExecutor::algorithm_for(const Call& call) const {
 }
 
 // The same on all ranks.
-int NcclExecutor::lanes_of(const Call& call) const {
+int NcclExecutor::channels_of(const Call& call) const {
   if (call.algorithm != Algorithm::ring) return 1;
-  const size_t worth = call.count * bytes_of(call.dtype) / kLaneBytes;
+  const size_t worth = call.count * bytes_of(call.dtype) / kBytesPerChannel;
   return static_cast<int>(std::clamp<size_t>(worth, 1, engine_.lanes()));
 }
 
-// Null for NCCL's own.
+// Null for NCCL's collectives.
 std::shared_ptr<const std::vector<StreamStages>> NcclExecutor::plan_of(const Call& call) {
   if (call.algorithm == Algorithm::nccl || !is_plan(call.operation)) return nullptr;
   const CollectiveShape at{.rank = host_->rank(),
@@ -208,12 +209,12 @@ std::shared_ptr<const std::vector<StreamStages>> NcclExecutor::plan_of(const Cal
                            .root = is_rooted(call.operation) ? call.peer : 0,
                            .counts = call.counts,
                            .hosts = host_->hosts()};
-  const int lanes = lanes_of(call);
+  const int lanes = channels_of(call);
   const auto made = [&] {
     const Plan plan = make_plan(call.algorithm, call.operation, at);
     return std::make_shared<const std::vector<StreamStages>>(make_lanes(plan, at.rank, lanes));
   };
-  if (!call.counts.empty()) return made();  // lists change from call to call
+  if (!call.counts.empty()) return made();  // counts change between calls
   const auto key = std::tuple(call.operation, call.algorithm, call.count, at.root, lanes);
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
   if (plans_.size() >= kMaxPlans) plans_.clear();

@@ -12,7 +12,7 @@
 namespace pycomm {
 namespace {
 
-// A rank that left or died does not return: a refused call is repeated for 1 s.
+// A rank that left or died does not return: a refused dial is repeated for 1 s.
 constexpr int kRefusals = 20;
 constexpr std::chrono::hours kIdle{1};
 
@@ -47,7 +47,7 @@ OnDemandConnector::OnDemandConnector(Connector::Options options, size_t ring_byt
   if (!by_socket) return;
   options.max_refusals = kRefusals;
   connector_.emplace(std::move(options));
-  thread_ = start_thread("pycomm-door", [this] { loop(); });
+  thread_ = start_thread("pycomm-connect", [this] { loop(); });
 }
 
 void OnDemandConnector::request(int peer) {
@@ -88,8 +88,8 @@ void OnDemandConnector::close() noexcept {
   connector_.reset();
 }
 
-// What the world does to a connection is an arrival; what ends up here is our own: no memory left.
-// This rank connects to no further peer, and the engine receives that result for every peer.
+// Connection errors are results. An exception here is local, such as out of memory: this rank
+// connects to no further peer, and the engine receives that result for every peer.
 void OnDemandConnector::loop() noexcept {
   try {
     serve();
@@ -97,8 +97,9 @@ void OnDemandConnector::loop() noexcept {
     std::vector<ConnectResult> nobody;
     for (size_t i = 0; i < local_.size(); ++i)
       if (!local_[i])
-        nobody.push_back({.peer = static_cast<int>(i),
-                          .why = std::string("this rank connects no more: ") + error.what()});
+        nobody.push_back(
+            {.peer = static_cast<int>(i),
+             .why = std::string("this rank can no longer connect to peers: ") + error.what()});
     add_results(std::move(nobody));
   }
 }

@@ -1,9 +1,8 @@
 // Connects the ranks of a large group when they first need each other. A thread owns the listeners
-// as long as the group exists, accepts and dials (connector.h), and hands the engine channels that
-// both ends have accepted. Ranks of one process need no thread.
+// as long as the group exists, accepts and dials (connector.h), and passes channels that both ends
+// accepted to the engine. Ranks of one process need no thread.
 //
-// The thread does not touch a channel that it has handed over, nor Python. Made by form_mesh();
-// used by the group's engine.
+// The thread does not use a channel after passing it on, nor Python.
 #pragma once
 
 #include <atomic>
@@ -36,14 +35,14 @@ class OnDemandConnector final : public PeerConnector {
   void add_results(std::vector<ConnectResult> results);
 
   std::vector<bool> local_;               // by rank
-  Fd wake_event_, results_event_;         // wakes the thread; readable while something has arrived
+  Fd wake_event_, results_event_;         // wakes the thread; readable while there are results
   std::mutex mutex_;                      // guards the next two
-  std::vector<int> wanted_;               // not yet called
+  std::vector<int> wanted_;               // not yet dialed
   std::vector<ConnectResult> results_;    // not yet taken
   std::atomic<bool> has_results_{false};  // results_ is not empty
   std::atomic<bool> ending_{false};
   std::optional<InProcessListener> listener_;
-  std::optional<Connector> connector_;  // the thread's, while that runs
+  std::optional<Connector> connector_;  // used by the thread while it runs
   std::thread thread_;
 };
 

@@ -16,9 +16,9 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kMaxNoteBytes = 4096;
-// In a host_id, before the name of a made-up host.
-constexpr char kMadeUp = '/';
+constexpr size_t kMaxInfoBytes = 4096;
+// In a host_id, precedes the name of a simulated host.
+constexpr char kSimulatedHost = '/';
 
 std::string random_word() {
   std::string word;
@@ -45,7 +45,7 @@ std::string with_length(const std::string& text) {
   return std::to_string(text.size()) + ":" + text;
 }
 
-// As "tcp 16384 1048576 shm 8192 1048576".
+// For example "tcp 16384 1048576 shm 8192 1048576".
 std::string encode(const std::vector<TunedThresholds>& tuned) {
   std::string text;
   for (const auto& [transport, at] : tuned)
@@ -59,7 +59,7 @@ uint64_t number_in(const std::string& text) {
   uint64_t number = 0;
   const auto parsed = std::from_chars(text.data(), text.data() + text.size(), number);
   check(parsed.ec == std::errc{} && std::to_string(number) == text,
-        "a rank's note has a number that is none");
+        "invalid integer in a rank info");
   return number;
 }
 
@@ -68,9 +68,9 @@ std::vector<TunedThresholds> decode_tuned(const std::string& text) {
   std::istringstream words(text);
   for (TunedThresholds one; words >> one.transport;) {
     check(static_cast<bool>(words >> one.thresholds.small_bytes >> one.thresholds.middle_bytes),
-          "a rank's note has no sound thresholds");
+          "invalid thresholds in a rank info");
     check(std::ranges::find(tuned, one.transport, &TunedThresholds::transport) == tuned.end(),
-          "a rank's note has two thresholds for one transport");
+          "a rank info repeats a transport in its thresholds");
     tuned.push_back(one);
   }
   return tuned;
@@ -79,12 +79,12 @@ std::vector<TunedThresholds> decode_tuned(const std::string& text) {
 }  // namespace
 
 RankInfo own_rank_info(const std::string& host) {
-  // The word goes stale in a forked child, and the pid tells it apart.
+  // A forked child inherits the word; the pid distinguishes it.
   static const std::string word = random_word();
   RankInfo info;
   info.pid = ::getpid();
   info.process = word + "-" + std::to_string(info.pid);
-  info.host_id = host_identity() + (host.empty() ? "" : kMadeUp + host);
+  info.host_id = host_identity() + (host.empty() ? "" : kSimulatedHost + host);
   info.host = host.empty() ? host_name() : host;
   struct stat pids{};
   info.pid_space =
@@ -94,7 +94,7 @@ RankInfo own_rank_info(const std::string& host) {
 
 bool on_one_machine(const RankInfo& a, const RankInfo& b) {
   const auto machine = [](const RankInfo& info) {
-    return info.host_id.substr(0, info.host_id.find(kMadeUp));
+    return info.host_id.substr(0, info.host_id.find(kSimulatedHost));
   };
   return machine(a) == machine(b);
 }
@@ -120,24 +120,24 @@ std::string digest_of(const std::vector<RankInfo>& infos) {
 }
 
 RankInfo decode_rank_info(const std::string& text) {
-  check(text.size() <= kMaxNoteBytes, "a rank's note is too long");
+  check(text.size() <= kMaxInfoBytes, "a rank info is too long");
   std::array<std::string, 13> fields;
   size_t begin = 0;
   for (std::string& field : fields) {
     const size_t end = text.find('\n', begin);
-    check(end != std::string::npos, "a rank's note is cut short");
+    check(end != std::string::npos, "a rank info is truncated");
     field = text.substr(begin, end - begin);
     begin = end + 1;
   }
   check(begin == text.size() && fields[0] == "pycomm-5",
-        "a rank's note is not of this version of pycomm");
+        "a rank info is from another version of pycomm");
   RankInfo info{fields[1], fields[2], fields[3], 0,          fields[5],  fields[6],
                 fields[7], fields[8], fields[9], fields[10], fields[11], decode_tuned(fields[12])};
   info.pid = static_cast<int64_t>(number_in(fields[4]));
-  check(info.pid > 0, "a rank's note has no process number");
+  check(info.pid > 0, "a rank info has no process id");
   for (const std::string& bytes : {info.memory, info.heap}) (void)number_in(bytes);
-  // Whatever else can be written in more than one way, as the thresholds can.
-  check(encode(info) == text, "a rank's note is not written as notes are");
+  // Some fields, such as thresholds, have several spellings.
+  check(encode(info) == text, "a rank info is not in canonical form");
   return info;
 }
 

@@ -7,12 +7,12 @@
 namespace pycomm {
 namespace {
 
-// A rank that leaves cleanly has seen its own part of every call end. For so long the parts of
-// others may take to end after that; later it is missed.
+// A rank that left cleanly saw every call complete on its side. Peers may take this long to
+// complete theirs; after that the rank counts as lost.
 constexpr std::chrono::seconds kGrace{2};
 
-// A rank that aborts ends the executor first: its reason arrives on the host group after the
-// executor's error, within this time.
+// A rank that aborts ends its executor first: the reason arrives on the host group within this time
+// after the executor's error.
 constexpr std::chrono::seconds kReasonTime{1};
 
 }  // namespace
@@ -40,20 +40,20 @@ std::optional<Error> Watchdog::look() {
   const auto trouble = forget_passed();
   if (under_way_.empty()) {
     missed_ = {};
-    return std::nullopt;  // an error of the executor's ends the next call
+    return std::nullopt;  // an error of the executor fails the next call
   }
   const Entry& oldest = under_way_.front();
   if (trouble) return explained(*trouble, oldest);
   if (auto error = lost(oldest)) return error;
   if (!oldest.deadline.expired()) return std::nullopt;
-  return Timeout(oldest.what + " was enqueued and is not over on the device after " +
+  return Timeout(oldest.what + " was enqueued but did not complete on the device within " +
                      std::to_string(oldest.deadline.limit_s()) +
-                     " s: a device hangs, or what comes before the call on some rank's stream",
+                     " s: a device hangs, or earlier work on the stream of some rank does",
                  fields(oldest, -1));
 }
 
-// A call that the executor has given up passes on its stream as well: what has passed is over only
-// if the executor is fine afterwards.
+// An aborted call passes its event too: passed calls are complete only if the executor reports no
+// error afterwards.
 std::optional<Error> Watchdog::forget_passed() {
   if (under_way_.empty()) return std::nullopt;
   auto first = under_way_.begin();
@@ -67,7 +67,7 @@ void Watchdog::end(const std::exception_ptr& error) noexcept {
   const std::lock_guard lock(mutex_);
   try {
     (void)forget_passed();
-  } catch (const InternalError&) {  // the device is gone, and the ends of all calls with it
+  } catch (const InternalError&) {  // the device failed: no call can complete
   }
   for (const Entry& entry : under_way_)
     if (entry.failed) entry.failed(error);
@@ -89,15 +89,16 @@ std::optional<Error> Watchdog::lost(const Entry& oldest) {
     if (peer == host_.rank() || !needed || seen.connected || never_met) continue;
     if (!missed_for_long()) return std::nullopt;
     const Member& who = host_.members()[static_cast<size_t>(peer)];
-    return PeerLost(oldest.what + " waits on the device for rank " + std::to_string(peer) + " (" +
-                        who.host + ", pid " + std::to_string(who.pid) + "), which " +
-                        (seen.departed.empty() ? "has hung up" : seen.departed),
-                    fields(oldest, peer));
+    return PeerLost(
+        oldest.what + " waits on the device for rank " + std::to_string(peer) + " (" + who.host +
+            ", pid " + std::to_string(who.pid) + "), which " +
+            (seen.departed.empty() ? "closed its connection unexpectedly" : seen.departed),
+        fields(oldest, peer));
   }
   return std::nullopt;
 }
 
-// The executor's error, and why the other rank has ended its part, where that rank says it.
+// The executor's error, with the reason of the rank that aborted, if it sent one.
 Error Watchdog::explained(const Error& trouble, const Entry& oldest) {
   if (trouble.kind() == ErrorKind::peer_lost) {
     try {

@@ -1,7 +1,5 @@
-// Keeps the calls of a group on a device that were enqueued and are not known to be over, and finds
-// out why they cannot finish.
-//
-// It decides and ends nothing: its caller does. Called by device_group.cpp.
+// Watchdog of a device group: keeps the calls that were enqueued and are not known to be complete,
+// and finds out why they cannot finish. The caller decides what to end.
 #pragma once
 
 #include <deque>
@@ -23,21 +21,22 @@ namespace pycomm {
 // Any thread may call.
 class Watchdog {
  public:
-  // `host` tells who is lost, `executor` what became of calls.
+  // `host` reports lost ranks, `executor` failed calls.
   Watchdog(Group& host, DeviceExecutor& executor) : host_(host), executor_(executor) {}
 
-  // `peer`: the only other rank that a call needs, or kAllPeers. `failed` is told, by end(), if
-  // the call was not over by then; it may be empty.
+  // `peer`: the only other rank that a call needs, or kAllPeers. end() calls `failed` if the call
+  // is not complete by then; it may be empty.
   static constexpr int kAllPeers = -1;
   void add(std::string what, int peer, const Deadline& deadline, std::shared_ptr<Event> over,
            std::function<void(std::exception_ptr)> failed);
-  bool idle();  // nothing that was added is under way, as far as look() knows
-  // Whether the call that ends with `over`, which was added, is over, or end() has told of it.
+  bool idle();  // whether no call is in progress, as of the last look()
+  // Whether the added call that ends with `over` is complete, or end() reported its failure.
   bool is_over(const Event& over);
-  // Forgets what is over. The error, named after the oldest call, that ends what is not: the
-  // executor's, a rank that is lost, the limit.
+  // Removes completed calls. Returns the error that ends the others, named after the oldest call:
+  // an error of the executor, a lost rank, or the timeout.
   std::optional<Error> look();
-  // The calls under way will not finish: calls their `failed`. Before the streams continue.
+  // Calls `failed` of all calls in progress, which will not finish. Call it before the streams
+  // continue.
   void end(const std::exception_ptr& error) noexcept;
 
  private:
@@ -58,8 +57,8 @@ class Watchdog {
   DeviceExecutor& executor_;
   std::mutex mutex_;
   std::deque<Entry> under_way_;
-  Clock::time_point
-      missed_{};  // when a rank was first seen to be gone, or the group to be broken; none: not yet
+  // When a lost rank or a broken group was first seen; {} if not yet.
+  Clock::time_point missed_{};
 };
 
 }  // namespace pycomm

@@ -13,7 +13,7 @@ constexpr std::chrono::hours kForever{24 * 365};
 
 constexpr const char* kSecondThread =
     "another thread is inside a call of this group; use group.split() for each thread";
-constexpr const char* kClosed = "this group cannot be used any more: it was closed";
+constexpr const char* kClosed = "this group can no longer be used: it was closed";
 
 }  // namespace
 
@@ -60,7 +60,7 @@ class Worker::Started final : public Work {
     }
     changed_.notify_all();
     if (then_) then_(error);
-    body_ = {};  // lets go of what they hold while the caller may keep the work
+    body_ = {};  // release captures: the caller may keep the Work
     then_ = {};
   }
 
@@ -76,8 +76,8 @@ class Worker::Started final : public Work {
 
 Worker::~Worker() { join(); }
 
-// Waits for the caller's turn, and gives since when; {} where it came at once. Whoever was let in
-// sets caller_inside back.
+// Waits for the caller's turn. Returns when the wait began, {} if there was none. The caller must
+// reset caller_inside.
 Clock::time_point Worker::enter(std::unique_lock<std::mutex>& lock, const Limit& limit) {
   State& state = *state_;
   if (state.caller_inside) throw InvalidArgument(kSecondThread);
@@ -142,7 +142,7 @@ void Worker::run_exclusive(const Body& body) {
     return state.thread == me ||
            (!state.caller_inside && !state.worker_inside && state.queue.empty());
   });
-  body();  // with the lock: who wants to enter waits
+  body();  // locked: calls wait
 }
 
 std::shared_ptr<Work> Worker::start(Body body, Then then) {
@@ -156,7 +156,7 @@ std::shared_ptr<Work> Worker::start(Body body, Then then) {
   }
   if (state.caller_inside) throw InvalidArgument(kSecondThread);
   if (state.ending) throw GroupBroken(kClosed);
-  if (!thread_.joinable()) {  // first: without a thread nothing is queued
+  if (!thread_.joinable()) {  // first: queue nothing if no thread can be created
     thread_ = start_thread("pycomm-worker", [held = state_] { loop(*held); });
     state.thread = thread_.get_id();
   }
@@ -199,7 +199,7 @@ void Worker::join() {
   const auto me = std::this_thread::get_id();
   const bool in_then = state.thread == me;
   while (in_then && !state.queue.empty()) run_next(state, lock);
-  // A caller that joins from inside its own call (by `interrupted`) does not wait for itself.
+  // A caller that joins inside its own call (through `interrupted`) does not wait for itself.
   state.changed.wait(lock, [&] {
     const bool caller_out = !state.caller_inside || state.caller == me;
     return caller_out && (in_then || (state.queue.empty() && !state.worker_inside));

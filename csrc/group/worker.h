@@ -1,5 +1,4 @@
-// Whose turn it is: one caller at a time, and behind it the asynchronous calls, in order, on one
-// thread.
+// Orders the calls of a group: one caller at a time, and asynchronous calls in order on one thread.
 #pragma once
 
 #include <chrono>
@@ -20,34 +19,33 @@ class Worker {
   using Body = std::function<void()>;
   using Then = std::function<void(std::exception_ptr)>;
 
-  // `interrupted` is asked while a caller waits for its turn or for a work.
+  // `interrupted` is polled while a caller waits for its turn or for a Work.
   explicit Worker(std::function<bool()> interrupted) : interrupted_(std::move(interrupted)) {}
   ~Worker();
 
   using Limit = std::function<std::chrono::nanoseconds()>;
-  // Takes the time since which the call waits for its turn, or {} where it did not wait.
+  // `since`: when the call began to wait for its turn; {} if it did not wait.
   using Timed = std::function<void(Clock::time_point since)>;
-  // Runs `body` on this thread when everything started before is over. InvalidArgument if another
-  // thread is inside; Timeout, and `body` does not run, if its turn does not come within `limit`,
-  // which is asked for only where there is something to wait for. Inside a `then`, whose turn it
-  // is, `body` runs at once.
+  // Runs `body` on this thread after all calls started before. Throws InvalidArgument if another
+  // thread is inside; throws Timeout without running `body` if its turn does not come within
+  // `limit`, which is called only if the call has to wait. Inside a `then`, `body` runs at once.
   void run(const Timed& body, const Limit& limit);
-  // Inside a `then` this too runs `body` at once: who waits there for the work must not wait for
-  // the thread that he is on, and the order of calls is that of a `then` which came too late for
-  // the worker and runs on the thread that adds it.
+  // Inside a `then`, `body` runs at once too: a wait for the Work there must not block the thread
+  // that would run it, and the order is the same as for a `then` that was added too late for the
+  // worker and runs on the adding thread.
   std::shared_ptr<Work> start(Body body, Then then);
-  // Runs `body` between two calls, when all that was started and who is inside is over; not at all
-  // on a thread that is inside a call itself.
+  // Runs `body` between two calls, after all started ones and the caller inside; not at all on a
+  // thread that is itself inside a call.
   void run_exclusive(const Body& body);
   // True if a call runs or waits.
   bool busy() const;
-  // Lets nobody in any more, and ends the thread when what was started and who is inside is over.
-  // Whoever joins inside a `then` may destroy the worker there.
+  // Rejects new calls, and ends the thread after the started calls and the caller inside. A thread
+  // that calls join() inside a `then` may destroy the worker there.
   void join();
 
  private:
   class Started;
-  // What the thread uses. It may outlive the worker by the end of the `then` that destroyed it.
+  // State of the thread. It may outlive the worker until the end of the `then` that destroyed it.
   struct State {
     std::mutex mutex;
     std::condition_variable changed;

@@ -1,6 +1,5 @@
-// NCCL's C interface: its functions, found in a library that dlopen has opened, and the one
-// structure that it reads from memory. Not what others call: that is nccl.h of this folder. Used by
-// library.cpp; tests/test_nccl.py compiles it against NCCL's own header.
+// NCCL's C interface: its functions, found in a library opened with dlopen, and the structure that
+// it reads. Other code uses nccl.h. tests/test_nccl.py compiles this file against NCCL's header.
 #pragma once
 
 #include <dlfcn.h>
@@ -12,12 +11,13 @@
 
 namespace pycomm::nccl_abi {
 
-// 2.14 is the first with ncclCommInitRankConfig, ncclCommFinalize and communicators that do not
-// block. All else here is older: ncclGetLastError came with 2.13, bfloat16 and avg with 2.10.
+// 2.14 is the first version with ncclCommInitRankConfig, ncclCommFinalize and nonblocking
+// communicators. Everything else is older: ncclGetLastError is from 2.13, bfloat16 and avg from
+// 2.10.
 inline constexpr int kLeastVersion = 21400;
 
-// ncclConfig_t as 2.14 had it. Later versions have only added members, and give their defaults to
-// those that a `version` did not know.
+// ncclConfig_t of 2.14. Later versions only add members, and use their defaults for a `version`
+// that lacks them.
 struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
@@ -25,7 +25,7 @@ struct Config {
   int blocking = 1;
 };
 
-// Becomes whatever type of function it is assigned to.
+// Converts to the function type that it is assigned to.
 struct Symbol {
   void* address;
   template <class F>
@@ -34,7 +34,7 @@ struct Symbol {
   }
 };
 
-// Throws Unsupported where the library has no such function.
+// Throws Unsupported if the library lacks the function.
 inline Symbol symbol(void* library, const char* name) {
   void* address = dlsym(library, name);
   if (address == nullptr) throw Unsupported(std::string("it has no ") + name);

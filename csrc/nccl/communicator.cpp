@@ -7,8 +7,8 @@
 namespace pycomm {
 namespace {
 
-// NCCL tells nobody when it is through, so whoever waits for it asks: often at first, as enqueueing
-// takes microseconds, then less often, as ranks that have to come take seconds.
+// NCCL sends no notification, so a waiting thread polls: often at first, as enqueueing takes
+// microseconds, then less often, as missing ranks may take seconds.
 constexpr int kEager = 1000;
 constexpr std::chrono::microseconds kPatient{200};
 
@@ -27,7 +27,7 @@ Communicator::Communicator(NcclApi& nccl, const NcclId& id, int rank, int size)
 void Communicator::meet(const Deadline& deadline) {
   const NcclResult result = settle(deadline);
   if (result == NcclResult::in_progress)
-    throw Timeout("not all ranks came to make an NCCL communicator within " +
+    throw Timeout("not all ranks joined an NCCL communicator within " +
                       std::to_string(deadline.limit_s()) + " s",
                   {.op = "nccl", .rank = rank_, .elapsed_s = deadline.elapsed_s()});
   if (result != NcclResult::success) throw error_of("ncclCommInitRankConfig", result);
@@ -39,7 +39,7 @@ void Communicator::launch(const Calls& calls, const Deadline& deadline) {
     if (comm_ == nullptr) throw GroupBroken("the NCCL communicator was aborted", {.rank = rank_});
     NcclResult result = nccl_.group_start();
     if (result == NcclResult::success) result = calls(nccl_, comm_);
-    const NcclResult ended = nccl_.group_end();  // also after a failure: the thread is in a group
+    const NcclResult ended = nccl_.group_end();  // even after a failure: the thread is in a group
     if (is_fine(result)) result = ended;
     if (!is_fine(result)) throw error_of("ncclGroupEnd", result);
   }

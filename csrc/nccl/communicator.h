@@ -1,7 +1,5 @@
-// One NCCL communicator: made without blocking, so that a rank that never comes, or a call that
-// hangs, can be given up; ended by close() or, whatever is under way, by abort().
-//
-// Not what decides to abort: whoever calls does. Used by device/stream_engine.cpp.
+// One nonblocking NCCL communicator, so that waits for a missing rank or a hanging call can be
+// cancelled. It ends with close() or, during calls, with abort().
 #pragma once
 
 #include <functional>
@@ -14,30 +12,30 @@
 
 namespace pycomm {
 
-// Any thread may call any of these.
+// Thread-safe.
 class Communicator {
  public:
-  // Begins to meet the others on the thread's current device; meet() waits for them. Throws as
-  // launch() does.
+  // Begins to connect to the other ranks on the thread's current device; meet() waits for them.
+  // Throws as launch() does.
   Communicator(NcclApi& nccl, const NcclId& id, int rank, int size);
   ~Communicator() { abort(); }
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Throws Timeout when ranks are missing.
+  // Throws Timeout if ranks are missing.
   void meet(const Deadline& deadline);
 
-  // Calls of NcclApi, as one group, enqueued when this returns. Throws what error_of() makes of a
-  // result, GroupBroken after abort(), Timeout if NCCL is not through with the enqueueing.
+  // Runs calls of NcclApi as one group, which is enqueued when this returns. Throws error_of() of a
+  // result, GroupBroken after abort(), or Timeout if NCCL does not finish enqueueing.
   using Calls = std::function<NcclResult(NcclApi&, NcclComm*)>;
   void launch(const Calls& calls, const Deadline& deadline);
 
-  // What became of calls that were enqueued: success as long as nothing did.
+  // The state of enqueued calls: success unless one failed.
   NcclResult state();
-  // PeerLost where NCCL says that a rank has gone, Timeout where it says so, else GroupBroken.
+  // PeerLost or Timeout if NCCL reports that, otherwise GroupBroken.
   Error error_of(const std::string& function, NcclResult result);
 
-  // When all that was enqueued is over. What is not through by the deadline is aborted.
+  // Call once all enqueued calls are complete. Aborts if it does not finish by the deadline.
   void close(const Deadline& deadline) noexcept;
   void abort() noexcept;
 
@@ -46,7 +44,7 @@ class Communicator {
 
   NcclApi& nccl_;
   const int rank_;
-  std::mutex mutex_;  // guards comm_ against its end
+  std::mutex mutex_;  // guards comm_ against destruction
   NcclComm* comm_ = nullptr;
 };
 

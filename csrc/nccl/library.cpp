@@ -1,4 +1,4 @@
-// The real NCCL behind NcclApi, and where it comes from.
+// Implements NcclApi with the NCCL library, and searches for that library.
 #include <link.h>
 
 #include <tuple>
@@ -15,7 +15,7 @@ struct Close {
 };
 using Opened = std::unique_ptr<void, Close>;
 
-// The file behind a library that the linker may have found by its name alone.
+// The file of a library that the linker may have found by name.
 std::string file_of(void* library) {
   link_map* map = nullptr;
   if (dlinfo(library, RTLD_DI_LINKMAP, static_cast<void*>(&map)) != 0 || map == nullptr) return {};
@@ -76,9 +76,9 @@ class Library final : public NcclApi {
   const std::string origin_;
 };
 
-// A library that will not do is closed again: left open, it would be what the linker finds by the
-// same name at the next place. One that does stays open for good, for its threads and its handlers
-// outlive every communicator.
+// An unsuitable library is closed: left open, the linker would find it by the same name at the next
+// place. A suitable one stays open permanently, as its threads and handlers outlive every
+// communicator.
 std::unique_ptr<NcclApi> open(const NcclPlace& place) {
   if (place.file.empty()) throw Unsupported("not installed");
   const int flags = RTLD_NOW | RTLD_LOCAL | (place.loaded_only ? RTLD_NOLOAD : 0);
@@ -90,7 +90,7 @@ std::unique_ptr<NcclApi> open(const NcclPlace& place) {
   int (*get_version)(int*) = nccl_abi::symbol(library.get(), "ncclGetVersion");
   int version = 0;
   const int result = get_version(&version);
-  if (result != 0) throw Unsupported("ncclGetVersion gave " + std::to_string(result));
+  if (result != 0) throw Unsupported("ncclGetVersion returned " + std::to_string(result));
   if (version < nccl_abi::kLeastVersion)
     throw Unsupported(file_of(library.get()) + " is NCCL " + nccl_version_text(version));
   auto found = std::make_unique<Library>(nccl_abi::Functions{library.get()}, version);
@@ -101,7 +101,7 @@ std::unique_ptr<NcclApi> open(const NcclPlace& place) {
 }  // namespace
 
 std::string nccl_version_text(int code) {
-  // Versions up to 2.8 were coded with a digit for the minor number.
+  // Up to 2.8 the code has one digit for the minor number.
   const int major_unit = code < 10000 ? 1000 : 10000;
   return std::to_string(code / major_unit) + "." + std::to_string(code % major_unit / 100) + "." +
          std::to_string(code % 100);

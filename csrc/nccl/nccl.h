@@ -1,9 +1,8 @@
-// NVIDIA's collective library as the stream engine sees it: a pure interface, so that a fake can
-// stand in where there is no GPU, and the few types of its C interface that cross it.
+// A pure interface to NCCL for the stream engine, so that a fake can replace it without a GPU, and
+// the types of NCCL's C interface that it needs.
 //
-// No header of NCCL or CUDA is needed: the library is opened at run time (load_nccl) and never
-// linked. Enumerators have NCCL's numbers; tests/test_nccl.py holds them to nccl.h. Called by
-// bindings/cuda.cpp.
+// It needs no header of NCCL or CUDA: the library is opened at run time (load_nccl) and never
+// linked. Enumerators have NCCL's numbers; tests/test_nccl.py checks them against nccl.h.
 #pragma once
 
 #include <array>
@@ -15,9 +14,9 @@
 
 namespace pycomm {
 
-struct NcclComm;  // a communicator; only who made it looks inside
+struct NcclComm;  // an opaque communicator
 
-// What rank 0 makes and every rank of a communicator must be given.
+// Created by rank 0 and passed to every rank of a communicator.
 struct NcclId {
   std::array<char, 128> bytes;
 };
@@ -30,7 +29,7 @@ enum class NcclResult : int32_t {
   invalid_argument,
   invalid_usage,
   remote_error,
-  in_progress,  // of a communicator that does not block: ask comm_async_error again
+  in_progress,  // of a nonblocking communicator: poll comm_async_error
   timeout,
 };
 
@@ -49,9 +48,9 @@ enum class NcclDtype : int32_t {
 
 enum class NcclOp : int32_t { sum, product, max, min, avg };
 
-// What a call reads and writes, on the device. `count` is what a rank gives in all_gather and what
-// it gets in reduce_scatter; elsewhere both are as long. send has no `out` and recv no `in`; `out`
-// may be `in` in all_reduce and broadcast.
+// The device arrays of a call. `count` is one rank's input in all_gather and one rank's output in
+// reduce_scatter; elsewhere both have that size. send has no `out` and recv no `in`. `out` may
+// equal `in` in all_reduce and broadcast.
 struct NcclData {
   const void* in;
   void* out;
@@ -65,9 +64,9 @@ struct NcclQueue {
   void* stream;
 };
 
-// Any thread may call, one at a time for a communicator. The device of a communicator is the
-// thread's current one when it is made. A call of send to broadcast enqueues and returns; between
-// group_start and group_end it is only noted, by thread, and group_end enqueues all as one.
+// Any thread may call, one at a time for each communicator. A communicator's device is the thread's
+// current one at creation. The calls from send to broadcast enqueue and return. Between group_start
+// and group_end they are only recorded, per thread, and group_end enqueues them as one.
 class NcclApi {
  public:
   NcclApi() = default;
@@ -75,19 +74,19 @@ class NcclApi {
   NcclApi& operator=(const NcclApi&) = delete;
   virtual ~NcclApi() = default;
 
-  virtual int version() const = 0;         // as NCCL codes it: 23203
-  virtual std::string origin() const = 0;  // the file that it was loaded from
+  virtual int version() const = 0;         // NCCL's code, such as 23203
+  virtual std::string origin() const = 0;  // the file it was loaded from
   virtual std::string error_string(NcclResult result) = 0;
-  virtual std::string last_error(NcclComm* comm) = 0;  // more words, or none; comm may be null
+  virtual std::string last_error(NcclComm* comm) = 0;  // details, or empty; comm may be null
 
   virtual NcclResult get_unique_id(NcclId& id) = 0;
-  // Waits for all ranks, unless `blocking` is false: then `comm` is in progress for a while.
+  // Waits for all ranks unless `blocking` is false: then `comm` is in progress at first.
   virtual NcclResult comm_init_rank(NcclComm*& comm, int size, const NcclId& id, int rank,
                                     bool blocking) = 0;
   virtual NcclResult comm_finalize(NcclComm* comm) = 0;
   virtual NcclResult comm_destroy(NcclComm* comm) = 0;
   virtual NcclResult comm_abort(
-      NcclComm* comm) = 0;  // ends what is under way, and the communicator
+      NcclComm* comm) = 0;  // cancels calls in progress, destroys the communicator
   virtual NcclResult comm_async_error(NcclComm* comm, NcclResult& error) = 0;
 
   virtual NcclResult group_start() = 0;
@@ -103,19 +102,19 @@ class NcclApi {
 // 23203 as "2.32.3".
 std::string nccl_version_text(int code);
 
-// What a result of `function` means, with NCCL's own words and which library said it.
+// Describes a result of `function`, with NCCL's message and the library.
 std::string nccl_error_text(NcclApi& nccl, const std::string& function, NcclResult result,
                             NcclComm* comm);
 
-// Where the library may be.
+// A possible place of the library.
 struct NcclPlace {
-  std::string what;  // in words: "the package nvidia-nccl-cu13"
-  std::string file;  // what dlopen takes; empty: known not to be there
-  bool loaded_only;  // only if this process has it loaded already
+  std::string what;  // description: "the package nvidia-nccl-cu13"
+  std::string file;  // argument of dlopen; empty: known to be absent
+  bool loaded_only;  // only if already loaded in this process
 };
 
-// The first of these that has all that is needed; it stays loaded. Throws Unsupported where there
-// is none: what was wrong at each place, and what to install.
+// Loads the first suitable library, permanently. Throws Unsupported if there is none, with the
+// reason for each place and what to install.
 std::unique_ptr<NcclApi> load_nccl(std::span<const NcclPlace> places);
 
 }  // namespace pycomm

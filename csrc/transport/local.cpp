@@ -137,7 +137,7 @@ InProcessListener::InProcessListener(const InProcessGroup& of, int rank, size_t 
   const std::lock_guard lock(registry_->mutex);
   if (registry_->agreed != of.agreed) {
     registry_->closed.insert(rank);
-    throw Mismatch("the ranks of this process have different rank infos of the group");
+    throw Mismatch("the ranks of this process read different rank infos from the store");
   }
   check(registry_->listeners.emplace(rank, this).second, "a rank listens twice in a local group");
   for (auto& [peer, channel] : registry_->pending[rank]) on_connected_(peer, std::move(channel));

@@ -468,7 +468,7 @@ const Test kForming{
       ranks::World world{.size = 3, .transport = "tcp", .timeout = 400ms};
       ranks::run(2, [&](int rank) {
         const Ending ending = ending_of([&] { (void)world.join(rank); });
-        expect(ending.is(ErrorKind::timeout) && ending.says("not come: 2"), ending.text());
+        expect(ending.is(ErrorKind::timeout) && ending.says("did not join: 2"), ending.text());
         expect(ending.seconds < 1.4, "it took " + std::to_string(ending.seconds) + " s");
       });
     }};

@@ -163,7 +163,7 @@ const Test kDifferent{
             if (!differ) return expect(!ending.error, by + ": " + ending.text());
             // Of two threads the later one tells the earlier, which is connected already.
             expect(by == "local" || ending.is(ErrorKind::mismatch), by + ": " + ending.text());
-            expect(ending.says("different "), by + ": " + ending.text());
+            expect(ending.says("different rank infos"), by + ": " + ending.text());
             expect(ending.seconds < 30, "it waited for its own limit");
           });
         }

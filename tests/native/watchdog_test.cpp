@@ -115,7 +115,7 @@ const Test kLate{"a call that is not over at its limit is named", [] {
                    expect(error && error->kind() == ErrorKind::timeout, "a timeout");
                    const std::string said = error->what();
                    expect(said.starts_with("all_reduce(of a test)"), said);
-                   expect(said.find("not over on the device") != std::string::npos, said);
+                   expect(said.find("did not complete on the device") != std::string::npos, said);
                  }};
 
 const Test kNeeded{"a rank that leaves is missed by the calls that need it, and by no others", [] {
