@@ -235,7 +235,7 @@ def test_torch_groups_are_encrypted(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_plain_default_group_is_not_taken_for_an_encrypted_one(run: Run) -> None:
-    assert run(2, _init_again) == ["encrypt=True, but the default group is there already"] * 2
+    assert run(2, _init_again) == ["encrypt=True, but the default group exists"] * 2
 
 
 def _init_again() -> str:
