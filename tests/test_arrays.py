@@ -305,7 +305,7 @@ REFUSED = {
     "complex torch": (lambda: torch.zeros(3, dtype=torch.complex64), Unsupported, "view_as_real"),
     "uint32": (lambda: np.zeros(3, np.uint32), Unsupported, "uint32"),
     "object": (lambda: np.array([None]), Unsupported, "object"),
-    "record": (lambda: np.zeros(2, [("a", "i4")]), Unsupported, "does not travel"),
+    "record": (lambda: np.zeros(2, [("a", "i4")]), Unsupported, "unsupported dtype"),
     "byte order": (lambda: np.zeros(3, ">f4"), Unsupported, "byte order"),
     "meta": (lambda: torch.zeros(3, device="meta"), Unsupported, "device meta"),
     "sparse": (lambda: torch.eye(3).to_sparse(), Unsupported, "layout"),
