@@ -156,13 +156,13 @@ def test_any_bytes_are_a_record_or_refused(noise: bytes, at: int, calls: int) ->
 def test_a_call_of_no_kind_is_refused(field: str) -> None:
     sound = bytearray(a_record(2))
     sound[flight_recorder.HEAD_BYTES + flight_recorder.CALL.fields[field][1]] = 255
-    with pytest.raises(errors.InvalidArgument, match=f"x is damaged: a call has no such {field}"):
+    with pytest.raises(errors.InvalidArgument, match=f"x is damaged: a call has an unknown {field}"):
         flight_recorder.parse(bytes(sound), "x")
 
 
 def test_a_record_that_was_cut_is_refused() -> None:
     assert len(flight_recorder.parse(a_record(2), "x").records) == 2
-    with pytest.raises(errors.InvalidArgument, match="x is damaged: it speaks of 2 calls"):
+    with pytest.raises(errors.InvalidArgument, match="x is damaged: it declares 2 calls"):
         flight_recorder.parse(a_record(2)[:-1], "x")
 
 
@@ -171,7 +171,7 @@ def test_the_command_tells_of_a_file_that_is_no_record(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pycomm", "info", "--flight", str(tmp_path / "garbage")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"pycomm: {tmp_path / 'garbage'} is no record of calls")
+    assert done.stderr.startswith(f"pycomm: {tmp_path / 'garbage'} is not a flight record")
 
 
 def test_a_text_in_a_record_cannot_steer_the_terminal() -> None:

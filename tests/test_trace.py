@@ -120,7 +120,7 @@ def test_files_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_traces_and_a_damaged_one_are_told_of(tmp_path: Path, capsys: Any) -> None:
-    for said in ("has no traces", "is no record of calls"):
+    for said in ("has no traces", "is not a flight record"):
         with pytest.raises(SystemExit):
             trace.main([str(tmp_path)])
         assert said in capsys.readouterr().err
