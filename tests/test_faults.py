@@ -240,7 +240,7 @@ def test_a_fault_plan_is_checked() -> None:
         run_ranks(3, len, faults=[nowhere])
     with pytest.raises(errors.InvalidArgument, match="rank 3 of 3"):
         run_ranks(3, len, faults=[FaultPlan(rank=3, action="disconnect")])
-    with pytest.raises(errors.InvalidArgument, match="use processes"):
+    with pytest.raises(errors.InvalidArgument, match="processes=True"):
         run_ranks(3, len, faults=[FaultPlan(rank=1, action="kill")])
 
 

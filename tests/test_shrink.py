@@ -187,7 +187,7 @@ def come_too_late(group: Group, folder: str) -> Any:
         pycomm.barrier(group=group)
         while not Path(folder, "over").exists():
             os.kill(os.getpid(), signal.SIGSTOP)
-        with pytest.raises(errors.GroupBroken, match="went on without this one"):
+        with pytest.raises(errors.GroupBroken, match="continued without this one"):
             group.shrink()
         return "late"
     pycomm.barrier(group=group)
