@@ -234,7 +234,7 @@ def write(timeline: Timeline, path: Path) -> int:
 
 def table(timeline: Timeline) -> str:
     """A table of each rank's totals."""
-    rows = [["", "calls", "in calls", "waiting", "was last", "others waited", "MB sent"]]
+    rows = [["", "calls", "in calls", "waiting", "came last", "others waited", "MB sent"]]
     for rank in timeline.ranks:
         share = f" ({100 * rank.waited / rank.inside:.0f} %)" if rank.inside else ""
         rows.append(

@@ -163,7 +163,7 @@ def be_too_few(group: Group, folder: str) -> Any:
         return "heard"
     try:
         until_broken(group)
-        with pytest.raises(errors.GroupBroken, match="of 4 ranks too few are left") as caught:
+        with pytest.raises(errors.GroupBroken, match="too few of 4 ranks are left") as caught:
             group.shrink(timeout_s=1.0)
         return caught.value.op
     finally:

@@ -1,6 +1,6 @@
-"""`pycomm launch`: torch's elastic launcher with a table, a log per rank and a place for each.
+"""`pycomm launch`: torch's elastic launcher with a configuration table, log files and worker setup.
 
-What torchrun understands is understood, on one machine and several. The ranks' side is rank.py.
+It accepts torchrun's options, on one and on several hosts. rank.py runs in the ranks' processes.
 """
 
 from __future__ import annotations
@@ -26,23 +26,27 @@ __all__ = ["main"]
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's, with our options, and defaults that need no thought on one machine."""
+    """torchrun's parser with pycomm's options and defaults for one host."""
     from torch.distributed import run
 
     made = run.get_args_parser()
     made.prog = "pycomm launch"
-    made.description = "Starts one process per device, or so many as are asked for, on each host."
+    made.description = "Starts one process per device, or --nproc processes, on each host."
     made.epilog = "The options above pycomm's own are torchrun's."
     ours = made.add_argument_group("pycomm")
     ours.add_argument("--nproc", dest="nproc_per_node", metavar="N", help="ranks on this host")
     ours.add_argument("--devices", metavar="0,1", help="GPUs to use; one rank on each")
     ours.add_argument(
-        "--encrypt", action="store_true", help="encrypt what leaves a host (docs/launching.md)"
+        "--encrypt", action="store_true", help="encrypt traffic between hosts (docs/launching.md)"
     )
-    ours.add_argument("--cpus-per-rank", type=int, metavar="N", help="bind each to N of its own")
+    ours.add_argument("--cpus-per-rank", type=int, metavar="N", help="bind each to N processors")
     key = ours.add_mutually_exclusive_group()
-    key.add_argument("--secret-file", metavar="FILE", help="the run's key, in a file of mode 0600")
-    key.add_argument("--secret-fd", type=int, metavar="N", help="the same, from an open descriptor")
+    key.add_argument(
+        "--secret-file", metavar="FILE", help="file of mode 0600 with the shared secret"
+    )
+    key.add_argument(
+        "--secret-fd", type=int, metavar="N", help="read the secret from an open descriptor"
+    )
     made.set_defaults(
         nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
         log_dir=os.environ.get("PET_LOG_DIR", "log"),
@@ -51,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launches and waits; gives the exit status: 0, or that of the rank that failed first."""
+    """Launches and waits; returns the exit status: 0, or that of the rank that failed first."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -60,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
 
     said = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # into pipes too: ranks' lines as they come
-    if os.environ.get("LOGLEVEL") is None:  # torch's own lines on a failure repeat ours
+        sys.stdout.reconfigure(line_buffering=True)  # also into pipes: print ranks' lines at once
+    if os.environ.get("LOGLEVEL") is None:  # torch's messages on a failure would repeat pycomm's
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with folder.temporary() as errors:
         try:
@@ -75,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
             return _report(error, said.log_dir)
         except RendezvousError as error:
             print(
-                f"pycomm launch: the hosts could not meet at {said.rdzv_endpoint}, or the launcher "
-                f"there has gone: {error.__cause__ or error}",
+                f"pycomm launch: rendezvous at {said.rdzv_endpoint} failed, or the launcher there "
+                f"ended: {error.__cause__ or error}",
                 file=sys.stderr,
             )
             return 1
@@ -87,14 +91,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepared(said: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[str]]:
-    """What torch's launcher gets, and the line that starts a rank, less the interpreter.
+    """The configuration of torch's launcher, and a rank's command line without the interpreter.
 
     Args:
         said: the options.
-        errors: a folder for what failing ranks leave.
+        errors: a folder for the failure reports of ranks.
 
     Raises:
-        InvalidArgument: the options do not go together, or this machine has less than they ask.
+        InvalidArgument: the options do not fit together, or exceed this host's resources.
     """
     import torch
     from torch.distributed import run
@@ -107,7 +111,9 @@ def prepared(said: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[
     count = run.determine_local_world_size(said.nproc_per_node)
     if said.cpus_per_rank is not None:
         if said.cpus_per_rank < 1:
-            raise InvalidArgument(f"--cpus-per-rank {said.cpus_per_rank}: at least 1")
+            raise InvalidArgument(
+                f"invalid --cpus-per-rank: got {said.cpus_per_rank}, expected at least 1"
+            )
         worker_setup.cores_of(count - 1, said.cpus_per_rank)
     os.environ.update(worker_setup.threads_for(count, said.cpus_per_rank))
     key = _key(said)
@@ -125,7 +131,7 @@ def prepared(said: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[
     elif not key:
         key = meeting.new_key()
     logs.variables = {"PYCOMM_SECRET": key} if key else {}
-    if config.log_line_prefix_template is None:  # one that is empty would be taken for none
+    if config.log_line_prefix_template is None:  # torch treats an empty one as unset
         config.role = "" if said.role == "default" else said.role
         config.log_line_prefix_template = "[rank ${rank}] " if everybody else "${role_name}"
     return config, _command(said, devices > 0)
@@ -137,7 +143,7 @@ def _several(said: argparse.Namespace) -> bool:
 
 
 def _key(said: argparse.Namespace) -> str:
-    """The run's key, if one is given; stretched here, so that the ranks need not do it."""
+    """The run's key if a secret is given; stretched once here, not in every rank."""
     text = os.environ.get("PYCOMM_SECRET", "")
     if said.secret_file is not None:
         text = secret.read_file(said.secret_file)
@@ -149,12 +155,14 @@ def _key(said: argparse.Namespace) -> str:
 
 
 def _choose_devices(said: argparse.Namespace) -> None:
-    """--devices: those alone are seen by the ranks, of which there is one for each."""
+    """--devices: one rank for each; the ranks see only these devices."""
     asked = [one.strip() for one in said.devices.split(",")]
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     known = seen.split(",") if seen else None
     if not all(one.isdigit() for one in asked) or len(set(asked)) != len(asked):
-        raise InvalidArgument(f"--devices {said.devices}: numbers with commas between, each once")
+        raise InvalidArgument(
+            f"invalid --devices: got {said.devices}, expected distinct numbers with commas"
+        )
     if known is not None and not set(asked) <= set(known):
         raise InvalidArgument(f"--devices {said.devices}, but CUDA_VISIBLE_DEVICES is {seen}")
     if said.nproc_per_node not in (None, str(len(asked))):
@@ -164,18 +172,19 @@ def _choose_devices(said: argparse.Namespace) -> None:
 
 
 def _encrypt(said: argparse.Namespace, key: str) -> None:
-    """--encrypt: the ranks are told. On several hosts the key is for the user to give."""
+    """--encrypt: passed on to the ranks. On several hosts the user must give a secret."""
     if _several(said) and not key:
         raise InvalidArgument(
-            f"--encrypt with --nnodes {said.nnodes} needs PYCOMM_SECRET, the same on all hosts: "
-            'python -c "import secrets; print(secrets.token_hex(32))" makes one'
+            f"--encrypt with --nnodes {said.nnodes} needs PYCOMM_SECRET, the same on all hosts; "
+            'to make one: python -c "import secrets; print(secrets.token_hex(32))"'
         )
     os.environ["PYCOMM_ENCRYPT"] = "1"
 
 
 def _choose_meeting(said: argparse.Namespace) -> None:
-    """Where the hosts meet: on one, at the loopback and a port that the system gives; on several,
-    as they say."""
+    """Chooses the rendezvous: on one host the loopback address and a free port, on several hosts
+    the given endpoint.
+    """
     several = _several(said)
     if not several and said.rdzv_backend in ("static", "c10d") and _is_here(said.rdzv_endpoint):
         port = said.rdzv_endpoint.rpartition(":")[2] or said.master_port or 0
@@ -191,23 +200,24 @@ def _choose_meeting(said: argparse.Namespace) -> None:
             said.rdzv_conf = ",".join([*filter(None, [said.rdzv_conf]), f"is_host={here}"])
     if said.rdzv_backend == "static" and said.master_addr == "127.0.0.1":
         raise InvalidArgument(
-            "several hosts need to meet: give all --rdzv-endpoint HOST:PORT, one of them and a "
-            "free port there (or --master-addr, --master-port and --node-rank)"
+            "several hosts need a rendezvous: pass --rdzv-endpoint HOST:PORT to all, one of "
+            "them and a free port there (or --master-addr, --master-port and --node-rank)"
         )
     if said.master_port is None:
         said.master_port = 29500
 
 
 def _is_here(endpoint: str) -> bool:
-    """Whether a meeting point is none, or HOST:PORT with a host that is this one."""
+    """Whether a rendezvous endpoint is empty, or HOST:PORT of this host."""
     if not endpoint:
         return True
     return endpoint.rpartition(":")[2].isdigit() and _look_at(endpoint)[1]
 
 
 def _look_at(endpoint: str) -> tuple[str | None, bool]:
-    """The address by which this host reaches the meeting point, and whether that is its own. No
-    packet is sent."""
+    """The address from which this host reaches the endpoint, and whether the endpoint is this host.
+    No packet is sent.
+    """
     host = endpoint.rpartition(":")[0].strip("[]") or endpoint
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -215,12 +225,12 @@ def _look_at(endpoint: str) -> tuple[str | None, bool]:
             probe.connect(address)
             own = str(probe.getsockname()[0])
             return own, own == address[0]
-    except OSError:  # no such host: torch's to tell
+    except OSError:  # unknown host: torch reports it
         return None, False
 
 
 def _knows_itself() -> bool:
-    """Whether this host's name has an address, which torch looks up otherwise."""
+    """Whether this host's name resolves to an address, which torch looks up otherwise."""
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError:  # the host's own name has no address
@@ -254,7 +264,7 @@ def _rows(said: argparse.Namespace, count: int, devices: int) -> list[tuple[str,
 
 
 def _report(error: Any, log_dir: str) -> int:
-    """Says whose failure came first, with its traceback, then the others; gives the status."""
+    """Prints the first failure with its traceback, then the others; returns the exit status."""
     known: list[failure.Failure] = []
     for rank, one in error.failures.items():
         said = failure.read(one.error_file_data)
@@ -266,5 +276,5 @@ def _report(error: Any, log_dir: str) -> int:
     for other in known:
         if other.rank != cause.rank:
             print(f"pycomm launch: then {other}", file=sys.stderr)
-    print(f"pycomm launch: what the ranks wrote is in {log_dir}/", file=sys.stderr)
+    print(f"pycomm launch: the ranks' output is in {log_dir}/", file=sys.stderr)
     return cause.status or 1
