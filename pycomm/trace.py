@@ -257,7 +257,7 @@ def table(timeline: Timeline) -> str:
             name = next(
                 o.host for r in timeline.ranks for o in r.flight_records if o.host_id == host
             )
-            lines.append(f"the clock of {name} is aligned to within {doubt / 1e3:,.0f} us")
+            lines.append(f"the clock of {name} is exact to within {doubt / 1e3:,.0f} us")
     return "\n".join(lines)
 
 

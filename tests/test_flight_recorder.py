@@ -156,7 +156,7 @@ def test_any_bytes_are_a_record_or_refused(noise: bytes, at: int, calls: int) ->
 def test_a_call_of_no_kind_is_refused(field: str) -> None:
     sound = bytearray(a_record(2))
     sound[flight_recorder.HEAD_BYTES + flight_recorder.CALL.fields[field][1]] = 255
-    with pytest.raises(errors.InvalidArgument, match=f"x is damaged: a call has an unknown {field}"):
+    with pytest.raises(errors.InvalidArgument, match=f"is damaged: a call has an unknown {field}"):
         flight_recorder.parse(bytes(sound), "x")
 
 

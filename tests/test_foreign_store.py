@@ -138,7 +138,7 @@ def test_additions_of_many_threads_all_count() -> None:
 def test_a_number_that_is_none_is_refused() -> None:
     raw = dist.HashStore()
     raw.set("n", "abc")
-    with pytest.raises(errors.InvalidArgument, match="is no number|is not a number"):
+    with pytest.raises(errors.InvalidArgument, match=r"is no number|is not a number"):
         TorchStore(raw).add("n", 1)
 
 

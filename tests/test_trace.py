@@ -95,7 +95,7 @@ def test_clocks_of_hosts_are_set_by_the_ends_of_calls(tmp_path: Path) -> None:
     assert [rank.last for rank in timeline.ranks] in ([1, 99], [0, 100])
     waits = [event for event in trace.events(timeline) if event.get("cat") == "waits"]
     assert sum(event["name"] == "waits for rank 1" and event["pid"] == 0 for event in waits) >= 99
-    assert f"the clock of b is aligned to within {timeline.doubts['b'] / 1e3:,.0f} us" in trace.table(
+    assert f"the clock of b is exact to within {timeline.doubts['b'] / 1e3:,.0f} us" in trace.table(
         timeline
     )
 

@@ -1,4 +1,4 @@
-"""Optimizers that communicate rarely, and a loss scale; with torch."""
+"""Local SGD and a static loss scale; needs torch."""
 
 from pycomm.optim.adaptive import AdaptiveLocalSGD
 from pycomm.optim.local_sgd import LocalSGD

@@ -1,7 +1,7 @@
-"""LocalSGD whose interval follows the loss. Called by users.
+"""LocalSGD with an interval that depends on the loss.
 
-Source: Wang and Joshi, "Adaptive Communication Strategies" (ADACOMM, arXiv 1810.08313); its
-intervals of wall-clock time and its halving are left out, as in Paddle, whose rule is the default.
+Source: Wang and Joshi, "Adaptive Communication Strategies" (ADACOMM, arXiv 1810.08313). Its
+wall-clock intervals and its halving are not implemented, as in Paddle, whose rule is the default.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def interval(change: float, init_k_steps: int, max_k_steps: int, rule: str) -> i
     """Steps until the next average.
 
     Args:
-        change: (lr_0 * loss) / (lr * loss_0), as it grows ranks may step alone for longer.
-        init_k_steps: the interval at change 1 under the paper's rule.
+        change: (lr_0 * loss) / (lr * loss_0); a larger value gives a longer interval.
+        init_k_steps: with rule "paper" the interval at change 1.
         max_k_steps: the upper limit; the lower is 1.
         rule: "paddle": sqrt(change * init_k_steps); "paper": sqrt(change) * init_k_steps.
     """
@@ -38,25 +38,28 @@ def interval(change: float, init_k_steps: int, max_k_steps: int, rule: str) -> i
 
 
 class AdaptiveLocalSGD(LocalSGD):
-    """Averages more rarely as the learning rate falls, and more often as the loss does.
+    """LocalSGD with an interval that grows as the learning rate falls and shrinks as the loss
+    falls.
 
         local = pycomm.AdaptiveLocalSGD(model, optimizer, init_k_steps=4, begin_step=100)
         loss.backward();  local.step(loss)        # or scaler.step(local, loss)
 
-    Up to begin_step every step averages and the interval stays. After it rank 0 computes, at each
-    average and in float64, the interval from its learning rate (of the first parameter group) and
-    the loss, which is the mean over the ranks whose loss is finite.
+    Up to begin_step every step averages and the interval is constant. Later rank 0 computes the
+    interval at each average, in float64, from its learning rate (of the first parameter group) and
+    the mean of the finite losses of all ranks.
 
     Args:
-        max_k_steps: the interval's upper limit.
+        model, optimizer, begin_step: as of LocalSGD.
+        init_k_steps: the first interval in steps.
+        max_k_steps: the interval's upper limit in steps.
         rule: "paddle" or "paper", see `interval`.
-        reference: where loss_0 and lr_0 are taken: "first" step, or step "begin", which suits a
-            learning rate that is warmed up.
+        reference: the step of loss_0 and lr_0: "first", or "begin" for begin_step, which suits a
+            learning rate warm-up.
         options: momentum, buffers, outer and group as of LocalSGD, whose rule is "paddle".
 
     Raises:
-        InvalidArgument: from step(), on every rank: no rank has a finite loss, or one of loss_0,
-            loss and lr is not above 0, so that there is no interval.
+        InvalidArgument: an argument is invalid. From step(), on every rank: no rank has a finite
+            loss, or one of loss_0, loss and lr is not above 0.
     """
 
     def __init__(
@@ -71,18 +74,26 @@ class AdaptiveLocalSGD(LocalSGD):
         **options: Any,
     ) -> None:
         if rule not in RULES:
-            raise InvalidArgument(f"rule={rule!r}: one of {', '.join(RULES)}")
+            raise InvalidArgument(f"invalid rule: got {rule!r}, expected one of {', '.join(RULES)}")
         if reference not in ("first", "begin"):
-            raise InvalidArgument(f'reference={reference!r}: "first" or "begin"')
+            raise InvalidArgument(
+                f'invalid reference: got {reference!r}, expected "first" or "begin"'
+            )
         if not 1 <= init_k_steps <= max_k_steps:
-            raise InvalidArgument(f"1 <= init_k_steps={init_k_steps} <= max_k_steps={max_k_steps}")
+            raise InvalidArgument(
+                f"expected 1 <= init_k_steps={init_k_steps} <= max_k_steps={max_k_steps}"
+            )
         super().__init__(model, optimizer, init_k_steps, begin_step, **options)
         self._init_k, self._max_k, self._interval_rule = init_k_steps, max_k_steps, rule
         self._reference_step = 1 if reference == "first" else begin_step
-        self._reference: tuple[float, float] | None = None  # loss_0, lr_0, as rank 0 has them
+        self._reference: tuple[float, float] | None = None  # loss_0, lr_0 of rank 0
 
     def step(self, loss: float | Tensor) -> float | None:  # type: ignore[override]  # the rule needs a loss
-        """One step with this rank's loss, of any dtype; see the class for errors."""
+        """One step of this rank and, if due, the average.
+
+        Args:
+            loss: this rank's loss, of any dtype.
+        """
         result = self._local_step(None)
         step = self.step_count
         due = self.is_due(step)
@@ -105,13 +116,13 @@ class AdaptiveLocalSGD(LocalSGD):
         return (total / count if count else math.nan), rate
 
     def _choose(self, loss: float, rate: float) -> None:
-        """Sets k_steps to what rank 0 computes."""
+        """Sets k_steps to rank 0's interval."""
         assert self._reference is not None
         loss_0, rate_0 = self._reference
         if not (loss_0 > 0 and loss > 0 and rate > 0 and rate_0 > 0):  # NaN fails too
             raise InvalidArgument(
-                f"no interval follows from loss {loss} at learning rate {rate}, and loss {loss_0} "
-                f"at {rate_0} in step {self._reference_step}: all must be above 0"
+                f"invalid loss or learning rate: got loss {loss} at rate {rate} and {loss_0} at "
+                f"rate {rate_0} in step {self._reference_step}, expected all above 0"
             )
         steps = torch.zeros(1, dtype=torch.int64)
         if self._group.rank == 0:
@@ -125,10 +136,10 @@ class AdaptiveLocalSGD(LocalSGD):
         self._reference = coalesced.bcast_value(self._reference, src, self._group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of LocalSGD, with the reference."""
+        """The state of LocalSGD with the reference."""
         return {**super().state_dict(), "reference": self._reference}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As of LocalSGD."""
+        """Restores a state of state_dict(); errors as of LocalSGD."""
         super().load_state_dict(state)
         self._reference = state["reference"]

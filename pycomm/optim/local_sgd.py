@@ -1,11 +1,11 @@
-"""LocalSGD: ranks step alone and average their parameters now and then.
+"""LocalSGD: ranks step independently and average their parameters periodically.
 
     step      1   2   3   4   5   6   7   8   9  10  11      begin_step 3, k_steps 4
     average   x   x   x               x               x      rule "paddle"
                               (4)             (8)            rule "torch" averages here instead
 
-Which averages a rank takes part in depends on its count of steps alone, never on its data, so no
-rank waits for one that skipped a step. The adaptive form is adaptive.py. Called by users.
+A rank takes part in averages by its step count only, not by its data, so no rank waits for one that
+skipped a step. The adaptive form is adaptive.py.
 Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (arXiv 1808.07217).
 """
 
@@ -26,37 +26,42 @@ __all__ = ["LocalSGD"]
 
 
 class LocalSGD:
-    """Steps an optimizer of torch's and averages parameters over all ranks when it is time.
+    """Wraps an optimizer of torch and averages the parameters over all ranks periodically.
 
         local = pycomm.LocalSGD(model, optimizer, k_steps=4, begin_step=100)
         loss.backward();  local.step()              # instead of optimizer.step()
         scaler.step(local);  scaler.update()        # the same with a loss scale
 
-    The average is p = snapshot - mean(snapshot - p), with the snapshot that all ranks share since
-    the last one; the same bits on all ranks. At construction all take rank 0's parameters and
-    buffers. With an optimizer other than SGD, or rule "torch", gradients are averaged instead while
-    step <= begin_step, as averaging what Adam made is not Adam.
+    The average is p = snapshot - mean(snapshot - p), where the snapshot is the last average, which
+    all ranks share; the same bits on all ranks. At construction all ranks take rank 0's parameters
+    and buffers. With an optimizer other than SGD, or rule "torch", gradients are averaged instead
+    while step <= begin_step, since averaging the results of Adam is not Adam.
 
     Args:
-        model: the module itself, not one that averages gradients already.
+        model: the module itself, not a wrapper that averages gradients.
         optimizer: any of torch's, over the model's parameters.
         k_steps: steps between two averages after begin_step; at least 1.
         begin_step: up to this step, counted from 1, ranks average every step; at least 1.
         rule: "paddle" averages k_steps after the last average; "torch" after steps begin_step + 1,
             begin_step + 1 + k_steps, ...
         momentum: "local", or "averaged" with the parameters (torch.optim.SGD only).
-        buffers: average floating buffers (batch norm's) too.
-        outer: an optimizer of torch's over the same parameters that steps after each average beyond
-            begin_step, with mean(snapshot - p) for a gradient (DiLoCo, arXiv 2311.08105).
-        group: whose ranks; None is the default group.
+        buffers: also average floating-point buffers (batch norm's).
+        outer: an optimizer of torch over the same parameters that steps after each average beyond
+            begin_step, with mean(snapshot - p) as the gradient (DiLoCo, arXiv 2311.08105).
+        group: the ranks; None: the default group.
 
     Attributes:
-        step_count: steps so far; skipped ones count.
+        step_count: steps so far, with skipped ones.
         last_sync: the step after which parameters were last averaged.
-        k_steps: the present interval.
+        k_steps: the current interval.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler.step() calls step() always and tells it of Inf
+    _step_supports_amp_scaling = (
+        True  # GradScaler.step() always calls step() and reports Inf in found_inf
+    )
 
     def __init__(
         self,
@@ -72,9 +77,11 @@ class LocalSGD:
     ) -> None:
         _check(model, optimizer, momentum)
         if k_steps < 1 or begin_step < 1:
-            raise InvalidArgument(f"k_steps={k_steps}, begin_step={begin_step}: at least 1 each")
+            raise InvalidArgument(
+                f"k_steps={k_steps}, begin_step={begin_step}: expected at least 1"
+            )
         if rule not in ("paddle", "torch"):
-            raise InvalidArgument(f'rule={rule!r}: "paddle" or "torch"')
+            raise InvalidArgument(f'invalid rule: got {rule!r}, expected "paddle" or "torch"')
         self.optimizer, self.outer = optimizer, outer
         self.k_steps, self.step_count, self.last_sync = k_steps, 0, 0
         self._begin, self._rule, self._group = begin_step, rule, group or default()
@@ -87,22 +94,32 @@ class LocalSGD:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's, where a GradScaler looks for gradients."""
+        """The optimizer's parameter groups, in which a GradScaler finds the gradients."""
         return self.optimizer.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The optimizer's."""
+        """The optimizer's zero_grad."""
         self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of this rank and, when it is time, the average. Returns what `closure` does."""
+        """One step of this rank and, if due, the average.
+
+        Args:
+            closure: as of torch's optimizers.
+
+        Returns:
+            The closure's result.
+
+        Raises:
+            Error: as pycomm.all_reduce, if it averages.
+        """
         result = self._local_step(closure)
         if self.is_due(self.step_count):
             self.average()
         return result
 
     def is_due(self, step: int) -> bool:
-        """Whether parameters are averaged after this step, which follows `last_sync`."""
+        """Whether parameters are averaged after `step`, counted from 1."""
         if self._gradients_first and step <= self._begin:
             return False
         if self._rule == "torch":
@@ -110,7 +127,8 @@ class LocalSGD:
         return step <= self._begin or step - self.last_sync >= self.k_steps
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
-        """The optimizer's step, unless there is Inf or NaN; the count grows in any case."""
+        """The optimizer's step unless gradients have Inf or NaN; always increments the step
+        count."""
         self.step_count += 1
         skip = False
         scale = getattr(self, "grad_scale", None)  # set by GradScaler.step()
@@ -119,7 +137,9 @@ class LocalSGD:
                 p.grad.mul_(1.0 / scale)
         if self._gradients_first and self.step_count <= self._begin:
             self._average_gradients()
-            if hasattr(self, "found_inf"):  # of this rank alone; now all have the same
+            if hasattr(
+                self, "found_inf"
+            ):  # this rank's alone; now gradients are equal on all ranks
                 skip = not all(bool(p.grad.isfinite().all()) for p in self._with_gradient())
         else:
             skip = bool(getattr(self, "found_inf", 0))
@@ -138,9 +158,13 @@ class LocalSGD:
             p.grad = mean
 
     def average(self) -> None:
-        """Collective. Averages now, due or not, as before the model is judged or stored.
+        """Averages now, due or not, for example before evaluation or a checkpoint. Collective.
 
-        Parameters, momentum and buffers go in one call per dtype; nothing changes if it fails.
+        Parameters, momentum and buffers are averaged in one call per dtype; nothing changes on
+        failure.
+
+        Raises:
+            Error: as pycomm.all_reduce.
         """
         others = [*self._momenta(), *self._buffers]
         deltas = [s - p.detach() for s, p in zip(self._snapshot, self._parameters, strict=True)]
@@ -155,18 +179,21 @@ class LocalSGD:
         self._keep(self._parameters)
 
     def shrink(self, timeout_s: float | None = None) -> ShrinkResult:
-        """Collective over the survivors, after a rank was lost: goes on with those that are left.
+        """Continues with the surviving ranks after a rank was lost. Collective over the survivors.
 
-        All stand on the last average that one of them has completed: who has not got it, as it
-        failed there, takes it over, and its steps since then are gone; the others keep theirs. The
-        average that failed comes with the next step that is due. A further death meanwhile raises
-        PeerLost: call again.
+        All start from the last average that any survivor completed. A rank that did not complete it
+        takes it over and loses its steps since the one before; the others keep theirs. A failed
+        average is repeated at the next step that is due. If another rank dies meanwhile PeerLost is
+        raised: call again.
 
         Args:
             timeout_s: as of Group.shrink.
 
         Returns:
-            Who is left, and the count of steps, the same on all.
+            The survivors, and the step count, the same on all.
+
+        Raises:
+            GroupBroken, PeerLost, Timeout: as of Group.shrink.
         """
         before, self._group = self._group, self._group.shrink(timeout_s)
         last, source = most_advanced_rank(self.last_sync, self._group)
@@ -176,8 +203,9 @@ class LocalSGD:
         return shrink_result(before, self._group, self.step_count)
 
     def _follow(self, src: int, last: int) -> None:
-        """Takes over from rank `src` what is the same on all after the average of step `last`; the
-        parameters too if this rank has not got it."""
+        """Takes over from rank `src` the state after the average of step `last`, which is the same
+        on all ranks; also the parameters if this rank did not complete that average.
+        """
         coalesced.bcast_list_(self._snapshot, src, self._group)
         together = self._gradients_first and last <= self._begin  # gradients are averaged so far
         for optimizer in (self.optimizer if together else None, self.outer):
@@ -192,13 +220,13 @@ class LocalSGD:
                 p.data.copy_(s)
 
     def _keep(self, parameters: list[nn.Parameter]) -> None:
-        """These are now the same on all ranks."""
+        """Makes these parameters, equal on all ranks, the snapshot."""
         for s, p in zip(self._snapshot, parameters, strict=True):
             s.copy_(p.detach())
         self.last_sync = self.step_count
 
     def _step_outer(self, deltas: list[Tensor]) -> None:
-        """From the snapshot, with the mean way as its gradient."""
+        """Steps from the snapshot with the mean difference as the gradient."""
         assert self.outer is not None
         gradients = [p.grad for p in self._parameters]
         for p, s, delta in zip(self._parameters, self._snapshot, deltas, strict=True):
@@ -209,7 +237,7 @@ class LocalSGD:
             p.grad = gradient
 
     def _momenta(self) -> list[Tensor]:
-        """The optimizer's velocities, zero where a skipped first step has made none yet."""
+        """The optimizer's momentum buffers; zero if a skipped first step did not create them."""
         if not self._average_momentum:
             return []
         found = []
@@ -222,8 +250,9 @@ class LocalSGD:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's; beside it save the model and the optimizer, which differ by rank between
-        two averages."""
+        """This rank's state. Save the model and the optimizer as well, per rank: they differ
+        between two averages.
+        """
         return {
             "step_count": self.step_count,
             "last_sync": self.last_sync,
@@ -233,10 +262,17 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where state_dict() was taken. InvalidArgument where the shapes differ."""
+        """Restores a state of state_dict().
+
+        Args:
+            state: of a model with the same shapes.
+
+        Raises:
+            InvalidArgument: the shapes differ.
+        """
         shapes = [tuple(s.shape) for s in state["snapshot"]]
         if shapes != [tuple(s.shape) for s in self._snapshot]:
-            raise InvalidArgument("the state is of a model with other parameters")
+            raise InvalidArgument("invalid state: it belongs to a model with other parameters")
         for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
             mine.copy_(saved)
         self.step_count, self.last_sync = state["step_count"], state["last_sync"]
@@ -248,9 +284,9 @@ class LocalSGD:
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: str) -> None:
     if hasattr(model, "no_sync"):
         raise InvalidArgument(
-            f"a {type(model).__name__} averages gradients at every step: pass the module inside it"
+            f"a {type(model).__name__} averages gradients at every step: pass its inner module"
         )
     if momentum not in ("local", "averaged"):
-        raise InvalidArgument(f'momentum={momentum!r}: "local" or "averaged"')
+        raise InvalidArgument(f'invalid momentum: got {momentum!r}, expected "local" or "averaged"')
     if momentum == "averaged" and not isinstance(optimizer, torch.optim.SGD):
-        raise InvalidArgument(f'momentum="averaged" is for SGD, not {type(optimizer).__name__}')
+        raise InvalidArgument(f'momentum="averaged" requires SGD, got {type(optimizer).__name__}')

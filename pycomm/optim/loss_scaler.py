@@ -1,4 +1,4 @@
-"""A loss scale that stays. Called by users as pycomm.StaticLossScaler."""
+"""pycomm.StaticLossScaler: a constant loss scale."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ __all__ = ["StaticLossScaler"]
 
 
 class StaticLossScaler(torch.amp.GradScaler):
-    """torch's GradScaler with a constant scale: steps with Inf or NaN are skipped, nothing else.
+    """torch's GradScaler with a constant scale: it only skips steps with Inf or NaN.
 
         scaler.scale(loss).backward();  scaler.step(optimizer);  scaler.update()
 
     Args:
-        scale: what the loss is multiplied by; above 0.
-        device: where gradients lie.
+        scale: factor of the loss; finite and above 0.
+        device: the device type of the gradients.
+
+    Raises:
+        InvalidArgument: `scale` is invalid.
     """
 
     def __init__(self, scale: float = 1024.0, device: str = "cpu") -> None:
         if not 0 < scale < float("inf"):
-            raise InvalidArgument(f"scale={scale}: a finite number above 0 is needed")
+            raise InvalidArgument(f"invalid scale: got {scale}, expected a finite number above 0")
         super().__init__(device, init_scale=scale)
         self._constant = float(scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of GradScaler; the scale that is loaded is the one that stays."""
+        """As of GradScaler; the loaded scale becomes the constant one."""
         super().load_state_dict(state_dict)
         self._constant = float(self.get_scale())
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Ends an iteration; the scale changes only to a `new_scale` that is given."""
+        """Ends an iteration; changes the scale only to a given `new_scale`."""
         if new_scale is not None:
             self._constant = float(new_scale)
         super().update(self._constant)
