@@ -1,11 +1,11 @@
-"""What every kernel of `pycomm.kernels` means, in NumPy, to be read and to be compared with.
+"""Reference implementation of every kernel of `pycomm.kernels` in NumPy, for reading and testing.
 
-The functions return new arrays and change nothing. Their bits are those of the kernels, on every
-device; how fast they are does not matter here. bfloat16, which NumPy does not have, is held in
-float32 arrays whose values it has.
+The functions return new arrays and change no argument. Their results equal those of the kernels
+bit for bit, on every device; they are not optimized. bfloat16, which NumPy does not have, is stored
+in float32 arrays.
 
-Arithmetic is in float32, or in float64 where the arrays are float64. Every operation rounds to
-nearest, ties to even, and a NaN that is computed is the one quiet NaN, 0x7fc00000.
+Arithmetic is in float32, or in float64 if the arrays are float64. Every operation rounds to
+nearest, ties to even. A computed NaN is always the quiet NaN 0x7fc00000.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = [
     "unpack",
 ]
 
-Array = Any  # of NumPy, of a float dtype unless it is said
+Array = Any  # of NumPy, of a float dtype unless stated otherwise
 Packet = tuple[Array, Array]  # indices int32 [k], ascending, and values [k]
 
 
 class Step(NamedTuple):
-    """What a step of DGC makes of u and v, and what it sends."""
+    """The result of a DGC step: the new u and v, and the selected elements."""
 
     u: Array
     v: Array
@@ -68,9 +68,9 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
     scale: Any = 1.0,
     found_inf: float = 0.0,
 ) -> Step:
-    """One step for arrays of one shape; `scale` is a number, or an array of one for each element.
+    """One step for arrays of one shape; `scale` is a number, or an array with one for each element.
 
-    Several arrays from which one k is chosen are concatenated first.
+    Several arrays that share one k are concatenated first.
     """
     real = u.dtype.type
     if found_inf != 0:
@@ -97,7 +97,7 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
 def dgc_rollback(
     u: Array, v: Array, indices: Array, values: Array, u_values: Array, *, found_inf: float = 0.0
 ) -> tuple[Array, Array]:
-    """(u, v) as they were before the step chose what to send."""
+    """(u, v) before the step selected elements."""
     u, v = u.copy(), v.copy()
     if found_inf == 0:
         u.reshape(-1)[indices] = u_values
@@ -114,7 +114,7 @@ def momentum_mask(u: Array, v: Array, indices: Array) -> tuple[Array, Array]:
 
 
 def topk(x: Array, k: int) -> Packet:
-    """The k largest magnitudes, ties to the lower index; indices ascend."""
+    """The k largest magnitudes, ties to the lower index; indices are ascending."""
     flat = x.reshape(-1)
     best = np.argsort(~magnitude(flat), kind="stable")[:k]  # ~: the largest first, ties in order
     indices = np.sort(best).astype(np.int32)
@@ -127,7 +127,8 @@ def threshold(x: Array, k: int) -> Array:
 
 
 def magnitude(x: Array) -> Array:
-    """The bits without the sign, as unsigned integers: NaN above infinity above all numbers."""
+    """The bits without the sign, as unsigned integers: NaN is above infinity, which is above all
+    numbers."""
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     return x.view(unsigned) & unsigned.type(np.iinfo(unsigned).max >> 1)
 
@@ -146,7 +147,8 @@ def scatter_add(out: Array, indices: Array, values: Array, scale: float = 1.0) -
 
 
 def decode_sum(out: Array, packets: Sequence[Packet], scale: float = 1.0) -> Array:
-    """An array like `out`: scale * the sum of the values at each index, 0 where there is none."""
+    """An array like `out`: scale * the sum of the values at each index, 0 where there is no
+    value."""
     there, sums = _sums(out, packets)
     with np.errstate(all="ignore"):
         scaled = _one_nan(_real(out)(scale) * sums).astype(out.dtype)
@@ -154,7 +156,7 @@ def decode_sum(out: Array, packets: Sequence[Packet], scale: float = 1.0) -> Arr
 
 
 def decode_update(param: Array, packets: Sequence[Packet], lr: float, scale: float = 1.0) -> Array:
-    """fma(-lr, scale * sum, param) where a packet has something: one step of SGD."""
+    """fma(-lr, scale * sum, param) where a packet has a value: one step of SGD."""
     real = _real(param)
     there, sums = _sums(param, packets)
     flat = param.reshape(-1)
@@ -164,7 +166,8 @@ def decode_update(param: Array, packets: Sequence[Packet], lr: float, scale: flo
 
 
 def _sums(out: Array, packets: Sequence[Packet]) -> tuple[Array, Array]:
-    """(whether a packet has the element, the sum): the first value, and others added in order."""
+    """(whether a packet has the element, the sum): the first value, to which others are added in
+    order."""
     there = np.zeros(out.size, bool)
     sums = np.zeros(out.size, _real(out))
     for indices, values in packets:
@@ -181,7 +184,7 @@ DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 def encode(
     indices: Array, values: Array, count: int, value_dtype: str = "float32", residual: Array = None
 ) -> tuple[bytes, Array]:
-    """(the packet, the residual with what rounding lost added at the indices)."""
+    """(the packet, the residual plus the rounding errors at the indices)."""
     sent = cast(values, value_dtype)
     if residual is not None:
         residual = residual.copy()
@@ -212,7 +215,7 @@ TILE, LANES = 4096, 128
 
 
 def norm(x: Array) -> Array:
-    """sqrt of the sum of squares, float64 [1], in the one order of additions that kernels take."""
+    """sqrt of the sum of squares, float64 [1], in the kernels' order of additions."""
     exact = x.dtype != np.float64  # then the square is a float64 too
     square = (lambda x, lane: x * x + lane) if exact else (lambda x, lane: fma(x, x, lane))
     sums = _tile_sums(x.reshape(-1).astype(np.float64), square)
@@ -222,7 +225,7 @@ def norm(x: Array) -> Array:
 
 
 def _tile_sums(x: Array, add: Callable[[Array, Array], Array]) -> Array:
-    """One sum for each tile: 128 lanes from left to right, then the lanes in pairs."""
+    """One sum per tile: 128 lanes from left to right, then the lanes in pairs."""
     padded = np.pad(x, (0, -x.size % TILE)).reshape(-1, TILE // LANES, LANES)
     lanes = np.zeros((len(padded), LANES))
     with np.errstate(all="ignore"):
@@ -252,7 +255,7 @@ def clip(x: Array, limit: float) -> Array:
 
 
 def cast(x: Array, dtype: str) -> Array:
-    """x rounded once; bfloat16 comes back in float32."""
+    """x rounded once; bfloat16 is returned in float32."""
     with np.errstate(all="ignore"):
         if dtype == "bfloat16":
             return _one_nan(_round_bfloat16(x))
@@ -260,9 +263,11 @@ def cast(x: Array, dtype: str) -> Array:
 
 
 def reduce(xs: Sequence[Array], op: str = "sum") -> Array:
-    """xs[0] (+) xs[1] (+) ..., left to right; float16 in float32, rounded once.
+    """xs[0] (+) xs[1] (+) ..., left to right; float16 is added in float32 and rounded once.
 
-    bool: sum is or, product is and. Integers wrap around. A NaN wins, and -0 is less than +0.
+    bool: sum is or, product is and. Integers wrap around. min and max return NaN if there is one,
+        and
+    -0 is less than +0.
     """
     dtype = xs[0].dtype
     if dtype.kind == "b":
@@ -298,36 +303,40 @@ OPS: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def fma(a: Any, b: Any, c: Any) -> Array:
-    """a * b + c of float32 or of float64, rounded once."""
+    """a * b + c of float32 or float64, rounded once."""
     a, b, c = np.broadcast_arrays(a, b, c)
     return _one_nan(_fma64(a, b, c) if a.dtype == np.float64 else _fma32(a, b, c))
 
 
 def _fma32(a: Array, b: Array, c: Array) -> Array:
-    """In float64 the product is exact, and the sum has an error that TwoSum gives exactly. The sum
-    is rounded to odd instead: towards zero, with the last bit set where anything was lost. With
-    53 bits for 24 the second rounding, to float32, then falls as if it were the only one (Boldo and
-    Melquiond, Emulation of FMA and correctly rounded sums, IEEE Trans. Comput. 57(4), 2008)."""
+    """In float64 the product is exact, and TwoSum gives the exact error of the sum. The sum is
+    rounded
+    to odd: towards zero, with the last bit set if it is inexact. With 53 bits for 24 the second
+    rounding, to float32, then gives the correctly rounded result (Boldo and Melquiond, Emulation of
+    FMA and correctly rounded sums, IEEE Trans. Comput. 57(4), 2008).
+    """
     with np.errstate(all="ignore"):
         product, addend = a.astype(np.float64) * b, c.astype(np.float64)
         total = product + addend
         back = total - product
         lost = (product - (total - back)) + (addend - back)
-        away = np.signbit(lost) != np.signbit(total)  # the sum is farther from zero than the truth
+        away = np.signbit(lost) != np.signbit(
+            total
+        )  # the sum is farther from zero than the exact value
         odd = (total.view(np.uint64) - away.astype(np.uint64)) | np.uint64(1)
         exact = (lost == 0) | ~np.isfinite(total)
         return np.where(exact, total, odd.view(np.float64)).astype(np.float32)
 
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
-    """In rational numbers, one element at a time; Python rounds a quotient of integers once."""
+    """Uses rational numbers, one element at a time; Python rounds a quotient of integers once."""
     with np.errstate(all="ignore"):
         plain = a * b + c
     result = plain.copy()
     rational = np.isfinite(a) & np.isfinite(b) & np.isfinite(c) & (a != 0) & (b != 0)
     for i in zip(*np.nonzero(rational), strict=True):
         truth = Fraction(float(a[i])) * Fraction(float(b[i])) + Fraction(float(c[i]))
-        if truth != 0:  # else the product is -c, so it was not rounded, and the zero has its sign
+        if truth != 0:  # else the product is exactly -c, and the zero's sign is right
             try:
                 result[i] = float(truth)
             except OverflowError:  # beyond the largest float64
@@ -336,7 +345,7 @@ def _fma64(a: Array, b: Array, c: Array) -> Array:
 
 
 def _round_bfloat16(x: Array) -> Array:
-    """Nearest, ties to even, to 8 bits, as float32; from float64 through float32 rounded to odd."""
+    """To nearest, ties to even, 8 bits, as float32; float64 is first rounded to odd in float32."""
     near = x.astype(np.float32)
     if x.dtype == np.float64:
         away = np.abs(near) > np.abs(x)
@@ -348,7 +357,7 @@ def _round_bfloat16(x: Array) -> Array:
 
 
 def _real(x: Array) -> Any:
-    """The type of the arithmetic with elements of x."""
+    """The dtype of arithmetic with elements of x."""
     return np.float64 if x.dtype == np.float64 else np.float32
 
 

@@ -1,7 +1,7 @@
-"""What a compact packet is, in NumPy, to be read and to be compared with: reference.py's neighbour.
+"""Reference implementation of compact packets in NumPy, for reading and testing.
 
-The layout of bytes and the choice of parameters stand in csrc/kernels/lean.h. Packets have the
-bytes that `pycomm.kernels.encode` writes, and are read without any check.
+The C++ codec in csrc/kernels describes the byte layout and the choice of parameters. encode writes
+the same bytes as `pycomm.kernels.encode`; unpack reads packets without checks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def encode(
     *,
     index_code: str = "auto",
 ) -> tuple[bytes, Array]:
-    """(the packet, the residual with what rounding lost added at the indices)."""
-    if index_code == "auto":  # the shortest, of equals the first
+    """(the packet, the residual plus the rounding errors at the indices)."""
+    if index_code == "auto":  # the shortest, the first of equal ones
         nbytes = {"list": 4 * len(indices), "bitmap": -(-count // 8)}
         nbytes["rice"] = len(_rice(indices, count))
         index_code = min(INDEX_CODES, key=lambda code: nbytes[code])
@@ -72,7 +72,7 @@ def unpack(packet: bytes) -> tuple[Array, Array]:
 
 
 def parameters_of(gaps: Array) -> Array:
-    """For each block of gaps the least b with a sum of (gap / 2^b + 1) / 2 up to its size."""
+    """For each block of gaps the least b whose sum of (gap / 2^b + 1) / 2 is at most its size."""
     starts = np.arange(0, len(gaps), BLOCK)
     sizes = np.diff(np.append(starts, len(gaps)))
     found = np.full(len(starts), MOST_PARAMETER)
@@ -142,7 +142,7 @@ _WRITE = {"list": _list, "bitmap": _bitmap, "rice": _rice}
 
 
 def write_values(values: Array, code: str) -> bytes:
-    """The bytes of values."""
+    """The bytes of the values."""
     with np.errstate(all="ignore"):
         x = cast(values, "float32")
     if code == "float32":
@@ -154,7 +154,7 @@ def write_values(values: Array, code: str) -> bytes:
 
 
 def read_values(body: bytes, k: int, code: str) -> Array:
-    """The first k values that the bytes have."""
+    """The first k values in the bytes."""
     if code == "float32":
         return np.frombuffer(body, "<f4", k)
     if code == "bfloat16":
@@ -187,9 +187,10 @@ def _read_int8(body: bytes, n: int) -> tuple[Array, int]:
 
 
 def levels_of(magnitudes: Array) -> tuple[float, float, float]:
-    """(low, high, limit): means of what lies up to the limit and above it; first the limit is the
-    mean of all, then, twice, the middle between the levels (Lloyd, IEEE Trans. Inf. Theory 28(2),
-    1982)."""
+    """(low, high, limit): the means of the values up to the limit and above it. The first limit is
+    the mean of all values; twice it becomes the midpoint of the levels (Lloyd, IEEE Trans. Inf.
+    Theory 28(2), 1982).
+    """
     limit = _sum(magnitudes) / len(magnitudes)
     for left in (2, 1, 0):
         above = magnitudes > limit
@@ -261,7 +262,7 @@ _BLOCKS: dict[str, tuple[int, Any, Any]] = {
 
 
 def _sum(x: Array) -> Any:
-    """In 128 lanes from left to right, then the lanes in pairs."""
+    """128 lanes from left to right, then the lanes in pairs."""
     lanes = np.zeros(LANES)
     for row in np.pad(x, (0, -len(x) % LANES)).reshape(-1, LANES):
         lanes = lanes + row
@@ -271,14 +272,14 @@ def _sum(x: Array) -> Any:
 
 
 def _levels(levels: Any) -> bytes:
-    """As bfloat16, no finite one rounded up to infinity."""
+    """As bfloat16; no finite value is rounded up to infinity."""
     with np.errstate(all="ignore"):
         rounded = cast(np.asarray(levels, np.float64).astype(np.float32), "bfloat16")
     return _half(np.where(np.isinf(rounded), LARGEST, rounded))
 
 
 def _half(x: Array) -> bytes:
-    """The upper halves of float32."""
+    """The upper 16 bits of float32 values."""
     return bytes((x.astype(np.float32).view(np.uint32) >> 16).astype("<u2").tobytes())
 
 
@@ -306,7 +307,7 @@ def _varint(number: int) -> bytes:
 
 
 def _read_varint(packet: bytes, at: int) -> tuple[int, int]:
-    """(the number, where the next one begins)."""
+    """(the number, the offset after it)."""
     number = shift = 0
     while True:
         number |= (packet[at] & 0x7F) << shift
