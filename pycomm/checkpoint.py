@@ -45,7 +45,7 @@ def save(obj: Any, path: str | os.PathLike[str], *, group: Group | None = None) 
         try:
             _refuse_own_state(obj)
             _write(obj, Path(path))
-        except Exception as error:  # whatever it is, all ranks are told
+        except Exception as error:  # of any kind: raised on all ranks
             failure = error
     _agree(failure, f"could not save {path}", own)
 
@@ -79,7 +79,7 @@ def load(
     if own.rank == 0:
         try:
             content = np.fromfile(os.fspath(path), np.uint8)
-        except Exception as error:  # whatever it is, all ranks are told
+        except Exception as error:  # of any kind: raised on all ranks
             failure = error
     _agree(failure, f"could not read {path}", own)
     length = collectives.broadcast(np.array([len(content)]), group=own)[0]

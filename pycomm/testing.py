@@ -273,7 +273,7 @@ class _Threads:
             with as_thread_default(group):
                 self.results[rank] = self._fn(group, *self._args)
             group.close()
-        except BaseException as error:  # whatever it is, the caller is told
+        except BaseException as error:  # of any kind: raised in the caller
             with self._lock:
                 self.failures.append(rank)
             self.results[rank] = error
@@ -369,7 +369,7 @@ def _rank_process(
         with as_thread_default(group):
             answer = pickle.dumps((False, fn(group, *args)))
         group.close()
-    except BaseException as error:  # whatever it is, the caller is told
+    except BaseException as error:  # of any kind: raised in the caller
         if group is not None:
             group.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
         answer = _pickled(error)

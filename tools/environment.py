@@ -128,9 +128,7 @@ def make() -> None:
 def main() -> None:
     """Sets up `.venv` unless it is complete."""
     if sys.version_info < (3, 10):  # noqa: UP036 - for older interpreters
-        sys.exit(
-            f"pycomm: Python 3.10 or newer is needed, {sys.executable} is {sys.version}"
-        )
+        sys.exit(f"pycomm: Python 3.10 or newer is needed, {sys.executable} is {sys.version}")
     if sys.argv[1:] == ["--has-torch"]:
         sys.exit(not has_fitting_torch())
     if STAMP.exists() and STAMP.read_text() == wanted():
