@@ -15,7 +15,7 @@ from pycomm.errors import InvalidArgument
 
 __all__ = ["Prefetcher"]
 
-LOOK_S = 0.1  # between checks of a blocked thread whether to stop
+POLL_S = 0.1  # between checks of a blocked thread whether to stop
 
 
 class Prefetcher:
@@ -113,7 +113,7 @@ def _put(ready: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
     """Waits for space in the queue; False if the reader stopped."""
     while not stop.is_set():
         try:
-            ready.put(item, timeout=LOOK_S)
+            ready.put(item, timeout=POLL_S)
             return True
         except queue.Full:  # checks `stop` again
             pass

@@ -57,7 +57,7 @@ class ScatterLoader:
         """Iterates once over the loader."""
         if self._loader is None:
             while True:
-                kind, layout = self._told(None)
+                kind, layout = self._share_header(None)
                 if kind == END:
                     return
                 if kind == FAILED:
@@ -66,7 +66,7 @@ class ScatterLoader:
         else:
             yield from self._sending(iter(self._loader))
 
-    def _told(self, mine: Any) -> Any:
+    def _share_header(self, mine: Any) -> Any:
         return objects.all_gather_object(mine, group=self._group)[self._src]
 
     def _sending(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -77,16 +77,16 @@ class ScatterLoader:
                 sent = [arrays.in_host_memory(x) for x in tensors]
                 kinds = [(list(x.shape[1:]), str(x.dtype).removeprefix("torch.")) for x in tensors]
             except StopIteration:  # sent to the others
-                self._told((END, None))
+                self._share_header((END, None))
                 return
             except Exception as error:  # of any kind: sent to the others
-                self._told((FAILED, f"{type(error).__name__}: {error}"))
+                self._share_header((FAILED, f"{type(error).__name__}: {error}"))
                 raise
-            self._told((BATCH, (sizes, kinds, outline)))
-            self._give_out(sent, sizes)
+            self._share_header((BATCH, (sizes, kinds, outline)))
+            self._send_rows(sent, sizes)
             yield _filled(outline, [torch.split(x, sizes)[self._src] for x in tensors])
 
-    def _give_out(self, tensors: list[Tensor], sizes: list[int]) -> None:
+    def _send_rows(self, tensors: list[Tensor], sizes: list[int]) -> None:
         """Sends the others their rows, from host memory."""
         under_way = []
         for x in tensors:

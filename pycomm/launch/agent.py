@@ -33,13 +33,13 @@ __all__ = ["launch"]
 FAILED_LIMIT_S = 10.0  # a failed host may serve the store in which others report their failures
 STOPPED_LIMIT_S = 1.0  # after a signal the launcher must exit soon
 PORT_LIMIT_S = 30.0  # for the first host's launcher to store the port, which it does at its start
-LOOK_S = 0.2  # between polls of the barrier; torch's wait() would log each of them
+POLL_S = 0.2  # between polls of the barrier; torch's wait() would log each of them
 
 
 class Agent(local_elastic_agent.LocalElasticAgent):
     """Starts and monitors the ranks of this host."""
 
-    _came = False
+    _entered = False
     _exit_barrier_timeout: float
     _hosts: Hosts | None = None
     _logs_specs: Any
@@ -51,10 +51,10 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         try:
             result = super().run(role)
         except SignalException:  # stopped: the others must not wait for this host
-            self._come(STOPPED_LIMIT_S)
+            self._enter_barrier(STOPPED_LIMIT_S)
             raise
         if result is not None and result.is_failed():
-            self._come(FAILED_LIMIT_S)
+            self._enter_barrier(FAILED_LIMIT_S)
         return result
 
     def _rendezvous(self, worker_group: Any) -> None:
@@ -89,7 +89,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         """torch calls this several times a second while ranks run."""
         if self._hosts is not None:
             with contextlib.suppress(RuntimeError):  # the store ended: torch detects it, too
-                self._hosts.here()
+                self._hosts.send_heartbeat()
         return super()._monitor_workers(worker_group)
 
     def _exit_barrier(self) -> None:
@@ -100,22 +100,22 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 f"at most {self._exit_barrier_timeout:.0f} s",
                 flush=True,
             )
-        self._come(self._exit_barrier_timeout)
+        self._enter_barrier(self._exit_barrier_timeout)
 
-    def _come(self, limit_s: float) -> None:
+    def _enter_barrier(self, limit_s: float) -> None:
         """Enters the exit barrier; waits while the other hosts are alive."""
-        if self._hosts is None or self._came:  # before the rendezvous, or a second call
+        if self._hosts is None or self._entered:  # before the rendezvous, or a second call
             return
-        self._came = self._in_exit_barrier = True
+        self._entered = self._in_exit_barrier = True
         end = time.monotonic() + limit_s
         with contextlib.suppress(RuntimeError):  # the store ended: nothing to wait for
-            self._hosts.ended()
-            all_came = together._barrier_nonblocking(
+            self._hosts.report_end()
+            all_entered = together._barrier_nonblocking(
                 self._store, self._hosts.count, server._TERMINAL_STATE_SYNC_ID
             )
-            while time.monotonic() < end and not self._store.check([all_came]):
-                time.sleep(LOOK_S)  # polls: a store sends no notifications
-                if (host := self._hosts.silent()) is not None:
+            while time.monotonic() < end and not self._store.check([all_entered]):
+                time.sleep(POLL_S)  # polls: a store sends no notifications
+                if (host := self._hosts.find_silent()) is not None:
                     print(
                         f"pycomm launch: no heartbeat from the launcher of host {host} of "
                         f"{self._hosts.count} (from 0) for {SILENT_S:.0f} s; stopped waiting",

@@ -62,25 +62,25 @@ def main(argv: Sequence[str]) -> int:
 
     from pycomm.launch import agent
 
-    said = parser().parse_args(argv)
+    options = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # also into pipes: print ranks' lines at once
     if os.environ.get("LOGLEVEL") is None:  # torch's messages on a failure would repeat pycomm's
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with folder.temporary() as errors:
         try:
-            config, command = prepared(said, errors)
+            config, command = prepared(options, errors)
         except (InvalidArgument, ValueError) as error:
             print(f"pycomm launch: {error}", file=sys.stderr)
             return 2
         try:
             agent.launch(config, sys.executable, *command)
         except ChildFailedError as error:
-            return _report(error, said.log_dir)
+            return _report(error, options.log_dir)
         except RendezvousError as error:
             print(
-                f"pycomm launch: rendezvous at {said.rdzv_endpoint} failed, or the launcher there "
-                f"ended: {error.__cause__ or error}",
+                f"pycomm launch: rendezvous at {options.rdzv_endpoint} failed, or the launcher "
+                f"there ended: {error.__cause__ or error}",
                 file=sys.stderr,
             )
             return 1
@@ -90,11 +90,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def prepared(said: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[str]]:
+def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[str]]:
     """The configuration of torch's launcher, and a rank's command line without the interpreter.
 
     Args:
-        said: the options.
+        options: the parsed options.
         errors: a folder for the failure reports of ranks.
 
     Raises:
@@ -103,118 +103,122 @@ def prepared(said: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[
     import torch
     from torch.distributed import run
 
-    if said.devices is not None:
-        _choose_devices(said)
+    if options.devices is not None:
+        _choose_devices(options)
     devices = torch.cuda.device_count()
-    if said.nproc_per_node is None:
-        said.nproc_per_node = str(worker_setup.default_count(devices))
-    count = run.determine_local_world_size(said.nproc_per_node)
-    if said.cpus_per_rank is not None:
-        if said.cpus_per_rank < 1:
+    if options.nproc_per_node is None:
+        options.nproc_per_node = str(worker_setup.default_count(devices))
+    count = run.determine_local_world_size(options.nproc_per_node)
+    if options.cpus_per_rank is not None:
+        if options.cpus_per_rank < 1:
             raise InvalidArgument(
-                f"invalid --cpus-per-rank: got {said.cpus_per_rank}, expected at least 1"
+                f"invalid --cpus-per-rank: got {options.cpus_per_rank}, expected at least 1"
             )
-        worker_setup.cores_of(count - 1, said.cpus_per_rank)
-    os.environ.update(worker_setup.threads_for(count, said.cpus_per_rank))
-    key = _key(said)
-    if said.encrypt:
-        _encrypt(said, key)
-    _choose_meeting(said)
-    everybody = said.tee not in ("0", 0)  # torchrun's option
-    said.tee = said.redirects = "0"  # in our logs, not in torch's
-    config, _, _ = run.config_from_args(said)
-    rows = _rows(said, count, devices)
-    logs = config.logs_specs = tables.Logs(said.log_dir, everybody, rows, errors)
-    if not key and _several(said):
-        where = said.rdzv_endpoint or f"{said.master_addr}:{said.master_port}"
-        print(f"pycomm launch: {meeting.who_joins(where)}", file=sys.stderr)
+        worker_setup.cores_of(count - 1, options.cpus_per_rank)
+    os.environ.update(worker_setup.threads_for(count, options.cpus_per_rank))
+    key = _key(options)
+    if options.encrypt:
+        _encrypt(options, key)
+    _choose_meeting(options)
+    everybody = options.tee not in ("0", 0)  # torchrun's option
+    options.tee = options.redirects = "0"  # in our logs, not in torch's
+    config, _, _ = run.config_from_args(options)
+    rows = _rows(options, count, devices)
+    logs = config.logs_specs = tables.Logs(options.log_dir, everybody, rows, errors)
+    if not key and _several(options):
+        where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+        print(f"pycomm launch: {meeting.missing_secret_warning(where)}", file=sys.stderr)
     elif not key:
         key = meeting.new_key()
     logs.variables = {"PYCOMM_SECRET": key} if key else {}
     if config.log_line_prefix_template is None:  # torch treats an empty one as unset
-        config.role = "" if said.role == "default" else said.role
+        config.role = "" if options.role == "default" else options.role
         config.log_line_prefix_template = "[rank ${rank}] " if everybody else "${role_name}"
-    return config, _command(said, devices > 0)
+    return config, _command(options, devices > 0)
 
 
-def _several(said: argparse.Namespace) -> bool:
+def _several(options: argparse.Namespace) -> bool:
     """Whether the run may have more than one host."""
-    return str(said.nnodes) not in ("1", "1:1")
+    return str(options.nnodes) not in ("1", "1:1")
 
 
-def _key(said: argparse.Namespace) -> str:
+def _key(options: argparse.Namespace) -> str:
     """The run's key if a secret is given; stretched once here, not in every rank."""
     text = os.environ.get("PYCOMM_SECRET", "")
-    if said.secret_file is not None:
-        text = secret.read_file(said.secret_file)
-    elif said.secret_fd is not None:
-        text = secret.read_descriptor(said.secret_fd)
+    if options.secret_file is not None:
+        text = secret.read_file(options.secret_file)
+    elif options.secret_fd is not None:
+        text = secret.read_descriptor(options.secret_fd)
     elif text:
         secret.check(text, "PYCOMM_SECRET")
     return secret.key_of(text) if text else ""
 
 
-def _choose_devices(said: argparse.Namespace) -> None:
+def _choose_devices(options: argparse.Namespace) -> None:
     """--devices: one rank for each; the ranks see only these devices."""
-    asked = [one.strip() for one in said.devices.split(",")]
+    asked = [one.strip() for one in options.devices.split(",")]
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     known = seen.split(",") if seen else None
     if not all(one.isdigit() for one in asked) or len(set(asked)) != len(asked):
         raise InvalidArgument(
-            f"invalid --devices: got {said.devices}, expected distinct numbers with commas"
+            f"invalid --devices: got {options.devices}, expected distinct numbers with commas"
         )
     if known is not None and not set(asked) <= set(known):
-        raise InvalidArgument(f"--devices {said.devices}, but CUDA_VISIBLE_DEVICES is {seen}")
-    if said.nproc_per_node not in (None, str(len(asked))):
-        raise InvalidArgument(f"--devices {said.devices} means --nproc {len(asked)}")
+        raise InvalidArgument(f"--devices {options.devices}, but CUDA_VISIBLE_DEVICES is {seen}")
+    if options.nproc_per_node not in (None, str(len(asked))):
+        raise InvalidArgument(f"--devices {options.devices} means --nproc {len(asked)}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked)
-    said.nproc_per_node = str(len(asked))
+    options.nproc_per_node = str(len(asked))
 
 
-def _encrypt(said: argparse.Namespace, key: str) -> None:
+def _encrypt(options: argparse.Namespace, key: str) -> None:
     """--encrypt: passed on to the ranks. On several hosts the user must give a secret."""
-    if _several(said) and not key:
+    if _several(options) and not key:
         raise InvalidArgument(
-            f"--encrypt with --nnodes {said.nnodes} needs PYCOMM_SECRET, the same on all hosts; "
+            f"--encrypt with --nnodes {options.nnodes} needs PYCOMM_SECRET, the same on all hosts; "
             'to make one: python -c "import secrets; print(secrets.token_hex(32))"'
         )
     os.environ["PYCOMM_ENCRYPT"] = "1"
 
 
-def _choose_meeting(said: argparse.Namespace) -> None:
+def _choose_meeting(options: argparse.Namespace) -> None:
     """Chooses the rendezvous: on one host the loopback address and a free port, on several hosts
     the given endpoint.
     """
-    several = _several(said)
-    if not several and said.rdzv_backend in ("static", "c10d") and _is_here(said.rdzv_endpoint):
-        port = said.rdzv_endpoint.rpartition(":")[2] or said.master_port or 0
-        said.rdzv_backend = meeting.register_rendezvous()
-        said.rdzv_endpoint = f"{meeting.LOOPBACK}:{port}"
-        said.rdzv_id, said.local_addr = str(uuid.uuid4()), meeting.LOOPBACK
-    elif several and said.rdzv_endpoint and said.rdzv_backend == "static":
-        said.rdzv_backend = "c10d"
-    if said.rdzv_endpoint and said.rdzv_backend != meeting.BACKEND:
-        own, here = _look_at(said.rdzv_endpoint)
-        said.local_addr = said.local_addr or own
-        if said.rdzv_backend == "c10d" and (here or not _knows_itself()):
-            said.rdzv_conf = ",".join([*filter(None, [said.rdzv_conf]), f"is_host={here}"])
-    if said.rdzv_backend == "static" and said.master_addr == "127.0.0.1":
+    several = _several(options)
+    if (
+        not several
+        and options.rdzv_backend in ("static", "c10d")
+        and _is_local(options.rdzv_endpoint)
+    ):
+        port = options.rdzv_endpoint.rpartition(":")[2] or options.master_port or 0
+        options.rdzv_backend = meeting.register_rendezvous()
+        options.rdzv_endpoint = f"{meeting.LOOPBACK}:{port}"
+        options.rdzv_id, options.local_addr = str(uuid.uuid4()), meeting.LOOPBACK
+    elif several and options.rdzv_endpoint and options.rdzv_backend == "static":
+        options.rdzv_backend = "c10d"
+    if options.rdzv_endpoint and options.rdzv_backend != meeting.BACKEND:
+        own, here = _local_address(options.rdzv_endpoint)
+        options.local_addr = options.local_addr or own
+        if options.rdzv_backend == "c10d" and (here or not _own_name_resolves()):
+            options.rdzv_conf = ",".join([*filter(None, [options.rdzv_conf]), f"is_host={here}"])
+    if options.rdzv_backend == "static" and options.master_addr == "127.0.0.1":
         raise InvalidArgument(
             "several hosts need a rendezvous: pass --rdzv-endpoint HOST:PORT to all, one of "
             "them and a free port there (or --master-addr, --master-port and --node-rank)"
         )
-    if said.master_port is None:
-        said.master_port = 29500
+    if options.master_port is None:
+        options.master_port = 29500
 
 
-def _is_here(endpoint: str) -> bool:
+def _is_local(endpoint: str) -> bool:
     """Whether a rendezvous endpoint is empty, or HOST:PORT of this host."""
     if not endpoint:
         return True
-    return endpoint.rpartition(":")[2].isdigit() and _look_at(endpoint)[1]
+    return endpoint.rpartition(":")[2].isdigit() and _local_address(endpoint)[1]
 
 
-def _look_at(endpoint: str) -> tuple[str | None, bool]:
+def _local_address(endpoint: str) -> tuple[str | None, bool]:
     """The address from which this host reaches the endpoint, and whether the endpoint is this host.
     No packet is sent.
     """
@@ -229,7 +233,7 @@ def _look_at(endpoint: str) -> tuple[str | None, bool]:
         return None, False
 
 
-def _knows_itself() -> bool:
+def _own_name_resolves() -> bool:
     """Whether this host's name resolves to an address, which torch looks up otherwise."""
     try:
         socket.getaddrinfo(socket.gethostname(), None)
@@ -238,28 +242,28 @@ def _knows_itself() -> bool:
     return True
 
 
-def _command(said: argparse.Namespace, devices: bool) -> list[str]:
-    kind = "command" if said.no_python else "module" if said.module else "script"
+def _command(options: argparse.Namespace, devices: bool) -> list[str]:
+    kind = "command" if options.no_python else "module" if options.module else "script"
     line = ["-u", "-m", "pycomm.launch.rank", f"--parent={os.getpid()}", f"--kind={kind}"]
     line += ["--join-streams"]
-    line += [f"--cpus-per-rank={said.cpus_per_rank}"] if said.cpus_per_rank else []
+    line += [f"--cpus-per-rank={options.cpus_per_rank}"] if options.cpus_per_rank else []
     line += ["--set-device"] if devices and kind != "command" else []
-    return [*line, "--", said.training_script, *said.training_script_args]
+    return [*line, "--", options.training_script, *options.training_script_args]
 
 
-def _rows(said: argparse.Namespace, count: int, devices: int) -> list[tuple[str, str]]:
+def _rows(options: argparse.Namespace, count: int, devices: int) -> list[tuple[str, str]]:
     """The configuration, for the table."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
-    bound = f"{said.cpus_per_rank}, bound" if said.cpus_per_rank else "shared by all"
-    meeting = said.rdzv_endpoint or f"{said.master_addr}:{said.master_port}"
+    bound = f"{options.cpus_per_rank}, bound" if options.cpus_per_rank else "shared by all"
+    meeting = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return [
-        ("program", " ".join([said.training_script, *said.training_script_args])),
-        ("hosts", "1" if str(said.nnodes) == "1:1" else str(said.nnodes)),
+        ("program", " ".join([options.training_script, *options.training_script_args])),
+        ("hosts", "1" if str(options.nnodes) == "1:1" else str(options.nnodes)),
         ("ranks on this host", str(count)),
         ("devices", seen if devices else "none, training on the CPU"),
         ("processors per rank", bound),
-        ("log directory", said.log_dir),
-        ("hosts meet at", f"{meeting} ({said.rdzv_backend})"),
+        ("log directory", options.log_dir),
+        ("hosts meet at", f"{meeting} ({options.rdzv_backend})"),
     ]
 
 
@@ -267,8 +271,8 @@ def _report(error: Any, log_dir: str) -> int:
     """Prints the first failure with its traceback, then the others; returns the exit status."""
     known: list[failure.Failure] = []
     for rank, one in error.failures.items():
-        said = failure.read(one.error_file_data)
-        known += said or [failure.of_exit(rank, one.pid, one.exitcode)]
+        reports = failure.read(one.error_file_data)
+        known += reports or [failure.of_exit(rank, one.pid, one.exitcode)]
     cause = next((f for f in known if f.rank not in error.failures), None) or failure.first(known)
     print(f"pycomm launch: the first failure was {cause}", file=sys.stderr)
     if cause.trace:

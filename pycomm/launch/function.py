@@ -179,7 +179,7 @@ class _Ranks:
         host, port, _store = self._meeting(several)
         if several and not key:
             where = f"{host}:{port}"
-            print(f"pycomm.launcher: {meeting.who_joins(where)}", file=sys.stderr)
+            print(f"pycomm.launcher: {meeting.missing_secret_warning(where)}", file=sys.stderr)
         key = key or ("" if several else meeting.new_key())
         context = mp.get_context("spawn")
         started: list[Any] = []
@@ -251,11 +251,11 @@ class _Ranks:
                 return
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                self._hear(*running.pop(pipe), pipe)
+                self._receive(*running.pop(pipe), pipe)
             if self._failures and end is None:
                 end = time.monotonic() + GRACE_S
 
-    def _hear(self, local: int, process: Any, pipe: Connection) -> None:
+    def _receive(self, local: int, process: Any, pipe: Connection) -> None:
         try:
             fine, value, error = pickle.loads(pipe.recv_bytes())
         except EOFError:  # the process ended without an answer

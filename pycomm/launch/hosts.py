@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["SILENT_S", "Hosts"]
 
-WORD_S = 5.0  # between heartbeats
+HEARTBEAT_S = 5.0  # between heartbeats
 SILENT_S = 30.0  # without a heartbeat; a launcher never blocks for so long
 KEY = "pycomm/launcher/{}"
 ENDED = b"ended"
@@ -23,22 +23,22 @@ class Hosts:
     def __init__(self, store: Any, own: int, count: int) -> None:
         self.count = count
         self._store, self._own = store, own
-        self._words, self._next = 0, 0.0
-        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._beats, self._next = 0, 0.0
+        self._last_seen: dict[int, tuple[bytes, float]] = {}
 
-    def here(self) -> None:
+    def send_heartbeat(self) -> None:
         """Writes a heartbeat if one is due; call it often. Raises RuntimeError if the store
         ended."""
         now = time.monotonic()
         if self.count > 1 and now >= self._next:
-            self._words, self._next = self._words + 1, now + WORD_S
-            self._store.set(KEY.format(self._own), str(self._words))
+            self._beats, self._next = self._beats + 1, now + HEARTBEAT_S
+            self._store.set(KEY.format(self._own), str(self._beats))
 
-    def ended(self) -> None:
+    def report_end(self) -> None:
         """Tells the others that this host's ranks have ended: no more heartbeats follow."""
         self._store.set(KEY.format(self._own), ENDED)
 
-    def silent(self) -> int | None:
+    def find_silent(self) -> int | None:
         """A host whose heartbeat is missing; None if all are alive or ended, or never send
         heartbeats, as torchrun.
         """
@@ -47,9 +47,9 @@ class Hosts:
             if host == self._own or not self._store.check([key]):
                 continue
             word, now = self._store.get(key), time.monotonic()
-            last, since = self._heard.get(host, (b"", now))
+            last, since = self._last_seen.get(host, (b"", now))
             if word != last:
-                self._heard[host] = word, now
+                self._last_seen[host] = word, now
             elif word != ENDED and now - since > SILENT_S:
                 return host
         return None

@@ -20,11 +20,11 @@ __all__ = [
     "LOOPBACK",
     "PORT_KEY",
     "local_store",
+    "missing_secret_warning",
     "new_key",
     "register_rendezvous",
     "reserve_port",
     "variables",
-    "who_joins",
 ]
 
 PORT_KEY = "pycomm/store_port"  # key in torch's store, for the launchers of other hosts
@@ -37,7 +37,7 @@ def new_key() -> str:
     return secrets.token_hex(32)
 
 
-def who_joins(where: str) -> str:
+def missing_secret_warning(where: str) -> str:
     """A launcher's warning about a run on several hosts without a shared secret."""
     return (
         f"PYCOMM_SECRET is not set: any client that can reach {where} can join this run and change "

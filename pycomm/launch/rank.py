@@ -36,9 +36,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; writes a failure report for the launcher."""
-    said = parser().parse_args(argv)
+    options = parser().parse_args(argv)
     env = os.environ
-    if said.join_streams:  # one log for both, in order
+    if options.join_streams:  # one log for both, in order
         os.dup2(1, 2)
     env.update(
         worker_setup.variables(
@@ -46,17 +46,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     )
     worker_setup.setup_worker(
-        said.parent, int(env["LOCAL_RANK"]), said.cpus_per_rank, said.set_device
+        options.parent, int(env["LOCAL_RANK"]), options.cpus_per_rank, options.set_device
     )
     try:
-        if said.kind == "command":
-            _supervise(said.parent, [said.program, *said.rest])
-        sys.argv = [said.program, *said.rest]
-        if said.kind == "module":
-            runpy.run_module(said.program, run_name="__main__", alter_sys=True)
+        if options.kind == "command":
+            _supervise(options.parent, [options.program, *options.rest])
+        sys.argv = [options.program, *options.rest]
+        if options.kind == "module":
+            runpy.run_module(options.program, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(said.program))
-            runpy.run_path(said.program, run_name="__main__")
+            sys.path[0] = os.path.dirname(os.path.abspath(options.program))
+            runpy.run_path(options.program, run_name="__main__")
     except SystemExit as error:
         if error.code not in (None, 0):
             _failed(error)
