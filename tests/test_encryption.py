@@ -196,7 +196,7 @@ def test_ranks_that_disagree_about_encryption() -> None:
 def test_environment() -> None:
     assert config.environment({"PYCOMM_ENCRYPT": "1"}).encrypt
     assert not config.environment({}).encrypt
-    with pytest.raises(InvalidArgument, match="PYCOMM_ENCRYPT is 'yes'"):
+    with pytest.raises(InvalidArgument, match="invalid PYCOMM_ENCRYPT: got 'yes'"):
         config.environment({"PYCOMM_ENCRYPT": "yes"})
 
 

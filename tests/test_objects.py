@@ -293,7 +293,7 @@ def test_keys_that_collide_are_refused_after_a_few(
     with pytest.raises(errors.InvalidArgument, match="have one hash"):
         serialization.decode(content)
     assert len(read) < 5 * serialization.MAX_EQUAL_HASHES
-    with pytest.raises(errors.InvalidArgument, match="10000 keys of value have one hash"):
+    with pytest.raises(errors.InvalidArgument, match="10000 keys of value have the same hash"):
         serialization.encode(dict.fromkeys(keys))
 
 

@@ -37,7 +37,7 @@ def test_what_is_saved_is_read_again(cache: Path, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"format": 0}, "is of format 0"),
+        ({"format": 0}, "has format 0"),
         ({"machine": "another"}, "is of another machine"),
         ({"thresholds": {"tcp": {"small_bytes": -1, "middle_bytes": 2}}}, "is damaged"),
         ({"thresholds": {"tcp": {"small_bytes": "1", "middle_bytes": 2}}}, "is damaged"),
