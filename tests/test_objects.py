@@ -147,7 +147,7 @@ def test_what_cannot_be_a_key_or_a_value_is_refused() -> None:
             for call in (lambda k: pycomm.user_set(k, 1), pycomm.user_get, pycomm.user_pop):
                 with pytest.raises(errors.InvalidArgument, match="invalid key"):
                     call(key)
-        with pytest.raises(errors.InvalidArgument, match="may have 1048576"):
+        with pytest.raises(errors.InvalidArgument, match="at most 1048576"):
             pycomm.user_set("large", bytes(MAX_VALUE_BYTES))
         with pytest.raises(errors.InvalidArgument, match="value is a builtins"):
             pycomm.user_set("object", object())
