@@ -1,5 +1,5 @@
-# The few commands that a person types. PYTHON= chooses the interpreter; everything runs in .venv,
-# which is laid over that interpreter's packages where it already has a fitting torch.
+# PYTHON= selects the interpreter. Everything runs in .venv, which sees that interpreter's packages
+# if it has a supported torch.
 PYTHON ?= python3
 PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
@@ -8,24 +8,24 @@ AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 .PHONY: faults soak gpu fuzz docs simulate alone clean
 
 help:
-	@echo "make demo      train a small model on 2 processes: gloo beside pycomm (draws demo.png)"
-	@echo "make test      build, then the quick tests: below six minutes on two processors"
-	@echo "make test-unit build, then the tests of one process alone: about a minute"
-	@echo "make test-all  build, lint, all tests, with connections of unauthenticated clients"
-	@echo "make nightly   each test file alone, long simulations, a fuzz hunt, faults, a soak (hours)"
-	@echo "make build     the compiled modules, in place"
-	@echo "make lint      format, lint and types       make format    let the formatters rewrite"
-	@echo "make sanitize  the native suites under address, undefined and thread sanitizers"
-	@echo "make bench     collectives beside gloo      make venv      the environment, .venv"
-	@echo "make compat    torch's own suite and other people's programs, on gloo and here (15 minutes)"
+	@echo "make demo      train a small model on 2 processes with gloo and with pycomm (draws demo.png)"
+	@echo "make test      build, then the quick tests: less than six minutes on two processors"
+	@echo "make test-unit build, then the tests within one process: about a minute"
+	@echo "make test-all  build, lint, all tests, with an attack by unauthenticated clients"
+	@echo "make nightly   each test file alone, long simulations, fuzzing, fault injection, soak test (hours)"
+	@echo "make build     build the compiled modules in place"
+	@echo "make lint      check format, lint and types make format    format all files"
+	@echo "make sanitize  native tests with address, undefined-behaviour and thread sanitizers"
+	@echo "make bench     collectives against gloo     make venv      set up .venv"
+	@echo "make compat    torch's own tests and third-party programs, on gloo and on pycomm (15 minutes)"
 	@echo "make faults    fault injection in every call, rank failures, unauthenticated clients (40 minutes)"
-	@echo "make soak      anything happens to groups at work, for MINUTES=60"
-	@echo "make gpu       everything that wants a GPU, for a machine with one or eight (up to an hour)"
-	@echo "make fuzz      any bytes into every parser of bytes from outside (6 minutes, needs clang)"
-	@echo "make docs      the pages and the reference of every public name as a site, build/docs"
-	@echo "make simulate  rank failures in every order of events, and a million at random (long)"
-	@echo "make alone     each test file in a process of its own (for a night)"
-	@echo "make clean     what was built (.venv stays)"
+	@echo "make soak      random faults in running groups, for MINUTES=60"
+	@echo "make gpu       all tests and benchmarks that need a GPU, for one or eight GPUs (up to an hour)"
+	@echo "make fuzz      fuzz every parser of external data (6 minutes, needs clang)"
+	@echo "make docs      documentation pages and API reference as HTML, build/docs"
+	@echo "make simulate  simulated rank failures in all orders of events, and a million random ones (long)"
+	@echo "make alone     each test file in a separate process (hours)"
+	@echo "make clean     remove build outputs (keeps .venv)"
 
 venv:
 	@command -v $(PYTHON) >/dev/null || { echo "pycomm: $(PYTHON) not found: apt-get install python3-dev python3-venv, or PYTHON=..."; exit 1; }
@@ -35,7 +35,7 @@ build: venv
 	$(PY) setup.py -q build_ext --inplace
 	@$(MAKE) --no-print-directory .venv/installed
 
-# Makes `pycomm` a command of .venv and leaves the entry points that torch looks up.
+# Installs the command `pycomm` and torch's entry points in .venv.
 .venv/installed: pyproject.toml
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
@@ -43,7 +43,7 @@ build: venv
 demo: build
 	$(PY) -m pycomm demo
 
-# Most tests wait for ranks that wait for each other: one more at a time than there are processors.
+# Most tests wait for ranks that wait for each other: run one more than there are processors.
 PYTEST := $(PY) -m pytest --numprocesses=$(AT_ONCE) --dist=worksteal
 
 test-unit: build
@@ -52,7 +52,7 @@ test-unit: build
 test: build
 	$(PYTEST) --no-attack -m "unit or quick"
 
-# The quick tests, too: here unauthenticated clients connect to their ranks.
+# Includes the quick tests, while unauthenticated clients connect to their ranks.
 test-all: build lint .venv/programs
 	$(PYTEST)
 
@@ -64,7 +64,7 @@ lint: venv
 format: venv
 	$(PY) tools/lint.py --fix
 
-# What a file needs must not come from another one that happened to run before it.
+# Finds test files that depend on another file.
 alone: build .venv/programs
 	$(PY) tools/test_alone.py --jobs $(AT_ONCE)
 
@@ -74,7 +74,7 @@ sanitize: venv
 bench: build
 	$(PY) -m pycomm bench collectives
 
-# Other people's packages, about 1.2 GB, whose programs have to run here unchanged, or which we call.
+# Third-party packages, about 1.2 GB, whose programs must run unchanged, or that tests call.
 .venv/programs: pyproject.toml | build
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[programs]'
 	@touch $@
@@ -97,7 +97,7 @@ gpu: build
 fuzz: venv
 	$(PY) tests/fuzz/hunt.py
 
-# Fails on every warning, as a link without a target or a docstring that cannot be read.
+# Fails on every warning, such as a link without a target or an invalid docstring.
 docs: build .venv/docs
 	$(PY) -m sphinx -q -E -W --keep-going -b html -d build/doctrees docs build/docs
 	@echo "build/docs/index.html"

@@ -1,19 +1,18 @@
-"""Builds the compiled modules of pycomm: writes one build.ninja and runs ninja.
+"""Builds pycomm's compiled modules: writes a build.ninja and runs ninja.
 
-This is not where the project's metadata stands (pyproject.toml), and it decides nothing at run
-time. Called by pip (`pip install .`, `pip install -e . --no-build-isolation`) and by
-`python setup.py build_ext --inplace`.
+pyproject.toml contains the metadata. pip uses this file (`pip install .`,
+`pip install -e . --no-build-isolation`), as does `python setup.py build_ext --inplace`.
 
-    _core   the engine and its Python face; needs no torch
-    _c10d   the torch.distributed backend; only where torch is importable
-    _cuda   the kernels for CUDA, and NCCL by dlopen; only where nvcc is found
+    _core   the engine and its Python bindings; needs no torch
+    _c10d   the torch.distributed backend; only if torch is importable
+    _cuda   the CUDA kernels, and NCCL through dlopen; only if nvcc is found
 
-_cuda is built for the GPUs that are here; where there are none, as PTX, which the driver compiles
-at the first load on any GPU from 7.5 on. CUDAARCHS="80;90" (as for CMake) asks for others. CUDA's
-runtime is linked in, so that _cuda loads on any machine.
+_cuda is built for the GPUs of this machine; without any as PTX, which the driver compiles at the
+first load on any GPU from 7.5 on. CUDAARCHS="80;90" (as for CMake) selects others. The CUDA runtime
+is linked statically, so _cuda loads on any machine.
 
-Where torch is importable every module takes torch's own pybind11 headers: a class cannot pass
-between modules that were built with different ones.
+If torch is importable every module uses torch's own pybind11 headers: modules that were built with
+different ones cannot exchange classes.
 """
 
 import fcntl
@@ -36,7 +35,7 @@ CSRC = ROOT / "csrc"
 FLAGS = [
     *("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC", "-pthread"),
     *("-Wall", "-Wextra", "-Werror"),
-    "-Wno-restrict",  # g++ 12 sees ghosts in std::string
+    "-Wno-restrict",  # false positives of g++ 12 in std::string
 ]
 
 NINJA_RULES = """\
@@ -59,7 +58,7 @@ rule link
 
 @dataclass(frozen=True)
 class Module:
-    """One compiled module: what it is made of and what it needs beyond FLAGS."""
+    """A compiled module: its sources, and its flags beyond FLAGS."""
 
     name: str
     sources: list[Path]
@@ -69,18 +68,18 @@ class Module:
 
 
 def torch_root() -> Path | None:
-    """Folder of the torch package, found without the seconds that importing it takes."""
+    """Folder of the torch package, found without importing it, which takes seconds."""
     spec = importlib.util.find_spec("torch")
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def python_flags(torch: Path | None) -> list[str]:
-    """Include paths of Python and pybind11. Exits with a sentence when headers are missing."""
+    """Include paths of Python and pybind11. Exits with a message if headers are missing."""
     include = Path(sysconfig.get_paths()["include"])
     if not (include / "Python.h").exists():
         major, minor = sys.version_info[:2]
         sys.exit(
-            f"pycomm: {include}/Python.h is missing: the headers of Python are needed to build. "
+            f"pycomm: {include}/Python.h not found: the build needs Python's headers. "
             f"On Debian: apt-get install python{major}.{minor}-dev"
         )
     if torch is not None:
@@ -93,7 +92,7 @@ def python_flags(torch: Path | None) -> list[str]:
 
 
 def c10d_sources() -> list[Path]:
-    """The only files that see torch."""
+    """The files that include torch."""
     return sorted((CSRC / "bindings").glob("c10d*.cpp"))
 
 
@@ -103,13 +102,13 @@ def cuda_sources() -> list[Path]:
 
 
 def nvcc() -> str | None:
-    """CUDA's compiler, on PATH or where its installer puts it."""
+    """The CUDA compiler, on PATH or at its default location."""
     usual = "/usr/local/cuda/bin/nvcc"
     return shutil.which("nvcc") or (usual if os.access(usual, os.X_OK) else None)
 
 
 def gpu_flags() -> list[str]:
-    """Which GPUs nvcc compiles for: see the head of this file."""
+    """nvcc's options for the GPU architectures: see the module docstring."""
     asked = os.environ.get("CUDAARCHS", "").replace(",", ";").split(";")
     names = [name.removesuffix("-real") for name in asked if name]
     if names:
@@ -120,30 +119,30 @@ def gpu_flags() -> list[str]:
 
 
 def cuda_module(python: list[str]) -> Module:
-    """The kernels for CUDA, with its runtime inside."""
+    """The CUDA kernels, with the CUDA runtime."""
     compiler = [f"-Xcompiler={flag}" for flag in ("-fPIC", "-fvisibility=hidden", "-Wall")]
     flags = ["-std=c++20", "-O3", f"-I{CSRC}", *compiler, *gpu_flags()]
     lib = Path(os.path.realpath(str(nvcc()))).parent.parent
     folders = [f"-L{lib / name}" for name in ("lib64", "lib")]
-    nccl = CSRC / "nccl" / "library.cpp"  # _core has it too, with those who call it
+    nccl = CSRC / "nccl" / "library.cpp"  # _core contains it as well
     sources = [*cuda_sources(), nccl, *sorted(CSRC.glob("cuda/*.cu"))]
     libs = [*folders, "-L/usr/local/cuda/lib64", "-L/usr/local/cuda/lib"]
     return Module("_cuda", sources, python, [*libs, "-lcudart_static", "-ldl", "-lrt"], flags)
 
 
 def modules() -> list[Module]:
-    """The modules that can be built here, with what each needs."""
+    """The modules that can be built here."""
     torch = torch_root()
     python = [f"-I{CSRC}", *python_flags(torch)]
     c10d = c10d_sources()
-    apart = {*c10d, *cuda_sources()}
+    excluded = {*c10d, *cuda_sources()}
     every = [p for p in sorted(CSRC.rglob("*.cpp")) if CSRC / "cuda" not in p.parents]
-    found = [Module("_core", [p for p in every if p not in apart], python)]
+    found = [Module("_core", [p for p in every if p not in excluded], python)]
     if nvcc() is not None:
         found.append(cuda_module(python))
     if torch is not None and c10d:
         version = importlib.metadata.version("torch").split("+")[0]
-        # No rpath: _c10d is imported after torch, which has loaded these libraries by then.
+        # No rpath: _c10d is imported after torch, which loads these libraries.
         found.append(
             Module(
                 "_c10d",
@@ -160,7 +159,7 @@ def modules() -> list[Module]:
 
 
 def compiler() -> str:
-    """The C++ compiler ($CXX, else g++). Exits with a sentence when there is none."""
+    """The C++ compiler ($CXX, else g++). Exits with a message if there is none."""
     cxx = os.environ.get("CXX", "g++")
     if shutil.which(shlex.split(cxx)[0]) is None:
         sys.exit(f"pycomm: no C++ compiler ({cxx} not found). On Debian: apt-get install g++")
@@ -168,12 +167,12 @@ def compiler() -> str:
 
 
 def ninja_binary() -> str:
-    """The ninja of the PyPI package, wherever that lies, else the one on PATH."""
+    """The ninja of the PyPI package, else the one on PATH."""
     try:
         for file in importlib.metadata.distribution("ninja").files or []:
             if file.name == "ninja" and file.parent.name == "bin":
                 return str(file.locate())
-    except importlib.metadata.PackageNotFoundError:  # then the one on PATH
+    except importlib.metadata.PackageNotFoundError:  # use the one on PATH
         pass
     path = shutil.which("ninja")
     if path is None:
@@ -182,7 +181,7 @@ def ninja_binary() -> str:
 
 
 def escape(text: str | Path) -> str:
-    """A path as build.ninja spells it."""
+    """A path escaped for build.ninja."""
     return str(text).replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
 
 
@@ -192,7 +191,7 @@ def shell(words: list[str]) -> str:
 
 
 def write_ninja(folder: Path, built: list[Module]) -> None:
-    """Writes build.ninja into `folder`; objects go to <folder>/<module>/, modules beside it."""
+    """Writes build.ninja into `folder`: objects in <folder>/<module>/, modules in <folder>."""
     lines = [NINJA_RULES, f"cxx = {compiler()}", f"nvcc = {nvcc()}", "builddir = ."]
     for module in built:
         lines.append(f"{module.name}_compile = {shell(FLAGS + module.flags)}")
@@ -217,28 +216,30 @@ def write_ninja(folder: Path, built: list[Module]) -> None:
 
 
 class NinjaBuild(build_ext):
-    """build_ext that leaves the work to ninja: parallel, and only what has changed."""
+    """build_ext that runs ninja: parallel and incremental."""
 
     def build_extensions(self) -> None:
-        """Builds every module and copies each to the place where setuptools wants it."""
+        """Builds every module and copies it to setuptools' destination."""
         folder = ROOT / "build" / str(sysconfig.get_config_var("SOABI"))
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")  # one build at a time; let go where this function ends
+        lock = (folder / "lock").open(
+            "w"
+        )  # one build at a time; released at the end of this function
         fcntl.flock(lock, fcntl.LOCK_EX)
         built = modules()
         write_ninja(folder, built)
         jobs = ["-j", str(self.parallel)] if self.parallel else []
         if subprocess.run([ninja_binary(), "-C", str(folder), *jobs], check=False).returncode:
-            sys.exit("pycomm: the build failed; the first error above says where")
+            sys.exit("pycomm: the build failed; see the first error above")
         for module in built:
             target = Path(self.get_ext_fullpath(f"pycomm.{module.name}"))
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)  # a process that has the old one mapped keeps it
+            target.unlink(missing_ok=True)  # running processes keep their mapping of the old one
             shutil.copy2(folder / f"{module.name}.so", target)
 
 
 def extensions() -> list[Extension]:
-    """What setuptools is told: the names. Nothing here compiles (also `sdist` comes by)."""
+    """The module names for setuptools. Must not compile: `sdist` calls it, too."""
     names = ["_core"]
     if torch_root() is not None and c10d_sources():
         names.append("_c10d")

@@ -1,4 +1,4 @@
-"""Trains a small network on several processes; every process ends with the same parameters.
+"""Trains a small network on several processes, which end with equal parameters.
 
 torchrun --standalone --nproc-per-node 2 examples/data_parallel.py
 """
@@ -12,16 +12,16 @@ import pycomm
 def main() -> None:
     group = pycomm.init()
     torch.manual_seed(0)
-    target = nn.Linear(32, 4)  # what is to be learned, the same on every rank
+    target = nn.Linear(32, 4)  # the function to learn, the same on every rank
     model = pycomm.DataParallel(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    own = torch.Generator().manual_seed(group.rank)  # each rank draws batches of its own
+    own = torch.Generator().manual_seed(group.rank)  # each rank draws different batches
 
     for step in range(200):
         x = torch.randn(16, 32, generator=own)
         loss = nn.functional.mse_loss(model(x), target(x).detach())
         optimizer.zero_grad()
-        loss.backward()  # gradients are averaged over all ranks meanwhile
+        loss.backward()  # also averages gradients over all ranks
         optimizer.step()
         if step % 50 == 49:
             mean = pycomm.all_reduce(loss.detach().clone(), op="avg")

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel as everybody writes it; the name of the backend is what is ours.
+"""torch's DistributedDataParallel with the backend "pycomm"; nothing else is specific to pycomm.
 
 torchrun --standalone --nproc-per-node 2 examples/ddp.py
 """
@@ -21,16 +21,16 @@ def samples(count: int, seed: int) -> TensorDataset:
 
 
 def evaluate(model: nn.Module, data: TensorDataset) -> float:
-    """The share of right answers over all ranks, from every rank's predictions."""
+    """The share of correct predictions over all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    own = range(rank, len(data), size)  # each sample once; nothing is repeated
+    own = range(rank, len(data), size)  # each sample once, without padding
     with torch.no_grad():
         predicted = model(torch.stack([data[i][0] for i in own])).argmax(1)
     labels = torch.stack([data[i][1] for i in own])
     found = [torch.empty_like(predicted) for _ in range(size)]
-    dist.all_gather(found, predicted)  # rank by rank, for results per sample
+    dist.all_gather(found, predicted)  # by rank, for results per sample
     right = (predicted == labels).sum()
-    dist.all_reduce(right, op=dist.ReduceOp.SUM)  # one number, for a metric
+    dist.all_reduce(right, op=dist.ReduceOp.SUM)  # for a metric
     assert sum(len(part) for part in found) == len(data)
     return right.item() / len(data)
 

@@ -1,4 +1,4 @@
-"""Deep gradient compression: after a ramp one thousandth of each gradient travels.
+"""Deep gradient compression: after a sparsity warm-up one thousandth of each gradient is sent.
 
 torchrun --standalone --nproc-per-node 2 examples/dgc.py
 """
@@ -12,7 +12,7 @@ import pycomm
 def main() -> None:
     group = pycomm.init()
     torch.manual_seed(0)
-    target = nn.Linear(256, 16)  # what is to be learned, the same on every rank
+    target = nn.Linear(256, 16)  # the function to learn, the same on every rank
     module = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 16))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
     dgc = pycomm.DGC(optimizer, rampup_step=100, sparsity=[0.75, 0.9375, 0.984375, 0.999])

@@ -1,6 +1,6 @@
-"""The kernels alone: a step of deep gradient compression by hand, without a group or torch.
+"""A DGC step with the kernels alone, without a group or torch.
 
-Four workers keep what they do not send; each sends the largest hundredth of what it owes.
+Four workers each send the largest hundredth of their accumulated gradients and keep the residual.
 
     python examples/kernels_only.py
 """
@@ -14,13 +14,13 @@ LEARNING_RATE, MOMENTUM = 0.004, 0.5
 
 
 def main() -> float:
-    """Pulls `weights` towards `target`; gives the distance left, as a share of the first."""
+    """Moves `weights` towards `target`; returns the remaining distance as a share of the first."""
     random = np.random.default_rng(0)
     target = random.laplace(size=COUNT).astype(np.float32)
     weights = np.zeros_like(target)
     u, v = np.zeros((2, WORKERS, COUNT), np.float32)
     k = COUNT // 100
-    rooms = [kernels.dgc_workspace(u[w], v[w], k) for w in range(WORKERS)]
+    workspaces = [kernels.dgc_workspace(u[w], v[w], k) for w in range(WORKERS)]
     first = kernels.norm(weights - target)[0]
     for step in range(STEPS):
         packets = []
@@ -28,9 +28,9 @@ def main() -> float:
             noise = random.normal(0, 0.1, COUNT).astype(np.float32)
             gradient = weights - target + noise
             indices, values = kernels.dgc_step(
-                gradient, u[w], v[w], k, momentum=MOMENTUM, workspace=rooms[w]
+                gradient, u[w], v[w], k, momentum=MOMENTUM, workspace=workspaces[w]
             )
-            packets.append(kernels.encode(indices, values, COUNT))  # bytes that can travel
+            packets.append(kernels.encode(indices, values, COUNT))  # bytes to send
         kernels.decode_update(weights, packets, LEARNING_RATE, 1 / WORKERS)
         if step % 25 == 24:
             left = kernels.norm(weights - target)[0] / first

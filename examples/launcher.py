@@ -1,4 +1,4 @@
-"""Two processes from a decorated function; parameters broadcast, gradients averaged by a callback.
+"""Two processes of a decorated function: broadcast parameters, gradients averaged by a callback.
 
 python examples/launcher.py
 """
@@ -15,7 +15,7 @@ import pycomm
 def train(data: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, float]:
     """The parameters and the last loss of this rank."""
     rank, size = pycomm.rank(), pycomm.size()
-    torch.manual_seed(rank)  # other parameters on each rank, until they are broadcast
+    torch.manual_seed(rank)  # different parameters on each rank, until the broadcast
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     pycomm.bcast_list_(net.parameters())
     average = pycomm.make_allreduce_cb("mean")
@@ -23,12 +23,12 @@ def train(data: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, float]:
         parameter.register_post_accumulate_grad_hook(average)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     sampler = pycomm.data.ShardedSampler(data, shuffle=False, order="contiguous")
-    own = list(sampler)  # a piece of the data for each rank
+    own = list(sampler)  # a contiguous block for each rank
     x, y = torch.from_numpy(data[own]), torch.from_numpy(labels[own])
     for step in range(20):
         loss = F.cross_entropy(net(x), y)
         optimizer.zero_grad()
-        loss.backward()  # gradients are averaged meanwhile
+        loss.backward()  # also averages gradients
         optimizer.step()
         if step % 10 == 9:
             pycomm.print0(f"step {step + 1} on {size} ranks: loss {loss.item():.4f} on rank {rank}")

@@ -1,4 +1,4 @@
-"""LocalSGD: two processes average their parameters every eighth step, and send an eighth as much.
+"""LocalSGD: two processes average parameters every eighth step and send an eighth of the bytes.
 
 torchrun --standalone --nproc-per-node 2 examples/local_sgd.py
 """
@@ -10,7 +10,7 @@ import pycomm
 
 
 def train(k_steps: int, group: pycomm.Group) -> tuple[float, int]:
-    """The last losses' mean over all ranks, and the bytes that this rank has sent."""
+    """The mean over all ranks of the last losses, and the bytes that this rank sent."""
     torch.manual_seed(0)
     target = nn.Linear(32, 4)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))

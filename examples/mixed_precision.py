@@ -1,4 +1,4 @@
-"""Half precision with a static loss scale, compressed: a step with Inf changes nothing anywhere.
+"""Half precision with a static loss scale and DGC: all ranks skip a step with Inf.
 
 pycomm launch --nproc 2 examples/mixed_precision.py
 """
@@ -17,7 +17,7 @@ def main() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
-    scaler = pycomm.StaticLossScaler(scale=256.0)  # torch.amp.GradScaler finds a scale by itself
+    scaler = pycomm.StaticLossScaler(scale=256.0)  # torch.amp.GradScaler adapts its scale instead
     dgc = pycomm.DGC(optimizer, rampup_begin_step=5, sparsity=[0.9], min_count=1024, scaler=scaler)
     model = pycomm.DataParallel(net, compression=dgc)
     own = torch.Generator().manual_seed(group.rank)
@@ -27,7 +27,7 @@ def main() -> None:
             scores = model(x)
         loss = F.cross_entropy(scores.float(), x[:, :4].argmax(1))
         if step == OVERFLOW and group.rank == 1:
-            loss = loss * float("inf")  # one rank alone: all skip the step
+            loss = loss * float("inf")  # on one rank: all skip the step
         before = net[0].weight.detach().clone()
         optimizer.zero_grad()
         scaler.scale(loss).backward()

@@ -1,8 +1,8 @@
-"""A model in two halves, each on a rank with an optimizer of its own.
+"""A model in two halves on two ranks, each with its own optimizer.
 
     python examples/model_parallel.py
 
-Features go up to rank 1, gradients come back to rank 0.
+Features are sent to rank 1, their gradients back to rank 0.
 """
 
 import torch
@@ -19,7 +19,7 @@ def train() -> list[float]:
     torch.manual_seed(rank)
     half = nn.Sequential(nn.Linear(16, 32), nn.Tanh()) if rank == 0 else nn.Linear(32, 4)
     optimizer = torch.optim.SGD(half.parameters(), lr=0.2)
-    same = torch.Generator().manual_seed(0)  # rank 0 takes the inputs of a batch, rank 1 its labels
+    same = torch.Generator().manual_seed(0)  # rank 0 uses the inputs of a batch, rank 1 its labels
     losses = []
     for _ in range(60):
         x = torch.randn(32, 16, generator=same)
@@ -28,7 +28,7 @@ def train() -> list[float]:
             pycomm.remote_send(half(x), dst=1).backward()  # waits for the gradient
         else:
             loss = F.cross_entropy(half(pycomm.remote_recv(src=0)), x[:, :4].argmax(1))
-            loss.backward()  # sends it
+            loss.backward()  # sends the gradient
             losses.append(loss.item())
         optimizer.step()
     return losses

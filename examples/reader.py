@@ -1,4 +1,4 @@
-"""A reader pipeline: one copy of the data per host, read ahead for ever, bytes until the device.
+"""A data pipeline: one copy of the data per host, endless prefetching, conversion on the device.
 
 pycomm launch --nproc 2 examples/reader.py
 """
@@ -15,7 +15,7 @@ IMAGES, BATCH, STEPS = 200, 10, 25  # two and a half epochs
 
 
 class Images(torch.utils.data.Dataset):
-    """uint8 images, of which all ranks of a host map the same memory."""
+    """uint8 images in memory that all ranks of a host share."""
 
     def __init__(self) -> None:
         made = None
@@ -31,7 +31,7 @@ class Images(torch.utils.data.Dataset):
 
 
 def to_floats(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """On the device: a quarter of the bytes have travelled there."""
+    """Converts on the device, so that only a quarter of the bytes is copied there."""
     images, numbers = batch
     return images.float().div(255.0).sub(0.5), numbers
 
@@ -47,7 +47,7 @@ def main() -> None:
         mean.update(x.mean(), len(x))
         seen += numbers.tolist()
     average = mean.compute()
-    pycomm.print0(f"mean {average:.6f} of what {group.size} ranks read in {STEPS} steps")
+    pycomm.print0(f"mean {average:.6f} over {group.size} ranks and {STEPS} steps")
     epoch = len(images) // group.size
     read = pycomm.all_gather(torch.tensor(seen[:epoch])).flatten().tolist()
     assert sorted(read) == list(range(IMAGES))

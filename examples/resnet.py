@@ -1,8 +1,8 @@
-"""A small ResNet on random images: gradients averaged, or compressed, or parameters averaged.
+"""A small ResNet on random images, with dense or compressed gradients or averaged parameters.
 
     pycomm launch --nproc 2 examples/resnet.py [dense | dgc | localsgd | adaptive]
 
-What differs from a program for one process: init, the way, and our DataLoader.
+Changes from a single-process program: init, the training method, and pycomm's DataLoader.
 """
 
 import sys
@@ -17,7 +17,7 @@ EPOCHS, BATCH, CLASSES = 2, 8, 10
 
 
 class Block(nn.Module):
-    """Two convolutions and the way around them."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def resnet() -> nn.Module:
 
 
 def parallel(way: str, model: nn.Module) -> tuple[nn.Module, object]:
-    """What is called instead of the model, and what is stepped instead of the optimizer."""
+    """The module to call instead of the model, and the object to step instead of the optimizer."""
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     if way == "dense":
         return pycomm.DataParallel(model), sgd
@@ -58,7 +58,7 @@ def parallel(way: str, model: nn.Module) -> tuple[nn.Module, object]:
 def main() -> None:
     way = sys.argv[1] if len(sys.argv) > 1 else "dense"
     group = pycomm.init()
-    torch.manual_seed(0)  # the same images on all ranks, of which each reads its part
+    torch.manual_seed(0)  # the same images on all ranks; each reads its shard
     images = torch.utils.data.TensorDataset(
         torch.randn(160, 3, 16, 16), torch.randint(0, CLASSES, (160,))
     )

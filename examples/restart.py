@@ -1,9 +1,9 @@
-"""Training that loses a rank, and is started again from its last checkpoint by torch's launcher.
+"""Training that loses a rank; torch's launcher restarts it from the last checkpoint.
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 1 examples/restart.py
 
-Rank 1 is killed on the way. The checkpoint holds the model, the optimizer and what every rank owes
-(DGC's u and v), so that the steps after it are bit for bit those of a run that nobody disturbed.
+Rank 1 is killed. The checkpoint holds the model, the optimizer and the residual of every rank
+(DGC's u and v), so that the remaining steps equal those of an undisturbed run bit for bit.
 """
 
 import os
@@ -24,10 +24,10 @@ def data(step: int, rank: int) -> torch.Tensor:
 
 
 def train(path: Path, dies_at: int | None = None) -> torch.Tensor:
-    """To the last step, from the checkpoint if there is one; gives the parameters."""
+    """Trains to the last step, from the checkpoint if there is one; returns the parameters."""
     rank = pycomm.rank()
     torch.manual_seed(0)
-    target = nn.Linear(64, 8)  # what is to be learned, the same on every rank
+    target = nn.Linear(64, 8)  # the function to learn, the same on every rank
     module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     dgc = pycomm.DGC(optimizer, sparsity=[0.9])
@@ -39,7 +39,7 @@ def train(path: Path, dies_at: int | None = None) -> torch.Tensor:
         module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         dgc.load_state_dict(saved["dgc"])
-        pycomm.print0(f"goes on from step {begin}")
+        pycomm.print0(f"continues from step {begin}")
     for step in range(begin, STEPS):
         if step == dies_at and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -60,7 +60,7 @@ def main() -> None:
     parameters = train(CHECKPOINT, dies_at=100 if first else None)
     undisturbed = train(Path("other.pt"))
     assert torch.equal(parameters, undisturbed)
-    pycomm.print0("the parameters are those of a run that nobody disturbed, bit for bit")
+    pycomm.print0("the parameters equal those of an undisturbed run, bit for bit")
     pycomm.shutdown()
 
 

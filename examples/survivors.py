@@ -1,8 +1,8 @@
-"""Training that loses a rank and goes on with those that are left, what they owe included.
+"""Training that loses a rank and continues with the surviving ranks and their residuals.
 
 python examples/survivors.py
 
-It starts its three ranks itself, as torchrun ends all when one fails. Rank 1 is killed on the way.
+It starts its three ranks itself, as torchrun ends all ranks when one fails. Rank 1 is killed.
 """
 
 import multiprocessing
@@ -23,7 +23,7 @@ def train(rank: int, port: int) -> None:
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     pycomm.init()
     torch.manual_seed(0)
-    target = nn.Linear(64, 8)  # what is to be learned, the same on every rank
+    target = nn.Linear(64, 8)  # the function to learn, the same on every rank
     module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     dgc = pycomm.DGC(optimizer, sparsity=[0.9])
@@ -41,16 +41,16 @@ def train(rank: int, port: int) -> None:
             loss.backward()
             optimizer.step()
             step += 1
-        except (PeerLost, GroupBroken):  # rank 1 is gone
-            left = model.shrink(optimizer)
-            step = left.step
+        except (PeerLost, GroupBroken):  # rank 1 died
+            result = model.shrink(optimizer)
+            step = result.step
             pycomm.print0(
-                f"rank {left.lost[0]} was lost in step {step}: {left.group.size} ranks go on, and "
-                f"with it went gradients of norm {left.lost_residual_norm:.3f} or so"
+                f"rank {result.lost[0]} was lost in step {step}: {result.group.size} ranks "
+                f"continue; lost residual norm about {result.lost_residual_norm:.3f}"
             )
     everybody = pycomm.all_gather(nn.utils.parameters_to_vector(module.parameters()).detach())
     assert all(torch.equal(one, everybody[0]) for one in everybody)
-    pycomm.print0(f"step {step}: loss {loss.item():.4f}, and the same parameters everywhere")
+    pycomm.print0(f"step {step}: loss {loss.item():.4f}, equal parameters on all ranks")
     pycomm.shutdown()
 
 

@@ -4,9 +4,9 @@
     group = pycomm.init()
     pycomm.all_reduce(x)  # a NumPy array or a torch tensor, in place
 
-The environment says who the ranks are: pycomm's own variables, torchrun's, Paddle's, Open MPI's,
-MPICH's or Slurm's; without any the process is a group of its own. `python -m pycomm info` shows
-what is here.
+The environment defines the ranks: pycomm's own variables or those of torchrun, Paddle, Open MPI,
+MPICH or Slurm. Without any, the process is a group of size 1. `python -m pycomm info` shows what is
+available on this machine.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ __all__ = [
     "user_set",
 ]
 
-# The training layer needs torch, which the rest does not: its names are looked up when first used.
+# The training layer needs torch, the rest does not: its names are imported at first use.
 _TRAINING = {
     "DGC": "pycomm.compress",
     "DataParallel": "pycomm.parallel",

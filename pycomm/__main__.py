@@ -1,4 +1,4 @@
-"""The command line: `pycomm` and `python -m pycomm`. Each command's work is done elsewhere."""
+"""The command line: `pycomm` and `python -m pycomm`."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ MODULES = {"plan": "planner", "tune": "tuning", "trace": "trace", "top": "top"} 
 
 
 def parser() -> argparse.ArgumentParser:
-    """The commands and their arguments; a command's own options are parsed by it."""
+    """The parser of command names; each command parses its own options."""
     main = argparse.ArgumentParser(prog="pycomm", description="Collective communication.")
     commands = main.add_subparsers(dest="command", required=True)
-    info = commands.add_parser("info", help="what is built and what works on this machine")
+    info = commands.add_parser("info", help="show what is built and what works on this machine")
     info.add_argument(
-        "--flight", nargs="+", metavar="FILE", help="flight records: the ranks' last calls instead"
+        "--flight", nargs="+", metavar="FILE", help="show the ranks' last calls from flight records"
     )
-    launch = commands.add_parser("launch", help="starts a program's ranks", add_help=False)
-    tune = commands.add_parser("tune", help="measures where algorithms turn", add_help=False)
-    plan = commands.add_parser("plan", help="what a step would take elsewhere", add_help=False)
-    demo = commands.add_parser("demo", help="trains a model on two processes", add_help=False)
-    trace = commands.add_parser("trace", help="one timeline of all ranks", add_help=False)
-    top = commands.add_parser("top", help="what ranks of this host do now", add_help=False)
-    bench = commands.add_parser("bench", help="measures, beside peers", add_help=False)
+    launch = commands.add_parser("launch", help="start a program's ranks", add_help=False)
+    tune = commands.add_parser("tune", help="measure algorithm thresholds", add_help=False)
+    plan = commands.add_parser("plan", help="predict step times for more ranks", add_help=False)
+    demo = commands.add_parser("demo", help="train a model on two processes", add_help=False)
+    trace = commands.add_parser("trace", help="merge traces into one timeline", add_help=False)
+    top = commands.add_parser("top", help="show running ranks of this host", add_help=False)
+    bench = commands.add_parser("bench", help="run a benchmark", add_help=False)
     bench.add_argument("what", choices=BENCHMARKS)
     for command in (launch, tune, plan, demo, trace, top, bench):
         command.set_defaults(rest=[])
@@ -47,16 +47,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; gives its exit status."""
+    """Runs one command; returns its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["launch"]:  # whose options end where the program's begin
+    if words[:1] == ["launch"]:  # its options end where the program's begin
         from pycomm.launch import command
 
         return command.main(words[1:])
     chosen, rest = parser().parse_known_args(words)
     if chosen.command == "info":
         if rest:
-            parser().error(f"info takes no arguments: {' '.join(rest)}")
+            parser().error(f"info: unexpected arguments: {' '.join(rest)}")
         return _info(chosen.flight)
     if chosen.command in MODULES:
         if chosen.command == "top" and importlib.util.find_spec("rich") is None:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         module = importlib.import_module(f"pycomm.{MODULES[chosen.command]}")
         return int(module.main(rest))
-    # `pycomm` as a command looks beside itself; the repository's benchmarks lie beside the package.
+    # The command `pycomm` does not search the repository root, which contains the benchmarks.
     sys.path.append(str(Path(__file__).resolve().parent.parent))
     name = "pycomm.demo" if chosen.command == "demo" else f"benchmarks.{chosen.what}"
     try:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name not in (name, name.split(".", maxsplit=1)[0]):
             raise
         print(
-            f"pycomm: {name} is not here: it is part of the repository, not of the package",
+            f"pycomm: {name} not found: it is part of the repository, not of the package",
             file=sys.stderr,
         )
         return 2
@@ -87,7 +87,7 @@ def _info(flight: Sequence[str] | None) -> int:
 
     try:
         print(records.report(flight) if flight else info.report())
-    except InvalidArgument as error:  # a file that is no record
+    except InvalidArgument as error:  # a file is not a flight record
         print(f"pycomm: {error}", file=sys.stderr)
         return 1
     return 0

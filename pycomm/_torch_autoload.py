@@ -1,9 +1,9 @@
-"""Makes `init_process_group("pycomm")` work without an import of pycomm.
+"""Registers the backend, so that `init_process_group("pycomm")` works without importing pycomm.
 
 torch calls `register` at the end of every `import torch` (entry point `torch.backends`; newer
-versions also `torch.distributed.backends`), so it is light and never raises; the compiled module is
-loaded when the first group is made. `pycomm.torch_backend` calls it too, for a torch that finds no
-entry point.
+versions also `torch.distributed.backends`). It must be fast and never raise; the compiled module is
+loaded when the first group is made. `pycomm.torch_backend` also calls it, for a torch without entry
+points.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ NAME = "pycomm"
 
 
 def register(_module: object = None) -> None:
-    """Gives torch.distributed the name "pycomm", for CPU tensors and, where this torch was built
-    for CUDA or HIP, for CUDA tensors. Twice is fine."""
+    """Registers the backend "pycomm" with torch.distributed, for CPU tensors and, if this torch was
+    built for CUDA or HIP, for CUDA tensors. A second call has no effect.
+    """
     try:
         import torch
         import torch.distributed as dist
@@ -30,18 +31,18 @@ def register(_module: object = None) -> None:
         calls.profiler = profiler
         if not dist.is_available() or NAME in dist.Backend.backend_list:
             return
-        # torch and programs choose a tensor's device from this list, so it names no device type
-        # that this torch lacks.
+        # torch and programs choose a tensor's device from this list: name only device types that
+        # this torch supports.
         devices = ["cpu", "cuda"] if torch.version.cuda or torch.version.hip else ["cpu"]
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
-    except Exception:  # torch must stay importable, whatever is wrong with us
+    except Exception:  # of any kind: `import torch` must not fail
         import logging
 
         logging.getLogger(NAME).debug("not registered with torch.distributed", exc_info=True)
 
 
 def _create(options: _DistributedBackendOptions, backend_options: object) -> C10dBackend:
-    """Called by init_process_group and new_group on the ranks of the new group."""
+    """Makes the backend in init_process_group and new_group, on the ranks of the new group."""
     from pycomm import torch_backend
 
     return torch_backend.create(options, backend_options)

@@ -1,10 +1,9 @@
-"""One view of every kind of array: torch tensors, NumPy arrays, anything with host memory to show.
+"""A uniform view of arrays: torch tensors, NumPy arrays and other objects that expose memory.
 
-A view is validated here, once: what the core gets is a pointer to contiguous elements of a dtype
-that it knows. For a collective, an array in host memory that is not contiguous is copied into one
-that is, and copied back afterwards; on a device, and for a kernel (`as_array_ref`), arrays are
-taken as they lie, and have to be contiguous. torch and CuPy are recognised without importing them.
-Called by collectives.py and the package kernels.
+Arrays are validated here once: the core gets a pointer to contiguous elements of a dtype that it
+knows. For a collective, a non-contiguous array in host memory is copied to a contiguous one and
+back. On a device, and for kernels (`as_array_ref`), arrays are never copied and must be contiguous.
+torch and CuPy are recognised without importing them.
 """
 
 from __future__ import annotations
@@ -38,42 +37,42 @@ __all__ = [
     "view",
 ]
 
-COMPLEX = "complex numbers travel as pairs: pass torch.view_as_real(x), or x.view(float) in NumPy"
+COMPLEX = "complex numbers are sent as pairs: pass torch.view_as_real(x), or x.view(float) in NumPy"
 OVERLAP = (
     "elements of the array share memory (as after expand or broadcast_to), so the call cannot "
     "write to it: pass a copy (x.clone() or x.copy())"
 )
 
-# DLPack's numbers of devices. Host memory, also that pinned for CUDA or ROCm, is for the processor.
+# DLPack's device types. Host memory includes memory pinned for CUDA or ROCm.
 HOST_DEVICES = (1, 3, 11)
 DEVICES = {2: "CUDA", 4: "OpenCL", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA (managed)"}
 DEVICES |= {14: "oneAPI", 15: "WebGPU", 16: "Hexagon"}
 
-# What torch calls CUDA devices. Tests put the name of emulated ones here
+# torch's device type of CUDA devices. Tests set the name of emulated devices
 # (device_groups.override_device_module).
 torch_kind = "cuda"
 
-# Of an element, by dtype: "float16" has 2, and "bool", without a number, 1.
+# Bytes of an element by dtype: "float16" has 2; "bool", without a number, has 1.
 BYTES = {name: int(name.strip("abdefilnotu") or 8) // 8 for name in _core.DTYPES}
 
-# What has been seen so far: a look-up is faster than asking again.
+# Caches: a lookup is faster than inspecting the type or dtype again.
 _numpy_names: dict[Any, str] = {}
 _torch_names: dict[Any, str] = {}
-_torch: dict[str, Any] = {}  # what is needed of the module
+_torch: dict[str, Any] = {}  # constants of the module
 _viewers: dict[type, Callable[[Any, bool], View]] = {}
 
 
 class View:
-    """Contiguous elements that the core may read, and write if asked for.
+    """Contiguous elements that the core may read, and write if requested.
 
     Attributes:
         pointer: address of the first element.
         dtype: a name of `_core.DTYPES`.
         count: elements.
-        array: what owns the memory; keep it while the core uses the pointer.
-        target: the user's array, if `array` is a contiguous stand-in for it, else None. Or lists:
-            arrays of the user's, and the parts of the memory that go there.
-        device: where the elements lie.
+        array: the object that owns the memory; keep it while the core uses the pointer.
+        target: the user's array if `array` is a contiguous copy of it, else None. May be a list of
+            the user's arrays; `array` is then a list of the slices to copy to them.
+        device: the device of the elements.
     """
 
     __slots__ = ("array", "count", "device", "dtype", "pointer", "target")
@@ -95,19 +94,19 @@ class View:
         self.target = target
 
     def finish(self) -> None:
-        """Copies the stand-in's elements to the user's array."""
+        """Copies the elements of a contiguous copy back to the user's array."""
         if self.target is not None:
             _copy(self.target, self.array)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Size of the elements in bytes."""
         return self.count * BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where memory lies: kind "cpu" or "cuda", and which of them."""
+    """A memory location: kind "cpu" or "cuda", and the device index."""
 
     kind: str
     index: int
@@ -121,15 +120,15 @@ HOST = Device("cpu", 0)
 
 @dataclass(slots=True)
 class ArrayRef:
-    """Contiguous elements where they lie, on any device, for a kernel to read or write.
+    """Contiguous elements on any device, in place, for a kernel to read or write.
 
     Attributes:
         pointer: address of the first element, on its device.
         dtype: a name of `_core.DTYPES`.
         count: elements.
-        shape: as the user sees them.
-        nbytes: bytes of the elements.
-        device: where they are.
+        shape: the user's shape.
+        nbytes: size of the elements in bytes.
+        device: the device of the elements.
         array: the user's array.
     """
 
@@ -143,7 +142,7 @@ class ArrayRef:
 
 
 class Like(Protocol):
-    """What new arrays are made after: ArrayRef, or several arrays of one kind."""
+    """The kind, dtype and device of new arrays: an ArrayRef, or several arrays of one kind."""
 
     @property
     def dtype(self) -> str: ...
@@ -153,15 +152,15 @@ class Like(Protocol):
     def array(self) -> Any: ...
 
 
-NOT_CONTIGUOUS = "is not contiguous, and is taken as it lies: pass a contiguous one"
+NOT_CONTIGUOUS = "is not contiguous: pass a contiguous copy"
 
 
 def as_array_ref(x: Any, name: str, *, write: bool = False) -> ArrayRef:
-    """The elements of `x`, which is called `name` in errors; nothing is ever copied.
+    """The elements of `x` in place; nothing is copied. Errors refer to `x` as `name`.
 
     Raises:
-        InvalidArgument: not an array, or not contiguous; `write` and read-only.
-        Unsupported: a dtype, device or layout that kernels do not take.
+        InvalidArgument: not an array, or not contiguous; or `write` and read-only.
+        Unsupported: kernels do not support the dtype, device or layout.
     """
     try:
         if _is_torch(x):
@@ -181,7 +180,7 @@ def as_array_ref(x: Any, name: str, *, write: bool = False) -> ArrayRef:
 
 
 def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) -> Any:
-    """A new array of the kind and on the device of `like`, of a dtype by name."""
+    """A new array of the kind and on the device of `like`; `dtype` is a name of `_core.DTYPES`."""
     if _is_torch(like.array):
         torch: Any = sys.modules["torch"]
         make = torch.zeros if zeros else torch.empty
@@ -190,16 +189,18 @@ def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) 
     if like.device.kind == "cuda":
         library = sys.modules.get("cupy")
         if library is None:
-            raise Unsupported("new arrays beside these need CuPy: pass buffers for the results")
+            raise Unsupported(
+                "new CUDA arrays need CuPy: import cupy, or pass buffers for the results"
+            )
         with library.cuda.Device(like.device.index):
             return (library.zeros if zeros else library.empty)(shape, dtype)
-    # bfloat16 is known to NumPy where the user's own array brought it along.
+    # NumPy knows bfloat16 only through the dtype of the user's own array.
     known = like.array.dtype if like.dtype == dtype and hasattr(like.array, "dtype") else dtype
     try:
         return (np.zeros if zeros else np.empty)(shape, known)
     except TypeError:
         raise Unsupported(
-            f"NumPy knows no {dtype} here: pass a buffer for the result, or torch tensors"
+            f"NumPy has no dtype {dtype}: pass a buffer for the result, or torch tensors"
         ) from None
 
 
@@ -216,7 +217,7 @@ def _locate_torch(x: Any, name: str) -> ArrayRef:
 
 
 def _locate_cuda(x: Any, name: str, write: bool) -> ArrayRef:
-    """CuPy's arrays, and others that show themselves as it does."""
+    """For CuPy's arrays and other objects with the CUDA array interface."""
     shown = x.__cuda_array_interface__
     dtype = np.dtype(shown["typestr"])
     pointer, read_only = shown["data"]
@@ -226,7 +227,9 @@ def _locate_cuda(x: Any, name: str, write: bool) -> ArrayRef:
         raise InvalidArgument("it is read-only and the call would change it: pass a copy")
     count = int(np.prod(shown["shape"], dtype=np.int64))
     if not hasattr(x, "__dlpack_device__"):
-        raise Unsupported(f"a {type(x).__name__} does not say on which device it lies: wrap it")
+        raise Unsupported(
+            f"a {type(x).__name__} does not name its device (__dlpack_device__): wrap it"
+        )
     device = Device("cuda", int(x.__dlpack_device__()[1]))
     learnt = _numpy_names.get(dtype) or _learn_numpy(dtype)
     return ArrayRef(
@@ -237,11 +240,11 @@ def _locate_cuda(x: Any, name: str, write: bool) -> ArrayRef:
 def view(x: Any, *, write: bool = False) -> View:
     """The view of `x`, of any shape and strides.
 
-    With `write`, the elements come back into `x` at `finish()`.
+    With `write`, finish() copies the elements back into `x` if they were copied.
 
     Raises:
         InvalidArgument: not an array; `write` and read-only, or elements share memory.
-        Unsupported: a dtype, device or layout that does not travel.
+        Unsupported: pycomm does not send the dtype, device or layout.
     """
     viewer = _viewers.get(type(x)) or _learn_kind(x)
     return viewer(x, write)
@@ -255,7 +258,7 @@ def plain(x: Any) -> Any:
 
 
 def empty_like(x: Any, shape: tuple[int, ...]) -> Any:
-    """A new array of the kind, dtype and device of `x`, which plain() has given."""
+    """A new array of the kind, dtype and device of `x`, which is a result of plain()."""
     if _is_torch(x):
         return sys.modules["torch"].empty(shape, dtype=x.dtype, device=x.device)
     if hasattr(x, "__cuda_array_interface__"):
@@ -265,7 +268,7 @@ def empty_like(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def parts(whole: Any, lengths: list[int]) -> list[Any]:
-    """The array's first `lengths[0]` rows, the next `lengths[1]`, and so on, on its memory."""
+    """The first `lengths[0]` rows of the array, the next `lengths[1]`, and so on, as views."""
     if _is_torch(whole):
         return list(whole.split(lengths))
     ends = list(itertools.accumulate(lengths))
@@ -273,7 +276,7 @@ def parts(whole: Any, lengths: list[int]) -> list[Any]:
 
 
 def copied(one: View) -> View:
-    """The same elements in memory of their own, not to be copied back."""
+    """A copy of the elements in new memory; finish() does not copy it back."""
     if _is_torch(one.array):
         array = one.array.detach().clone()
         return View(array.data_ptr(), one.dtype, one.count, array, device=one.device)
@@ -284,7 +287,7 @@ def copied(one: View) -> View:
 
 
 def _learn_kind(x: Any) -> Callable[[Any, bool], View]:
-    """What makes views of arrays of the type of `x`, not seen so far."""
+    """Selects and caches the view function for the type of `x`."""
     kind = type(x)
     if not _is_torch(x) and hasattr(x, "__cuda_array_interface__"):
         _viewers[kind] = _device_view
@@ -293,7 +296,7 @@ def _learn_kind(x: Any) -> Callable[[Any, bool], View]:
         _viewers[kind] = _numpy_view
         return _numpy_view
     torch: Any = sys.modules["torch"]
-    # A subclass that dispatches by itself holds its elements elsewhere, as a DTensor does.
+    # A subclass with __torch_dispatch__, such as DTensor, stores its elements in other tensors.
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise Unsupported(f"a {kind.__name__} has no memory of its own; pass the tensors inside it")
     _torch.update(strided=torch.strided, contiguous_format=torch.contiguous_format)
@@ -307,7 +310,7 @@ def _is_torch(x: Any) -> bool:
 
 
 def _copy(target: Any, source: Any) -> None:
-    if isinstance(target, list):  # of arrays, with a part of the source for each
+    if isinstance(target, list):  # of arrays, with a slice of the source for each
         for one, part in zip(target, source, strict=True):
             _copy(one if _is_torch(one) else _as_numpy(one, write=True), part)
     elif isinstance(target, np.ndarray):
@@ -317,7 +320,7 @@ def _copy(target: Any, source: Any) -> None:
 
 
 def _as_numpy(x: Any, write: bool) -> Any:
-    """Memory of an object that NumPy can see without copying it."""
+    """A NumPy array on the memory of an object, without a copy."""
     if isinstance(x, np.generic) and not write:
         return np.asarray(x)
     if isinstance(x, np.ndarray):
@@ -331,18 +334,18 @@ def _as_numpy(x: Any, write: bool) -> Any:
         with contextlib.suppress(TypeError):
             return np.asarray(memoryview(x))
     raise InvalidArgument(
-        f"expected an array (torch tensor, NumPy array, buffer), not {type(x).__name__}"
+        f"expected an array (torch tensor, NumPy array, buffer), got {type(x).__name__}"
     )
 
 
 def _refuse_devices(x: Any) -> None:
-    """Raises Unsupported for an array outside host memory, as CuPy's, Numba's and JAX's may be."""
+    """Raises Unsupported for an array outside host memory, e.g. of CuPy, Numba or JAX."""
     number = x.__dlpack_device__()[0] if hasattr(x, "__dlpack_device__") else HOST_DEVICES[0]
     if number not in HOST_DEVICES:
         device = DEVICES.get(number, f"kind {int(number)}")
         raise Unsupported(
             f"a {type(x).__name__} in the memory of a device ({device}) is not supported: pass a "
-            "copy in host memory, or a CUDA array with the __cuda_array_interface__, as CuPy's"
+            "copy in host memory, or a CUDA array with the __cuda_array_interface__, e.g. CuPy's"
         )
 
 
@@ -362,7 +365,8 @@ def _numpy_view(x: Any, write: bool) -> View:
 
 
 def _learn_numpy(dtype: Any) -> str:
-    """The name of a NumPy dtype not seen so far; raises Unsupported for what does not travel."""
+    """Checks and caches the name of a NumPy dtype; raises Unsupported if pycomm does not send
+    it."""
     if not dtype.isnative:
         raise Unsupported(
             f"dtype {dtype} is not in this machine's byte order: "
@@ -371,7 +375,7 @@ def _learn_numpy(dtype: Any) -> str:
     if dtype.kind == "c":
         raise Unsupported(f"dtype {dtype}: {COMPLEX}")
     if dtype.name not in _core.DTYPES:
-        raise Unsupported(f"dtype {dtype} does not travel; these do: {', '.join(_core.DTYPES)}")
+        raise Unsupported(f"unsupported dtype {dtype}; supported: {', '.join(_core.DTYPES)}")
     _numpy_names[dtype] = dtype.name
     return str(dtype.name)
 
@@ -396,15 +400,15 @@ def _torch_view(x: Any, write: bool) -> View:
 
 
 def on_gpu(x: Any) -> bool:
-    """Whether a torch tensor lies on a CUDA device."""
+    """Whether a torch tensor is on a CUDA device."""
     return bool(x.device.type == torch_kind)
 
 
 def in_host_memory(x: Any) -> Any:
-    """A contiguous torch tensor of the same elements in host memory: `x` itself where it is one.
+    """A contiguous torch tensor with the elements of `x` in host memory; `x` itself if it is one.
 
     Raises:
-        Unsupported: a dtype, layout or device that pycomm does not send.
+        Unsupported: pycomm does not send the dtype, layout or device.
     """
     if x.dtype not in _torch_names:
         _learn_torch(x)
@@ -419,27 +423,28 @@ def current_stream(index: int) -> Any:
 
 
 def _learn_torch(x: Any) -> str:
-    """The name of a torch dtype not seen so far; raises Unsupported for what does not travel."""
+    """Checks and caches the name of a torch dtype; raises Unsupported if pycomm does not send
+    it."""
     dtype, name = x.dtype, str(x.dtype).removeprefix("torch.")
     if dtype.is_complex:
         raise Unsupported(f"dtype {dtype}: {COMPLEX}")
     if x.is_quantized:
-        raise Unsupported(f"dtype {dtype}: quantized tensors do not travel; pass x.int_repr()")
+        raise Unsupported(f"dtype {dtype}: quantized tensors are not supported; pass x.int_repr()")
     if name not in _core.DTYPES:
-        raise Unsupported(f"dtype {dtype} does not travel; these do: {', '.join(_core.DTYPES)}")
+        raise Unsupported(f"unsupported dtype {dtype}; supported: {', '.join(_core.DTYPES)}")
     _torch_names[dtype] = name
     return name
 
 
 def _why_not(x: Any) -> str:
     if x.is_cpu:
-        return f"tensors of layout {x.layout} do not travel; pass x.to_dense()"
-    return f"tensors on device {x.device} are not supported here; pass x.cpu()"
+        return f"tensors of layout {x.layout} are not supported; pass x.to_dense()"
+    return f"tensors on device {x.device} are not supported; pass x.cpu()"
 
 
 def _may_overlap(shape: Any, strides: Any, itemsize: int) -> bool:
-    """Whether two elements may share memory; a few odd layouts that do not are refused too."""
-    reach = 0  # from the first byte of an element to the first of the farthest, so far
+    """Whether two elements may share memory; also true for a few rare layouts without overlap."""
+    reach = 0  # bytes from the first element to the farthest one, over the dimensions so far
     for stride, length in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True)):
         if length > 1:
             if stride < reach + itemsize:

@@ -1,6 +1,6 @@
-"""How a call is made: its arrays checked against each other, then run, or started as a Work.
+"""Dispatch of calls: checks arrays against each other, then runs the call or starts it as a Work.
 
-The verbs themselves, with their arguments, are in collectives.py, which calls this file.
+The public functions are in collectives.py.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ __all__ = [
     "rows",
 ]
 
-# What the core's run() and start() take, up to the time limit.
+# The first arguments of the core's run() and start().
 Call: TypeAlias = tuple[str, str, str, int, int, int, int, int, str]
 P = ParamSpec("P")
 
 
 class _Off:
-    """Stands for torch's profiler as long as torch is not there."""
+    """Replaces torch's profiler until torch is imported."""
 
     _is_profiler_enabled = False
 
 
-# In which calls are named while it records. torch's import sets it (_torch_autoload.py), if that
-# comes after ours.
+# torch's profiler, which records calls by name. _torch_autoload.py sets it if torch is imported
+# after pycomm.
 profiler: Any = sys.modules.get("torch.autograd.profiler", _Off)
 
 
 class Work:
-    """A call under way. Its arrays must be left alone until it is over.
+    """A call that was started with async_op. Do not access its arrays until it is complete.
 
-    A result for an array that is not contiguous is copied there by wait() or result(). On a device
-    they return when the call is enqueued: what is put on the current stream from then on comes
-    after it.
+    wait() and result() copy the result into an array that is not contiguous. On a device they
+    return
+    once the call is enqueued: later work on the current stream runs after it.
     """
 
     __slots__ = ("_array", "_core", "_output", "_result")
@@ -60,16 +60,22 @@ class Work:
         self._core = core
         self._output = output
         self._result = result
-        self._array = array  # on a device, or None
+        self._array = array  # a device array, or None
 
     def done(self) -> bool:
-        """Whether the call is over, well or badly."""
+        """Whether the call is complete or failed."""
         return self._core.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the call is over; raises its error, or Timeout after `timeout_s` seconds.
+        """Waits until the call is complete.
 
-        After such a Timeout the call goes on, and can be waited for again.
+        Args:
+            timeout_s: time limit in seconds of this wait; None: none. After such a Timeout the call
+                continues and can be waited for again.
+
+        Raises:
+            Timeout: the call is not complete in time.
+            Error: the error of the call.
         """
         self._core.wait(limit(timeout_s))
         if self._array is not None:
@@ -79,7 +85,7 @@ class Work:
             output.finish()
 
     def result(self) -> Any:
-        """Waits, and gives what the call without async_op returns."""
+        """Waits, and returns what the call without async_op returns; raises its error."""
         self.wait()
         return self._result
 
@@ -87,7 +93,7 @@ class Work:
 def _profiled(
     make: Callable[Concatenate[Group | None, Call, P], Any],
 ) -> Callable[Concatenate[Group | None, Call, P], Any]:
-    """The same, with a name in torch's profiler while that records."""
+    """Decorates `make`: records the call in torch's profiler while that is enabled."""
 
     @functools.wraps(make)
     def profiled(group: Group | None, call: Call, /, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -111,10 +117,10 @@ def dispatch(
     counts: Sequence[int] | None = None,
     counts_fit: bool = False,
 ) -> Any:
-    """Makes the call, or starts it, and copies back where that is needed.
+    """Runs the call, or starts it, and copies the result back where needed.
 
-    `counts` are the elements of each rank, where they differ. `counts_fit`, of an all_to_all: the
-    ranks have exchanged them, so that the call does not compare them again.
+    `counts` are the elements of each rank if they differ. `counts_fit`, for all_to_all: the ranks
+    have exchanged the counts, so the call does not compare them again.
     """
     group = group or default()
     limit_s = 0.0 if timeout_s is None else limit(timeout_s)
@@ -133,19 +139,19 @@ def dispatch(
 
 
 def _on_device(source: View | None, output: View | None) -> View | None:
-    """The array that says on which device the call is; None: in host memory."""
+    """The array on whose device the call runs; None: host memory."""
     if source is not None and output is not None and source.device != output.device:
-        raise InvalidArgument(f"x lies on {source.device} and out on {output.device}")
+        raise InvalidArgument(f"x is on {source.device}, but out is on {output.device}")
     array = source or output
     return None if array is None or array.device.kind == "cpu" else array
 
 
 def limit(timeout_s: float | None) -> float:
-    """The core's spelling of a time limit: 0 for none of its own."""
+    """A time limit as the core takes it: 0 for the group's."""
     if timeout_s is None:
         return 0.0
     if not timeout_s > 0:
-        raise InvalidArgument(f"timeout_s is {timeout_s}; it must be more than 0 seconds")
+        raise InvalidArgument(f"invalid timeout_s: got {timeout_s}, expected more than 0 seconds")
     return timeout_s
 
 
@@ -155,17 +161,17 @@ def output(out: Any, x: Any, shape: tuple[int, ...]) -> Any:
         return arrays.empty_like(x, shape)
     given = arrays.plain(out).shape
     if given != shape:
-        raise InvalidArgument(f"out has shape {list(given)} and the result {list(shape)}")
+        raise InvalidArgument(f"invalid out: got shape {list(given)}, expected {list(shape)}")
     return out
 
 
 def copy_if_overlapping(source: View, target: View, place: int | None) -> View:
-    """`source`, or a copy of it where it shares memory with `target` other than as the core allows.
+    """`source`, or a copy if it overlaps `target` in a way that the core does not allow.
 
-    `place` is how many bytes after the target's first the source may begin; None: they share none.
+    `place` is the offset in bytes in `target` at which the source may begin; None: no overlap.
     """
     if source.dtype != target.dtype:
-        raise InvalidArgument(f"out is of dtype {target.dtype} and x of {source.dtype}")
+        raise InvalidArgument(f"out has dtype {target.dtype}, but x has {source.dtype}")
     first, last = source.pointer, source.pointer + source.nbytes
     shared = first < target.pointer + target.nbytes and target.pointer < last
     if not shared or (place is not None and first == target.pointer + place):
@@ -174,26 +180,26 @@ def copy_if_overlapping(source: View, target: View, place: int | None) -> View:
 
 
 def rows(x: Any, size: int, verb: str) -> tuple[int, ...]:
-    """The shape of a row of `x`, which has one for each of `size` ranks."""
+    """The shape of a row of `x`, which has one row for each of `size` ranks."""
     shape = tuple(x.shape)
     if not shape or shape[0] != size:
         raise InvalidArgument(
-            f"{verb} takes x of shape [size, ...], one row for each of the {size} ranks, "
-            f"not {list(shape)}",
+            f"{verb}: invalid x: got shape {list(shape)}, expected [{size}, ...], one row for each "
+            "rank",
             op=verb,
         )
     return shape[1:]
 
 
 def exchange_lengths(group: Group, x: Any, dtype: str, timeout_s: float | None) -> list[int]:
-    """Collective. By rank: the length of its `x`, whose rows are the same everywhere.
+    """The length of each rank's `x`, by rank; all other dimensions are equal. Collective.
 
     Raises:
-        Mismatch: on every rank, where rows or dtypes differ.
+        Mismatch: on every rank: rows or dtypes differ.
     """
     shape = tuple(x.shape)
     if not shape:
-        raise InvalidArgument("all_gather_v takes x of shape [n, ...], not a single number")
+        raise InvalidArgument("all_gather_v: invalid x: got a scalar, expected shape [n, ...]")
     row = zlib.crc32(repr((shape[1:], dtype)).encode())
     mine = np.array([shape[0], row, math.prod(shape[1:]), _core.DTYPES.index(dtype)], np.int64)
     every = np.empty((group.size, 4), np.int64)
@@ -214,11 +220,13 @@ def exchange_lengths(group: Group, x: Any, dtype: str, timeout_s: float | None) 
 
 
 def into_list(whole: View, parts: list[Any], out: Any) -> View:
-    """The view `whole`, whose finish() copies its `parts` to the arrays of the list `out`."""
+    """The view `whole`; its finish() copies its `parts` to the arrays of the list `out`."""
     if not isinstance(out, (list, tuple)) or len(out) != len(parts):
-        raise InvalidArgument(f"out must be a list of {len(parts)} arrays, one for each rank")
+        raise InvalidArgument(
+            f"invalid out: expected a list of {len(parts)} arrays, one for each rank"
+        )
     for one, part in zip(out, parts, strict=True):
         output(one, part, tuple(part.shape))
         if arrays.view(one, write=True).dtype != whole.dtype:
-            raise InvalidArgument(f"out has an array of another dtype than x: {whole.dtype}")
+            raise InvalidArgument(f"invalid out: an array has another dtype than x ({whole.dtype})")
     return View(whole.pointer, whole.dtype, whole.count, parts, list(out), whole.device)

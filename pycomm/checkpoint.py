@@ -1,6 +1,7 @@
-"""Rank 0 saves and loads for all ranks. Called by users as pycomm.save and pycomm.load.
+"""pycomm.save and pycomm.load: rank 0 accesses the file for all ranks.
 
-Files are torch's. Who saves writes beside the file and renames, so that a file is whole or absent.
+Files have torch's format. save() writes a temporary file beside the target and renames it, so a
+file is either complete or absent.
 """
 
 from __future__ import annotations
@@ -23,15 +24,20 @@ from pycomm.group import Group, default
 
 __all__ = ["load", "save"]
 
-TOKEN_BYTES, SUFFIX = 8, ".tmp"  # of a temporary file's name: random, and its end
+TOKEN_BYTES, SUFFIX = 8, ".tmp"  # of a temporary file's name: random bytes, and the extension
 
 
 def save(obj: Any, path: str | os.PathLike[str], *, group: Group | None = None) -> None:
-    """torch.save by rank 0; returns on every rank once the file is there. Collective.
+    """torch.save by rank 0; returns on every rank after the file is complete. Collective.
+
+    Args:
+        obj: what torch.save takes; only rank 0's is written.
+        path: the file to write or replace, on rank 0's host; a symbolic link's target is replaced.
+        group: the group to call in; None: the default group.
 
     Raises:
-        InvalidArgument: `obj` holds what differs by rank, as DGC's state: use gather_state().
-        Error: rank 0 could not write; there the error itself.
+        InvalidArgument: `obj` holds per-rank state, such as DGC's: use gather_state().
+        Error: rank 0 could not write; on rank 0 the original error.
     """
     own = group or default()
     failure: BaseException | None = None
@@ -39,7 +45,7 @@ def save(obj: Any, path: str | os.PathLike[str], *, group: Group | None = None) 
         try:
             _refuse_own_state(obj)
             _write(obj, Path(path))
-        except Exception as error:  # whatever it is, all ranks are told
+        except Exception as error:  # of any kind: raised on all ranks
             failure = error
     _agree(failure, f"could not save {path}", own)
 
@@ -51,15 +57,19 @@ def load(
     weights_only: bool = True,
     group: Group | None = None,
 ) -> Any:
-    """torch.load of what rank 0 reads; the bytes are broadcast. Collective.
+    """torch.load of the file that rank 0 reads; the bytes are broadcast. Collective.
 
     Args:
         path: a file that rank 0 can read.
-        map_location, weights_only: as of torch.load; weights_only=False can run code.
-        group: whose ranks; None is the default group.
+        map_location: as of torch.load.
+        weights_only: as of torch.load; False can run code from the file.
+        group: the group to call in; None: the default group.
+
+    Returns:
+        The object, on every rank.
 
     Raises:
-        Error: rank 0 could not read; there the error itself.
+        Error: rank 0 could not read; on rank 0 the original error.
     """
     import torch
 
@@ -69,7 +79,7 @@ def load(
     if own.rank == 0:
         try:
             content = np.fromfile(os.fspath(path), np.uint8)
-        except Exception as error:  # whatever it is, all ranks are told
+        except Exception as error:  # of any kind: raised on all ranks
             failure = error
     _agree(failure, f"could not read {path}", own)
     length = collectives.broadcast(np.array([len(content)]), group=own)[0]
@@ -81,14 +91,14 @@ def load(
 
 
 def _refuse_own_state(obj: Any) -> None:
-    """Raises InvalidArgument for one rank's DGC state of several, anywhere in lists and dicts."""
+    """Raises InvalidArgument if `obj` contains the DGC state of only one of several ranks."""
     if isinstance(obj, dict):
         if obj.keys() >= {"rank", "size", "u", "v"} and obj["size"] != 1:
             raise InvalidArgument(
-                "save: DGC's state differs by rank: save what dgc.gather_state() gives, or each "
-                "rank's with torch.save"
+                "save: DGC's state differs by rank: save the result of dgc.gather_state(), or each "
+                "rank's state with torch.save"
             )
-        if not obj.keys() >= {"size", "ranks"}:  # all ranks' may be saved
+        if not obj.keys() >= {"size", "ranks"}:  # the state of all ranks may be saved
             for part in obj.values():
                 _refuse_own_state(part)
     elif isinstance(obj, (list, tuple)):
@@ -97,7 +107,7 @@ def _refuse_own_state(obj: Any) -> None:
 
 
 def _write(obj: Any, path: Path) -> None:
-    """Replaces the file that `path` leads to; a file that is there keeps its mode."""
+    """Replaces the file that `path` resolves to; an existing file keeps its mode."""
     import torch
 
     path = Path(os.path.realpath(path))  # of a symbolic link the target is replaced
@@ -111,7 +121,7 @@ def _write(obj: Any, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
             os.replace(name, path)
-        except BaseException:  # Ctrl-C too: half a file must not stay
+        except BaseException:  # also Ctrl-C: no partial file may remain
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
             raise
@@ -127,22 +137,24 @@ def _temporary(path: Path) -> tuple[int, str]:
     while True:
         name = str(path.parent / f".{path.name}.{secrets.token_hex(TOKEN_BYTES)}{SUFFIX}")
         with contextlib.suppress(FileExistsError):
-            # The kernel applies the umask: to read it by os.umask() would change it meanwhile.
+            # The kernel applies the umask: reading it with os.umask() would change it temporarily.
             descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             with contextlib.suppress(OSError):  # a file system without locks: nothing is stale
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_nlink:
                 return descriptor, name
-            os.close(descriptor)  # another process took it for stale before it was locked
+            os.close(descriptor)  # another process removed it as stale before it was locked
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes what processes that were killed in save() have left beside `path`."""
+    """Removes temporary files of killed processes beside `path`."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{2 * TOKEN_BYTES}}}{SUFFIX}")
     with os.scandir(path.parent) as entries:
         found = [entry for entry in entries if pattern.fullmatch(entry.name)]
     for entry in found:
-        with contextlib.suppress(OSError):  # locked: its process lives; or it is another user's
+        with contextlib.suppress(
+            OSError
+        ):  # locked: its process is running; or another user owns it
             descriptor = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,8 +166,8 @@ def _remove_stale(path: Path) -> None:
 def _agree(failure: BaseException | None, what: str, own: Group) -> None:
     """Collective: raises on every rank where rank 0 failed."""
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    told = objects.all_gather_object(text, group=own)[0]
+    received = objects.all_gather_object(text, group=own)[0]
     if failure is not None:
         raise failure
-    if told is not None:
-        raise Error(f"rank 0 {what}: {told}", rank=own.rank, peer=0)
+    if received is not None:
+        raise Error(f"rank 0 {what}: {received}", rank=own.rank, peer=0)

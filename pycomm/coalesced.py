@@ -1,7 +1,5 @@
-"""Many tensors in one call: packed into one array per dtype and device, and back; or as torch saves
-them.
-
-Called by the training layer; `bcast_list_` by users too.
+"""Many tensors in one call: packed into one flat array per dtype and device and unpacked again, or
+serialized as torch saves them.
 """
 
 from __future__ import annotations
@@ -22,11 +20,18 @@ __all__ = ["average", "bcast_list_", "bcast_value"]
 
 
 def bcast_list_(tensors: Iterable[Tensor], src: int = 0, group: Group | None = None) -> None:
-    """Makes every tensor on every rank what it is on rank `src`, in place: one call per dtype and
-    device.
+    """Broadcasts every tensor of a list from rank `src`, in place: one call per dtype and device.
 
-    Collective. The list has the same shapes, dtypes and kinds of device, in the same order, on
-    every rank.
+    Collective.
+
+    Args:
+        tensors: the tensors to overwrite; the same shapes, dtypes and kinds of device on every
+            rank, in the same order.
+        src: the rank whose elements are sent.
+        group: the group to call in; None: the default group.
+
+    Raises:
+        Error: as pycomm.broadcast.
     """
     group = group or default()
     listed = list(tensors)
@@ -37,21 +42,24 @@ def bcast_list_(tensors: Iterable[Tensor], src: int = 0, group: Group | None = N
 
 
 def bcast_value(value: Any, src: int, group: Group) -> Any:
-    """What rank `src` has: plain values and tensors, as torch.load takes with weights_only=True.
+    """Broadcasts rank `src`'s plain values and tensors, as torch.load takes with weights_only=True.
 
-    Collective. Tensors are in host memory, but for rank `src`, which gets its own `value`.
+    Collective. Returns tensors in host memory; rank `src` gets its own `value`.
 
     Raises:
-        Error: the value cannot travel, on every rank; on `src` torch's own. The group goes on.
+        Error: the value cannot be serialized, on every rank; on `src` torch's own error. The group
+            stays usable.
     """
     fault: Exception | None = None
     whole = b""
     if group.rank == src:
         try:
             whole = _saved(value)
-        except Exception as error:  # whatever it is, the others wait to be told
+        except Exception as error:  # of any kind: the other ranks wait for the length
             fault, whole = error, f"{type(error).__name__}: {error}".encode()
-    length = torch.tensor([-len(whole) if fault else len(whole)])  # below zero: why there is none
+    length = torch.tensor(
+        [-len(whole) if fault else len(whole)]
+    )  # negative: the length of an error text
     collectives.broadcast(length, src, group=group)
     content = np.empty(abs(int(length)), np.uint8)
     if group.rank == src:
@@ -68,7 +76,7 @@ def bcast_value(value: Any, src: int, group: Group) -> Any:
 
 
 def _saved(value: Any) -> bytes:
-    """As torch.save writes it; raises where torch.load would, reading all of it but the tensors."""
+    """The bytes that torch.save writes; raises if torch.load could not read them."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -77,15 +85,15 @@ def _saved(value: Any) -> bytes:
 
 
 def average(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """The means over all ranks of floating tensors, the same bits on every rank.
+    """The means over all ranks of floating-point tensors, the same bits on every rank.
 
-    Collective. The arguments stay as they are, also where the call fails.
+    Collective. The arguments are unchanged, also if the call fails.
     """
     return _through(tensors, lambda flat: collectives.all_reduce(flat, "avg", group=group))
 
 
 def _through(tensors: Sequence[Tensor], call: Callable[[Tensor], object]) -> list[Tensor]:
-    """Copies of `tensors` after `call` on the flat array that each lies in."""
+    """Copies of `tensors` after `call` on the flat array that contains each."""
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(tensors):
         alike.setdefault((tensor.dtype, tensor.device), []).append(i)

@@ -1,15 +1,15 @@
-"""The collective calls. Every rank of a group makes the same ones in the same order.
+"""The collective calls. Every rank of a group makes the same calls in the same order.
 
-An array is a torch tensor on the CPU, a NumPy array, or anything with NumPy's interface, of any
-shape and strides. Each function takes
+An array is a torch tensor, a NumPy array, or any object with the array interface, the buffer
+protocol or DLPack, in host memory and of any shape and strides. CUDA arrays (torch, CuPy) must be
+contiguous. These parameters are common to all calls:
 
+    algorithm  one of algorithms(), to force it; None: chosen by size and number of ranks
     group      the group to call in; None: the default group
     async_op   True: returns a Work at once, which gives the result later
-    timeout_s  limit of this call in seconds; None: the group's
+    timeout_s  time limit of this call in seconds; None: the group's
 
-and raises pycomm.errors: InvalidArgument and Unsupported before anything moves, Mismatch when the
-ranks disagree (nothing has changed), Timeout, PeerLost and GroupBroken when the group has failed;
-what the call was to write is then undefined.
+After Timeout, PeerLost and GroupBroken the contents of the call's output are undefined.
 """
 
 from __future__ import annotations
@@ -52,8 +52,16 @@ def all_reduce(
     Args:
         x: the array, of the same count and dtype on every rank.
         op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor". 16-bit floats are added
-            in float32; avg is for floats, the bit operations are for integers and bool.
-        algorithm: one of algorithms(), to force it.
+            in float32. "avg" takes floats only; bit operations take integers and bool.
+        algorithm: one of algorithms(), to force it; None: chosen by size and number of ranks.
+        group: the group to call in; None: the default group.
+        async_op: True: returns a Work at once instead of the result.
+        timeout_s: time limit in seconds; None: the group's.
+
+    Raises:
+        InvalidArgument, Unsupported: an argument or array is invalid; no data was sent.
+        Mismatch: the ranks' calls differ; no array changed.
+        Timeout, PeerLost, GroupBroken: the group failed; `x` is undefined.
     """
     limit = 0.0 if timeout_s is None else calls.limit(timeout_s)
     plain = not async_op and not calls.profiler._is_profiler_enabled
@@ -74,12 +82,16 @@ def reduce(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Reduces `x` over all ranks, in place on rank `dst`; elsewhere it stays. Returns `x`.
+    """Reduces `x` over all ranks, in place on rank `dst`; unchanged on the others. Returns `x`.
 
     Args:
         x: the array, of the same count and dtype on every rank.
         dst: the rank that gets the result.
         op: as in all_reduce.
+        algorithm, group, async_op, timeout_s: as in all_reduce.
+
+    Raises:
+        Error: as all_reduce.
     """
     group = group or default()
     root = group.rank == dst
@@ -98,7 +110,16 @@ def broadcast(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Makes `x` on every rank what it is on rank `src`, in place. Returns `x`."""
+    """Copies `x` of rank `src` into `x` of every rank, in place. Returns `x`.
+
+    Args:
+        x: the array, of the same count and dtype on every rank.
+        src: the rank whose elements are sent.
+        algorithm, group, async_op, timeout_s: as in all_reduce.
+
+    Raises:
+        Error: as all_reduce.
+    """
     limit = 0.0 if timeout_s is None else calls.limit(timeout_s)
     plain = not async_op and not calls.profiler._is_profiler_enabled
     if plain and _core.broadcast((group or default())._core, x, src, algorithm, limit):
@@ -117,14 +138,18 @@ def all_gather(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Puts the ranks' arrays one after another: `out[i]` is rank i's `x`.
+    """Concatenates the ranks' arrays on every rank: `out[i]` is rank i's `x`.
 
     Args:
         x: the array, of the same count and dtype on every rank.
-        out: of shape [size, *x.shape]; made if None. `x` may be out[rank].
+        out: of shape [size, *x.shape]; created if None. `x` may be out[rank].
+        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
         out.
+
+    Raises:
+        Error: as all_reduce.
     """
     group = group or default()
     x = arrays.plain(x)
@@ -147,15 +172,20 @@ def gather(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """As all_gather, on rank `dst` alone.
+    """Concatenates the ranks' arrays on rank `dst` alone.
 
     Args:
         x: the array, of the same count and dtype on every rank.
         dst: the rank that gets the result.
-        out: on `dst`: of shape [size, *x.shape], made if None; `x` may be out[dst]. Elsewhere None.
+        out: on `dst`: of shape [size, *x.shape], created if None; `x` may be out[dst]. None on the
+            other ranks.
+        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
         out on `dst`, None elsewhere.
+
+    Raises:
+        Error: as all_reduce.
     """
     group = group or default()
     x = arrays.plain(x)
@@ -165,7 +195,9 @@ def gather(
         target = arrays.view(out, write=True)
         source = calls.copy_if_overlapping(source, target, dst * source.nbytes)
     elif out is not None:
-        raise InvalidArgument(f"gather: out is for rank {dst}, which gets the result", op="gather")
+        raise InvalidArgument(
+            f"gather: out is for rank {dst} only; pass None on other ranks", op="gather"
+        )
     places = source.pointer, target.pointer if target else 0
     call = ("gather", source.dtype, "sum", *places, source.count, dst, 0, algorithm or "auto")
     return calls.dispatch(group, call, timeout_s, async_op, source, target, out)
@@ -180,19 +212,21 @@ def all_gather_v(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """As all_gather, where the ranks' arrays may differ in their first dimension.
+    """all_gather for arrays that may differ in their first dimension.
 
-    The lengths are exchanged first, before this returns also with async_op.
+    The ranks exchange the lengths first, before the call returns, also with async_op.
 
     Args:
-        x: of shape [n, *row], with a row and a dtype that are the same on every rank.
-        out: a list of arrays, out[i] of the shape of rank i's `x`; made if None.
+        x: of shape [n, *row]; row and dtype are the same on every rank.
+        out: a list of arrays, out[i] of the shape of rank i's `x`; created if None.
+        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
-        out; where it was made, its arrays lie one after another in one.
+        out; if it was created, its arrays are consecutive slices of one array.
 
     Raises:
         Mismatch: rows or dtypes differ.
+        Error: as all_reduce.
     """
     group = group or default()
     x = arrays.plain(x)
@@ -220,15 +254,19 @@ def reduce_scatter(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Reduces over all ranks and leaves each its own row: rank i gets the reduction of `x[i]`.
+    """Reduces over all ranks and scatters the result: rank i gets the reduction of `x[i]`.
 
     Args:
-        x: of shape [size, *shape]; it does not change, except where `out` is a part of it.
+        x: of shape [size, *shape]; unchanged, except where `out` is a slice of it.
         op: as in all_reduce.
-        out: of shape `shape`; made if None. It may be x[rank].
+        out: of shape `shape`; created if None. It may be x[rank].
+        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
         out.
+
+    Raises:
+        Error: as all_reduce.
     """
     group = group or default()
     x = arrays.plain(x)
@@ -250,22 +288,27 @@ def scatter(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Gives each rank its own row of rank `src`'s `x`: rank i gets x[i].
+    """Sends each rank its row of rank `src`'s `x`: rank i gets x[i].
 
     Args:
-        x: of shape [size, *shape]. Elsewhere than on `src` it only says shape and dtype, and may be
-            None where `out` is given.
-        src: the rank whose rows are given out.
-        out: of shape `shape`; made if None. On `src` it may be x[src].
+        x: of shape [size, *shape]. On ranks other than `src` it gives only shape and dtype, and may
+            be None if `out` is given.
+        src: the rank whose rows are sent.
+        out: of shape `shape`; created if None. On `src` it may be x[src].
+        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
         out.
+
+    Raises:
+        Error: as all_reduce.
     """
     group = group or default()
     root = group.rank == src
     if x is None and (root or out is None):
         raise InvalidArgument(
-            f"scatter: rank {src} gives x, and the others x or out, to say what comes", op="scatter"
+            f"scatter: rank {src} must pass x, the others x or out (for shape and dtype)",
+            op="scatter",
         )
     if x is not None:
         x = arrays.plain(x)
@@ -287,14 +330,18 @@ def all_to_all(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Each rank gives every rank a row of its own: out[i] on rank r is rank i's x[r].
+    """Sends a row to every rank: out[i] on rank r is rank i's x[r].
 
     Args:
-        x: of shape [size, *shape]; it does not change, except where it shares memory with `out`.
-        out: of the shape of `x`; made if None.
+        x: of shape [size, *shape]; unchanged, except where it shares memory with `out`.
+        out: of the shape of `x`; created if None.
+        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
         out.
+
+    Raises:
+        Error: as all_reduce.
     """
     group = group or default()
     x = arrays.plain(x)
@@ -318,7 +365,16 @@ def send(
 ) -> Any:
     """Sends `x` to rank `dst`, which calls recv with the same tag, count and dtype.
 
-    Waits while `dst` keeps more than 64 MiB of this rank's messages that it has not received.
+    Blocks while `dst` buffers more than 64 MiB of this rank's messages that it has not received.
+
+    Args:
+        x: the array.
+        dst: the rank that receives it.
+        tag: 0 to 2^32 - 1; distinguishes messages between the same two ranks.
+        group, async_op, timeout_s: as in all_reduce.
+
+    Raises:
+        Error: as all_reduce.
     """
     v = arrays.view(x)
     call = ("send", v.dtype, "sum", v.pointer, 0, v.count, dst, _tag(tag), "auto")
@@ -334,7 +390,17 @@ def recv(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Receives into `x` what rank `src` sends with the same tag. Returns `x`."""
+    """Receives into `x` the message that rank `src` sends with the same tag. Returns `x`.
+
+    Args:
+        x: the array to write, of the sender's count and dtype.
+        src: the rank that sends.
+        tag: as in send.
+        group, async_op, timeout_s: as in all_reduce.
+
+    Raises:
+        Error: as all_reduce.
+    """
     v = arrays.view(x, write=True)
     call = ("recv", v.dtype, "sum", 0, v.pointer, v.count, src, _tag(tag), "auto")
     return calls.dispatch(group, call, timeout_s, async_op, v, v, x)
@@ -343,17 +409,24 @@ def recv(
 def barrier(
     *, group: Group | None = None, async_op: bool = False, timeout_s: float | None = None
 ) -> Any:
-    """Returns when every rank has called it."""
+    """Returns after every rank has called it.
+
+    Args:
+        group, async_op, timeout_s: as in all_reduce.
+
+    Raises:
+        Error: as all_reduce.
+    """
     call = ("barrier", "uint8", "sum", 0, 0, 0, 0, 0, "auto")
     return calls.dispatch(group, call, timeout_s, async_op, None, None, None)
 
 
 def algorithms() -> tuple[str, ...]:
-    """The algorithms that can be forced by name."""
+    """The algorithm names that a call's `algorithm` accepts."""
     return tuple(name for name in _core.ALGORITHMS if name != "auto")
 
 
 def _tag(tag: int) -> int:
     if not 0 <= tag < 1 << 32:
-        raise InvalidArgument(f"tag is {tag}; it must be from 0 to 2^32 - 1")
+        raise InvalidArgument(f"invalid tag: got {tag}, expected 0 to 2^32 - 1")
     return tag

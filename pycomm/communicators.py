@@ -1,8 +1,7 @@
-"""Communicators used in turn, so that the next call need not wait for the one before.
+"""Communicators used in turn, so that a call need not wait for the previous one.
 
 Each communicator is a group of the same ranks with its own thread and channels. Calls on different
-communicators run at the same time. Not a scheduler: who calls does so in the same order on every
-rank. Called by the training layer (compress, parallel).
+communicators run concurrently. All ranks must make the calls in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pycomm.group import Group, default
 
 __all__ = ["CommunicatorPool"]
 
-# Communicators by default. Within a host one call already uses all of the memory bandwidth.
+# Default number of communicators. On one host a single call uses the whole memory bandwidth.
 BETWEEN_HOSTS = 2
 
 
@@ -25,48 +24,51 @@ class CommunicatorPool:
     """The group itself and, for `count` > 1, groups split off it. Collective to make.
 
     Args:
-        group: whose ranks; None is the default group.
-        count: how many; None: 1 where all ranks share a host, else 2.
-        hierarchical: sums go inside hosts, between hosts, inside hosts. Ignored on one host.
+        group: the ranks; None: the default group.
+        count: number of communicators; None: 1 if all ranks share a host, else 2.
+        hierarchical: reduce within hosts, between hosts, then within hosts. Ignored on one host.
+
+    Raises:
+        InvalidArgument: `count` is below 1.
     """
 
     def __init__(
         self, group: Group | None = None, count: int | None = None, hierarchical: bool = False
     ) -> None:
         self._asked = count, hierarchical
-        self._stand(group or default())
+        self._create(group or default())
 
-    def _stand(self, group: Group) -> None:
+    def _create(self, group: Group) -> None:
         count, hierarchical = self._asked
         self.group = group
         hosts = self.group._core.host_count
         if count is None:
             count = 1 if hosts == 1 else BETWEEN_HOSTS
         if count < 1:
-            raise InvalidArgument(f"lanes={count}: at least one is needed")
+            raise InvalidArgument(f"invalid lanes: got {count}, expected at least 1")
         parts = (self.group.split(0) for _ in range(count - 1))
         self._groups = [self.group, *(part for part in parts if part is not None)]
         self._algorithm = "hierarchical" if hierarchical and hosts > 1 else None
         self._turn = 0
 
     def shrink(self, timeout_s: float | None = None) -> None:
-        """Collective. From now on the survivors' of the group, as Group.shrink has it."""
+        """Replaces all communicators by ones of the survivors, as Group.shrink. Collective."""
         self.group = self.group.shrink(timeout_s)
-        self._stand(self.group)
+        self._create(self.group)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.group.size
 
     @property
     def rank(self) -> int:
-        """Which of them this one is."""
+        """This process's rank."""
         return self.group.rank
 
     @property
     def count(self) -> int:
-        """How many communicators there are."""
+        """The number of communicators."""
         return len(self._groups)
 
     def all_reduce(self, x: Any, op: str = "sum") -> Work:
@@ -83,8 +85,10 @@ class CommunicatorPool:
         return work
 
     def all_gather_v(self, x: Any, out: Any, counts: Sequence[int]) -> Work:
-        """Starts an all_gather of lines whose elements by rank are `counts`, as all ranks know,
-        into the line `out`, one after another, on the next communicator."""
+        """Starts an all_gather with `counts[i]` elements of rank i on the next communicator.
+
+        `x` and `out` are flat; `out` gets the ranks' elements in order. All ranks know `counts`.
+        """
         return self._uneven("all_gather", x, out, counts)
 
     def all_to_all(self, x: Any, out: Any) -> Work:
@@ -93,9 +97,12 @@ class CommunicatorPool:
         return work
 
     def all_to_all_v(self, x: Any, out: Any, give: Sequence[int], take: Sequence[int]) -> Work:
-        """Starts an all_to_all on the next communicator: of the line `x`, `give[i]` elements go to
-        rank i, in order; `take[i]` come from it, into the line `out`. The ranks have exchanged the
-        counts, which the call does not compare again."""
+        """Starts an all_to_all with different counts on the next communicator.
+
+        `x` and `out` are flat: `give[i]` elements of `x` are sent to rank i, in order, and
+        `take[i]` elements from it are stored in `out`. The ranks have exchanged the counts, so the
+        call does not compare them again.
+        """
         return self._uneven("all_to_all", x, out, [*give, *take])
 
     def _uneven(self, verb: str, x: Any, out: Any, counts: Sequence[int]) -> Work:

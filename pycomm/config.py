@@ -1,8 +1,8 @@
-"""What the environment says: the only place of the package that reads it.
+"""The configuration from the environment: the only module of the package that reads it.
 
-Understands pycomm's own variables and those of torchrun, Paddle, Open MPI, MPICH (and others that
-have its mpiexec, as Intel MPI) and Slurm (srun); with none of them the process is a group of its
-own. `pycomm.init` calls it; `pycomm info` lists them.
+Understands pycomm's own variables and those of torchrun, Paddle, Open MPI, MPICH (and others with
+its mpiexec, such as Intel MPI) and Slurm (srun). Without any of them the process is a group of
+size 1. `pycomm info` lists the variables.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ __all__ = ["TRANSPORTS", "VARIABLES", "Config", "environment", "take_secret"]
 
 TRANSPORTS = ("local", "shm", "tcp")
 LOG_LEVELS = ("warning", "info", "debug")
-# Set by our launchers for their ranks, not by users: where rank 0 serves pycomm's store.
+# Set by pycomm's launchers for their ranks, not by users: the port of pycomm's store on rank 0.
 STORE_PORT = "PYCOMM_STORE_PORT"
 
 VARIABLES = {
-    "PYCOMM_RANK": "this process's rank, 0 to size - 1",
-    "PYCOMM_SIZE": "how many processes there are",
-    "PYCOMM_LOCAL_RANK": "its rank among the processes of its host",
-    "PYCOMM_LOCAL_SIZE": "how many processes its host has",
-    "PYCOMM_SECRET": f"the run's key, equal on all: {secrets.MIN_CHARACTERS} characters or more",
-    "PYCOMM_ENCRYPT": "1: what leaves a host is encrypted, which needs PYCOMM_SECRET; 0 if unset",
-    "PYCOMM_TRANSPORT": "shm or tcp: this one only; the best for each pair of ranks if unset",
-    "PYCOMM_LOG": "info: what the group is made of; debug: more; warning if unset",
-    "PYCOMM_FLIGHT_RECORD": "a path: what a rank called last goes there when the group breaks",
-    "PYCOMM_TRACE": "a folder: all calls of a rank go there, for `pycomm trace`",
-    "GLOO_SOCKET_IFNAME": "interface, address or prefix that tcp uses here; found by itself",
+    "PYCOMM_RANK": "rank of this process, 0 to size - 1",
+    "PYCOMM_SIZE": "number of processes",
+    "PYCOMM_LOCAL_RANK": "rank among the processes of this host",
+    "PYCOMM_LOCAL_SIZE": "number of processes on this host",
+    "PYCOMM_SECRET": f"the run's shared secret: {secrets.MIN_CHARACTERS} characters or more",
+    "PYCOMM_ENCRYPT": "1: encrypt traffic between hosts; needs PYCOMM_SECRET; default 0",
+    "PYCOMM_TRANSPORT": "shm or tcp: use this one only; default: the best for each pair of ranks",
+    "PYCOMM_LOG": "info: log the group's configuration; debug: more; default warning",
+    "PYCOMM_FLIGHT_RECORD": "path of flight records, written when the group breaks",
+    "PYCOMM_TRACE": "folder for traces of all calls, for `pycomm trace`",
+    "GLOO_SOCKET_IFNAME": "interface, address or prefix for tcp on this host; default: detected",
 }
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """How one launcher spells rank, size, local rank and local size ("" where it does not)."""
+    """The variables of one launcher for rank, size, local rank and local size; "" if it has
+    none."""
 
     name: str
     rank: str
@@ -50,9 +51,9 @@ class Launcher:
     local_size: str
 
 
-# The first whose variables are set wins. MPI stands before Slurm, whose variables an mpiexec in a
-# job passes on; srun itself may set PMI_RANK, but no MPI_LOCALRANKID. Slurm is srun alone:
-# SLURM_STEP_NUM_TASKS is not set in a batch script, one process however many tasks the job has.
+# The first launcher whose variables are set is used. MPI precedes Slurm: mpiexec in a Slurm job
+# passes Slurm's variables on, while srun may set PMI_RANK but not MPI_LOCALRANKID. Slurm means
+# srun: a batch script, which is one process, has no SLURM_STEP_NUM_TASKS.
 LAUNCHERS = (
     Launcher("pycomm", "PYCOMM_RANK", "PYCOMM_SIZE", "PYCOMM_LOCAL_RANK", "PYCOMM_LOCAL_SIZE"),
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -71,20 +72,20 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Config:
-    """One process's place in the run. Strings are empty and ports 0 where nothing was said.
+    """The configuration of one process. Unset strings are empty, unset ports are 0.
 
     Attributes:
-        launcher: whose variables gave the rank; "" for a process alone.
-        rank, size: this process and how many there are.
-        local_rank, local_size: the same on this host, or None where the launcher does not say.
-        master_host, master_port: where rank 0 can be met.
-        agent_store: a launcher (torchrun) already serves torch's TCPStore there.
-        encrypt: what leaves a host is encrypted.
-        store_port: where rank 0 serves pycomm's own store, if our launcher reserved a port for it.
-        secret: the run's key: 64 hexadecimal digits, stretched where the text given is no such.
-        address: which of this host's addresses tcp uses: an interface, an address or a prefix, or
-            several with commas, of which the first that the host has counts; "" for the best.
-        transport: the only one that ranks use, or "" for the best for each pair.
+        launcher: the launcher whose variables gave the rank; "" for a single process.
+        rank, size: this process's rank and the number of processes.
+        local_rank, local_size: the same on this host; None if the launcher does not set them.
+        master_host, master_port: rank 0's address for the rendezvous.
+        agent_store: a launcher (torchrun) already serves torch's TCPStore at this address.
+        encrypt: encrypt traffic between hosts.
+        store_port: port of pycomm's own store on rank 0, if pycomm's launcher reserved one.
+        secret: the run's key: 64 hexadecimal digits; other texts are stretched to one.
+        address: the address of this host for tcp: an interface, an address or a prefix, or several
+            separated by commas, of which the first that the host has is used; "": the best.
+        transport: the only transport to use, or "" for the best for each pair.
         log: one of LOG_LEVELS.
     """
 
@@ -105,12 +106,12 @@ class Config:
 
 
 def environment(values: Mapping[str, str] | None = None, secret: str | None = None) -> Config:
-    """The configuration that `values` (os.environ if None) describe; `secret` goes before theirs.
+    """The configuration in `values` (os.environ if None); `secret` takes precedence.
 
-    In a rank of several, PYCOMM_SECRET leaves os.environ: see take_secret().
+    In a run of several ranks it removes PYCOMM_SECRET from os.environ: see take_secret().
 
     Raises:
-        InvalidArgument: a value makes no sense; the text names the variable.
+        InvalidArgument: a value is invalid; the text names the variable.
     """
     env = os.environ if values is None else values
     launcher = next((known for known in LAUNCHERS if _is_from(env, known)), None)
@@ -143,14 +144,14 @@ def environment(values: Mapping[str, str] | None = None, secret: str | None = No
 
 
 class _Taken:
-    key = ""  # of PYCOMM_SECRET, once it has left the environment
+    key = ""  # of PYCOMM_SECRET, after it was removed from the environment
 
 
 _taken = _Taken()
 
 
 def known_secret() -> str:
-    """The key of PYCOMM_SECRET or, where it has left the environment, the one it had; "" if none.
+    """The key of PYCOMM_SECRET, also after take_secret(); "" if there is none.
 
     Raises:
         InvalidArgument: the variable is too easy to guess.
@@ -163,8 +164,9 @@ def known_secret() -> str:
 
 
 def take_secret() -> None:
-    """Moves PYCOMM_SECRET from the environment into this process's memory, where later calls of
-    environment() find it: programs that this process starts do not get it.
+    """Moves PYCOMM_SECRET from the environment into this process's memory, where environment()
+    finds
+    it: programs that this process starts do not inherit it.
 
     Raises:
         InvalidArgument: the variable is too easy to guess.
@@ -174,41 +176,43 @@ def take_secret() -> None:
 
 
 def keep_secret(key: str) -> None:
-    """The run's key, from a launcher that has another way than the environment."""
+    """Sets the run's key, for a launcher that does not pass it in the environment."""
     _taken.key = key
 
 
 def under_torchrun(pid: int | None = None) -> bool:
-    """Whether an agent of torch's started this process, or the process `pid`; False where that
-    cannot be read."""
+    """Whether torch's elastic agent started this process, or the process `pid`; False if that
+    cannot be read.
+    """
     if pid is None:
         return bool(os.environ.get("TORCHELASTIC_RUN_ID", ""))
     try:
         return b"\0TORCHELASTIC_RUN_ID=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it ended, or is another user's
+    except OSError:  # it ended, or another user owns it
         return False
 
 
 def flight_recorder_files() -> dict[str, Any]:
-    """Where the core leaves a flight record and a trace, as connect() takes it; "": nowhere."""
+    """The paths of flight record and trace, as keyword arguments of connect(); "": none."""
     env = os.environ
     return {"flight": env.get("PYCOMM_FLIGHT_RECORD", ""), "trace": env.get("PYCOMM_TRACE", "")}
 
 
 def nccl_shares_gpus() -> bool:
-    """Whether NCCL was told to let ranks share a GPU, by one of its own two ways (docs/cuda.md)."""
+    """Whether NCCL is configured to let ranks share a GPU, by either of its variables
+    (docs/cuda.md)."""
     env = os.environ
     return env.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1" or bool(env.get("NCCL_HOSTID", ""))
 
 
 def cache_folder() -> Path:
-    """Where this user's programs keep what they can find out again; it need not exist."""
-    home = os.environ.get("XDG_CACHE_HOME", "")  # its specification: relative ones do not count
+    """The folder of this user's cached files; it need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME", "")  # its specification: relative paths are ignored
     return Path(home if home.startswith("/") else Path.home() / ".cache") / "pycomm"
 
 
 def described() -> list[tuple[str, str, str]]:
-    """Name, value ("" if unset; the secret is not shown) and meaning of each of VARIABLES."""
+    """Name, value ("" if unset; the secret is not shown) and meaning of each variable."""
     rows = []
     for name, meaning in VARIABLES.items():
         value = os.environ.get(name, "")
@@ -219,19 +223,19 @@ def described() -> list[tuple[str, str, str]]:
 
 
 def _is_from(env: Mapping[str, str], launcher: Launcher) -> bool:
-    """Whether this launcher's variables are there; srun's and mpiexec's only together."""
+    """Whether this launcher's variables are set; srun and mpiexec need all of them."""
     if launcher.name in ("slurm", "mpich"):
         return {launcher.rank, launcher.size, launcher.local_rank} <= env.keys()
     return launcher.rank in env or (launcher.name == "pycomm" and launcher.size in env)
 
 
 def _number(env: Mapping[str, str], name: str, least: int = 0) -> int | None:
-    """The value of a variable as a number >= least; None if it is unset."""
+    """The value of a variable as an integer of at least `least`; None if it is unset."""
     text = env.get(name, "") if name else ""
     if not text:
         return None
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-        raise InvalidArgument(f"{name} is {text!r}; it must be a whole number from {least} on")
+        raise InvalidArgument(f"invalid {name}: got {text!r}, expected an integer from {least}")
     return int(text)
 
 
@@ -241,12 +245,13 @@ def _rank_and_size(env: Mapping[str, str], launcher: Launcher | None) -> tuple[i
     rank, size = _number(env, launcher.rank), _number(env, launcher.size, 1)
     for name, value in ((launcher.rank, rank), (launcher.size, size)):
         if value is None:
-            raise InvalidArgument(f"{name} is not set, although other variables of its kind are")
+            raise InvalidArgument(f"{name} is not set, but other variables of the launcher are")
     assert rank is not None
     assert size is not None
     if rank >= size:
         raise InvalidArgument(
-            f"{launcher.rank} is {rank} and {launcher.size} is {size}: ranks end at {size - 1}"
+            f"invalid {launcher.rank}: got {rank}, expected 0 to {size - 1} "
+            f"({launcher.size} is {size})"
         )
     return rank, size
 
@@ -254,12 +259,14 @@ def _rank_and_size(env: Mapping[str, str], launcher: Launcher | None) -> tuple[i
 def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...], unset: str) -> str:
     value = env.get(name, "") or unset
     if value != unset and value not in choices:
-        raise InvalidArgument(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+        raise InvalidArgument(
+            f"invalid {name}: got {value!r}, expected one of {', '.join(choices)}"
+        )
     return value
 
 
 def _master(env: Mapping[str, str], launcher: str) -> tuple[str, int]:
-    """Where rank 0 can be met: MASTER_ADDR and MASTER_PORT, else what the launcher offers."""
+    """Rank 0's address: MASTER_ADDR and MASTER_PORT, else the launcher's variables."""
     host = _without_brackets(env.get("MASTER_ADDR", ""))
     port = _port(env, "MASTER_PORT", env.get("MASTER_PORT", ""))
     if launcher == "paddle" and not host:
@@ -270,14 +277,14 @@ def _master(env: Mapping[str, str], launcher: str) -> tuple[str, int]:
             port = _port(env, "PADDLE_TRAINER_ENDPOINTS", text)
     if launcher == "slurm":
         host = host or _first_node(env.get("SLURM_STEP_NODELIST", ""))
-        # Any port that all tasks agree on; two steps of one job should not meet.
+        # A port that all tasks derive alike, and different for the steps of one job.
         job, step = _number(env, "SLURM_JOB_ID") or 0, _number(env, "SLURM_STEP_ID") or 0
         port = port or 20000 + (job * 7 + step) % 20000
     return host, port
 
 
 def _without_brackets(host: str) -> str:
-    """An IPv6 address as a socket takes it: "fd00::1" of "[fd00::1]"."""
+    """An IPv6 address as a socket takes it: "[fd00::1]" becomes "fd00::1"."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
@@ -285,11 +292,11 @@ def _port(env: Mapping[str, str], name: str, text: str) -> int:
     if not text:
         return 0
     if not re.fullmatch(r"[0-9]{1,5}", text) or not 0 < int(text) < 65536:
-        raise InvalidArgument(f"{name} is {env[name]!r}; its port must be from 1 to 65535")
+        raise InvalidArgument(f"invalid {name}: got {env[name]!r}, expected a port from 1 to 65535")
     return int(text)
 
 
 def _first_node(nodes: str) -> str:
-    """The first host of a Slurm list: "a7" of "a[7-9,12],b" and "a7,a8"."""
+    """The first host of a Slurm list: "a7" for "a[7-9,12],b" and for "a7,a8"."""
     match = re.match(r"([^,\[]*)(?:\[([^\],-]*))?", nodes)
     return "".join(part or "" for part in match.groups()) if match else ""

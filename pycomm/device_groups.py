@@ -1,8 +1,7 @@
-"""The group of a group's ranks for arrays on CUDA devices: made at the first call with such arrays.
+"""Device groups: the ranks of a group for CUDA arrays, made at the first call with such arrays.
 
-Devices and NCCL come from the compiled module _cuda. `override_device_module` puts another in its
-place: that is how tests run all of this where there is no GPU. Called by calls.py and, for torch's
-tensors, by the module _c10d.
+Devices and NCCL come from the compiled module _cuda. Tests replace it with
+`override_device_module`, to run without a GPU.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ __all__ = [
     "stream",
 ]
 
-# By what arrays on CUDA devices travel from host to host.
+# Transports of CUDA arrays between hosts.
 INTERNODE_TRANSPORTS = ("nccl", "tcp")
 MAX_CHANNELS = 8
 
 
 class _Source:
-    """Where devices come from."""
+    """The module that provides devices."""
 
-    module: Any = None  # what stands in for _cuda
+    module: Any = None  # replaces _cuda if set
 
 
 def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Group:
-    """The group of `group`'s ranks, each on a device; collective where it is not yet.
+    """The device group of `group` on `device`; collective when it is made.
 
-    All ranks have to come within `limit_s`, or within the group's limit if that is 0.
+    All ranks must call within `limit_s` seconds, or the group's limit if that is 0.
 
     Raises:
-        Unsupported: no driver, no such GPU; where no ranks share one, a rank has no NCCL, which
-            all ranks are told, or one that refuses this device.
-        Timeout: not all ranks came to make it, as where the first call is a send or a recv of two.
+        Unsupported: no driver or GPU; or, if ranks do not share GPUs: a rank has no NCCL (raised on
+            every rank) or an NCCL that refuses this device.
+        Timeout: not all ranks called, for example because the first call is a send or recv.
     """
     if device.kind == "cpu":
         return group._core
@@ -64,25 +63,26 @@ def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Group:
 def on_device(
     host: object, kind: str, index: int, timeout_s: float, channels: int, internode_transport: str
 ) -> object:
-    """The same for torch: `host` and the result are capsules of groups; `kind` is torch's word.
+    """The same for torch: `host` and the result are capsules of groups; `kind` is torch's device
+    type.
 
     Raises:
         Unsupported: also for devices of another kind.
     """
     if kind != arrays.torch_kind:
         raise Unsupported(
-            f"pycomm takes tensors in host memory and on CUDA devices, not on {kind}: move them"
+            f"tensors on {kind} are not supported: move them to host memory or a CUDA device"
         )
     return _meet(host, index, timeout_s, timeout_s, channels, internode_transport)._capsule()
 
 
 def stream(device: Device, array: Any) -> int:
-    """The caller's current stream on the device; 0 for the default one, and in host memory."""
+    """The caller's current stream on the device; 0 for the default stream and for host memory."""
     return devices.queue(device, array)[1]
 
 
 def check_channels(channels: int) -> None:
-    """Raises InvalidArgument: a group on devices does not have so many."""
+    """Raises InvalidArgument unless a device group can have so many channels."""
     if not 1 <= channels <= MAX_CHANNELS:
         raise InvalidArgument(
             f"invalid cuda_channels: got {channels}, expected 1 to {MAX_CHANNELS}"
@@ -90,7 +90,7 @@ def check_channels(channels: int) -> None:
 
 
 def check_internode_transport(way: str) -> None:
-    """Raises InvalidArgument: there is no such transport between hosts."""
+    """Raises InvalidArgument unless there is such a transport between hosts."""
     if way not in INTERNODE_TRANSPORTS:
         known = ", ".join(map(repr, INTERNODE_TRANSPORTS))
         raise InvalidArgument(
@@ -113,14 +113,14 @@ def _meet(
     library, why_none = None, ""
     try:
         library = nccl.load(module)._capsule()
-    except Unsupported as error:  # ranks that share a GPU need none: _core says what becomes of it
+    except Unsupported as error:  # ranks that share a GPU need no NCCL: _core decides
         why_none = str(error)
     shares = config.nccl_shares_gpus()
     lines = channels, internode_transport == "nccl"
     made = _core.on_device(host, opened, library, why_none, shares, lines, timeout_s, limit_s)
     if made.rank == 0 and made.stats().algorithm == "host_staged":
         logging.getLogger("pycomm").warning(
-            "ranks of the group %r share a GPU, which NCCL refuses: their arrays there travel "
+            "ranks of the group %r share a GPU, which NCCL does not support: their arrays are sent "
             "through host memory, which is slow",
             made.name,
         )
@@ -137,11 +137,11 @@ def _compiled() -> Any:
 
 @contextlib.contextmanager
 def override_device_module(by: Any, kind: str = "cuda") -> Iterator[None]:
-    """Within it, groups that are made take devices and NCCL from the module `by`. For tests.
+    """A context in which new groups take devices and NCCL from the module `by`. For tests.
 
-    `kind` is what torch calls devices of these.
+    `kind` is torch's device type of these devices.
     """
-    before = _Source.module, arrays.torch_kind  # of the whole process, as _cuda is
+    before = _Source.module, arrays.torch_kind  # process-wide, like _cuda
     _Source.module, arrays.torch_kind = by, kind
     try:
         yield

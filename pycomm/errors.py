@@ -1,11 +1,10 @@
-"""The tree of errors: the same classes, by the same names, as in the C++ core.
+"""The error classes, with the same names as in the C++ core, which looks them up here by name.
 
-Each is also a built-in's subclass, so that code that knows nothing of pycomm can catch it. Three
-kinds of them. *Your mistake* (`InvalidArgument`, `Unsupported`, `Mismatch`): nothing moved, the
-group stays usable. *The world's* (`Timeout`, `PeerLost`): the group is broken for good, and later
-calls raise `GroupBroken` with the first cause. *Ours* (`InternalError`): a bug in pycomm.
-
-The core looks the classes up here by name; docs/errors.md says what to do about each.
+Each class is also a subclass of a built-in exception, so code can catch it without importing
+pycomm. *Usage errors* (`InvalidArgument`, `Unsupported`, `Mismatch`): no data was sent and the
+group stays usable. *Remote failures* (`Timeout`, `PeerLost`): the group is broken permanently;
+later calls raise `GroupBroken` with the first cause. *Internal errors* (`InternalError`): a bug in
+pycomm. docs/errors.md gives the remedy for each.
 """
 
 from __future__ import annotations
@@ -30,19 +29,20 @@ class Error(RuntimeError):
     """Any error of pycomm. A field that does not apply is None.
 
     Attributes:
-        op: the call, as "all_reduce" or "init".
-        sequence: which call of its group, counted from 0.
-        rank: who raises, in the group of the call.
-        peer: who is to blame.
+        op: the name of the call, such as "all_reduce" or "init".
+        sequence: the call's number in its group, from 0.
+        rank: the rank that raises, in the group of the call.
+        peer: the rank that caused the error.
+        unreachable: during init or shrink: the peer that this rank could not connect to.
         elapsed_s: seconds since the call began.
-        bytes: of the data that the text speaks of.
+        bytes: size of the data that the text refers to.
     """
 
     op: str | None
     sequence: int | None
     rank: int | None
     peer: int | None
-    unreachable: int | None = None  # set while forming: a peer that this rank could not connect to
+    unreachable: int | None = None
     elapsed_s: float | None
     bytes: int | None
 
@@ -55,33 +55,35 @@ class Error(RuntimeError):
             setattr(self, name, fields.get(name))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors travel between processes whole: text, fields and notes."""
+        """Pickles the text, the fields and the notes."""
         return type(self), (str(self),), self.__dict__
 
 
 class InvalidArgument(Error, ValueError):
-    """An argument, a variable of the environment or the time of a call is wrong; nothing moved."""
+    """An argument, an environment variable or the time of a call is invalid; no data was sent."""
 
 
 class Unsupported(Error, NotImplementedError):
-    """Right in principle, but not built, or not on this machine; nothing moved."""
+    """The request is valid, but not implemented or not available here; no data was sent."""
 
 
 class Mismatch(Error, ValueError):
-    """The ranks disagree about a call; no array has changed and the group stays usable."""
+    """The ranks' calls differ; no array changed and the group stays usable."""
 
 
 class Timeout(Error, TimeoutError):
-    """The time limit of a call has passed; the text names who is missing. The group is broken."""
+    """A call exceeded its time limit; the text names the missing ranks. The group is broken."""
 
 
 class PeerLost(Error, ConnectionError):
-    """Rank `peer` died, left or cannot be reached. The group is broken."""
+    """Rank `peer` died, left or is unreachable. The group is broken."""
 
 
 class GroupBroken(Error):
-    """The group failed before (with the first cause), was closed, or is another process's."""
+    """The group failed earlier (the text has the first cause), was closed, or belongs to the parent
+    process of a fork.
+    """
 
 
 class InternalError(Error):
-    """A bug in pycomm: please report the text."""
+    """A bug in pycomm; please report the text."""

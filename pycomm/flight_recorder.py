@@ -1,8 +1,8 @@
-"""What ranks called, as the core leaves it: in memory, in flight records, in traces.
+"""Reads the flight recorder: the ranks' calls in memory, in flight records and in traces.
 
-One layout for all three (csrc/group/flight_recorder.h): a head and a record of 64 bytes for each
-call. Bytes from outside give a FlightRecord or InvalidArgument, whatever they are. `flight_report`,
-`trace` and `top` show them.
+All three have one layout (csrc/group/flight_recorder.h): a header and a record of 64 bytes for each
+call. Any bytes give a FlightRecord or InvalidArgument. `flight_report`, `trace` and `top` show
+them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ CALL = np.dtype(
         ("unused", "V5"),
     ]
 )
-MEMORY_BYTES = HEAD_BYTES + 256 * CALL.itemsize  # of what a rank keeps in memory: journal.cpp
+MEMORY_BYTES = (
+    HEAD_BYTES + 256 * CALL.itemsize
+)  # of a rank's memory: csrc/group/flight_recorder.cpp
 TABLES = {
     "operation": _core.OPERATIONS,
     "dtype": _core.DTYPES,
@@ -62,15 +64,15 @@ class FlightRecord:
     """One rank's calls in one group.
 
     Attributes:
-        source: where it was read.
-        rank, size, name, id: the rank, and its group; ranks of one group have the same id.
-        host, host_id, pid: who it is; ranks with one host_id have one steady clock.
-        steady_ns, wall_ns: one moment by the steady clock and by the time of day.
-        calls, bytes_written, bytes_received, waited, inside: totals of the calls that are over;
-            `waited` and `inside` (in calls) in nanoseconds.
-        begun: how many calls have begun.
+        source: the file that was read.
+        rank, size, name, id: the rank and its group; the ranks of a group have the same id.
+        host, host_id, pid: its process; ranks with the same host_id share a steady clock.
+        steady_ns, wall_ns: the same instant on the steady clock and in Unix time.
+        calls, bytes_written, bytes_received, waited, inside: totals of the completed calls;
+            `waited` and `inside` (time in calls) in nanoseconds.
+        begun: number of calls that began.
         reason: why the group broke, or "".
-        records: an array of dtype CALL, oldest first: the last ones, or in a trace all.
+        records: an array of dtype CALL, oldest first: the last calls, or in a trace all calls.
     """
 
     source: str
@@ -98,30 +100,30 @@ class FlightRecord:
 
 
 def parse(data: bytes, source: str) -> FlightRecord:
-    """The flight record that these bytes are.
+    """Parses a flight record.
 
     Raises:
-        InvalidArgument: they are none; the text names `source`.
+        InvalidArgument: the bytes are not a flight record; the text names `source`.
     """
     if len(data) < HEAD_BYTES or not data.startswith(MAGIC):
         raise InvalidArgument(
-            f"{source} is no record of calls of this version of pycomm: it has {len(data)} bytes "
-            f"and begins with {data[:8]!r}, not {MAGIC!r}"
+            f"{source} is not a flight record of this version of pycomm: it has {len(data)} bytes "
+            f"and begins with {data[:8]!r}, expected {MAGIC!r}"
         )
     head = np.frombuffer(data, HEAD, 1)[0]
-    room = (len(data) - HEAD_BYTES) // CALL.itemsize
+    space = (len(data) - HEAD_BYTES) // CALL.itemsize
     begun, capacity = int(head["begun"]), int(head["capacity"])
-    if room < min(begun, capacity or begun) or not 0 <= head["rank"] < head["size"]:
+    if space < min(begun, capacity or begun) or not 0 <= head["rank"] < head["size"]:
         raise InvalidArgument(
-            f"{source} is damaged: it speaks of {begun} calls of rank {head['rank']} of "
-            f"{head['size']} and has room for {room}"
+            f"{source} is damaged: it declares {begun} calls of rank {head['rank']} of "
+            f"{head['size']} and has space for {space}"
         )
-    records = np.frombuffer(data, CALL, min(begun, room), HEAD_BYTES)
+    records = np.frombuffer(data, CALL, min(begun, space), HEAD_BYTES)
     if capacity and begun > capacity:
         records = np.roll(records[:capacity], -(begun % capacity))
     for field, table in TABLES.items():
         if np.any(records[field] >= len(table)):
-            raise InvalidArgument(f"{source} is damaged: a call has no such {field}")
+            raise InvalidArgument(f"{source} is damaged: a call has an unknown {field}")
     fields: dict[str, Any] = {name: head[name].item() for name in HEAD.names or ()}
     del fields["magic"], fields["capacity"]
     for name in ("name", "host", "host_id", "reason"):
@@ -130,7 +132,7 @@ def parse(data: bytes, source: str) -> FlightRecord:
 
 
 def _text(raw: bytes) -> str:
-    """A text of the core's, with nothing in it that a terminal would obey."""
+    """Decodes a text; replaces characters that a terminal would interpret."""
     text = raw.decode(errors="replace")
     return "".join(c if c.isprintable() else "?" for c in text)
 
@@ -139,7 +141,7 @@ def read(path: str | Path) -> FlightRecord:
     """The flight record in a file.
 
     Raises:
-        InvalidArgument: there is none, or it cannot be read.
+        InvalidArgument: the file cannot be read or is not a flight record.
     """
     try:
         return parse(Path(path).read_bytes(), str(path))
@@ -148,15 +150,15 @@ def read(path: str | Path) -> FlightRecord:
 
 
 def running() -> list[FlightRecord]:
-    """Those of the processes of this host that this user may look into, stopped ones too.
+    """The flight records of this host's processes that this user may read, also of stopped ones.
 
-    Nothing is asked of the processes: their memory is read through /proc, whose rules say who may.
+    Reads their memory through /proc, which checks permissions; the processes are not involved.
     """
     found: dict[int, FlightRecord] = {}
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # another user's process, or it has ended
             for link in folder.iterdir():
-                # A descriptor may be gone, and what begins is not all there: then at the next look.
+                # The descriptor may be closed, or the record incomplete: skip it this time.
                 with contextlib.suppress(OSError, InvalidArgument):
                     if not os.readlink(link).startswith(MEMORY_NAME):
                         continue
@@ -167,13 +169,15 @@ def running() -> list[FlightRecord]:
 
 
 def _consistent(path: Path) -> FlightRecord:
-    """What stands there while its process goes on: records that were written over meanwhile go."""
-    with path.open("rb", buffering=0) as memory:  # of another's making: its size says nothing
+    """A consistent copy of a record that its process is writing: drops records that were
+    overwritten during the read.
+    """
+    with path.open("rb", buffering=0) as memory:  # of another process: do not trust its size
         before = parse(memory.read(MEMORY_BYTES), str(path))
         memory.seek(0)
         head = memory.read(HEAD_BYTES)
         if len(head) < HEAD_BYTES:
-            raise InvalidArgument(f"{path} was cut short meanwhile")
+            raise InvalidArgument(f"{path} was truncated during the read")
         after = np.frombuffer(head, HEAD, 1)[0]
     torn = int(after["begun"]) - before.begun + 1
     if len(before.records) + torn <= int(after["capacity"]):
@@ -182,7 +186,7 @@ def _consistent(path: Path) -> FlightRecord:
 
 
 def groups_of(flight_records: Iterable[FlightRecord]) -> list[list[FlightRecord]]:
-    """The journals by group, ranks in order."""
+    """The flight records by group, in rank order."""
     by_id: dict[int, list[FlightRecord]] = {}
     for one in flight_records:
         by_id.setdefault(one.id, []).append(one)
@@ -190,7 +194,7 @@ def groups_of(flight_records: Iterable[FlightRecord]) -> list[list[FlightRecord]
 
 
 def title(call: Any) -> str:
-    """A record's call in words, the same on all ranks of it: "all_reduce(float32, 10, sum)"."""
+    """A description of a record's call, the same on all ranks: "all_reduce(float32, 10, sum)"."""
     verb = TABLES["operation"][call["operation"]]
     if verb == "barrier":
         return "barrier()"
@@ -200,12 +204,12 @@ def title(call: Any) -> str:
     if verb in ROOTED:
         words.append(f"root {call['peer']}")
     if verb in ("send", "recv"):
-        whom = "anybody" if call["peer"] < 0 else f"rank {call['peer']}"
+        whom = "any rank" if call["peer"] < 0 else f"rank {call['peer']}"
         words.append(f"{'to' if verb == 'send' else 'from'} {whom}, tag {call['tag']}")
     return f"{verb}({', '.join(words)})"
 
 
 def bytes_of(call: Any) -> int:
-    """The bytes that the call's count stands for."""
+    """The size in bytes of the call's count."""
     bits = re.search("[0-9]+", TABLES["dtype"][call["dtype"]])
     return int(call["count"]) * (int(bits.group()) // 8 if bits else 1)

@@ -1,7 +1,6 @@
-"""`pycomm info --flight`: the ranks' last calls side by side, who is behind, where they disagree.
+"""`pycomm info --flight`: the ranks' last calls side by side, with late ranks and mismatched calls.
 
-The records are those that the core writes to PYCOMM_FLIGHT_RECORD when a group breaks; this file
-reads them by flight_recorder.py and makes text of them.
+The core writes the records to PYCOMM_FLIGHT_RECORD when a group breaks.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ __all__ = ["report"]
 ROWS = 12  # of calls
 COLUMNS = 8  # of ranks
 
-# When a call was, the same on all ranks: epoch, sequence, and COLLECTIVE; the messages before it,
-# which concern two ranks alone, count from 0.
+# The position of a call, the same on all ranks: epoch, sequence, and COLLECTIVE. Messages before
+# it, which involve two ranks only, are numbered from 0 instead.
 Key: TypeAlias = tuple[int, int, int]
 COLLECTIVE = 1 << 32
 
 
 def report(paths: Sequence[str | Path]) -> str:
-    """What the flight records in these files say, as text.
+    """The report on the flight records in these files.
 
     Raises:
-        InvalidArgument: a file is none; the text names it.
+        InvalidArgument: a file is not a flight record; the text names it.
     """
     flight_records = [flight_recorder.read(path) for path in paths]
     return "\n\n".join(_group(group) for group in flight_recorder.groups_of(flight_records))
@@ -74,15 +73,15 @@ def _last(calls: dict[Key, Any]) -> Key:
 
 
 def _behind(ranks: list[FlightRecord], calls: list[dict[Key, Any]]) -> list[str]:
-    """Who has not called what others have, and where ranks called different things."""
+    """Which ranks have not called what others have, and where ranks made different calls."""
     lasts = [_last(each) for each in calls]
     most = max(lasts)
     lines = []
     for one, last, each in zip(ranks, lasts, calls, strict=True):
         if last == most:
             continue
-        told = f"{_number(last)}, {flight_recorder.title(each[last])}" if last[0] >= 0 else "none"
-        lines.append(f"  rank {one.rank} is behind: its last call is {told}")
+        shown = f"{_number(last)}, {flight_recorder.title(each[last])}" if last[0] >= 0 else "none"
+        lines.append(f"  rank {one.rank} is behind: its last call is {shown}")
     for key in sorted(set().union(*calls)):
         titles = {flight_recorder.title(each[key]) for each in calls if key in each}
         if key[2] == COLLECTIVE and len(titles) > 1:
@@ -95,7 +94,7 @@ def _number(key: Key) -> str:
 
 
 def _most_telling(calls: list[dict[Key, Any]]) -> list[int]:
-    """Which ranks have room in the table: those that are behind, then in order."""
+    """The ranks to show: those that are behind first, then in order."""
     behind = sorted(range(len(calls)), key=lambda i: (_last(calls[i]), i))
     return sorted(behind[:COLUMNS])
 
@@ -116,7 +115,7 @@ def _table(ranks: list[FlightRecord], calls: list[dict[Key, Any]]) -> list[str]:
 
 
 def _cell(calls: dict[Key, Any], key: Key, same: bool) -> str:
-    """What a rank did about a call: how long it took, or how far it came."""
+    """A rank's state in a call: its duration, or how far the rank came."""
     call = calls.get(key)
     if call is None:
         if key[2] != COLLECTIVE:

@@ -1,11 +1,10 @@
-"""Tensors between ranks with gradients back: a model that lies on several processes.
+"""Point-to-point transfer of tensors with gradients: a model split over several processes.
 
     rank 0   feature = lower(x);  sent = remote_send(feature, 1);         sent.backward()
                                         | shape, dtype, elements              ^ gradient
     rank 1                        feature = remote_recv(0);  loss(...).backward()
 
-Called by users as pycomm.remote_send and pycomm.remote_recv. Source of the idea: MegEngine's
-distributed.functional.
+Source of the idea: MegEngine's distributed.functional.
 """
 
 from __future__ import annotations
@@ -28,37 +27,48 @@ FORWARD, BACKWARD = 0xFFFFFF01, 0xFFFFFF02  # tags
 def remote_send(x: Tensor, dst: int, *, group: Group | None = None) -> Tensor:
     """Sends `x` to rank `dst`, which calls remote_recv; returns a handle.
 
-    handle.backward() waits for the gradient from there and goes on with it through what made `x`.
-    The handle is a 0, so it can be added to a loss of this rank.
+    handle.backward() waits for the gradient from `dst` and continues the backward pass with it. The
+    handle is a scalar 0, so it can be added to a loss of this rank.
 
     Args:
-        x: a tensor of at most 8 dimensions, in host memory or on a CUDA device: a copy in host
-            memory is sent, with its shape and dtype. The gradient is given on the device of `x`.
+        x: a tensor of at most 8 dimensions, in host memory or on a CUDA device; it is sent through
+            host memory, with its shape and dtype. Its gradient is on the device of `x`.
         dst: another rank.
-        group: of `dst`; None is the default group.
+        group: the group of `dst`; None: the default group.
+
+    Returns:
+        A scalar tensor of the dtype and device of `x`.
 
     Raises:
-        InvalidArgument: too many dimensions, or this very rank.
-        Unsupported: a dtype, layout or device that pycomm does not send.
+        InvalidArgument: `x` has too many dimensions, or `dst` is this rank.
+        Unsupported: pycomm does not send this dtype, layout or device.
+        Error: as pycomm.send.
     """
     own = group or default()
     if own.rank == dst or x.dim() > MOST_DIMENSIONS:
         raise InvalidArgument(
-            f"remote_send of {x.dim()} dimensions from rank {own.rank} to {dst}: at most "
-            f"{MOST_DIMENSIONS}, and another rank"
+            f"remote_send: got {x.dim()} dimensions from rank {own.rank} to {dst}, expected at "
+            f"most {MOST_DIMENSIONS} dimensions and another rank"
         )
     handle: Tensor = _Send.apply(x, dst, own)  # type: ignore[no-untyped-call]  # torch's own
     return handle
 
 
 def remote_recv(src: int, *, group: Group | None = None) -> Tensor:
-    """What rank `src` sends by remote_send, in host memory wherever it was there; `.to(device)`
-    moves it, and its gradient back. That is sent to `src` in the backward pass, which waits for it
-    if the tensor that it sent needs one: use the result once in a loss.
+    """Receives the tensor that rank `src` sends with remote_send, in host memory.
+
+    The backward pass sends the gradient to `src`, which waits for it if its tensor requires one:
+    use the result in exactly one loss. `.to(device)` moves the tensor, and its gradient back.
 
     Args:
         src: another rank.
-        group: of `src`; None is the default group.
+        group: the group of `src`; None: the default group.
+
+    Returns:
+        A tensor of the shape and dtype that were sent.
+
+    Raises:
+        Error: as pycomm.recv.
     """
     own = group or default()
     words = torch.empty(3 + MOST_DIMENSIONS, dtype=torch.int64)
@@ -76,7 +86,7 @@ def remote_recv(src: int, *, group: Group | None = None) -> Tensor:
 
 
 class _Send(torch.autograd.Function):
-    """x -> 0; its gradient comes from the other rank."""
+    """Forward: x -> 0. Backward: receives the gradient from the other rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dst: int, group: Group) -> Tensor:
@@ -100,7 +110,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """x -> x; its gradient goes to the other rank."""
+    """Forward: x -> x. Backward: sends the gradient to the other rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, src: int, group: Group) -> Tensor:

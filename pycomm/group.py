@@ -1,8 +1,9 @@
-"""Groups of ranks, and the default group of the process.
+"""Process groups, and the default group of the process.
 
-A Group is a thin coat over the core's: names and numbers. What arrays become is in collectives.py.
-The default group is made by `init`, found by every call without `group=`, and closed at exit. A
-thread can have one of its own: that is how `pycomm.testing` runs ranks as threads.
+`Group` wraps `_core.Group` and adds names and default options; arrays are handled in
+collectives.py. `init` makes the default group, which every call without `group=` uses and which is
+closed at exit. A thread can have a default group of its own: `pycomm.testing` runs ranks as
+threads.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class Group:
     """Ranks that call collectives together, each from one thread, all in the same order.
 
     Attributes:
-        cuda_channels: how many channels rings over large CUDA arrays use, 1 to 8 (docs/cuda.md). To
-            be set before the first call with such arrays; rank 0's word counts.
-        cuda_internode_transport: by what CUDA arrays travel from host to host: "nccl", or "tcp", by
-            pycomm's own connections through host memory, and NCCL joins the ranks of each host
-            alone. As cuda_channels; groups that split() and shrink() make of this one have both.
+        cuda_channels: channels of rings over large CUDA arrays, 1 to 8 (docs/cuda.md). Set it
+            before the first call with such arrays; rank 0's value is used. split() and shrink()
+            copy it.
+        cuda_internode_transport: "nccl", or "tcp" to send CUDA arrays between hosts through host
+            memory and pycomm's connections. Set it as cuda_channels.
     """
 
     __slots__ = (
@@ -72,14 +73,14 @@ class Group:
     def __init__(
         self, core: _core.Group, store: Store | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        """A coat over `core`, which met in `store`; `timeout_s` is the limit of its calls."""
+        """Wraps `core`, whose ranks met in `store`; `timeout_s` is the time limit of its calls."""
         self._core = core
-        self._devices: dict[int, _core.Group] = {}  # by number of the device: see device_groups.py
+        self._devices: dict[int, _core.Group] = {}  # by device index: see device_groups.py
         self._rank, self._size = core.rank, core.size
         self._store, self._timeout_s = store, timeout_s
-        self._aborted: str | None = None  # why, if it was
+        self._aborted: str | None = None  # the reason
         self.cuda_channels, self.cuda_internode_transport = 1, "nccl"
-        self._parts: weakref.WeakSet[Group] = weakref.WeakSet()  # of split()
+        self._parts: weakref.WeakSet[Group] = weakref.WeakSet()  # made by split()
         _groups.add(self)
 
     @property
@@ -89,12 +90,12 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._size
 
     @property
     def ranks(self) -> list[int]:
-        """By rank: its rank in the first group, of which this one may be a part."""
+        """By rank: its rank in the first group, from which split() or shrink() made this one."""
         return self._core.ranks
 
     @property
@@ -107,9 +108,14 @@ class Group:
         return self._core.members
 
     def split(self, color: int | None, key: int | None = None) -> Group | None:
-        """Collective. The group of the ranks that give the same color, ordered by (key, rank).
+        """The subgroup of the ranks with this color, ordered by (key, rank). Collective.
 
-        A color of None (or a negative one) takes part and gets None; a key of None is the rank.
+        Args:
+            color: 0 or more; None or negative: join no subgroup and return None.
+            key: None: the rank.
+
+        Raises:
+            Error: as pycomm.all_reduce.
         """
         core = self._core.split(-1 if color is None else color, self._rank if key is None else key)
         if core is None:
@@ -119,7 +125,7 @@ class Group:
         return part
 
     def _like(self, core: _core.Group) -> Group:
-        """A coat over a group of some of this one's ranks."""
+        """Wraps a group of some of this group's ranks."""
         made = Group(core, self._store, self._timeout_s)
         made.cuda_channels, made.cuda_internode_transport = (
             self.cuda_channels,
@@ -128,61 +134,60 @@ class Group:
         return made
 
     def _adopt_subgroup(self, part: Group) -> None:
-        """`part` ends where this group does."""
+        """Makes abort() of this group abort `part` too."""
         with _state.lock:
             self._parts.add(part)
             reason = self._aborted
-        if reason is not None:  # by another thread, meanwhile
+        if reason is not None:  # another thread aborted this group meanwhile
             part.abort(reason)
 
     def shrink(self, timeout_s: float | None = None) -> Group:
-        """Collective over the survivors: the group of the ranks that still live, in their order.
+        """Makes a group of the ranks that still live, in their order. Collective over the
+        survivors.
 
-        For after PeerLost, Timeout or GroupBroken; a group that is whole is broken by it. Ranks
-        that have died are known to be dead where this host runs them, or where they were heard to
-        hang up; others are waited for. If this was the default group, the new one is from then on.
-        Needs the store in which the ranks met. Groups that split() made of this one are shrunk by
-        themselves.
+        Call it after PeerLost, Timeout or GroupBroken; it aborts an intact group. A rank is dead if
+        its process on this host ended or its connection closed; others are waited for. The new
+        group becomes the default if this one was it. Subgroups made by split() need a shrink() of
+        their own.
 
         Args:
-            timeout_s: for how long ranks that may still live are waited for, and for all of it;
-                None: the group's limit.
+            timeout_s: limit of the call and of the wait for ranks that may live; None: the group's.
 
         Raises:
-            GroupBroken: those who came are not more than half of the ranks that may live (or half
-                of them with the lowest); or the others went on without this rank.
-            PeerLost: the store is gone, as with the rank that served it.
-            Timeout: the survivors could not meet.
+            GroupBroken: the survivors are not more than half of the ranks that may live (or half of
+                them with the lowest rank); or the others continued without this rank.
+            PeerLost: the rendezvous store ended, with the rank that served it.
+            Timeout: the survivors could not meet in time.
         """
         store, _, limit_s = self._key_store()
         limit_s = limit_s if timeout_s is None else timeout_s
         if not limit_s > 0:
-            raise InvalidArgument(f"shrink: timeout_s is {limit_s}; it must be more than 0 seconds")
+            raise InvalidArgument(f"shrink: timeout_s: got {limit_s}, expected more than 0 seconds")
         group = self._like(shrink.regroup(self._core, store, limit_s))
         _inherit(self, group)
         return group
 
     def stats(self) -> _core.Stats:
-        """What this rank has done so far: bytes (written to peers), calls, seconds."""
+        """This rank's totals: bytes written to peers, calls, seconds. GroupBroken in a fork."""
         return self._core.stats()
 
     def close(self) -> None:
-        """Leaves in peace; later calls raise GroupBroken. Closing twice is fine.
+        """Leaves the group cleanly; later calls raise GroupBroken. Closing twice has no effect.
 
-        Groups that split() made of it go on: each is a group of its own, and is closed by itself or
-        at exit. abort() ends them too.
+        Subgroups made by split() stay open until they are closed or the process exits.
         """
         for core in self._devices.values():
             core.close()
         self._core.close()
         if not self._core.forked:
-            self._store = None  # with rank 0's goes what the ranks have left there
+            self._store = None  # the last reference to rank 0's store ends it
 
     def abort(self, reason: str) -> None:
-        """From any thread: ends the group on every rank with an error that carries `reason`.
+        """Ends the group on every rank with an error that contains `reason`. Callable from any
+        thread.
 
-        So end the groups that split() made of it, on every rank that is in one with this rank; with
-        the default group also those that torch's new_group() and split_group() made.
+        Also aborts subgroups made by split() that contain this rank; for the default group also
+        those of torch's new_group() and split_group().
         """
         with _state.lock:
             self._aborted, parts = reason, list(self._parts)
@@ -193,10 +198,8 @@ class Group:
             part.abort(reason)
 
     def _key_store(self) -> tuple[Store, str, float]:
-        """For objects.py: where this group's keys are kept, what they begin with, the time limit.
-
-        Raises:
-            GroupBroken: the group was closed, or is the parent process's.
+        """For objects.py: the store of this group's keys, their prefix, and the limit in seconds.
+        Raises GroupBroken if the group was closed or belongs to the parent process.
         """
         name = self._core.name  # raises in a forked child
         if self._store is None:
@@ -204,25 +207,25 @@ class Group:
         return self._store, f"{name}/user/", self._timeout_s
 
     def __repr__(self) -> str:
-        """As <pycomm.Group 'world' rank 0 of 2>."""
+        """For example <pycomm.Group 'world' rank 0 of 2>."""
         name = self._core.name if not self._core.forked else "of the parent process"
         return f"<pycomm.Group {name!r} rank {self._rank} of {self._size}>"
 
 
 class _State:
-    """The default group of the process, and what stands around it."""
+    """The default group of the process."""
 
     group: Group | None = None
-    adopted: bool = False  # the engine is torch's, which closes it
-    ended: str = ""  # why there is none any more
+    adopted: bool = False  # torch owns the engine and closes it
+    ended: str = ""  # why there is no group any more
     lock = threading.RLock()
 
 
 class _Thread(threading.local):
-    """What this thread has of its own. The class holds what a thread without any finds: such a
-    look-up is half of what a small call costs if it has to fail first."""
+    """Thread-local groups. Class attributes are the defaults: a failed lookup costs half a small
+    call."""
 
-    own: Sequence[Group] = ()  # the first is its default group
+    own: Sequence[Group] = ()  # the first is the thread's default group
     forced: Group | None = None  # the default within as_thread_default
 
 
@@ -240,28 +243,27 @@ def init(
     reproducible: bool = False,
     heartbeat_s: float = DEFAULT_HEARTBEAT_S,
 ) -> Group:
-    """Forms the default group from the environment; collective over the processes of the run.
+    """Forms the default group from the environment. Collective over the processes of the run.
 
-    The second call gives the same group, whatever its arguments; after torch's
-    init_process_group("pycomm") the group is that one's engine.
+    A second call returns the same group and ignores its arguments. After torch's
+    init_process_group("pycomm") the group uses that backend's engine.
 
     Args:
-        timeout_s: the limit of the forming and of every later call that names none, in seconds.
+        timeout_s: limit in seconds of the forming and of every call without one of its own.
         transport: "shm" or "tcp": this one only; None: PYCOMM_TRANSPORT, or the best for each pair.
-        secret: the run's key; None: PYCOMM_SECRET.
-        encrypt: what leaves a host is encrypted and authenticated with AES-256-GCM, in this group
-            and in those that split() and shrink() make of it; needs OpenSSL 3 and, on several
-            hosts, a secret. The same on every rank. None: PYCOMM_ENCRYPT, or no.
-        reproducible: sums in rank order whatever the size, so that bits depend on the inputs alone.
-        heartbeat_s: a rank that others wait for and that they have not heard of for so many seconds
-            is lost: it is stopped or its host is gone. One that is merely busy, be it with the GIL
-            held, is heard of all the time. 0: never, as where a debugger stops ranks. The same on
-            every rank.
+        secret: the run's shared secret; None: PYCOMM_SECRET.
+        encrypt: encrypt and authenticate traffic between hosts (AES-256-GCM), also in groups made
+            by split() and shrink(). Needs OpenSSL 3 and, on several hosts, a secret. The same on
+            every rank. None: PYCOMM_ENCRYPT, or no.
+        reproducible: add in rank order for every size, so that bits depend on the inputs alone.
+        heartbeat_s: a peer without a heartbeat for so many seconds counts as lost: it is stopped or
+            its host failed. A busy rank sends heartbeats, also while it holds the GIL. 0: no limit,
+            for debuggers. The same on every rank.
 
     Raises:
-        InvalidArgument: an argument or a variable makes no sense; or there is a default group,
-            which is not encrypted where `encrypt` wants that.
-        Timeout: not all ranks came; the text names those that did not.
+        InvalidArgument: an argument or variable is invalid; or `encrypt`, but the default group
+            exists and is not encrypted.
+        Timeout: not all ranks joined; the text names the missing ones.
         PeerLost, Mismatch: a rank died, or was started with other options.
         Unsupported: `encrypt` without OpenSSL 3, or on several hosts without a secret.
     """
@@ -270,17 +272,17 @@ def init(
         if found is not None:
             if encrypt and not found._core.encrypted:
                 raise InvalidArgument(
-                    "encrypt=True, but the default group is there already and is not encrypted: "
-                    "give encrypt=True where it is made"
+                    "encrypt=True, but the default group exists and is not encrypted: "
+                    "pass encrypt=True where it is made"
                 )
             return found
         if not timeout_s > 0:
-            raise InvalidArgument(f"timeout_s is {timeout_s}; it must be more than 0 seconds")
+            raise InvalidArgument(f"invalid timeout_s: got {timeout_s}, expected more than 0")
         if not heartbeat_s >= 0:
-            raise InvalidArgument(f"heartbeat_s is {heartbeat_s}; it must be 0 or more seconds")
+            raise InvalidArgument(f"invalid heartbeat_s: got {heartbeat_s}, expected 0 or more")
         if transport is not None and transport not in config.TRANSPORTS:
             raise InvalidArgument(
-                f"transport is {transport!r}; it must be one of {', '.join(config.TRANSPORTS)}"
+                f"invalid transport: got {transport!r}, expected {', '.join(config.TRANSPORTS)}"
             )
         if secret is not None:
             secrets.check(secret, "secret")
@@ -320,21 +322,21 @@ def _form(
         tuned=thresholds.thresholds(),
         **config.flight_recorder_files(),
     )
-    core.set_timeout(timeout_s)  # of its calls; the forming had what was left of it
+    core.set_timeout(timeout_s)  # of its calls; forming used the remaining time
     store.settle()
     launcher_watch.start(_abort_all)
     return Group(core, store, timeout_s)
 
 
 def _abort_all(reason: str) -> None:
-    """Ends every group of this process with an error that carries `reason`."""
+    """Aborts every group of this process with an error that contains `reason`."""
     for group in list(_groups):
         with contextlib.suppress(Exception):  # closed meanwhile
             group.abort(reason)
 
 
 def log_at(level: str) -> None:
-    """Lets pycomm's lines through to stderr, unless the program has set up logging itself."""
+    """Sends pycomm's log messages to stderr, unless the program has configured logging."""
     logger = logging.getLogger("pycomm")
     if level == "warning" or logger.hasHandlers():
         return
@@ -345,7 +347,8 @@ def log_at(level: str) -> None:
 
 
 def shutdown() -> None:
-    """Closes the default group; calling it twice is fine. An engine of torch's is left to torch."""
+    """Closes the default group; a second call has no effect. An engine that torch owns stays
+    open."""
     with _state.lock:
         group, adopted = _state.group, _state.adopted
         _state.group, _state.adopted = None, False
@@ -395,40 +398,42 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many ranks the default group has."""
+    """The number of ranks of the default group."""
     return default().size
 
 
 def local_rank() -> int:
-    """This process's rank among those of its host."""
+    """This process's rank among the default group's ranks on this host."""
     return default()._core.local_rank
 
 
 def local_size() -> int:
-    """How many processes of the default group run on this host."""
+    """The number of the default group's ranks on this host."""
     return default()._core.local_size
 
 
 def host_count() -> int:
-    """On how many hosts the default group runs."""
+    """The number of hosts of the default group."""
     return default()._core.host_count
 
 
 def set_num_threads(n: int) -> None:
-    """With how many threads this process works on large arrays in `pycomm.kernels`.
+    """Sets the number of threads of `pycomm.kernels` for large arrays; results do not depend on it.
 
-    At first one for each processor that it may use. Results do not depend on it. Collectives
-    reduce with the thread that calls.
+    Args:
+        n: at least 1; the default is the number of processors that the process may use.
+
+    Raises:
+        InvalidArgument: `n` is below 1.
     """
     if n < 1:
-        raise InvalidArgument(f"set_num_threads({n}): at least one thread is needed")
+        raise InvalidArgument(f"set_num_threads: invalid n: got {n}, expected at least 1")
     _core.set_kernel_threads(n)
 
 
 def register_core(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], None]:
-    """Makes torch's engine the default group; gives what forgets it. Called by torch_backend.
-
-    Where the process has one already, as when ranks are threads, it is that of this thread alone.
+    """Makes torch's engine the default group, or that of this thread if the process has one already
+    (ranks as threads); returns a function that unregisters it.
     """
     group = Group(core, store, timeout_s)
     launcher_watch.start(_abort_all)
@@ -451,8 +456,9 @@ def register_core(core: _core.Group, store: Store, timeout_s: float) -> Callable
 def register_backend(
     core: _core.Group, store: Store | None, timeout_s: float
 ) -> Callable[[], None]:
-    """Lets the engine of torch's new_group() or split_group() end where the default group does, as
-    parts of split() do; gives what forgets it. Called by torch_backend."""
+    """Makes abort() of the default group abort the engine of torch's new_group() or split_group()
+    too; returns a function that unregisters it.
+    """
     held = [Group(core, store, timeout_s)]
     if (group := _find()) is not None:
         group._adopt_subgroup(held[0])
@@ -460,20 +466,21 @@ def register_backend(
 
 
 def default_core() -> _core.Group | None:
-    """The engine behind `init` or `run_ranks`, for torch_backend to build on; None without one."""
+    """The engine made by `init` or `run_ranks`, for torch_backend to share; None if there is
+    none."""
     group = _thread.forced or (None if _state.adopted else _state.group)
     return None if group is None else group._core
 
 
 def default_is_encrypted() -> bool:
-    """Whether there is a default group, of torch's or ours, that is encrypted."""
+    """Whether the default group, made by torch or by pycomm, is encrypted."""
     group = _thread.forced or _state.group
     return group is not None and not group._core.forked and group._core.encrypted
 
 
 @contextlib.contextmanager
 def as_thread_default(group: Group) -> Iterator[None]:
-    """Within it, `group` is the default of this thread alone."""
+    """A context in which `group` is the default of this thread only."""
     _thread.forced = group
     try:
         yield
@@ -482,7 +489,7 @@ def as_thread_default(group: Group) -> Iterator[None]:
 
 
 def _close_all(*_: Any) -> None:
-    """At exit: leaves every group in peace, so that no peer takes the end for a loss."""
+    """At exit: leaves every group cleanly, so that no peer reports a loss."""
     for group in list(_groups):
         with contextlib.suppress(Exception):
             group.close()

@@ -1,4 +1,4 @@
-"""`pycomm info`: what is built and what works on this machine, as aligned text."""
+"""`pycomm info`: what is built and what works on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROBE_S = 5.0
 
 
 def report() -> str:
-    """Everything that `pycomm info` prints."""
+    """The text of `pycomm info`."""
     sections = {
         "built": _built(),
         "transports": [(name, _probe(name)) for name in config.TRANSPORTS],
@@ -51,12 +51,12 @@ def _built() -> list[tuple[str, str]]:
 def _version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:  # is what the table says
+    except importlib.metadata.PackageNotFoundError:  # shown in the table
         return "not installed"
 
 
 def _c10d() -> str:
-    """The torch.distributed backend: whether it is there, and the torch beside it."""
+    """Whether the torch.distributed backend is built, and torch's version."""
     torch = _version("torch")
     if importlib.util.find_spec("pycomm._c10d") is None:
         return f"not built (torch {torch})"
@@ -64,10 +64,10 @@ def _c10d() -> str:
 
 
 def _probe(transport: str) -> str:
-    """Whether two ranks can talk by this transport here, found out by letting them."""
+    """Whether two ranks can communicate with this transport here; runs two ranks."""
     try:
         testing.run_ranks(2, _hello, transport=transport, timeout_s=PROBE_S)
-    except errors.Error as error:  # is what the table says
+    except errors.Error as error:  # shown in the table
         return f"no: {error}"
     return "yes"
 

@@ -1,8 +1,7 @@
-"""Notices that torch's agent, which started this rank, was killed: torchrun's ranks outlive it.
+"""Aborts this rank's groups when torch's elastic agent is killed: torchrun's ranks outlive it.
 
-A thread waits for the end of the agent, and of the processes between it and this one, and has the
-process's groups aborted, so that their calls raise. Called by group.py; ranks of `pycomm launch`
-end with their launcher, by launch/worker_setup.py and launch/supervisor.py.
+A thread waits for the end of the agent, and of the processes between it and this one. Ranks of
+`pycomm launch` end with their launcher: launch/worker_setup.py and launch/supervisor.py.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from pycomm import config
 
 __all__ = ["start"]
 
-MOST_ANCESTORS = 16  # a wrapper script or two stand between the agent and a rank
+MOST_ANCESTORS = 16  # there may be wrapper scripts between the agent and a rank
 
 
 class _State:
-    pid = 0  # the process that watches: a forked child has no thread
+    pid = 0  # the process that runs the thread: a forked child has none
     lock = threading.Lock()
 
 
 def start(abort: Callable[[str], None]) -> None:
-    """Watches from now on, in one thread per process, if an agent of torch's started this process.
+    """Starts the thread, once per process, if torch's elastic agent started this process.
 
     Args:
-        abort: called once, with the reason, on that thread, when the agent or a process between
-            ended.
+        abort: called once on that thread, with the reason, when the agent or a process between
+            them ends.
     """
     if not config.under_torchrun():
         return
@@ -49,8 +48,9 @@ def start(abort: Callable[[str], None]) -> None:
 
 
 def _launchers() -> list[int]:
-    """This process's ancestors, from its parent to the agent: the first without the variables that
-    an agent gives to its ranks."""
+    """This process's ancestors, from its parent to the agent: the first process without the
+    variables that an agent sets for its ranks.
+    """
     found = [os.getppid()]
     while config.under_torchrun(found[-1]) and len(found) < MOST_ANCESTORS:
         try:

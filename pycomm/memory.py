@@ -1,7 +1,6 @@
-"""Arrays in memory that all ranks of a host map, so that collectives on them stage nothing.
+"""Arrays in memory that all ranks of a host map, so that collectives on them need no staging copy.
 
-Local: every rank allocates for itself, whether a group stands or not. Called by users, and by
-pycomm.parallel for the buckets of gradients.
+Allocation is local: it needs no group and no other rank.
 """
 
 from __future__ import annotations
@@ -22,18 +21,23 @@ __all__ = ["empty", "empty_for"]
 
 
 def empty(shape: int | Sequence[int], dtype: Any, shared: bool = True) -> Any:
-    """An array with arbitrary contents: a torch tensor for a torch dtype, else a NumPy array.
+    """An uninitialized array: a torch tensor for a torch dtype, else a NumPy array.
 
-    With `shared` it lies in memory that the ranks of this host map into each other. An all_reduce,
-    broadcast, all_gather or reduce_scatter above 16 KiB in which that holds for every rank's array
-    (for its input in the last two) is carried out where the arrays lie; where one rank's array is
-    of another kind all go the ordinary way. Views and slices count as the
-    array they are of. It takes whole pages, which go back to the system with the last array on
-    them. After a fork the child sees the parent's very memory, as with torch's `share_memory_()`.
+    Shared memory speeds up all_reduce, broadcast, all_gather and reduce_scatter above 16 KiB
+    between ranks of one host: they access the peers' arrays in place. This needs every rank's array
+    (in the last two calls: input) to be shared; otherwise all ranks use the ordinary path. Views
+    and slices of a shared array count as shared. Memory is allocated in whole pages and freed with
+    the last array that uses them. After a fork parent and child share the memory, as with torch's
+    `share_memory_()`.
+
+    Args:
+        shape: one length or a sequence of lengths, in elements.
+        dtype: a torch dtype, or anything that np.dtype() takes.
+        shared: allocate memory that the other ranks of this host can map.
 
     Raises:
-        InvalidArgument: a length that is negative or no integer; more than the machine has memory.
-        Unsupported: `shared` where address space or the size of files is limited.
+        InvalidArgument: a length is negative or not an integer, or the machine lacks the memory.
+        Unsupported: `shared`, but address space or file size is limited (ulimit).
     """
     lengths = _lengths(shape)
     torch: Any = sys.modules.get("torch")
@@ -49,23 +53,23 @@ def empty(shape: int | Sequence[int], dtype: Any, shared: bool = True) -> Any:
 
 
 def _lengths(shape: Any) -> tuple[int, ...]:
-    """One length or several, of any integers, NumPy's too."""
+    """A shape as a tuple of one or more ints; accepts any integer type, such as NumPy's."""
     lengths: tuple[int, ...]
     try:
         try:
             lengths = (index(shape),)
-        except TypeError:  # no number
+        except TypeError:  # not a number
             lengths = tuple(map(index, shape))
     except TypeError:  # nor a sequence of numbers
-        text = f"shape {shape!r} is neither a length nor a sequence of lengths"
+        text = f"invalid shape: got {shape!r}, expected a length or a sequence of lengths"
         raise InvalidArgument(text, op="empty") from None
     if min(lengths, default=0) < 0:
-        raise InvalidArgument(f"shape {lengths} has a negative length", op="empty")
+        raise InvalidArgument(f"invalid shape: {lengths} has a negative length", op="empty")
     return lengths
 
 
 def empty_for(group: Group, count: int, dtype: Any) -> Any:
-    """A flat torch tensor in memory that the group's ranks map, or None where they map none."""
+    """A flat torch tensor in memory that the group's ranks map; None if they cannot map any."""
     memory: Any = group._core.allocate(count * dtype.itemsize) if count > 0 else None
     if memory is None:
         return None

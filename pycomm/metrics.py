@@ -1,6 +1,6 @@
-"""Metrics over all ranks, weighed by true counts: what one process over all data would get.
+"""Metrics over all ranks, weighted by sample counts: equal to one process over all data.
 
-Sums stay where the tensors are; nothing is fetched or sent before compute(). Called by users.
+Sums stay on the tensors' device; nothing is copied or sent before compute().
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Accuracy", "Mean"]
 
 
 class _Sums:
-    """Numbers that add up on each rank, and their totals over all."""
+    """Sums of each rank, and their totals over all ranks."""
 
     def __init__(self, count: int, dtype: torch.dtype, every: int, group: Group | None) -> None:
         if every < 1:
-            raise InvalidArgument(f"every={every}: at least 1")
+            raise InvalidArgument(f"invalid every: got {every}, expected at least 1")
         self._sums = torch.zeros(count, dtype=dtype)
         self._every, self._calls, self._group = every, 0, group
 
@@ -32,7 +32,7 @@ class _Sums:
         self._sums += new
 
     def due(self, now: bool) -> bool:
-        """Whether this call of compute() is one that communicates."""
+        """Counts a call of compute(); whether it communicates."""
         self._calls += 1
         return now or self._calls % self._every == 0
 
@@ -54,8 +54,11 @@ class Mean:
         loss_mean.update(loss.detach(), len(x));  value = loss_mean.compute()
 
     Args:
-        every: compute() communicates at each `every`-th call, and else gives what it gave last.
-        group: whose ranks; None is the default group.
+        every: compute() communicates at each `every`-th call, and else returns its last result.
+        group: the group to call in; None: the default group.
+
+    Raises:
+        InvalidArgument: `every` is below 1.
     """
 
     def __init__(self, every: int = 1, group: Group | None = None) -> None:
@@ -63,22 +66,33 @@ class Mean:
         self._last = float("nan")
 
     def update(self, value: Tensor | float, count: int = 1) -> None:
-        """Takes the mean `value` of `count` samples, or a tensor of several values of which each
-        stands for `count` samples."""
+        """Adds values.
+
+        Args:
+            value: the mean of `count` samples; or a tensor of any shape, each element of which is
+                the mean of `count` samples.
+            count: samples per element.
+        """
         values = torch.as_tensor(value).detach().to(torch.float64)
         weight = values.new_tensor(float(count * values.numel()))
         self._sums.add(torch.stack([values.sum() * count, weight]))
 
     def compute(self, now: bool = False) -> float:
-        """The mean; NaN before there is any. Collective where it communicates: at each `every`-th
-        call, and with `now`."""
+        """The mean; NaN before any update. Collective at each `every`-th call, and with `now`.
+
+        Args:
+            now: communicate in this call; the same on every rank.
+
+        Raises:
+            Error: as pycomm.all_reduce, if it communicates.
+        """
         if self._sums.due(now):
             total, count = self._sums.total()
             self._last = total / count if count else float("nan")
         return self._last
 
     def reset(self) -> None:
-        """Forgets what was taken."""
+        """Clears the sums."""
         self._sums.reset()
 
 
@@ -86,24 +100,36 @@ class Accuracy:
     """The share of samples whose label is among the k classes with the highest scores.
 
     Args:
-        topk: for which k, in the order in which compute() gives them.
+        topk: the values of k, in the order of compute()'s result; each at least 1.
         every, group: as for Mean.
+
+    Raises:
+        InvalidArgument: `every` or a k is below 1, or there is no k.
     """
 
     def __init__(
         self, topk: Sequence[int] = (1, 5), every: int = 1, group: Group | None = None
     ) -> None:
         if not topk or min(topk) < 1:
-            raise InvalidArgument(f"topk={topk}: numbers from 1 on")
+            raise InvalidArgument(f"invalid topk: got {topk}, expected numbers from 1")
         self._topk = tuple(topk)
         self._sums = _Sums(len(self._topk) + 1, torch.int64, every, group)
         self._last = (float("nan"),) * len(self._topk)
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
-        """Takes scores [n, classes] and labels [n]. With fewer classes than k all count as hits."""
+        """Adds a batch.
+
+        Args:
+            scores: [n, classes]. With fewer than k classes every sample counts as a hit.
+            labels: [n], class indices.
+
+        Raises:
+            InvalidArgument: other shapes.
+        """
         if scores.dim() != 2 or labels.shape != scores.shape[:1]:
             raise InvalidArgument(
-                f"scores {list(scores.shape)} and labels {list(labels.shape)}: [n, classes] and [n]"
+                f"invalid shapes: got scores {list(scores.shape)} and labels {list(labels.shape)}, "
+                "expected [n, classes] and [n]"
             )
         most = min(max(self._topk), scores.shape[1])
         hits = scores.detach().topk(most, 1).indices == labels.detach()[:, None]
@@ -111,12 +137,19 @@ class Accuracy:
         self._sums.add(torch.stack([*found, found[0].new_tensor(len(labels))]))
 
     def compute(self, now: bool = False) -> tuple[float, ...]:
-        """The shares by k, from 0 to 1; NaN and exchange as for Mean."""
+        """The shares by k, each from 0 to 1; NaN and communication as for Mean.
+
+        Args:
+            now: as for Mean.
+
+        Raises:
+            Error: as pycomm.all_reduce, if it communicates.
+        """
         if self._sums.due(now):
             *hits, count = self._sums.total()
             self._last = tuple(number / count if count else float("nan") for number in hits)
         return self._last
 
     def reset(self) -> None:
-        """Forgets what was taken."""
+        """Clears the sums."""
         self._sums.reset()

@@ -1,7 +1,6 @@
-"""NCCL, NVIDIA's collective library: where it is looked for and which one there is.
+"""NCCL, NVIDIA's collective library: search path and version.
 
-It is opened at run time by `_cuda` and never linked, so that nothing here needs it. Called by
-`pycomm info` and by device_groups.py.
+`_cuda` opens it at run time and never links it, so pycomm works without NCCL.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ __all__ = ["described", "load", "places"]
 
 
 def places() -> list[tuple[str, str, bool]]:
-    """Where the library may be, first choice first: (in words, what dlopen gets, only if loaded).
+    """Where to search, in order: (description, argument of dlopen, only if already loaded).
 
-    A copy that the process has already, which is torch's, comes first: one library for both.
+    A copy that the process has already loaded, which is torch's, comes first: both share it.
     """
     return [
-        (f"a {LIBRARY} that is loaded, as torch's", LIBRARY, True),
+        (f"a loaded {LIBRARY}, such as torch's", LIBRARY, True),
         (f"the package {PACKAGE}", _in_package(), False),
         (f"the system's {LIBRARY}", LIBRARY, False),
     ]
 
 
 def _in_package() -> str:
-    """The package's library; empty where it is not installed."""
+    """The package's library; empty if it is not installed."""
     try:
         package = importlib.metadata.distribution(PACKAGE)
     except importlib.metadata.PackageNotFoundError:  # the loader looks elsewhere
@@ -42,24 +41,24 @@ def _in_package() -> str:
 
 
 def load(module: Any = None) -> Any:
-    """The library, opened: `.version` ("2.32.3"), `.origin` (its file), `.unique_id()`.
+    """Opens the library: `.version` ("2.32.3"), `.origin` (its file), `.unique_id()`.
 
     Args:
-        module: what opens it; None: `_cuda`.
+        module: the module that opens it; None: `_cuda`.
 
     Raises:
-        Unsupported: `_cuda` is not built, or no place has a library with all that is needed; says
-            what was wrong at each place.
+        Unsupported: `_cuda` is not built, or no place has a complete library; the text lists each
+            place and why it failed.
     """
     if module is None:
         if importlib.util.find_spec("pycomm._cuda") is None:
-            raise Unsupported("not looked for: pycomm._cuda is not built")
+            raise Unsupported("NCCL not searched: pycomm._cuda is not built")
         module = importlib.import_module("pycomm._cuda")
     return module.nccl.load(places())
 
 
 def described() -> str:
-    """Version and file, or why there is none, in a line."""
+    """Version and file in one line, or why there is none."""
     try:
         library = load()
     except Unsupported as error:

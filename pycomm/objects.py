@@ -1,9 +1,9 @@
-"""Plain values between ranks: gathered from all, or left under a key for whoever wants them.
+"""Plain values between ranks: gathered from all ranks, or stored under a key.
 
-Plain are None, bool, int, float, str and bytes, and lists, tuples and dicts of them
-(serialization.py): what comes from another rank can never run code. Keys lie in the store in which
-the ranks of the run met, apart for each group: torch's where torch made the group, else that of
-rank 0's process, which serves them until it leaves.
+Plain values are None, bool, int, float, str and bytes, and lists, tuples and dicts of them
+(serialization.py): a value from another rank can never run code. Keys are kept in the rendezvous
+store, separately for each group. That is torch's store if torch created the group; otherwise
+rank 0's process serves it until it leaves.
 """
 
 from __future__ import annotations
@@ -28,22 +28,31 @@ __all__ = [
 ]
 
 MAX_KEY_BYTES = 512
-LEAST_S = 0.3  # for a healthy store to answer at the end of a limit
-MAX_VALUE_BYTES = 1 << 20  # of a value under a key, as bytes: what a store takes
+LEAST_S = 0.3  # what a store gets to answer in, even at the end of a time limit
+MAX_VALUE_BYTES = 1 << 20  # of an encoded value under a key: the store's limit
 
 
 def all_gather_object(
     value: Any, *, group: Group | None = None, timeout_s: float | None = None
 ) -> list[Any]:
-    """Collective. Every rank's plain value, by rank.
+    """Gathers every rank's plain value. Collective.
+
+    Args:
+        value: None, bool, int, float, str, bytes, or lists, tuples and dicts of them.
+        group: the group to call in; None: the default group.
+        timeout_s: time limit in seconds; None: the group's.
+
+    Returns:
+        The values by rank.
 
     Raises:
-        InvalidArgument: a rank's value is not plain. Raised on every rank, with the name of that
-            rank and of the part that is not; the group goes on.
+        InvalidArgument: a rank's value is not plain. Raised on every rank; the text names the rank
+            and the offending element. The group stays usable.
+        Error: as pycomm.all_gather.
     """
     try:
         mine = b"\1" + serialization.encode(value)
-    except InvalidArgument as error:  # the others are told, so that nobody waits for this rank
+    except InvalidArgument as error:  # sent to the other ranks, which wait for this one
         mine = b"\0" + str(error).encode("utf-8", "backslashreplace")
     group = group or default()
     parts = all_gather_v(np.frombuffer(mine, np.uint8), group=group, timeout_s=timeout_s)
@@ -60,26 +69,27 @@ def all_gather_object(
 
 
 def user_set(key: str, value: Any, *, group: Group | None = None) -> None:
-    """Leaves a plain value under `key` for all ranks of the group; a later one replaces it.
+    """Stores a plain value under `key` for all ranks of the group; a later value replaces it.
 
-    Not collective: any rank, at any time, from any thread.
+    Not collective: any rank may call it, at any time, from any thread.
 
     Args:
-        key: of 1 to MAX_KEY_BYTES bytes as UTF-8.
-        value: of at most MAX_VALUE_BYTES bytes when encoded (8 to 10 more than its text has, for
-            each part).
+        key: 1 to MAX_KEY_BYTES bytes of UTF-8.
+        value: plain; at most MAX_VALUE_BYTES bytes when encoded (8 to 10 bytes of overhead for each
+            element).
+        group: the group that has the key; None: the default group.
 
     Raises:
         InvalidArgument: the value is not plain, or key or value are too long.
-        PeerLost: the store has gone, with rank 0.
-        Timeout: the store did not answer within the group's limit.
+        PeerLost: the store ended, with rank 0.
+        Timeout: the store did not answer within the group's time limit.
     """
     store, prefix, limit_s = (group or default())._key_store()
     encoded = serialization.encode(value)
     if len(encoded) > MAX_VALUE_BYTES:
         raise InvalidArgument(
-            f"user_set: the value of {key!r} has {len(encoded)} bytes and may have "
-            f"{MAX_VALUE_BYTES}: broadcast an array instead",
+            f"user_set: the value of {key!r} has {len(encoded)} bytes, at most "
+            f"{MAX_VALUE_BYTES} are allowed: broadcast an array instead",
             op="user_set",
             bytes=len(encoded),
         )
@@ -87,25 +97,38 @@ def user_set(key: str, value: Any, *, group: Group | None = None) -> None:
 
 
 def user_get(key: str, timeout_s: float | None = None, *, group: Group | None = None) -> Any:
-    """The value of `key`, once a rank has set it.
+    """Waits until a rank has set `key`, and returns its value.
+
+    Args:
+        key: as in user_set.
+        timeout_s: time limit in seconds; None: the group's.
+        group: the group that has the key; None: the default group.
 
     Raises:
-        Timeout: nobody set it in `timeout_s` seconds (None: the group's limit). The group goes on.
-        PeerLost: the store has gone, with rank 0.
+        InvalidArgument: the key is invalid.
+        Timeout: no rank set the key in time. The group stays usable.
+        PeerLost: the store ended, with rank 0.
     """
     return _wait("user_get", key, timeout_s, group)
 
 
 def user_pop(key: str, timeout_s: float | None = None, *, group: Group | None = None) -> Any:
-    """As user_get, and takes the value away: of several ranks that pop it one gets it.
+    """Waits until a rank has set `key`, removes it and returns its value. If several ranks pop the
+    key at the same time, one of them gets the value.
 
-    The errors are those of user_get.
+    Args:
+        key: as in user_set.
+        timeout_s: time limit in seconds; None: the group's.
+        group: the group that has the key; None: the default group.
+
+    Raises:
+        InvalidArgument, Timeout, PeerLost: as user_get.
     """
     return _wait("user_pop", key, timeout_s, group)
 
 
 def _wait(verb: str, key: str, timeout_s: float | None, group: Group | None) -> Any:
-    """Waits for the key and gives its value, or takes it, as the verb says."""
+    """Waits for the key and returns its value; `verb` "user_pop" also removes it."""
     store, prefix, limit_s = (group or default())._key_store()
     where = _place(prefix, key, verb)
     limit_s = calls.limit(timeout_s) or limit_s
@@ -123,7 +146,7 @@ def _wait(verb: str, key: str, timeout_s: float | None, group: Group | None) -> 
 
 
 def _place(prefix: str, key: str, verb: str) -> str:
-    """Where the store has the key; raises InvalidArgument for one that is not a short text."""
+    """The store's name of the key; raises InvalidArgument unless it is a str of valid length."""
     try:
         good = type(key) is str and 1 <= len(key.encode()) <= MAX_KEY_BYTES
     except UnicodeEncodeError:  # half a surrogate pair
@@ -131,6 +154,7 @@ def _place(prefix: str, key: str, verb: str) -> str:
     if not good:
         shown = f"{key!r:.40}" if type(key) is str else type(key).__name__
         raise InvalidArgument(
-            f"{verb}: a key is a text of 1 to {MAX_KEY_BYTES} bytes, not {shown}", op=verb
+            f"{verb}: invalid key: got {shown}, expected a str of 1 to {MAX_KEY_BYTES} bytes",
+            op=verb,
         )
     return prefix + key

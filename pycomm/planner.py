@@ -1,10 +1,9 @@
-"""`pycomm plan` and pycomm.plan(): what a step would take with more ranks, or another line.
+"""`pycomm plan` and pycomm.plan(): predicts the time of a training step for other ranks and links.
 
-A step of the model is measured here, alone; so are the kernels. What travels is counted
-(compress/schedule.py), by a line of the speed that is asked for. Nothing hides behind the backward
-pass, and a call costs CALL_S whatever the number of ranks: it is of large gradients that this
-speaks. `bench links --training` holds it against measurements. Called by users, __main__.py and
-benchmarks/steps.py.
+Measures a step of the model and the compression kernels on this process alone. The sent bytes are
+computed and divided by the link's bandwidth. The model assumes no overlap of
+communication with the backward pass and a latency of 0.1 ms per call: it suits large gradients.
+`bench links --training` compares it with measurements.
 """
 
 from __future__ import annotations
@@ -29,13 +28,14 @@ __all__ = ["Expected", "best", "draw", "expected", "main", "plan", "table"]
 
 RATES_GBIT = (1.0, 10.0, 100.0)
 RANKS = (2, 8, 64, 512, 4096)
-CALL_S = 1e-4  # a message on its way between hosts
+CALL_S = 1e-4  # latency of a message between hosts
 WARM, STEPS = 2, 5
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Seconds of a step with `ranks` ranks behind lines of `gbit` each, by method."""
+    """The predicted seconds of a step, by method, for `ranks` ranks with links of `gbit` Gbit/s
+    each."""
 
     ranks: int
     gbit: float
@@ -51,23 +51,27 @@ def plan(
     sparsity: float = 0.999,
     local_steps: int = 8,
 ) -> list[Expected]:
-    """Measures `step`, forward, backward and update of this process alone, and expects the rest.
+    """Measures `step` (forward, backward and update) on this process alone and predicts the rest.
 
     Args:
-        model: whose parameters travel, on the CPU.
-        step: takes one step of training without communication.
-        ranks, gbit: the numbers of ranks, and speeds of a rank's line, that are asked for.
-        sparsity: of DGC.
-        local_steps: steps between the sums of LocalSGD.
+        model: the model whose parameters are exchanged, on the CPU.
+        step: runs one training step without communication.
+        ranks: numbers of ranks to predict, each at least 2.
+        gbit: bandwidths of a rank's link to predict, in Gbit/s.
+        sparsity: of DGC: the share of elements that is not sent.
+        local_steps: of LocalSGD: steps between two averages.
+
+    Returns:
+        A prediction for each bandwidth and number of ranks.
 
     Raises:
-        InvalidArgument: a model without parameters, ranks below 2, or a line without speed.
+        InvalidArgument: the model has no parameters, or a number of ranks or bandwidth is invalid.
     """
     count = sum(parameter.numel() for parameter in model.parameters())
     if not count or min(ranks, default=0) < 2 or min(gbit, default=0) <= 0:
         raise InvalidArgument(
-            f"plan: {count} parameters, ranks={list(ranks)}, gbit={list(gbit)}: it takes a model "
-            "with parameters, at least 2 ranks and lines above 0 Gbit/s"
+            f"plan: got {count} parameters, ranks={list(ranks)}, gbit={list(gbit)}; expected a "
+            "model with parameters, at least 2 ranks and more than 0 Gbit/s"
         )
     seconds = []
     for _ in range(WARM + STEPS):
@@ -93,13 +97,13 @@ def expected(
     where: tuple[int, float],
     local_steps: int = 8,
 ) -> dict[str, float]:
-    """Seconds of a step by method.
+    """The predicted seconds of a step by method.
 
     Args:
-        compute_s: of a step without communication.
-        loads, codings: of raw packets and of compact ones, and how fast they are coded.
-        where: ranks, and Gbit/s of each one's line.
-        local_steps: see plan().
+        compute_s: seconds of a step without communication.
+        loads, codings: of raw and of compact packets: their sizes and coding speeds.
+        where: number of ranks, and Gbit/s of each rank's link.
+        local_steps: as of plan().
     """
     ranks, gbit = where
     link = Link(CALL_S, 8 / (gbit * 1e9))
@@ -117,13 +121,12 @@ def expected(
 
 
 def best(one: Expected) -> str:
-    """The method of the fewest seconds, of equals the first; sums in bfloat16 are there to be
-    compared with, not to be had."""
+    """The fastest method, the first of equal ones. bfloat16 sums are only for comparison."""
     return min((name for name in one.seconds if name != "bf16"), key=lambda name: one.seconds[name])
 
 
 def table(found: Sequence[Expected]) -> str:
-    """Seconds by method, what to take, and how many times faster than dense the best DGC is."""
+    """A table of the seconds by method, the best method, and the best speedup of DGC over dense."""
     names = list(found[0].seconds)
     head = " ".join(f"{name:>15}" for name in names)
     lines = [f"{'# Gbit/s':>8} {'ranks':>6} {head}  {'take':15} {'dense/dgc':>9}"]
@@ -140,7 +143,8 @@ COLORS |= {"dgc 2bit gather": "#e8710a", "dgc 2bit sharded": "#1a73e8"}
 
 
 def draw(path: Path, found: Sequence[Expected], caption: str = "") -> None:
-    """Seconds of a step over the number of ranks, a panel for each line; needs matplotlib."""
+    """Plots the seconds of a step over the number of ranks, a panel for each link; needs
+    matplotlib."""
     from matplotlib.figure import Figure
 
     rates = list(dict.fromkeys(one.gbit for one in found))
@@ -156,23 +160,23 @@ def draw(path: Path, found: Sequence[Expected], caption: str = "") -> None:
         axes.set_xticks(ranks, [str(n) for n in ranks])
         axes.minorticks_off()
         axes.grid(alpha=0.25)
-    panels[0].set_ylabel("seconds of a step, expected")
+    panels[0].set_ylabel("predicted seconds of a step")
     panels[0].legend(frameon=False)
     figure.suptitle(caption, fontsize=9, color="#5f6368")
     figure.savefig(path, dpi=150)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plans for a perceptron of the size that is asked for; the exit status."""
+    """Predicts for a multilayer perceptron of the given size; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm plan", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--width", type=int, default=1432, help="of a layer (%(default)s)")
+    parser.add_argument("--width", type=int, default=1432, help="width of a layer (%(default)s)")
     parser.add_argument("--layers", type=int, default=20, help="(%(default)s: 41 M parameters)")
-    parser.add_argument("--rows", type=int, default=64, help="of a batch (%(default)s)")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a batch (%(default)s)")
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="(%(default)s)")
-    parser.add_argument("--gbit", default="1,10,100", help="of a rank's line (%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to store all figures")
-    parser.add_argument("--plot", type=Path, help="where to draw seconds over ranks")
+    parser.add_argument("--gbit", default="1,10,100", help="of a rank's link (%(default)s)")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--plot", type=Path, help="image file for a plot of seconds over ranks")
     options = parser.parse_args(argv)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error('--plot needs matplotlib: pip install "matplotlib>=3.8"')

@@ -1,4 +1,4 @@
-"""Prints on rank 0 only. Called by users as pycomm.print0."""
+"""pycomm.print0: print() on rank 0 only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ __all__ = ["print0"]
 
 
 def print0(*args: Any, **kwargs: Any) -> None:
-    """print() on rank 0, at once; nothing elsewhere. Before init() the environment says who is."""
+    """Calls print() on rank 0 and flushes; does nothing on other ranks.
+
+    Before init() the rank is taken from the environment.
+
+    Args:
+        args, kwargs: as of print(); flush is True unless given.
+
+    Raises:
+        InvalidArgument: before init(): an environment variable is invalid.
+    """
     rank = group.rank() if group.is_initialized() else config.environment().rank
     if rank == 0:
         print(*args, **{"flush": True, **kwargs})

@@ -1,8 +1,8 @@
-"""Chooses the store in which the ranks of a run find each other. Called by pycomm.init alone.
+"""Chooses the rendezvous store, in which the ranks of a run find each other, for pycomm.init.
 
-Two ways. With the run's key rank 0 serves a store of ours, which only a holder of the key can talk
-to. Without one, under torchrun, and where a process group of torch's is established already, the
-addresses (and the key, if rank 0 has to make it) are exchanged through torch's store.
+With a shared secret rank 0 serves pycomm's store, which requires it. Without one, under torchrun,
+and if torch has a process group already, torch's store holds the addresses (and the secret, if
+rank 0 has to create it).
 """
 
 from __future__ import annotations
@@ -28,43 +28,44 @@ from pycomm.errors import InvalidArgument, Timeout
 
 __all__ = ["connect", "find_store", "host_of"]
 
-LIMIT_S = 30.0  # of a call whose caller gives none
-# So long a healthy store may take to answer at the end of a limit, and at the least.
+LIMIT_S = 30.0  # default time limit of a call
+# What a store gets to answer in at the end of a time limit, and the shortest limit.
 ANSWER_S, SHORTEST_S = 0.3, 0.1
-PAUSE_S = 0.02  # between two looks at torch's store: its own wait would hold Ctrl-C up
-# What no value of ours begins with: an answer for a key that is not there, and what remove() leaves
-# of a value, with a word of its own.
+PAUSE_S = 0.02  # between two polls of torch's store, whose own wait would block Ctrl-C
+# Prefixes that no value has: of the answer for an absent key, and of the mark that remove() leaves
+# (followed by random bytes).
 ABSENT, GONE = b"\0absent", b"\0gone "
-LABEL = b"pycomm: values in a foreign store"  # what the key of their signatures is derived with
+LABEL = b"pycomm: values in a foreign store"  # for deriving the signature key
 MAC_BYTES, UNIQUE_BYTES = 32, 8
 FORGED = (
-    ": what is there lacks the run's signature. Either a rank has no PYCOMM_SECRET or another one, "
-    "or a program that does not belong to the run writes to the store"
+    ": the stored value lacks the run's signature. Either a rank has no or another PYCOMM_SECRET, "
+    "or a program outside the run writes to the store"
 )
 
 
 class TorchStore:
-    """A torch.distributed store as the core wants one: see _core.pyi, PythonStore.
+    """Adapts a torch.distributed store to the core's interface (_core.pyi, PythonStore).
 
-    Every call ends within its limit: torch's own wait for a server that does not answer for ever.
+    Every call ends within its time limit; torch's own call can wait forever for a server.
 
-    Anybody who reaches torch's store can write to it. Where the run has a `secret`, which is not in
-    the store, each value is kept behind an HMAC-SHA256 of its key and itself, and what has none
-    counts as absent: a client without the secret can hinder the run and decides nothing in it.
-    Without a secret the store is the boundary: who reaches it is trusted.
+    Any client that can connect to torch's store can write to it. With a `secret`, which is not in
+    the store, each value is stored behind an HMAC-SHA256 of its key and itself, and an unsigned
+    value
+    counts as absent: a client without the secret can disturb the run but not change its decisions.
+    Without a secret every client of the store is trusted.
     """
 
     def __init__(self, store: Any, secret: str = "") -> None:
         self._store = store
         self._key = hmac.digest(secret.encode(), LABEL, "sha256") if secret else None
-        self._unanswered = threading.Lock()  # held while a call of torch's runs
+        self._unanswered = threading.Lock()  # held during a call of torch's store
 
     def set(self, key: str, value: bytes, timeout_s: float = LIMIT_S) -> None:
-        """Leaves `value` under `key`. This and the others raise Timeout after `timeout_s`."""
+        """Stores `value` under `key`. Raises Timeout after `timeout_s`, as all methods."""
         self._call(timeout_s, "set", key, self._signed(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """The value of `key`, once somebody has set it. Raises Timeout after `timeout_s`."""
+        """Waits for a value of `key`. Raises Timeout after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while True:
             found = self._look(key, end - time.monotonic() + ANSWER_S)
@@ -75,25 +76,28 @@ class TorchStore:
             if left <= 0:
                 forged = self._key and found != ABSENT and not found.startswith(GONE)
                 raise Timeout(
-                    f"nobody set {key!r} in torch's store in {timeout_s:.1f} s"
+                    f"no rank set {key!r} in torch's store within {timeout_s:.1f} s"
                     + (FORGED if forged else ""),
                     op="init",
                     elapsed_s=timeout_s,
                 )
-            time.sleep(min(left, PAUSE_S))  # the store has no wait that Ctrl-C ends
+            time.sleep(min(left, PAUSE_S))  # polls: torch's wait would block Ctrl-C
 
     def add(self, key: str, amount: int, timeout_s: float = LIMIT_S) -> int:
-        """Adds to the number under `key`, 0 if there is none; gives the sum.
+        """Adds to the number under `key`, initially 0; returns the sum.
 
         Raises:
-            InvalidArgument: what is there is no number.
+            InvalidArgument: the value is not a number.
         """
 
         if self._key is None:
             try:
                 return int(self._call(timeout_s, "add", key, amount))
-            except (ValueError, IndexError):  # by torch's stores in memory; others hang up
-                text = f"the value of {key!r} in torch's store is no number that can be added to"
+            except (
+                ValueError,
+                IndexError,
+            ):  # from torch's in-memory stores; others close the connection
+                text = f"the value of {key!r} in torch's store is not a number"
                 raise InvalidArgument(text) from None
         if amount == 0:
             return int(self._value(key, self._look(key, timeout_s)) or 0)
@@ -104,60 +108,60 @@ class TorchStore:
         return int(self._replace(key, following, timeout_s))
 
     def remove(self, key: str, timeout_s: float = LIMIT_S) -> bytes | None:
-        """Takes the key away and gives its value to one of those who ask; None to the others."""
+        """Removes the key; returns its value to exactly one caller, None to the others."""
         end = time.monotonic() + timeout_s
         found = self._look(key, timeout_s)
         value = self._value(key, found)
         if value is None:
             return None
-        # Not delete_key: it tells several callers that they deleted a key, or deletes a newer one.
+        # Not delete_key: it reports success to several callers, or deletes a newer value.
         mark = GONE + secrets.token_bytes(8)
         left = end - time.monotonic()
         return value if bytes(self._call(left, "compare_set", key, found, mark)) == mark else None
 
     def claim(self, key: str, value: bytes, timeout_s: float = LIMIT_S) -> bytes:
-        """Leaves `value` under `key` unless something is there; gives what is."""
+        """Stores `value` under `key` unless there is a value; returns the stored one."""
         return self._replace(key, lambda found: value if found is None else found, timeout_s)
 
     def settle(self) -> None:
-        """Nothing of ours listens."""
+        """Does nothing: this process serves no store."""
 
     def _replace(
         self, key: str, following: Callable[[bytes | None], bytes], timeout_s: float
     ) -> bytes:
-        """Replaces the value of `key`, None where there is none of the run's, by what follows it,
-        in one step; gives that."""
+        """Replaces the value of `key` (None: no valid value) by following(value), atomically;
+        returns it."""
         end = time.monotonic() + timeout_s
         found = self._look(key, timeout_s)
         while True:
             value = self._value(key, found)
             wanted = following(value)
-            if wanted == value:  # of a claim
+            if wanted == value:  # claim() of a set key
                 return wanted
             raw = self._signed(key, wanted)
             expected = b"" if found == ABSENT else found
             left = end - time.monotonic()
-            told = bytes(self._call(left, "compare_set", key, expected, raw))
-            if told == raw:
+            found = bytes(self._call(left, "compare_set", key, expected, raw))
+            if found == raw:
                 return wanted
-            if left <= 0:  # somebody writes again and again
-                raise Timeout(f"{key!r} in torch's store did not stay for {timeout_s:.1f} s")
-            found = told
+            if left <= 0:  # another client writes continually
+                raise Timeout(f"{key!r} in torch's store kept changing for {timeout_s:.1f} s")
 
     def _look(self, key: str, timeout_s: float) -> bytes:
-        """What is there under `key`, or ABSENT, at once."""
+        """The stored bytes of `key`, or ABSENT, without waiting."""
         return bytes(self._call(timeout_s, "compare_set", key, ABSENT, ABSENT))
 
     def _signed(self, key: str, value: bytes) -> bytes:
-        """The value as it is stored: where there is a key, behind its HMAC and random bytes, by
-        which it is told from the same value of another rank."""
+        """The stored form of a value: with a key, behind its HMAC and random bytes, which
+        distinguish it from the same value of another rank.
+        """
         if self._key is None:
             return value
         unique = secrets.token_bytes(UNIQUE_BYTES) + value
         return self._mac(key, unique) + unique
 
     def _value(self, key: str, found: bytes) -> bytes | None:
-        """What was stored there by a holder of the key; None if nothing was."""
+        """The value in stored bytes; None if it is absent or not signed with the run's key."""
         if found == ABSENT or found.startswith(GONE):
             return None
         if self._key is None:
@@ -173,7 +177,8 @@ class TorchStore:
         return hmac.digest(self._key or b"", text, "sha256")
 
     def _call(self, timeout_s: float, method: str, key: str, *given: Any) -> Any:
-        """A method of torch's store, on a thread of its own: it has no limit there."""
+        """Calls a method of torch's store on a separate thread, as it has no time limit of its
+        own."""
         end = time.monotonic() + max(timeout_s, SHORTEST_S)
         answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
@@ -184,7 +189,7 @@ class TorchStore:
                 answer.put((False, error))
             self._unanswered.release()
 
-        # One call at a time: behind one that has no answer no other would get one.
+        # One call at a time: after an unanswered call no other would be answered.
         if self._unanswered.acquire(timeout=max(timeout_s, SHORTEST_S)):
             thread = threading.Thread(target=ask, name="pycomm-torch-store", daemon=True)
             thread.start()
@@ -195,23 +200,22 @@ class TorchStore:
                     return value
                 raise value
         raise Timeout(
-            f"torch's store did not answer to {method}({key!r}) within {timeout_s:.1f} s: the "
-            "process that serves it is stopped or cannot be reached",
+            f"torch's store did not answer {method}({key!r}) within {timeout_s:.1f} s: the "
+            "process that serves it is stopped or unreachable",
             elapsed_s=timeout_s,
         )
 
 
 def connect(store: _core.Store | _core.PythonStore, **given: Any) -> _core.Group:
-    """_core.connect(), with a warning where ranks of this host get no shared memory."""
+    """_core.connect(), with a warning if ranks of this host cannot use shared memory."""
     core = _core.connect(store, **given)
     places = zip(core.members, core.hosts, strict=True)
     here = core.hosts[core.rank]
     by_tcp = [member for member, host in places if host == here and member.transport == "tcp"]
     if by_tcp and not given["transport"] and core.local_rank == 0:
         logging.getLogger("pycomm").warning(
-            "%d ranks of this host are reached by TCP, which is slower: the system refuses shared "
-            "memory or Unix sockets between these processes; PYCOMM_TRANSPORT=tcp says that this "
-            "is intended",
+            "%d ranks of this host use TCP, which is slower: the system refuses shared memory or "
+            "Unix sockets between these processes; set PYCOMM_TRANSPORT=tcp if this is intended",
             len(by_tcp),
         )
     return core
@@ -221,8 +225,8 @@ def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonSt
     """The store for this process of a run of `config.size` processes.
 
     Raises:
-        InvalidArgument: nothing says where rank 0 is, or there is no key and no torch.
-        Timeout, PeerLost: rank 0 is not there.
+        InvalidArgument: rank 0's address is unknown, or there is neither a secret nor torch.
+        Timeout, PeerLost: rank 0 is unreachable.
     """
     if config.size == 1:
         return _core.LocalStore()
@@ -231,13 +235,13 @@ def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonSt
         return torch_store
     if not config.master_host or not config.master_port:
         raise InvalidArgument(
-            f"{config.size} processes need to meet: set MASTER_ADDR and MASTER_PORT to rank 0's "
-            "host and a free port there"
+            f"the address of rank 0 is unknown to the {config.size} processes: set MASTER_ADDR and "
+            "MASTER_PORT to its host and a free port there"
         )
     if not config.secret:
         raise InvalidArgument(
-            "PYCOMM_SECRET is not set, and without torch's rendezvous the processes need a key: "
-            'give all the same, made by python -c "import secrets; print(secrets.token_hex(32))"'
+            "PYCOMM_SECRET is not set, but is required without torch's rendezvous: set the same on "
+            'all ranks, made by python -c "import secrets; print(secrets.token_hex(32))"'
         )
     host, port = config.master_host, config.store_port or config.master_port
     if config.rank == 0:
@@ -246,8 +250,11 @@ def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonSt
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether all ranks run on this host, as rank 0 is known by a loopback address. Names are not
-    looked up: a host's own name may be its loopback here and its network address elsewhere."""
+    """Whether rank 0's address is a loopback address, so that all ranks run on this host. Names are
+    not
+    resolved: a host's own name may resolve to its loopback here and to its network address
+        elsewhere.
+    """
     if host == "localhost":
         return True
     try:
@@ -257,8 +264,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _store_of_torch(config: Config, timeout_s: float) -> TorchStore | None:
-    """torch's store, where it is there already or is the only way to pass a key on. Where our
-    launcher reserved a port for pycomm's store, a rank with the key does not import torch."""
+    """torch's store, if it exists already or is the only way to share the secret. If pycomm's
+    launcher reserved a port for pycomm's store, a rank with the secret does not import torch.
+    """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         from torch.distributed import distributed_c10d as c10d
@@ -269,7 +277,7 @@ def _store_of_torch(config: Config, timeout_s: float) -> TorchStore | None:
     if not wanted or not has_address or importlib.util.find_spec("torch") is None:
         return None
     dist = importlib.import_module("torch.distributed")
-    if config.launcher in ("torchrun", "pycomm"):  # the variables that torch reads are there
+    if config.launcher in ("torchrun", "pycomm"):  # they set the variables that torch reads
         found = dist.rendezvous(
             "env://", config.rank, config.size, timeout=timedelta(seconds=timeout_s)
         )
@@ -289,7 +297,8 @@ def _store_of_torch(config: Config, timeout_s: float) -> TorchStore | None:
 
 
 def host_of(store: Any) -> str:
-    """The host that serves a store of torch's, as this process knows it; "" where none does."""
+    """The address of the host that serves a store of torch's, as this process uses it; "" if
+    none."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))

@@ -1,8 +1,8 @@
-"""The run's key: which texts may be one, what they become, and reading one from a file.
+"""The run's shared secret: its checks, the key derived from it, and reading it from a file.
 
-A key of 64 hexadecimal digits is used as it is. Any other text is stretched, so that guessing costs
-an attacker a computation of 16 MiB and some 50 ms for each guess. Not here: where the key comes
-from (config.py, launch/command.py) and how it is used (csrc/transport/handshake.h).
+64 hexadecimal digits are used as the key. Any other text is stretched with scrypt, so that each
+guess costs an attacker 16 MiB of memory and about 50 ms. The secret's source is chosen in config.py
+and launch/command.py; its use is in csrc/transport/handshake.h.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAKE_ONE = 'to make one: python -c "import secrets; print(secrets.token_hex(32))
 
 
 def check(secret: str, source: str) -> None:
-    """Raises InvalidArgument, naming `source`, for a text that is too easy to guess."""
+    """Raises InvalidArgument, naming `source`, if the text is too easy to guess."""
     if len(secret) < MIN_CHARACTERS:
         raise InvalidArgument(
             f"{source} has {len(secret)} characters and needs {MIN_CHARACTERS} or more; {MAKE_ONE}"
@@ -39,9 +39,9 @@ def check(secret: str, source: str) -> None:
 
 @functools.lru_cache(maxsize=4)
 def key_of(secret: str) -> str:
-    """The key that a checked text stands for, as 64 hexadecimal digits; of itself it gives itself.
+    """The key of a checked text, as 64 hexadecimal digits; a key is returned unchanged.
 
-    Every rank computes it alone, once per process.
+    Every rank computes it once per process.
     """
     if re.fullmatch(r"[0-9a-fA-F]{64}", secret):
         return secret
@@ -51,10 +51,10 @@ def key_of(secret: str) -> str:
 
 
 def read_file(path: str) -> str:
-    """The secret in a file, which its owner alone may read.
+    """The secret in a file that only its owner may read.
 
     Raises:
-        InvalidArgument: the file cannot be read, others may read it, or it holds no secret.
+        InvalidArgument: the file cannot be read, others may read it, or it holds no valid secret.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -75,10 +75,10 @@ def read_file(path: str) -> str:
 
 
 def read_descriptor(number: int) -> str:
-    """The secret that an open file descriptor gives until its end; closes it.
+    """Reads the secret from an open file descriptor up to its end; closes it.
 
     Raises:
-        InvalidArgument: it is not open for reading, or gives no secret.
+        InvalidArgument: it is not open for reading, or holds no valid secret.
     """
     return _read(number, f"the file descriptor {number}")
 

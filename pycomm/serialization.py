@@ -1,19 +1,20 @@
-"""Plain values as bytes and back: what ranks give each other beside arrays, without pickle.
+"""Serialization of plain values that ranks exchange, without pickle.
 
-Plain are None, bool, int, float, str and bytes, and lists, tuples and dicts of plain values.
-Reading checks every length against the bytes that are there, so that any bytes give a value or
-InvalidArgument, in time and memory in proportion to their number. Called by objects.py.
+Plain values are None, bool, int, float, str and bytes, and lists, tuples and dicts of them. The
+decoder checks every length against the available bytes: any bytes give a value or InvalidArgument,
+in time and memory proportional to their number.
 
-Anybody can choose numbers, or tuples of them, that have one hash: a dict of them would take
-quadratic time. So both ends refuse a dict with more than MAX_EQUAL_HASHES keys of one hash.
+An attacker can choose numbers, or tuples of them, with equal hashes; a dict of them would take
+quadratic time. Both ends refuse a dict with more than MAX_EQUAL_HASHES keys of one hash.
 
-A value is one byte that says its kind, and then
+A value is one byte that gives its kind, followed by
 
-    N T F    nothing more: None, True, False
-    i s b    how many bytes follow (8, little-endian), and: an int (two's complement,
+    N T F    nothing: None, True, False
+    i s b    the number of bytes (8, little-endian) and the bytes: an int (two's complement,
              little-endian), a str (UTF-8), bytes
-    f        a float (8 bytes, IEEE, little-endian)
-    l t d    how many follow (8), and: the values of a list or tuple; of a dict key, value, key, ...
+    f        a float (8 bytes, IEEE 754, little-endian)
+    l t d    the number of elements (8) and: the values of a list or tuple; of a dict key, value,
+             key, ...
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from pycomm.errors import InvalidArgument
 
 __all__ = ["MAX_DEPTH", "MAX_EQUAL_HASHES", "decode", "encode"]
 
-MAX_DEPTH = 100  # lists in lists; also what ends a list that holds itself
-MAX_EQUAL_HASHES = 64  # the powers of two that a float can be have up to 35 of one hash
-SHOWN = 60  # characters of a value in an error's text
+MAX_DEPTH = 100  # nesting; also ends the encoding of a list that contains itself
+MAX_EQUAL_HASHES = 64  # up to 35 powers of two among floats share a hash
+SHOWN = 60  # characters of a value in an error text
 
 _CONSTANTS = {None: b"N", True: b"T", False: b"F"}
 _length = struct.Struct("<Q")
@@ -40,7 +41,7 @@ def encode(value: Any) -> bytes:
     """The bytes of a plain value.
 
     Raises:
-        InvalidArgument: a part of it is not plain; the text says which, as in "value['a'][0]".
+        InvalidArgument: an element is not plain; the text names it, as in "value['a'][0]".
     """
     out = bytearray()
     _write(out, value, "value", MAX_DEPTH)
@@ -48,7 +49,7 @@ def encode(value: Any) -> bytes:
 
 
 def _write(out: bytearray, value: Any, place: str, depth: int) -> None:
-    kind = type(value)  # exactly: a subclass would come out as something else than went in
+    kind = type(value)  # exact type: decoding would lose a subclass
     if value is None or kind is bool:
         out += _CONSTANTS[value]
     elif kind is float:
@@ -61,12 +62,12 @@ def _write(out: bytearray, value: Any, place: str, depth: int) -> None:
         _write_bytes(out, b"b", value)
     elif kind is list or kind is tuple or kind is dict:
         if depth == 0:
-            raise InvalidArgument(f"lists in lists, or the like, more than {MAX_DEPTH} deep")
+            raise InvalidArgument(f"the value is nested more than {MAX_DEPTH} deep")
         _write_parts(out, value, place, depth - 1)
     else:
         raise InvalidArgument(
-            f"{place} is a {kind.__module__}.{kind.__qualname__}, which is not plain: None, bool, "
-            "int, float, str, bytes, and lists, tuples and dicts of them are"
+            f"{place} is a {kind.__module__}.{kind.__qualname__}, not a plain value: expected "
+            "None, bool, int, float, str, bytes, or lists, tuples and dicts of them"
         )
 
 
@@ -79,7 +80,7 @@ def _write_parts(out: bytearray, value: Any, place: str, depth: int) -> None:
         out += b"d" + _length.pack(len(value))
         if (most := _most_equal(map(hash, value))) > MAX_EQUAL_HASHES:
             raise InvalidArgument(
-                f"{most} keys of {place} have one hash: a dict may have {MAX_EQUAL_HASHES} such"
+                f"{most} keys of {place} have the same hash: at most {MAX_EQUAL_HASHES} are allowed"
             )
         for key, one in value.items():
             _write(out, key, f"the key {_short(key)} of {place}", depth)
@@ -91,7 +92,7 @@ def _write_parts(out: bytearray, value: Any, place: str, depth: int) -> None:
 
 
 def _most_equal(hashes: Iterable[int]) -> int:
-    """How often the most frequent of them occurs."""
+    """The count of the most frequent hash."""
     return max(Counter(hashes).values(), default=0)
 
 
@@ -101,7 +102,7 @@ def _short(key: Any) -> str:
 
 
 def decode(content: bytes) -> Any:
-    """The value that has these bytes. Raises InvalidArgument where encode() never makes them."""
+    """The value with these bytes. Raises InvalidArgument for bytes that encode() never produces."""
     reader = _Reader(content)
     value = reader.value(MAX_DEPTH)
     if reader.at != len(content):
@@ -114,7 +115,7 @@ def _broken(why: str) -> InvalidArgument:
 
 
 class _Reader:
-    """Reads values one after another."""
+    """Decodes values one after another."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -129,12 +130,12 @@ class _Reader:
         if kind in b"isb":
             return self._text(kind, self._take(self._number()))
         if kind not in b"ltd":
-            raise _broken(f"there is no kind {kind!r}")
+            raise _broken(f"unknown kind {kind!r}")
         if depth == 0:
-            raise _broken(f"it is more than {MAX_DEPTH} deep")
+            raise _broken(f"it is nested more than {MAX_DEPTH} deep")
         count = self._number()
-        if count > len(self.content) - self.at:  # each takes a byte at least
-            raise _broken(f"it announces {count} values and is too short for them")
+        if count > len(self.content) - self.at:  # each takes at least one byte
+            raise _broken(f"it declares {count} values and is too short for them")
         if kind == b"d":
             return self._dict(count, depth - 1)
         values = [self.value(depth - 1) for _ in range(count)]

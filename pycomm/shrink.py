@@ -1,13 +1,13 @@
-"""Who is left of a group that broke, agreed on in the store in which its ranks met.
+"""Shrinks a broken group to its survivors, who agree through the rendezvous store.
 
-    come     each survivor says in the store that it is there
-    watch    until every rank has come or is known to be gone
-    claim    whoever sees that first says who goes on; what stands in the store holds for all
-    form     those meet as a new group; if one is lost on the way, all of it again among them
+    join     each survivor writes to the store that it is present
+    watch    until every rank joined or is known to be dead
+    decide   the first rank to see that writes the list of survivors, which is final
+    form     the survivors form a new group; if one is lost meanwhile, they start again
 
-Ranks are numbered as in the group that broke; after a forming that failed as in the one that did
-not come to be, under whose name they go on. So a rank for which it did stand, and which then hears
-that another was lost, meets the others there. Called by Group.shrink() alone.
+Ranks are numbered as in the broken group; after a failed forming, as in the group that failed to
+form, whose name is used. So a rank that formed the new group and then loses a peer meets the others
+in the next attempt.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ __all__ = ["Store", "regroup"]
 
 Store: TypeAlias = "_core.Store | _core.PythonStore"
 
-LEAST_S = 0.3  # for a healthy store to answer at the end of the limit
-PAUSE_S = 0.01  # between two looks at the store
-# For a rank that another takes for lost, and whose process cannot be asked, to say that it lives.
+LEAST_S = 0.3  # what the store gets to answer in, even at the end of the limit
+PAUSE_S = 0.01  # between two polls of the store
+# For a rank that another reports as lost, and whose process is not visible, to join.
 GRACE_S = 0.5
-# For those who have come to meet as a group; twice as long each time that it was not enough.
+# For the survivors to form a group; doubled after each failure.
 FORM_S = 2.0
-FULL_S = 1.0  # the store is read at least so often, though no rank said that it wrote to it
-WORD = 32  # ranks that share a number in the store: a bit for each that has come
+FULL_S = 1.0  # longest interval between full reads of the store
+WORD = 32  # ranks per number in the store: a bit for each rank that joined
 
 
 def regroup(core: _core.Group, store: Store, timeout_s: float) -> _core.Group:
-    """Collective over the survivors: the group of them.
+    """Forms the group of the survivors. Collective over them.
 
     Raises:
-        GroupBroken: those who came are no majority, or the others went on without this rank.
-        PeerLost: the store is gone, or two of the survivors cannot connect to each other.
-        Timeout: they could not meet in `timeout_s`.
+        GroupBroken: the survivors are no majority, or the others continued without this rank.
+        PeerLost: the store ended, or two of the survivors cannot connect to each other.
+        Timeout: they could not meet in `timeout_s` seconds.
     """
     end = time.monotonic() + timeout_s
     core.abort(f"rank {core.rank} calls shrink()")
     name, members, form_s = core.name, list(range(core.size)), FORM_S
     lost: Sequence[int] = core.lost()
-    unreachable: int | None = None  # by this rank, in the forming that failed last
-    unconnected: set[tuple[int, int]] = set()  # pairs of ranks in that forming
+    unreachable: int | None = (
+        None  # the peer that this rank could not connect to in the last forming
+    )
+    unconnected: set[tuple[int, int]] = set()  # pairs of ranks in the last forming
     with _processes(core) as processes, _store_is_there(core):
         while True:
             board = _SurvivorElection(store, name, members.index(core.rank), len(members), end)
@@ -66,7 +68,7 @@ def regroup(core: _core.Group, store: Store, timeout_s: float) -> _core.Group:
             try:
                 limit_s = max(0.1, min(form_s, end - time.monotonic()))
                 return _core.regroup(core, store, name, members, limit_s)
-            except (PeerLost, Timeout) as error:  # one was lost on the way: among those left
+            except (PeerLost, Timeout) as error:  # a rank was lost meanwhile: again among the rest
                 unreachable = error.unreachable
                 if time.monotonic() > end:
                     raise
@@ -80,8 +82,8 @@ def _never_connected(core: _core.Group, first: int, second: int) -> PeerLost:
     )
     return PeerLost(
         f'shrink: "{core.name}": {one} and {other} could not connect to each other in two '
-        "attempts, though both reach the store: a firewall or a route between their hosts blocks "
-        "TCP; or end one of the two processes and call shrink() again",
+        "attempts, but both reach the store: check firewalls and routes between their hosts for "
+        "TCP, or end one of the two processes and call shrink() again",
         op="shrink",
         rank=core.rank,
         peer=first if core.rank == second else second,
@@ -89,15 +91,14 @@ def _never_connected(core: _core.Group, first: int, second: int) -> PeerLost:
 
 
 def _after(name: str) -> str:
-    """The name of the next group: "world~2" of "world~1"."""
+    """The name of the next group: "world~1" becomes "world~2"."""
     first, mark, number = name.rpartition("~")
     return f"{first}~{int(number) + 1}" if mark and number.isdigit() else f"{name}~1"
 
 
 @contextlib.contextmanager
 def _processes(core: _core.Group) -> Iterator[list[int | None]]:
-    """By rank: a descriptor that is readable once its process has ended; -1: it has ended; None:
-    it cannot be seen from here."""
+    """By rank: a pidfd, readable after the process ended; -1: it ended; None: it is not visible."""
     descriptors: list[int | None] = []
     try:
         for member in core.members:
@@ -105,7 +106,7 @@ def _processes(core: _core.Group) -> Iterator[list[int | None]]:
                 descriptors.append(_opened(member) if member.visible else None)
             except ProcessLookupError:  # it has ended
                 descriptors.append(-1)
-            except OSError:  # a kernel or a sandbox without it
+            except OSError:  # a kernel or sandbox without pidfd
                 descriptors.append(None)
         yield descriptors
     finally:
@@ -115,7 +116,7 @@ def _processes(core: _core.Group) -> Iterator[list[int | None]]:
 
 
 def _opened(member: _core.Member) -> int:
-    """A descriptor of the member's process; -1 where its process id is another process's by now."""
+    """A pidfd of the member's process; -1 if another process has its process id now."""
     descriptor = os.pidfd_open(member.pid)
     if member.started and _started(member.pid) not in (0, member.started):
         os.close(descriptor)
@@ -124,10 +125,10 @@ def _opened(member: _core.Member) -> int:
 
 
 def _started(pid: int) -> int:
-    """When a process began, as Member.started; 0 where that cannot be seen."""
+    """When a process started, as Member.started; 0 if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:  # it has ended, or /proc hides it
+    except OSError:  # it ended, or /proc hides it
         return 0
     return int(stat.rpartition(b")")[2].split()[19])
 
@@ -142,31 +143,32 @@ def _has_ended(descriptor: int | None) -> bool:
 def _store_is_there(core: _core.Group) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # torch's stores raise their own
+    except RuntimeError as error:  # torch's stores raise errors of their own
         if isinstance(error, Error) and (error.op or not isinstance(error, PeerLost)):
             raise
         raise PeerLost(
-            "shrink: the store in which the ranks met is gone, as with the rank or the host that "
-            f"served it: start the run again ({error})",
+            "shrink: the rendezvous store ended, probably with the rank or host that served it: "
+            f"start the run again ({error})",
             op="shrink",
             rank=core.rank,
         ) from error
 
 
 class _SurvivorElection:
-    """What the `size` ranks of one group leave in the store to agree on who goes on, until `end`
-    by the steady clock."""
+    """The agreement of the `size` ranks of one group on the survivors, in the store, until `end` by
+    the steady clock.
+    """
 
     def __init__(self, store: Store, name: str, rank: int, size: int, end: float) -> None:
         self._store, self._rank, self._size, self._end = store, rank, size, end
         self._prefix, self._name = f"{name}/shrink/", name
-        self._dead: set[int] = set()  # for certain
-        self._lost: set[int] = set()  # as a survivor says
+        self._dead: set[int] = set()  # certainly
+        self._lost: set[int] = set()  # reported by a survivor
         self._came: set[int] = set()
-        self._marks = self._losses = -1  # the store's counters, as they were read last
+        self._marks = self._losses = -1  # the store's counters as of the last read
 
     def agree(self, processes: Sequence[int | None], lost: Sequence[int]) -> list[int]:
-        """Collective. Those who go on, the same on all of them; this rank among them."""
+        """The survivors, the same on all of them and including this rank. Collective."""
         for rank in lost:
             self._mark("lost", rank)
         self._mark("came", self._rank // WORD, 1 << self._rank % WORD)
@@ -180,26 +182,26 @@ class _SurvivorElection:
                 self._read_board()
                 self._marks, next_full = marks, now + FULL_S
             here = self._here(processes)
-            given_up = self._dead | (self._lost if now - begin >= GRACE_S else set())
-            if now >= self._end or len(here | given_up) == self._size:
+            excluded = self._dead | (self._lost if now - begin >= GRACE_S else set())
+            if now >= self._end or len(here | excluded) == self._size:
                 decided = self._claim(here)
                 self._add("marks", 0, 1)
                 break
             time.sleep(PAUSE_S)  # polls: a store sends no notifications
         if not decided:
             raise self._error(
-                f"of {self._size} ranks too few are left to go on: the others may still live, and "
-                "a part of a group goes on only as its majority"
+                f"too few of {self._size} ranks are left to continue: the others may still live; "
+                "only a majority of a group may continue"
             )
         if self._rank not in decided:
             raise self._error(
-                f"the others of {self._size} ranks went on without this one, which came too late "
-                "or was taken for lost"
+                f"the others of {self._size} ranks continued without this one: it joined too late "
+                "or was reported as lost"
             )
         return decided
 
     def _here(self, processes: Sequence[int | None]) -> set[int]:
-        """Who has come and lives; tells the others which processes have ended."""
+        """The ranks that joined and live; reports processes that ended."""
         for rank in set(range(self._size)) - self._dead:
             if _has_ended(processes[rank]):
                 self._mark("dead", rank)
@@ -207,7 +209,7 @@ class _SurvivorElection:
         return self._came - self._dead
 
     def _read_board(self) -> None:
-        """Reads who has come and, where that changed, who is dead or lost."""
+        """Reads which ranks joined and, if that changed, which are dead or lost."""
         losses = self._add("losses", 0, 0)
         words = [self._add("came", i, 0) for i in range((self._size + WORD - 1) // WORD)]
         self._came = {r for r in range(self._size) if words[r // WORD] >> r % WORD & 1}
@@ -221,28 +223,28 @@ class _SurvivorElection:
                 self._lost.add(rank)
 
     def _mark(self, kind: str, number: int, amount: int = 1) -> None:
-        """Writes to the board, then to the counters that tell the others to read it."""
+        """Writes to the store, then to the counters that make the others read it."""
         self._add(kind, number, amount)
         if kind != "came":
             self._add("losses", 0, 1)
         self._add("marks", 0, 1)
 
     def post_unreachable(self, peer: int | None) -> None:
-        """Tells the others that this rank could not connect to `peer` in the last forming."""
+        """Reports that this rank could not connect to `peer` in the last forming."""
         if peer is not None:
             text = str(peer).encode()
             self._store.set(f"{self._prefix}unreachable/{self._rank}", text, self._left_s())
             self._add("unconnected", 0, 1)
 
     def unconnected(self, chosen: Sequence[int]) -> set[tuple[int, int]]:
-        """The pairs among those who go on that could not connect in the last forming."""
+        """The pairs of survivors that could not connect in the last forming."""
         pairs: set[tuple[int, int]] = set()
         if not self._add("unconnected", 0, 0):
             return pairs
         for rank in chosen:
             try:
                 text = self._store.get(f"{self._prefix}unreachable/{rank}", 0.0)
-            except Timeout:  # it could connect to all
+            except Timeout:  # it connected to all
                 continue
             peer = int(text) if re.fullmatch(rb"[0-9]{1,9}", text) else rank
             if peer in chosen and peer != rank:
@@ -250,17 +252,19 @@ class _SurvivorElection:
         return pairs
 
     def wait_until_read(self, count: int) -> None:
-        """Returns when `count` ranks have called it, at the latest after some moments: the process
-        that serves the store does not end before the others know why the shrink failed."""
+        """Returns when `count` ranks have called it, or after a short time: the process that serves
+        the store must not end before the others know why the shrink failed.
+        """
         end = time.monotonic() + GRACE_S
-        with contextlib.suppress(RuntimeError):  # that process has ended: this rank has read all
+        with contextlib.suppress(RuntimeError):  # that process ended: this rank has read all
             read = self._add("read", 0, 1)
             while read < count and time.monotonic() < end:
                 time.sleep(PAUSE_S)  # polls: a store sends no notifications
                 read = self._add("read", 0, 0)
 
     def _claim(self, here: set[int]) -> list[int]:
-        """Lets those who are here go on if they are enough, unless somebody else has decided."""
+        """Decides that the ranks in `here` continue, if they are enough, unless there is a
+        decision."""
         alive = sorted(set(range(self._size)) - self._dead)
         half = 2 * len(here) == len(alive) and alive[0] in here
         enough = 2 * len(here) > len(alive) or half
@@ -272,20 +276,20 @@ class _SurvivorElection:
     def _decided(self) -> list[int] | None:
         try:
             text = self._store.get(self._prefix + "decided", 0.0)
-        except Timeout:  # nobody has decided yet
+        except Timeout:  # no decision yet
             return None
         return self._parsed(text)
 
     def _parsed(self, text: bytes) -> list[int]:
-        """The ranks that a decision names; raises GroupBroken for bytes that are none."""
+        """The ranks of a decision; raises GroupBroken for invalid bytes."""
         if text == b"none":
             return []
         words = text.split(b" ") if re.fullmatch(rb"[0-9]{1,9}( [0-9]{1,9})*", text) else []
         ranks = [int(word) for word in words]
         if not ranks or ranks != sorted({rank for rank in ranks if rank < self._size}):
             raise self._error(
-                f"the store names as those who go on {text[:60]!r}, which is no ascending list of "
-                f"ranks below {self._size}: another program, or another version of pycomm, wrote it"
+                f"invalid decision in the store: got {text[:60]!r}, expected ascending ranks "
+                f"below {self._size}: another program or version of pycomm wrote it"
             )
         return ranks
 
@@ -293,7 +297,7 @@ class _SurvivorElection:
         return self._store.add(f"{self._prefix}{kind}/{number}", amount, self._left_s())
 
     def _left_s(self) -> float:
-        """The limit of a call of the store."""
+        """The time limit of a store call."""
         return max(LEAST_S, self._end - time.monotonic())
 
     def _error(self, text: str) -> GroupBroken:

@@ -1,4 +1,4 @@
-"""What a training agrees on when its group has shrunk. Called by parallel and optim."""
+"""The result of shrink() for a training loop: the new group and the agreed step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["ShrinkResult", "most_advanced_rank", "shrink_result"]
 
 @dataclass(frozen=True)
 class ShrinkResult:
-    """What is left of a training.
+    """The state of a training after shrink().
 
     Attributes:
-        group: those who go on.
-        lost: who does not, as ranks of the first group.
-        step: how many steps have been completed, the same on all.
-        lost_residual_norm: what those who are gone still owed of their gradients goes with them:
-            the norm of it, if they owed as much as those who are left do in the mean (DGC; else 0).
+        group: the group of the survivors.
+        lost: the ranks that were lost, numbered as in the first group.
+        step: completed steps, the same on all ranks.
+        lost_residual_norm: DGC: estimated norm of the residual lost with the failed ranks (assumes
+            the mean residual of the survivors); else 0.
     """
 
     group: Group
@@ -33,12 +33,12 @@ class ShrinkResult:
 def shrink_result(
     before: Group, group: Group, step: int, lost_residual_norm: float = 0.0
 ) -> ShrinkResult:
-    """What is left of `before`."""
+    """The result of shrinking `before` to `group`."""
     lost = [rank for rank in before.ranks if rank not in group.ranks]
     return ShrinkResult(group, lost, step, lost_residual_norm)
 
 
 def most_advanced_rank(count: int, group: Group) -> tuple[int, int]:
-    """Collective. The highest count, and the lowest rank that has it."""
+    """The highest count, and the lowest rank that has it. Collective."""
     counts = collectives.all_gather(torch.tensor([count]), group=group).flatten().tolist()
     return max(counts), counts.index(max(counts))

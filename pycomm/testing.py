@@ -1,12 +1,12 @@
-"""Ranks on one machine, for tests: as threads of this process or as processes of their own.
+"""Runs ranks on one machine for tests, as threads of this process or as processes.
 
     def sums(group, n):
         return pycomm.all_reduce(np.full(n, group.rank), group=group)
 
     results = run_ranks(4, sums, 1000)
 
-The group is also the default group of the rank's thread. A FaultPlan lets something go wrong on
-one rank, and `status` tells who is where.
+The group is also the default group of the rank's thread. A FaultPlan injects a fault on one rank,
+and `status` shows the state of every peer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pycomm.group import Group, as_thread_default
 
 __all__ = ["FaultPlan", "run_ranks", "status"]
 
-EXIT_TIMEOUT_S = 5.0  # for the others to end by themselves after the first failure
+EXIT_TIMEOUT_S = 5.0  # for the other ranks to exit after the first failure
 
 
 def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
@@ -47,30 +47,33 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
     exit_timeout_s: float | None = None,
     return_exceptions: bool = False,
 ) -> list[Any]:
-    """Runs `fn(group, *args)` as each of `n` ranks of a new group; gives the results by rank.
+    """Runs `fn(group, *args)` as each of `n` ranks of a new group; returns the results by rank.
 
     Args:
-        n: how many ranks.
-        fn: what each rank does; with `processes` it must be importable, as its results picklable.
+        n: number of ranks.
+        fn: the function of each rank; with `processes` it must be importable and its results
+            picklable.
+        args: further arguments of `fn`.
         transport: "local" (threads only), "shm", "tcp", or "" for the best.
-        processes: each rank is a process, started afresh, instead of a thread.
-        timeout_s: the group's limit in seconds, for its forming and each call.
+        processes: each rank is a new process instead of a thread.
+        timeout_s: the group's time limit in seconds, for its forming and each call.
         heartbeat_s, reproducible, encrypt: as of `pycomm.init`.
-        faults: what goes wrong, on which rank; "kill" and "stop" want `processes`.
-        link_bytes_per_s: what each rank sends passes a line of so many bytes a second, and what it
-            receives another; None: none. For benchmarks: a token bucket in front of the transport,
-            which counts frames.
+        faults: faults to inject; "kill" and "stop" need `processes`.
+        link_bytes_per_s: bandwidth of each rank's simulated link, in bytes per second and
+            direction; None: unlimited. A token bucket in front of the transport; frame headers
+            count.
         host_names: by rank: the name of its simulated host, up to 12 letters and digits. Ranks of
             different hosts use TCP, which `transport` must allow: "" or "tcp"; with `encrypt` it is
             encrypted. Empty: all ranks are on this host.
-        exit_timeout_s: for how long after the first failure other processes may go on, in seconds;
-            None: 5.
-        return_exceptions: failures stand in the list as exceptions; PeerLost for a process that
+        exit_timeout_s: time in seconds for other processes to exit after the first failure; None:
+            5.
+        return_exceptions: return failures in the list as exceptions; PeerLost for a process that
             died.
 
     Raises:
-        Exception: the first failure of any rank, with a note that names the rank; where it blames a
-            rank that failed too, that one's. The other ranks' groups are aborted then.
+        InvalidArgument: the options do not fit together.
+        Exception: the first failure of any rank, with a note that names the rank; if that error
+            names a peer that failed too, the peer's. The other ranks' groups are aborted.
     """
     options = {
         "size": n,
@@ -92,12 +95,16 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
             f"transport={transport!r} does not reach other hosts, simulated or not"
         )
     if link_bytes_per_s is not None and not link_bytes_per_s > 0:
-        raise InvalidArgument(f"link_bytes_per_s={link_bytes_per_s}: above 0, or None")
+        raise InvalidArgument(
+            f"invalid link_bytes_per_s: got {link_bytes_per_s}, expected more than 0, or None"
+        )
     for fault in faults:
         if not 0 <= fault.rank < n:
-            raise InvalidArgument(f"a fault on rank {fault.rank} of {n}")
+            raise InvalidArgument(f"invalid fault: got rank {fault.rank}, expected 0 to {n - 1}")
         if fault.action in ("kill", "stop") and not processes:
-            raise InvalidArgument(f"the fault {fault.action!r} would end the test: use processes")
+            raise InvalidArgument(
+                f"the fault {fault.action!r} would end the test: pass processes=True"
+            )
     ranks: _Processes | _Threads
     if processes:
         limit_s = EXIT_TIMEOUT_S if exit_timeout_s is None else exit_timeout_s
@@ -115,10 +122,10 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
 
 
 def _first_cause(failures: list[int], results: list[Any]) -> int:
-    """The rank whose failure explains the others': `failures` are ranks in their order.
+    """The rank whose failure caused the others; `failures` are ranks in the order of their
+    failures.
 
-    A rank that fails hangs up first and is heard of later: another that misses it may be told of
-    before it.
+    A failing rank closes its connections before it reports: a peer that misses it may report first.
     """
     first = failures[0]
     blamed: int | None = getattr(results[first], "peer", None)
@@ -128,14 +135,20 @@ def _first_cause(failures: list[int], results: list[Any]) -> int:
 
 
 def status(group: Group) -> dict[str, Any]:
-    """What this rank knows of the group at the moment, without asking anybody; from any thread.
+    """What this rank knows of the group, without communication. May be called from any thread.
+
+    Args:
+        group: a group that is not closed.
 
     Returns:
-        "rank"; "current_call": this rank's last call, as text, "" before the first; "peers": for
+        "rank"; "current_call": this rank's last call as text, "" before the first; "peers": for
         each other rank a dict of "rank", "host", "pid", "transport", "connected", "left_reason"
-        (why it left, or ""), "last_seen_s" (seconds since it was heard of), "current_call" (as its
-        last frame said, or ""), "bytes_written" and "bytes_received". It may be a fifth of
-        `heartbeat_s` old.
+        (why it left, or ""), "last_seen_s" (seconds since its last frame), "current_call" (of its
+        last frame, or ""), "bytes_written" and "bytes_received". Up to a fifth of `heartbeat_s`
+        old.
+
+    Raises:
+        GroupBroken: the group was closed or belongs to the parent process.
     """
     known = group._core.status()
     peers = [
@@ -157,27 +170,24 @@ ACTIONS = ("disconnect", "kill", "stop", "delay", "throttle", "corrupt")
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """What goes wrong on one rank once so many bytes have passed over its channels.
+    """A fault on one rank, after a number of bytes on its channels.
 
     Args:
-        rank: on whom.
-        action: "disconnect" (its connections are gone, as when it dies), "kill" (SIGKILL), "stop"
-            (SIGSTOP), "delay" (what arrives is there `seconds` later), "throttle" (it is seen
-            `chunk_bytes` bytes at a time), "corrupt" (32 bytes of noise go out in front of the next
-            frame). An exit is a "kill" to the others: what is said before it is said by the
-            program.
-        at: count the data frames of this operation only; None: all that passes, from the forming
-            on.
-        after_bytes: sent and received, headers counted, before it happens.
+        rank: the rank that has the fault.
+        action: "disconnect" (closes its connections, as if it died), "kill" (SIGKILL), "stop"
+            (SIGSTOP), "delay" (received data is visible `seconds` later), "throttle" (at most
+            `chunk_bytes` received bytes are visible at a time), "corrupt" (sends 32 random bytes
+            before the next frame).
+        at: count the data frames of this operation only; None: all bytes, from the forming on.
+        after_bytes: bytes sent and received before the fault, with headers.
         peer: count and act on the channel to this rank only; None: on all.
         seconds: of a delay.
-        chunk_bytes: bytes that a throttled channel shows at once.
-        timestamp_file: where the rank writes down time.monotonic() of the moment in which it
-            happens (noise: goes out), before the others can notice; "": nowhere.
+        chunk_bytes: bytes that a throttled channel shows at a time.
+        timestamp_file: the rank writes time.monotonic() of the fault (noise: of its sending) to
+            this file before the others can notice it; "": none.
 
-    It happens in the group that run_ranks makes. Parts that split() makes of that have channels of
-    their own, on which nothing is counted and nothing goes wrong; a rank that is killed or stopped
-    is so in all of them.
+    The fault affects the group that run_ranks makes. Subgroups of split() have channels of their
+    own, without counting or faults; a killed or stopped rank is so in all groups.
 
     Raises:
         InvalidArgument: there is no such action or operation, or chunk_bytes is below 1.
@@ -195,10 +205,12 @@ class FaultPlan:
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise InvalidArgument(
-                f"there is no fault {self.action!r}; one of: {', '.join(ACTIONS)}"
+                f"invalid action: got {self.action!r}, expected one of {', '.join(ACTIONS)}"
             )
         if self.at is not None and self.at not in _core.OPERATIONS:
-            raise InvalidArgument(f"a fault at {self.at!r}; one of: {', '.join(_core.OPERATIONS)}")
+            raise InvalidArgument(
+                f"invalid at: got {self.at!r}, expected one of {', '.join(_core.OPERATIONS)}"
+            )
         if self.chunk_bytes < 1:
             raise InvalidArgument(
                 f"invalid chunk_bytes: got {self.chunk_bytes}, expected 1 or more"
@@ -211,7 +223,7 @@ class FaultPlan:
 
 
 def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
-    """This rank's place in the group."""
+    """Connects this rank to the group."""
     key = options.get("secret", "")
     named = {"name": "world", "address": "", "route_hint": "", "reproducible": False, "log": False}
     options = dict(options)
@@ -225,7 +237,7 @@ def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
 
 
 class _Threads:
-    """Ranks as threads that meet in a store in memory."""
+    """Ranks as threads that meet in an in-memory store."""
 
     def __init__(
         self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
@@ -261,7 +273,7 @@ class _Threads:
             with as_thread_default(group):
                 self.results[rank] = self._fn(group, *self._args)
             group.close()
-        except BaseException as error:  # whatever it is, the caller is told
+        except BaseException as error:  # of any kind: raised in the caller
             with self._lock:
                 self.failures.append(rank)
             self.results[rank] = error
@@ -275,7 +287,7 @@ class _Threads:
 
 
 class _Processes:
-    """Ranks as processes that meet in a store served by this one; results come through pipes."""
+    """Ranks as processes that meet in a store of this process; pipes return the results."""
 
     def __init__(
         self,
@@ -292,7 +304,7 @@ class _Processes:
         self._exit_timeout_s = exit_timeout_s
 
     def run(self) -> None:
-        """Returns when every rank has ended; those that do not after a failure are killed."""
+        """Returns when every rank has ended; after a failure kills those that do not."""
         server = _core.TcpStore.serve("127.0.0.1", 0, self._options["secret"])
         context = mp.get_context("spawn")
         running: dict[Connection, tuple[int, Any]] = {}
@@ -319,7 +331,7 @@ class _Processes:
             ready = wait(list(running), left)
             if not ready:
                 for rank, _ in running.values():
-                    self._fail(rank, Timeout(f"rank {rank} went on after another had failed"))
+                    self._fail(rank, Timeout(f"rank {rank} did not exit after another rank failed"))
                 return
             for pipe in ready:
                 assert isinstance(pipe, Connection)
@@ -348,7 +360,7 @@ class _Processes:
 def _rank_process(
     pipe: Connection, port: int, rank: int, options: dict[str, Any], job: bytes
 ) -> None:
-    """What one process does: joins, runs the job, reports."""
+    """The main function of a rank's process: joins, runs the function, sends the result."""
     group: Group | None = None
     try:
         fn, args = pickle.loads(job)
@@ -357,7 +369,7 @@ def _rank_process(
         with as_thread_default(group):
             answer = pickle.dumps((False, fn(group, *args)))
         group.close()
-    except BaseException as error:  # whatever it is, the caller is told
+    except BaseException as error:  # of any kind: raised in the caller
         if group is not None:
             group.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
         answer = _pickled(error)
@@ -366,7 +378,7 @@ def _rank_process(
 
 
 def _pickled(error: BaseException) -> bytes:
-    """A failure as bytes; one that cannot travel becomes an Error of the same text."""
+    """A failure as bytes; an error that cannot be pickled becomes an Error of the same text."""
     try:
         answer = pickle.dumps((True, error))
         pickle.loads(answer)

@@ -1,8 +1,8 @@
-"""What `pycomm tune` has found out about this machine: a file in the user's cache folder.
+"""The algorithm thresholds that `pycomm tune` measured: a file in the user's cache folder.
 
-The file's name and content tell the machine, so that one home directory serves many. Rank 0's
-thresholds hold for all ranks of a group (they travel in its note), so ranks never choose
-differently. Read by group.py and torch_backend.py when a group forms, written by tuning.py.
+The file's name and content identify the machine, so one home directory serves many machines. Rank
+0's thresholds apply to all ranks of a group (they are part of its rank info), so the ranks always
+choose the same algorithm.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ __all__ = ["BUILT_IN", "machine", "path", "save", "thresholds"]
 FORMAT = 1
 BUILT_IN = (16 << 10, 1 << 20)
 """small_bytes and middle_bytes of collectives/choose.h."""
-LARGEST = 1 << 40  # bytes; no threshold is beyond
+LARGEST = 1 << 40  # bytes: the largest valid threshold
 
 Thresholds = list[tuple[str, int, int]]
-"""Of each transport that was measured: its name, small_bytes, middle_bytes."""
+"""For each measured transport: its name, small_bytes, middle_bytes."""
 
 
 def machine() -> str:
-    """This machine as far as it matters to thresholds: name, processor, processors, kernel."""
+    """The machine's properties that affect thresholds: name, processor, cores, kernel."""
     return f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores, {platform.release()}"
 
 
 def path() -> Path:
-    """Where this machine's thresholds are kept."""
+    """The file of this machine's thresholds."""
     key = hashlib.sha256(platform.node().encode()).hexdigest()[:12]
     return config.cache_folder() / f"tuned-{key}.json"
 
 
 def thresholds() -> Thresholds:
-    """What was measured here, or []: nothing, or nothing that holds, which a warning then says."""
+    """The stored thresholds; [] without a file, or with a warning if the file is invalid."""
     try:
         text = path().read_text()
-    except FileNotFoundError:  # nobody has tuned here
+    except FileNotFoundError:  # `pycomm tune` did not run here
         return []
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         return _refuse(f"cannot be read: {error}")
     try:
         content = json.loads(text)
         if content["format"] != FORMAT:
-            return _refuse(f"is of format {content['format']}, and this pycomm reads {FORMAT}")
+            return _refuse(f"has format {content['format']}, but this pycomm reads {FORMAT}")
         if content["machine"] != machine():
             return _refuse(f"is of another machine ({content['machine']}), not of {machine()}")
         return [_sound(by, **found) for by, found in content["thresholds"].items()]
@@ -59,7 +59,7 @@ def thresholds() -> Thresholds:
 
 
 def save(found: Thresholds) -> Path:
-    """Adds `found` to what is kept of this machine, in one step; gives the file."""
+    """Merges `found` into this machine's file atomically; returns the file."""
     kept = {by: at for by, *at in thresholds()} | {by: at for by, *at in found}
     content = {
         "format": FORMAT,
@@ -82,12 +82,12 @@ def _sound(by: str, small_bytes: int, middle_bytes: int) -> tuple[str, int, int]
         raise ValueError(f"no transport {by!r}")
     for value in (small_bytes, middle_bytes):
         if type(value) is not int or not 0 <= value <= LARGEST:
-            raise ValueError(f"{value!r} is no number of bytes")
+            raise ValueError(f"invalid number of bytes: {value!r}")
     return by, small_bytes, middle_bytes
 
 
 def _refuse(why: str) -> Thresholds:
     logging.getLogger("pycomm").warning(
-        "%s %s; the built-in thresholds hold. `pycomm tune` makes it anew.", path(), why
+        "%s %s; using the built-in thresholds. `pycomm tune` writes a new file.", path(), why
     )
     return []

@@ -1,7 +1,7 @@
-"""`pycomm top`: what the ranks of this host do now, again and again.
+"""`pycomm top`: shows what the ranks of this host do, and refreshes.
 
-It reads the records that each rank keeps in its memory (flight_recorder.py): no rank is asked, none
-slowed down, and one that is stopped or hangs is seen as well. Other users' ranks are not.
+Reads the flight recorder in each rank's memory: the ranks are not involved or
+slowed down, and stopped ranks are shown as well. Ranks of other users are not shown.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pycomm.flight_recorder import FlightRecord
 __all__ = ["main", "view"]
 
 SVG_WIDTH = 110  # characters
-LATE_S = 1.0  # a rank that others wait for is late after so long: shorter is a matter of course
+LATE_S = 1.0  # after this time a rank that others wait for is marked as late
 
 
 class Sample:
-    """What was seen at one moment; `at_ns` is the host's steady clock, as in the records."""
+    """The flight records at one instant; `at_ns` is the host's steady clock, as in the records."""
 
     def __init__(self) -> None:
         self.flight_records = flight_recorder.running()
@@ -36,7 +36,7 @@ class Sample:
 
 
 def view(now: Sample, before: Sample | None = None) -> RenderableType:
-    """Tables of all groups; rates are since `before`, or since the group stands."""
+    """Tables of all groups; rates are since `before`, or since the group was formed."""
     groups = flight_recorder.groups_of(now.flight_records)
     if not groups:
         return Text("no ranks of this user run on this host")
@@ -70,7 +70,7 @@ def _group(ranks: list[FlightRecord], now: Sample, before: Sample | None) -> Tab
 
 
 def _place(one: FlightRecord) -> tuple[int, int, bool]:
-    """How far a rank has come: epoch and sequence of its last call, and whether it is over."""
+    """A rank's progress: epoch and sequence of its last call, and whether it is complete."""
     if not len(one.records):
         return -1, -1, False
     last = one.records[-1]
@@ -78,7 +78,7 @@ def _place(one: FlightRecord) -> tuple[int, int, bool]:
 
 
 def _mark(one: FlightRecord, most: tuple[int, int, bool], at_ns: int) -> Text:
-    """What is wrong with a rank, if anything is."""
+    """A rank's problem, if any."""
     if one.reason:
         return Text("broken", "red")
     if _is_stopped(one):
@@ -115,16 +115,18 @@ def _span(nanoseconds: int) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; gives its exit status."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="pycomm top", description=__doc__)
-    parser.add_argument("--once", action="store_true", help="one table, means since the start")
-    parser.add_argument("--svg", metavar="FILE", help="with --once: draw the table there")
-    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds (1)")
+    parser.add_argument("--once", action="store_true", help="print one table and exit")
+    parser.add_argument("--svg", metavar="FILE", help="with --once: draw the table to FILE")
+    parser.add_argument(
+        "--every", type=float, default=1.0, metavar="S", help="interval in seconds (1)"
+    )
     flags = parser.parse_args(argv)
     if not flags.every > 0:
-        parser.error(f"--every is {flags.every}; it must be more than 0 seconds")
+        parser.error(f"invalid --every: got {flags.every}, expected more than 0 seconds")
     if flags.svg and not flags.once:
-        parser.error("--svg draws what --once prints")
+        parser.error("--svg needs --once")
     console = Console(record=True, width=SVG_WIDTH) if flags.svg else Console()
     before = Sample()
     if flags.once:
@@ -134,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with Live(view(before), console=console) as live, contextlib.suppress(KeyboardInterrupt):
         while True:
-            time.sleep(flags.every)  # the pace at which a person looks
+            time.sleep(flags.every)  # the refresh interval
             now = Sample()
             live.update(view(now, before))
             before = now

@@ -1,7 +1,7 @@
-"""The torch.distributed backend "pycomm": how torch's groups come to stand on our engine.
+"""The torch.distributed backend "pycomm": creates pycomm groups for torch's process groups.
 
-`torch.distributed.init_process_group("pycomm")` needs no import of this file: it is for `stats`
-and for the `Options` to give to `init_process_group(pg_options=...)`. The verbs are C++ (the module
+`torch.distributed.init_process_group("pycomm")` needs no import of this module. It provides `stats`
+and the `Options` for `init_process_group(pg_options=...)`. The collectives are C++ (the module
 _c10d); docs/torch_backend.md lists them.
 """
 
@@ -35,13 +35,13 @@ _torch_autoload.register()
 
 @functools.cache
 def _module() -> Any:
-    """The compiled part. Raises Unsupported where it is missing or was built for another torch."""
+    """The compiled module. Raises Unsupported if it is missing or was built for another torch."""
     try:
         from pycomm import _c10d
     except ImportError as error:
         raise Unsupported(
             f"pycomm's torch backend cannot be loaded with torch {torch.__version__} ({error}); "
-            f"it is built for one version of torch: {REBUILD}"
+            f"it works with one version of torch only: {REBUILD}"
         ) from error
     _check_version(_c10d.torch_version, torch.__version__)
     atexit.register(_c10d.close_all)
@@ -57,10 +57,10 @@ def _check_version(built_for: str, running: str) -> None:
 
 
 def is_available() -> bool:
-    """Whether the compiled part is there and fits this torch."""
+    """Whether the compiled module exists and was built for this torch."""
     try:
         _module()
-    except Unsupported:  # its text is for those who ask for more
+    except Unsupported:  # other functions raise it with its text
         return False
     return True
 
@@ -71,15 +71,16 @@ def Options(  # noqa: N802 - as torch's
     cuda_internode_transport: str = "nccl",
     encrypt: bool | None = None,
 ) -> _c10d.Options:
-    """Options of a group, as torch's other backends have them.
+    """Options of a group, for `init_process_group(pg_options=...)` and `new_group`.
 
     Args:
-        timeout: limits each call; None: torch's own limit.
+        timeout: time limit of each call; None: torch's default.
         cuda_channels, cuda_internode_transport: as of `pycomm.Group`, for tensors on CUDA devices.
         encrypt: as of `pycomm.init`; None: as the default group, if there is one.
 
     Raises:
-        InvalidArgument: there is no such transport between hosts, or no such number of channels.
+        InvalidArgument: an invalid transport or number of channels.
+        Unsupported: the compiled module does not fit this torch.
     """
     device_groups.check_internode_transport(cuda_internode_transport)
     device_groups.check_channels(cuda_channels)
@@ -94,16 +95,16 @@ def Options(  # noqa: N802 - as torch's
 
 
 def create(options: _DistributedBackendOptions, backend_options: object) -> _c10d.Backend:
-    """Connects the ranks of a new torch group and gives its backend. Collective over that group.
+    """Connects the ranks of a new torch group and returns its backend. Collective over that group.
 
-    The engine of `pycomm.init` serves torch's default group too, if it has the same ranks, and
-    stays open when torch's group ends; else torch's engine becomes pycomm's default group while it
-    stands.
+    torch's default group shares the engine of `pycomm.init` if it has the same ranks; the engine
+    then stays open when torch's group ends. Otherwise torch's engine is pycomm's default group
+    until torch's group ends.
 
     Raises:
-        Unsupported: the compiled part does not fit this torch.
-        InvalidArgument: `backend_options` are those of another backend, or want an encryption that
-            the engine of `pycomm.init` does not have.
+        Unsupported: the compiled module does not fit this torch.
+        InvalidArgument: `backend_options` belong to another backend, or differ in `encrypt` from
+            the engine of `pycomm.init`.
         Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
     """
     timeout = timedelta(seconds=_seconds(options.timeout))
@@ -121,23 +122,22 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
 
 
 def merge(store: Store, ours: _c10d.Options, rank: int, size: int) -> _c10d.Backend:
-    """Connects ranks of several torch groups, or of several runs, that meet in `store`, and gives
-    the backend of their group, which ends where the default group does. Collective over them.
+    """Connects ranks of several torch groups or runs that meet in `store`; returns the backend of
+    their group. Collective over them. abort() of the default group aborts it too.
 
-    Called by the compiled backend for `ProcessGroup.merge_remote_group`, which numbers the ranks as
-    they come to the store.
+    `ProcessGroup.merge_remote_group` numbers the ranks in the order in which they reach the store.
 
     Args:
-        ours: of the new group, whose name and limit they have.
+        ours: options of the new group, with its name and time limit.
 
     Raises:
-        InvalidArgument: more ranks have come to the store than the group has.
+        InvalidArgument: more ranks reached the store than the group has.
         Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
     """
     if rank >= size:
         raise InvalidArgument(
-            f"merge_remote_group: this is rank {rank} of those that have met in the store, and the "
-            f"group has {size}: give each merge a store, or a PrefixStore, of its own"
+            f"merge_remote_group: this is rank {rank} in the store, and the group has {size}: "
+            "use a separate store or PrefixStore for each merge"
         )
     from torch._C import _distributed_c10d as c10d
 
@@ -153,7 +153,7 @@ def _form(
     ours: _c10d.Options,
     enter: Callable[[_core.Group, rendezvous.TorchStore, float], Callable[[], None]],
 ) -> _c10d.Backend:
-    """Connects the ranks of a new group, which `enter` gives its place beside the default group."""
+    """Connects the ranks of a new group; `enter` registers it beside the default group."""
     module, timeout = _module(), ours._timeout
     encrypt = _encrypt(ours, None)
     store = rendezvous.TorchStore(options.store, config.environment().secret)
@@ -164,16 +164,16 @@ def _form(
 
 
 def register_backend(part: object, timeout_s: float) -> Callable[[], None]:
-    """Lets a part that torch's split_group() made end where the default group does; gives what
-    forgets it. `part` is a capsule of a group. Called by the compiled backend."""
+    """Makes abort() of the default group abort a subgroup of torch's split_group() too; returns a
+    function that unregisters it. `part` is a capsule of a group.
+    """
     return groups.register_backend(_core.group_of(part), None, timeout_s)
 
 
 def _options(given: object, timeout: timedelta) -> _c10d.Options:
     if given is not None and not isinstance(given, _module().Options):
         raise InvalidArgument(
-            f"pg_options is a {type(given).__name__}; the backend pycomm takes "
-            "pycomm.torch_backend.Options"
+            f"invalid pg_options: got {type(given).__name__}, expected pycomm.torch_backend.Options"
         )
     ours: _c10d.Options = _module().Options() if given is None else given
     ours._timeout = timeout
@@ -181,12 +181,13 @@ def _options(given: object, timeout: timedelta) -> _c10d.Options:
 
 
 def _encrypt(ours: _c10d.Options, shared: _core.Group | None) -> bool:
-    """Whether a new group is encrypted: as its options say, else as the default group is, so that
-    a part of an encrypted group never is in the clear by oversight."""
+    """Whether a new group is encrypted: as its options say, else as the default group, so that a
+    subgroup of an encrypted group is never unencrypted by accident.
+    """
     if shared is not None and ours.encrypt not in (None, shared.encrypted):
         raise InvalidArgument(
             f"Options(encrypt={ours.encrypt}), but torch's group uses the engine of pycomm.init, "
-            f"which has encrypt={shared.encrypted}: give both the same"
+            f"which has encrypt={shared.encrypted}: pass the same value to both"
         )
     if ours.encrypt is not None:
         return bool(ours.encrypt)
@@ -198,7 +199,7 @@ def _seconds(timeout: timedelta | float) -> float:
 
 
 def _engine_of_init(options: _DistributedBackendOptions) -> _core.Group | None:
-    """The engine behind pycomm's default group, where it has the ranks of torch's."""
+    """The engine of pycomm's default group, if it has the ranks of torch's group."""
     core = groups.default_core()
     if core is None or (core.rank, core.size) != (options.group_rank, options.group_size):
         return None
@@ -211,9 +212,10 @@ def _connect(
     timeout: timedelta,
     encrypt: bool,
 ) -> _core.Group:
-    """Forms the group through torch's store; rank 0 leaves the run's key there if there is none."""
+    """Forms the group through torch's store; rank 0 stores a new shared secret there if there is
+    none."""
     place = config.environment()
-    if options.group_size > 1:  # where the program told torch, not the environment, who it is
+    if options.group_size > 1:  # the program may set the ranks in torch, not in the environment
         config.take_secret()
     groups.log_at(place.log)
     return rendezvous.connect(
@@ -235,14 +237,14 @@ def _connect(
 
 
 def stats(process_group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """What this rank has done in a group since it stands.
+    """This rank's totals in a group since it was formed.
 
     Args:
-        process_group: a group of torch's with the backend pycomm; None is the default group.
+        process_group: a group of torch's with the backend pycomm; None: the default group.
 
     Returns:
-        calls, frames_sent, bytes_sent (payload), bytes_written (with frame headers: what peers were
-        really sent), bytes_received, and the seconds spent inside calls.
+        calls, frames_sent, bytes_sent (payload), bytes_written (with frame headers: all bytes
+        written to peers), bytes_received, and the seconds spent in calls.
 
     Raises:
         InvalidArgument: the group has other backends.
@@ -258,4 +260,6 @@ def stats(process_group: dist.ProcessGroup | None = None) -> dict[str, float]:
             counted: dict[str, float] = backend.stats()
             return counted
         names.append(f"{device.type}: {backend.name()}")
-    raise InvalidArgument(f"the group's backend is not pycomm, but {', '.join(names)}")
+    raise InvalidArgument(
+        f"invalid process group: its backend is {', '.join(names)}, expected pycomm"
+    )

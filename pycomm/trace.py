@@ -1,8 +1,9 @@
-"""`pycomm trace`: the ranks' traces as one timeline for a trace viewer, and a table of who waited.
+"""`pycomm trace`: merges the ranks' traces into one timeline for a trace viewer, with a table of
+waits.
 
-PYCOMM_TRACE names the folder in which the core leaves each rank's calls. Ranks of one host have one
-clock; hosts' clocks are set by the calls themselves: of an all_reduce no rank knows the end before
-all have begun, so that each call bounds by how much two clocks differ, from both sides.
+PYCOMM_TRACE names the folder for the traces of each rank. Ranks of one host share a clock. Clocks
+of different hosts are aligned by the calls: no rank completes an all_reduce before every rank has
+begun it, so each call bounds the difference of two clocks from both sides.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from pycomm.flight_recorder import FlightRecord
 
 __all__ = ["Timeline", "main", "merge"]
 
-# Verbs in which every rank waits for every other.
+# Operations in which every rank waits for every other.
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 VIEWER = "https://ui.perfetto.dev"  # also chrome://tracing; the page keeps the file on the machine
 
 
 @dataclass
 class Rank:
-    """One rank of the run: its journals, one for each group, and what the table says of it.
+    """One rank of the run: its flight records, one for each group, and its totals.
 
-    Times are nanoseconds; `late` is how long others waited for it because it came last.
+    Times are in nanoseconds; `late` is how long others waited because this rank was last.
     """
 
     label: str
@@ -50,10 +51,10 @@ class Timeline:
 
     Attributes:
         ranks: in order.
-        shifts: by host_id: nanoseconds to add to its steady clock to have the first host's.
-        doubts: the same: by how much that may be wrong, in nanoseconds.
-        waits: by (source, index of the record): until when the rank waited for another that had
-            not begun yet, by its own clock, and that one's rank in the group.
+        shifts: by host_id: nanoseconds to add to its steady clock to get the first host's.
+        doubts: by host_id: the uncertainty of the shift, in nanoseconds.
+        waits: by (source, index of the record): the time on its own clock until which the rank
+            waited for another to begin the call, and the other's rank in the group.
     """
 
     ranks: list[Rank]
@@ -63,16 +64,14 @@ class Timeline:
 
 
 def merge(folder: str | Path) -> Timeline:
-    """The traces of a folder as one timeline.
+    """Merges the traces of a folder.
 
     Raises:
-        InvalidArgument: there is none, or a file is damaged.
+        InvalidArgument: the folder has no traces, or a file is damaged.
     """
     paths = sorted(Path(folder).glob("*.trace"))
     if not paths:
-        raise InvalidArgument(
-            f"{folder} has no traces: PYCOMM_TRACE={folder} lets a run leave them there"
-        )
+        raise InvalidArgument(f"{folder} has no traces: run the program with PYCOMM_TRACE={folder}")
     flight_records = [one for one in map(flight_recorder.read, paths) if len(one.records)]
     groups = _newest(flight_recorder.groups_of(flight_records))
     shifts, doubts = _clocks(groups)
@@ -83,7 +82,7 @@ def merge(folder: str | Path) -> Timeline:
 
 
 def _newest(groups: list[list[FlightRecord]]) -> list[list[FlightRecord]]:
-    """Of groups of one name the last: files of an earlier run with more ranks may lie there too."""
+    """The last group of each name: the folder may also contain files of an earlier run."""
     newest: dict[str, list[FlightRecord]] = {}
     for group in sorted(groups, key=lambda group: group[0].wall_ns):
         newest[group[0].name] = group
@@ -91,7 +90,7 @@ def _newest(groups: list[list[FlightRecord]]) -> list[list[FlightRecord]]:
 
 
 def _ranks(groups: list[list[FlightRecord]]) -> list[Rank]:
-    """Who is one rank in several groups: a process, or a thread where ranks are threads."""
+    """Matches the ranks of several groups: by process, or by thread if ranks are threads."""
     found: dict[tuple[Any, ...], Rank] = {}
     for group in sorted(groups, key=lambda group: (-group[0].size, group[0].name)):
         processes = {(one.host_id, one.pid) for one in group}
@@ -108,8 +107,9 @@ def _ranks(groups: list[list[FlightRecord]]) -> list[Rank]:
 
 
 def _together(group: list[FlightRecord]) -> tuple[Any, Any, list[Any]]:
-    """The calls that all ranks of a group made together and ended: begins and ends as arrays of
-    [ranks, calls] of each rank's own clock, and for each rank the indices of its records."""
+    """The calls that all ranks of a group completed: begin and end times as arrays of [ranks,
+    calls] on each rank's own clock, and for each rank the indices of its records.
+    """
     verbs = [_core.OPERATIONS.index(verb) for verb in TOGETHER]
     keys, places = [], []
     for one in group:
@@ -128,11 +128,11 @@ def _together(group: list[FlightRecord]) -> tuple[Any, Any, list[Any]]:
 
 
 def _clocks(groups: list[list[FlightRecord]]) -> tuple[dict[str, int], dict[str, int]]:
-    """For each host what to add to its clock, and by how much that may be wrong.
+    """By host: the shift of its clock and the uncertainty, both in nanoseconds.
 
-    Whoever ends such a call knows that all have begun: the end on one host is after each begin on
-    the other, which bounds the difference of their clocks from both sides; the middle is taken.
-    Hosts that share no group with the first one keep their time of day.
+    When a rank completes such a call all ranks have begun it. The end on one host is after each
+    begin on the other, which bounds the difference of their clocks from both sides; the middle is
+    used. Hosts that share no group with the first one use Unix time.
     """
     largest = max(groups, key=lambda group: len({one.host_id for one in group}))
     first = largest[0]
@@ -154,7 +154,7 @@ def _clocks(groups: list[list[FlightRecord]]) -> tuple[dict[str, int], dict[str,
 
 
 def _find_waits(timeline: Timeline, group: list[FlightRecord]) -> None:
-    """For whom each rank waited at the beginning of each call."""
+    """Finds which rank each rank waited for at the beginning of each call."""
     begins, ends, chosen = _together(group)
     if len(group) < 2 or not begins.size:
         return
@@ -167,7 +167,7 @@ def _find_waits(timeline: Timeline, group: list[FlightRecord]) -> None:
     for i, one in enumerate(group):
         mine = owners[id(one)]
         mine.last += int((last == i).sum())
-        # The longest wait that this rank alone is the cause of: of who came first.
+        # The longest wait caused by this rank alone: that of the first rank to call.
         mine.late += int(waited.max(axis=0)[last == i].sum())
         for j in np.flatnonzero(waited[i]):
             until_own = int(until[i, j] - shifts[i, 0])
@@ -175,7 +175,7 @@ def _find_waits(timeline: Timeline, group: list[FlightRecord]) -> None:
 
 
 def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """The timeline as events of the Trace Event Format: a process is a rank, a thread a group."""
+    """The timeline in the Trace Event Format: a process is a rank, a thread a group."""
     first = min(
         int(one.records["begun"][0]) + timeline.shifts[one.host_id]
         for rank in timeline.ranks
@@ -221,7 +221,7 @@ def _arguments(one: FlightRecord, call: Any) -> dict[str, Any]:
 
 
 def write(timeline: Timeline, path: Path) -> int:
-    """Writes the timeline as JSON; gives how many events there are. One line for each."""
+    """Writes the timeline as JSON, a line per event; returns the number of events."""
     count = 0
     with path.open("w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
@@ -233,7 +233,7 @@ def write(timeline: Timeline, path: Path) -> int:
 
 
 def table(timeline: Timeline) -> str:
-    """What each rank did, as text."""
+    """A table of each rank's totals."""
     rows = [["", "calls", "in calls", "waiting", "came last", "others waited", "MB sent"]]
     for rank in timeline.ranks:
         share = f" ({100 * rank.waited / rank.inside:.0f} %)" if rank.inside else ""
@@ -257,15 +257,15 @@ def table(timeline: Timeline) -> str:
             name = next(
                 o.host for r in timeline.ranks for o in r.flight_records if o.host_id == host
             )
-            lines.append(f"the clock of {name} is set to within {doubt / 1e3:,.0f} us")
+            lines.append(f"the clock of {name} is exact to within {doubt / 1e3:,.0f} us")
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; gives its exit status."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="pycomm trace", description=__doc__)
-    parser.add_argument("folder", type=Path, help="that PYCOMM_TRACE named")
-    parser.add_argument("--out", type=Path, help="file to write; FOLDER/trace.json if not given")
+    parser.add_argument("folder", type=Path, help="the folder given as PYCOMM_TRACE")
+    parser.add_argument("--out", type=Path, help="output file (FOLDER/trace.json)")
     flags = parser.parse_args(argv)
     try:
         timeline = merge(flags.folder)

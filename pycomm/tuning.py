@@ -1,11 +1,11 @@
-"""`pycomm tune`: measures where one algorithm becomes faster than another, and keeps it.
+"""`pycomm tune`: measures at which sizes to switch algorithms, and stores the thresholds.
 
-Alone it starts ranks on this machine, which talk over tcp. Started on every host by a launcher
-(`pycomm launch ... -m pycomm tune`) it measures the real network, and rank 0's machine keeps what
-was found: rank 0's thresholds hold for a whole group (thresholds.py). It takes seconds.
+Alone it starts ranks on this machine, connected by tcp. Started on every host by a launcher
+(`pycomm launch ... -m pycomm tune`) it measures the real network, and rank 0's machine stores the
+result: rank 0's thresholds apply to the whole group. It takes seconds.
 
-Measure with as many ranks as will run, or with 4: of 3 to 8 ranks `direct` turns at about the same
-size, while of 2 both algorithms send the same and the turn comes later.
+Measure with the number of ranks of later runs, or with 4: for 3 to 8 ranks the threshold of
+`direct` is about the same. For 2 ranks both algorithms send the same amount and it is higher.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FEW = 8  # kFewRanks of collectives/choose.cpp: with more ranks middle_bytes cou
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two algorithms of all_reduce: which is for small arrays, which for large ones."""
+    """Two algorithms of all_reduce: one for small arrays, one for large arrays."""
 
     small: str
     large: str
@@ -44,21 +44,23 @@ MIDDLE = Comparison("halving", "ring")
 
 @dataclass(frozen=True)
 class Found:
-    """What one comparison gave: seconds by size, and the threshold in bytes."""
+    """The result of a comparison: seconds by size, and the threshold in bytes."""
 
     comparison: Comparison
-    seconds: list[tuple[float, float]]  # of the small and of the large one
+    seconds: list[tuple[float, float]]  # of the small and of the large algorithm
     bytes: int
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table, keeps the thresholds; the exit status."""
+    """Measures, prints a table and stores the thresholds; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--ranks", type=int, default=4, help="to start here (%(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, default=4, help="number of ranks to start (%(default)s)"
+    )
     options = parser.parse_args(argv)
     if options.ranks < 2:
-        parser.error("there is nothing to choose with fewer than 2 ranks")
+        parser.error("invalid --ranks: expected at least 2")
     if config.environment().size > 1:
         own = group.init()
         transport, found = measure(own)
@@ -73,12 +75,13 @@ def main(argv: Sequence[str]) -> int:
         print(table(one))
         at[0 if one.comparison == SMALL else 1] = one.bytes
     file = thresholds.save([(transport, at[0], at[1])])
-    print(f"{transport}: small_bytes {at[0]}, middle_bytes {at[1]}; kept in {file}")
+    print(f"{transport}: small_bytes {at[0]}, middle_bytes {at[1]}; stored in {file}")
     return 0
 
 
 def measure(own: Group) -> tuple[str, list[Found]]:
-    """On every rank, alike: the slowest transport of the group, what each comparison gave."""
+    """Measures; called alike on every rank. Returns the group's slowest transport and the
+    results."""
     names = {member.transport for member in own.peer_info()}
     transport = next(by for by in ("tcp", "shm", "local") if by in names)
     comparisons = [SMALL] if own.size <= FEW else [SMALL, MIDDLE]
@@ -94,10 +97,11 @@ def measure(own: Group) -> tuple[str, list[Found]]:
 
 
 def threshold(sizes: Sequence[int], seconds: Sequence[tuple[float, float]]) -> int:
-    """The size up to which the first algorithm is taken, so that all sizes together lose least.
+    """The size up to which to use the first algorithm, so that the total loss over all sizes is
+    least.
 
-    A loss is log(time taken / time of the better one), so that noise at one size turns nothing. 0
-    where the first is never worth it.
+    A loss is log(time / time of the faster one), so noise at one size has little effect. 0 if the
+    first algorithm is never faster.
     """
     cuts = [0, *sizes]
     losses = []
@@ -108,7 +112,7 @@ def threshold(sizes: Sequence[int], seconds: Sequence[tuple[float, float]]) -> i
 
 
 def table(found: Found) -> str:
-    """The times of a comparison, and where it turned."""
+    """The times of a comparison, and the choice at each size."""
     small, large = found.comparison.small, found.comparison.large
     lines = [f"{'# bytes':>10} {small + ' (us)':>14} {large + ' (us)':>14}  taken"]
     for size_bytes, (first, second) in zip(SIZES, found.seconds, strict=True):
@@ -118,7 +122,8 @@ def table(found: Found) -> str:
 
 
 def _duel(own: Group, comparison: Comparison, size_bytes: int) -> tuple[float, float]:
-    """Seconds of an all_reduce by each algorithm: medians over rounds in turn, of the slowest."""
+    """Seconds of an all_reduce with each algorithm: medians over alternating rounds, of the slowest
+    rank."""
     x = np.zeros(size_bytes // 4, np.float32)
     rounds: tuple[list[float], list[float]] = ([], [])
     for turn in range(ROUNDS + 1):
@@ -127,7 +132,7 @@ def _duel(own: Group, comparison: Comparison, size_bytes: int) -> tuple[float, f
             start = time.perf_counter()
             for _ in range(CALLS):
                 collectives.all_reduce(x, group=own, algorithm=algorithm)
-            if turn > 0:  # the first makes connections and plans
+            if turn > 0:  # the first round connects and makes plans
                 rounds[which].append((time.perf_counter() - start) / CALLS)
     medians = np.array([statistics.median(times) for times in rounds])
     collectives.all_reduce(medians, "max", group=own)
@@ -136,7 +141,7 @@ def _duel(own: Group, comparison: Comparison, size_bytes: int) -> tuple[float, f
 
 @contextmanager
 def _progress(steps: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal's stderr, if asked for; gives what advances it."""
+    """A progress bar on a terminal's stderr if `shown`; yields a function that advances it."""
     done = 0
     shown = shown and sys.stderr.isatty()
 

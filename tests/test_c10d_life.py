@@ -415,7 +415,7 @@ def test_pg_options_of_another_backend_are_refused() -> None:
             print(error)
         """
     )
-    assert "pg_options is a object" in done.stdout, done.stderr
+    assert "invalid pg_options: got object" in done.stdout, done.stderr
 
 
 def _latency() -> float:

@@ -179,10 +179,10 @@ def test_loader_error_reaches_every_rank() -> None:
     def program(group: Group) -> Any:
         with pytest.raises((OSError, RuntimeError), match="the disk is gone"):
             list(ScatterLoader(batches() if group.rank == 0 else None))
-        with pytest.raises((InvalidArgument, RuntimeError), match="same number of rows"):
+        with pytest.raises((InvalidArgument, RuntimeError), match="expected one number"):
             odd = [(torch.ones(2), torch.ones(3))]
             list(ScatterLoader(odd if group.rank == 0 else None))
-        with pytest.raises(InvalidArgument, match="for rank 0 alone"):
+        with pytest.raises(InvalidArgument, match="on rank 0 only"):
             ScatterLoader(None if group.rank == 0 else [])
         for x in (torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64)):
             with pytest.raises((Unsupported, RuntimeError), match=r"pass (x\.cpu|torch\.view)"):
@@ -279,7 +279,7 @@ def test_pipe_of_another_process_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     descriptor = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     try:
-        with pytest.raises(OSError, match="another one here"):
+        with pytest.raises(OSError, match="a different process here"):
             memory._mapped((os.getpid(), descriptor, 0, 0), "<f4", [1], False)
     finally:
         os.close(descriptor)

@@ -345,7 +345,7 @@ def refused(group: pycomm.Group, device: Any, shared: bool) -> None:
          lambda: pycomm.broadcast(x, algorithm="halving" if shared else "host_staged")),
         (errors.Unsupported, "no algorithm", lambda: pycomm.broadcast(x, algorithm="halving")),
         (errors.InvalidArgument, "invalid rank 2", lambda: pycomm.broadcast(x, src=2)),
-        (errors.InvalidArgument, r"x lies on cuda:\d and out on cpu",
+        (errors.InvalidArgument, r"x is on cuda:\d, but out is on cpu",
          lambda: pycomm.all_gather(x, np.zeros((2, 100), np.float32))),
     ]  # fmt: skip
     for kind, text, call in cases:

@@ -196,7 +196,7 @@ def test_ranks_with_different_encryption_options() -> None:
 def test_environment() -> None:
     assert config.environment({"PYCOMM_ENCRYPT": "1"}).encrypt
     assert not config.environment({}).encrypt
-    with pytest.raises(InvalidArgument, match="PYCOMM_ENCRYPT is 'yes'"):
+    with pytest.raises(InvalidArgument, match="invalid PYCOMM_ENCRYPT: got 'yes'"):
         config.environment({"PYCOMM_ENCRYPT": "yes"})
 
 
@@ -235,7 +235,7 @@ def test_torch_groups_are_encrypted(run: Run, tmp_path: Path) -> None:
 
 
 def test_unencrypted_default_group_is_not_reused_for_an_encrypted_one(run: Run) -> None:
-    assert run(2, _init_again) == ["encrypt=True, but the default group is there already"] * 2
+    assert run(2, _init_again) == ["encrypt=True, but the default group exists"] * 2
 
 
 def _init_again() -> str:

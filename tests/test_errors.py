@@ -129,7 +129,7 @@ def test_at_most_ten_variables() -> None:
 def test_the_transport_is_taken_from_the_environment() -> None:
     assert config.environment({"PYCOMM_TRANSPORT": "tcp"}).transport == "tcp"
     assert config.environment({}).transport == ""
-    with pytest.raises(errors.InvalidArgument, match="PYCOMM_TRANSPORT is 'rdma'"):
+    with pytest.raises(errors.InvalidArgument, match="invalid PYCOMM_TRANSPORT: got 'rdma'"):
         config.environment({"PYCOMM_TRANSPORT": "rdma"})
 
 

@@ -156,13 +156,13 @@ def test_arbitrary_bytes_are_a_file_or_rejected(noise: bytes, at: int, calls: in
 def test_unknown_call_kind_is_rejected(field: str) -> None:
     sound = bytearray(example_file(2))
     sound[flight_recorder.HEAD_BYTES + flight_recorder.CALL.fields[field][1]] = 255
-    with pytest.raises(errors.InvalidArgument, match=f"x is damaged: a call has no such {field}"):
+    with pytest.raises(errors.InvalidArgument, match=f"is damaged: a call has an unknown {field}"):
         flight_recorder.parse(bytes(sound), "x")
 
 
 def test_truncated_file_is_rejected() -> None:
     assert len(flight_recorder.parse(example_file(2), "x").records) == 2
-    with pytest.raises(errors.InvalidArgument, match="x is damaged: it speaks of 2 calls"):
+    with pytest.raises(errors.InvalidArgument, match="x is damaged: it declares 2 calls"):
         flight_recorder.parse(example_file(2)[:-1], "x")
 
 
@@ -171,7 +171,7 @@ def test_command_reports_an_invalid_file(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pycomm", "info", "--flight", str(tmp_path / "garbage")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"pycomm: {tmp_path / 'garbage'} is no record of calls")
+    assert done.stderr.startswith(f"pycomm: {tmp_path / 'garbage'} is not a flight record")
 
 
 def test_text_in_a_file_cannot_control_the_terminal() -> None:

@@ -118,7 +118,7 @@ def _run(folder: Path, *words: str) -> tuple[list[object], str]:
 def test_all_ranks_use_tcp_and_are_warned(tmp_path: Path, rank: str, backend: str) -> None:
     said, errors = _run(tmp_path, rank, "unix", backend)
     assert said == [[[4.0, 2.0], ["tcp"], ["tcp"]]] * 4, errors
-    assert errors.count("ranks of this host are reached by TCP") == 1, errors
+    assert errors.count("ranks of this host use TCP") == 1, errors
 
 
 def test_ranks_that_may_connect_share_memory(tmp_path: Path) -> None:

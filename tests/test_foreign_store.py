@@ -28,7 +28,7 @@ def test_invalid_decision_ends_shrink_with_an_error(text: bytes) -> None:
     store = TorchStore(dist.HashStore())
     group = _join(store, 0, {"size": 1, "timeout_s": 10.0, "transport": "tcp", "secret": KEY})
     store.set("world/shrink/decided", text)
-    with pytest.raises(errors.GroupBroken, match="no ascending list of ranks below 1"):
+    with pytest.raises(errors.GroupBroken, match="expected ascending ranks below 1"):
         group.shrink(timeout_s=5.0)
     group.close()
 
@@ -138,7 +138,7 @@ def test_additions_of_many_threads_all_count() -> None:
 def test_invalid_number_is_rejected() -> None:
     raw = dist.HashStore()
     raw.set("n", "abc")
-    with pytest.raises(errors.InvalidArgument, match="is no number"):
+    with pytest.raises(errors.InvalidArgument, match=r"is no number|is not a number"):
         TorchStore(raw).add("n", 1)
 
 

@@ -173,7 +173,7 @@ except Unsupported as error:
         check=False,
         cwd=ROOT,
     )
-    assert "NumPy knows no bfloat16" in done.stdout, done.stderr
+    assert "NumPy has no dtype bfloat16" in done.stdout, done.stderr
 
 
 class OnCuda:

@@ -107,8 +107,8 @@ def test_modules_and_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--nnodes", "2"], "several hosts need to meet"),
-        (["--cpus-per-rank", "4000"], "this host offers"),
+        (["--nnodes", "2"], "several hosts need a rendezvous"),
+        (["--cpus-per-rank", "4000"], "this host has"),
         (["--cpus-per-rank", "0"], "at least 1"),
         (["--devices", "a,b"], "numbers with commas"),
         (["--devices", "0,1", "--nproc", "3"], "means --nproc 2"),
@@ -154,7 +154,7 @@ def test_restart_has_separate_logs(tmp_path: Path, capsys: Any) -> None:
     for attempt, ending in (("0", "log"), ("2", "2.log")):
         found = logs.reify({0: {**env, "TORCHELASTIC_RESTART_COUNT": attempt}})
         assert found.stdouts == {0: str(tmp_path / "log" / f"rank3.{ending}")}
-        assert "starts 3 of 3 processes on this host" in capsys.readouterr().out
+        assert "starting 3 of 3 processes on this host" in capsys.readouterr().out
 
 
 def ended(pidfd: int) -> bool:
@@ -215,7 +215,7 @@ def test_default_counts_and_cores(monkeypatch: Any) -> None:
     assert worker_setup.threads_for(2 * len(cores), None) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert worker_setup.threads_for(1, 3) == {}
-    with pytest.raises(InvalidArgument, match="this host offers"):
+    with pytest.raises(InvalidArgument, match="this host has"):
         worker_setup.cores_of(1, len(cores))
 
 
@@ -242,7 +242,7 @@ def test_two_hosts_train_together(secret: str, tmp_path: Path) -> None:
         for process in start_hosts(net, tmp_path, [1, 0], PROGRAM, "train", secret=secret):
             out, err = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0, out + err
-            assert ("anybody who can reach" in err) != bool(secret)
+            assert ("any client that can reach" in err) != bool(secret)
     logs = sorted(tmp_path.glob("rank*.log"))
     assert len(logs) == 3
     lines = {line for log in logs for line in log.read_text().splitlines() if "bits" in line}
@@ -269,7 +269,7 @@ def test_a_host_that_has_ended_does_not_wait_for_one_that_fails(tmp_path: Path, 
         ended, failing = start_hosts(net, tmp_path, [0, 1], PROGRAM, "part", str(pipe))
         limit = threading.Timer(LIMIT_S, ended.kill)  # ends the lines below
         limit.start()
-        assert any("waits for those of the others" in line for line in ended.stdout)
+        assert any("waiting for the other hosts" in line for line in ended.stdout)
         limit.cancel()
         if dies:
             failing.kill()  # and its ranks end with it
@@ -279,7 +279,7 @@ def test_a_host_that_has_ended_does_not_wait_for_one_that_fails(tmp_path: Path, 
             assert failing.returncode == 1, err
         out, err = ended.communicate(timeout=LIMIT_S / 2)
         assert ended.returncode == 0, err
-        assert ("launcher of host 1 of 2 (from 0) has not been heard of" in out) == dies
+        assert ("no heartbeat from the launcher of host 1 of 2" in out) == dies
         assert "Traceback" not in err
 
 
@@ -294,7 +294,7 @@ def test_launcher_reports_that_the_rendezvous_launcher_died(tmp_path: Path) -> N
         dying.kill()
         _, err = left.communicate(timeout=LIMIT_S / 2)
         assert left.returncode == 1, err
-        assert "or the launcher there has gone: " in err
+        assert "or the launcher there ended: " in err
         assert "Traceback" not in err
 
 

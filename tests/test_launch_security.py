@@ -244,7 +244,7 @@ def test_several_hosts_without_a_secret_are_warned(tmp_path: Path, capsys: Any) 
     words = ["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:29400", "--nproc", "1", "x.py"]
     command.prepared(command.parser().parse_args(words), str(tmp_path))
     said = capsys.readouterr().err
-    assert "anybody who can reach 192.0.2.1:29400 can join this run" in said
+    assert "any client that can reach 192.0.2.1:29400 can join this run" in said
 
 
 SLEEPS = """{python} -c 'import os, time

@@ -126,8 +126,8 @@ def plain() -> None:
         ({"nproc": 0}, "do not fit"),
         ({"nproc": 2, "size": 1}, "do not fit"),
         ({"nproc": 1, "size": 2, "rank_start": 2, "master_port": 1}, "do not fit"),
-        ({"nproc": 1, "size": 2}, "give all the same master_port"),
-        ({"nproc": 1, "device": "tpu"}, "device='tpu'"),
+        ({"nproc": 1, "size": 2}, "pass the same master_port"),
+        ({"nproc": 1, "device": "tpu"}, "invalid device: got 'tpu'"),
     ],
 )
 def test_invalid_process_counts(options: dict[str, Any], text: str) -> None:

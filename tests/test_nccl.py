@@ -78,7 +78,7 @@ def test_the_real_library_loads_and_runs_up_to_the_driver():
     """).splitlines()
     version = importlib.metadata.version(nccl.PACKAGE)
     file = nccl.places()[1][1]
-    assert said[0].endswith("that is loaded, as torch's: none); pip install nvidia-nccl-cu13")
+    assert said[0].endswith("such as torch's: none); pip install nvidia-nccl-cu13")
     assert said[1:4] == [f"{version} {file}", file, "128 True"]
     if os.path.exists("/proc/driver/nvidia/version"):
         assert said[4] == "a communicator"

@@ -145,9 +145,9 @@ def test_invalid_keys_and_values_are_rejected() -> None:
     def fn(group: Group) -> None:
         for key in ("", "x" * (MAX_KEY_BYTES + 1), b"bytes", None, "\ud800"):
             for call in (lambda k: pycomm.user_set(k, 1), pycomm.user_get, pycomm.user_pop):
-                with pytest.raises(errors.InvalidArgument, match="key is a text"):
+                with pytest.raises(errors.InvalidArgument, match="invalid key"):
                     call(key)
-        with pytest.raises(errors.InvalidArgument, match="may have 1048576"):
+        with pytest.raises(errors.InvalidArgument, match="at most 1048576"):
             pycomm.user_set("large", bytes(MAX_VALUE_BYTES))
         with pytest.raises(errors.InvalidArgument, match="value is a builtins"):
             pycomm.user_set("object", object())
@@ -179,7 +179,7 @@ def test_a_get_waits_for_another_thread_on_one_connection() -> None:
     assert client.remove("later") == b"come"
     assert client.remove("later") is None
     assert server.get("count", 1.0) == b"6"
-    with pytest.raises(errors.InvalidArgument, match="no number"):
+    with pytest.raises(errors.InvalidArgument, match=r"no number|not a number"):
         client.set("word", b"1x")
         client.add("word", 1)
 
@@ -293,7 +293,7 @@ def test_colliding_keys_are_rejected_after_a_few(
     with pytest.raises(errors.InvalidArgument, match="have one hash"):
         serialization.decode(content)
     assert len(read) < 5 * serialization.MAX_EQUAL_HASHES
-    with pytest.raises(errors.InvalidArgument, match="10000 keys of value have one hash"):
+    with pytest.raises(errors.InvalidArgument, match="10000 keys of value have the same hash"):
         serialization.encode(dict.fromkeys(keys))
 
 

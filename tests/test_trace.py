@@ -95,7 +95,7 @@ def test_clocks_of_hosts_are_aligned_by_the_ends_of_calls(tmp_path: Path) -> Non
     assert [rank.last for rank in timeline.ranks] in ([1, 99], [0, 100])
     waits = [event for event in trace.events(timeline) if event.get("cat") == "waits"]
     assert sum(event["name"] == "waits for rank 1" and event["pid"] == 0 for event in waits) >= 99
-    assert f"the clock of b is set to within {timeline.doubts['b'] / 1e3:,.0f} us" in trace.table(
+    assert f"the clock of b is exact to within {timeline.doubts['b'] / 1e3:,.0f} us" in trace.table(
         timeline
     )
 
@@ -120,7 +120,7 @@ def test_files_of_an_earlier_run_are_ignored(tmp_path: Path) -> None:
 
 
 def test_missing_and_damaged_traces_are_reported(tmp_path: Path, capsys: Any) -> None:
-    for said in ("has no traces", "is no record of calls"):
+    for said in ("has no traces", "is not a flight record"):
         with pytest.raises(SystemExit):
             trace.main([str(tmp_path)])
         assert said in capsys.readouterr().err

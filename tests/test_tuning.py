@@ -37,7 +37,7 @@ def test_saved_thresholds_are_loaded(cache: Path, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"format": 0}, "is of format 0"),
+        ({"format": 0}, "has format 0"),
         ({"machine": "another"}, "is of another machine"),
         ({"thresholds": {"tcp": {"small_bytes": -1, "middle_bytes": 2}}}, "is damaged"),
         ({"thresholds": {"tcp": {"small_bytes": "1", "middle_bytes": 2}}}, "is damaged"),
@@ -53,14 +53,14 @@ def test_file_of_another_machine_is_reported(
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     assert thresholds.thresholds() == []
     assert why in caplog.text
-    assert "the built-in thresholds hold" in caplog.text
+    assert "using the built-in thresholds" in caplog.text
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[]", b"3"])
 def test_invalid_file_is_reported(text: bytes, caplog: pytest.LogCaptureFixture) -> None:
     thresholds.save([]).write_bytes(text)
     assert thresholds.thresholds() == []
-    assert "the built-in thresholds hold" in caplog.text
+    assert "using the built-in thresholds" in caplog.text
 
 
 def sent_by_tcp(tuned_by_rank: list[list[tuple[str, int, int]]], count: int) -> list[int]:

@@ -216,7 +216,7 @@ def test_wrong_arguments_raise_before_data_is_sent() -> None:
             (lambda: pycomm.gather(x, 1 - me, np.ones((2, 4), np.float32)), "out is for rank"),
             (lambda: pycomm.scatter(x), "shape"),
             (lambda: pycomm.scatter(rows, 7), "rank 7"),
-            (lambda: pycomm.scatter(None, me), "rank . gives x"),
+            (lambda: pycomm.scatter(None, me), "rank . must pass x"),
             (lambda: pycomm.scatter(None, 1 - me), "x or out"),
             (lambda: pycomm.scatter(rows, me, np.ones(2)), "shape"),
             (lambda: pycomm.scatter(rows, me, np.ones(3, int)), "dtype"),
@@ -224,7 +224,7 @@ def test_wrong_arguments_raise_before_data_is_sent() -> None:
             (lambda: pycomm.all_to_all(flat), "shape"),
             (lambda: pycomm.all_to_all(rows, np.ones((2, 2))), "shape"),
             (lambda: pycomm.all_to_all(rows, np.ones((2, 3), int)), "dtype"),
-            (lambda: pycomm.all_gather_v(flat), "single number"),
+            (lambda: pycomm.all_gather_v(flat), "scalar"),
             (lambda: pycomm.all_reduce(x, algorithm="magic"), "magic"),
         ]
         for call, words in cases:

@@ -1,12 +1,12 @@
-"""Makes `.venv` ready: a fitting torch, the pinned tools, the things that a build needs.
+"""Sets up `.venv`: a supported torch, the pinned tools, and the build requirements.
 
-    python3 tools/environment.py               make it ready
-    python3 tools/environment.py --has-torch   exit status: has this interpreter a fitting torch
+    python3 tools/environment.py               set up
+    python3 tools/environment.py --has-torch   exit status 0: this interpreter has a supported torch
 
-The interpreter that runs this is the one that `.venv` is made for. Where it already has a fitting
-torch, that environment is used as it is: `.venv` is laid over it and takes only what is missing
-there, and nothing is installed into it. The Makefile calls this before everything else; once all
-is there it ends in a tenth of a second. Standard library only.
+`.venv` is made for the interpreter that runs this script. If that has a supported torch, `.venv`
+sees its packages and contains only what is missing there; nothing is installed into that
+environment. The Makefile runs this first; if all is set up it takes a tenth of a second. Standard
+library only.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def has_fitting_torch() -> bool:
-    """Whether this interpreter has a torch that the project works with."""
+    """Whether this interpreter has a torch that the project supports."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -38,37 +38,37 @@ def has_fitting_torch() -> bool:
 
 
 def interpreter() -> str:
-    """One line that names the interpreter that `.venv` is made for."""
+    """A line that identifies the interpreter for which `.venv` is made."""
     if inside() and STAMP.exists():
         return STAMP.read_text().splitlines()[0]
     return f"{sys.prefix} {sys.version.split()[0]}"
 
 
 def wanted() -> str:
-    """What the stamp holds when `.venv` is ready: the interpreter and the requirements."""
+    """The content of the stamp of a complete `.venv`: the interpreter and the requirements."""
     texts = [(ROOT / "pyproject.toml").read_text(), Path(__file__).read_text()]
     return f"{interpreter()}\n{hashlib.sha256(''.join(texts).encode()).hexdigest()}\n"
 
 
 def inside() -> bool:
-    """Whether this very interpreter is that of `.venv`."""
+    """Whether this is the interpreter of `.venv`."""
     return Path(sys.prefix) == VENV
 
 
 def run(*command: str | Path) -> bool:
-    """Runs a command, shown first; whether it succeeded."""
+    """Prints and runs a command; whether it succeeded."""
     print("+", *command, flush=True)
     return subprocess.run([str(word) for word in command], check=False).returncode == 0
 
 
 def need(succeeded: bool, sentence: str) -> None:
-    """Ends with a sentence for the user when a step failed."""
+    """Exits with a message if a step failed."""
     if not succeeded:
         sys.exit(f"pycomm: {sentence}")
 
 
 def lay_over_this() -> None:
-    """Lets `.venv` see the packages of this interpreter, behind its own."""
+    """Makes the packages of this interpreter visible in `.venv`, after its own."""
     folders = [p for p in [*site.getsitepackages(), site.getusersitepackages()] if os.path.isdir(p)]
     major, minor = sys.version_info[:2]
     own = VENV / "lib" / f"python{major}.{minor}" / "site-packages"
@@ -76,10 +76,10 @@ def lay_over_this() -> None:
 
 
 def requirements() -> list[str]:
-    """What a build, the tests and the benchmarks need beside torch, from pyproject.toml."""
+    """The packages of the build, tests and benchmarks except torch, from pyproject.toml."""
     try:
         import tomllib
-    except ModuleNotFoundError:  # Python 3.10; pip carries the same parser
+    except ModuleNotFoundError:  # Python 3.10; pip contains the same parser
         from pip._vendor import tomli as tomllib
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -87,18 +87,18 @@ def requirements() -> list[str]:
 
 
 def install_torch(pip: list[str | Path]) -> bool:
-    """A CUDA build where a GPU is; else a CPU build, from torch's own index if it answers."""
+    """A CUDA build if there is a GPU; else a CPU build, from torch's own index if that answers."""
     gpu = shutil.which("nvidia-smi") is not None and run("nvidia-smi", "-L")
     from_cpu_index = ["--index-url", CPU_INDEX, "--retries", "0", "--timeout", "10"]
     if not gpu:
         if run(*pip, *from_cpu_index, TORCH):
             return True
-        print(f"pycomm: {CPU_INDEX} does not give it; now from where pip looks by itself")
+        print(f"pycomm: {CPU_INDEX} does not provide it; trying pip's default index")
     return run(*pip, TORCH)
 
 
 def create() -> None:
-    """Creates `.venv` where there is none, or one that was made for another interpreter."""
+    """Creates `.venv` if it does not exist or was made for another interpreter."""
     foreign = STAMP.exists() and STAMP.read_text().splitlines()[0] != interpreter()
     if (VENV / "bin" / "python").exists() and not foreign:
         return
@@ -107,13 +107,13 @@ def create() -> None:
     except (subprocess.CalledProcessError, OSError) as error:
         major, minor = sys.version_info[:2]
         sys.exit(
-            f"pycomm: no virtual environment could be made ({error}). "
+            f"pycomm: cannot create a virtual environment ({error}). "
             f"On Debian: apt-get install python{major}.{minor}-venv"
         )
 
 
 def make() -> None:
-    """Makes what is missing of `.venv`."""
+    """Creates the missing parts of `.venv`."""
     if not inside():
         create()
     if has_fitting_torch() and not inside():
@@ -121,13 +121,13 @@ def make() -> None:
     python = VENV / "bin" / "python"
     pip: list[str | Path] = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     if not run(python, __file__, "--has-torch"):
-        need(install_torch(pip), f"{TORCH} could not be installed")
-    need(run(*pip, *requirements()), "the packages of pyproject.toml could not be installed")
+        need(install_torch(pip), f"cannot install {TORCH}")
+    need(run(*pip, *requirements()), "cannot install the packages of pyproject.toml")
 
 
 def main() -> None:
-    """Makes `.venv` ready unless it is."""
-    if sys.version_info < (3, 10):  # noqa: UP036 - older interpreters are who this is for
+    """Sets up `.venv` unless it is complete."""
+    if sys.version_info < (3, 10):  # noqa: UP036 - for older interpreters
         sys.exit(f"pycomm: Python 3.10 or newer is needed, {sys.executable} is {sys.version}")
     if sys.argv[1:] == ["--has-torch"]:
         sys.exit(not has_fitting_torch())

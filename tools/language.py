@@ -1,11 +1,11 @@
-"""Holds the words of the project: docs, docstrings, comments, texts of errors and names of tests.
+"""Checks the wording of docs, docstrings, comments, error texts and names of tests.
 
-    python tools/language.py                 counts, and fails above the limits of ALLOWED
-    python tools/language.py docs/errors.md  each finding of one file or more, with its line
+    python tools/language.py                 counts findings, and fails above the limits of ALLOWED
+    python tools/language.py docs/errors.md  lists the findings of one or more files, with lines
 
-A banned word is a private metaphor where the field has a term; docs/glossary.md has the terms.
-Prose of docs has at most LONGEST words a sentence, and a median of at most MEDIAN. Subjects of
-commits name their area, are in the imperative and have at most SUBJECT characters.
+A banned word is a private metaphor for which the field has a term; see docs/glossary.md. Sentences
+of docs have at most LONGEST words, with a median of at most MEDIAN. Subjects of commits name their
+area, are in the imperative and have at most SUBJECT characters.
 """
 
 import ast
@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST, MEDIAN, SUBJECT = 30, 18, 72
 
-# What is banned, and what to write instead. The patterns are matched without regard to case.
+# Banned patterns, which ignore case, and what to write instead.
 BANNED = {
     r"nobody|no one": "no rank, no process",
     r"whoever|whomever": "the rank that, the peer that",
@@ -60,11 +60,11 @@ BANNED = {
 }
 BANNED_RE = {re.compile(rf"\b(?:{p})\b", re.IGNORECASE): hint for p, hint in BANNED.items()}
 
-# Findings that are still there, by area: they may only become fewer. Empty at the end.
+# Accepted findings by area: the numbers may only decrease.
 ALLOWED: dict[str, int] = {}
-# Sentences above LONGEST that are still there, by page of docs.
+# Accepted sentences above LONGEST, by page of docs.
 ALLOWED_LONG: dict[str, int] = {}
-# Commits up to this one were made under earlier rules.
+# Commits up to this one are not checked.
 FIRST = ""
 
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md"]
@@ -74,7 +74,7 @@ CODE = ["csrc", "pycomm", "benchmarks", "tests", "tools", "examples"]
 
 
 class Finding(NamedTuple):
-    """A line of a file, and what is wrong with it."""
+    """A finding in a line of a file."""
 
     path: Path
     line: int
@@ -82,12 +82,12 @@ class Finding(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """Everything that is written for readers."""
+    """All documentation pages."""
     return [ROOT / p for p in PAGES] + sorted((ROOT / "docs").rglob("*.md"))
 
 
 def sources() -> Iterator[Path]:
-    """Every file of code."""
+    """All source files."""
     for folder in CODE:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in SUFFIXES and path != Path(__file__):
@@ -118,7 +118,7 @@ def native_text(source: str) -> Iterator[tuple[int, str]]:
 
 
 def text_of(path: Path) -> Iterator[tuple[int, str]]:
-    """What a person reads of a file, line by line; of pages everything but blocks of code."""
+    """The text of a file for readers, by line; of pages everything except code."""
     source = path.read_text()
     if path.suffix == ".py":
         yield from python_text(source)
@@ -143,7 +143,7 @@ def banned_of(path: Path) -> list[Finding]:
 
 
 def sentences(path: Path) -> list[tuple[int, str]]:
-    """The sentences of a page's paragraphs and lists; tables, headings and code are none."""
+    """The sentences of a page's paragraphs and lists, without tables, headings and code."""
     found: list[tuple[int, str]] = []
     block: list[str] = []
     first = 0

@@ -1,11 +1,11 @@
-"""Runs every check of the text of the project: format, lint and types, Python and C++.
+"""Checks format, lint and types of Python and C++ code.
 
     python tools/lint.py          check
-    python tools/lint.py --fix    rewrite what the formatters can
+    python tools/lint.py --fix    let the formatters rewrite files
 
-Prints each command and ends with status 1 if one complained. clang-tidy is slow, so that a file is
-looked at again only when it, a header it includes or the checks have changed (build/lint/). Not
-here: the layers (tests/test_layers.py).
+Prints each command and exits with status 1 if one failed. clang-tidy is slow: it checks a file
+again only if the file, an included header or the checks changed (build/lint/). The test suite
+checks the dependencies between folders.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ CLEAN = ROOT / "build" / "lint"
 PYTHON = ["pycomm", "benchmarks", "docs", "examples", "tests", "tools", "setup.py"]
 TYPED = ["pycomm", "benchmarks"]
 NATIVE = [".cpp", ".hpp", ".h", ".cu", ".cuh"]
-# torch's headers cost a minute and are not ours; g++ -Wall -Werror looks at these.
+# clang-tidy takes a minute for torch's headers; g++ -Wall -Werror checks these files.
 NOT_TIDIED = set((CSRC / "bindings").glob("c10d*.cpp"))
 
 
 def tool(name: str) -> str:
-    """Path of a program that a Python package brought, wherever that package lies."""
+    """Path of a program that a Python package installed."""
     for file in importlib.metadata.distribution(name).files or []:
         if file.name == name and file.parent.name == "bin":
             return str(file.locate())
@@ -38,7 +38,7 @@ def tool(name: str) -> str:
 
 
 def run(*command: str) -> bool:
-    """Runs a command from the root, shown first; whether it was content."""
+    """Prints and runs a command from the root; whether it succeeded."""
     shown = [Path(command[0]).name, *command[1:]]
     print("+", " ".join(shown[:8]), "..." if len(shown) > 8 else "", flush=True)
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
@@ -46,14 +46,14 @@ def run(*command: str) -> bool:
 
 @cache
 def closure(path: Path) -> frozenset[Path]:
-    """A file of ours and every header of ours that it includes, at any depth."""
+    """A file and every project header that it includes, directly or indirectly."""
     names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
     direct = [p for p in (CSRC / name for name in names) if p.exists()]
     return frozenset({path}).union(*(closure(p) for p in direct))
 
 
 def fingerprint(path: Path, command: list[str]) -> str:
-    """Changes when anything does that clang-tidy looks at."""
+    """A hash of all inputs of clang-tidy for one file."""
     digest = hashlib.sha256(" ".join(command).encode())
     digest.update(importlib.metadata.version("clang-tidy").encode())
     for part in [ROOT / ".clang-tidy", *sorted(closure(path))]:
@@ -62,7 +62,7 @@ def fingerprint(path: Path, command: list[str]) -> str:
 
 
 def tidy(path: Path) -> str:
-    """Runs clang-tidy on one file; what it complained about, or nothing."""
+    """Runs clang-tidy on one file; returns its messages, or ""."""
     import pybind11
 
     includes = ["-I", str(CSRC), "-isystem", pybind11.get_include()]
@@ -81,7 +81,7 @@ def tidy(path: Path) -> str:
 
 
 def tidy_all() -> bool:
-    """clang-tidy over csrc, as many at a time as there are processors."""
+    """Runs clang-tidy on csrc, one process per processor."""
     paths = sorted(set(CSRC.rglob("*.cpp")) - NOT_TIDIED)
     print(f"+ clang-tidy ({len(paths)} files of csrc)", flush=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -91,7 +91,7 @@ def tidy_all() -> bool:
 
 
 def main() -> None:
-    """Runs all checks, also after one has failed."""
+    """Runs all checks, also after a failure."""
     fix = "--fix" in sys.argv[1:]
     python = [name for name in PYTHON if (ROOT / name).exists()]
     typed = [name for name in TYPED if any((ROOT / name).rglob("*.py"))]

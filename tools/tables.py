@@ -1,12 +1,12 @@
-"""Writes the tables of docs that come from the stored results of the benchmarks.
+"""Writes the tables of docs from the stored results of the benchmarks.
 
     python tools/tables.py          write docs/internals/performance_tables.md and the tables of
                                     docs/performance.md
-    python tools/tables.py --check  fail where a page is not what the stored results give
+    python tools/tables.py --check  fail if a page differs from the stored results
 
 tools/tables.json has a section for each file of benchmarks/results: title, command and layout. A
-file without a section is an error. A section whose file is absent is left out. Where a section
-names several files, the first that exists is read.
+file without a section is an error. A section without its file is omitted. If a section names
+several files, the first that exists is read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ the time of B. "pycomm, torch" is a call through `torch.distributed`, "pycomm, d
 
 
 def label(name: Any) -> str:
-    """How the pages call what a result names."""
+    """The display name of a field of a result."""
     found = str(SPEC["labels"].get(str(name), name))
     return re.sub(r"^(\d+)([mg])bit$", lambda m: f"{m[1]} {m[2].upper()}bit/s", found)
 

@@ -1,9 +1,9 @@
-"""Runs each test file in a pytest process of its own, as what it needs must not come from another.
+"""Runs each test file in a separate pytest process, to find dependencies between test files.
 
-    python tools/test_alone.py [--jobs N] [tests/test_x.py ...]     make alone runs all, for a night
+    python tools/test_alone.py [--jobs N] [tests/test_x.py ...]     `make alone` runs all (hours)
 
-Prints one line for each file as it ends, and the last lines of those that failed, whose number is
-the exit status (1 at most).
+Prints a line for each file as it ends, then the last lines of those that failed. The exit status is
+1 if any failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 3600.0  # of one file
-NO_TESTS = 5  # pytest's exit status where a file has none for this machine
+NO_TESTS = 5  # pytest's exit status if no test of a file applies to this machine
 SHOWN_LINES = 30
 
 
@@ -32,13 +32,13 @@ class Result:
 
     @property
     def summary(self) -> str:
-        """pytest's last line, "3 passed in 2.04s", without its frame."""
+        """pytest's last line, "3 passed in 2.04s", without decoration."""
         lines = self.text.strip().splitlines()
         return lines[-1].strip("= ") if lines else "no output"
 
 
 def run(path: Path) -> Result:
-    """Runs the tests of one file; one that passes LIMIT_S counts as failed."""
+    """Runs the tests of one file; a file that exceeds LIMIT_S counts as failed."""
     begin = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     try:
@@ -47,7 +47,7 @@ def run(path: Path) -> Result:
         )
         passed, text = done.returncode in (0, NO_TESTS), done.stdout + done.stderr
     except subprocess.TimeoutExpired:
-        passed, text = False, f"not over after {LIMIT_S:g} s"
+        passed, text = False, f"not complete after {LIMIT_S:g} s"
     return Result(path, passed, time.monotonic() - begin, text)
 
 
@@ -63,7 +63,7 @@ def run_all(paths: list[Path], jobs: int) -> list[Result]:
 
 
 def report(results: Iterable[Result]) -> int:
-    """Prints what the failed files said; how many they are."""
+    """Prints the output of failed files; returns their number."""
     failed = [result for result in results if not result.passed]
     for result in failed:
         print(f"\n{result.path.name}: {result.summary}")
@@ -73,13 +73,13 @@ def report(results: Iterable[Result]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", type=Path, help="all of tests/ if none is given")
-    parser.add_argument("--jobs", type=int, default=1, help="files at a time")
+    parser.add_argument("files", nargs="*", type=Path, help="test files (all of tests/)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent files")
     options = parser.parse_args()
     paths = options.files or sorted((ROOT / "tests").glob("test_*.py"))
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
-        parser.error(f"there is no {', '.join(missing)}")
+        parser.error(f"file not found: {', '.join(missing)}")
     results = run_all([path.resolve() for path in paths], max(1, options.jobs))
     return min(1, report(results))
 

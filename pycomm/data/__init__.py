@@ -1,4 +1,4 @@
-"""Reading data: each sample on one rank, read ahead, held once per host. docs/data.md shows it."""
+"""Data loading: each sample on one rank, prefetching, one copy per host. See docs/data.md."""
 
 from pycomm.data.loader import DataLoader
 from pycomm.data.memory import share

@@ -1,4 +1,4 @@
-"""torch's DataLoader that shards by itself. Called by users as pycomm.data.DataLoader."""
+"""pycomm.data.DataLoader: torch's DataLoader with automatic sharding."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ NAMES = (
 
 
 class DataLoader(data.DataLoader[Any]):
-    """torch's DataLoader, of which each rank reads its own part.
+    """torch's DataLoader, in which each rank reads its own shard.
 
         loader = pycomm.data.DataLoader(dataset, batch_size=32, shuffle=True, drop_last=True)
         for epoch in range(10):
             for x, y in loader: ...
 
-    Takes torch's arguments; batch_size is a rank's own. Where neither `sampler` nor `batch_sampler`
-    is given, a ShardedSampler is made, seeded by `generator` if there is one, and each epoch
-    shuffles anew. An IterableDataset gives this rank every size-th sample.
+    Takes torch's arguments; batch_size is per rank. Without `sampler` and `batch_sampler` it makes
+    a ShardedSampler, seeded by `generator` if given, and shuffles every epoch differently. Of an
+    IterableDataset this rank gets every size-th sample.
 
-    With drop_last=True all ranks get the same number of batches. Else some may get one more: then
-    train within model.join().
+    With drop_last=True all ranks get the same number of batches. Otherwise some may get one more:
+    then train within model.join().
+
+    Raises:
+        InvalidArgument: the rank in the environment is invalid.
+        ValueError: torch's, for arguments that do not fit together.
     """
 
     def __init__(self, dataset: data.Dataset[Any], *args: Any, **kwargs: Any) -> None:
         said = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-        # Of integers torch takes Python's alone.
+        # torch takes only Python's integers.
         whole = {name: int(v) for name, v in said.items() if isinstance(v, np.integer)}
         named: dict[str, Any] = {**said, **whole}
         rank, size = place(None, None)
@@ -48,7 +52,7 @@ class DataLoader(data.DataLoader[Any]):
         elif size > 1 and named.get("sampler") is None and named.get("batch_sampler") is None:
             made = named.get("generator")
             self._sharded = named["sampler"] = ShardedSampler(
-                dataset,  # type: ignore[arg-type]  # one that has a length, as torch needs too
+                dataset,  # type: ignore[arg-type]  # it has a length, as torch requires
                 shuffle=bool(named.pop("shuffle", False)),
                 seed=0 if made is None else made.initial_seed(),
                 drop_last=bool(named.get("drop_last")),
@@ -58,11 +62,15 @@ class DataLoader(data.DataLoader[Any]):
         super().__init__(dataset, **named)
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next iteration is, as after a restart; else they are counted from 0."""
+        """Sets the epoch of the next iteration, as after a restart; by default counted from 0.
+
+        Args:
+            epoch: from 0; selects the order of the samples.
+        """
         self._epoch = epoch
 
     def __iter__(self) -> Any:
-        """One epoch."""
+        """Iterates over one epoch."""
         if self._sharded is not None:
             self._sharded.set_epoch(self._epoch)
         self._epoch += 1
@@ -70,7 +78,7 @@ class DataLoader(data.DataLoader[Any]):
 
 
 class _EveryNth(data.IterableDataset[Any]):
-    """Of a stream that is the same on all ranks, this rank's samples."""
+    """This rank's samples of a stream that is the same on all ranks."""
 
     def __init__(self, stream: data.IterableDataset[Any], rank: int, size: int) -> None:
         self._stream, self._rank, self._size = stream, rank, size

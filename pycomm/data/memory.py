@@ -1,4 +1,4 @@
-"""One copy of an array per host. Called by users as pycomm.data.share."""
+"""pycomm.data.share: one copy of an array per host."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ __all__ = ["share"]
 
 
 def share(array: Any, *, group: Group | None = None) -> Any:
-    """Gives all ranks of a host the same memory with the array of the host's first rank.
+    """Maps the array of each host's first rank into all ranks of the host. Collective.
 
-    Collective. The memory has no name, so nothing is left behind, and is freed with the last array
-    on it.
+    The memory has no name in the file system and is freed with the last array that uses it.
 
     Args:
-        array: a NumPy array or a CPU tensor; on other ranks than the first of their host it may be
-            None, and its content does not count.
-        group: whose ranks; None is the default group.
+        array: a NumPy array or CPU tensor; ignored, and may be None, except on the first rank of
+            each host.
+        group: the group to call in; None: the default group.
 
     Returns:
-        NumPy: a read-only array. torch, which has no such thing: a tensor whose pages become this
-        rank's own when it writes to them.
+        NumPy: a read-only array. torch: a tensor whose pages are copied when this rank writes to
+            them.
 
     Raises:
-        InvalidArgument: on every rank, where a host's first rank has no array.
-        Unsupported: on every rank, where one may not see the files of its host's first rank, as in
-            a container with process ids of its own.
+        InvalidArgument: on every rank: the first rank of a host has no array.
+        Unsupported: on every rank: a rank cannot open files of its host's first rank, for example
+            because it runs in another container (PID namespace).
     """
     group = group or default()
     hosts = group._core.hosts
@@ -60,7 +59,7 @@ def share(array: Any, *, group: Group | None = None) -> Any:
         mapped, fault = None, ""
         try:
             mapped = _mapped(*notes[leader])
-        except OSError as error:  # the others are told, so that all raise
+        except OSError as error:  # sent to the others, so that all ranks raise
             fault = f"share: rank {group.rank} cannot open the memory of rank {leader}: {error}"
         if fault := next(filter(None, objects.all_gather_object(fault, group=group)), ""):
             raise Unsupported(fault)
@@ -73,8 +72,7 @@ def share(array: Any, *, group: Group | None = None) -> Any:
 def _mapped(where: tuple[int, int, int, int], dtype: str, shape: list[int], is_torch: bool) -> Any:
     """The array in the file that another process has open; `where`: its pid, descriptor, identity.
 
-    Looks before it opens: what has that name may be another's, and a pipe of whoever that is would
-    hold us until somebody writes to it.
+    Checks before opening: the path may belong to another process, and opening its pipe would block.
     """
     kind = np.dtype(dtype)
     count = int(np.prod(shape, dtype=np.int64))
@@ -82,7 +80,7 @@ def _mapped(where: tuple[int, int, int, int], dtype: str, shape: list[int], is_t
     pid, descriptor, *identity = where
     path = f"/proc/{pid}/fd/{descriptor}"
     if [*_identity(os.stat(path))] != identity:  # another process: its ids are not ours
-        raise OSError(f"process {pid} is another one here")
+        raise OSError(f"process {pid} is a different process here")
     with open(path, "rb") as file:
         memory = mmap.mmap(file.fileno(), max(1, count * kind.itemsize), access=access)
     array = np.frombuffer(memory, kind, count).reshape(shape)
@@ -90,5 +88,5 @@ def _mapped(where: tuple[int, int, int, int], dtype: str, shape: list[int], is_t
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
-    """What two names of one file have in common, and no other file."""
+    """Device and inode, which identify a file."""
     return status.st_dev, status.st_ino

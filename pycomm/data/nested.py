@@ -1,4 +1,4 @@
-"""Batches: tensors, or lists, tuples and dicts of them. Called by prefetch.py and scatter.py."""
+"""Batches: tensors, or lists, tuples and dicts of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["flattened", "on_tensors"]
 
 
 def on_tensors(batch: Any, fn: Callable[[Tensor], Any]) -> Any:
-    """The batch with fn(tensor) for each tensor; what is no tensor stays."""
+    """The batch with fn(tensor) for each tensor; other values are unchanged."""
     if isinstance(batch, Tensor):
         return fn(batch)
     if isinstance(batch, dict):

@@ -1,4 +1,4 @@
-"""Reads ahead in a thread and moves batches to the device meanwhile. Called by users."""
+"""pycomm.data.Prefetcher: reads batches ahead in a thread and copies them to the device."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ from pycomm.errors import InvalidArgument
 
 __all__ = ["Prefetcher"]
 
-LOOK_S = 0.1  # how often a thread that cannot go on sees whether it still should
+POLL_S = 0.1  # between checks of a blocked thread whether to stop
 
 
 class Prefetcher:
-    """The batches of a loader, `depth` of which are ready before they are asked for.
+    """The batches of a loader, up to `depth` of which are prepared in advance.
 
         for x, y in Prefetcher(loader, "cuda", convert=lambda b: (b[0].float() / 255, b[1])): ...
 
-    Send uint8 and convert on the device: a quarter of the bytes on the way.
+    Copy uint8 and convert on the device: this transfers a quarter of the bytes.
 
     Args:
-        loader: any iterable of tensors, or lists, tuples and dicts of them; iterated once per
-            iteration of this.
-        device: where the tensors go.
-        depth: how many batches wait at most; 2 is double buffering.
-        convert: called with each batch once it is on the device; what it returns is given.
+        loader: any iterable of tensors, or lists, tuples and dicts of them; each iteration iterates
+            over it once.
+        device: the device of the result.
+        depth: maximum number of prepared batches; 2 is double buffering.
+        convert: applied to each batch on the device; its result is returned.
+
+    Raises:
+        InvalidArgument: `depth` is below 1.
+        Exception: iterating raises an error of the loader, or of `convert`, in place of its batch.
     """
 
     def __init__(
@@ -41,16 +45,16 @@ class Prefetcher:
         convert: Callable[[Any], Any] | None = None,
     ) -> None:
         if depth < 1:
-            raise InvalidArgument(f"depth={depth}: at least 1")
+            raise InvalidArgument(f"invalid depth: got {depth}, expected at least 1")
         self._loader, self._device = loader, torch.device(device)
         self._depth, self._convert = depth, convert
 
     def __len__(self) -> int:
-        """The loader's."""
+        """The loader's length."""
         return len(self._loader)  # type: ignore[arg-type]  # its TypeError is the right one
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass over the loader. Its errors are raised where their batch would have come."""
+        """Iterates once over the loader; raises its errors in place of the batch."""
         ready: queue.Queue[tuple[str, Any, Any]] = queue.Queue(self._depth)
         stop = threading.Event()
         reader = threading.Thread(target=self._read, args=(ready, stop), daemon=True)
@@ -72,7 +76,7 @@ class Prefetcher:
             reader.join()
 
     def _read(self, ready: queue.Queue[tuple[str, Any, Any]], stop: threading.Event) -> None:
-        """The thread's work, until the loader ends or nobody wants more."""
+        """The thread's function: runs until the loader ends or the reader stops."""
         last: tuple[str, Any, Any] = ("end", None, None)
         try:
             stream: Any = None
@@ -81,12 +85,12 @@ class Prefetcher:
             for batch in self._loader:
                 if not _put(ready, ("batch", *self._moved(batch, stream)), stop):
                     return
-        except BaseException as error:  # goes to whoever reads
+        except BaseException as error:  # raised in the reading thread
             last = ("error", error, None)
         _put(ready, last, stop)
 
     def _moved(self, batch: Any, stream: torch.cuda.Stream | None) -> tuple[Any, Any]:
-        """The batch on the device, and the event after which it is there (CUDA)."""
+        """The batch on the device, and the event of the end of its copy (CUDA)."""
         convert = self._convert or (lambda b: b)
         if stream is None:
             return convert(on_tensors(batch, lambda x: x.to(self._device))), None
@@ -97,7 +101,7 @@ class Prefetcher:
 
 
 def _used_on(stream: torch.cuda.Stream, x: torch.Tensor) -> None:
-    """Its memory is not given away before the stream has passed this point."""
+    """Keeps the memory of `x` until the stream has passed this point."""
     x.record_stream(stream)
 
 
@@ -106,11 +110,11 @@ def _pinned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _put(ready: queue.Queue[Any], item: Any, stop: threading.Event) -> bool:
-    """Waits for room; False where nobody wants the item any more."""
+    """Waits for space in the queue; False if the reader stopped."""
     while not stop.is_set():
         try:
-            ready.put(item, timeout=LOOK_S)
+            ready.put(item, timeout=POLL_S)
             return True
-        except queue.Full:  # looks at `stop` again
+        except queue.Full:  # checks `stop` again
             pass
     return False

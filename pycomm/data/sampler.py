@@ -1,12 +1,10 @@
-"""Which samples a rank reads: ShardedSampler, and InfiniteSampler, which goes on for ever.
+"""The samples of each rank: ShardedSampler, and InfiniteSampler, which repeats it without end.
 
-    8 samples, 3 ranks        rank 0      rank 1      rank 2
-    order="strided"           0 3 6       1 4 7       2 5         every third
-    order="contiguous"        0 1 2       3 4 5       6 7         a piece each, the last the rest
-    the first with pad=True   0 3 6       1 4 7       2 5 0       as torch's DistributedSampler
-    ... with drop_last=True   0 3         1 4         2 5
-
-Called by users and by loader.py.
+8 samples, 3 ranks        rank 0      rank 1      rank 2
+order="strided"           0 3 6       1 4 7       2 5         every third
+order="contiguous"        0 1 2       3 4 5       6 7         a block each, the last the rest
+the first with pad=True   0 3 6       1 4 7       2 5 0       as torch's DistributedSampler
+... with drop_last=True   0 3         1 4         2 5
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ __all__ = ["InfiniteSampler", "ShardedSampler", "place"]
 
 
 def place(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Rank and size: those given, else the default group's, else what the environment says.
+    """Rank and size: as given, else of the default group, else of the environment.
 
     Raises:
-        InvalidArgument: one alone is given, or they do not fit.
+        InvalidArgument: only one of them is given, or they do not fit.
     """
     if (rank is None) != (size is None):
-        raise InvalidArgument(f"rank={rank}, size={size}: give both or none")
+        raise InvalidArgument(f"rank={rank}, size={size}: pass both or neither")
     if rank is not None and size is not None:
         if not 0 <= rank < size:
-            raise InvalidArgument(f"rank={rank} of size={size}: ranks end at {size - 1}")
+            raise InvalidArgument(f"invalid rank: got {rank}, expected 0 to {size - 1}")
         return operator.index(rank), operator.index(size)
     if group.is_initialized():
         return group.rank(), group.size()
@@ -43,18 +41,21 @@ def place(rank: int | None, size: int | None) -> tuple[int, int]:
 
 
 class ShardedSampler(Sampler[int]):
-    """The indices of this rank: over all ranks each index of the data comes once.
+    """The indices of this rank; over all ranks each index of the data occurs once.
 
     Args:
-        data: what has a length, the same on every rank.
-        shuffle: in an order that `seed` and the epoch give, the same on every rank.
+        data: any object with a length, the same on every rank.
+        shuffle: use an order derived from `seed` and the epoch, the same on every rank.
         seed: the same on every rank.
-        order: "strided": rank r takes r, r + size, ...; "contiguous": pieces of ceil(n / size), of
-            which the last are shorter, or empty.
-        pad: repeat from the start, so that every rank has ceil(n / size); `padding` says how many
-            of the last entries of this rank are such repeats.
-        drop_last: leave the end away instead, so that every rank has floor(n / size).
-        rank, size: None: the default group's; before init(), what the environment says.
+        order: "strided": rank r gets r, r + size, ...; "contiguous": blocks of ceil(n / size), the
+            last of which are shorter or empty.
+        pad: repeat from the start, so that every rank gets ceil(n / size) indices; `padding` is the
+            number of repeats at the end of this rank's.
+        drop_last: omit the end instead, so that every rank gets n // size indices.
+        rank, size: None: of the default group; before init(), of the environment.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
     """
 
     def __init__(
@@ -69,30 +70,36 @@ class ShardedSampler(Sampler[int]):
         size: int | None = None,
     ) -> None:
         if order not in ("strided", "contiguous"):
-            raise InvalidArgument(f'order={order!r}: "strided" or "contiguous"')
+            raise InvalidArgument(
+                f'invalid order: got {order!r}, expected "strided" or "contiguous"'
+            )
         if pad and drop_last:
-            raise InvalidArgument("pad=True and drop_last=True: one or the other")
+            raise InvalidArgument("pad=True and drop_last=True: pass only one of them")
         self.rank, self.size = place(rank, size)
         self.epoch = 0
         self._data, self._shuffle, self._seed = data, shuffle, seed
         self._strided, self._pad, self._drop_last = order == "strided", pad, drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """The order of this epoch, the same on every rank; no effect without `shuffle`."""
+        """Sets the epoch, which selects the order; no effect without `shuffle`.
+
+        Args:
+            epoch: from 0; the same on every rank.
+        """
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """How many indices this rank gets."""
+        """The number of indices of this rank."""
         return len(self._positions())
 
     @property
     def padding(self) -> int:
-        """How many of this rank's last indices are repeats, which no metric should count."""
+        """The number of repeated indices at the end of this rank's; exclude them from metrics."""
         count = len(self._data)
         return sum(position >= count for position in self._positions())
 
     def __iter__(self) -> Iterator[int]:
-        """The indices of the present epoch."""
+        """The indices of the current epoch."""
         count = len(self._data)
         if not self._shuffle:
             return iter([position % count for position in self._positions()])
@@ -101,7 +108,7 @@ class ShardedSampler(Sampler[int]):
         return iter([order[position % count] for position in self._positions()])
 
     def _positions(self) -> range:
-        """This rank's places in the order of all; from len(data) on they stand for repeats."""
+        """This rank's positions in the order of all samples; from len(data) on they are repeats."""
         count = len(self._data)
         each = -(-count // self.size)
         if self._drop_last:
@@ -113,16 +120,19 @@ class ShardedSampler(Sampler[int]):
 
 
 class InfiniteSampler(Sampler[Any]):
-    """Epoch after epoch of another sampler without an end, so that a loader never stops reading.
+    """Repeats another sampler epoch after epoch, so that a loader never stops reading.
 
-    Each epoch is announced to a sampler that has set_epoch().
+    Calls set_epoch() of the sampler, if it has one, before each epoch.
+
+    Args:
+        sampler: the sampler of one epoch.
     """
 
     def __init__(self, sampler: Sampler[Any]) -> None:
         self._sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:
-        """Goes on for ever, unless the sampler is empty."""
+        """The indices without end; ends only if the sampler is empty."""
         epoch = getattr(self._sampler, "epoch", 0)
         while True:
             if hasattr(self._sampler, "set_epoch"):

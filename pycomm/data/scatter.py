@@ -1,8 +1,8 @@
-"""One rank reads, all get their part. Called by users as pycomm.data.ScatterLoader.
+"""pycomm.data.ScatterLoader: one rank reads batches, every rank gets its rows.
 
-rank 0   word: there is a batch, of this layout    rows 0, 1, 2  ->  itself
-rank 1   <- word                                   rows 3, 4     <-  rank 0
-rank 2   <- word                                   rows 5, 6     <-  rank 0
+rank 0   header: batch, its layout    rows 0, 1, 2  ->  itself
+rank 1   <- header                     rows 3, 4     <-  rank 0
+rank 2   <- header                     rows 5, 6     <-  rank 0
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pycomm.group import Group, default
 
 __all__ = ["ScatterLoader"]
 
-TAG = 0xFFFFFF10  # of the rows' messages
+TAG = 0xFFFFFF10  # of messages with rows
 END, BATCH, FAILED = "end", "batch", "failed"
 
 
@@ -28,20 +28,20 @@ class ScatterLoader:
     """The batches of rank `src`'s loader, of which each rank gets its rows.
 
     For data that only one rank can read. Every batch is a tensor, or a list, tuple or dict of
-    tensors and plain values; rows are divided in order, the first ranks having one more where they
-    do not divide evenly. Iterating is collective. A batch may be on a CUDA device: the other ranks
-    get their rows in host memory, and rank `src` keeps its own where they are (a Prefetcher moves
+    tensors and plain values. Rows are divided in order; if they do not divide evenly the first
+    ranks get one more. Iterating is collective. A batch may be on a CUDA device: the other ranks
+    get their rows in host memory, and rank `src` keeps its rows on the device (a Prefetcher moves
     them to each rank's device).
 
     Args:
-        loader: on `src` any iterable of batches of all ranks; elsewhere None.
+        loader: on `src` any iterable of batches for all ranks; None on the other ranks.
         src: the rank that reads.
-        group: whose ranks; None is the default group.
+        group: the group to call in; None: the default group.
 
     Iterating raises on every rank.
 
     Raises:
-        InvalidArgument: a batch has no rows, or parts that do not travel.
+        InvalidArgument: a batch has no rows, or values that cannot be sent.
         RuntimeError: the loader failed; on `src` its own error.
     """
 
@@ -50,14 +50,14 @@ class ScatterLoader:
     ) -> None:
         self._group = group or default()
         if (self._group.rank == src) != (loader is not None):
-            raise InvalidArgument(f"the loader is for rank {src} alone; the others give None")
+            raise InvalidArgument(f"invalid loader: pass it on rank {src} only, None on the others")
         self._loader, self._src = loader, src
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass over the loader."""
+        """Iterates once over the loader."""
         if self._loader is None:
             while True:
-                kind, layout = self._told(None)
+                kind, layout = self._share_header(None)
                 if kind == END:
                     return
                 if kind == FAILED:
@@ -66,7 +66,7 @@ class ScatterLoader:
         else:
             yield from self._sending(iter(self._loader))
 
-    def _told(self, mine: Any) -> Any:
+    def _share_header(self, mine: Any) -> Any:
         return objects.all_gather_object(mine, group=self._group)[self._src]
 
     def _sending(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -76,17 +76,17 @@ class ScatterLoader:
                 sizes = _rows(tensors, self._group.size)
                 sent = [arrays.in_host_memory(x) for x in tensors]
                 kinds = [(list(x.shape[1:]), str(x.dtype).removeprefix("torch.")) for x in tensors]
-            except StopIteration:  # the others are told of the end
-                self._told((END, None))
+            except StopIteration:  # sent to the others
+                self._share_header((END, None))
                 return
-            except Exception as error:  # whatever it is, the others are told
-                self._told((FAILED, f"{type(error).__name__}: {error}"))
+            except Exception as error:  # of any kind: sent to the others
+                self._share_header((FAILED, f"{type(error).__name__}: {error}"))
                 raise
-            self._told((BATCH, (sizes, kinds, outline)))
-            self._give_out(sent, sizes)
+            self._share_header((BATCH, (sizes, kinds, outline)))
+            self._send_rows(sent, sizes)
             yield _filled(outline, [torch.split(x, sizes)[self._src] for x in tensors])
 
-    def _give_out(self, tensors: list[Tensor], sizes: list[int]) -> None:
+    def _send_rows(self, tensors: list[Tensor], sizes: list[int]) -> None:
         """Sends the others their rows, from host memory."""
         under_way = []
         for x in tensors:
@@ -109,16 +109,16 @@ class ScatterLoader:
 
 
 def _rows(tensors: list[Tensor], size: int) -> list[int]:
-    """How many rows each rank gets."""
+    """The number of rows of each rank."""
     counts = {x.shape[0] if x.dim() else -1 for x in tensors}
     if len(counts) != 1 or -1 in counts:
-        raise InvalidArgument(f"a batch's tensors need the same number of rows, not {counts}")
+        raise InvalidArgument(f"invalid batch: its tensors have {counts} rows, expected one number")
     count = counts.pop()
     return [count // size + (rank < count % size) for rank in range(size)]
 
 
 def _filled(outline: Any, parts: list[Tensor]) -> Any:
-    """The outline with tensors in their places."""
+    """The outline with the tensors in place of their numbers."""
     if isinstance(outline, str) and outline.startswith("\0"):
         return parts[int(outline[1:])]
     if isinstance(outline, dict):

@@ -1,7 +1,7 @@
-"""Starting the ranks of a run: `pycomm launch` (command.py) and `@pycomm.launcher` (function.py).
+"""Launchers: `pycomm launch` (command.py) and `@pycomm.launcher` (function.py).
 
-Both give each rank its place (worker_setup.py) before the user's code runs, and say whose failure
-came first (failure.py). torch is imported when something is launched, not before.
+Both set up each rank's process (worker_setup.py) before the user's code runs, and report the first
+failure (failure.py). torch is imported only at the launch.
 """
 
 from pycomm.launch.function import Launcher, launcher

@@ -1,9 +1,9 @@
-"""Torch's agent of a host, which waits for the other hosts' only as long as there is a reason to.
+"""torch's elastic agent with an exit barrier that does not wait for failed hosts.
 
-An agent whose ranks have all ended well waits for those of the other hosts, as some may serve them
-until the end. Torch's come there only if all went well, and wait for five minutes: for one whose
-ranks failed, too, and for one that is dead. Ours comes in any case, and sees who has died. Not the
-ranks' end: they hear of failures by themselves. Called by command.py.
+An agent whose ranks succeeded waits for the other hosts' agents, as its ranks may serve theirs
+until the end. torch's agent waits up to five minutes at this barrier even if another host has
+failed. This agent always reaches the barrier and stops waiting for hosts that died. Ranks detect
+failures on their own.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
-FAILED_LIMIT_S = 10.0  # a host that failed may hold the store in which others tell why they did
-STOPPED_LIMIT_S = 1.0  # who stops a launcher wants its end
-PORT_LIMIT_S = 30.0  # for the first host's launcher to leave it, which it does at once
-LOOK_S = 0.2  # between looks whether the others have come; torch's wait() writes a line at each
+FAILED_LIMIT_S = 10.0  # a failed host may serve the store in which others report their failures
+STOPPED_LIMIT_S = 1.0  # after a signal the launcher must exit soon
+PORT_LIMIT_S = 30.0  # for the first host's launcher to store the port, which it does at its start
+POLL_S = 0.2  # between polls of the barrier; torch's wait() would log each of them
 
 
 class Agent(local_elastic_agent.LocalElasticAgent):
-    """Starts and watches the ranks of this host."""
+    """Starts and monitors the ranks of this host."""
 
-    _came = False
+    _entered = False
     _exit_barrier_timeout: float
     _hosts: Hosts | None = None
     _logs_specs: Any
@@ -47,18 +47,18 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     _store: Any
 
     def run(self, role: str = "default") -> Any:
-        """Until the ranks of this host have ended, and those of others or a limit has passed."""
+        """Runs until the ranks of this host have ended, and those of others or a time limit."""
         try:
             result = super().run(role)
         except SignalException:  # stopped: the others must not wait for this host
-            self._come(STOPPED_LIMIT_S)
+            self._enter_barrier(STOPPED_LIMIT_S)
             raise
         if result is not None and result.is_failed():
-            self._come(FAILED_LIMIT_S)
+            self._enter_barrier(FAILED_LIMIT_S)
         return result
 
     def _rendezvous(self, worker_group: Any) -> None:
-        """Where torch meets the other hosts, after a restart again."""
+        """torch's rendezvous with the other hosts, also after a restart."""
         super()._rendezvous(worker_group)
         self._hosts = Hosts(
             self._store, worker_group.group_rank or 0, worker_group.group_world_size or 1
@@ -66,10 +66,10 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         self._logs_specs.variables.update(meeting.variables(self._port(worker_group.group_rank)))
 
     def _port(self, own: int) -> int:
-        """Where rank 0 is to serve pycomm's store: the first host's launcher says it.
+        """The port at which rank 0 serves pycomm's store; the first host's launcher stores it.
 
         Raises:
-            RendezvousError: it does not.
+            RendezvousError: it did not.
         """
         if own == 0:
             if self._reserved is None:
@@ -81,44 +81,44 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             return int(self._store.get(meeting.PORT_KEY))
         except RuntimeError as error:
             raise RendezvousError(
-                "the first host's launcher did not say at which port rank 0 serves pycomm's store: "
-                "every host must start its ranks by pycomm launch"
+                "the first host's launcher did not announce the port of pycomm's store: start the "
+                "ranks of every host with pycomm launch"
             ) from error
 
     def _monitor_workers(self, worker_group: Any) -> Any:
-        """Where torch comes several times a second while ranks run."""
+        """torch calls this several times a second while ranks run."""
         if self._hosts is not None:
-            with contextlib.suppress(RuntimeError):  # the store has gone: torch notices, too
-                self._hosts.here()
+            with contextlib.suppress(RuntimeError):  # the store ended: torch detects it, too
+                self._hosts.send_heartbeat()
         return super()._monitor_workers(worker_group)
 
     def _exit_barrier(self) -> None:
-        """Where torch comes when all ranks of this host have ended well."""
+        """torch calls this when all ranks of this host have succeeded."""
         if self._hosts is not None and self._hosts.count > 1:
             print(
-                "pycomm launch: the ranks of this host have ended; waits for those of the others, "
-                f"{self._exit_barrier_timeout:.0f} s at most",
+                "pycomm launch: the ranks of this host have ended; waiting for the other hosts, "
+                f"at most {self._exit_barrier_timeout:.0f} s",
                 flush=True,
             )
-        self._come(self._exit_barrier_timeout)
+        self._enter_barrier(self._exit_barrier_timeout)
 
-    def _come(self, limit_s: float) -> None:
-        """Nobody has to wait for this host any more; stays while others are on their way."""
-        if self._hosts is None or self._came:  # the hosts have not met
+    def _enter_barrier(self, limit_s: float) -> None:
+        """Enters the exit barrier; waits while the other hosts are alive."""
+        if self._hosts is None or self._entered:  # before the rendezvous, or a second call
             return
-        self._came = self._in_exit_barrier = True
+        self._entered = self._in_exit_barrier = True
         end = time.monotonic() + limit_s
-        with contextlib.suppress(RuntimeError):  # the store has gone: there is nothing to wait for
-            self._hosts.ended()
-            all_came = together._barrier_nonblocking(
+        with contextlib.suppress(RuntimeError):  # the store ended: nothing to wait for
+            self._hosts.report_end()
+            all_entered = together._barrier_nonblocking(
                 self._store, self._hosts.count, server._TERMINAL_STATE_SYNC_ID
             )
-            while time.monotonic() < end and not self._store.check([all_came]):
-                time.sleep(LOOK_S)  # a store tells nobody of what comes
-                if (host := self._hosts.silent()) is not None:
+            while time.monotonic() < end and not self._store.check([all_entered]):
+                time.sleep(POLL_S)  # polls: a store sends no notifications
+                if (host := self._hosts.find_silent()) is not None:
                     print(
-                        f"pycomm launch: the launcher of host {host} of {self._hosts.count} (from "
-                        f"0) has not been heard of for {SILENT_S:.0f} s; waits no longer",
+                        f"pycomm launch: no heartbeat from the launcher of host {host} of "
+                        f"{self._hosts.count} (from 0) for {SILENT_S:.0f} s; stopped waiting",
                         flush=True,
                     )
                     break
@@ -126,7 +126,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
 
 def launch(config: LaunchConfig, *command: str) -> None:
-    """As torch's elastic_launch, which takes no agent but the one that its module names."""
+    """torch's elastic_launch with this agent, which it takes from a name of its module."""
     theirs: Any = api
     torchs, theirs.LocalElasticAgent = theirs.LocalElasticAgent, Agent
     try:

@@ -1,6 +1,6 @@
-"""`pycomm launch`: torch's elastic launcher with a table, a log per rank and a place for each.
+"""`pycomm launch`: torch's elastic launcher with a configuration table, log files and worker setup.
 
-What torchrun understands is understood, on one machine and several. The ranks' side is rank.py.
+It accepts torchrun's options, on one and on several hosts. rank.py runs in the ranks' processes.
 """
 
 from __future__ import annotations
@@ -26,23 +26,27 @@ __all__ = ["main"]
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's, with our options, and defaults that need no thought on one machine."""
+    """torchrun's parser with pycomm's options and defaults for one host."""
     from torch.distributed import run
 
     made = run.get_args_parser()
     made.prog = "pycomm launch"
-    made.description = "Starts one process per device, or so many as are asked for, on each host."
+    made.description = "Starts one process per device, or --nproc processes, on each host."
     made.epilog = "The options above pycomm's own are torchrun's."
     ours = made.add_argument_group("pycomm")
     ours.add_argument("--nproc", dest="nproc_per_node", metavar="N", help="ranks on this host")
     ours.add_argument("--devices", metavar="0,1", help="GPUs to use; one rank on each")
     ours.add_argument(
-        "--encrypt", action="store_true", help="encrypt what leaves a host (docs/launching.md)"
+        "--encrypt", action="store_true", help="encrypt traffic between hosts (docs/launching.md)"
     )
-    ours.add_argument("--cpus-per-rank", type=int, metavar="N", help="bind each to N of its own")
+    ours.add_argument("--cpus-per-rank", type=int, metavar="N", help="bind each to N processors")
     key = ours.add_mutually_exclusive_group()
-    key.add_argument("--secret-file", metavar="FILE", help="the run's key, in a file of mode 0600")
-    key.add_argument("--secret-fd", type=int, metavar="N", help="the same, from an open descriptor")
+    key.add_argument(
+        "--secret-file", metavar="FILE", help="file of mode 0600 with the shared secret"
+    )
+    key.add_argument(
+        "--secret-fd", type=int, metavar="N", help="read the secret from an open descriptor"
+    )
     made.set_defaults(
         nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
         log_dir=os.environ.get("PET_LOG_DIR", "log"),
@@ -51,32 +55,32 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launches and waits; gives the exit status: 0, or that of the rank that failed first."""
+    """Launches and waits; returns the exit status: 0, or that of the rank that failed first."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from pycomm.launch import agent
 
-    said = parser().parse_args(argv)
+    options = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # into pipes too: ranks' lines as they come
-    if os.environ.get("LOGLEVEL") is None:  # torch's own lines on a failure repeat ours
+        sys.stdout.reconfigure(line_buffering=True)  # also into pipes: print ranks' lines at once
+    if os.environ.get("LOGLEVEL") is None:  # torch's messages on a failure would repeat pycomm's
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with folder.temporary() as errors:
         try:
-            config, command = prepared(said, errors)
+            config, command = prepared(options, errors)
         except (InvalidArgument, ValueError) as error:
             print(f"pycomm launch: {error}", file=sys.stderr)
             return 2
         try:
             agent.launch(config, sys.executable, *command)
         except ChildFailedError as error:
-            return _report(error, said.log_dir)
+            return _report(error, options.log_dir)
         except RendezvousError as error:
             print(
-                f"pycomm launch: the hosts could not meet at {said.rdzv_endpoint}, or the launcher "
-                f"there has gone: {error.__cause__ or error}",
+                f"pycomm launch: rendezvous at {options.rdzv_endpoint} failed, or the launcher "
+                f"there ended: {error.__cause__ or error}",
                 file=sys.stderr,
             )
             return 1
@@ -86,128 +90,138 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def prepared(said: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[str]]:
-    """What torch's launcher gets, and the line that starts a rank, less the interpreter.
+def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[str]]:
+    """The configuration of torch's launcher, and a rank's command line without the interpreter.
 
     Args:
-        said: the options.
-        errors: a folder for what failing ranks leave.
+        options: the parsed options.
+        errors: a folder for the failure reports of ranks.
 
     Raises:
-        InvalidArgument: the options do not go together, or this machine has less than they ask.
+        InvalidArgument: the options do not fit together, or exceed this host's resources.
     """
     import torch
     from torch.distributed import run
 
-    if said.devices is not None:
-        _choose_devices(said)
+    if options.devices is not None:
+        _choose_devices(options)
     devices = torch.cuda.device_count()
-    if said.nproc_per_node is None:
-        said.nproc_per_node = str(worker_setup.default_count(devices))
-    count = run.determine_local_world_size(said.nproc_per_node)
-    if said.cpus_per_rank is not None:
-        if said.cpus_per_rank < 1:
-            raise InvalidArgument(f"--cpus-per-rank {said.cpus_per_rank}: at least 1")
-        worker_setup.cores_of(count - 1, said.cpus_per_rank)
-    os.environ.update(worker_setup.threads_for(count, said.cpus_per_rank))
-    key = _key(said)
-    if said.encrypt:
-        _encrypt(said, key)
-    _choose_meeting(said)
-    everybody = said.tee not in ("0", 0)  # torchrun's option
-    said.tee = said.redirects = "0"  # in our logs, not in torch's
-    config, _, _ = run.config_from_args(said)
-    rows = _rows(said, count, devices)
-    logs = config.logs_specs = tables.Logs(said.log_dir, everybody, rows, errors)
-    if not key and _several(said):
-        where = said.rdzv_endpoint or f"{said.master_addr}:{said.master_port}"
-        print(f"pycomm launch: {meeting.who_joins(where)}", file=sys.stderr)
+    if options.nproc_per_node is None:
+        options.nproc_per_node = str(worker_setup.default_count(devices))
+    count = run.determine_local_world_size(options.nproc_per_node)
+    if options.cpus_per_rank is not None:
+        if options.cpus_per_rank < 1:
+            raise InvalidArgument(
+                f"invalid --cpus-per-rank: got {options.cpus_per_rank}, expected at least 1"
+            )
+        worker_setup.cores_of(count - 1, options.cpus_per_rank)
+    os.environ.update(worker_setup.threads_for(count, options.cpus_per_rank))
+    key = _key(options)
+    if options.encrypt:
+        _encrypt(options, key)
+    _choose_meeting(options)
+    everybody = options.tee not in ("0", 0)  # torchrun's option
+    options.tee = options.redirects = "0"  # in our logs, not in torch's
+    config, _, _ = run.config_from_args(options)
+    rows = _rows(options, count, devices)
+    logs = config.logs_specs = tables.Logs(options.log_dir, everybody, rows, errors)
+    if not key and _several(options):
+        where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+        print(f"pycomm launch: {meeting.missing_secret_warning(where)}", file=sys.stderr)
     elif not key:
         key = meeting.new_key()
     logs.variables = {"PYCOMM_SECRET": key} if key else {}
-    if config.log_line_prefix_template is None:  # one that is empty would be taken for none
-        config.role = "" if said.role == "default" else said.role
+    if config.log_line_prefix_template is None:  # torch treats an empty one as unset
+        config.role = "" if options.role == "default" else options.role
         config.log_line_prefix_template = "[rank ${rank}] " if everybody else "${role_name}"
-    return config, _command(said, devices > 0)
+    return config, _command(options, devices > 0)
 
 
-def _several(said: argparse.Namespace) -> bool:
+def _several(options: argparse.Namespace) -> bool:
     """Whether the run may have more than one host."""
-    return str(said.nnodes) not in ("1", "1:1")
+    return str(options.nnodes) not in ("1", "1:1")
 
 
-def _key(said: argparse.Namespace) -> str:
-    """The run's key, if one is given; stretched here, so that the ranks need not do it."""
+def _key(options: argparse.Namespace) -> str:
+    """The run's key if a secret is given; stretched once here, not in every rank."""
     text = os.environ.get("PYCOMM_SECRET", "")
-    if said.secret_file is not None:
-        text = secret.read_file(said.secret_file)
-    elif said.secret_fd is not None:
-        text = secret.read_descriptor(said.secret_fd)
+    if options.secret_file is not None:
+        text = secret.read_file(options.secret_file)
+    elif options.secret_fd is not None:
+        text = secret.read_descriptor(options.secret_fd)
     elif text:
         secret.check(text, "PYCOMM_SECRET")
     return secret.key_of(text) if text else ""
 
 
-def _choose_devices(said: argparse.Namespace) -> None:
-    """--devices: those alone are seen by the ranks, of which there is one for each."""
-    asked = [one.strip() for one in said.devices.split(",")]
+def _choose_devices(options: argparse.Namespace) -> None:
+    """--devices: one rank for each; the ranks see only these devices."""
+    asked = [one.strip() for one in options.devices.split(",")]
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     known = seen.split(",") if seen else None
     if not all(one.isdigit() for one in asked) or len(set(asked)) != len(asked):
-        raise InvalidArgument(f"--devices {said.devices}: numbers with commas between, each once")
-    if known is not None and not set(asked) <= set(known):
-        raise InvalidArgument(f"--devices {said.devices}, but CUDA_VISIBLE_DEVICES is {seen}")
-    if said.nproc_per_node not in (None, str(len(asked))):
-        raise InvalidArgument(f"--devices {said.devices} means --nproc {len(asked)}")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked)
-    said.nproc_per_node = str(len(asked))
-
-
-def _encrypt(said: argparse.Namespace, key: str) -> None:
-    """--encrypt: the ranks are told. On several hosts the key is for the user to give."""
-    if _several(said) and not key:
         raise InvalidArgument(
-            f"--encrypt with --nnodes {said.nnodes} needs PYCOMM_SECRET, the same on all hosts: "
-            'python -c "import secrets; print(secrets.token_hex(32))" makes one'
+            f"invalid --devices: got {options.devices}, expected distinct numbers with commas"
+        )
+    if known is not None and not set(asked) <= set(known):
+        raise InvalidArgument(f"--devices {options.devices}, but CUDA_VISIBLE_DEVICES is {seen}")
+    if options.nproc_per_node not in (None, str(len(asked))):
+        raise InvalidArgument(f"--devices {options.devices} means --nproc {len(asked)}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked)
+    options.nproc_per_node = str(len(asked))
+
+
+def _encrypt(options: argparse.Namespace, key: str) -> None:
+    """--encrypt: passed on to the ranks. On several hosts the user must give a secret."""
+    if _several(options) and not key:
+        raise InvalidArgument(
+            f"--encrypt with --nnodes {options.nnodes} needs PYCOMM_SECRET, the same on all hosts; "
+            'to make one: python -c "import secrets; print(secrets.token_hex(32))"'
         )
     os.environ["PYCOMM_ENCRYPT"] = "1"
 
 
-def _choose_meeting(said: argparse.Namespace) -> None:
-    """Where the hosts meet: on one, at the loopback and a port that the system gives; on several,
-    as they say."""
-    several = _several(said)
-    if not several and said.rdzv_backend in ("static", "c10d") and _is_here(said.rdzv_endpoint):
-        port = said.rdzv_endpoint.rpartition(":")[2] or said.master_port or 0
-        said.rdzv_backend = meeting.register_rendezvous()
-        said.rdzv_endpoint = f"{meeting.LOOPBACK}:{port}"
-        said.rdzv_id, said.local_addr = str(uuid.uuid4()), meeting.LOOPBACK
-    elif several and said.rdzv_endpoint and said.rdzv_backend == "static":
-        said.rdzv_backend = "c10d"
-    if said.rdzv_endpoint and said.rdzv_backend != meeting.BACKEND:
-        own, here = _look_at(said.rdzv_endpoint)
-        said.local_addr = said.local_addr or own
-        if said.rdzv_backend == "c10d" and (here or not _knows_itself()):
-            said.rdzv_conf = ",".join([*filter(None, [said.rdzv_conf]), f"is_host={here}"])
-    if said.rdzv_backend == "static" and said.master_addr == "127.0.0.1":
+def _choose_meeting(options: argparse.Namespace) -> None:
+    """Chooses the rendezvous: on one host the loopback address and a free port, on several hosts
+    the given endpoint.
+    """
+    several = _several(options)
+    if (
+        not several
+        and options.rdzv_backend in ("static", "c10d")
+        and _is_local(options.rdzv_endpoint)
+    ):
+        port = options.rdzv_endpoint.rpartition(":")[2] or options.master_port or 0
+        options.rdzv_backend = meeting.register_rendezvous()
+        options.rdzv_endpoint = f"{meeting.LOOPBACK}:{port}"
+        options.rdzv_id, options.local_addr = str(uuid.uuid4()), meeting.LOOPBACK
+    elif several and options.rdzv_endpoint and options.rdzv_backend == "static":
+        options.rdzv_backend = "c10d"
+    if options.rdzv_endpoint and options.rdzv_backend != meeting.BACKEND:
+        own, here = _local_address(options.rdzv_endpoint)
+        options.local_addr = options.local_addr or own
+        if options.rdzv_backend == "c10d" and (here or not _own_name_resolves()):
+            options.rdzv_conf = ",".join([*filter(None, [options.rdzv_conf]), f"is_host={here}"])
+    if options.rdzv_backend == "static" and options.master_addr == "127.0.0.1":
         raise InvalidArgument(
-            "several hosts need to meet: give all --rdzv-endpoint HOST:PORT, one of them and a "
-            "free port there (or --master-addr, --master-port and --node-rank)"
+            "several hosts need a rendezvous: pass --rdzv-endpoint HOST:PORT to all, one of "
+            "them and a free port there (or --master-addr, --master-port and --node-rank)"
         )
-    if said.master_port is None:
-        said.master_port = 29500
+    if options.master_port is None:
+        options.master_port = 29500
 
 
-def _is_here(endpoint: str) -> bool:
-    """Whether a meeting point is none, or HOST:PORT with a host that is this one."""
+def _is_local(endpoint: str) -> bool:
+    """Whether a rendezvous endpoint is empty, or HOST:PORT of this host."""
     if not endpoint:
         return True
-    return endpoint.rpartition(":")[2].isdigit() and _look_at(endpoint)[1]
+    return endpoint.rpartition(":")[2].isdigit() and _local_address(endpoint)[1]
 
 
-def _look_at(endpoint: str) -> tuple[str | None, bool]:
-    """The address by which this host reaches the meeting point, and whether that is its own. No
-    packet is sent."""
+def _local_address(endpoint: str) -> tuple[str | None, bool]:
+    """The address from which this host reaches the endpoint, and whether the endpoint is this host.
+    No packet is sent.
+    """
     host = endpoint.rpartition(":")[0].strip("[]") or endpoint
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -215,12 +229,12 @@ def _look_at(endpoint: str) -> tuple[str | None, bool]:
             probe.connect(address)
             own = str(probe.getsockname()[0])
             return own, own == address[0]
-    except OSError:  # no such host: torch's to tell
+    except OSError:  # unknown host: torch reports it
         return None, False
 
 
-def _knows_itself() -> bool:
-    """Whether this host's name has an address, which torch looks up otherwise."""
+def _own_name_resolves() -> bool:
+    """Whether this host's name resolves to an address, which torch looks up otherwise."""
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError:  # the host's own name has no address
@@ -228,37 +242,37 @@ def _knows_itself() -> bool:
     return True
 
 
-def _command(said: argparse.Namespace, devices: bool) -> list[str]:
-    kind = "command" if said.no_python else "module" if said.module else "script"
+def _command(options: argparse.Namespace, devices: bool) -> list[str]:
+    kind = "command" if options.no_python else "module" if options.module else "script"
     line = ["-u", "-m", "pycomm.launch.rank", f"--parent={os.getpid()}", f"--kind={kind}"]
     line += ["--join-streams"]
-    line += [f"--cpus-per-rank={said.cpus_per_rank}"] if said.cpus_per_rank else []
+    line += [f"--cpus-per-rank={options.cpus_per_rank}"] if options.cpus_per_rank else []
     line += ["--set-device"] if devices and kind != "command" else []
-    return [*line, "--", said.training_script, *said.training_script_args]
+    return [*line, "--", options.training_script, *options.training_script_args]
 
 
-def _rows(said: argparse.Namespace, count: int, devices: int) -> list[tuple[str, str]]:
+def _rows(options: argparse.Namespace, count: int, devices: int) -> list[tuple[str, str]]:
     """The configuration, for the table."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
-    bound = f"{said.cpus_per_rank}, bound" if said.cpus_per_rank else "shared by all"
-    meeting = said.rdzv_endpoint or f"{said.master_addr}:{said.master_port}"
+    bound = f"{options.cpus_per_rank}, bound" if options.cpus_per_rank else "shared by all"
+    meeting = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return [
-        ("program", " ".join([said.training_script, *said.training_script_args])),
-        ("hosts", "1" if str(said.nnodes) == "1:1" else str(said.nnodes)),
+        ("program", " ".join([options.training_script, *options.training_script_args])),
+        ("hosts", "1" if str(options.nnodes) == "1:1" else str(options.nnodes)),
         ("ranks on this host", str(count)),
         ("devices", seen if devices else "none, training on the CPU"),
         ("processors per rank", bound),
-        ("log directory", said.log_dir),
-        ("hosts meet at", f"{meeting} ({said.rdzv_backend})"),
+        ("log directory", options.log_dir),
+        ("hosts meet at", f"{meeting} ({options.rdzv_backend})"),
     ]
 
 
 def _report(error: Any, log_dir: str) -> int:
-    """Says whose failure came first, with its traceback, then the others; gives the status."""
+    """Prints the first failure with its traceback, then the others; returns the exit status."""
     known: list[failure.Failure] = []
     for rank, one in error.failures.items():
-        said = failure.read(one.error_file_data)
-        known += said or [failure.of_exit(rank, one.pid, one.exitcode)]
+        reports = failure.read(one.error_file_data)
+        known += reports or [failure.of_exit(rank, one.pid, one.exitcode)]
     cause = next((f for f in known if f.rank not in error.failures), None) or failure.first(known)
     print(f"pycomm launch: the first failure was {cause}", file=sys.stderr)
     if cause.trace:
@@ -266,5 +280,5 @@ def _report(error: Any, log_dir: str) -> int:
     for other in known:
         if other.rank != cause.rank:
             print(f"pycomm launch: then {other}", file=sys.stderr)
-    print(f"pycomm launch: what the ranks wrote is in {log_dir}/", file=sys.stderr)
+    print(f"pycomm launch: the ranks' output is in {log_dir}/", file=sys.stderr)
     return cause.status or 1

@@ -1,7 +1,7 @@
-"""What is known of a rank that failed, and which failure came first.
+"""Failure reports of ranks, and which failure came first.
 
-The rank writes it down (as torch's elastic launcher expects it, beside what we add), the launcher
-reads it. Between hosts, whose clocks differ, the order is that in which they came to torch's store.
+A rank writes its report in the format of torch's elastic launcher, with additions; the launcher
+reads it. Across hosts, whose clocks differ, the order is that of arrival in torch's store.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ __all__ = ["Failure", "first", "of_error", "of_exit", "post", "read", "write"]
 CONSEQUENCES = ("PeerLost", "GroupBroken")  # another rank's failure, as this one saw it
 KEY = "pycomm/first_failure"
 STORE_LIMIT_S = 10
-CAUSE_LIMIT_S = 1  # for a rank that is blamed to tell its failure first
-# Frames above the user's: this package and what runs scripts.
+CAUSE_LIMIT_S = 1  # for the named peer to report its failure first
+# Frames above the user's: this package and runpy.
 OURS = (str(Path(__file__).parent), "<frozen runpy>")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank ended badly.
+    """A rank's failure.
 
     Attributes:
-        rank, host, pid: who.
-        kind: the class of its error; "" where it ended without a word.
+        rank, host, pid: the rank and its process.
+        kind: the class of its error; "" if it ended without a report.
         text: the error's text, or how it ended.
         trace: its traceback as text, or "".
-        when: seconds since the epoch by its host's clock; 0 where it ended without a word.
-        status: what the launcher exits with for it.
+        when: seconds since the epoch by its host's clock; 0 if it ended without a report.
+        status: the launcher's exit status for it.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class Failure:
     status: int = 1
 
     def __str__(self) -> str:
-        """Who and what, in a line."""
+        """Rank and error in one line."""
         what = f"{self.kind}: {self.text}" if self.kind else self.text
         return f"rank {self.rank} on host {self.host} (pid {self.pid}): {what}"
 
@@ -72,7 +72,7 @@ def of_error(rank: int, error: BaseException) -> Failure:
 
 
 def of_exit(rank: int, pid: int, exitcode: int) -> Failure:
-    """That of a process of this host that said nothing."""
+    """The failure of a process of this host that ended without a report."""
     host = socket.gethostname()
     if exitcode >= 0:
         return Failure(rank, host, pid, "", f"ended with exit status {exitcode}", status=exitcode)
@@ -84,8 +84,9 @@ def of_exit(rank: int, pid: int, exitcode: int) -> Failure:
 
 
 def first(failures: Iterable[Failure]) -> Failure:
-    """Whose failure was the cause: not one that was ended by the launcher or blames another rank;
-    a death without a word before what others said of it."""
+    """The failure that caused the others: not one that the launcher ended or that names another
+    rank; a death without a report precedes reports about it.
+    """
 
     def order(one: Failure) -> tuple[bool, bool, float]:
         by_launcher = not one.kind and one.status == 128 + signal.SIGTERM
@@ -95,7 +96,7 @@ def first(failures: Iterable[Failure]) -> Failure:
 
 
 def write(path: str, mine: Failure, cause: Failure | None) -> None:
-    """Leaves this rank's failure, and the run's first if that is another's, for the launcher."""
+    """Writes this rank's failure for the launcher, and the run's first if that is another's."""
     content = {
         "message": str(mine),
         "timestamp": int(mine.when),  # these two are what torch reads
@@ -106,14 +107,13 @@ def write(path: str, mine: Failure, cause: Failure | None) -> None:
 
 
 def read(content: dict[str, Any]) -> list[Failure]:
-    """What write() left: the rank's failure and, if it is another's, the cause; [] if nothing."""
+    """The reports of write(): the rank's failure and, if it is another's, the cause; [] if none."""
     found = [content.get("pycomm"), content.get("cause")]
     return [failure for fields in found if (failure := _of_fields(fields))]
 
 
 def _of_fields(given: object) -> Failure | None:
-    """The failure with these fields, as another program or version of pycomm may have written
-    them; None where they are not exactly ours."""
+    """The failure with these fields; None unless they are exactly this version's fields."""
     expected = {"rank": int, "host": str, "pid": int, "kind": str, "text": str, "trace": str}
     expected |= {"when": float, "status": int}
     if not isinstance(given, dict) or given.keys() != expected.keys():
@@ -124,25 +124,26 @@ def _of_fields(given: object) -> Failure | None:
 
 
 def post(mine: Failure, host: str, port: int) -> Failure | None:
-    """Tells the other hosts by torch's store, which a launcher serves there; gives the failure
-    that was told first, if that is another's. None where the store has gone or holds what is not
-    ours. What blames another rank leaves that rank the time to tell first."""
+    """Reports the failure to the other hosts in torch's store, which a launcher serves; returns the
+    first reported failure if that is another's. None if the store ended or has invalid content. A
+    failure that names another rank gives that rank time to report first.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
 
     try:
         store = TCPStore(host, port, None, False, timedelta(seconds=STORE_LIMIT_S))
         if mine.kind in CONSEQUENCES:
-            with contextlib.suppress(RuntimeError):  # nobody has
+            with contextlib.suppress(RuntimeError):  # no rank reported
                 store.wait([KEY], timedelta(seconds=CAUSE_LIMIT_S))
-        told = store.compare_set(KEY, "", json.dumps(asdict(mine)))
-        cause = _of_fields(json.loads(told))
-    except (RuntimeError, ValueError, RecursionError):  # gone, or holds nothing of ours
+        stored = store.compare_set(KEY, "", json.dumps(asdict(mine)))
+        cause = _of_fields(json.loads(stored))
+    except (RuntimeError, ValueError, RecursionError):  # it ended, or its content is invalid
         return None
     return None if cause == mine else cause
 
 
 def _users_part(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is the user's."""
+    """The traceback from the first frame of the user's code."""
     at = frames
     while at is not None and at.tb_frame.f_code.co_filename.startswith(OURS):
         at = at.tb_next

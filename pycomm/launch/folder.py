@@ -1,8 +1,6 @@
-"""A folder of a launcher's own, which is gone when the launcher has ended, at the latest when this
-user next launches something: `kill -9` leaves it behind, and another launcher removes it then.
+"""A temporary folder of a launcher. `kill -9` leaves it behind; the user's next launch removes it.
 
-A launcher holds a lock (flock(2)) on its folder: the system takes that away with the process,
-whatever ends it.
+A launcher holds a lock (flock(2)) on its folder, which the system releases when the process ends.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ PREFIX = "pycomm_launch_"
 
 @contextlib.contextmanager
 def temporary() -> Iterator[str]:
-    """A new folder, for its owner alone; removes those of launchers that were killed."""
+    """A new folder, for its owner only; removes those of launchers that were killed."""
     place = Path(tempfile.gettempdir())
     for old in place.glob(f"{PREFIX}*"):
         _remove_if_unused(old)
@@ -30,7 +28,7 @@ def temporary() -> Iterator[str]:
         made = tempfile.mkdtemp(prefix=PREFIX, dir=place)
         held = _lock(made)
         if held is not None:
-            break  # else another launcher took it for an unused one before it was locked
+            break  # else another launcher removed it as unused before it was locked
     try:
         yield made
     finally:
@@ -39,8 +37,9 @@ def temporary() -> Iterator[str]:
 
 
 def _lock(folder: str | Path) -> int | None:
-    """A descriptor that holds the lock on a folder of this user; None where it is held, or the
-    folder is gone or another user's."""
+    """A descriptor that holds the lock on a folder of this user; None if another process holds it,
+    or the folder does not exist or another user owns it.
+    """
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

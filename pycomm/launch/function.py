@@ -1,8 +1,7 @@
-"""@pycomm.launcher: a function that runs as several processes of this machine, or of several.
+"""@pycomm.launcher: runs a function as several processes of one or several hosts.
 
-The processes are started afresh (spawned), so CUDA in the parent does no harm. This process keeps
-torch's store, for those that use torch, on a port that the system gives; the others meet in that of
-rank 0. `pycomm launch` is command.py.
+The processes are spawned, so CUDA in the parent is harmless. This process serves torch's store, for
+ranks that use torch, on a free port; rank 0 serves pycomm's store.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from pycomm.launch import failure, meeting, worker_setup
 
 __all__ = ["Launcher", "launcher"]
 
-GRACE_S = 5.0  # for the others to end by themselves after the first failure
-_starting = threading.Lock()  # the environment is changed while a process starts
+GRACE_S = 5.0  # for the other ranks to exit after the first failure
+_starting = threading.Lock()  # guards the environment, which changes while a process starts
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the decorator was told; see launcher()."""
+    """The options of launcher()."""
 
     nproc: int | None = None
     size: int | None = None
@@ -73,21 +72,21 @@ def launcher(
 ) -> Any:
     """Makes a function run as several processes: `@pycomm.launcher` or `@pycomm.launcher(nproc=2)`.
 
-    Called, it returns the list of what the local ranks returned, by rank. Inside, the default group
-    stands: pycomm.rank(), pycomm.all_reduce(...). Arguments and results are pickled; NumPy arrays
-    and plain values are best. The function stands at the top level of a module, and a script calls
-    it under `if __name__ == "__main__":`, as the processes import it.
+    A call returns the list of the local ranks' results, by rank. Inside, the default group exists:
+    pycomm.rank(), pycomm.all_reduce(...). Arguments and results are pickled; NumPy arrays and plain
+    values are best. The processes import the function: define it at the top level of a module, and
+    in a script call it under `if __name__ == "__main__":`.
 
-    On several machines run the same program on each, with its own `rank_start`.
+    On several hosts run the same program on each, with a different `rank_start`.
 
     Args:
-        nproc: processes on this machine; None: one per CUDA device, else one per two processors.
-        size: processes on all machines; None: nproc.
-        rank_start: the rank of this machine's first process.
-        master_addr, master_port: where the machines meet, on that of rank 0. Port 0, for one
-            machine: found by itself.
-        device: "cuda": each process has the device of its local rank; "cpu": none; None: what the
-            machine has.
+        nproc: processes on this host; None: one per CUDA device, else one per two processors.
+        size: processes on all hosts; None: nproc.
+        rank_start: the rank of this host's first process.
+        master_addr, master_port: address of torch's store on the host of rank 0. Port 0, on one
+            host: any free port.
+        device: "cuda": each process uses the device of its local rank; "cpu": none; None: CUDA
+            devices if there are any.
 
     A call of the function raises these errors.
 
@@ -110,16 +109,20 @@ class Launcher:
         self._function, self._options = function, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Runs it; gives the local ranks' results, by rank."""
+        """Runs the function; returns the local ranks' results, by rank.
+
+        Raises:
+            Exception: see launcher().
+        """
         count, size, devices = _counts(self._options)
         job = pickle.dumps((self._where(), args, kwargs))
         return _Ranks(self._options, count, size, devices).run(job)
 
     def _where(self) -> tuple[str, str]:
-        """Module and name under which the processes find the function.
+        """Module and name under which the processes import the function.
 
         Raises:
-            InvalidArgument: they would not.
+            InvalidArgument: they could not.
         """
         module, name = self._function.__module__, self._function.__qualname__
         main = sys.modules.get("__main__")
@@ -129,22 +132,24 @@ class Launcher:
             if found in (self, self._function) and importable:
                 return module, name
         raise InvalidArgument(
-            f"the processes of @pycomm.launcher cannot import {name}: it must stand at the top "
-            "level of a file"
+            f"the processes of @pycomm.launcher cannot import {name}: define it at the top level "
+            "of a file"
         )
 
 
 def _counts(options: Options) -> tuple[int, int, int]:
-    """Processes here, on all machines, and how many CUDA devices are given out."""
+    """Processes on this host, on all hosts, and the number of CUDA devices to use."""
     devices = 0
     if options.device not in (None, "cpu", "cuda"):
-        raise InvalidArgument(f'device={options.device!r}: "cpu", "cuda" or None')
+        raise InvalidArgument(
+            f'invalid device: got {options.device!r}, expected "cpu", "cuda" or None'
+        )
     if options.device != "cpu":
         import torch
 
         devices = torch.cuda.device_count()
     if options.device == "cuda" and not devices:
-        raise InvalidArgument('device="cuda", and this machine has no CUDA device')
+        raise InvalidArgument('device="cuda", but this host has no CUDA device')
     count = worker_setup.default_count(devices) if options.nproc is None else options.nproc
     size = count if options.size is None else options.size
     if count < 1 or options.rank_start < 0 or options.rank_start + count > size:
@@ -153,7 +158,7 @@ def _counts(options: Options) -> tuple[int, int, int]:
             "rank_start and size do not fit"
         )
     if size > count and options.master_port == 0:
-        raise InvalidArgument("several machines need to meet: give all the same master_port")
+        raise InvalidArgument("several hosts need a rendezvous: pass the same master_port on all")
     return count, size, devices
 
 
@@ -168,13 +173,13 @@ class _Ranks:
         self._failures: list[failure.Failure] = []
 
     def run(self, job: bytes) -> list[Any]:
-        """Starts them, hears them, ends them."""
+        """Starts the processes, receives their results and ends them."""
         several = self._size > self._count
         key = config.known_secret()
         host, port, _store = self._meeting(several)
         if several and not key:
             where = f"{host}:{port}"
-            print(f"pycomm.launcher: {meeting.who_joins(where)}", file=sys.stderr)
+            print(f"pycomm.launcher: {meeting.missing_secret_warning(where)}", file=sys.stderr)
         key = key or ("" if several else meeting.new_key())
         context = mp.get_context("spawn")
         started: list[Any] = []
@@ -183,8 +188,8 @@ class _Ranks:
         try:
             for local in range(self._count):
                 ours, theirs = context.Pipe(duplex=False)
-                told = (theirs, os.getpid(), local, self._devices > 0, (key, job))
-                process = context.Process(target=_enter, args=told)
+                given = (theirs, os.getpid(), local, self._devices > 0, (key, job))
+                process = context.Process(target=_enter, args=given)
                 variables = self._variables(local, host, port) | meeting.variables(store_port)
                 with _environment(variables):
                     process.start()
@@ -203,7 +208,7 @@ class _Ranks:
         return self._results
 
     def _meeting(self, several: bool) -> tuple[str, int, Any]:
-        """Address and port of torch's store, and the store, which the first machine serves."""
+        """Address and port of torch's store, and the store, which the first host serves."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs hide it
 
         host, port = self._options.master_addr, self._options.master_port
@@ -216,7 +221,7 @@ class _Ranks:
         return host, port, store
 
     def _reserve(self, several: bool, store: Any) -> tuple[socket.socket | None, int]:
-        """The port of pycomm's store, and on rank 0's machine the socket that reserves it."""
+        """The port of pycomm's store, and on rank 0's host the socket that reserves it."""
         if self._options.rank_start:
             return None, int(store.get(meeting.PORT_KEY))
         reserved = meeting.reserve_port(several)
@@ -238,7 +243,7 @@ class _Ranks:
         }
 
     def _collect(self, running: dict[Connection, tuple[int, Any]]) -> None:
-        """Until all have ended, or GRACE_S after the first failure."""
+        """Returns when all have ended, or GRACE_S after the first failure."""
         end: float | None = None
         while running:
             ready = wait(list(running), None if end is None else max(0.0, end - time.monotonic()))
@@ -246,11 +251,11 @@ class _Ranks:
                 return
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                self._hear(*running.pop(pipe), pipe)
+                self._receive(*running.pop(pipe), pipe)
             if self._failures and end is None:
                 end = time.monotonic() + GRACE_S
 
-    def _hear(self, local: int, process: Any, pipe: Connection) -> None:
+    def _receive(self, local: int, process: Any, pipe: Connection) -> None:
         try:
             fine, value, error = pickle.loads(pipe.recv_bytes())
         except EOFError:  # the process ended without an answer
@@ -265,18 +270,18 @@ class _Ranks:
         self._errors[value.rank] = error or Error(str(value), peer=value.rank)
 
     def _raise(self) -> None:
-        """The first failure, as the rank raised it."""
+        """Raises the first failure, as the rank raised it."""
         cause = failure.first(self._failures)
         raise self._errors[cause.rank] from RankFailed(f"{cause}\n\n{cause.trace}")
 
 
 class RankFailed(Exception):
-    """The cause of the error that a launched function raises: which rank, where, its traceback."""
+    """The cause of an error of a launched function: its rank, host and traceback."""
 
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Within it, this process's environment has these too: what it starts inherits them."""
+    """A context with additional environment variables, which started processes inherit."""
     with _starting:
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
@@ -293,7 +298,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 def _enter(
     pipe: Connection, parent: int, local: int, device: bool, key_and_job: tuple[str, bytes]
 ) -> None:
-    """What a process does: takes its place, joins, runs the function, reports."""
+    """The main function of a process: sets up the worker, joins, runs the function, sends the
+    result."""
     key, job = key_and_job
     config.keep_secret(key)
     answer: tuple[bool, Any, BaseException | None]
@@ -306,7 +312,7 @@ def _enter(
         answer = True, function(*args, **kwargs), None
         data = pickle.dumps(answer)
         group.shutdown()
-    except BaseException as error:  # told below, whatever it is
+    except BaseException as error:  # of any kind: reported below
         mine = failure.of_error(int(os.environ["RANK"]), error)
         with contextlib.suppress(Exception):  # there is no group, or it is broken already
             group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
@@ -316,7 +322,7 @@ def _enter(
 
 
 def _failed(mine: failure.Failure, error: BaseException) -> bytes:
-    """A failure as bytes; an error that cannot travel becomes an Error of the same text."""
+    """A failure as bytes; an error that cannot be pickled becomes an Error of the same text."""
     try:
         data = pickle.dumps((False, mine, error))
         pickle.loads(data)

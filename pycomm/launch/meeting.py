@@ -1,6 +1,6 @@
-"""Where the ranks of a launch meet: torch's store on the loopback, a port for pycomm's, the key.
+"""Rendezvous of a launch: torch's store on the loopback, a port for pycomm's store, the key.
 
-Called by command.py and function.py. On several hosts torch's own rendezvous is used (agent.py).
+On several hosts torch's own rendezvous is used (agent.py).
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ __all__ = [
     "LOOPBACK",
     "PORT_KEY",
     "local_store",
+    "missing_secret_warning",
     "new_key",
     "register_rendezvous",
     "reserve_port",
     "variables",
-    "who_joins",
 ]
 
-PORT_KEY = "pycomm/store_port"  # in torch's store, for the launchers of other hosts
+PORT_KEY = "pycomm/store_port"  # key in torch's store, for the launchers of other hosts
 LOOPBACK = "127.0.0.1"
 BACKEND = "loopback"  # the name by which torch's launcher finds the rendezvous
 
 
 def new_key() -> str:
-    """A key for one run."""
+    """A random key for one run."""
     return secrets.token_hex(32)
 
 
-def who_joins(where: str) -> str:
-    """What a launcher says of a run on several hosts for which no key was given."""
+def missing_secret_warning(where: str) -> str:
+    """A launcher's warning about a run on several hosts without a shared secret."""
     return (
-        f"no PYCOMM_SECRET is set: anybody who can reach {where} can join this run and change its "
-        "results; remedy: give all hosts the same PYCOMM_SECRET"
+        f"PYCOMM_SECRET is not set: any client that can reach {where} can join this run and change "
+        "its results; remedy: set the same PYCOMM_SECRET on all hosts"
     )
 
 
 def local_store(port: int) -> TCPStore:
-    """Torch's store, served by this process on the loopback alone: torch itself would listen on
-    every interface, whatever host it is told.
+    """torch's store, served by this process on the loopback only: torch itself listens on every
+    interface, whatever host is given.
 
     Args:
-        port: 0 for any that is free.
+        port: 0 for any free port.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -70,9 +70,11 @@ def local_store(port: int) -> TCPStore:
 
 
 def reserve_port(several_hosts: bool) -> socket.socket:
-    """A port at which rank 0 can serve pycomm's store, while the socket is open. Nothing listens:
-    rank 0 binds the same port, which SO_REUSEADDR permits as long as one of them listens alone, and
-    the system gives the port to no other process that asks for any."""
+    """Reserves a port for pycomm's store of rank 0 while the socket is open. The socket does not
+    listen: rank 0 binds the same port, which SO_REUSEADDR permits as long as only one of them
+        listens. The
+    system does not assign the port to other processes.
+    """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("" if several_hosts else LOOPBACK, 0))
@@ -80,13 +82,14 @@ def reserve_port(several_hosts: bool) -> socket.socket:
 
 
 def variables(port: int) -> dict[str, str]:
-    """What tells the ranks of that port."""
+    """The environment variable that passes this port to the ranks."""
     return {config.STORE_PORT: str(port)}
 
 
 @functools.cache
 def register_rendezvous() -> str:
-    """Teaches torch's launcher the rendezvous of one host; gives the name for --rdzv-backend."""
+    """Registers the rendezvous of one host with torch's launcher; returns the --rdzv-backend
+    name."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.api import (
@@ -97,7 +100,7 @@ def register_rendezvous() -> str:
     )
 
     class OneHost(RendezvousHandler):
-        """One agent, which serves the store of its ranks."""
+        """A single agent that serves the store of its ranks."""
 
         use_agent_store = True
 
@@ -116,7 +119,7 @@ def register_rendezvous() -> str:
             return False
 
         def set_closed(self) -> None:
-            """Nobody else can join."""
+            """No other agent can join."""
 
         def num_nodes_waiting(self) -> int:
             return 0

@@ -1,6 +1,6 @@
-"""The process of a rank under `pycomm launch`: takes its place, then runs the user's program in it.
+"""The process of a rank under `pycomm launch`: sets up the worker, then runs the user's program.
 
-`python -m pycomm.launch.rank [its options] script args`; command.py writes that line, nobody else.
+`python -m pycomm.launch.rank [options] script args`; command.py builds this command line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the launcher tells a rank."""
+    """The options that the launcher passes to a rank."""
     options = argparse.ArgumentParser(prog="pycomm.launch.rank")
     options.add_argument("--parent", type=int, required=True)
     options.add_argument("--cpus-per-rank", type=int)
@@ -35,10 +35,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the program; leaves what went wrong where the launcher looks for it."""
-    said = parser().parse_args(argv)
+    """Runs the program; writes a failure report for the launcher."""
+    options = parser().parse_args(argv)
     env = os.environ
-    if said.join_streams:  # the log has both, in the order in which they come
+    if options.join_streams:  # one log for both, in order
         os.dup2(1, 2)
     env.update(
         worker_setup.variables(
@@ -46,37 +46,38 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     )
     worker_setup.setup_worker(
-        said.parent, int(env["LOCAL_RANK"]), said.cpus_per_rank, said.set_device
+        options.parent, int(env["LOCAL_RANK"]), options.cpus_per_rank, options.set_device
     )
     try:
-        if said.kind == "command":
-            _supervise(said.parent, [said.program, *said.rest])
-        sys.argv = [said.program, *said.rest]
-        if said.kind == "module":
-            runpy.run_module(said.program, run_name="__main__", alter_sys=True)
+        if options.kind == "command":
+            _supervise(options.parent, [options.program, *options.rest])
+        sys.argv = [options.program, *options.rest]
+        if options.kind == "module":
+            runpy.run_module(options.program, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(said.program))
-            runpy.run_path(said.program, run_name="__main__")
+            sys.path[0] = os.path.dirname(os.path.abspath(options.program))
+            runpy.run_path(options.program, run_name="__main__")
     except SystemExit as error:
         if error.code not in (None, 0):
             _failed(error)
         raise
-    except BaseException as error:  # told, whatever it is
+    except BaseException as error:  # of any kind: reported
         sys.stderr.write(_failed(error))
         sys.exit(1)
 
 
 def _supervise(launcher: int, command: list[str]) -> None:
-    """Becomes the supervisor of a command; does not return."""
+    """Replaces this process by the supervisor of a command; does not return."""
     if shutil.which(command[0]) is None:
-        raise FileNotFoundError(f"there is no program {command[0]} that can be executed")
+        raise FileNotFoundError(f"{command[0]} not found or not executable")
     script = str(Path(__file__).with_name("supervisor.py"))
     os.execv(sys.executable, [sys.executable, "-I", "-S", script, str(launcher), *command])
 
 
 def _failed(error: BaseException) -> str:
-    """Leaves word of it, for this host's launcher, the others and the ranks that may wait for this
-    one; gives the traceback."""
+    """Reports the failure to this host's launcher, to the other hosts and to ranks that wait for
+    this one; returns the traceback.
+    """
     env = os.environ
     mine = failure.of_error(int(env["RANK"]), error)
     file = env.get("TORCHELASTIC_ERROR_FILE")
@@ -84,7 +85,7 @@ def _failed(error: BaseException) -> str:
         failure.write(file, mine, None)
     with contextlib.suppress(Exception):  # there is no group, or it is broken already
         group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
-    # Last: a store that does not answer, or holds what is not ours, must not hold up the above.
+    # Last: a store that does not answer or has invalid content must not delay the above.
     if env["WORLD_SIZE"] != env["LOCAL_WORLD_SIZE"]:
         cause = failure.post(mine, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
         if file and cause:

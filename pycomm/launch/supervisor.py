@@ -1,11 +1,11 @@
-"""The process of a rank that is a command (`pycomm launch --no-python`): ends as that ends.
+"""The process of a rank that is a command (`pycomm launch --no-python`): ends as the command ends.
 
     python -I -S supervisor.py LAUNCHER_PID COMMAND ARGUMENT ...
 
-Whatever the command starts ends with the launcher: the kernel tells this process of the launcher's
-death, and the orphans of the command become its children (prctl(2)). Signals that do not come from
-the launcher, which signals the whole process group, or from a terminal are forwarded. rank.py
-executes it in its own place; nothing but the standard library, so that it is small.
+All processes of the command end with the launcher: the kernel signals the launcher's death to this
+process, and the command's orphans become its children (prctl(2)). Signals are forwarded, except
+those of the launcher, which signals the whole process group, and of a terminal. rank.py executes it
+in its own process; it uses only the standard library, to stay small.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import NoReturn
 __all__ = ["main"]
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LAUNCHER_ENDED = signal.SIGRTMIN  # the kernel sends it here when the launcher ends
+LAUNCHER_ENDED = signal.SIGRTMIN  # sent by the kernel when the launcher ends
 FORWARDED = {
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2),
 }
-SI_KERNEL = 128  # si_code of a terminal's signals, which the command has got as well
+SI_KERNEL = 128  # si_code of a terminal's signals, which the command receives as well
 CANNOT_EXECUTE = 126  # the shell's exit status for it
 
 
@@ -37,8 +37,8 @@ def main(launcher: int, command: list[str]) -> NoReturn:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(PR_SET_PDEATHSIG, int(LAUNCHER_ENDED), 0, 0, 0)
-    if os.getppid() != launcher:  # it died before that
-        sys.exit("pycomm: the launcher has gone")
+    if os.getppid() != launcher:  # it died before prctl
+        sys.exit("pycomm: the launcher ended")
     own = os.getpid()
     child = os.fork()
     if child == 0:
@@ -77,7 +77,8 @@ def _execute(command: list[str], mask: set[int | signal.Signals]) -> None:
 
 
 def _reap(child: int) -> int | None:
-    """Takes the status of all children that ended; gives that of `child` if it is among them."""
+    """Collects the status of all children that ended; returns that of `child` if it is among
+    them."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -95,7 +96,7 @@ def _wait_for_descendants(launcher: int, waited: set[signal.Signals]) -> None:
 
 
 def _kill_descendants() -> None:
-    """Returns when none is left: those whose parent dies become children of this process."""
+    """Kills all descendants: orphans become children of this process."""
     while True:
         for pid in _descendants():
             with contextlib.suppress(ProcessLookupError):
@@ -107,7 +108,7 @@ def _kill_descendants() -> None:
 
 
 def _descendants() -> list[int]:
-    """Those that have not ended."""
+    """The descendants that have not ended."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
@@ -124,7 +125,7 @@ def _descendants() -> list[int]:
 def _end_as(status: int) -> NoReturn:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its own
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command wrote its own core dump
         if number not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

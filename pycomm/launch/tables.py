@@ -1,7 +1,4 @@
-"""Where the ranks' output goes, and what the launcher prints when they start.
-
-Called by torch's elastic launcher, which asks once it knows the ranks of this host.
-"""
+"""The ranks' log files, and the tables that the launcher prints at the start."""
 
 from __future__ import annotations
 
@@ -20,16 +17,18 @@ ALSO_SHOWN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 
 class Logs(LogsSpecs):
-    """One file per rank, rank<k>.log; the terminal shows the first rank of this host, or all.
+    """A log file per rank, rank<k>.log; the terminal shows the first rank of this host, or all.
+
+    torch's elastic launcher calls reify() once it knows the ranks of this host.
 
     Args:
-        folder: for the files; made if it is not there.
+        folder: for the files; created if missing.
         everybody: show all ranks.
-        rows: name and value of what was configured.
-        errors: a folder of the launcher's own, for what failing ranks leave.
+        rows: name and value of the configuration.
+        errors: a folder for the failure reports of ranks.
 
     Attributes:
-        variables: more of the ranks' environment, which is not shown: the run's key among them.
+        variables: further environment variables of the ranks, which are not shown, such as the key.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Logs(LogsSpecs):
         names = [*SHOWN, *worker_setup.variables(*numbers), *(n for n in ALSO_SHOWN if n in first)]
         print("pycomm launch: configuration\n" + table(self._rows))
         print(
-            f"pycomm launch: starts {numbers[3]} of {numbers[1]} processes on this host; ", end=""
+            f"pycomm launch: starting {numbers[3]} of {numbers[1]} processes on this host; ", end=""
         )
         print("environment of the first\n" + table([(name, first[name]) for name in names]))
         sys.stdout.flush()

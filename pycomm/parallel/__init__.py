@@ -1,4 +1,4 @@
-"""Data-parallel training with torch: models whose gradients are averaged over all ranks."""
+"""Data-parallel training with torch: gradients are averaged over all ranks."""
 
 from pycomm.parallel.callback import make_allreduce_cb
 from pycomm.parallel.data_parallel import DataParallel

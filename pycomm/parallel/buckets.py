@@ -1,7 +1,7 @@
-"""Which gradients travel together: parameters in the order of their gradients, cut into buckets.
+"""Gradient buckets: parameters in the order of their gradients, grouped for one call each.
 
-A bucket is one flat array; the gradients are views into it, so that they are held once. `fuse` is a
-pure function of sizes and limits, so that all ranks cut alike. Called by reducer.py.
+A bucket is one flat array; the gradients are views into it, so they are stored once. `fuse` is a
+pure function of sizes and limits, so all ranks make the same buckets.
 """
 
 from __future__ import annotations
@@ -20,50 +20,56 @@ from pycomm.group import Group
 __all__ = ["Bucket", "Limits", "Slot", "fuse", "slots_of"]
 
 MB = 1 << 20
-FIRST_BYTES = MB  # the first bucket is small, so that something travels early (as in torch's DDP)
+FIRST_BYTES = MB  # a small first bucket starts communication early (as in torch's DDP)
 
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter and where its gradient lies. `kind` keeps apart what must not share a bucket."""
+    """A parameter and the place of its gradient. Slots of different `kind` do not share a
+    bucket."""
 
     name: str
     parameter: nn.Parameter
     layer: int
-    sparse: bool = False  # its gradient has rows that are there and rows that are not
+    sparse: bool = False  # its gradient is sparse in the first dimension
     kind: bool = False
-    place: int = 0  # among all slots
-    done: bool = False  # the gradient of this backward pass is there
+    place: int = 0  # index among all slots
+    done: bool = False  # this backward pass has computed the gradient
     bucket: Bucket | None = None
     view: Tensor | None = None
 
     @property
     def bytes(self) -> int:
-        """Of the gradient."""
+        """Size of the gradient in bytes."""
         return self.parameter.numel() * self.parameter.element_size()
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits of a bucket: bytes, and layers (modules that own parameters) if not None."""
+    """Upper limits of a bucket: bytes, and layers (modules that own parameters) unless None."""
 
     bytes: int
     layers: int | None = None
 
     @classmethod
     def of(cls, bucket_mb: float | str, bucket_layers: int | None, total_bytes: int) -> Limits:
-        """From DataParallel's arguments; "auto" is a tenth of the gradients within 1 to 64 MB."""
+        """From DataParallel's arguments; "auto" is a tenth of the gradients, limited to 1 to 64
+        MB."""
         if bucket_mb == "auto":
             bucket_mb = min(max(total_bytes / MB / 10, 1.0), 64.0)
         if isinstance(bucket_mb, str) or not bucket_mb > 0:
-            raise InvalidArgument(f'bucket_mb={bucket_mb!r}: a number of MB above 0, or "auto"')
+            raise InvalidArgument(
+                f'invalid bucket_mb: got {bucket_mb!r}, expected more than 0 MB, or "auto"'
+            )
         if bucket_layers is not None and bucket_layers < 1:
-            raise InvalidArgument(f"bucket_layers={bucket_layers}: at least one layer, or None")
+            raise InvalidArgument(
+                f"invalid bucket_layers: got {bucket_layers}, expected at least 1, or None"
+            )
         return cls(int(bucket_mb * MB), bucket_layers)
 
 
 class Bucket:
-    """Gradients that travel together, of one dtype, device and kind."""
+    """Gradients that are sent together, of one dtype, device and kind."""
 
     def __init__(self, slots: Sequence[Slot], group: Group) -> None:
         first = slots[0].parameter
@@ -71,8 +77,8 @@ class Bucket:
         self.parameters = [slot.parameter for slot in slots]
         count = sum(slot.parameter.numel() for slot in slots)
         self.flat = _zeros(count, first, group)
-        self.missing = len(slots)  # gradients that this backward pass has yet to bring
-        self._stream: Any = None  # on a device: the last on which one came
+        self.missing = len(slots)  # gradients that this backward pass has not computed yet
+        self._stream: Any = None  # on a device: the stream of the last gradient
         self.views: list[Tensor] = []
         self.watch_parameters()
         offset = 0
@@ -81,12 +87,13 @@ class Bucket:
             offset += slot.parameter.numel()
             self.views.append(view)
             if slot.view is not None and slot.parameter.grad is slot.view:
-                slot.parameter.grad = view.copy_(slot.view)  # keeps what the user accumulates
+                slot.parameter.grad = view.copy_(slot.view)  # keeps accumulated gradients
             slot.bucket, slot.view = self, view
 
     def watch_parameters(self) -> None:
-        """What comes next on the current stream comes behind the gradients so far: autograd brings
-        each on the stream of its forward pass."""
+        """Makes the current stream wait for the gradients so far: autograd computes each gradient
+        on the stream of its forward pass.
+        """
         if self.flat.is_cpu:
             return
         here = arrays.current_stream(self.flat.device.index)
@@ -96,7 +103,8 @@ class Bucket:
 
 
 def _zeros(count: int, like: Tensor, group: Group) -> Tensor:
-    """Where the group's ranks see it, if they can: then a bucket is summed where it lies."""
+    """Zeros in memory that the group's ranks can map, if possible: reductions then need no staging
+    copy."""
     if like.is_cpu:
         shared = memory.empty_for(group, count, like.dtype)
         if shared is not None:
@@ -106,7 +114,7 @@ def _zeros(count: int, like: Tensor, group: Group) -> Tensor:
 
 
 def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """The part of `flat` from `offset` on in the parameter's shape, and its strides if dense."""
+    """The part of `flat` from `offset` on, with the parameter's shape, and its strides if dense."""
     count = parameter.numel()
     dense = count == 1 + sum(
         (length - 1) * stride
@@ -118,7 +126,7 @@ def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """The parameters that want a gradient, in the order in which the module names them."""
+    """The parameters that require a gradient, in the order of the module."""
     slots: dict[nn.Parameter, Slot] = {}
     for layer, (path, part) in enumerate(module.named_modules()):
         sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
@@ -127,17 +135,17 @@ def slots_of(module: nn.Module) -> list[Slot]:
                 full = f"{path}.{name}" if path else name
                 slots[parameter] = Slot(full, parameter, layer, sparse)
     if not slots:
-        raise InvalidArgument("the module has no parameter that wants a gradient")
+        raise InvalidArgument("the module has no parameter that requires a gradient")
     for place, slot in enumerate(slots.values()):
         slot.place = place
     return list(slots.values())
 
 
 def fuse(slots: Iterable[Slot], limits: Limits) -> list[list[Slot]]:
-    """Cuts slots, in the order in which their gradients come, into lists that share a bucket.
+    """Divides slots, in the order of their gradients, into lists that share a bucket.
 
-    A bucket is full at either limit; a gradient above the limit has one for itself. Buckets of
-    several dtypes or kinds fill side by side, and stand in the order of their last gradients.
+    A bucket is full at either limit; a gradient above the limit has its own bucket. Buckets of
+    several dtypes or kinds are filled concurrently, and ordered by their last gradients.
     """
     full: list[list[Slot]] = []
     open_: dict[tuple[object, ...], list[Slot]] = {}

@@ -1,7 +1,6 @@
-"""Averaging gradients by a callback on parameters, for those who want no wrapper.
+"""pycomm.make_allreduce_cb: averages gradients by a callback on parameters, without a wrapper.
 
-Packs what comes and exchanges it while backward goes on. Called by users as
-pycomm.make_allreduce_cb.
+Packs gradients as they are computed and exchanges them during the backward pass.
 """
 
 from __future__ import annotations
@@ -18,27 +17,33 @@ from pycomm.group import Group
 
 __all__ = ["make_allreduce_cb"]
 
-PACK_BYTES = 4 << 20  # sent as soon as so much has come
+PACK_BYTES = 4 << 20  # a pack is sent at this size
 
 
 def make_allreduce_cb(op: str, group: Group | None = None) -> Callable[[Tensor], None]:
     """A callback for `p.register_post_accumulate_grad_hook(cb)`; one serves all parameters.
 
-    After backward() every p.grad is the sum or the mean over all ranks. All ranks must get their
-    gradients in the same order, as the same model does.
+    After backward() every p.grad is the sum or mean over all ranks. Gradients must be computed in
+    the same order on all ranks, as with identical models.
 
     Args:
         op: "sum" or "mean".
-        group: whose ranks; None is the default group.
+        group: the group to call in; None: the default group.
+
+    Returns:
+        The callback. It raises Unsupported for sparse gradients, and errors as pycomm.all_reduce.
+
+    Raises:
+        InvalidArgument: `op` is invalid.
     """
     if op not in ("sum", "mean"):
-        raise InvalidArgument(f'op={op!r}: "sum" or "mean"')
+        raise InvalidArgument(f'invalid op: got {op!r}, expected "sum" or "mean"')
     packer = _Packer(CommunicatorPool(group, 1), "avg" if op == "mean" else "sum")
     return packer.take
 
 
 class _Packer:
-    """Gradients on their way: those that wait, and the packs that travel."""
+    """Gradients that wait to be sent, and packs in transit."""
 
     def __init__(self, pool: CommunicatorPool, op: str) -> None:
         self._pool, self._op = pool, op
@@ -51,7 +56,9 @@ class _Packer:
         """The callback."""
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:
-            raise Unsupported("the callback takes dense gradients; DataParallel sparse ones too")
+            raise Unsupported(
+                "make_allreduce_cb does not support sparse gradients: use DataParallel"
+            )
         if not self._running:
             self._running = True
             torch.autograd.Variable._execution_engine.queue_callback(self._flush)

@@ -1,6 +1,6 @@
-"""DataParallel: the module that users wrap theirs in. What happens to gradients is in reducer.py.
+"""pycomm.DataParallel: the wrapper of the user's module. reducer.py handles the gradients.
 
-Called by users as pycomm.DataParallel; docs/training.md says what it promises.
+docs/training.md describes its guarantees.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ __all__ = ["DataParallel"]
 
 
 class DataParallel(nn.Module):
-    """A module whose gradients are averaged over all ranks while backward runs.
+    """A module whose gradients are averaged over all ranks during the backward pass.
 
         model = pycomm.DataParallel(model)
         loss(model(x), y).backward()      # gradients are the mean over all ranks
         optimizer.step()
 
-    Gradients are divided once, after the sum. They are views into the buckets that travel, so set
-    or scale them in place. `state_dict()` and `load_state_dict()` are those of the module.
+    Gradients are divided once, after the sum. They are views into communication buckets, so set or
+    scale them in place. `state_dict()` and `load_state_dict()` are those of the module.
 
     Args:
-        module: any, with parameters and buffers on the CPU or on CUDA devices; its forward is
-            called with whatever comes.
-        compression: a pycomm.DGC made for its optimizer; None sends gradients whole.
-        bucket_mb: most MB of gradients in one call; "auto": a tenth of all, within 1 and 64.
-        bucket_layers: most layers (modules that own parameters) in one call; None: any number.
+        module: any module with parameters and buffers on the CPU or on CUDA devices; its forward
+            gets all arguments.
+        compression: a pycomm.DGC made for its optimizer; None sends gradients uncompressed.
+        bucket_mb: maximum MB of gradients in one call; "auto": a tenth of all, from 1 to 64.
+        bucket_layers: maximum layers (modules that own parameters) in one call; None: unlimited.
         lanes: communicators used in turn; None: 1 on one host, 2 between hosts.
-        hierarchical: sum inside hosts, between hosts, inside hosts; ignored on one host.
-        init: "broadcast" gives all ranks rank 0's parameters and buffers; "check" raises Mismatch
-            where they differ.
-        broadcast_buffers: rank 0's buffers go to all ranks before each forward pass that will be
+        hierarchical: reduce within hosts, between hosts, then within hosts; ignored on one host.
+        init: "broadcast" copies rank 0's parameters and buffers to all ranks; "check" raises
+            Mismatch if they differ.
+        broadcast_buffers: copy rank 0's buffers to all ranks before each forward pass that is
             followed by an exchange; passes under no_grad or no_sync do not communicate.
-        group: whose ranks; None is the default group.
-        find_unused_parameters: parameters may stay without a gradient. Those that no rank uses keep
-            the gradient they have; those that another rank uses count as zero here. Without it such
-            a parameter raises at the end of backward.
+        group: the ranks; None: the default group.
+        find_unused_parameters: parameters may have no gradient. If no rank uses a parameter it
+            keeps its gradient; if another rank uses it, its gradient counts as zero here. Otherwise
+            such a parameter raises InvalidArgument at the end of backward.
 
     Raises:
         InvalidArgument: an argument is invalid, or another live DataParallel has a parameter of
             the module.
-        Unsupported: parameters or buffers elsewhere.
-        Mismatch: on every rank, where names, shapes, dtypes or kinds of device (with "check":
-            values) differ.
+        Unsupported: parameters or buffers on another device.
+        Mismatch: on every rank: names, shapes, dtypes or kinds of device (with "check": values)
+            differ.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         if init not in ("broadcast", "check"):
-            raise InvalidArgument(f'init={init!r}: "broadcast" or "check"')
+            raise InvalidArgument(f'invalid init: got {init!r}, expected "broadcast" or "check"')
         _check_compression(compression)
         slots = slots_of(module)
         check_unwrapped(slots)
@@ -85,7 +85,7 @@ class DataParallel(nn.Module):
         self.module = module
         self._broadcast_buffers = broadcast_buffers
         self._joining = False
-        self._source = 0  # whose buffers count
+        self._source = 0  # the rank whose buffers are used
         self._check_places()
         made = self._pool = CommunicatorPool(group, lanes, hierarchical)
         check_layout(self._named_tensors(), self._group)
@@ -108,7 +108,11 @@ class DataParallel(nn.Module):
         return self._pool.group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's; before it buffers are made equal, if gradients will be exchanged."""
+        """The module's forward; first broadcasts buffers, if gradients will be exchanged.
+
+        Raises:
+            Error: as pycomm.broadcast, if it communicates.
+        """
         if self._reducer.sync and torch.is_grad_enabled():
             if self._joining:
                 self._source = self._who_is_active(active=True)
@@ -124,9 +128,10 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients add up on each rank alone; the next pass outside exchanges the sum.
+        """A context without gradient exchange: gradients accumulate on each rank, and the next pass
+        outside exchanges the sum.
 
-        As for torch: both the forward and the backward pass stand inside.
+        As in torch, both forward and backward passes must be inside.
         """
         before, self._reducer.sync = self._reducer.sync, False
         try:
@@ -136,12 +141,19 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def join(self, *others: Any) -> Iterator[None]:
-        """For ranks with different numbers of batches: who is done takes part until all are.
+        """A context for ranks with different numbers of batches: a rank that is done takes part in
+        the others' passes until all are done.
 
-        Gradients of a rank without data count as zero in the mean over all ranks. In the end all
-        have the parameters and buffers of the last rank that had data, and the states of `others`:
-        the optimizer, a GradScaler, a scheduler, whose steps a rank without data has missed, or
-        whatever else has state_dict() and load_state_dict(). DGC sees to itself and to its scaler.
+        Gradients of a rank without data count as zero in the mean over all ranks. At the end all
+        ranks have the parameters and buffers of the last rank with data, and the states of
+        `others`. DGC restores its own state and its scaler's.
+
+        Args:
+            others: the optimizer, a GradScaler, a scheduler, whose steps a rank without data
+                missed; any objects with state_dict() and load_state_dict().
+
+        Raises:
+            Error: as pycomm.all_reduce, at the end.
         """
         self._joining = True
         try:
@@ -160,19 +172,24 @@ class DataParallel(nn.Module):
             self._joining, self._source = False, 0
 
     def shrink(self, *others: Any, timeout_s: float | None = None) -> ShrinkResult:
-        """Collective over the survivors, after a rank was lost: goes on with those that are left.
+        """Continues with the surviving ranks after a rank was lost. Collective over the survivors.
 
-        The survivors have, or all have not, taken the last step: where one of them has completed
-        it, the others get its parameters, buffers and the states of `others` (the optimizer, a
-        scheduler; see join), and what DGC has sent in it counts as sent. Gradients are dropped;
-        DGC still owes what it had taken in. A further death meanwhile raises PeerLost: call again.
+        Afterwards the last step is complete on all survivors or on none: if one completed it, the
+            others
+        get its parameters, buffers and the states of `others` (the optimizer, a scheduler; see
+        join), and DGC counts its part of the step as sent. Gradients are dropped; DGC keeps the
+        step's gradients in its residual. If another rank dies meanwhile PeerLost is raised: call
+        again.
 
         Args:
-            others: whatever has state_dict() and load_state_dict() and is the same on all ranks.
+            others: objects with state_dict() and load_state_dict() that are the same on all ranks.
             timeout_s: as of Group.shrink.
 
         Returns:
-            Who is left, and how many steps all have now completed.
+            The survivors, and the number of steps that all have completed.
+
+        Raises:
+            GroupBroken, PeerLost, Timeout: as of Group.shrink.
         """
         before = self._group
         self._pool.shrink(timeout_s)
@@ -185,7 +202,7 @@ class DataParallel(nn.Module):
         return shrink_result(before, self._group, step, lost)
 
     def _who_is_active(self, active: bool) -> int:
-        """Collective. The highest rank that has data; -1 when nobody has."""
+        """The highest rank that has data; -1 if none. Collective."""
         word = torch.tensor([self._group.rank if active else -1])
         collectives.all_reduce(word, "max", group=self._group)
         return int(word.item())
@@ -197,27 +214,27 @@ class DataParallel(nn.Module):
         for name, tensor in self._named_tensors():
             if not (tensor.is_cpu or arrays.on_gpu(tensor)):
                 raise Unsupported(
-                    f"DataParallel: {name!r} lies on {tensor.device}, and groups carry what is in "
-                    "host memory or on CUDA devices: model.cpu() or model.cuda()"
+                    f"DataParallel: {name!r} is on {tensor.device}, which is not supported: call "
+                    "model.cpu() or model.cuda()"
                 )
 
     def _named_tensors(self) -> list[tuple[str, Tensor]]:
         return [*self.module.named_parameters(), *self.module.named_buffers()]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, so that it loads with and without DataParallel."""
+        """The module's state, which loads with and without DataParallel."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
+        """Loads the module's state."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
 
 def _check_compression(compression: object) -> None:
-    """Raises InvalidArgument for what is not a DGC."""
+    """Raises InvalidArgument unless this is a DGC or None."""
     if compression is not None and not isinstance(compression, DGC):
         name = compression.__name__ if isinstance(compression, type) else repr(compression)
         raise InvalidArgument(
-            f"DataParallel: compression is {name} of type {type(compression).__name__}; allowed "
-            "are None and a pycomm.DGC made for the optimizer: compression=pycomm.DGC(optimizer)"
+            f"DataParallel: invalid compression: got {name} of type {type(compression).__name__}, "
+            "expected None or a DGC for the optimizer: compression=pycomm.DGC(optimizer)"
         )

@@ -1,6 +1,6 @@
-"""What happens to a full bucket: the interface between the reducer and what exchanges gradients.
+"""The interface between the reducer and the exchange of a full bucket.
 
-`Mean` is the dense exchange; pycomm.compress has the other one. Called by reducer.py.
+`Mean` is the dense exchange; pycomm.compress has the compressed one.
 """
 
 from __future__ import annotations
@@ -18,47 +18,49 @@ __all__ = ["Exchange", "Mean"]
 
 
 class Exchange(Protocol):
-    """Takes the buckets of one backward pass, all ranks in the same order, then ends the pass.
+    """Takes the buckets of one backward pass, in the same order on all ranks, then ends the pass.
 
-    An exchange that fails raises from any method; what it had taken so far counts as not sent.
+    An exchange that fails raises from any method; what it had taken counts as not sent.
 
     Attributes:
-        idle: set while this rank has no data and only takes part in a pass of the others.
+        idle: True while this rank has no data and only takes part in a pass of the others.
     """
 
     idle: bool
 
     def compresses(self, parameter: Tensor) -> bool:
-        """Whether its gradient travels in buckets of their own kind."""
+        """Whether the parameter's gradient needs buckets of a separate kind."""
         ...
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """All gradients of a bucket are there, as views into `flat`: they may travel."""
+        """All gradients of a bucket are computed, as views into `flat`: may start sending them."""
         ...
 
     def finish(self) -> None:
-        """Returns when every gradient is what the optimizer shall see."""
+        """Returns when every gradient has its final value for the optimizer."""
         ...
 
     def cancel(self) -> None:
-        """Forgets a pass that did not reach its end."""
+        """Discards a pass that did not complete."""
         ...
 
     def sync_from(self, src: int) -> None:
-        """Collective. What has to be the same on all ranks becomes that of rank `src`."""
+        """Copies the state that must be equal on all ranks from rank `src`. Collective."""
         ...
 
     def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
-        """Collective, when the pool has shrunk from the ranks of `before` to those of today.
+        """Resumes after the pool has shrunk from the ranks of `before`. Collective over the
+        survivors.
 
-        A pass that failed here counts after all if `counted`: another rank has had all of it. What
-        has to be the same on all becomes that of rank `src`. Gives ShrinkResult.lost_residual_norm.
+        If `counted`, a pass that failed here counts as complete, as another rank completed it.
+        State that must be equal on all ranks is copied from `src`. Returns
+        ShrinkResult.lost_residual_norm.
         """
         ...
 
 
 class Mean:
-    """Sum over all ranks, divided by their number once, after the last addition."""
+    """Sums over all ranks and divides once, after the last addition."""
 
     def __init__(self, pool: CommunicatorPool) -> None:
         self.idle = False
@@ -66,7 +68,7 @@ class Mean:
         self._works: list[Work] = []
 
     def compresses(self, parameter: Tensor) -> bool:
-        """Never."""
+        """False."""
         return False
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -74,19 +76,19 @@ class Mean:
         self._works.append(self._pool.all_reduce(flat, "avg"))
 
     def finish(self) -> None:
-        """Waits for all that was started."""
+        """Waits for all started calls."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
     def cancel(self) -> None:
-        """Waits as well: the buckets must not be written to meanwhile."""
+        """Also waits: the buckets must not be written to meanwhile."""
         self.finish()
 
     def sync_from(self, src: int) -> None:
-        """There is nothing but gradients."""
+        """Does nothing: there is no state."""
 
     def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
-        """Forgets what was under way; nobody owes anything."""
+        """Discards pending calls; there is no residual."""
         self._works = []
         return 0.0

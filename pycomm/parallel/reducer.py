@@ -1,12 +1,11 @@
-"""From autograd's hooks to buckets: sends a bucket when its last gradient is there.
+"""Connects autograd's hooks to buckets: sends a bucket when its last gradient is computed.
 
     backward    ... gradient of the last layer | ... of the first layer | callback at the end
     reducer     view into bucket 0, add(0)     | view, add(1)           | add the rest, finish
-    communicators    bucket 0 travels ......... | bucket 1 travels ..... |
+    communicators    bucket 0 in transit ...... | bucket 1 in transit .. |
 
-Buckets go out in the order in which they stand, the same on all ranks, whatever order autograd
-brings. It knows modules and collectives only through its slots and its Exchange. Called by
-data_parallel.py.
+Buckets are sent in a fixed order, the same on all ranks, whatever order autograd uses. Modules and
+collectives are known only through slots and the Exchange.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _live: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 class Reducer:
-    """Watches the gradients of `slots`; between two backward passes it holds nothing but buckets.
+    """Handles the gradients of `slots`; between backward passes it holds only buckets.
 
     Attributes:
-        sync: False lets gradients add up on this rank alone.
-        passes: backward passes whose gradients were exchanged.
+        sync: False: gradients accumulate on this rank only.
+        passes: number of backward passes whose gradients were exchanged.
     """
 
     def __init__(
@@ -55,12 +54,12 @@ class Reducer:
         self._dense = [slot for slot in slots if not slot.sparse]
         self._exchange, self._limits, self._group = exchange, limits, group
         self._find_unused = find_unused
-        # In which gradients came in the first pass; None: the buckets stand as they are.
+        # The order of gradients in the first pass; None: the buckets are final.
         self._order: list[Slot] | None = None if find_unused else []
         self._passed = False  # there was a first pass
         self._buckets: list[Bucket] = []
-        self._given_up: list[list[Bucket]] = []  # which a rank that was lost may yet write to
-        self._next = 0  # bucket to go out
+        self._abandoned: list[list[Bucket]] = []  # a lost rank may still write to them
+        self._next = 0  # next bucket to send
         self._running = False  # a backward pass has begun
         self._lay_out(self._dense[::-1])
         handles: list[Any] = []
@@ -73,7 +72,7 @@ class Reducer:
 
     @property
     def parameters(self) -> set[int]:
-        """Identities of the parameters whose gradients this exchanges."""
+        """Identities of the parameters whose gradients are exchanged."""
         return {id(slot.parameter) for slot in self._slots}
 
     @property
@@ -83,12 +82,13 @@ class Reducer:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """As they go out."""
+        """The buckets in the order of sending."""
         return self._buckets
 
     def prepare(self) -> None:
-        """Before a forward pass whose gradients will be exchanged. Collective the second time."""
-        if self._running:  # its backward pass raised on the way
+        """Call it before a forward pass whose gradients will be exchanged. Collective the second
+        time."""
+        if self._running:  # the last backward pass raised
             self._exchange.cancel()
             self._reset()
             self._order = None if self._find_unused else []
@@ -96,14 +96,15 @@ class Reducer:
             self._agree_on_order()
 
     def resume_after_shrink(self, group: Group, passes: int, src: int) -> None:
-        """Collective over `group`, which is what is left: new buckets, as they stand on rank `src`;
-        gradients that are there, or half there, are gone."""
+        """Makes the buckets of rank `src` on `group`, the survivors; drops all gradients.
+        Collective over them.
+        """
         order = torch.tensor([s.place for bucket in self._buckets for s in bucket.slots])
         collectives.broadcast(order, src, group=group)
         self._group, self._order = group, None
         for slot in self._slots:
             slot.parameter.grad = slot.view = None
-        self._given_up.append(self._buckets)
+        self._abandoned.append(self._buckets)
         self._lay_out([self._slots[place] for place in order.tolist()])
         self._reset()
         self._passed, self.passes = True, passes
@@ -117,7 +118,7 @@ class Reducer:
         self._finish()
 
     def _agree_on_order(self) -> None:
-        """Cuts the buckets anew by the order in which rank 0 got its gradients."""
+        """Makes new buckets in the order in which rank 0's gradients were computed."""
         assert self._order is not None
         known = len(self._order) == len(self._dense)
         order = torch.tensor([s.place for s in self._order] if known else [-1] * len(self._dense))
@@ -131,7 +132,7 @@ class Reducer:
         self._buckets = [Bucket(slots, self._group) for slots in fuse(order, self._limits)]
 
     def ready(self, slot: Slot) -> None:
-        """The gradient of `slot` is there; called by autograd."""
+        """Autograd's hook: the gradient of `slot` is computed."""
         parameter, view = slot.parameter, slot.view
         gradient = parameter.grad
         assert gradient is not None
@@ -167,7 +168,7 @@ class Reducer:
             self._next += 1
 
     def _finish(self) -> None:
-        """At the end of a backward pass: what is missing counts as zero; waits for the rest."""
+        """The end of a backward pass: missing gradients count as zero; waits for the exchange."""
         unused = [slot for slot in self._slots if not slot.done]
         try:
             for slot in unused:
@@ -190,12 +191,12 @@ class Reducer:
         if unused and not self._find_unused and not idle:
             raise InvalidArgument(
                 f"{len(unused)} of {len(self._slots)} parameters got no gradient, the first is "
-                f"{unused[0].name!r}: if some are left out on purpose, pass "
+                f"{unused[0].name!r}: if that is intended, pass "
                 "find_unused_parameters=True"
             )
 
     def _used_anywhere(self) -> list[int]:
-        """By slot: whether any rank has a gradient of it."""
+        """By slot: whether any rank has a gradient for it."""
         here = [slot.parameter.grad is not None for slot in self._slots]
         used = torch.tensor(here, dtype=torch.uint8)
         collectives.all_reduce(used, "max", group=self._group)
@@ -219,7 +220,7 @@ class Reducer:
 
 
 def check_unwrapped(slots: Sequence[Slot]) -> None:
-    """Raises InvalidArgument where a live Reducer already exchanges the gradient of a slot."""
+    """Raises InvalidArgument if a live Reducer already exchanges the gradient of a slot."""
     if _first_wrapped(slots) is None:
         return
     with _collecting:  # gc.collect() returns at once while another thread collects
@@ -228,8 +229,8 @@ def check_unwrapped(slots: Sequence[Slot]) -> None:
     if slot is not None:
         raise InvalidArgument(
             f"DataParallel: parameter {slot.name!r} belongs to another live DataParallel, which "
-            "exchanges its gradient already; use that one, or delete it (del model) or close its "
-            "group first"
+            "already exchanges its gradient; use that one, or first delete it (del model) or close "
+            "its group"
         )
 
 
@@ -244,7 +245,7 @@ def _first_wrapped(slots: Sequence[Slot]) -> Slot | None:
 
 
 def _adopt(slot: Slot, gradient: Tensor, view: Tensor) -> None:
-    """Moves a gradient that autograd has made into its bucket."""
+    """Moves a gradient that autograd computed into its bucket."""
     if gradient.is_sparse:
         raise Unsupported(
             f"parameter {slot.name!r} has a sparse gradient outside nn.Embedding and EmbeddingBag"

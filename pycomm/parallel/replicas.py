@@ -1,4 +1,4 @@
-"""Whether replicas are equal: tensors of all ranks, by SHA-256. Called by data_parallel.py."""
+"""Compares replicas: tensors of all ranks, by SHA-256."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["check_equal", "check_layout"]
 
 
 def check_layout(named: Sequence[tuple[str, Tensor]], group: Group) -> None:
-    """Raises Mismatch, on every rank, where names, shapes, dtypes or kinds of device differ."""
-    told = [f"{name} {tuple(x.shape)} {x.dtype} {x.device.type}" for name, x in named]
-    _compare(named, [text.encode() for text in told], "name, shape, dtype or device", group)
+    """Raises Mismatch, on every rank, if names, shapes, dtypes or kinds of device differ."""
+    layouts = [f"{name} {tuple(x.shape)} {x.dtype} {x.device.type}" for name, x in named]
+    _compare(named, [text.encode() for text in layouts], "name, shape, dtype or device", group)
 
 
 def check_equal(named: Sequence[tuple[str, Tensor]], group: Group) -> None:
-    """Raises Mismatch, on every rank, that names the first tensor whose bytes differ."""
+    """Raises Mismatch, on every rank, naming the first tensor whose bytes differ."""
     contents = [
         x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for _, x in named
@@ -43,9 +43,9 @@ def _compare(
         common = min(len(theirs), len(first))
         same = (theirs[:common] == first[:common]).all(1)
         place = common if bool(same.all()) else int(same.int().argmin())
-        name = repr(named[place][0]) if place < len(named) else "a tensor that is not here"
+        name = repr(named[place][0]) if place < len(named) else "a tensor that this rank lacks"
         raise Mismatch(
-            f"the models differ: rank {rank} has another {what} than rank 0 of {name} "
+            f"the models differ: rank {rank} and rank 0 have different {what} for {name} "
             f"(number {place} of {len(first)} and {len(theirs)})",
             op="DataParallel",
             rank=group.rank,

@@ -1,6 +1,6 @@
-"""Sparse gradients, as embeddings have them: every rank gets all rows, added in rank order.
+"""Averages sparse gradients of embeddings: every rank gets all rows, added in rank order.
 
-Not compression: what is not zero travels whole, as (row, values). Called by reducer.py.
+Nothing is compressed: nonzero rows are sent completely, as (row, values).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def average_rows(gradient: Tensor | None, like: Tensor, group: Group) -> Tensor:
     """The mean of the ranks' sparse gradients [rows, *row]; the same bits on every rank.
 
     Args:
-        gradient: sparse COO with one sparse dimension; None: no row of this rank's.
+        gradient: sparse COO with one sparse dimension; None: no rows on this rank.
         like: the parameter, for shape and dtype.
         group: the ranks.
     """
@@ -28,8 +28,8 @@ def average_rows(gradient: Tensor | None, like: Tensor, group: Group) -> Tensor:
         values = like.new_empty((0, *like.shape[1:]))
     elif gradient.sparse_dim() != 1:
         raise Unsupported(
-            f"a sparse gradient with {gradient.sparse_dim()} sparse dimensions is not exchanged: "
-            "those of nn.Embedding have one"
+            f"unsupported sparse gradient: got {gradient.sparse_dim()} sparse dimensions, expected "
+            "one, as of nn.Embedding"
         )
     else:
         gradient = gradient.coalesce()
@@ -40,7 +40,7 @@ def average_rows(gradient: Tensor | None, like: Tensor, group: Group) -> Tensor:
     total = like.new_zeros((len(present), *like.shape[1:]))
     parts = torch.split(places, [len(r) for r in every_rows])
     for there, part in zip(parts, every_values, strict=True):
-        total.index_add_(0, there, part)  # a rank's rows differ from each other
+        total.index_add_(0, there, part)  # the rows of one rank are distinct
     total.div_(group.size)
     return torch.sparse_coo_tensor(
         present[None], total, like.shape, is_coalesced=True, check_invariants=False
