@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "native"))
-from build import build
 from mutations import ROWS, mutated
+
+from build import build
 
 pytestmark = pytest.mark.no_attack(
     "a suite must fail for the mutation, not for unauthenticated clients"

@@ -414,7 +414,7 @@ const Test kNames{
           expect_throws<InvalidArgument>([] { tcp_address("no.such.invalid", 1); });
       expect_says(text, "no.such.invalid");
       expect_says(expect_throws<InvalidArgument>([] { tcp_address("fe80::1", 1); }),
-                  "by which interface");
+                  "needs its interface");
     }};
 
 const Test kInterfaces{
