@@ -53,7 +53,7 @@ BANNED = {
     r"goes on|go on|went on": "continues",
     r"for (?:ever|good)": "permanently",
     r"way back": "all-gather phase",
-    r"house|rooms?|floors?": "layer, folder",
+    r"house|rooms?|floors?(?![(\w])": "layer, folder",
     r"roll call": "liveness check",
     r"gone astray|go astray|went astray": "differs",
     r"of (?:its|their|our) own accord": "without being asked",
@@ -61,11 +61,11 @@ BANNED = {
 BANNED_RE = {re.compile(rf"\b(?:{p})\b", re.IGNORECASE): hint for p, hint in BANNED.items()}
 
 # Accepted findings by area: the numbers may only decrease.
-ALLOWED: dict[str, int] = {}
+ALLOWED = {"csrc": 14, "pycomm": 6, "benchmarks": 85, "tests": 234}
 # Accepted sentences above LONGEST, by page of docs.
 ALLOWED_LONG: dict[str, int] = {}
 # Commits up to this one are not checked.
-FIRST = ""
+FIRST = "861be9b"
 
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md"]
 PAGES += ["benchmarks/RESULTS.md"]
@@ -195,7 +195,7 @@ def subjects() -> list[str]:
         commit, _, subject = line.partition(" ")
         if len(subject) > SUBJECT:
             wrong.append(f"commit {commit}: {len(subject)} characters in the subject: {subject}")
-        if not re.match(r"[a-z0-9_, ]+: [a-z]", subject):
+        if not re.match(r"[a-z0-9_/., ]+: [a-z]", subject):
             wrong.append(f"commit {commit}: no `area: imperative` in the subject: {subject}")
     return wrong
 

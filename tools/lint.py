@@ -102,6 +102,7 @@ def main() -> None:
         run(tool("ruff"), "format", *([] if fix else ["--check"]), *python),
         run(tool("clang-format"), *(["-i"] if fix else ["--dry-run", "-Werror"]), *ours),
         run(sys.executable, "-m", "mypy", "--strict", *typed),
+        run(sys.executable, "tools/language.py"),
         tidy_all(),
     ]
     print("lint:", "clean" if all(content) else "see above", flush=True)

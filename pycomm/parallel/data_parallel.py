@@ -174,10 +174,9 @@ class DataParallel(nn.Module):
     def shrink(self, *others: Any, timeout_s: float | None = None) -> ShrinkResult:
         """Continues with the surviving ranks after a rank was lost. Collective over the survivors.
 
-        Afterwards the last step is complete on all survivors or on none: if one completed it, the
-            others
-        get its parameters, buffers and the states of `others` (the optimizer, a scheduler; see
-        join), and DGC counts its part of the step as sent. Gradients are dropped; DGC keeps the
+        Afterwards the last step is complete on all survivors or on none. If one completed it, the
+        others get its parameters, buffers and the states of `others` (the optimizer, a scheduler;
+        see join), and DGC counts its part of the step as sent. Gradients are dropped; DGC keeps the
         step's gradients in its residual. If another rank dies meanwhile PeerLost is raised: call
         again.
 
