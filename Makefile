@@ -53,7 +53,7 @@ test: build
 	$(PYTEST) --no-attack -m "unit or quick"
 
 # Includes the quick tests, while unauthenticated clients connect to their ranks.
-test-all: build lint .venv/programs
+test-all: build lint docs .venv/programs
 	$(PYTEST)
 
 nightly: alone simulate fuzz faults soak
