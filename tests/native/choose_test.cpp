@@ -102,8 +102,8 @@ void hosts_test() {
 }
 const Test kHosts{"ranks that share hosts make two levels", hosts_test};
 
-// What is chosen where there are many ranks needs few links: 2 log2(size) of a rank, not all. A
-// part for every rank from every rank cannot do with less, nor can a fold.
+// With many ranks the chosen algorithm needs few links: 2 log2(size) for each rank. all_to_all and
+// a fold are exceptions: they need all links.
 void links_test() {
   for (const Operation operation :
        {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
@@ -135,11 +135,10 @@ void unsupported_test() {
     make_plan(Algorithm::owner, Operation::broadcast,
               {.rank = 0, .size = 2, .count = 8, .root = 0});
   });
-  expect_equal(
-      error,
-      std::string(
-          "broadcast has no algorithm \"direct_two_phase\"; there is ring, tree, direct, hierarchical"),
-      "text");
+  expect_equal(error,
+               std::string("broadcast has no algorithm \"direct_two_phase\"; there is ring, tree, "
+                           "direct, hierarchical"),
+               "text");
   const size_t counts[] = {3, 5};
   const CollectiveShape ragged{.rank = 0, .size = 2, .counts = counts};
   expect_equal(expect_throws<Unsupported>(
@@ -160,7 +159,7 @@ void unsupported_test() {
   expect_throws<InternalError>([] { choose({.operation = Operation::recv}); });
   expect(algorithms_for(Operation::send).empty(), "send has no plans");
 }
-const Test kUnsupported{"a pair without a plan is refused with the ones there are",
+const Test kUnsupported{"an unsupported pair is rejected with the supported ones",
                         unsupported_test};
 
 }  // namespace

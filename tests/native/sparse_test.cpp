@@ -1,8 +1,8 @@
-// The processor's kernels of sparse training under the sanitizers: on every instruction set that
+// The CPU kernels of sparse training under the sanitizers: on every instruction set that
 // runs here, with several threads and several callers, against a model of loops and sorting.
 //
-// Arrays have exactly the length that is said and lie apart, so that an access outside is one. What
-// every function means for every dtype is held by tests/test_kernels.py and test_kernel_packets.py.
+// Arrays have the exact length and are separate, so that the sanitizer sees an access outside.
+// tests/test_kernels.py and test_kernel_packets.py check the results for every dtype.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -93,7 +93,7 @@ struct How {
 };
 
 // Makes fewer than k of 20,011 elements large, and only such as a sample sees
-// (kernels/cpu/sample.h): the floor that it gives is too high, each time it is asked.
+// (kernels/cpu/sample.h): its threshold is too high each time.
 void mislead(Floats& x) {
   for (size_t i = 0; i < std::min<size_t>(x.size(), 128); ++i)
     if (i % 64 < 16) x[i] = 1e6f;
@@ -238,7 +238,7 @@ const Test kSteps{"sparse: steps of ragged tensors, every dtype and option", [] 
                                           {.nesterov = true, .masking = false, .together = true}};
                       for (const How& how : ways) {
                         Steps steps(random, kRagged, how);
-                        // Steady, a jump that the floor does not expect, and nothing new.
+                        // Steady, a jump that the threshold does not expect, and nothing new.
                         for (const float size : {0.1f, 0.1f, 9.f, 0.f}) steps.run(size, where);
                       }
                     });
@@ -298,7 +298,7 @@ const Test kTopk{"sparse: topk, at the ends of k and with ties", [] {
                      Floats sampled = numbers(random, 20'011, 1, false), rising(300'000);
                      mislead(sampled);
                      try_topk(sampled, 41, where);
-                     // Each pushes the least out of what is kept.
+                     // Each replaces the least of the kept ones.
                      for (size_t i = 0; i < rising.size(); ++i)
                        rising[i] = std::bit_cast<float>(0x3f000000u + static_cast<uint32_t>(i));
                      try_topk(rising, 100, where);
@@ -409,7 +409,7 @@ const Test kOnePacket{
           all.scatter_add({out.data(), kCount, Dtype::float32}, packet, Dtype::float32, 1, {});
         });
       }
-      expect(same(out, before), "refused, and yet changed");
+      expect(same(out, before), "refused, but changed");
     }};
 
 // ---- dense --------------------------------------------------------------------------------------
