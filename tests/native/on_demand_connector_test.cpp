@@ -113,18 +113,18 @@ const BySocket kThreads{
       constexpr int kSize = 5;
       for (int repeat = 0; repeat < 10; ++repeat) {
         auto all = requests(kSize, by);
-        std::vector<std::unique_ptr<OnDemandConnector>> doormen;
+        std::vector<std::unique_ptr<OnDemandConnector>> connectors;
         for (auto& request : all)
-          doormen.push_back(std::make_unique<OnDemandConnector>(std::move(request), kRing));
+          connectors.push_back(std::make_unique<OnDemandConnector>(std::move(request), kRing));
         std::vector<std::vector<std::unique_ptr<Channel>>> met(kSize);
         ranks::run(kSize, [&](int rank) {
           const auto me = static_cast<size_t>(rank);
           met[me].resize(kSize);
           for (int peer = 0; peer < kSize; ++peer)
-            if (peer != rank) doormen[me]->request(peer);
+            if (peer != rank) connectors[me]->request(peer);
           for (int missing = kSize - 1; missing > 0;) {
-            expect(poll_one(doormen[me]->descriptor(), POLLIN, 20s) != 0, "a peer is missing");
-            for (ConnectResult& arrival : doormen[me]->take()) {
+            expect(poll_one(connectors[me]->descriptor(), POLLIN, 20s) != 0, "a peer is missing");
+            for (ConnectResult& arrival : connectors[me]->take()) {
               auto& place = met[me][static_cast<size_t>(arrival.peer)];
               expect(arrival.channel && !place, "met twice, or lost: " + arrival.why);
               place = std::move(arrival.channel);
@@ -134,8 +134,8 @@ const BySocket kThreads{
         });
         for (size_t i = 0; i < kSize; ++i)
           for (size_t j = i + 1; j < kSize; ++j) expect_joined(*met[i][j], *met[j][i], "a pair");
-        for (auto& connector : doormen) connector->close();
-        for (auto& connector : doormen) expect(connector->take().empty(), "no peer is met twice");
+        for (auto& connector : connectors) connector->close();
+        for (auto& connector : connectors) expect(connector->take().empty(), "no peer is met twice");
       }
     }};
 
