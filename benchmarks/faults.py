@@ -6,12 +6,10 @@ shows how many cells were as guaranteed, and the time until the others detected 
 with 1 if a guarantee was violated.
 
     idle       between two calls, while the others wait in the second
-
     start      in a call, after the first bytes on the victim's channels
     middle     after half of the bytes that such a call sends and receives
     meanwhile  at a random moment of a series of calls, with the default strategy
     forming    while the group forms
-
     closing    after its last call, while the others leave
 """
 

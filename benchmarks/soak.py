@@ -2,9 +2,9 @@
 
 In each epoch a group forms, makes random calls (verb, dtype, op, size, root; in subgroups of
 split(), on shared arrays) and has one fault or none. Every result is compared with the right one,
-every fault's outcome with the guarantees of docs/errors.md, and after each epoch this process
-must hold no more resources than before: descriptors, threads, children, mappings, files. The printed
-seed determines everything: --seed with --first repeats an epoch. Exits with 1 if anything was wrong.
+every fault's outcome with the guarantees of docs/errors.md. After each epoch this process must hold
+no more resources than before: descriptors, threads, children, mappings, files. The printed seed
+determines everything: --seed with --first repeats an epoch. Exits with 1 if anything was wrong.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ const BySocket kThreads{
         for (size_t i = 0; i < kSize; ++i)
           for (size_t j = i + 1; j < kSize; ++j) expect_joined(*met[i][j], *met[j][i], "a pair");
         for (auto& connector : connectors) connector->close();
-        for (auto& connector : connectors) expect(connector->take().empty(), "no peer is met twice");
+        for (auto& connector : connectors)
+          expect(connector->take().empty(), "no peer is met twice");
       }
     }};
 

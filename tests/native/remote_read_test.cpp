@@ -109,7 +109,7 @@ class Host {
     while (advance(calls_ % 3 > 0)) {
     }
     for (int i = 0; i < size(); ++i) {
-      expect(of(i).call->done(), "rank " + std::to_string(i) + "does not finish");
+      expect(of(i).call->done(), "rank " + std::to_string(i) + " does not finish");
       expect(of(i).call->access_mode() == of(0).call->access_mode(),
              "the ranks used different access modes");
       expect_result(i);

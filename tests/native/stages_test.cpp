@@ -65,7 +65,7 @@ class Streams {
     }
     for (size_t rank = 0; rank < ranks_.size(); ++rank)
       expect(at_[rank] == ranks_[rank].stages.size(),
-             case_.text() + ": rank " + std::to_string(rank) + "waits without end in stage " +
+             case_.text() + ": rank " + std::to_string(rank) + " waits without end in stage " +
                  std::to_string(at_[rank]));
   }
 

@@ -440,7 +440,7 @@ const Test kFew{"tcp store: no more pending connections than the descriptors all
                   // The last in the queue: once it is accepted, so are all the others.
                   const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
                   const int inside = open_descriptors() - serving - 100 - 2;
-                  expect(inside <= 64, std::to_string(inside) + "clients are connected");
+                  expect(inside <= 64, std::to_string(inside) + " clients are connected");
                   client->set("key", "value");
                 }};
 
