@@ -25,7 +25,7 @@ from benchmarks.unauthenticated import KEPT, UnauthenticatedClients, inodes, lis
 FORM_LIMIT_S = 60.0
 CALL_LIMIT_S = 20.0
 FEW_DESCRIPTORS = 1024
-STANDS, TRAIN = "stands", "train"
+STANDS, TRAIN = "established", "train"
 COUNT = 1 << 16  # float32: a gradient of 256 KiB
 
 

@@ -309,7 +309,7 @@ def _table(found: Sequence[Outcome]) -> Table:
         rows[one.cell.action, one.cell.transport, one.cell.ranks].append(one)
     for (action, transport, ranks), outcomes in rows.items():
         told = [seen for one in outcomes for seen in one.seen if seen is not None]
-        errors = collections.Counter(seen.error or "nobody" for seen in told)
+        errors = collections.Counter(seen.error or "no error" for seen in told)
         times = [seen.noticed_ms for seen in told if seen.error == "PeerLost" and seen.noticed_ms]
         shown.add_row(
             action,

@@ -57,7 +57,7 @@ MOMENTS = ("inside", "workers", "idle", "group_creation")
 CALL_LIMIT_S = 10.0
 """Of a call of gloo: a rank that gets no error waits as long."""
 FORM_LIMIT_S = 60.0
-STANDS = "stands"
+STANDS = "established"
 COUNT = 1 << 18  # float32
 WIDTH = 120  # of the table
 MOST_WORDS = 240  # stored characters of a survivor's error

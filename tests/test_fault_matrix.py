@@ -93,7 +93,7 @@ DISAGREED = Seen("Mismatch", "rank 2 (host a, pid 1) called", 2)
             replace(DISAGREED, wrong=1, text="what they write is undefined"),
             "",
         ),
-        (ODD, replace(DISAGREED, usable=False), "not usable"),
+        (ODD, replace(DISAGREED, usable=False), "no longer usable"),
     ],
 )
 def test_a_broken_promise_is_seen(cell: Cell, seen: Seen, complaint: str) -> None:

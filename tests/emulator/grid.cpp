@@ -287,7 +287,7 @@ void spin(Where where) {
   if (current == nullptr) return;
   learn();
   if (++grid->spins > options().most_spins)
-    fail("no progress: threads spin for something that nobody does", where);
+    fail("no progress: threads spin for a condition that no thread sets", where);
   leave(self());
 }
 
