@@ -1,4 +1,4 @@
-"""pycomm measured beside its peers: `python -m benchmarks collectives ...`.
+"""Benchmarks of pycomm and comparable libraries: `python -m benchmarks collectives ...`.
 
-Every figure is taken in one run with the comparator beside it and the machine named. Needs torch.
+Every figure comes from one run that includes the comparator and names the machine. Needs torch.
 """

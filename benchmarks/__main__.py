@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: the first word names the suite, the rest is the suite's."""
+"""The command line of the benchmarks: the first word is the suite, the rest its arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SUITES: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the suite that argv[0] names; its exit status, or 2 where there is none."""
+    """Runs the suite argv[0]; returns its exit status, or 2 if it is unknown."""
     if not argv or argv[0] not in SUITES:
         print(f"usage: python -m benchmarks {{{','.join(SUITES)}}} [options]", file=sys.stderr)
         return 2

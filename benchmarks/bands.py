@@ -1,10 +1,10 @@
-"""What the convergence benchmark has to find: bands of scores, and an order of the techniques.
+"""Expected results of the convergence benchmark: bands of scores, and an order of the techniques.
 
-What is wanted are means and deviations of three seeds of a second model of the same methods,
-written apart from this library, on the same data. Its transformer is a plain one, so what counts is
-a method's cost: what it loses against dense on the same batches. The band of n seeds is two
-deviations of the difference of two such means to each side: 2 d sqrt(1/n + 1/3). What is better
-than its band is shown and does no harm. Called by convergence.py.
+The expected values are means and deviations over three seeds of an independent implementation of
+the same methods, on the same data. Its transformer differs, so the compared quantity is a method's
+cost: its loss against dense on the same batches. The band of n seeds is two deviations of the
+difference of two such means to each side: 2 d sqrt(1/n + 1/3). A result better than its band is
+reported and is not a failure.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["ORDERS", "WANTED", "Band", "disordered", "judged"]
 
 SEEDS = 3
 USUAL = {"images": 0.25, "text": 0.013}
-"""The least that deviations count for, as three seeds say little: accuracy in points, nats."""
+"""Lower bounds of deviations, as three seeds are few: accuracy in points, nats."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """Of one method's cost on one workload: its mean, and the deviation between seeds."""
+    """The cost of a method on a workload: its mean, and the deviation between seeds."""
 
     cost: float
     deviation: float
 
     def reach(self, seeds: int) -> float:
-        """How far a mean of so many seeds may lie from `cost`."""
+        """The largest allowed distance of a mean over `seeds` seeds from `cost`."""
         return 2 * self.deviation * math.sqrt(1 / seeds + 1 / SEEDS)
 
 
@@ -60,7 +60,7 @@ SCORES: dict[str, dict[str, tuple[float, ...]]] = {
         "local 16": (2.242,),
     },
 }
-"""The second model's, by workload and method: the mean, and the deviation where it is known."""
+"""The expected costs by workload and method: the mean, and the deviation where it is known."""
 
 WANTED = {
     (workload, name): Band(abs(score - rows["dense"][0]), max(USUAL[workload], *deviation, 0.0))
@@ -95,7 +95,7 @@ def judged(workload: str, method: str, costs: Sequence[float]) -> str:
 
 
 def disordered(workload: str, costs: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
-    """Neighbours that came out against the order; `costs` by method, one for each seed."""
+    """Neighbours that violate the order; `costs` by method, one for each seed."""
     there = [name for name in ORDERS[workload] if costs.get(name)]
     found = []
     for better, worse in itertools.pairwise(there):

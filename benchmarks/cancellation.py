@@ -1,10 +1,8 @@
-"""`python -m benchmarks cancellation`: Ctrl-C wherever a rank can wait; after how long does it end?
+"""`python -m benchmarks cancellation`: the time from Ctrl-C to the end of every kind of wait.
 
-Each wait is that of a process of its own, whose main thread waits for ranks that are threads beside
-it, or for a store; another thread sends SIGINT as a terminal does. Ends with 1 where a wait took
-longer than is promised (docs/errors.md).
-
-main() is called by benchmarks.__main__ and pycomm.__main__, took_ms() by the tests too.
+Each wait has its own process: the main thread waits for ranks that are threads beside it, or for a
+store; another thread sends SIGINT as a terminal does. Exits with 1 if a wait took longer than
+docs/errors.md guarantees.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from pycomm import Group, _core
 from pycomm.testing import FaultPlan, _join
 
 PROMISED_MS = 200.0
-DEEP_S = 0.5  # after so long the main thread waits; where it does not yet, it ends sooner still
+DEEP_S = 0.5  # until the main thread waits; if it does not yet, it ends even sooner
 LIMIT_S = 60.0  # of one process
 KEY = "the key of a run"
 
@@ -43,7 +41,7 @@ Others = Callable[[Group], object]
 
 
 def _group(size: int, others: Others, transport: str = "tcp", **more: Any) -> Group:
-    """Rank 0's place in a group whose other ranks are threads that do as `others` says."""
+    """Rank 0 of a group whose other ranks are threads that run `others`."""
     store = _core.LocalStore()
     options = {"size": size, "timeout_s": LIMIT_S, "transport": transport, "secret": KEY, **more}
     for rank in range(1, size):
@@ -54,11 +52,11 @@ def _group(size: int, others: Others, transport: str = "tcp", **more: Any) -> Gr
 def _rank(store: _core.Store, rank: int, options: dict[str, Any], others: Others) -> None:
     group = _join(store, rank, options)
     others(group)
-    threading.Event().wait()  # a group that goes takes its leave
+    threading.Event().wait()  # keeps the group: its end would close it
 
 
 def _idle(group: Group) -> None:
-    """What a rank does that never calls."""
+    """The body of a rank that never calls."""
 
 
 def _blocked_all_reduce() -> Wait:
@@ -82,7 +80,7 @@ def _blocked_send() -> Wait:
 
 
 def _trickled(call: Callable[[Group, Any], object]) -> Wait:
-    """The other's bytes are seen one at a time: of so many there is no end."""
+    """The bytes of the peer arrive one at a time, so the call does not end."""
     x = np.ones(1 << 24, np.float32)
     fault = FaultPlan(0, "throttle")
     group = _group(2, lambda other: call(other, x.copy()), faults=[fault])
@@ -104,11 +102,11 @@ def _trickled_message() -> Wait:
 def _waiting_for_work() -> Wait:
     group = _group(2, _idle)
     work = pycomm.all_reduce(np.ones(4), group=group, async_op=True)
-    return lambda: (work.wait(), group)  # which is kept until then
+    return lambda: (work.wait(), group)  # keeps the group until then
 
 
 def _forming(store: Any) -> Wait:
-    """Nobody else comes."""
+    """No other rank joins."""
     options = {"size": 2, "timeout_s": LIMIT_S, "transport": "tcp", "secret": KEY}
     return lambda: _join(store, 0, options)
 
@@ -126,7 +124,7 @@ def _forming_in_a_store_of_torch() -> Wait:
 
 
 class _Echo:
-    """A store in Python in which rank 1 has left what rank 0 has: it will not call."""
+    """A store in Python in which rank 1's entries copy rank 0's: it will not connect."""
 
     def __init__(self) -> None:
         self._store = _core.LocalStore()
@@ -147,7 +145,7 @@ def _splitting() -> Wait:
 
 
 def _shrinking() -> Wait:
-    """The others live and do not come."""
+    """The others are alive but do not call."""
     group = _group(3, _idle)
     return group.shrink
 
@@ -160,7 +158,7 @@ def _nobody_serves() -> Wait:
 
 
 def _store_is_stopped() -> Wait:
-    """The process that serves it is."""
+    """The process that serves the store is stopped."""
     serve = "import sys; from pycomm import _core; "
     serve += f"s = _core.TcpStore.serve('127.0.0.1', 0, {KEY!r}); "
     serve += "print(s.port, flush=True); sys.stdin.read()"
@@ -180,25 +178,25 @@ WAITS: dict[str, Callable[[], Wait]] = {
     "all_reduce": _blocked_all_reduce,
     "all_reduce inside a host": _blocked_inside_a_host,
     "barrier": _blocked_barrier,
-    "send that nobody takes": _blocked_send,
-    "broadcast that trickles": _trickled_broadcast,
-    "message that trickles": _trickled_message,
+    "send without a receiver": _blocked_send,
+    "throttled broadcast": _trickled_broadcast,
+    "throttled message": _trickled_message,
     "Work.wait": _waiting_for_work,
     "forming": _forming_in_a_store_of_ours,
     "forming, torch's store": _forming_in_a_store_of_torch,
-    "forming, who does not call": _forming_with_one_that_does_not_call,
+    "forming, absent peer": _forming_with_one_that_does_not_call,
     "split": _splitting,
     "shrink": _shrinking,
-    "store that nobody serves": _nobody_serves,
-    "store that is stopped": _store_is_stopped,
+    "store without a server": _nobody_serves,
+    "stopped store": _store_is_stopped,
 }
 
 
 def took_ms(name: str) -> float:
-    """From the signal to the KeyboardInterrupt in the wait of this name.
+    """Milliseconds from the signal to the KeyboardInterrupt in the wait of this name.
 
     Raises:
-        RuntimeError: it ended otherwise; TimeoutExpired: it did not.
+        RuntimeError: the wait ended in another way; TimeoutExpired: it did not end.
     """
     command = [sys.executable, "-m", "benchmarks.cancellation", name]
     done = subprocess.run(
@@ -215,8 +213,8 @@ def took_ms(name: str) -> float:
 
 
 def _interrupted(name: str) -> None:
-    """In a process of its own: waits, and prints for how long after the signal."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in the background
+    """Runs in its own process: waits, and prints how long it waited after the signal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores SIGINT
     wait = WAITS[name]()
     sent_at: list[float] = []
 
@@ -228,11 +226,11 @@ def _interrupted(name: str) -> None:
     timer.start()
     try:
         wait()
-    except KeyboardInterrupt:  # is what is measured
+    except KeyboardInterrupt:  # the measured event
         print("took", 1e3 * (time.monotonic() - sent_at[0]), flush=True)
     for server in stopped:
         server.kill()
-    os._exit(0)  # the other ranks' threads wait for ever
+    os._exit(0)  # the threads of the other ranks never end
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Interrupts, prints, stores; the exit status."""
+    """Interrupts, prints, stores; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm bench cancellation", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rounds", type=int, default=5, help="of each wait (%(default)s)")
@@ -271,7 +269,7 @@ def main(argv: Sequence[str]) -> int:
         shown.add_row(row.wait, f"{row.median_ms:.1f}", f"{row.worst_ms:.1f}")
     console.print(shown)
     if options.json:
-        from pycomm.demo import machine  # imports torch, which a process that waits need not
+        from pycomm.demo import machine  # imports torch, which waiting processes do not need
 
         content = {"machine": machine.describe(), "rows": [vars(row) for row in rows]}
         options.json.parent.mkdir(parents=True, exist_ok=True)

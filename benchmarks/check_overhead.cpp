@@ -48,7 +48,7 @@ void run_rank(LocalStore& store, int rank, const Batches& what) {
   }
 }
 
-// Whoever fails ends the process: the other would wait.
+// A rank that fails ends the process: the other would wait.
 void run_or_end(LocalStore& store, int rank, const Batches& what) {
   try {
     run_rank(store, rank, what);

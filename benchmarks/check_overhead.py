@@ -1,12 +1,9 @@
-"""`python -m benchmarks check_overhead`: what does it cost that ranks always check that they agree?
+"""`python -m benchmarks check_overhead`: the cost of checking that all ranks make the same call.
 
-The compiled core's own objects are linked twice to benchmarks/check_overhead.cpp: as they are, and
-with the three sources that check compiled without it (REMOVED, each of which must be found in the
-text). Both make the same calls between two ranks, in turn; the cost is the difference of what a
-call takes. Needs a build in place and the compiler that made it. Ends with 1 where it is more than
-is promised (docs/errors.md).
-
-main() is called by benchmarks.__main__ and pycomm.__main__.
+The objects of the compiled core are linked twice to benchmarks/check_overhead.cpp: unchanged, and
+with three sources compiled without their checks (REMOVED; each text must be found). Both programs
+make the same calls between two ranks, in turn; the cost is the difference of their times. Needs an
+in-place build and its compiler. Exits with 1 if the cost exceeds the limit in docs/errors.md.
 """
 
 from __future__ import annotations
@@ -54,12 +51,12 @@ REMOVED = {
         ("uint64_t followed_by(", "[[maybe_unused]] uint64_t followed_by("),
     ],
 }
-"""What of which source is taken out, and what stands there instead."""
+"""By source file: the removed text, and its replacement."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call whose checks are priced, and what they may cost of it."""
+    """A measured call, and the allowed cost of its checks."""
 
     transport: str
     bytes: int
@@ -77,14 +74,14 @@ BATCHES = 5  # of one process
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call takes with its checks and without, in nanoseconds."""
+    """Nanoseconds of a call with its checks and without."""
 
     transport: str
     bytes: int
     with_ns: float
     without_ns: float
     cost_ns: float
-    """The median over rounds of the difference between neighbours in time."""
+    """The median over rounds of the difference between consecutive runs."""
     spread_ns: float
     """Half of the distance between the quartiles of those differences."""
     kept: bool
@@ -96,13 +93,13 @@ class Cost:
 
 
 class NotBuilt(Exception):
-    """There are no objects to link, or a source has changed so that REMOVED does not fit."""
+    """There are no objects to link, or a source no longer contains a text of REMOVED."""
 
 
 def without_checks(path: str) -> str:
-    """The text of csrc/`path` with its checks taken out.
+    """The text of csrc/`path` without its checks.
 
-    Raises NotBuilt where one of them is not there.
+    Raises NotBuilt if one of them is missing.
     """
     text = (CSRC / path).read_text()
     for old, new in REMOVED[path]:
@@ -113,11 +110,11 @@ def without_checks(path: str) -> str:
 
 
 def build(folder: Path) -> dict[str, Path]:
-    """The two programs, in `folder`. Raises NotBuilt, also where something does not compile."""
+    """The two programs, in `folder`. Raises NotBuilt, also if compilation fails."""
     built = ROOT / "build" / sysconfig.get_config_var("SOABI")
     objects = [p for p in sorted((built / "_core").rglob("*.o")) if p.parent.name != "bindings"]
     if not objects:
-        raise NotBuilt("nothing is built here: make build")
+        raise NotBuilt("the core is not built: run `make build`")
     compile_ = _compiler_of(built)
     main = folder / "checks.o"
     _run([*compile_, "-c", str(ROOT / "benchmarks" / "check_overhead.cpp"), "-o", str(main)])
@@ -160,7 +157,7 @@ def measure(programs: dict[str, Path], case: Case, rounds: int) -> Cost:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; its exit status."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="pycomm bench check_overhead",
         description=__doc__,

@@ -2,10 +2,8 @@
 
 Index sets are those of a uniform choice, of which the entropy is known, and, with --residuals, the
 largest elements of real ones (`python -m benchmarks residuals`). Each is encoded with values of
-every code; what comes back is checked before anything is timed. A rate counts whole packets:
-indices, values, headers, and every check. Beside it stands a copy of the pairs (8 bytes each).
-
-main() is called by benchmarks.__main__ and pycomm.__main__.
+every code; the decoded result is checked before any timing. A rate counts whole packets: indices,
+values, headers, and every check. The comparison is a copy of the pairs (8 bytes each).
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints, stores; the exit status."""
+    """Measures, prints, stores; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm bench codec", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--count", type=int, default=2**24, help="elements (%(default)s)")

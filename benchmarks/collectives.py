@@ -1,11 +1,9 @@
-"""`python -m benchmarks collectives`: pycomm's collectives beside its peers, in one run.
+"""`python -m benchmarks collectives`: pycomm's collectives and other libraries', in one run.
 
 Two worker processes (or --ranks of them) hold a process group of every contestant. Each case is
-checked against the exact answer; then the contestants are timed in turn, round by round, with the
-copy that gives the limit among them. Ends with 1 when an answer was wrong or a contestant beat the
-limit.
-
-main() is called by benchmarks.__main__ and pycomm.__main__.
+checked against the exact answer; then the contestants are timed in turn, round by round, together
+with the copy that gives the limit. Exits with 1 if an answer was wrong or a contestant was faster
+than the limit.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from pycomm.demo import machine, processes
 
 @dataclass(frozen=True)
 class Run:
-    """What was asked for."""
+    """The requested run."""
 
     ranks: int
     cases: list[Case]
@@ -47,7 +45,7 @@ class Run:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints, stores; the exit status."""
+    """Measures, prints, stores; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(argv)
     peers = [OURS[name] for name in options.ours] + [PEERS[name] for name in options.peers]
@@ -93,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _misplaced(options: argparse.Namespace) -> str:
-    """What of the request does not fit the device, or ""."""
+    """The part of the request that the device does not support, or ""."""
     if options.device == "cpu":
         return "nccl takes arrays on devices: --device cuda" if "nccl" in options.peers else ""
     hosts = [name for name in options.peers if name not in ("nccl", "fake")]
@@ -117,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", type=_names(DTYPES), default="float32", help=",".join(DTYPES))
     parser.add_argument("--peers", type=_names(PEERS), default="gloo", help=",".join(PEERS))
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where the arrays lie"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the arrays"
     )
     parser.add_argument(
         "--ours",
@@ -126,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         help="pycomm through torch.distributed, called directly, and on arrays of pycomm.empty "
         "(%(default)s)",
     )
-    parser.add_argument("--rounds", type=int, default=7, help="how often each takes its turn")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
     parser.add_argument(
         "--busy",
         action="store_true",

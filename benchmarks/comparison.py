@@ -1,9 +1,9 @@
-"""One kernel beside those who do the same: what `bench kernels` checks and times.
+"""One kernel and the equivalent calls of other libraries, for `bench kernels`.
 
-A comparison has float32 arrays of its own, on one device: the bytes that nobody who does this can
-spare, the reference's result, pycomm's call and those of others. pycomm must give that result bit
-by bit; the others the same numbers, up to what another order of operations rounds.
-single_kernels.py and sparse.py make comparisons; nothing here is timed: that is kernels.py.
+A comparison has its own float32 arrays on one device, the minimum of bytes to move, the reference
+result, pycomm's call and those of the others. pycomm must match the reference bit by bit; the
+others may differ by rounding. single_kernels.py and sparse.py make comparisons; kernels.py times
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Call = Callable[[int], Any]
 
 
 class Traffic(NamedTuple):
-    """Bytes that have to come from memory and go there, whoever does it."""
+    """Bytes that every implementation must read from memory and write to it."""
 
     read: float
     written: float
@@ -49,14 +49,14 @@ class Comparison:
     restart: Callable[[], object] = lambda: None
     rounding: float = 0  # of others' results, beside the largest magnitude of the reference's
     alike: Callable[[Sequence[Array]], Sequence[Array]] = _as_they_are
-    """What of the results others have to share."""
-    unlike: Collection[str] = ()  # whose results are not compared
-    waits: Collection[str] = ()  # who waits for the device, so that no graph can hold it
-    more: dict[str, Traffic] = field(default_factory=dict)  # of who cannot do with as little
+    """The part of the results that must match."""
+    unlike: Collection[str] = ()  # peers whose results are not compared
+    waits: Collection[str] = ()  # peers that wait for the device, so no graph can hold them
+    more: dict[str, Traffic] = field(default_factory=dict)  # peers that need more traffic
 
 
 def wrong(comparison: Comparison, place: Host) -> str:
-    """Whose result, made in the way that is timed there, differs from the reference; else ""."""
+    """Names the peer whose result, computed as it is timed, differs from the reference; else ""."""
     compared = [peer for peer in comparison.calls if peer not in comparison.unlike]
     wanted = [np.asarray(x).reshape(-1) for x in comparison.wanted()] if compared else []
     for peer in compared:

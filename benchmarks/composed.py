@@ -1,6 +1,6 @@
-"""A DGC step as it is put together from torch's operations: what `dgc_step` is compared with.
+"""A DGC step composed of torch's operations, for comparison with `dgc_step`.
 
-A step gives the values that it sends. Called by kernels.py; libraries.py has more of them.
+A step returns the values that it sends. libraries.py has more such steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a step works on, in place: float32 [count]."""
+    """The state of a step, updated in place: float32 [count]."""
 
     u: Tensor
     v: Tensor
@@ -60,7 +60,7 @@ def sampled(t: Tensors, grad: Tensor) -> Tensor:
     threshold = sample.topk(min(rank, sample.numel()), sorted=False).values.min()
     reached = (magnitudes >= threshold).nonzero().view(-1)
     for _ in range(10):
-        if reached.numel() > 1.3 * t.k:  # take the largest of those
+        if reached.numel() > 1.3 * t.k:  # keep the largest of those
             best = magnitudes[reached].topk(t.k, sorted=False).indices
             reached = reached[best]
         elif reached.numel() < 0.8 * t.k:
@@ -72,7 +72,7 @@ def sampled(t: Tensors, grad: Tensor) -> Tensor:
 
 
 def send(t: Tensors, indices: Tensor) -> Tensor:
-    """The values at these indices, which leave u and v."""
+    """Removes the values at these indices from u and v, and returns them."""
     values = t.v[indices]
     t.u.index_fill_(0, indices, 0)
     t.v.index_fill_(0, indices, 0)
@@ -92,7 +92,7 @@ def compiled_update() -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
 
 
 SAMPLED = "DGC authors"
-"""Whose packets are not exact, and who waits to learn how many elements they have."""
+"""Its packets are not exact, and it waits to learn their number of elements."""
 
 COMPOSED: dict[str, Step] = {
     "eager": eager,

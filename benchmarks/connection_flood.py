@@ -1,20 +1,17 @@
 """`python -m benchmarks connection_flood`: hostile connections, and starts and stops on one port.
 
-    flood      two ranks with 1,024 descriptors form and train while unauthenticated clients call
-               wherever they listen, in each of the manners of unauthenticated.py. The steps are
-               held against those while they call where nobody is, so that what their own process
-               takes of the machine is in both
+    flood      two ranks with 1,024 descriptors form and train while unauthenticated clients connect
+               to every listener, in each of the manners of unauthenticated.py. The step rate is
+               compared with the rate while they connect to an unused port, so that both include the
+               processor time of the clients
     cycles     rank 0 starts and stops a group on one port in one process, with a rank 1 that is
                another process each time and is killed in every second one
-    distant    ranks that are 10, 50 and 100 ms away come to a group, and in mid-run to a rank that
-               they have not met, beside 8,000, 1,500 and 800 hostile connections a second
-               (distant.py): by pycomm alone, since gloo forms no group among unauthenticated
-               clients
+    distant    ranks that are 10, 50 and 100 ms away join a group, and connect in mid-run to a rank
+               that they have not met, beside 8,000, 1,500 and 800 hostile connections a second
+               (distant.py): pycomm only, since gloo forms no group among unauthenticated clients
 
-The first two by pycomm and by gloo, in turn. Ends with 1 where pycomm failed, kept something open,
-made less than nine tenths of the steps, or held a distant rank up for more than 2 s.
-
-main() is called by benchmarks.__main__ and pycomm.__main__.
+The first two use pycomm and gloo, in turn. Exits with 1 if pycomm failed, leaked a descriptor, made
+less than nine tenths of the steps, or delayed a distant rank by more than 2 s.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ PER_S = 2000  # calls of the unauthenticated clients
 STEPS = 3000  # of a stretch: about a second
 STRETCHES = 5
 WARM_CYCLES = 10  # before what is open is counted
-MOST_FAILURES = 5  # then it is told
+MOST_FAILURES = 5  # then the cycles end
 LEAST_KEPT = 0.9
 SLICE_S = 0.5
 WIDTH = 120  # of the tables
@@ -56,7 +53,7 @@ WIDTH = 120  # of the tables
 
 @dataclass
 class Flood:
-    """What became of one job among unauthenticated clients; seconds and rates of rank 0."""
+    """The outcome of one job among unauthenticated clients; seconds and rates of rank 0."""
 
     backend: str
     stood: int = 0  # connections of unauthenticated clients
@@ -67,13 +64,13 @@ class Flood:
     steps_per_s: float = 0.0
     descriptors_quiet: int = 0
     descriptors: int = 0  # after the flood
-    let_in: int = 0  # who were told more than an unauthenticated client is told
+    let_in: int = 0  # clients that received more than an unauthenticated client may
     error: str = ""
 
 
 @dataclass
 class Cycles:
-    """What became of starts and stops; what was open after the first and the last of them."""
+    """The outcome of starts and stops; open descriptors after the first and the last of them."""
 
     backend: str
     cycles: int = 0
@@ -85,7 +82,7 @@ class Cycles:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs, prints, stores; the exit status."""
+    """Runs, prints, stores; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm bench connection_flood", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--connections", type=int, default=10_000, help="(%(default)s)")
@@ -143,7 +140,7 @@ def _clean(one: Cycles) -> bool:
 
 
 def _leaked(one: Cycles) -> int:
-    """Descriptors and threads that are open after the last cycle, and were not after the first."""
+    """Descriptors and threads after the last cycle beyond those after the first."""
     if one.first is None or one.last is None:
         return 0
     return max(
@@ -152,8 +149,8 @@ def _leaked(one: Cycles) -> int:
 
 
 def flood(context: Any, backend: str, connections: int) -> Flood:
-    """A job without unauthenticated clients, then one with them: so many while it forms, and while
-    it trains."""
+    """Runs a job without unauthenticated clients, then one with them, while it forms and while it
+    trains."""
     found = Flood(backend)
     with _Job(context, backend) as quiet:
         quiet.start(0)
@@ -165,7 +162,7 @@ def flood(context: Any, backend: str, connections: int) -> Flood:
         try:
             job.start(0)
             clients = _UnauthenticatedClients(context, job, job.place.port, connections)
-            clients.wait_for(0.9)  # rank 1 comes among them
+            clients.wait_for(0.9)  # rank 1 joins among them
             job.start(1)
             found.forming_s = job.form()
             clients.end(found)
@@ -181,17 +178,17 @@ def flood(context: Any, backend: str, connections: int) -> Flood:
             found.steps_per_s = statistics.median(rates[False])
             job.rate()
             found.descriptors = job.held.descriptors
-        except RuntimeError as error:  # stands in the table
+        except RuntimeError as error:  # is reported in the table
             found.error = str(error)
     return found
 
 
 class _Job:
-    """Two ranks of stranger_rank.train."""
+    """Two ranks of connection_flood_rank.train."""
 
     def __init__(self, context: Any, backend: str) -> None:
         self.place = Place(backend, _free_port(), secrets.token_hex(32))
-        self.held = Held(0, 0, 0)  # by rank 0 when it last spoke
+        self.held = Held(0, 0, 0)  # by rank 0 in its last report
         self._context = context
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
@@ -217,7 +214,7 @@ class _Job:
         self._pipes.append(ours)
 
     def form(self) -> float:
-        """How long rank 1, which comes last, took to be in the group."""
+        """Seconds that rank 1, the last, took to join the group."""
         return [self._heard(pipe, STANDS) for pipe in self._pipes][1]
 
     def rate(self) -> float:
@@ -228,13 +225,13 @@ class _Job:
         return rates[0]
 
     def _heard(self, pipe: Connection, wanted: str) -> float:
-        """What a rank tells. Raises RuntimeError where it failed, or says nothing."""
+        """The next report of a rank. Raises RuntimeError if it failed or is silent."""
         if not _comes(pipe, 2 * FORM_LIMIT_S):
             raise RuntimeError("a rank hangs")
         try:
             what, figure, held = pipe.recv()
-        except EOFError:  # the pipe's way to say so
-            raise RuntimeError("a rank has ended without a word") from None
+        except EOFError:  # the pipe is closed
+            raise RuntimeError("a rank ended without a report") from None
         if what != wanted:
             raise RuntimeError(what)
         if pipe is self._pipes[0]:
@@ -243,7 +240,7 @@ class _Job:
 
 
 class _UnauthenticatedClients:
-    """A process that calls `port`, `goal` times at most."""
+    """A process that connects to `port`, at most `goal` times."""
 
     def __init__(
         self, context: Any, job: _Job, port: int, goal: int, *, decoy: bool = False
@@ -260,11 +257,11 @@ class _UnauthenticatedClients:
         self._seconds = goal / PER_S
 
     def wait_for(self, part: float) -> None:
-        """Until about this part of them have called."""
+        """Waits until about this fraction of the clients have connected."""
         self._process.join(part * self._seconds)
 
     def end(self, found: Flood | None) -> None:
-        """When all have called: adds them to `found`."""
+        """Waits until all have connected, and adds them to `found`."""
         late = not _comes(self._pipe, 10 * self._seconds + FORM_LIMIT_S)
         stood, refused, let_in = (0, 0, 0) if late else self._pipe.recv()
         if found is not None:
@@ -276,7 +273,7 @@ class _UnauthenticatedClients:
 
 
 def cycles(context: Any, backend: str, count: int, advance: Any) -> Cycles:
-    """Starts and stops; a rank 0 that fails or hangs is started anew."""
+    """Starts and stops; a rank 0 that fails or hangs is restarted."""
     found = Cycles(backend)
     place = Place(backend, _free_port(), secrets.token_hex(32))
     before, begin = set(os.listdir("/dev/shm")), time.monotonic()
@@ -318,7 +315,7 @@ def cycles(context: Any, backend: str, count: int, advance: Any) -> Cycles:
 
 
 def _least(some: Sequence[Held]) -> Held | None:
-    """What is open after each: a socket that still sends its last bytes is one more for a while."""
+    """The least of each count: a socket that still sends its last bytes counts for a while."""
     if not some:
         return None
     return Held(
@@ -339,7 +336,7 @@ def _rank0(context: Any, place: Place) -> tuple[Connection, Any]:
 
 
 def _ended(pipe: Connection) -> tuple[str, Held]:
-    """How rank 0's cycle ended, "" for well."""
+    """The failure of rank 0's cycle, "" if none."""
     nothing = Held(0, 0, 0)
     if not _comes(pipe, 2 * FORM_LIMIT_S):
         return "rank 0 hangs", nothing
@@ -351,13 +348,13 @@ def _ended(pipe: Connection) -> tuple[str, Held]:
 
 
 def _comes(pipe: Connection, seconds: float) -> bool:
-    """Whether something comes in this time, in which the machine may stop all for a while: what
-    counts is how long this process has looked."""
+    """Whether data arrives in this time. Only the time in which this process runs counts, as the
+    machine may pause it."""
     return any(pipe.poll(SLICE_S) for _ in range(round(seconds / SLICE_S)))
 
 
 def _free_port() -> int:
-    """One of 127.0.0.1 at which nobody listens now."""
+    """A free port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,8 +1,6 @@
-"""What the processes of connection_flood.py do: ranks that form, train, start and stop; and an
-unauthenticated client.
-
-Of gloo and of pycomm alike; an unauthenticated client holds no key and says nothing that makes
-sense."""
+"""The processes of connection_flood.py: ranks that form, train, start and stop (gloo or pycomm),
+and an unauthenticated client, which holds no key and sends invalid bytes.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +25,13 @@ from benchmarks.unauthenticated import KEPT, UnauthenticatedClients, inodes, lis
 FORM_LIMIT_S = 60.0
 CALL_LIMIT_S = 20.0
 FEW_DESCRIPTORS = 1024
-STANDS, TRAIN = "stands", "train"
+STANDS, TRAIN = "established", "train"
 COUNT = 1 << 16  # float32: a gradient of 256 KiB
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of a job meet."""
+    """The rendezvous of the ranks of a job."""
 
     backend: str  # "pycomm" or "gloo"
     port: int
@@ -42,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Held:
-    """What a process has open."""
+    """The open resources of a process."""
 
     descriptors: int
     threads: int
@@ -50,7 +48,7 @@ class Held:
 
     @classmethod
     def now(cls) -> Held:
-        """Of this process."""
+        """Those of this process."""
         return cls(
             len(os.listdir("/proc/self/fd")) - 1,  # without the one that reads
             len(os.listdir("/proc/self/task")),
@@ -62,7 +60,7 @@ class Job:
     """A rank of a group of two, by pycomm (over tcp) or by gloo."""
 
     def __init__(self, place: Place, rank: int) -> None:
-        """Joins. Raises RuntimeError where the group does not form."""
+        """Joins. Raises RuntimeError if the group does not form."""
         self._ours, self._x = place.backend == "pycomm", np.ones(COUNT, np.float32)
         if self._ours:
             os.environ |= {
@@ -83,7 +81,7 @@ class Job:
         )
 
     def step(self) -> None:
-        """Some work and an all_reduce. Raises RuntimeError where it fails."""
+        """Some work and an all_reduce. Raises RuntimeError if it fails."""
         self._x[:] = np.sqrt(np.abs(self._x) + 1.0)
         if self._ours:
             pycomm.all_reduce(self._x, "max")
@@ -99,7 +97,7 @@ class Job:
 
 
 def train(pipe: Connection, place: Place, rank: int) -> None:
-    """Forms with few descriptors, then trains for as long as told, telling steps per second."""
+    """Forms with few descriptors, then trains on request and reports steps per second."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, FEW_DESCRIPTORS))
     torch.set_num_threads(1)
     start = time.monotonic()
@@ -110,7 +108,7 @@ def train(pipe: Connection, place: Place, rank: int) -> None:
             pipe.send((TRAIN, _rate(job, pipe.recv()), Held.now()))
     except RuntimeError as error:
         pipe.send((f"{type(error).__name__}: {error}", time.monotonic() - start, Held.now()))
-    except EOFError:  # who gives the orders has enough of it
+    except EOFError:  # the parent closed the pipe
         return
 
 
@@ -130,21 +128,21 @@ def cycle(pipe: Connection, place: Place, rank: int, dies: bool) -> None:
     if dies and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if dies:
-        with contextlib.suppress(RuntimeError):  # PeerLost, or gloo's: what is waited for
+        with contextlib.suppress(RuntimeError):  # PeerLost, or gloo's: the expected error
             while True:
                 job.step()
-    with contextlib.suppress(RuntimeError if dies else _Nothing):  # gloo's end waits for the dead
+    with contextlib.suppress(RuntimeError if dies else _Nothing):  # gloo waits for the dead
         job.end()
     if rank == 1:
         pipe.close()
 
 
 class _Nothing(Exception):
-    """Is never raised."""
+    """Never raised."""
 
 
 def cycles(pipe: Connection, place: Place) -> None:
-    """Rank 0 of one cycle after another, in one process: says how each ended and what is open."""
+    """Rank 0 of all cycles, in one process: reports each outcome and the open resources."""
     torch.set_num_threads(1)
     while True:
         order = pipe.recv()
@@ -156,8 +154,8 @@ def cycles(pipe: Connection, place: Place) -> None:
 
 
 def be_strange(pipe: Connection, pids: list[int], port: int, decoy: bool) -> None:
-    """Calls `port`, and unless it is a decoy whatever else `pids` listen at, as often as
-    told; then tells how many connections stood, how many were refused, and how many let in."""
+    """Connects to `port`, and unless it is a decoy to all other listeners of `pids`, at the given
+    rate; then reports the established, refused and accepted connections."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (2 * KEPT,) * 2)
     clients, addresses = UnauthenticatedClients(), {("127.0.0.1", port)}
     goal, per_s = pipe.recv()
@@ -165,19 +163,19 @@ def be_strange(pipe: Connection, pids: list[int], port: int, decoy: bool) -> Non
     while (done := clients.stood + clients.refused) < goal:
         if done % 50 == 0:
             clients.go_on()
-            found = set(_listening(pids))  # for the decoy too: it costs the same
+            found = set(_listening(pids))  # also for the decoy, at the same cost
             addresses |= set() if decoy else found
         for address in sorted(addresses):
             clients.call(address)
         late = start + (clients.stood + clients.refused) / per_s - time.monotonic()
-        time.sleep(max(0.0, late))  # its rate
+        time.sleep(max(0.0, late))  # keeps the rate
     clients.go_on()
     clients.close()
     pipe.send((clients.stood, clients.refused, clients.let_in))
 
 
 def _listening(pids: list[int]) -> Iterator[tuple[str, int]]:
-    """Where these processes listen now, by TCP."""
+    """The TCP ports at which these processes listen now."""
     theirs = inodes(pids)
     for inode, listener in listeners().items():
         if inode in theirs:

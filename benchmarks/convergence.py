@@ -1,11 +1,9 @@
 """`python -m benchmarks convergence`: what each technique costs in accuracy and saves in bytes.
 
-Simulated workers, ranks as threads, train the same model on the same batches by each method:
-pycomm.DGC, pycomm.LocalSGD and pycomm.DataParallel themselves, so that a step is bit by bit that
-of processes. A run that --json already has is not repeated: a long series can be interrupted.
-Scores are held against bands.py; the status is 1 where one is worse or replicas differ.
-
-main() is called by benchmarks.__main__ and pycomm.__main__.
+Simulated workers, ranks as threads, train the same model on the same batches by each method, with
+pycomm.DGC, pycomm.LocalSGD and pycomm.DataParallel, so that a step has the bits of one between
+processes. A run in --json is not repeated: a long series can be interrupted. Scores are compared
+with bands.py; the exit status is 1 if one is worse or replicas differ.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ from pycomm.demo import machine
 from pycomm.testing import run_ranks
 
 RAMP = (0.75, 0.9375, 0.984375, 0.996)
-GENTLE = (0.25, 0.5, *RAMP[:3])  # what the first steps learn decides much
+GENTLE = (0.25, 0.5, *RAMP[:3])  # the first steps matter most
 RAMP_TO_HUNDREDTH = [*RAMP[:3], 0.99]
-# All that is given, heads of packets and lengths among it, is at least 500 times fewer bytes behind
-# the ramp, with both models: to all, and by owners, who owe what they do not send on, which is less
-# where they send on more than each rank has sent.
+# After the warm-up a rank sends at least 500 times fewer bytes, headers and lengths included, with
+# both models: to all ranks, and through owners. Owners keep a residual of what they do not forward,
+# which is smaller if they forward more elements than each rank has sent.
 COMPACT = {"sparsity": [*RAMP[:3], 0.9945], "value_dtype": "2bit", "exchange": "gather"}
 SHARDED = {"sparsity": [*RAMP[:3], 0.9965], "value_dtype": "2bit", "exchange": "sharded"}
 SHARDED_HUNDREDTH = {**SHARDED, "sparsity": RAMP_TO_HUNDREDTH}
@@ -47,7 +45,7 @@ SHARDED_4K = {**SHARDED, "sparsity": [*RAMP[:3], 0.9974], "owner_k_factor": 4, "
 THREE_BITS = {"value_dtype": "3bit", "masking": False}
 GENTLY = {**COMPACT, **THREE_BITS, "sparsity": [*GENTLE, 0.995]}
 SHARDED_GENTLY = {**SHARDED, **THREE_BITS, "sparsity": [*GENTLE, 0.9968]}
-# 75 times fewer bytes behind the ramp.
+# 75 times fewer bytes after the warm-up.
 SEVENTY_FIVE = {**COMPACT, **THREE_BITS, "sparsity": [*GENTLE[:3], 0.9, 0.951]}
 RECORDED = 100  # points of a curve
 MB = 2**20
@@ -60,9 +58,9 @@ class Method:
     name: str
     dgc: dict[str, Any] | None = None
     local: dict[str, Any] | None = None
-    feedback: bool = True  # False: what is not sent is forgotten
-    ramp: float = 0.25  # of the run
-    clip: bool = True  # where dense does
+    feedback: bool = True  # False: no residual, unsent elements are dropped
+    ramp: float = 0.25  # fraction of the run
+    clip: bool = True  # if dense clips
 
 
 METHODS = {
@@ -118,16 +116,16 @@ class Run:
     ranks: int
     steps: int
     score: float  # accuracy in per cent, or loss in nats
-    sent_mb: float  # what each rank gave to exchanges in all steps
+    sent_mb: float  # sent by each rank in all steps
     dense_mb: float
     seconds: float
     replicas_equal: bool
     losses: list[float]  # means of RECORDED parts of the run, of rank 0's batches
-    mb: list[float]  # given so far, at the end of each part
+    mb: list[float]  # sent so far, at the end of each part
 
 
 def main(argv: Sequence[str]) -> int:
-    """Trains, prints, stores; the exit status."""
+    """Trains, prints, stores; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm bench convergence", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, default=8)
@@ -170,7 +168,7 @@ def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int)
     workload.batch(ranks, torch.Generator())  # reads the data, once for all threads
     start = time.perf_counter()
     names = workload.name, method.name
-    gc.freeze()  # else the collector looks through all of torch again and again
+    gc.freeze()  # otherwise each collection scans all objects of torch
     told = run_ranks(ranks, rank_runs, names, seed, steps, models, timeout_s=600, heartbeat_s=600)
     gc.unfreeze()
     seconds = time.perf_counter() - start
@@ -199,7 +197,7 @@ class _Parallel:
 
     forward: nn.Module
     step: Callable[[torch.Tensor], object]  # after backward, with this rank's loss
-    sent_bytes: Callable[[], int]  # what this rank gave to exchanges in the last step
+    sent_bytes: Callable[[], int]  # bytes that this rank sent in the last step
     end: Callable[[], object] = lambda: None
 
 
@@ -210,7 +208,7 @@ def rank_runs(
     steps: int,
     models: list[nn.Module],
 ) -> tuple[list[float], list[int], torch.Tensor]:
-    """What a rank does: losses of its batches, bytes given so far, both by step; all parameters.
+    """Trains one rank: losses of its batches, bytes sent so far, both by step; all parameters.
 
     `names` are those of the workload and the method, so that this can be sent to a process.
     """
@@ -296,10 +294,10 @@ def _said(run: Run) -> str:
 
 
 def summary(found: Sequence[Run]) -> tuple[list[str], bool]:
-    """Lines of a table, mean and deviation over seeds, and whether all of it is as it has to be.
+    """Lines of a table, mean and deviation over seeds, and whether all results are as expected.
 
     "cost": of accuracy in points or of loss in nats, against dense with the same seeds. "bytes":
-    times fewer than dense in the whole run; "later": in its second half, behind the ramp. Bands
+    times fewer than dense in the whole run; "later": in its second half, after the warm-up. Bands
     hold for runs of the workload's own length with 8 ranks.
     """
     lines = [
@@ -316,7 +314,7 @@ def summary(found: Sequence[Run]) -> tuple[list[str], bool]:
             lines.append(line)
             good = good and fits
         for better, worse in disordered(workload, costs) if _whole(own) else ():
-            lines.append(f"{workload}: {worse!r} came out before {better!r}")
+            lines.append(f"{workload}: {worse!r} ranked before {better!r}")
             good = False
     return lines, good
 
@@ -326,7 +324,7 @@ def _whole(runs: Sequence[Run]) -> bool:
 
 
 def _costs(runs: Sequence[Run], method: str) -> list[float]:
-    """What a method loses against dense, for each seed that both have."""
+    """The loss of a method against dense, for each seed that both have."""
     sign = -1 if WORKLOADS[runs[0].workload].higher_is_better else 1
     dense = {run.seed: run.score for run in runs if run.method == "dense"}
     return [
@@ -382,7 +380,7 @@ def draw(path: Path, found: Sequence[Run]) -> None:
             over_steps.plot([part * (i + 1) for i in range(len(losses))], losses, **style)
             over_mb.plot(run.mb, losses, label=run.method, **style)
         over_steps.set(title=workload, xlabel="step", ylabel="training loss (nats)")
-        over_mb.set(xlabel="MB that a rank gave to exchanges", xscale="log")
+        over_mb.set(xlabel="MB sent by a rank", xscale="log")
         over_mb.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=150)
 

@@ -1,7 +1,5 @@
-"""DeepSpeed's all-reduce through shared memory as a peer: the operator by which its inference on
-CPUs adds up, which DeepSpeed compiles when it is first used.
-
-Called by collectives.py (what is missing) and peers.py (calls).
+"""DeepSpeed's all-reduce through shared memory as a peer: the operator of its inference on CPUs,
+which DeepSpeed compiles on first use.
 """
 
 from __future__ import annotations
@@ -18,26 +16,26 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stu
 from benchmarks.verbs import Arrays, Call
 
 NAME = "deepspeed"
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # it leaves others as they are, in silence
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # it ignores other dtypes without an error
 
 
 def missing() -> str:
-    """Why it cannot be measured here; empty if it can."""
+    """The reason why it cannot be measured here, or ""."""
     if importlib.util.find_spec(NAME) is None:
         return f"{NAME} is not installed: pip install --no-build-isolation {NAME}"
     return ""
 
 
 def load(store: Store, rank: int, size: int) -> None:
-    """Compiles the operator where that is still to be done, and makes it ready on every rank."""
+    """Compiles the operator if needed, and initialises it on every rank."""
     if rank == 0:
         store.set(NAME, secrets.token_hex(8))
-    # Its segments' names are made of these, and are found again by whoever uses the same.
+    # These form the names of its segments; another process with the same names would find them.
     os.environ |= {"LOCAL_SIZE": str(size), "MASTER_ADDR": store.get(NAME).decode()}
     os.environ["MASTER_PORT"] = "0"
     builders = importlib.import_module("deepspeed.ops.op_builder.cpu.comm")
     builders.ShareMemCommBuilder().load(verbose=False).initialize(size, rank)
-    if store.add(f"{NAME}/open", 1) == size:  # all have mapped them; it would leave them behind
+    if store.add(f"{NAME}/open", 1) == size:  # all have mapped them; DeepSpeed does not remove them
         for segment in Path("/dev/shm").glob(f"{NAME}_*_{os.environ['MASTER_ADDR']}_*"):
             segment.unlink()
 

@@ -1,10 +1,9 @@
-"""Where `bench kernels` runs: how a call is timed there, and the loops that give the limit.
+"""Devices of `bench kernels`: the timing of a call, and the loops that give the limit.
 
-On the processor a call is timed by the clock, and everybody rests before. On a GPU it is timed by
-events of its stream: what a graph can hold is captured once for each step and replayed, and before
-each call a buffer of four times the L2 cache is read, so that nothing is left there of what the
-call will touch, and nothing that has yet to be written; the device is at work on that while the
-host enqueues what is timed. Called by kernels.py.
+On the CPU a call is timed by the clock, after a pause for all threads. On a GPU it is timed by
+events of its stream: a call that a graph can hold is captured once for each step and replayed.
+Before each call a buffer of four times the L2 cache is read, so that the cache holds no data of
+the call and no pending writes; the device does that while the host enqueues the timed call.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ STREAMS = {
 
 
 class Spent(NamedTuple):
-    """Seconds of one call: until it was over, and until the host could go on."""
+    """Seconds of one call: until it ended, and until it returned to the host."""
 
     seconds: float
     host_s: float
@@ -53,24 +52,24 @@ class Host:
     replays = False
     """Whether graphs are timed."""
     rest_s = 0.005
-    """Between two calls: the threads of torch's operations look for work for a while after each, on
-    the processors that the next contestant needs."""
+    """Pause between two calls: after an operation torch's threads poll for work, on the processors
+    that the next contestant needs."""
 
     def describe(self) -> dict[str, Any]:
-        """For the settings, beside the machine."""
+        """Settings to store beside the machine."""
         return {"device": self.name}
 
     def no_room(self, nbytes: int) -> str:
-        """Why so much does not fit, else "". Host memory is for the caller to know."""
+        """ "": the caller checks host memory."""
         del nbytes
         return ""
 
     def timer(self, call: Call, *, waits: bool = False) -> Timer:
-        """Times `call` at a step. `waits` is who waits for a device."""
+        """Times `call` at a step. `waits`: the call waits for the device."""
         del waits
 
         def timed(step: int) -> Spent:
-            time.sleep(self.rest_s)  # threads that look for work have gone to sleep by then
+            time.sleep(self.rest_s)  # until polling threads sleep
             begin = time.perf_counter()
             call(step)
             spent = time.perf_counter() - begin
@@ -79,20 +78,19 @@ class Host:
         return timed
 
     def result(self, call: Call, *, waits: bool = False) -> Any:
-        """What the call gives at step 0, made in the way that is timed."""
+        """The result of the call at step 0, computed as it is timed."""
         del waits
         return call(0)
 
     def forget(self) -> None:
-        """Lets go of what the timers held, which are gone."""
+        """Frees the memory of the timers."""
 
     def streams(self, count: int) -> dict[str, Call]:
-        """The loops, each in arrays of its own, which like everybody's have left the caches between
-        two calls."""
+        """The loops, each with its own arrays, which leave the caches between two calls."""
         own = np.ones((8, count), np.float32)
         grad, u, v, *pairs, read = (int(row.ctypes.data) for row in own)
 
-        def step(_: int, _own: Array = own) -> None:  # which keeps the arrays
+        def step(_: int, _own: Array = own) -> None:  # keeps the arrays
             _core.stream_step(grad, u, v, count)
 
         return {
@@ -112,7 +110,7 @@ class Host:
 
 
 class Cuda(Host):
-    """The current GPU. `cuda` is torch.cuda, or what stands for it in a test."""
+    """The current GPU. `cuda` is torch.cuda, or its replacement in a test."""
 
     name = "cuda"
     device = torch.device("cuda")
@@ -126,7 +124,7 @@ class Cuda(Host):
         self._pool = cuda.graph_pool_handle()
 
     def describe(self) -> dict[str, Any]:
-        """For the settings, beside the machine."""
+        """Settings to store beside the machine."""
         return {
             "device": self.name,
             "gpu": self._gpu.name,
@@ -136,7 +134,7 @@ class Cuda(Host):
         }
 
     def no_room(self, nbytes: int) -> str:
-        """Why so much does not fit, else ""."""
+        """The reason why so many bytes do not fit, else ""."""
         free = self._cuda.mem_get_info()[0]
         need = f"{nbytes / 2**30:.1f} GiB are needed and {free / 2**30:.1f} are free"
         return need if nbytes > free else ""
@@ -162,20 +160,20 @@ class Cuda(Host):
         return timed
 
     def captured(self, call: Call, step: int) -> tuple[Any, Callable[[], Any]]:
-        """The call's result, which is there behind a replay, and what replays it. All graphs share
-        memory, as no two are replayed at once."""
+        """The call's result, valid after a replay, and the replay. All graphs share memory, as
+        never two of them run at once."""
         graph = self._cuda.CUDAGraph()
         with self._cuda.graph(graph, pool=self._pool):
             result = call(step)
         return result, graph.replay
 
     def result(self, call: Call, *, waits: bool = False) -> Any:
-        """What the call gives at step 0, by a graph unless it waits for the device."""
+        """The result of the call at step 0, by a graph unless it waits for the device."""
         if waits:
             return call(0)
         result, replay = self.captured(call, 0)
         replay()
-        self._cuda.synchronize()  # before the graph goes
+        self._cuda.synchronize()  # before the graph is destroyed
         return result
 
     def forget(self) -> None:
@@ -191,7 +189,7 @@ class Cuda(Host):
         loops = devices.module(where)
 
         def on(array: Tensor) -> tuple[int, int]:
-            return devices.queue(where, array)  # which is another one in a capture
+            return devices.queue(where, array)  # a capture has another stream
 
         def address(*tensors: Tensor) -> list[int]:
             return [tensor.data_ptr() for tensor in tensors]

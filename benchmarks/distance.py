@@ -1,11 +1,10 @@
-"""A line with a round-trip time between two hosts of pycomm.demo.netns, for benchmarks.
+"""A link with a round-trip time between two hosts of pycomm.demo.netns, for benchmarks.
 
     with Network(2, links=0) as net, Distance(*net.hosts) as line:
         line.set(0.05)  # seconds there and back
 
-Each host gets the interface eth0, a TUN device. A process of its own hands the packets of each to
-the other, half a round trip after they came. Needs what netns.py needs, and /dev/net/tun. Called by
-distant.py.
+Each host gets the interface eth0, a TUN device. A separate process forwards the packets of each to
+the other after half a round trip. Has the requirements of netns.py, and needs /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ LARGEST = 1 << 16  # bytes of a packet
 
 
 class Distance:
-    """The line between two hosts; no round-trip time until one is set."""
+    """The link between two hosts; without delay until set()."""
 
     def __init__(self, near: Host, far: Host) -> None:
         self._hosts = near, far
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Distance:
-        """Makes it. Raises OSError where the kernel has no TUN devices."""
+        """Makes the link. Raises OSError if the kernel has no TUN devices."""
         names = [host.name for host in self._hosts]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.distance", *names],
@@ -62,7 +61,7 @@ class Distance:
             self._process.communicate()
 
     def set(self, round_trip_s: float) -> None:
-        """Packets that come from now on take half of this."""
+        """Delays packets from now on by half of this."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(f"{round_trip_s}\n")
@@ -105,7 +104,7 @@ def _forward(ends: tuple[int, int]) -> None:
                 delay_s = float(line) / 2
                 print("set", flush=True)
                 continue
-            with contextlib.suppress(BlockingIOError):  # that was all
+            with contextlib.suppress(BlockingIOError):  # no more packets
                 while True:
                     packet = os.read(descriptor, LARGEST)
                     waiting.append((time.monotonic() + delay_s, other[descriptor], packet))

@@ -1,14 +1,14 @@
-"""Ranks far away come to a group, and to a rank that they have not met, beside hostile connections.
+"""Distant ranks join a group, and connect to a rank that they have not met, during a flood.
 
 Two hosts in namespaces have a round-trip time between them (distance.py). A process on the first
-opens hostile connections to one listener, at a given rate:
+opens hostile connections to one listener at a given rate:
 
     store     four ranks form a group, two on each host; the connections are to rank 0's store
     mesh      the same; to the listener of rank 1, which is on the first host too
     mid-run   a rank on the second host sends to ranks of the 65 on the first, to which it has no
               connection yet, one by one; to the listener of the rank that it sends to
 
-Each with hostile connections and without, in turn. Called by connection_flood.py.
+Each with hostile connections and without, in turn.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FLOODS = ((10, 8000), (50, 1500), (100, 800))
 FORMING, MID_RUN = ("store", "mesh"), "mid-run"
 PORT = 29500
 CASES = (len(FORMING) + 1) * len(FLOODS)
-NEAR = 65  # ranks on the first host in mid-run: with the other one they are no full mesh
-MOST_LATE_S = 2.0  # by which hostile connections may delay a distant rank
+NEAR = 65  # ranks on the first host in mid-run: enough that the group is not a full mesh
+MOST_LATE_S = 2.0  # allowed delay of a distant rank by hostile connections
 
 
 @dataclass
@@ -45,19 +45,19 @@ class Distant:
     where: str
     round_trip_ms: int
     per_s: int  # hostile connections asked for
-    reached_per_s: list[float] = field(default_factory=list)  # and made
+    reached_per_s: list[float] = field(default_factory=list)  # actual rate
     quiet_s: list[float] = field(default_factory=list)
     flooded_s: list[float] = field(default_factory=list)
     error: str = ""
 
     def kept(self) -> bool:
-        """Whether no rank was delayed for longer than promised."""
+        """Whether no rank was delayed by more than MOST_LATE_S."""
         late = max(self.flooded_s, default=0.0) - statistics.median(self.quiet_s or [0.0])
         return not self.error and bool(self.flooded_s) and late <= MOST_LATE_S
 
 
 def missing() -> str:
-    """Why this cannot run here, or ""."""
+    """The reason why this cannot run here, or ""."""
     return netns.missing() or ("" if TUN.exists() else f"needs {TUN}")
 
 
@@ -75,10 +75,11 @@ def measure(rounds: int, advance: Callable[[], None]) -> list[Distant]:
 
 
 def _try(one: Distant, case: Callable[[Distant], None]) -> None:
-    """A case; what failed stands in the table."""
+    """Runs a case; a failure is reported in the table."""
     try:
         case(one)
-    except (RuntimeError, OSError) as error:
+
+    except (RuntimeError, OSError) as error:  # the other cases still run; the table shows it
         one.error = str(error)
 
 
@@ -119,7 +120,8 @@ def _mid_run(rounds: int, advance: Callable[[], None]) -> list[Distant]:
                 rank.figure()
             far.says("unmet")
             unmet = [rank for rank in far.answer() if 0 < rank < NEAR]  # rank 0 has more listeners
-        except RuntimeError as error:
+
+        except RuntimeError as error:  # no group: no case can run; the table shows it
             found[0].error = str(error)
             return found
         for one in found:
@@ -160,7 +162,7 @@ SECRET = secrets.token_hex(32)
 
 @contextlib.contextmanager
 def _clients(one: Distant, host: Host, pid: int, port: int, there: bool) -> Iterator[None]:
-    """Hostile connections at the full rate meanwhile, if they are wanted."""
+    """Opens hostile connections at the full rate meanwhile, if `there`."""
     if not there:
         yield
         return
@@ -184,18 +186,18 @@ class _Process:
         self.pid = self._process.pid  # `ip netns exec` becomes the command
 
     def says(self, word: str) -> None:
-        """Tells it."""
+        """Sends a command."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: so its answer will say
+        with contextlib.suppress(BrokenPipeError):  # the process ended: answer() reports it
             self._process.stdin.write(word + "\n")
             self._process.stdin.flush()
 
     def answer(self) -> Any:
-        """What it says next. Raises RuntimeError where it has ended."""
+        """The next answer. Raises RuntimeError if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("a process has ended without a word")
+            raise RuntimeError("a process ended without an answer")
         return json.loads(line)
 
     def hears(self, wanted: str) -> None:

@@ -1,12 +1,11 @@
-"""What the processes of distant.py do: ranks that wait for a word to go on, and the unauthenticated
-clients.
+"""The processes of distant.py: ranks that wait for commands, and the unauthenticated clients.
 
     python -m benchmarks.distant_rank rank
     python -m benchmarks.distant_rank client RATE PID PORT ADDRESS
 
-A rank finds the others by the variables of its environment. The client calls a process of its
-host at ADDRESS: at PORT, or where that is 0 wherever the process listens. Each reads words from its
-standard input and answers by a line of JSON each.
+A rank finds the others by environment variables. The client connects to a process of its host at
+ADDRESS: at PORT, or if that is 0 at all ports where the process listens. Each reads commands from
+standard input and answers each with a line of JSON.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from pycomm.testing import status
 
 FORM_LIMIT_S, CALL_LIMIT_S = 60.0, 60.0
 HELD = 300  # connections that unauthenticated clients hold open
-LOOK_S = 0.1  # between two looks at where the process listens
+LOOK_S = 0.1  # between two looks for the ports of the process
 
 
 def rank() -> None:
-    """Forms the group when told to, then calls whom it is told to."""
+    """Forms the group on command, then calls the commanded ranks."""
     _say("ready")
     sys.stdin.readline()
     _say("forms")
@@ -51,17 +50,18 @@ def rank() -> None:
                 pycomm.recv(x, int(given[0]), timeout_s=CALL_LIMIT_S)
                 _say(time.monotonic() - begin)
             elif word == "answer":
-                pycomm.recv(x, -1, timeout_s=CALL_LIMIT_S)  # from any, which connects to none
+                pycomm.recv(x, -1, timeout_s=CALL_LIMIT_S)  # from any rank: opens no connection
                 pycomm.send(x, int(given[0]), timeout_s=CALL_LIMIT_S)
                 _say("answered")
-    except pycomm.errors.Error as error:
+
+    except pycomm.errors.Error as error:  # reported to distant.py, which fails the case
         _say(f"{type(error).__name__}: {error}")
 
 
 def client(per_s: float, pid: int, port: int, address: str) -> None:
-    """Connects so many times a second, sends a greeting in every second call, and holds some open.
+    """Connects at a given rate, sends a greeting on every second connection, and holds some open.
 
-    Tells when a thousand connections were made, and at its end how many a second followed.
+    Reports when a thousand connections were made, and at its end the rate of the later ones.
     """
     open_: deque[socket.socket] = deque()
     ports, looked, calls, told = [port] if port else [], 0.0, 0, False
@@ -81,7 +81,7 @@ def client(per_s: float, pid: int, port: int, address: str) -> None:
                 calls += 1
                 if calls % 2:
                     caller.send(b"g" * GREETING)
-            except OSError:  # nobody listens now, or has shown it out
+            except OSError:  # no listener now, or it closed the connection
                 caller.close()
                 break
             open_.append(caller)
@@ -90,7 +90,7 @@ def client(per_s: float, pid: int, port: int, address: str) -> None:
         if calls >= 1000 and not told:
             told, busy = True, time.monotonic()
             _say("in full course")
-        time.sleep(0.0005)  # its rate
+        time.sleep(0.0005)  # the next connections are due later: no busy loop
     _say((calls - 1000) / (time.monotonic() - busy) if told else 0.0)
 
 

@@ -1,6 +1,4 @@
-"""The fault matrix as a picture: after how many milliseconds the last survivor knew. Called by
-faults.py.
-"""
+"""The fault matrix as a picture: milliseconds until the last survivor detected the fault."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ if TYPE_CHECKING:
     from benchmarks.faults import Outcome
 
 LEAST_MS, MOST_MS = 0.1, 3000.0
-NOBODY = 0.0  # of a cell in which nobody had anything to notice
+NOBODY = 0.0  # of a cell without anything to detect
 
 
 def save(path: Path, found: Sequence[Outcome]) -> None:
-    """A row for each action and moment, a column for each verb, size and transport; grey makes no
-    sense, a cross is a broken promise."""
+    """A row for each action and moment, a column for each verb, size and transport; grey: not
+    applicable; a cross: a violated guarantee."""
     rows = list(dict.fromkeys((one.cell.action, one.cell.moment) for one in found))
     columns = sorted({(one.cell.transport, one.cell.size, one.cell.verb) for one in found})
     worst = np.full((len(rows), len(columns)), np.nan)
@@ -53,6 +51,6 @@ def save(path: Path, found: Sequence[Outcome]) -> None:
         axes.plot(column, row, "x", color="#d93025")
     transports = ", then ".join(dict.fromkeys(transport for transport, _, _ in columns))
     kept = sum(not one.broken for one in found)
-    axes.set_title(f"{kept} of {len(found)} cells kept their promise; by {transports}", fontsize=9)
-    figure.colorbar(image, label="ms until the last survivor knew", shrink=0.8)
+    axes.set_title(f"{kept} of {len(found)} cells as guaranteed; by {transports}", fontsize=9)
+    figure.colorbar(image, label="ms until the last survivor detected it", shrink=0.8)
     figure.savefig(path, dpi=150)

@@ -1,8 +1,7 @@
-"""What each rank does in one cell of the fault matrix (faults.py), and what it saw.
+"""A rank in one cell of the fault matrix (faults.py), and its observations.
 
 All arrays of rank r hold r + 1, and outputs hold UNTOUCHED, so every right result is known without
-another run, and every byte that an error changed is seen. Called by faults.py, in threads or in
-processes.
+another run, and every byte that an error changed is detected. Ranks are threads or processes.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from pycomm import Group, errors
 Array = Any  # of NumPy
 
 UNTOUCHED = 99
-CALLS = 3  # of the cell's verb; it is struck in the second
-MOST_CALLS = 100_000  # while something is to strike at a random moment
-STRUCK = "struck"  # the file in which the victim, or its transport, leaves the time
+CALLS = 3  # of the cell's verb; the fault happens in the second
+MOST_CALLS = 100_000  # for a fault at a random moment
+STRUCK = "struck"  # the file in which the victim, or its transport, stores the time
 
 
 class Raised(Exception):
-    """What a victim raises that fails by an exception of its own."""
+    """The exception of a victim that fails by raising."""
 
 
 @dataclass(frozen=True)
@@ -48,30 +47,30 @@ class Call:
 
 @dataclass(frozen=True)
 class Job:
-    """A cell, as its ranks need to know it."""
+    """The parameters of a cell for its ranks."""
 
     call: Call
     victim: int
     action: str
     moment: str
-    folder: str  # for what ranks leave to each other; the same on all
+    folder: str  # for files shared by the ranks; the same on all
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank met."""
+    """The observations of a rank."""
 
     error: str = ""  # class, "" for none
     text: str = ""
     peer: int | None = None
-    noticed_ms: float = 0.0  # from the strike, or where its time is not known from the call's start
-    wrong: int = 0  # results that were not right, or bytes that a disagreement changed
+    noticed_ms: float = 0.0  # from the fault or, if its time is unknown, from the start of the call
+    wrong: int = 0  # wrong results, or bytes that a disagreement changed
     usable: bool = True  # after a disagreement: a right call gives the right result
 
 
 def shapes(call: Call, size: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Of a rank's input, and of its output where that is another array."""
+    """Shapes of a rank's input, and of its output if that is another array."""
     row = call.count // size
     if call.verb in ("all_gather", "all_gather_v", "gather"):
         return (call.count,), (size, call.count)
@@ -117,7 +116,7 @@ def made(call: Call, group: Group, x: Array, out: Array) -> None:
 
 
 def result(call: Call, group: Group) -> tuple[Array, Array | None]:
-    """What a rank's arrays hold after a call that all ranks made alike, with "sum" or "max"."""
+    """The contents of a rank's arrays after a correct call of all ranks, with "sum" or "max"."""
     x, out = arrays(call, group)
     ranks = np.arange(1, group.size + 1)
     reduced = ranks.sum() if call.op == "sum" else group.size
@@ -142,13 +141,13 @@ def differing(got: tuple[Array, Array | None], wanted: tuple[Array, Array | None
 
 
 def rank_sees(group: Group, job: Job) -> Seen:
-    """Makes the calls until one fails. What is wrong after a disagreement is looked for."""
+    """Makes the calls until one fails. Checks the arrays after a disagreement."""
     mine = job.call
     start = time.monotonic()
     held = arrays(job.call, group)
     wrong = 0
     try:
-        pycomm.barrier(group=group)  # the forming is over on every rank
+        pycomm.barrier(group=group)  # forming is complete on every rank
         if job.moment == "meanwhile" and group.rank == job.victim:
             _at_random(job)
         for turn in range(MOST_CALLS if job.moment == "meanwhile" else CALLS):
@@ -159,8 +158,8 @@ def rank_sees(group: Group, job: Job) -> Seen:
             made(mine, group, *held)
             wrong += differing(held, result(mine, group))
             mine = job.call
-        pycomm.barrier(group=group)  # whoever heard nothing so far hears now
-    except errors.Error as error:  # is what the cell looks for
+        pycomm.barrier(group=group)  # ranks without an error so far get it here
+    except errors.Error as error:  # the expected outcome
         noticed_ms = 1e3 * (time.monotonic() - _struck(job, start))
         seen = Seen(type(error).__name__, str(error), error.peer, noticed_ms, wrong)
         if isinstance(error, errors.Mismatch):
@@ -184,7 +183,7 @@ DISAGREEMENTS: dict[str, Callable[[Call, int], Call]] = {
 
 
 def _strike(group: Group, job: Job) -> Call:
-    """What the victim calls instead of its second call, unless it ends here."""
+    """The call of the victim instead of its second call, unless it ends here."""
     if job.action in DISAGREEMENTS:
         return DISAGREEMENTS[job.action](job.call, group.size)
     if job.action == "skip":
@@ -195,7 +194,7 @@ def _strike(group: Group, job: Job) -> Call:
 
 
 def _end(job: Job) -> None:
-    """The victim's end, in its own words."""
+    """The victim ends by this action."""
     Path(job.folder, STRUCK).write_text(str(time.monotonic()))
     match job.action:
         case "kill":
@@ -219,7 +218,7 @@ def _at_random(job: Job) -> None:
 def _struck(job: Job, otherwise: float) -> float:
     try:
         return float(Path(job.folder, STRUCK).read_text())
-    except FileNotFoundError:  # nothing struck: ranks disagree, or the group was forming
+    except FileNotFoundError:  # no fault: ranks disagree, or the group was forming
         return otherwise
 
 
@@ -230,7 +229,7 @@ def _usable(group: Group) -> bool:
 
 
 def _bury(group: Group, job: Job) -> None:
-    """Kills a stopped victim when all others have told, so that the cell may end."""
+    """Kills a stopped victim after all others have reported, so that the cell ends."""
     if job.action != "stop" or group.rank == job.victim:
         return
     Path(job.folder, f"told{group.rank}").touch()

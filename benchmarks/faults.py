@@ -1,18 +1,16 @@
-"""`python -m benchmarks faults`: one rank dies, stops, or goes astray; what do the others see?
+"""`python -m benchmarks faults`: fault injection in one rank, and the errors of the others.
 
-The matrix is data: what happens, in which call of which size, when, on which transport. Every cell
-is run and held against what is promised (docs/errors.md), or left out for a reason that is stored
-too; the table shows how many kept it, and how long the others waited until they knew. Ends with 1
-where a promise was broken.
+The matrix is data: the fault, the call and its size, the moment, the transport. Every cell is run
+and compared with the guarantees of docs/errors.md, or left out for a stored reason. The table
+shows how many cells were as guaranteed, and the time until the others detected the fault. Exits
+with 1 if a guarantee was violated.
 
     idle       between two calls, while the others wait in the second
-    start      in a call, when its first bytes have passed over the victim's channels
-    middle     when half of what such a call sends and receives has passed
-    meanwhile  at a random moment of a series of calls: the strategy is the one that users get
+    start      in a call, after the first bytes on the victim's channels
+    middle     after half of the bytes that such a call sends and receives
+    meanwhile  at a random moment of a series of calls, with the default strategy
     forming    while the group forms
     closing    after its last call, while the others leave
-
-main() is called by benchmarks.__main__, pycomm.__main__ and `make faults`.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from pycomm.testing import FaultPlan, run_ranks
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
-"""Here data flows to the root or from it: who is done before the others disagree cannot know."""
+"""Data flows to or from the root: a rank that is done before the others disagree cannot know."""
 VERBS = (
     *REDUCTIONS,
     "broadcast",
@@ -54,7 +52,7 @@ VERBS = (
 COUNTS = {"tiny": 24, "large": 600_000}
 """Elements of float32: of 2, 3, 4 and 8 ranks."""
 GRAINS = {"tiny": 1, "large": 997}
-"""Bytes of a throttle that are seen at once: each takes a sleep and a wake-up."""
+"""Bytes that a throttle delivers at once: each such chunk costs a sleep and a wake-up."""
 MOMENTS = {
     "kill": ("idle", "start", "middle", "meanwhile", "forming", "closing"),
     "stop": ("idle", "start", "meanwhile", "forming"),
@@ -70,33 +68,33 @@ MOMENTS = {
 ALL_MOMENTS = MOMENTS["kill"]
 NOT_THEN = {
     "stop": {
-        "middle": "struck there it has sent what others wait for as often as not: see meanwhile",
-        "closing": "who leaves waits for nobody",
+        "middle": "often the awaited data was already sent at that point: see meanwhile",
+        "closing": "a leaving rank does not wait",
     },
-    "exit": dict.fromkeys(("start", "middle", "forming"), "to the others it is a kill"),
+    "exit": dict.fromkeys(("start", "middle", "forming"), "for the others it equals a kill"),
     "exception": dict.fromkeys(ALL_MOMENTS[1:], "a program raises between calls"),
 }
-"""Why an action has no such moment, where OTHERWISE does not say it."""
+"""Why an action has no such moment, if OTHERWISE gives no reason."""
 OTHERWISE = {
-    "disconnect": "a transport strikes when bytes pass",
-    "corrupt": "a transport strikes when bytes pass",
-    "delay": "it is in force all the time",
-    "throttle": "it is in force all the time",
-    "skip": "a call is another from its start on",
-    **dict.fromkeys(DISAGREEMENTS, "a call is another from its start on"),
+    "disconnect": "the transport acts on transferred bytes",
+    "corrupt": "the transport acts on transferred bytes",
+    "delay": "the fault lasts for the whole run",
+    "throttle": "the fault lasts for the whole run",
+    "skip": "the call differs from its start",
+    **dict.fromkeys(DISAGREEMENTS, "the call differs from its start"),
 }
 ENDS = ("kill", "stop", "exit", "exception", "disconnect", "corrupt")
-"""After these a rank is lost; DISAGREEMENTS and "skip" are a Mismatch; slow ones are nothing."""
+"""After these a rank is lost; DISAGREEMENTS and "skip" raise Mismatch; slow ones no error."""
 PROCESSES = ("kill", "stop", "exit", "exception")
 HEARTBEAT_S = 1.0
 AT_ONCE_MS = 1000.0
 LIMIT_S = 30.0
-MOST_WORDS = 240  # characters of what a rank said are stored
+MOST_WORDS = 240  # stored characters of a rank's error
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of the matrix."""
+    """One cell of the matrix."""
 
     action: str
     moment: str
@@ -108,19 +106,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A cell, and what came of it; `seen` is by rank, without the victim where it is gone."""
+    """A cell and its outcome; `seen` is by rank, without the victim where it is gone."""
 
     cell: Cell
-    broken: str  # the promise, "" where all were kept
+    broken: str  # the violated guarantee, or ""
     seconds: float
     seen: list[Seen | None]
-    before: str = ""  # how it was broken when it ran before, with --again
+    before: str = ""  # the violation of the previous run, with --again
 
 
 def matrix(
     actions: Sequence[str], transports: Sequence[str], sizes: Sequence[str], ranks: Sequence[int]
 ) -> Iterator[Cell]:
-    """All cells of these kinds that can be."""
+    """All applicable cells of these kinds."""
     for cell in every(actions, transports, sizes, ranks):
         if not left_out(cell):
             yield cell
@@ -129,17 +127,17 @@ def matrix(
 def every(
     actions: Sequence[str], transports: Sequence[str], sizes: Sequence[str], ranks: Sequence[int]
 ) -> Iterator[Cell]:
-    """The whole product, also what makes no sense."""
+    """The whole product, with cells that are not applicable."""
     for parts in itertools.product(actions, ALL_MOMENTS, VERBS, sizes, transports, ranks):
         yield Cell(*parts)
 
 
 def left_out(cell: Cell) -> str:
-    """Why this cell is not run; "" where it is."""
+    """Why this cell is not run; "" if it is."""
     if cell.moment not in MOMENTS[cell.action]:
         return NOT_THEN.get(cell.action, {}).get(cell.moment) or OTHERWISE[cell.action]
     if cell.moment in ("forming", "closing"):
-        return "" if cell.verb == VERBS[0] else "no verb is under way: see all_reduce"
+        return "" if cell.verb == VERBS[0] else "no call is in progress: see all_reduce"
     if cell.verb == "barrier":
         return _no_barrier(cell)
     reasons = {
@@ -154,11 +152,11 @@ def left_out(cell: Cell) -> str:
 def _no_barrier(cell: Cell) -> str:
     reasons = {
         "it carries no data": cell.size != "tiny" or cell.action.startswith("wrong "),
-        "instead of a call it is one": cell.action == "skip",
-        "each cell begins with one, which would be struck": cell.moment in ("start", "middle"),
+        "the barrier replaces a call": cell.action == "skip",
+        "the fault would hit the cell's first barrier": cell.moment in ("start", "middle"),
     }
     found = next((reason for reason, holds in reasons.items() if holds), "")
-    # Only where it is another verb does the first reason not hold.
+    # A wrong operation makes the first reason void: the verb is another one.
     return "" if cell.action == "wrong operation" and cell.size == "tiny" else found
 
 
@@ -192,7 +190,7 @@ def outcome(cell: Cell, seed: int = 0) -> Outcome:
 
 
 def _plans(cell: Cell, call: Call, told: str) -> list[FaultPlan]:
-    """What the transport has to do, where it is the one that strikes."""
+    """The fault plan of the transport, if the transport injects the fault."""
     victim = cell.ranks - 1
     if cell.action in ("delay", "throttle"):
         grain = GRAINS[cell.size]
@@ -208,12 +206,12 @@ def _plans(cell: Cell, call: Call, told: str) -> list[FaultPlan]:
 
 
 def raised(error: BaseException) -> Seen:
-    """Of a rank that did not get as far as telling."""
+    """The outcome of a rank that did not report."""
     return Seen(type(error).__name__, str(error), getattr(error, "peer", None))
 
 
 def _broken(cell: Cell, seen: Sequence[Seen | None]) -> str:
-    """The first promise that was not kept, "" if all were."""
+    """The first violated guarantee, or ""."""
     victim = cell.ranks - 1
     for rank, one in enumerate(seen):
         if one is None or (rank == victim and cell.action in ENDS):
@@ -224,34 +222,34 @@ def _broken(cell: Cell, seen: Sequence[Seen | None]) -> str:
 
 
 def complaint(cell: Cell, victim: int, one: Seen, at_once_ms: float = AT_ONCE_MS) -> str:
-    """What is wrong with what a rank has seen, "" if nothing."""
+    """The violation in a rank's observations, or ""."""
     told = f"{one.error}: {one.text}" if one.error else "nothing"
     wanted = _wanted(cell)
     found = {
         f"{one.wrong} elements are not what they should be, and {told} was raised": one.wrong
         and (cell.verb not in ONE_WAY or "undefined" not in one.text),
-        f"{wanted or 'nothing'} was promised, not {told}": one.error != wanted,
-        "the group was not usable any more": not one.usable,
+        f"{wanted or 'nothing'} was expected, not {told}": one.error != wanted,
+        "the group was no longer usable": not one.usable,
     }
     if wanted in ("PeerLost", "GroupBroken"):
         limit_ms = at_once_ms + (1e3 * HEARTBEAT_S if cell.action == "stop" else 0.0)
         named = one.peer == victim and f"rank {victim} " in one.text
         found[f"rank {victim} is not named: {told}"] = not named
-        found[f"told after {one.noticed_ms:.0f} ms: {told}"] = one.noticed_ms > limit_ms
+        found[f"reported after {one.noticed_ms:.0f} ms: {told}"] = one.noticed_ms > limit_ms
     return next((what for what, true in found.items() if true), "")
 
 
 def _wanted(cell: Cell) -> str:
-    """The class of the error that was promised, "" for none."""
+    """The class of the guaranteed error, "" for none."""
     if cell.action in ("delay", "throttle") or cell.moment == "closing":
         return ""
     if cell.action == "exception":
-        return "GroupBroken"  # whoever runs the ranks aborts the group, with the reason
+        return "GroupBroken"  # the launcher aborts the group with the reason
     return "PeerLost" if cell.action in ENDS else "Mismatch"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs, prints, stores; the exit status."""
+    """Runs, prints, stores; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm bench faults", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--actions", default=",".join(MOMENTS), help="(%(default)s)")
@@ -260,7 +258,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", default="3", help="some of 2, 3, 4 and 8 (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to store all outcomes")
     parser.add_argument(
-        "--again", action="store_true", help="only what is broken in --json, which keeps the rest"
+        "--again", action="store_true", help="only the failed cells of --json; keeps the rest"
     )
     parser.add_argument("--plot", type=Path, help="where to draw them (.png, .svg)")
     options = parser.parse_args(argv)
@@ -292,7 +290,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
     console.print(_table(found))
     missed = [(cell, why) for cell in every(**chosen, ranks=ranks) if (why := left_out(cell))]
-    console.print(f"{len(found)} cells run, {len(missed)} make no sense")
+    console.print(f"{len(found)} cells run, {len(missed)} not applicable")
     _store(options.json, found, missed)
     if options.plot:
         fault_plot.save(options.plot, found)
@@ -311,7 +309,7 @@ def _table(found: Sequence[Outcome]) -> Table:
         rows[one.cell.action, one.cell.transport, one.cell.ranks].append(one)
     for (action, transport, ranks), outcomes in rows.items():
         told = [seen for one in outcomes for seen in one.seen if seen is not None]
-        errors = collections.Counter(seen.error or "nobody" for seen in told)
+        errors = collections.Counter(seen.error or "no error" for seen in told)
         times = [seen.noticed_ms for seen in told if seen.error == "PeerLost" and seen.noticed_ms]
         shown.add_row(
             action,
@@ -327,7 +325,7 @@ def _table(found: Sequence[Outcome]) -> Table:
 
 
 def _store(path: Path | None, found: Sequence[Outcome], missed: Sequence[tuple[Cell, str]]) -> None:
-    """A cell a line: who noticed what, when and in which words; and what was left out, and why."""
+    """One cell a line: error, time and text of each rank; and the cells left out, with reasons."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -363,7 +361,7 @@ def _rounded(one: Outcome) -> dict[str, Any]:
 
 
 def _gaps(missed: Sequence[tuple[Cell, str]]) -> list[dict[str, Any]]:
-    """Alike but for verb, size, transport and ranks in one."""
+    """Groups cells that differ only in verb, size, transport and ranks."""
     found: dict[tuple[str, str, str], list[Cell]] = collections.defaultdict(list)
     for cell, why in missed:
         found[cell.action, cell.moment, why].append(cell)

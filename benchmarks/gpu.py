@@ -1,10 +1,9 @@
-"""`python -m benchmarks gpu`, or `make gpu`: everything that wants a GPU, part by part.
+"""`python -m benchmarks gpu`, or `make gpu`: everything that needs a GPU, part by part.
 
-Each part is a command of its own with a limit, after which it is killed with all that it started,
-so that one that hangs holds up no other. What a part prints goes to the screen and to
-benchmarks/results/gpu/; a summary of all stands beside it as gpu.json. Ends with 0 where every part
-did, with 1 where one failed, with 3 where there is no GPU. docs/internals/cuda_testing.md tells how
-to read it.
+Each part is a separate command with a time limit, after which it is killed with its child
+processes, so that a hanging part does not block the others. The output of a part is shown and
+stored in benchmarks/results/gpu/, with a summary in gpu.json. Exits with 0 if every part succeeded,
+with 1 if one failed, with 3 without a GPU. docs/internals/cuda_testing.md explains the results.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SUITES = ("channels", "dgc", "faults", "groups", "messages")  # of tests/test_de
 
 @dataclass(frozen=True)
 class Part:
-    """One command, and for how long it may take."""
+    """One command and its time limit."""
 
     name: str
     command: list[str]
@@ -41,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part; `said` is in words why it is not fine."""
+    """The outcome of a part; `said` is the reason of a failure."""
 
     name: str
     command: str
@@ -50,7 +49,7 @@ class Outcome:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the parts that were asked for; the exit status."""
+    """Runs the requested parts; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
@@ -74,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def gpus() -> tuple[list[str], str]:
-    """The names of the GPUs that all parts can use, and otherwise why there is none."""
+    """The names of the GPUs that all parts can use, or the reason why there is none."""
     import torch
 
     if importlib.util.find_spec("pycomm._cuda") is None:
@@ -88,7 +87,7 @@ def gpus() -> tuple[list[str], str]:
 
 
 def parts(count: int, results: Path) -> list[Part]:
-    """All that runs where there are `count` GPUs, the short and telling ones first."""
+    """The parts for `count` GPUs, the short and informative ones first."""
     python = sys.executable
     ranks = min(count, 8)
     suites = ("kernels", "compact_devices", *(f"device_{name}" for name in SUITES))
@@ -99,7 +98,7 @@ def parts(count: int, results: Path) -> list[Part]:
     found = [
         Part("tests", [python, "-m", "pytest", "-q", "-k", "cuda", *tests], 1500),
         Part("nccl", [*own, "alone"], 120),
-        # Two ranks that share a GPU: what NCCL makes of it, by either way to allow it.
+        # Two ranks that share a GPU under NCCL, by each way to allow it.
         Part("shared-multi-rank", [*own, "shared", "--way", "multi-rank"], 120),
         Part("shared-host-id", [*own, "shared", "--way", "host-id"], 120),
         Part("training", [*own, "training", "--ranks", str(ranks)], 600),
@@ -113,7 +112,7 @@ def parts(count: int, results: Path) -> list[Part]:
 
 
 def run(chosen: Sequence[Part], results: Path, names: Sequence[str]) -> int:
-    """Runs the parts one after the other and stores what they said; 1 where one failed, else 0."""
+    """Runs the parts one after the other and stores their outcomes; 1 if one failed, else 0."""
     results.mkdir(parents=True, exist_ok=True)
     found = []
     for part in chosen:
@@ -154,7 +153,7 @@ def run_part(part: Part, log: Path) -> Outcome:
         except subprocess.TimeoutExpired:
             said = f"not over after {part.limit_s:.0f} s, and killed"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # all of it has ended
+            with contextlib.suppress(ProcessLookupError):  # all processes have ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return Outcome(part.name, " ".join(part.command), time.monotonic() - start, said)

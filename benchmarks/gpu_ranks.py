@@ -1,9 +1,9 @@
-"""What `python -m benchmarks gpu` runs on ranks of its own: NCCL alone, two ranks that share a GPU,
-and training over pycomm beside torch's DDP over nccl.
+"""The multi-rank parts of `python -m benchmarks gpu`: NCCL alone, two ranks that share a GPU, and
+training over pycomm and torch's DDP over nccl.
 
     python -m benchmarks.gpu_ranks {alone,shared,training} [options]
 
-Ends with 0 where all is as it should be. A hang is for who calls to end. Not yet run on a GPU.
+Exits with 0 if all is as expected. The caller must end a hang. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import pycomm
 from pycomm.demo import processes
 from pycomm.demo.processes import Rank
 
-# NCCL refuses two ranks on one GPU, but for: 2.30.3 and newer, which can be told to allow it
-# (experimental); and ranks that it takes for ones of different hosts, which talk through sockets.
+# NCCL refuses two ranks on one GPU, with two exceptions: 2.30.3 and newer have an option for it
+# (experimental), and ranks that appear to be on different hosts communicate through sockets.
 WAYS = {
     "multi-rank": lambda rank: {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
     "host-id": lambda rank: {"NCCL_HOSTID": f"pycomm-{rank}", "NCCL_P2P_DISABLE": "1"},
@@ -32,13 +32,13 @@ TRAINED = {
     "nccl": "torch's DDP over nccl",
     "pycomm": "torch's DDP over pycomm",
     "DataParallel": "pycomm's own wrapper",
-    "DGC": "the same, with a hundredth of each gradient",
+    "DGC": "the same, with 1 % of each gradient",
 }
-"""Ways to train. The backend gloo is another one, for where there is no GPU."""
+"""Ways to train. Without a GPU there is also the backend gloo."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one of the programs; the exit status."""
+    """Runs one of the programs; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_ranks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("what", choices=("alone", "shared", "training"))
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def alone() -> int:
-    """Which NCCL is loaded, and whether it makes a communicator."""
+    """Prints the loaded NCCL, and makes a communicator."""
     from pycomm import nccl
 
     library = nccl.load()
@@ -83,7 +83,7 @@ def _share(rank: Rank, way: str) -> None:
 
 
 def training(ranks: int) -> int:
-    """The losses of every way to train, which have to be those of nccl within rounding."""
+    """Compares the losses of every way to train with those of nccl, within rounding."""
     losses: dict[str, list[float]] = {}
     for way, said in TRAINED.items():
         heard: dict[int, list[float]] = {}
@@ -94,8 +94,8 @@ def training(ranks: int) -> int:
 
 
 def judge(losses: Mapping[str, Sequence[float]]) -> int:
-    """0 where all have learnt something, and the same as the first; DGC, which sends a part, may
-    learn it later."""
+    """0 if all losses fall and match the first; DGC, which sends a part of each gradient, may
+    lag behind."""
     first = next(iter(losses))
     fine = True
     for way, ours in losses.items():
@@ -110,7 +110,7 @@ def judge(losses: Mapping[str, Sequence[float]]) -> int:
 
 
 def train(rank: Rank, way: str, kind: str) -> None:
-    """STEPS steps of a small model; says the losses, each the mean over ranks."""
+    """STEPS steps of a small model; sends the losses, each the mean over ranks."""
     backend = way if way in ("nccl", "gloo") else "pycomm"
     device = torch.device(kind, rank.rank) if kind != "cpu" else torch.device(kind)
     bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}

@@ -1,4 +1,4 @@
-"""What `bench kernels` found, as lines of a table, as JSON, and drawn. Called by kernels.py."""
+"""The results of `bench kernels` as lines of a table, as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Row:
     limit_bytes: float  # that must be read and written
     limit_ms: float
     limit_percent: float
-    ratio: float  # times faster is pycomm
+    ratio: float  # how many times faster pycomm is
     step_percent: float  # of the time of pycomm's dgc_step
-    host_us: float  # median, until the host could go on
+    host_us: float  # median, until the call returned to the host
     replayed: bool = False  # as a graph
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Who is not among the rows, and why."""
+    """A contestant that is left out, and why."""
 
     kernel: str
     peer: str
@@ -58,7 +58,7 @@ def text(row: Row) -> str:
 
 
 def missing_text(missing: Missing) -> str:
-    """The same for one that is not there."""
+    """The same for one that is left out."""
     return f"{missing.kernel:17} {'':>9} {missing.peer:>16}   left out: {missing.why}"
 
 

@@ -1,16 +1,15 @@
-"""`python -m benchmarks kernels`: the kernels of sparse training, beside others and the limit.
+"""`python -m benchmarks kernels`: the kernels of sparse training, other libraries, and the limit.
 
 The data are those of residuals.py. Each kernel is checked against pycomm.reference, bit by bit;
-then all take their turns, round by round, with compiled loops among them that only move memory
-(bandwidth.h of csrc/kernels and csrc/cuda) and give the limit. Ends with 1 when a bit was wrong or
-somebody beat the limit. Who cannot take part is named, with the reason.
+then all are timed in turn, round by round, together with compiled loops that only move memory
+(bandwidth.h of csrc/kernels and csrc/cuda) and give the limit. Exits with 1 if a bit was wrong or a
+contestant was faster than the limit. Contestants that cannot run are listed with the reason.
+
 The limit of a kernel is the longest of three times: for the bytes that it reads, at the fastest
 that any loop read; for those that it writes, at the fastest that any wrote; and for all of them, at
-the rate of the best of copying and of 3 reads and 2 writes, also of reading where twice as much is
-read as written, and of filling where it is the other way about. sparse.py and single_kernels.py say
-which bytes are counted.
-
-main() is called by benchmarks.__main__ and pycomm.__main__.
+the best rate of copying and of 3 reads and 2 writes. Reading counts too where twice as much is read
+as written, and filling in the opposite case. sparse.py and single_kernels.py define the counted
+bytes.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ SIZES = {
     "cuda": [2**20, 2**22, 2**24, 25_600_000, 110_000_000, 2**28],
 }
 BYTES_EACH = 360
-"""Of all arrays of all comparisons together, for an element."""
+"""Bytes of all arrays of all comparisons together, for an element."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints, stores; the exit status."""
+    """Measures, prints, stores; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm bench kernels", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
@@ -80,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     print(HEADER)
     steps, choices, missing = comparators(names)
     if place.name != "cpu":
-        missing.append(Missing("DGC", OURS, "its ranks meet in host memory: no time of a kernel"))
+        missing.append(Missing("DGC", OURS, "its ranks communicate in host memory: no kernel time"))
     rows: list[Row] = []
     for size in options.sizes or SIZES[options.device]:
         if why := place.no_room(BYTES_EACH * size):
@@ -115,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def comparators(names: Sequence[str]) -> tuple[dict[str, Step], dict[str, Choose], list[Missing]]:
-    """What dgc_step and topk are beside, and which of these are not here."""
+    """The other implementations of dgc_step and topk, and those that are missing here."""
     found, absent = libraries.found([name for name in names if name in libraries.LOADERS])
     steps = {name: COMPOSED[name] for name in names if name in COMPOSED}
     steps |= {library.name: library.step for library in found}
@@ -125,14 +124,14 @@ def comparators(names: Sequence[str]) -> tuple[dict[str, Step], dict[str, Choose
 
 
 def able(comparisons: Sequence[Comparison]) -> tuple[list[Comparison], list[Missing]]:
-    """The comparisons without those others who cannot do what is asked of them here."""
+    """The comparisons without the peers that cannot run them here."""
     left, missing = [], []
     for one in comparisons:
         calls = {}
         for peer, call in one.calls.items():
             try:
                 call(0)
-            except Exception as error:  # others', whatever they raise: it is told
+            except Exception as error:  # any error of another library: it is listed as left out
                 if peer == OURS:
                     raise
                 missing.append(Missing(one.kernel, peer, f"{type(error).__name__}: {error}"))
@@ -144,8 +143,8 @@ def able(comparisons: Sequence[Comparison]) -> tuple[list[Comparison], list[Miss
 
 
 def measured(place: Host, count: int, comparisons: Sequence[Comparison], rounds: int) -> list[Row]:
-    """All contestants in turn; each round goes through the recorded steps once, the first of which,
-    after the way back to the recorded state, is not timed."""
+    """All contestants in turn; each round runs the recorded steps once. The first step, after the
+    reset to the recorded state, is not timed."""
     by_kernel = {one.kernel: one for one in comparisons}
     waiting = {f"{one.kernel}/{peer}" for one in comparisons for peer in one.waits}
     calls = _between(place.streams(count), comparisons)
@@ -189,8 +188,8 @@ def measured(place: Host, count: int, comparisons: Sequence[Comparison], rounds:
 
 
 def _limit(speeds: dict[str, Traffic], moved: Traffic) -> float:
-    """Seconds below which nobody moves that; of each loop, the bytes that it read and wrote in a
-    second."""
+    """The least seconds in which these bytes can be moved; of each loop, the bytes that it read and
+    wrote in a second."""
     others = {"read": moved.read >= 2 * moved.written, "fill": moved.written >= 2 * moved.read}
     mixed = max(sum(speed) for name, speed in speeds.items() if others.get(name, True))
     read = max(speed.read for speed in speeds.values())
@@ -199,8 +198,8 @@ def _limit(speeds: dict[str, Traffic], moved: Traffic) -> float:
 
 
 def _between(streams: dict[str, Call], comparisons: Sequence[Comparison]) -> dict[str, Call]:
-    """With the calls of the comparisons: pycomm's first and the others last, so that what one of
-    them has read or written has left the caches before another one of its comparison comes."""
+    """Adds the calls of the comparisons: pycomm's first and the others last, so that the data of
+    one contestant has left the caches before another of its comparison runs."""
     turns = [[(f"{c.kernel}/{peer}", call) for peer, call in c.calls.items()] for c in comparisons]
     first, *others = (filter(None, turn) for turn in zip_longest(*turns))
     return dict(first) | streams | dict(chain(*others))

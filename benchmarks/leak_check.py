@@ -1,7 +1,5 @@
-"""What this process holds of what it may leave behind: descriptors, threads, child processes,
-memory that ranks share, files.
-
-Called by soak.py after each epoch and by the tests after each test (tests/conftest.py).
+"""The resources of this process that may leak: descriptors, threads, child processes, shared
+memory, files. soak.py checks them after each epoch, tests/conftest.py after each test.
 """
 
 from __future__ import annotations
@@ -21,16 +19,16 @@ LEAVE_S = 5.0
 TASKS = Path("/proc/self/task")
 MEMORY = re.compile("memfd:pycomm[^ \n]*")
 FONTS = (".ttf", ".otf", ".ttc")  # matplotlib's own, or the system's
-OURS = re.compile("pycomm(?!_)")  # pycomm_... are a launcher's, who is somebody else
+OURS = re.compile("pycomm(?!_)")  # pycomm_... belong to a launcher, another process
 
 Resources = dict[str, Counter[str]]
 """By kind: how many there are of each name."""
 
 
 def resources() -> Resources:
-    """At the moment. Threads are Python's and pycomm's own, but for those of its kernels, which
-    stay for the next one. What libraries keep at hand is theirs: torch its threads, matplotlib the
-    fonts that it has opened."""
+    """Counts them now. Threads are Python's and pycomm's, except those of its kernels, which stay
+    for the next call. Caches of libraries are not counted: torch's threads, matplotlib's open
+    fonts."""
     found: Resources = {
         "descriptors": Counter(),
         "threads": Counter(thread.name for thread in threading.enumerate()),
@@ -57,12 +55,12 @@ def resources() -> Resources:
 
 
 def _kind(link: str) -> str:
-    """Of what a descriptor is: "socket" for "socket:[12345]"; a path as it is."""
+    """The kind of a descriptor: "socket" for "socket:[12345]"; a path unchanged."""
     return link if link.startswith("/") else link.partition(":[")[0]
 
 
 def added(before: Resources, now: Resources) -> str:
-    """What there is now and was not before, "" if nothing."""
+    """The resources that are new since `before`, "" if none."""
     found = {kind: now[kind] - before[kind] for kind in now}
     return "; ".join(
         f"{some.total()} more {kind}: " + ", ".join(f"{name} x{n}" for name, n in some.items())
@@ -72,12 +70,12 @@ def added(before: Resources, now: Resources) -> str:
 
 
 def leaked(before: Resources) -> str:
-    """What is held now and was not before, "" if nothing. Waits for what takes a moment to go, and
-    as long as anything goes: on a busy machine a look at all objects takes seconds."""
+    """The resources that are new since `before`, "" if none. Waits while any is being released: on
+    a busy machine a scan of all objects takes seconds."""
     end = time.monotonic() + LEAVE_S
     while found := added(before, resources()):
-        # Errors hold their frames, and these torch's graphs, which go one by one.
+        # Errors hold their frames, and these torch's graphs, which are freed one by one.
         if not gc.collect() and time.monotonic() > end:
             break
-        time.sleep(0.01)  # the thread that sees last bytes off ends by itself: graceful_close.h
+        time.sleep(0.01)  # the thread of graceful_close.h ends by itself
     return found

@@ -1,9 +1,8 @@
-"""What `bench kernels` compares with on a GPU beside torch's operations: CUB, Triton, CuPy.
+"""The libraries that `bench kernels` compares with on a GPU besides torch: CUB, Triton, CuPy.
 
-Each is looked for; one that is not here is left out, with the reason. Each chooses by an operation
-that its users would take, and updates u and v in one loop: CUB behind torch.compile's, Triton
-(triton_step.py) with torch.topk behind, CuPy by an elementwise kernel and argpartition. Called by
-kernels.py. Not yet run on a GPU.
+A missing library is left out, with the reason. Each selects by an operation that its users would
+take, and updates u and v in one loop: CUB after torch.compile's loop, Triton (triton_step.py)
+before torch.topk, CuPy by an elementwise kernel and argpartition. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ BUILD = SOURCE.parent.parent / "build" / "benchmarks"
 
 @dataclass(frozen=True)
 class Library:
-    """What it is called, and what it does."""
+    """The name and the function of a library."""
 
     name: str
     step: Step
@@ -43,7 +42,7 @@ def found(names: Sequence[str]) -> tuple[list[Library], dict[str, str]]:
     for name in names:
         try:
             libraries.append(LOADERS[name]())
-        except (ImportError, Unsupported) as error:  # the table has why
+        except (ImportError, Unsupported) as error:  # the table shows the reason
             missing[name] = str(error)
     return libraries, missing
 
@@ -78,7 +77,7 @@ def _cub() -> Library:
             if error:
                 raise RuntimeError(f"{name}: {library.cub_error(error).decode()}")
 
-        call(None)  # how much room it wants
+        call(None)  # the needed workspace
         room = torch.empty(size.value, dtype=torch.uint8, device=x.device)
         call(room.data_ptr())
         return magnitudes, indices
@@ -94,7 +93,7 @@ def cub(arch: str) -> Any:
     """cub_topk.cu, compiled for an architecture such as sm_90 and loaded.
 
     Raises:
-        Unsupported: there is no nvcc, or it does not compile it.
+        Unsupported: there is no nvcc, or compilation fails.
     """
     usual = Path("/usr/local/cuda/bin/nvcc")
     nvcc = shutil.which("nvcc") or (str(usual) if usual.exists() else None)
@@ -145,7 +144,7 @@ def _cupy() -> Library:
 
 
 def _on_stream(cupy: Any, x: Tensor) -> Any:
-    """CuPy's work goes where torch's does."""
+    """Makes CuPy use torch's current stream."""
     return cupy.cuda.ExternalStream(torch.cuda.current_stream(x.device).cuda_stream)
 
 

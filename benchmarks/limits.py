@@ -2,12 +2,9 @@
 
 A copy of B bytes reads B and writes B. Each rank copies its own arrays with one thread, in the same
 rounds as the contestants, and the fastest of three ways counts: plain stores (torch), the memcpy of
-the C library (NumPy), which takes non-temporal stores where arrays exceed its share of the cache,
-and a change in place, which writes the lines that it has read and so fetches no others. What is
-read was written just before, as a contestant's array is: what of it the caches still hold is near
-for both.
-
-Called by worker.py and table.py.
+the C library (NumPy), which uses non-temporal stores if arrays exceed its share of the cache, and a
+change in place, which writes the lines that it has read and so fetches no others. The source was
+written just before, as a contestant's array is, so the caches hold the same part of both.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch
 from benchmarks.verbs import VERBS, Call, Case
 
 SMALLEST_COPY = 2**16
-"""Bytes. Below, a copy from Python measures Python; the bandwidth at this size stands for them."""
+"""Bytes. Smaller copies from Python measure Python: the bandwidth at this size is used for them."""
 
 TOLERANCE = 1.03
 """A contestant this much faster than the limit shows that the limit is wrong."""

@@ -1,8 +1,8 @@
-"""One rank of `benchmarks links`: `python -m benchmarks.link_rank`, its orders on stdin as JSON.
+"""One rank of `benchmarks links`: `python -m benchmarks.link_rank`, its request on stdin as JSON.
 
-Checks every case, then times the contestants in turn. What it says goes to stdout, a line of JSON
-for each case; the ranks meet at a store in rank 0's host, and start each call together by a file
-that all map, for the hosts share this machine. Started by links.py.
+Checks every case, then times the contestants in turn. It writes a line of JSON for each case to
+stdout. The ranks use a store on rank 0's host as rendezvous, and start each call together by a
+mapped file, as all hosts are on this machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIMEOUT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Orders:
-    """What a rank is to do."""
+    """The request of a rank."""
 
     rank: int
     size: int
@@ -54,7 +54,7 @@ class Said:
 
 
 def main() -> None:
-    """Does what stdin says."""
+    """Runs the request on stdin."""
     orders = Orders(**json.loads(sys.stdin.readline()))
     torch.set_num_threads(1)
     store = TCPStore(
@@ -83,7 +83,7 @@ def main() -> None:
             said.seconds[name], said.cpu_s[name] = [], []
         for turn in range(orders.rounds):
             names = list(contestants)
-            first = turn % len(names)  # nobody always comes after the same one
+            first = turn % len(names)  # no contestant always follows the same one
             for name in names[first:] + names[:first]:
                 seconds, cpu_s = _series(contestants[name], arrays, barrier, calls)
                 said.seconds[name].append(seconds)

@@ -1,18 +1,16 @@
-"""`python -m benchmarks links`: collectives between hosts, over lines of a given speed.
+"""`python -m benchmarks links`: collectives between hosts, over links of a given rate.
 
 Hosts are network namespaces of this machine (pycomm/demo/netns.py), joined by veth and held to a
 rate by `tc tbf`; "none" leaves them as fast as the kernel is. At each rate fresh ranks
 (link_rank.py) hold a group of every contestant, check every case and take turns. Needs root.
 
-    bytes       what a host must send in a case: S times nccl-tests' bus factor for hosts
+    bytes       that a host must send in a case: S times nccl-tests' bus factor for hosts
     % of line   bytes / time, of the rate
     CPU s/GB    processor seconds of all ranks of a host, the kernel's among them, / bytes (10^9)
 
 `--peers sockets` is no contestant but a bound: the same bytes through plain sockets (sockets.py).
 `--peers pycomm,pycomm-encrypted` compares `Options(encrypt=True)` with plain connections.
-With --training it is steps of a training that are measured, with options of its own (steps.py).
-
-main() is called by benchmarks.__main__ and pycomm.__main__.
+With --training it measures training steps instead, with other options (steps.py).
 """
 
 from __future__ import annotations
@@ -56,8 +54,8 @@ class Row:
     size_bytes: int
     peer: str
     time_ms: float
-    bandwidth_gbs: float  # of what a host must send
-    line_percent: float | None  # None where the line has no rate
+    bandwidth_gbs: float  # of the bytes that a host must send
+    line_percent: float | None  # None if the link has no rate
     ratio: float | None  # times faster than gloo; None without it
     cpu_s_per_gb: float
     wrong: int
@@ -65,7 +63,7 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints, stores; the exit status: 2 where there can be no hosts."""
+    """Measures, prints, stores; returns the exit status: 2 if hosts are impossible here."""
     if "--training" in argv:
         return steps.main([word for word in argv if word != "--training"])
     parser = _parser()
@@ -117,16 +115,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=parse_sizes, default="1M:64M:4", help="(%(default)s)")
     parser.add_argument("--ops", default="all_reduce", help=",".join(VERBS))
     parser.add_argument("--peers", default="pycomm,gloo", help=",".join(CONTESTANTS))
-    parser.add_argument("--rounds", type=int, default=5, help="how often each takes its turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--json", type=Path, help="where to store all figures")
     parser.add_argument("--plot", type=Path, help="where to draw bandwidth over size")
     return parser
 
 
 def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of each case at one rate, as soon as all ranks have said theirs.
+    """The rows of each case at one rate, as soon as all ranks have reported.
 
-    Raises RuntimeError where a rank failed; what it wrote stands on this process's stderr.
+    Raises RuntimeError if a rank failed; its output is on this process's stderr.
     """
     size = options.hosts * options.ranks_per_host
     cases = [
@@ -165,11 +163,11 @@ def _hear(process: subprocess.Popen[str]) -> Said:
     assert process.stdout is not None
     if line := process.stdout.readline():
         return Said(**json.loads(line))
-    raise RuntimeError(f"a rank ended with exit status {process.wait()}; its words are above")
+    raise RuntimeError(f"a rank ended with exit status {process.wait()}; its output is above")
 
 
 def rows_of(rate: str, hosts: int, by_rank: Sequence[Said]) -> list[Row]:
-    """The rows of one case, from what each rank said of it."""
+    """The rows of one case, from the reports of all ranks."""
     said = by_rank[0]
     sent = said.size_bytes * VERBS[said.verb].bus_factor(hosts)
     rows = []
@@ -236,7 +234,7 @@ def _store(found: Sequence[Row], options: argparse.Namespace) -> None:
 
 
 def draw(path: Path, found: Sequence[Row], caption: str) -> None:
-    """Bandwidth over size, a panel for each rate and verb, the line drawn in."""
+    """Bandwidth over size, a panel for each rate and verb, with the rate of the link."""
     panels = list(dict.fromkeys((row.rate, row.verb) for row in found))
     figure = Figure(figsize=(4.2 * len(panels), 3.8), layout="constrained")
     for axes, (rate, verb) in zip(

@@ -1,7 +1,6 @@
-"""The models of the training benchmark, small enough for two cores. Called by training.py.
+"""The models of the training benchmark, small enough for two cores.
 
-Each differs in what it spends on communication: the perceptron much for little compute, the
-convolutions little for much.
+They differ in the share of communication: large for the perceptron, small for the convolutions.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from pycomm.demo.model import CharGPT, Shape
 
 @dataclass(frozen=True)
 class Task:
-    """A model and what it learns from."""
+    """A model and its data."""
 
     name: str
     model: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
-    """Input and target of one step of one rank, made up; the first dimension is samples."""
+    """Synthetic input and target of one step of one rank; the first dimension is samples."""
 
 
 class Residual(nn.Module):

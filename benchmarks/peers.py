@@ -1,7 +1,6 @@
-"""Who takes part in a run: pycomm's own faces and the peers it is measured against. Called by
-collectives.py (names) and worker.py (groups and calls).
+"""The contestants of a run: pycomm's APIs and the peers it is compared with.
 
-`fake` is torch.distributed's backend that does nothing: what any backend pays for torch's dispatch.
+`fake` is torch.distributed's backend that does nothing: it shows the cost of torch's dispatch.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class Peer:
     name: str
     backend: str  # "" for MPI and DeepSpeed
     bypasses_torch: bool = False  # called through pycomm's own functions
-    communicates: bool = True  # else its answers are not looked at
+    communicates: bool = True  # else its answers are not checked
     shares: bool = False  # its arrays are pycomm.empty's
-    encrypts: bool = False  # what leaves a host
+    encrypts: bool = False  # traffic between hosts
 
 
 OURS = {
@@ -52,7 +51,7 @@ PEERS = {
 class Groups:
     """One process group for each backend, all on the same ranks.
 
-    pycomm's is the default group, which is the one that pycomm's own calls use.
+    pycomm's is the default group, which pycomm's own calls use.
     """
 
     def __init__(self, peers: list[Peer], store: Store, rank: int, size: int) -> None:
@@ -78,11 +77,11 @@ class Groups:
             deepspeed.load(store, rank, size)
 
     def of(self, backend: str) -> dist.ProcessGroup | None:
-        """The group on this backend, as torch takes it."""
+        """The torch.distributed group on this backend."""
         return self._groups[backend]
 
     def call(self, peer: Peer, arrays: Arrays) -> Call:
-        """What `peer` does with `arrays`."""
+        """The call of `peer` on `arrays`."""
         if peer.bypasses_torch:
             return direct(arrays)
         if peer.name == deepspeed.NAME:

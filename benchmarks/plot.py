@@ -1,6 +1,4 @@
-"""Bandwidth over size, log-log, one panel for each verb and dtype, the limit drawn in. Called by
-collectives.py.
-"""
+"""Bandwidth over size, log-log, one panel for each verb and dtype, with the limit."""
 
 from __future__ import annotations
 

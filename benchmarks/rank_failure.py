@@ -1,20 +1,18 @@
-"""`python -m benchmarks rank_failure`: a rank is killed; when do the others know, and whom? Beside
-gloo.
+"""`python -m benchmarks rank_failure`: detection of a killed rank, by pycomm and gloo.
 
-Processes of a torch.distributed job make one all_reduce after another, the last rank ends itself by
-SIGKILL at a random moment, and the others tell what was raised and when. With pycomm they then
-shrink the group, and tell when their first call without the dead has come to the right sum. The
+Processes of a torch.distributed job make one all_reduce after another, the last rank kills itself
+by SIGKILL at a random moment, and the others report the error and its time. With pycomm they then
+shrink the group, and report when their first call without the dead rank gave the right sum. The
 backends take turns.
 
-    inside     the rank is in the calls too
+    inside     the rank makes the calls too
     workers    the same, and each rank has two DataLoader workers: forked processes, which outlive
                it by seconds and hold copies of what it had open
     idle       it has stopped calling; the others wait for it in one
     group_creation
+
                instead of calls, all ranks make one group after another (split(), gloo's by
                new_group()): the rank nearly always dies while one forms
-
-main() is called by benchmarks.__main__, pycomm.__main__ and `make faults`.
 """
 
 from __future__ import annotations
@@ -54,20 +52,20 @@ from benchmarks import rank_failure_plot
 from pycomm.demo import machine
 
 BACKENDS = {"pycomm-shm": "shm", "pycomm-tcp": "tcp", "gloo": ""}
-"""By which transport pycomm goes; gloo has tcp."""
+"""The transport of pycomm; gloo has tcp."""
 MOMENTS = ("inside", "workers", "idle", "group_creation")
 CALL_LIMIT_S = 10.0
-"""Of a call of gloo: who is told nothing waits as long."""
+"""Of a call of gloo: a rank that gets no error waits as long."""
 FORM_LIMIT_S = 60.0
-STANDS = "stands"
+STANDS = "established"
 COUNT = 1 << 18  # float32
 WIDTH = 120  # of the table
-MOST_WORDS = 240  # characters of what a survivor said are stored
+MOST_WORDS = 240  # stored characters of a survivor's error
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What one survivor met; -1 ms where it met nothing, or cannot go on."""
+    """The outcome of one survivor; -1 ms if it got no error, or cannot continue."""
 
     backend: str  # a key of BACKENDS
     moment: str
@@ -80,18 +78,18 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Kind:
-    """A job, as its processes need to know it."""
+    """The parameters of a job for its processes."""
 
     backend: str
     moment: str
     ranks: int
-    folder: str  # for what they leave to each other
+    folder: str  # for their shared files
     seed: int
     secret: str
     port: int
 
     def failure(self, noticed_ms: float, works_ms: float, text: str) -> RankFailure:
-        """What a survivor met in it."""
+        """The outcome of a survivor."""
         named = f"rank {self.ranks - 1} " in text
         return RankFailure(
             self.backend, self.moment, self.ranks, noticed_ms, works_ms, named, text[:MOST_WORDS]
@@ -99,7 +97,7 @@ class Kind:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Kills, prints, stores; the exit status: 1 where a survivor of pycomm's did not know whom."""
+    """Kills, prints, stores; returns 1 if a pycomm survivor cannot name the rank."""
     parser = argparse.ArgumentParser(prog="pycomm bench rank_failure", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", default="2,4,8", help="in each job (%(default)s)")
@@ -139,7 +137,7 @@ def _table(found: Sequence[RankFailure]) -> Table:
     shown = Table()
     for name in ("backend", "moment"):
         shown.add_column(name)
-    for name in ("ranks", "survivors", "told who", "median ms", "worst", "works ms", "worst"):
+    for name in ("ranks", "survivors", "named", "median ms", "worst", "works ms", "worst"):
         shown.add_column(name, justify="right")
     for key in sorted({(failure.backend, failure.moment, failure.ranks) for failure in found}):
         of = [
@@ -164,7 +162,7 @@ def _middle_and_worst(times_ms: Sequence[float]) -> tuple[str, str]:
 
 
 def job(backend: str, moment: str, ranks: int, seed: int) -> list[RankFailure]:
-    """The survivors' words of one job."""
+    """The reports of the survivors of one job."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         kind = Kind(backend, moment, ranks, folder, seed, secrets.token_hex(32), _free_port())
@@ -185,27 +183,27 @@ def job(backend: str, moment: str, ranks: int, seed: int) -> list[RankFailure]:
 
 
 def _free_port() -> int:
-    """One of 127.0.0.1 at which nobody listens now."""
+    """A free port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _heard(way_in: Connection, kind: Kind) -> RankFailure:
-    """A survivor's word. Raises RuntimeError where it never got as far as a group."""
+    """A survivor's report. Raises RuntimeError if its group did not form."""
     try:
         if way_in.poll(FORM_LIMIT_S) and way_in.recv() == STANDS:
             if not way_in.poll(3 * CALL_LIMIT_S):
                 return kind.failure(-1.0, -1.0, "it still waits")
             told: RankFailure = way_in.recv()
             return told
-    except EOFError:  # a rank ended before it had told
+    except EOFError:  # a rank ended before its report
         pass
     raise RuntimeError(f"{kind.ranks} processes did not form a group of {kind.backend}")
 
 
 def _rank(way_out: Connection, kind: Kind, rank: int) -> None:
-    """A process: the last rank is the one that dies."""
+    """A process of the job: the last rank dies."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     died = Path(kind.folder, "died")
@@ -217,26 +215,26 @@ def _rank(way_out: Connection, kind: Kind, rank: int) -> None:
     if rank == kind.ranks - 1:
         threading.Timer(random.Random(kind.seed).uniform(0.0, 0.05), _die, [died]).start()
         if kind.moment == "idle":
-            signal.pause()  # until then
+            signal.pause()  # until the kill
     try:
         while True:
             if kind.moment == "group_creation":
                 _part(group)
             else:
                 dist.all_reduce(x)
-    except RuntimeError as error:  # how survivors are told, by gloo and by us
+    except RuntimeError as error:  # the survivors' error, from gloo and pycomm
         noticed_s, text = time.monotonic(), str(error)
     works_s = _go_on(group) if group is not None else -1.0
     failed_s = float(died.read_text())
     works_ms = 1e3 * (works_s - failed_s) if works_s >= 0 else -1.0
     way_out.send(kind.failure(1e3 * (noticed_s - failed_s), works_ms, text))
     way_out.close()
-    signal.pause()  # an exit would tell the others, and end the workers
+    signal.pause()  # an exit would close connections and end the workers
     del workers
 
 
 def _form(kind: Kind, rank: int) -> pycomm.Group | None:
-    """Joins the job; gives pycomm's group, which is torch's engine."""
+    """Joins the job; returns pycomm's group, the one under torch's."""
     limit, transport = timedelta(seconds=CALL_LIMIT_S), BACKENDS[kind.backend]
     group = None
     if transport:
@@ -259,7 +257,7 @@ def _form(kind: Kind, rank: int) -> pycomm.Group | None:
 
 
 def _workers() -> Iterator[torch.Tensor]:
-    """Of a loader that has begun: two processes, which live as long as this."""
+    """The iterator of a started loader: two processes, which live as long as it."""
     loader = DataLoader(
         TensorDataset(torch.ones(1000)),
         num_workers=2,
@@ -281,7 +279,7 @@ def _part(group: pycomm.Group | None) -> None:
 
 
 def _go_on(group: pycomm.Group) -> float:
-    """When the survivors' first call was right; -1 if it was not."""
+    """When the survivors' first call gave the right result; -1 if it did not."""
     smaller = group.shrink()
     x = pycomm.all_reduce(np.ones(COUNT, np.float32), group=smaller)
     return time.monotonic() if (x == smaller.size).all() else -1.0

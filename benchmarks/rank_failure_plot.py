@@ -1,6 +1,4 @@
-"""Deaths as a picture: when each survivor knew, and when the survivors worked again. Called by
-rank_failure.py.
-"""
+"""Rank failures as a picture: when each survivor got its error, and when calls worked again."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ COLORS = {"pycomm-shm": "#0b8043", "pycomm-tcp": "#1a73e8", "gloo": "#9aa0a6"}
 
 
 def save(path: Path, found: Sequence[RankFailure]) -> None:
-    """A panel for what is told and one for what works again; a dot for each survivor."""
+    """A panel for the errors and one for the recovery; a dot for each survivor."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     told, works = figure.subplots(1, 2, sharey=True)
     _panel(told, found, [failure.noticed_ms for failure in found])

@@ -1,13 +1,13 @@
 """`python -m benchmarks residuals FILE`: residuals and gradients as real training leaves them.
 
-They are no Gaussian tail: what lay above the last threshold was sent a step ago, so they pile up
-just under it. So eight workers train a character-level transformer on the source of the standard
-library with DGC at 0.1 %, and after 500 steps what each of them holds is recorded, window by
-window: u and v at its beginning, and the gradients and packets of its steps. Windows of all workers
-laid end to end are the large arrays of `bench kernels`.
+They are not a Gaussian tail: elements above the last threshold were sent a step ago, so many are
+just below it. Eight workers train a character-level transformer on the source of the standard
+library with DGC at 0.1 %. After 500 steps the state of each is recorded, window by window: u and v
+at its beginning, and the gradients and packets of its steps. The concatenated windows of all
+workers are the large arrays of `bench kernels`.
 
-Every worker's gradients are its own; arithmetic is torch's and `pycomm.kernels`'. The hash of all
-that was recorded is printed. Called by benchmarks.__main__ and kernels.py.
+Each worker has its own gradients; arithmetic is torch's and `pycomm.kernels`'. The hash of the
+recording is printed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Array = Any  # of NumPy
 
 @dataclass(frozen=True)
 class Residuals:
-    """What was recorded; a window is one worker's, and there are WORKERS * WINDOWS of them."""
+    """The recording: WORKERS * WINDOWS windows, each of one worker."""
 
     u: Array  # float32 [windows, parameters], when the window begins
     v: Array
@@ -71,7 +71,7 @@ def store(found: Residuals, path: Path) -> None:
 
 
 def load(path: Path) -> Residuals:
-    """What store() has written."""
+    """Reads the file of store()."""
     with np.load(path) as file:
         return Residuals(**{name: file[name] for name in ("u", "v", "gradients", "packets")})
 
@@ -101,7 +101,7 @@ def record(first: int = FIRST, windows: int = WINDOWS) -> Residuals:
 
 
 class _Training:
-    """All workers' parts of a job, one after another in this process."""
+    """All workers of a job, one after another in this process."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)  # the model is too small for more

@@ -1,5 +1,5 @@
-"""The kernels of `pycomm.kernels` that training joins into larger ones, each alone beside torch:
-comparisons, of which kernels.py times the calls.
+"""The kernels of `pycomm.kernels` that training fuses into larger ones, each compared with torch;
+kernels.py times the calls.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _norm(x: Tensor) -> Comparison:
 
 
 def _clip(start: Tensor) -> Comparison:
-    """Read for the norm, then read and written. The limit sinks: pycomm leaves alone what is under
+    """Read for the norm, then read and written. The limit decreases: pycomm skips arrays below
     it."""
     x, before = start.clone(), float(torch.linalg.vector_norm(start))
     parameter = torch.nn.Parameter(x)
@@ -86,7 +86,7 @@ def _clip(start: Tensor) -> Comparison:
 
 
 def _cast(x: Tensor) -> Comparison:
-    """To bfloat16, as gradients travel."""
+    """To bfloat16, as gradients are sent."""
     half = torch.empty_like(x, dtype=torch.bfloat16)
     return Comparison(
         "cast",
@@ -185,8 +185,8 @@ def _momentum_mask(start: Tensor, indices: Tensor) -> Comparison:
 
 
 def _encoded(x: Tensor) -> list[Comparison]:
-    """Raw packets of every fourth element, a ramp's first: enough bytes to see the memory. Encoding
-    reads the pairs and writes them behind the header. Unpacking gives views: the header is read."""
+    """Raw packets of every fourth element, as early in a warm-up. Encoding reads the pairs and
+    writes them behind the header. Unpacking gives views: the header is read."""
     count = x.numel()
     indices = torch.arange(0, count, 4, dtype=torch.int32, device=x.device)
     values = x[::4].clone()

@@ -1,6 +1,4 @@
-"""Sizes as a person writes them: "4", "64K", "1.5M", "4:64M", "4:64M:4", "4,1K,1M". Called by the
-suites' command lines; nothing here measures.
-"""
+"""Parses sizes of command lines: "4", "64K", "1.5M", "4:64M", "4:64M:4", "4,1K,1M"."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_size(text: str) -> int:
-    """Bytes; units are powers of 1024. ValueError for what is no positive whole number of bytes."""
+    """Bytes; units are powers of 1024. ValueError if not a positive whole number of bytes."""
     number, unit = text.strip().upper().removesuffix("B"), ""
     if number and number[-1] in UNITS:
         number, unit = number[:-1], number[-1]

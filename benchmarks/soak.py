@@ -1,13 +1,10 @@
-"""`python -m benchmarks soak`: an hour of calls in groups to which anything happens.
+"""`python -m benchmarks soak`: an hour of random calls with injected faults.
 
-Epoch after epoch a group forms, makes calls drawn by chance (verb, dtype, op, size, root; in parts
-that split() makes, on arrays that ranks share) and meets one thing that goes wrong, or none. Every
-result is compared with the right one, every fault's outcome with what is promised
-(docs/errors.md), and after each epoch this process must hold no more than before: descriptors,
-threads, children, mappings, files. All of it follows from the seed, which is printed: --seed with
---first plays an epoch again. Ends with 1 where something was wrong.
-
-main() is called by benchmarks.__main__, pycomm.__main__ and `make soak`, soak() by the tests too.
+In each epoch a group forms, makes random calls (verb, dtype, op, size, root; in subgroups of
+split(), on shared arrays) and has one fault or none. Every result is compared with the right one,
+every fault's outcome with the guarantees of docs/errors.md. After each epoch this process must hold
+no more resources than before: descriptors, threads, children, mappings, files. The printed seed
+determines everything: --seed with --first repeats an epoch. Exits with 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -42,15 +39,15 @@ from pycomm.testing import FaultPlan, run_ranks
 OF_PROCESSES = ("kill", "stop", "exception")
 OF_TRANSPORTS = ("disconnect", "corrupt", "delay", "throttle")
 FAULTS = ("", *OF_PROCESSES, *OF_TRANSPORTS, "abort", "skip", *DISAGREEMENTS)
-MOST_BYTES = 400_000  # of what passes before a transport's fault strikes, if it does
+MOST_BYTES = 400_000  # transferred before a fault of the transport
 CALLS = 30  # of an epoch
-GROWTH_MB = 8  # of this process's memory, after what the first epochs take for good
+GROWTH_MB = 8  # of this process's memory, beyond what the first epochs keep
 WARM = 20  # epochs
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where an epoch is played."""
+    """The setting of an epoch."""
 
     epoch: Epoch
     transport: str
@@ -61,14 +58,16 @@ class Setting:
 
 @dataclass
 class Tally:
-    """What was done, and what of it was wrong."""
+    """Counters of the run, and its failures."""
 
     epochs: int = 0
     calls: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     transports: Counter[str] = field(default_factory=Counter)
-    worst_ms: dict[str, float] = field(default_factory=dict)  # until a survivor knew, by fault
+    worst_ms: dict[str, float] = field(
+        default_factory=dict
+    )  # until a survivor got its error, by fault
     complaints: list[str] = field(default_factory=list)
 
 
@@ -79,8 +78,8 @@ def setting(seed: int, number: int, folder: str) -> Setting:
     """The epoch of this number."""
     drawn = random.Random(f"{seed}/{number}")
     fault = drawn.choice(FAULTS)
-    # Half of the ranks go on only with the lowest among them; two that each wait for the other as
-    # the root have nobody who could tell them.
+    # Half of the ranks continue only if they have the lowest rank; two ranks that each wait for the
+    # other as the root have no third rank to report the mismatch.
     more = fault in (*OF_PROCESSES, "disconnect", "wrong root")
     ranks = drawn.choice((3, 4) if more else (2, 3, 4))
     processes = fault in OF_PROCESSES or drawn.randrange(6) == 0
@@ -98,7 +97,7 @@ def setting(seed: int, number: int, folder: str) -> Setting:
 
 
 def play(where: Setting) -> list[Any]:
-    """What the ranks tell, by rank: a Story, or what one ended with."""
+    """The reports by rank: a Story, or the error of the rank."""
     return run_ranks(
         where.epoch.ranks,
         live,
@@ -109,38 +108,38 @@ def play(where: Setting) -> list[Any]:
         heartbeat_s=faults.HEARTBEAT_S,
         reproducible=where.reproducible,
         faults=where.plans,
-        exit_timeout_s=2 * faults.LIMIT_S,  # survivors go on
+        exit_timeout_s=2 * faults.LIMIT_S,  # survivors continue
         return_exceptions=True,
     )
 
 
 def judged(where: Setting, told: Sequence[Any], late_ms: float) -> list[str]:
-    """What was wrong in an epoch."""
+    """The failures of an epoch."""
     epoch = where.epoch
     wrong: list[str] = []
     survivors = tuple(r for r in range(epoch.ranks) if r != epoch.victim)
     for rank, answer in enumerate(told):
         if rank == epoch.victim and epoch.fault in faults.ENDS:
-            continue  # it has gone, or was told that others take it for lost
+            continue  # it left, or got the error that others take it for lost
         one = answer if isinstance(answer, Story) else Story(seen=faults.raised(answer))
         found = [*one.complaints, _broken(epoch, one.seen, late_ms)]
         if epoch.fault in ("kill", "stop") and one.survivors != survivors:
-            found.append(f"it went on with {one.survivors}, not with {survivors}")
+            found.append(f"it continued with {one.survivors}, not with {survivors}")
         wrong += [f"rank {rank}: {complaint}" for complaint in found if complaint]
     return wrong
 
 
 def _broken(epoch: Epoch, seen: Seen, late_ms: float) -> str:
-    """The promise that was not kept, "" if all were."""
+    """The violated guarantee, or ""."""
     told = f"{seen.error}: {seen.text}" if seen.error else "nothing"
     match epoch.fault:
         case "" | "delay" | "throttle":
-            return "" if not seen.error else f"nothing was promised, not {told}"
+            return "" if not seen.error else f"nothing was expected, not {told}"
         case "abort":
             kept = seen.error == "GroupBroken" and REASON in seen.text
-            return "" if kept else f"GroupBroken with its reason was promised, not {told}"
+            return "" if kept else f"GroupBroken with its reason was expected, not {told}"
         case "disconnect" | "corrupt" if not seen.error:
-            return ""  # less passed than it was to strike after
+            return ""  # fewer bytes passed than the fault waits for
     cell = Cell(epoch.fault, "idle", "all_reduce", "tiny", "", epoch.ranks)
     return faults.complaint(cell, epoch.victim, seen, late_ms)
 
@@ -152,9 +151,9 @@ def soak(
     late_ms: float = faults.AT_ONCE_MS,
     go_on: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Plays the epochs of these numbers for as long as it may."""
+    """Runs the epochs of these numbers until the time is over."""
     warm_mb = 0.0
-    resource_tracker.ensure_running()  # of multiprocessing, which keeps it for good
+    resource_tracker.ensure_running()  # multiprocessing keeps it until the process ends
     one_arena()
     for number in numbers:
         if not go_on():
@@ -198,13 +197,13 @@ def _named(where: Setting) -> str:
 
 
 def one_arena() -> None:
-    """Lets malloc serve new threads from one arena. It keeps what is free in theirs, also when told
-    to give it back: tens of megabytes within minutes, which look as if something grew."""
+    """Lets malloc serve new threads from one arena. Other arenas keep free memory, even after a
+    trim: tens of megabytes within minutes, which would look like a leak."""
     ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def memory_mb() -> float:
-    """What this process holds for itself, without what malloc keeps at hand."""
+    """The memory of this process, without the free memory of malloc."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     _, resident, shared, *_ = (int(n) for n in Path("/proc/self/statm").read_text().split())
@@ -212,16 +211,16 @@ def memory_mb() -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plays, prints, stores; the exit status."""
+    """Runs, prints, stores; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm bench soak", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=60.0, help="(%(default)s)")
-    parser.add_argument("--seed", type=int, help="of a run that was (a new one)")
+    parser.add_argument("--seed", type=int, help="of an earlier run (default: a new one)")
     parser.add_argument("--first", type=int, default=0, help="the first epoch (%(default)s)")
     parser.add_argument("--epochs", type=int, default=10**9, help="at most so many")
     parser.add_argument(
         "--late-ms", type=float, default=faults.AT_ONCE_MS,
-        help="how late a loss may be known, beside the heartbeat's limit (%(default)s)",
+        help="latest detection of a loss beyond the heartbeat's limit (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, help="where to store what was counted")
     options = parser.parse_args(argv)
@@ -246,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             numbers = range(options.first, options.first + options.epochs)
             soak(tally, seed, numbers, options.late_ms, go_on)
-        except KeyboardInterrupt:  # what was found so far is stored all the same
+        except KeyboardInterrupt:  # the results so far are stored
             console.print("interrupted")
         go_on()
     minutes = (time.monotonic() - start) / 60
@@ -271,6 +270,6 @@ def _summary(tally: Tally, minutes: float) -> str:
     happened = ", ".join(f"{name} {n}" for name, n in sorted(tally.faults.items()))
     return (
         f"{tally.epochs} epochs in {minutes:.1f} minutes: {tally.calls.total():,} calls, "
-        f"{tally.bytes / 2**20:,.0f} MB given; {happened}\n"
-        f"known after at most: {worst}\n{len(tally.complaints)} complaints"
+        f"{tally.bytes / 2**20:,.0f} MB sent; {happened}\n"
+        f"detected after at most: {worst}\n{len(tally.complaints)} complaints"
     )

@@ -1,8 +1,8 @@
-"""What each rank does in one epoch of the soak (soak.py), and what it has to tell.
+"""A rank in one epoch of the soak (soak.py), and its report.
 
 All ranks draw the same calls from the same seed. Element i of what rank r brings to a call with
 salt s is (3 i + 5 r + s) mod 7, exact in every dtype, so every right result is known without
-another run. Called by soak.py, in threads or in processes.
+another run. Ranks are threads or processes.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ ONE_WAY = ("reduce", "broadcast", "gather", "scatter")
 VERBS = (*TWO_WAY, *ONE_WAY, "all_gather_v", "barrier", "messages")
 DTYPES = ("float32", "float64", "float16", "int32", "int64", "uint8")
 ROWS = (1, 5, 100, 3_000, 60_000)  # elements for each rank
-SLOW_ROWS = ROWS[:3]  # where bytes come one at a time
+SLOW_ROWS = ROWS[:3]  # where bytes arrive one at a time
 SLOW = ("delay", "throttle")
 SHRINK_S = 30.0
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """A group's life, as its ranks need to know it."""
+    """The parameters of an epoch for its ranks."""
 
     seed: str
     ranks: int
     calls: int
-    fault: str  # what happens: "", or one of soak.py's FAULTS
+    fault: str  # "", or one of soak.py's FAULTS
     victim: int
     moment: int  # in which call
-    folder: str  # for what ranks leave to each other; the same on all
+    folder: str  # for files shared by the ranks; the same on all
 
 
 @dataclass
 class Story:
-    """What a rank has done and met."""
+    """The report of a rank."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
     seen: Seen = field(default_factory=Seen)
     complaints: list[str] = field(default_factory=list)
-    survivors: tuple[int, ...] = ()  # with whom it went on
+    survivors: tuple[int, ...] = ()  # the ranks with which it continued
 
 
 class _Drawing:
@@ -98,14 +98,14 @@ class _Drawing:
 
 
 def given(call: Call, rank: int, size: int, salt: int) -> Array:
-    """What a rank brings to a call."""
+    """The input of a rank to a call."""
     shape = shapes(call, size)[0]
     i = np.arange(np.prod(shape, dtype=np.int64)).reshape(shape)
     return ((3 * i + 5 * rank + salt) % 7).astype(call.dtype)
 
 
 def wanted(call: Call, rank: int, size: int, salt: int) -> tuple[Array, Array | None]:
-    """What a rank's input and output hold after a call."""
+    """The expected contents of a rank's input and output after a call."""
     inputs = [given(call, r, size, salt) for r in range(size)]
     taken = shapes(call, size)[1]
     x, out = inputs[rank], None if taken is None else np.full(taken, UNTOUCHED, call.dtype)
@@ -151,7 +151,7 @@ def _made(call: Call, group: Group, x: Array, out: Array | None) -> None:
 
 
 def _go(group: Group, call: Call, drawing: _Drawing, story: Story) -> None:
-    """Makes a call and checks what came of it."""
+    """Makes a call and checks its result."""
     salt, shared = drawing.salt(), drawing.chance(4)
     held = _arrays(call, group, salt, shared)
     _made(call, group, *held)
@@ -162,10 +162,10 @@ def _go(group: Group, call: Call, drawing: _Drawing, story: Story) -> None:
 
 
 def live(group: Group, epoch: Epoch) -> Story:
-    """One epoch: calls, what happens to this rank or to others, and what comes after."""
+    """One epoch: calls, the fault of this rank or another, and the recovery."""
     story, drawing = Story(), _Drawing(epoch)
     try:
-        pycomm.barrier(group=group)  # the forming is over on every rank
+        pycomm.barrier(group=group)  # forming is complete on every rank
         for number in range(epoch.calls):
             if number == epoch.moment and epoch.fault:
                 _meet(group, epoch, drawing, story)
@@ -173,8 +173,8 @@ def live(group: Group, epoch: Epoch) -> Story:
                 _split(group, drawing, story)
             else:
                 _go(group, drawing.call(group.size), drawing, story)
-        pycomm.barrier(group=group)  # nobody leaves while others wait
-    except errors.Error as error:  # is what may come of a fault
+        pycomm.barrier(group=group)  # no rank leaves while others wait
+    except errors.Error as error:  # an expected outcome of a fault
         noticed_ms = 1e3 * (time.monotonic() - _struck(epoch))
         story.seen = Seen(type(error).__name__, str(error), error.peer, noticed_ms)
         _go_on(group, epoch, drawing, story)
@@ -184,14 +184,14 @@ def live(group: Group, epoch: Epoch) -> Story:
 def _split(group: Group, drawing: _Drawing, story: Story) -> None:
     part = group.split(drawing.colors(group.size)[group.rank])
     assert part is not None
-    for verb in ("all_reduce", "all_gather"):  # of parts that are not of one size
+    for verb in ("all_reduce", "all_gather"):  # with parts of unequal sizes
         _go(part, Call(verb, 12), _Drawing(_PART), story)
     part.close()
     story.calls["split"] += 1
 
 
 def _meet(group: Group, epoch: Epoch, drawing: _Drawing, story: Story) -> None:
-    """The call in which it happens."""
+    """The call in which the fault happens."""
     mine = group.rank == epoch.victim
     call = replace(drawing.call(group.size, _fitting(epoch.fault)), dtype="float32", root=0)
     call = replace(call, op="sum")
@@ -208,8 +208,8 @@ def _fitting(fault: str) -> tuple[str, ...]:
 
 
 def _disagree(group: Group, epoch: Epoch, call: Call, story: Story) -> None:
-    """All hear of it, where data flows one way at the barrier, and no array changes but where that
-    is said. The group goes on."""
+    """All ranks report it (if data flows one way, at the barrier), and no array changes unless the
+    error says so. The group continues."""
     if group.rank == epoch.victim and epoch.fault == "skip":
         call = Call("barrier", group.size)
     elif group.rank == epoch.victim:
@@ -218,8 +218,8 @@ def _disagree(group: Group, epoch: Epoch, call: Call, story: Story) -> None:
     try:
         _made(call, group, *held)
         pycomm.barrier(group=group)
-        story.complaints.append(f"nobody told this rank of {epoch.fault!r}")
-    except errors.Mismatch as error:  # is what should come of it
+        story.complaints.append(f"this rank got no error for {epoch.fault!r}")
+    except errors.Mismatch as error:  # the expected outcome
         story.seen = Seen("Mismatch", str(error), error.peer)
         if differing(held, before) and "undefined" not in str(error):
             story.complaints.append(f"{epoch.fault!r} changed an array")
@@ -231,7 +231,7 @@ def _strike(group: Group, epoch: Epoch) -> None:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
-            while True:  # for good, whoever wakes it
+            while True:  # a SIGCONT does not end it
                 os.kill(os.getpid(), signal.SIGSTOP)
         case "exception":
             raise Raised("by itself")
@@ -240,19 +240,19 @@ def _strike(group: Group, epoch: Epoch) -> None:
             pycomm.barrier(group=group)
 
 
-REASON = "one of us has had enough"
+REASON = "aborted by the soak"
 _PART = Epoch("part", 1, 0, "", 0, 0, "")
 
 
 def _struck(epoch: Epoch) -> float:
-    """When, as the victim or its transport wrote down; now where nothing struck."""
+    """When, as stored by the victim or its transport; now if there was no fault."""
     with contextlib.suppress(FileNotFoundError):
         return float(Path(epoch.folder, STRUCK).read_text())
     return time.monotonic()
 
 
 def _go_on(group: Group, epoch: Epoch, drawing: _Drawing, story: Story) -> None:
-    """After a loss the others go on without the victim."""
+    """After a loss the others continue without the victim."""
     if epoch.fault not in ("kill", "stop", "disconnect") or group.rank == epoch.victim:
         return
     try:
@@ -263,14 +263,14 @@ def _go_on(group: Group, epoch: Epoch, drawing: _Drawing, story: Story) -> None:
             _go(rest, drawn.call(rest.size), drawn, story)
         pycomm.barrier(group=rest)
         rest.close()
-    except errors.Error as error:  # told as a finding; the soak goes on
+    except errors.Error as error:  # reported as a failure; the soak continues
         story.complaints.append(f"after the loss: {type(error).__name__}: {error}")
     finally:
         _bury(group, epoch)
 
 
 def _bury(group: Group, epoch: Epoch) -> None:
-    """Kills a stopped victim when all others have gone on, so that the epoch may end."""
+    """Kills a stopped victim after all others have continued, so that the epoch ends."""
     Path(epoch.folder, f"on{group.rank}").touch()
     if epoch.fault == "stop" and len(list(Path(epoch.folder).glob("on*"))) == group.size - 1:
         with contextlib.suppress(ProcessLookupError):

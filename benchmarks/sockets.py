@@ -1,5 +1,5 @@
-"""What the kernel's TCP alone can do: the bytes of a collective round a ring of plain sockets, with
-nothing added up. A contestant of links.py that bounds the others; called by link_rank.py.
+"""The limit of the kernel's TCP: the bytes of a collective around a ring of plain sockets, without
+a reduction. A contestant of links.py that bounds the others.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Ring:
                 self._wait(sent < len(source), len(target) - received)
 
     def _wait(self, sends: bool, missing: int) -> None:
-        """Until something can be sent, or a piece of what is missing has arrived."""
+        """Waits until bytes can be sent or have arrived."""
         waiting = select.poll()
         if missing:
             self._from.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(PIECE, missing))
@@ -78,5 +78,5 @@ def _send(to: socket.socket, piece: memoryview) -> int:
 def _receive(source: socket.socket, piece: memoryview) -> int:
     try:
         return source.recv_into(piece)
-    except BlockingIOError:  # nothing is there yet
+    except BlockingIOError:  # nothing has arrived yet
         return 0

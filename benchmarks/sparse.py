@@ -10,8 +10,6 @@
                          p.grad, 4 bytes more an element to clear it and 12 for SGD
     DGC                  on the processor: a step of pycomm.DGC on one rank, with the optimizer's:
                          20 bytes with fused=True, 36 through p.grad
-
-Called by kernels.py.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ from benchmarks.composed import SAMPLED, Choose, Step, Tensors
 from benchmarks.residuals import MOMENTUM, SPARSITY, STEPS, WORKERS, Residuals
 from pycomm import kernels, reference
 
-WAITS = (SAMPLED, "CuPy")  # CuPy allocates in its own way, which no graph of torch's can hold
+WAITS = (SAMPLED, "CuPy")  # a graph of torch cannot hold CuPy's allocations
 LEARNING_RATE = 0.1
 
 
 class Case:
-    """Windows of the recording laid end to end, over again where they are too few."""
+    """Concatenated windows of the recording, repeated if they are too few."""
 
     def __init__(self, recorded: Residuals, count: int, device: torch.device | str = "cpu") -> None:
         length = recorded.u.shape[1]
@@ -57,7 +55,7 @@ class Case:
 
 
 def _sent(recorded: Residuals, windows: int, worker: int) -> Array:
-    """What the next worker but `worker` sent in the same window, for each of them."""
+    """The packets that the other workers sent in the same window."""
     stored, length = recorded.packets[0], recorded.u.shape[1]
     parts = []
     for window in range(windows):
@@ -75,7 +73,7 @@ def kept(count: int) -> int:
 def comparisons(
     case: Case, steps: Mapping[str, Step], choices: Mapping[str, Choose]
 ) -> list[Comparison]:
-    """All but DGC's; `steps` and `choices` are what dgc_step and topk are beside."""
+    """All but DGC's; `steps` and `choices` are the other implementations of dgc_step and topk."""
     first = {"eager": steps["eager"]} if "eager" in steps else {}
     half = [g.bfloat16() for g in case.gradients]
     cold = torch.Generator(case.u.device).manual_seed(0)
@@ -192,7 +190,7 @@ def _dgc_step_of_many(case: Case, steps: Mapping[str, Step]) -> Comparison:
         wanted,
         {OURS: ours} | calls,
         lambda: _restart([(u, v), own], (case.u, case.v)),
-        unlike=tuple(steps),  # which of two elements that round alike, say
+        unlike=tuple(steps),  # they may choose another of two elements that round alike
     )
 
 
@@ -210,7 +208,7 @@ def proportions(count: int) -> list[int]:
             for convolution, norm in zip(convolutions, norms, strict=True):
                 lengths += [convolution, norm, norm]
             width_in = 4 * width
-    lengths += [1000, 2048 * 1000]  # bias first, so that the last takes what is left over
+    lengths += [1000, 2048 * 1000]  # bias first, so that the last takes the remainder
     share = count / sum(lengths)
     scaled = [max(4, int(n * share) // 4 * 4) for n in lengths[:-1]]
     return [*scaled, count - sum(scaled)]
@@ -283,7 +281,7 @@ def whole_step(case: Case) -> Comparison:
         list,
         calls,
         lambda: [restart() for restart in restarts],
-        unlike=tuple(calls),  # the tests of DGC compare
+        unlike=tuple(calls),  # the tests of DGC check the results
         more={"through p.grad": Traffic(20 * n, 16 * n)},
     )
 
@@ -316,5 +314,5 @@ def _restart(pairs: Sequence[tuple[Any, Any]], start: tuple[Tensor, Tensor]) -> 
 
 
 def _magnitudes(results: Sequence[Array]) -> list[Array]:
-    """Of the values, which come last: others choose among equal ones as they like, in any order."""
+    """Of the values, which come last: others may choose among equal ones, in any order."""
     return [np.sort(np.abs(results[-1]))]

@@ -1,24 +1,24 @@
-"""`pycomm bench links --training`: seconds of a training step between hosts, over lines of a speed.
+"""`pycomm bench links --training`: seconds of a training step between hosts, over links of a rate.
 
 The gradient has the size of FasterRCNN's, 41 M elements or 165 MB of float32, in 20 equal layers;
 forward and backward are real products of matrices, of as many rows as take `--compute-s` where no
 rank waits for another. Hosts are network namespaces behind `tc tbf` (pycomm/demo/netns.py), "none"
-as fast as the kernel is. Where root is not to be had, or with --throttle, ranks of one host stand
-behind token buckets in pycomm's transport instead (transport/rate_limited.h), and the table says
-so. Every way trains by itself, one after another:
+as fast as the kernel is. Without root, or with --throttle, ranks of one host use
+token buckets in pycomm's transport instead (transport/rate_limited.h), and the table says so. The
+ways to train run one after another:
 
     compute   no communication: what every rank does by itself, all at the same time
     dense     one sum of all gradients behind the backward pass
-    overlap   pycomm.DataParallel: sums while backward goes on
+    overlap   pycomm.DataParallel: sums during the backward pass
     dgc       DGC at 99.9 %, raw packets, fused
     compact      the same with 2-bit values, exchange="auto"
     tuned     the same, exchange="auto_time"
     local     LocalSGD, models averaged every 8 steps
 
 A figure is the slowest rank's median step, of LocalSGD the mean; Paddle's ratio is what its page of
-DGC gives. Beside the figures stands what `pycomm plan` expects of that line (pycomm/planner.py), by
-the step without communication and the kernels as measured here. With --json it goes on where it was
-interrupted. Called by links.py.
+DGC gives. The table also has the estimate of `pycomm plan` (pycomm/planner.py) for that link,
+from the step without communication and the kernels as measured here. With --json an interrupted
+run continues.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ UNSHAPED = "none"
 PADDLE = {"1gbit": 6.533, "10gbit": 1.467, "100gbit": 0.993}
 EVERY = 8  # steps between the sums of LocalSGD
 SPARSITY = 0.999
-# What the planner calls a way.
+# The planner's names of the ways.
 PLANNED = {"dense": "dense", "dgc": "dgc gather", "compact": "dgc 2bit gather"}
 PLANNED |= {"local": f"local {EVERY}"}
 GBIT = {"mbit": 1e-3, "gbit": 1.0}
@@ -65,11 +65,11 @@ ONE_BUCKET_MB = 1 << 20
 BUCKET = "token bucket in the transport"
 FIRST = 2  # steps that are not counted
 LINE_WITHIN = 0.1  # of its rate
-LIMIT_S = 600  # of a call: against hanging
+LIMIT_S = 600  # of a call, against hangs
 
 
 class Steps(Protocol):
-    """What ends a step: an optimizer, or LocalSGD."""
+    """The end of a step: an optimizer, or LocalSGD."""
 
     def step(self) -> object:
         """Ends it."""
@@ -105,19 +105,19 @@ WAYS: dict[str, Callable[[nn.Module], Wrapped]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One way over one line."""
+    """One way over one link."""
 
     rate: str
     way: str
     step_s: float  # of the slowest rank
     over_compute_percent: float
     ratio: float  # times faster than overlap
-    expected_s: float | None = None  # by the planner; None: it speaks of no such line or way
+    expected_s: float | None = None  # by the planner; None: it has no such link or way
     line_of_rate: float | None = None  # of a token bucket: counted bytes a second over its rate
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints, stores; the exit status: 2 where there can be no hosts."""
+    """Measures, prints, stores; returns the exit status: 2 if hosts are impossible here."""
     parser = argparse.ArgumentParser(prog="pycomm bench links --training", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--hosts", type=int, default=2)
@@ -168,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def stored(path: Path | None, settings: dict[str, object]) -> list[Row]:
-    """The rows of a run with the same settings, which goes on where it ended."""
+    """The rows of an interrupted run with the same settings."""
     if path is None or not path.exists():
         return []
     content = json.loads(path.read_text())
@@ -186,7 +186,7 @@ def store(path: Path | None, settings: dict[str, object], found: Sequence[Row]) 
 def measure(
     rate: str, ways: list[str], options: argparse.Namespace, advance: Callable[[], object]
 ) -> list[Row]:
-    """The rows of one line."""
+    """The rows of one link."""
     took: dict[str, list[float]] = {}
     codings: list[tuple[Coding, Coding]] = []
     speed = None if rate == UNSHAPED else gbit_of(rate) * 1e9 / 8
@@ -242,19 +242,19 @@ def gbit_of(rate: str) -> float:
 
 
 def loads_of(count: int) -> tuple[Load, Load]:
-    """What DGC sends of `count` elements: raw, and with 2-bit values."""
+    """Bytes that DGC sends for `count` elements: raw, and with 2-bit values."""
     k = to_send(count, SPARSITY)
     return Load([k], [count], 4, None), Load([k], [count], 4, code_at("2bit", 1 - SPARSITY))
 
 
 def work(rank: processes.Rank, *args: Any) -> None:
-    """What each rank does on a host of its own."""
+    """A rank on its own host."""
     Groups([OURS["pycomm"]], rank.store, rank.rank, rank.size)
     measured(rank.say, *args)
 
 
 def throttled(group: pycomm.Group, speed: float | None, *args: Any) -> list[Any]:
-    """What each rank does behind a token bucket: all that it has to say, and how fast it was."""
+    """A rank behind a token bucket: its reports, and the rate of its link."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
     said: list[Any] = [("line", line_speed(group, speed))] if speed else []
     measured(said.append, *args)
@@ -276,7 +276,7 @@ def line_speed(group: pycomm.Group, speed: float) -> float:
 def measured(
     say: Callable[[object], None], ways: list[str], steps: int, width: int, compute_s: float
 ) -> None:
-    """Says how fast this rank codes, all at once, and (way, seconds of a step)."""
+    """Reports the coding rate of this rank, all ranks at once, and (way, seconds of a step)."""
     raw, compact = loads_of(LAYERS * width**2)
     collectives.barrier()
     say((measure_coding(raw), measure_coding(compact)))
@@ -288,7 +288,7 @@ def measured(
 def rows_of(compute_s: float, width: int) -> int:
     """Collective: how many rows make a step without communication take so long, all at once."""
     rows = 32
-    for _ in range(2):  # the second time near the end
+    for _ in range(2):  # the second time close to the result
         rows = max(1, round(rows * compute_s / seconds_of("compute", (rows, width), 3)))
         said = torch.tensor([rows])
         rows = int(collectives.broadcast(said, 0)[0])
@@ -342,7 +342,7 @@ def table(found: Sequence[Row], lines: str = "") -> Table:
         shown.add_row(rate, *(f"{own[way].step_s:.3f}" for way in ways), ratio, paddle)
         planned = [own[way].expected_s for way in ways]
         if share is not None:
-            holds = "" if abs(share - 1) <= LINE_WITHIN else ": not what it should be"
+            holds = "" if abs(share - 1) <= LINE_WITHIN else ": outside of the tolerance"
             shown.add_row(f"{100 * share:.0f} % of it{holds}")
         if any(planned):
             shown.add_row("planned", *("" if s is None else f"{s:.3f}" for s in planned), "", "")

@@ -1,8 +1,4 @@
-"""From the ranks' times to lines of figures, and lines as text in the columns of
-nccl-tests.
-
-Called by collectives.py and plot.py; nothing here measures.
-"""
+"""Converts the ranks' times to lines of figures, and lines to text in the columns of nccl-tests."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from benchmarks.limits import TOLERANCE, limit_s
 from benchmarks.verbs import VERBS
 from benchmarks.worker import Times
 
-COPY = "copy "  # what the names of the copies begin with
+COPY = "copy "  # prefix of the names of the copies
 COMPARATORS = ("gloo", "nccl")  # the first that takes part
 FLOOR = "fake"  # moves nothing, so the limit is not its
 
@@ -41,7 +37,7 @@ class Line:
 
 
 def lines(by_rank: Sequence[Times]) -> list[Line]:
-    """The lines of one case, from what each rank said of it, in rank order."""
+    """The lines of one case, from the reports of all ranks, in rank order."""
     case = by_rank[0].case
     copies = [name for name in by_rank[0].seconds if name.startswith(COPY)]
     copy_s = min(_slowest([typical(t.seconds[name]) for t in by_rank]) for name in copies)
@@ -79,7 +75,7 @@ def _line(name: str, by_rank: Sequence[Times], times: dict[str, float], fastest_
 
 
 def faults(found: Sequence[Line]) -> list[str]:
-    """Sentences that say why this run must not be believed; none when it may be."""
+    """The reasons why this run is invalid; empty if it is valid."""
     said = [
         f"{line.peer}: {line.verb} of {line.size_bytes} bytes: {line.wrong} elements are wrong"
         for line in found
@@ -87,7 +83,7 @@ def faults(found: Sequence[Line]) -> list[str]:
     ]
     said += [
         f"{line.peer}: {line.verb} of {line.size_bytes} bytes runs at "
-        f"{line.limit_percent:.0f} % of the limit: then the limit is wrong"
+        f"{line.limit_percent:.0f} % of the limit: the limit is wrong"
         for line in found
         if line.limit_percent > 100 * TOLERANCE and line.peer != FLOOR
     ]

@@ -1,15 +1,13 @@
-"""`python -m benchmarks training`: a step of data-parallel training, backend beside backend.
+"""`python -m benchmarks training`: a step of data-parallel training with each backend.
 
 Every rank holds each model once for every backend, in torch's DistributedDataParallel, once in
 pycomm.DataParallel (`wrapper`), and there with DGC at 99.9 % (`dgc`) and with fused=True (`fused`);
 all take their turns in one run, step by step the same work. `fake` communicates nothing: no backend
 can be faster. `alone` is one rank without DistributedDataParallel while the others rest. With
---rates every rank is on a host of its own (pycomm/demo/netns.py), behind a line of each of those
-rates in turn; needs root. At the end stands a table of seconds per step, rate by rate.
+--rates every rank is on a host of its own (pycomm/demo/netns.py), behind a link of each of those
+rates in turn; needs root. The last table shows seconds per step, rate by rate.
 
     efficiency = samples per second of N ranks / (N * samples per second of one alone)
-
-main() is called by benchmarks.__main__ and pycomm.__main__.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ CONTESTANTS = (*BACKENDS[:2], *OWN, *BACKENDS[2:])
 
 @dataclass(frozen=True)
 class Said:
-    """Said by every rank after each model: seconds of single steps, by backend and round."""
+    """The report of every rank after each model: seconds of single steps, by backend and round."""
 
     task: str
     samples: int  # of one rank and step
@@ -82,12 +80,12 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, prints, stores; the exit status."""
+    """Measures, prints, stores; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm bench training", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--models", default=",".join(TASKS), help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="how often each takes its turn")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
     parser.add_argument("--steps", type=int, default=10, help="of each turn (%(default)s)")
     parser.add_argument("--rates", help='"1gbit,10gbit": a host for each rank, behind such lines')
     parser.add_argument("--json", type=Path, help="where to store all figures")
@@ -152,7 +150,7 @@ def by_rate(found: Sequence[Row]) -> str:
 
 
 def rows(rate: str, by_rank: Sequence[Said]) -> list[Row]:
-    """The rows of one model, from what each rank said of it."""
+    """The rows of one model, from the reports of all ranks."""
     said, size = by_rank[0], len(by_rank)
     slowest = {
         name: max(table.typical(one.seconds[name]) for one in by_rank if name in one.seconds)
@@ -203,7 +201,7 @@ def _measure(
         task = bar.add_task("training", total=len(names) * options.rounds)
 
         def hear(rank: int, said: Said | None) -> None:
-            if said is None:  # rank 0 has done a round
+            if said is None:  # rank 0 finished a round
                 bar.advance(task)
                 return
             by_rank = waiting.setdefault(said.task, {})
@@ -221,7 +219,7 @@ def _measure(
 
 
 def work(rank: processes.Rank, names: list[str], rounds: int, steps: int) -> None:
-    """What each rank does: says one Said for each model, and rank 0 None after each round."""
+    """A rank: reports one Said for each model, and rank 0 None after each round."""
     groups = Groups(
         [OURS["pycomm"], PEERS["gloo"], PEERS["fake"]], rank.store, rank.rank, rank.size
     )
@@ -235,7 +233,7 @@ def work(rank: processes.Rank, names: list[str], rounds: int, steps: int) -> Non
             contestants[ALONE] = step_of(task, None, alone=True)
             seconds[ALONE] = []
         for turn in range(rounds):
-            first = turn % len(CONTESTANTS)  # nobody always comes after the same one
+            first = turn % len(CONTESTANTS)  # no contestant always follows the same one
             for who in CONTESTANTS[first:] + CONTESTANTS[:first]:
                 dist.barrier()
                 seconds[who].append(_series(contestants[who], steps))

@@ -1,5 +1,5 @@
-"""The update of a DGC step as a kernel of Triton's. Imported by libraries.py where there is Triton,
-which comes with torch for CUDA. Not yet run on a GPU."""
+"""The update of a DGC step as a kernel of Triton's. Needs Triton,
+which is part of torch for CUDA. Not yet run on a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Unauthenticated clients: who calls where ranks listen, holds no key and says nothing that makes
-sense.
+"""Unauthenticated clients: they connect to listening ranks, hold no key and send invalid bytes.
 
-Called by connection_flood_rank.py for the flood, and by tests/attack.py while the tests run. Not
-here: who is called and how often. Nothing but the standard library, so that one starts at once.
+Callers choose the targets and the rate: connection_flood_rank.py and tests/attack.py. Imports only
+the standard library, so that a client starts at once.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-KEPT = 900  # connections that are held open; the oldest gives way
-WAIT_S = 1.0  # for a call to be taken
+KEPT = 900  # connections that are held open; the oldest is closed first
+WAIT_S = 1.0  # for a connection to be accepted
 GREETING = 36  # bytes of the first message of a handshake
-ANSWER = 68  # bytes that a listener says to whoever has greeted it: then it wants a proof
+ANSWER = 68  # bytes of a listener's reply to a greeting: it expects a proof next
 DIAG, BY_FAMILY, DUMP, LISTEN = 4, 20, 0x301, 1 << 10  # the kernel's: sock_diag(7)
 
 
 class Manner(NamedTuple):
-    """How an unauthenticated client behaves: what it says, and what it does then."""
+    """The behaviour of an unauthenticated client: its bytes, and its next action."""
 
     says: bytes = b""
     then: str = "stays"  # or "shuts" its side, "leaves", "breaks" off; "drips": a byte at a time
@@ -37,11 +36,11 @@ MANNERS = (
     Manner(b"G" * 300),
     Manner(),
     Manner(then="shuts"),
-    Manner(b"G" * GREETING),  # waits for the answer, and says no more
+    Manner(b"G" * GREETING),  # waits for the answer, and sends no more
     Manner(then="leaves"),
     Manner(bytes.fromhex("16030100c5010000c10303") + b"\x5a" * 200),  # a browser's first, by TLS
     Manner(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.5.0\r\nAccept: */*\r\n\r\n"),
-    Manner(b"\xff" * (64 << 10)),  # whatever is a length in it is the largest
+    Manner(b"\xff" * (64 << 10)),  # any length in it is the largest
     Manner(b"G" * GREETING, then="breaks"),
     Manner(b"\x00" * 200, then="drips"),
 )
@@ -51,24 +50,24 @@ Address = tuple[str, int] | str
 
 
 class Listener(NamedTuple):
-    """A TCP socket at which somebody listens."""
+    """A listening TCP socket."""
 
     address: tuple[str, int]
-    backlog: int  # so many callers may wait
+    backlog: int  # length of the queue of connections
 
 
 class UnauthenticatedClients:
-    """Calls wherever it is told to, in one manner after the other, and keeps up what it began."""
+    """Connects to given addresses, in one manner after the other, and keeps connections open."""
 
     def __init__(self) -> None:
         self.stood = self.refused = 0
-        self.let_in = 0  # were told more than a handshake tells an unauthenticated client
+        self.let_in = 0  # received more than an unauthenticated client may
         self._manners = itertools.cycle(MANNERS)
         self._kept: OrderedDict[int, _Call] = OrderedDict()
         self._ready = select.epoll()
 
     def call(self, address: Address) -> None:
-        """Comes once."""
+        """Connects once."""
         manner = next(self._manners)
         connection = socket.socket(_family(address))
         try:
@@ -77,13 +76,13 @@ class UnauthenticatedClients:
             connection.setblocking(False)
             call = _Call(connection, manner)
             call.speak(1 if manner.then == "drips" else len(manner.says))
-        except OSError:  # nobody listens, or has shown it out already
+        except OSError:  # no listener, or closed already
             connection.close()
             self.refused += 1
             return
         self.stood += 1
         if manner.then == "shuts":
-            with contextlib.suppress(OSError):  # shown out
+            with contextlib.suppress(OSError):  # closed by the listener
                 connection.shutdown(socket.SHUT_WR)
         if manner.then == "breaks":  # the other end is reset
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -96,7 +95,7 @@ class UnauthenticatedClients:
             self._drop(next(iter(self._kept)))
 
     def go_on(self) -> None:
-        """Drips a byte more, and hears what it is told."""
+        """Sends one byte more, and reads the replies."""
         for number, call in list(self._kept.items()):
             if call.manner.then == "drips" and not call.speak(1):
                 self._drop(number)
@@ -105,7 +104,7 @@ class UnauthenticatedClients:
                 self._drop(number)
 
     def close(self) -> None:
-        """Leaves, from everywhere."""
+        """Closes all connections."""
         for number in list(self._kept):
             self._drop(number)
         self._ready.close()
@@ -124,28 +123,28 @@ def _family(address: Address) -> int:
 
 
 class _Call:
-    """One connection that stands."""
+    """One established connection."""
 
     def __init__(self, connection: socket.socket, manner: Manner) -> None:
         self.connection, self.manner = connection, manner
         self.said = self.heard = 0
 
     def speak(self, most: int) -> bool:
-        """Says so many bytes more at most; whether anybody is there."""
+        """Sends at most so many bytes more; returns whether the connection is open."""
         text = self.manner.says[self.said : self.said + most]
         try:
             self.said += self.connection.send(text) if text else 0
         except BlockingIOError:  # it does not read
             return True
-        except OSError:  # shown out
+        except OSError:  # closed by the listener
             return False
         return True
 
     def hear(self) -> bool:
-        """Whether it is still there."""
+        """Whether the connection is still open."""
         try:
             heard = self.connection.recv(4096)
-        except OSError:  # shown out
+        except OSError:  # closed by the listener
             return False
         self.heard += len(heard)
         return bool(heard)
@@ -170,19 +169,19 @@ def listeners() -> dict[int, Listener]:
 
 
 def _messages(kernel: socket.socket) -> Iterable[bytes]:
-    """Until the kernel says that these were all."""
+    """Reads messages until the kernel marks the end."""
     while True:
         data = kernel.recv(1 << 20)
         while data:
             length, kind = struct.unpack_from("=IH", data)
-            if kind != BY_FAMILY:  # the end, or an error: there is none to be had
+            if kind != BY_FAMILY:  # the end, or an error
                 return
             yield data[16:length]
             data = data[length + 3 & ~3 :]
 
 
 def unix_sockets(prefix: str) -> dict[int, tuple[str, bool]]:
-    """The abstract Unix sockets whose names begin so, by inode: the name, and if it listens."""
+    """The abstract Unix sockets with this prefix, by inode: the name, and whether it listens."""
     found = {}
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         words = line.split()
@@ -206,7 +205,7 @@ def inodes(pids: Iterable[int]) -> set[int]:
 
 
 def descendants(pid: int) -> set[int]:
-    """The processes that this one has started, and those that they have, and so on."""
+    """All descendants of this process."""
     found: set[int] = set()
     with contextlib.suppress(OSError):  # it has ended
         for task in os.listdir(f"/proc/{pid}/task"):

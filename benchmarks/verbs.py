@@ -1,7 +1,4 @@
-"""The collectives that are measured: their arrays, calls, right answers and factors.
-
-Nothing here measures. Called by worker.py (arrays, calls) and table.py (factors).
-"""
+"""The measured collectives: their arrays, calls, right answers and factors."""
 
 from __future__ import annotations
 
@@ -76,12 +73,12 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """S: bytes of the larger of input and output; rounded from what was wanted."""
+        """S: bytes of the larger of input and output; rounded from the requested size."""
         return self.whole_count * self.itemsize
 
 
 def pattern(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` puts in: [count] whole numbers below 8, so that sums are exact in every dtype."""
+    """The input of `rank`: [count] whole numbers below 8, so that sums are exact in every dtype."""
     i = torch.arange(count, dtype=torch.int32)
     return (((i * 40503 + rank * 7919) >> 5) & 7).to(dtype)
 

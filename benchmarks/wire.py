@@ -1,22 +1,19 @@
 """`python -m benchmarks wire RESIDUALS`: bytes that DGC receives, counted with the real codec.
 
-A simulation for any number of ranks; processes and sockets there are for the last part only. Each
-rank has a wider copy of the model that was recorded (`python -m benchmarks residuals`): every
-parameter as many times as long as `--elements` asks for, and a piece of it is a window of one
-worker. So what a rank takes out are elements that real training takes out, and hot parameters stay
-together. There are 144 windows and as many different ranks; with more of them each stands for
-several.
+A simulation for any number of ranks; only the last part uses processes and sockets. Each rank has a
+wider copy of the recorded model (`python -m benchmarks residuals`): every parameter is repeated to
+reach `--elements`, and each repetition is a window of one worker. So a rank selects elements that
+real training selects, and frequently selected parameters stay together. There are 144 windows and
+as many different ranks; with more ranks each window is used several times.
 
     packets   compact packets of one rank, beside the entropy of a uniform choice
-    ramp      the levels of a ramp as exchange="auto" codes them, beside a ring of bfloat16
+    ramp      the levels of a warm-up as exchange="auto" codes them, beside a ring of bfloat16
     ranks     bytes that a rank receives with gather and sharded, and the busiest owner of all, by
               the shares of sharded and by plain ranges
+    counted   the counters of real ranks, processes of this machine, beside the estimate of "auto"
 
-    counted   the counters of real ranks, processes of this machine, beside what "auto" reckons with
-
-Owners 0 to 3 sum and choose for real; k->4k is an owner that sends on four times as many, which DGC
-does not offer. Four frames of each other rank and their lengths are counted. Called by
-benchmarks.__main__.
+Owners 0 to 3 really sum and select; k->4k is an owner that forwards four times as many, which DGC
+does not offer. Four frames of each other rank and their lengths are counted.
 """
 
 from __future__ import annotations
@@ -84,7 +81,7 @@ class Ranks:
 
 
 class Sets:
-    """What ranks take out at one density, in a model `wide` times as wide.
+    """The selections of ranks at one density, in a model `wide` times as wide.
 
     Attributes:
         count: elements of the wide model.
@@ -125,7 +122,7 @@ class Sets:
 
 
 def _taken(found: residuals.Residuals, window: int, k: int) -> tuple[Array, Array]:
-    """What a step of DGC takes out of a window at this density."""
+    """The selection of a DGC step from a window at this density."""
     u, v = found.u[window].copy(), found.v[window].copy()
     indices, values = np.empty(k, np.int32), np.empty(k, np.float32)
     g = found.gradients[0, window]
@@ -134,7 +131,7 @@ def _taken(found: residuals.Residuals, window: int, k: int) -> tuple[Array, Arra
 
 
 def main(argv: Sequence[str]) -> int:
-    """Counts, prints, stores; the exit status."""
+    """Counts, prints, stores; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks wire", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("residuals", type=Path, help="of `python -m benchmarks residuals`")
@@ -275,7 +272,7 @@ def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], objec
 
 
 def _answer(total: torch.Tensor, k: int, size: int, code: str) -> torch.Tensor:
-    """What an owner sends on, as sharded.py chooses it."""
+    """The elements that an owner forwards, as sharded.py selects them."""
     places, values = kernels.topk(total, min(-(-k // size), len(total)))
     some = values != 0
     return encode(PacketBatch(places[some], values[some], [int(some.sum())]), len(total), code)[0]
@@ -284,7 +281,7 @@ def _answer(total: torch.Tensor, k: int, size: int, code: str) -> torch.Tensor:
 def tables(
     packets: Sequence[Packets], ramp: Sequence[dict[str, Any]], ranks: Sequence[Ranks]
 ) -> list[Table]:
-    """For eyes."""
+    """Formats the results as tables."""
     first = _table("one packet", ["sparsity", "values", "k", "B each", "bits/index", "/ entropy"])
     for one in packets:
         bits = f"{one.index_bits:.3f}", f"{one.over_entropy:.3f}"
@@ -309,7 +306,7 @@ def tables(
 
 
 def counted_table(counted: Sequence[wire_ranks.Counted]) -> Table:
-    """For eyes."""
+    """Formats the results as tables."""
     names = ["exchange", "ranks", "received kB", "most kB", "reckoned kB", "B/element"]
     table = _table("received, by the transports' counters", names)
     for one in counted:

@@ -1,4 +1,4 @@
-"""Bytes that a rank receives over the number of ranks, and who is busiest. Called by wire.py."""
+"""Plots the bytes that a rank receives over the number of ranks, and the busiest owner's load."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What real ranks send and receive in a step of DGC, by the counters of their transports.
+"""Bytes that real ranks send and receive in a step of DGC, by the counters of their transports.
 
-Each rank is a process, joined to the others by tcp. Called by wire.py and the tests.
+Each rank is a process, connected to the others by tcp.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pycomm.compress.schedule import Load, received_bytes
 from pycomm.testing import run_ranks
 
 SPARSITY, VALUES = 0.999, "2bit"
-LIMIT_S = 600  # against hanging: 16 processes start on the processors that there are
+LIMIT_S = 600  # against hangs: 16 processes may start on few processors
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Moved:
 
     written: int
     received: int
-    sent: int  # as stats() says: without frames
+    sent: int  # as in stats(): without frames
     k: int
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Of one number of ranks; the mean of all of them and the most of any."""
+    """For one number of ranks: the mean and the maximum over them."""
 
     exchange: str
     size: int
@@ -49,7 +49,9 @@ def moved(group: pycomm.Group, count: int, options: dict[str, Any]) -> Moved:
     dgc = pycomm.DGC(torch.optim.SGD(layer.parameters(), lr=0.05, momentum=0.9), **options)
     model = pycomm.DataParallel(layer, compression=dgc)
     own = torch.Generator().manual_seed(group.rank)
-    model(torch.randn(1, count, generator=own)).sum().backward()  # this and no other plans
+    model(
+        torch.randn(1, count, generator=own)
+    ).sum().backward()  # the gradient follows this generator only
     before = group.stats()
     model(torch.randn(1, count, generator=own)).sum().backward()
     after = group.stats()

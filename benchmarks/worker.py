@@ -1,7 +1,4 @@
-"""What each rank of a benchmark run does: checks every case, then times all contestants in turn.
-
-Called on fresh processes by collectives.py through pycomm.demo.processes.
-"""
+"""A rank of a benchmark run: checks every case, then times all contestants in turn."""
 
 from __future__ import annotations
 
@@ -28,15 +25,15 @@ BUSY_CALLS = 5
 """Of a round beside a busy thread, where each costs milliseconds of waiting for the interpreter."""
 
 WARM_UP = 20
-"""Calls of each contestant before any is timed, as other benchmarks of collectives have: it may
-find out what is faster here."""
+"""Calls of each contestant before any is timed, as other benchmarks of collectives have: pycomm may
+run its trials in them."""
 
 SLOT = 8  # int64 of a cache line: each rank's flag has its own
 
 
 @dataclass(frozen=True)
 class Times:
-    """Said by every rank after each case; `seconds[name][round]` is a list of single calls."""
+    """A rank's report of a case; `seconds[name][round]` is a list of single calls."""
 
     case: Case
     wrong: dict[str, int]  # by contestant
@@ -45,9 +42,9 @@ class Times:
 
 
 class Barrier:
-    """Ranks of one host meet here within about a microsecond; it belongs to no contestant.
+    """A barrier of the ranks of one host, within about a microsecond, independent of contestants.
 
-    `flags` is a file of size * SLOT int64, zero at first: how often each rank has come.
+    `flags` is a file of size * SLOT int64, zero at first: how often each rank has arrived.
     """
 
     def __init__(self, flags: Path, rank: int, size: int) -> None:
@@ -77,9 +74,9 @@ def work(
     busy: bool = False,
     kind: str = "cpu",
 ) -> None:
-    """Says one Times for each case; `busy`: while another thread computes in Python.
+    """Reports one Times for each case; `busy`: while another thread computes in Python.
 
-    `kind` is where the arrays lie: "cpu", or "cuda", where each rank has the GPU of its number.
+    `kind` is the device of the arrays: "cpu", or "cuda", where each rank has the GPU of its number.
     """
     torch.set_num_threads(1)
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank.rank)
@@ -93,7 +90,7 @@ def work(
             rank.say(
                 measure(case, peers, groups.call, barrier, (rounds, calls), (rank.rank, device))
             )
-    barrier()  # nobody leaves while another still needs it
+    barrier()  # no rank leaves while another still needs it
 
 
 @contextlib.contextmanager
@@ -143,7 +140,11 @@ def measure(
             call = call_of(peer, arrays)
             wrong = arrays.wrong(call)
             times.wrong[peer.name] = wrong if peer.communicates else 0
-        except (RuntimeError, ValueError, NotImplementedError) as error:  # the table shows why
+        except (
+            RuntimeError,
+            ValueError,
+            NotImplementedError,
+        ) as error:  # the table shows the reason
             times.refused[peer.name] = str(error).splitlines()[0]
         else:
             contestants[peer.name] = call, arrays.rewrite
@@ -155,7 +156,7 @@ def measure(
     times.seconds.update({name: [] for name in names})
     rounds, calls = rounds_and_calls
     for turn in range(rounds):
-        first = turn % len(names)  # nobody always comes after the same one
+        first = turn % len(names)  # no contestant always follows the same one
         for name in names[first:] + names[:first]:
             call, rewrite = contestants[name]
             series = _series(call, rewrite, barrier, calls, device)
@@ -172,7 +173,7 @@ def _series(
 ) -> list[float]:
     """Seconds of each of `calls` calls after one that warms up; all ranks start each together.
 
-    On a device until that is through with it, which every contestant waits for in the same way.
+    On a device the time ends when the device is done; every contestant waits in the same way.
     """
     seconds = []
     through: Callable[[], object] = lambda: None  # noqa: E731 - what there is to wait for here

@@ -1,7 +1,7 @@
-"""What the convergence benchmark trains: two small models on real data. Called by convergence.py.
+"""The workloads of the convergence benchmark: two small models on real data.
 
-Text: the source of Python's own standard library. Images: Fashion-MNIST, as Debian's package
-dataset-fashion-mnist lays it down (apt-get install dataset-fashion-mnist).
+Text: the source of Python's own standard library. Images: Fashion-MNIST, as in Debian's package
+dataset-fashion-mnist (apt-get install dataset-fashion-mnist).
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def _character_score(model: nn.Module) -> float:
 
 
 def missing(name: str) -> str:
-    """What a workload lacks on this machine, or ""."""
+    """The missing requirement of a workload on this machine, or ""."""
     if name == "images" and not IMAGES.is_dir():
-        return f"{IMAGES} is not there: apt-get install dataset-fashion-mnist"
+        return f"{IMAGES} is missing: apt-get install dataset-fashion-mnist"
     return ""
 
 

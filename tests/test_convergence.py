@@ -108,7 +108,7 @@ def test_scores_are_checked_against_bands_and_order() -> None:
     assert [line.split()[-4:] for line in lines[2:]] == [["in", "16.7x", "50.0x", "equal"]] * 2
     for wrong, said in (
         ({"dgc": [2.0, 2.01]}, " worse "),
-        ({"dgc": [1.6, 1.61]}, "'dgc' came out before 'dense'"),
+        ({"dgc": [1.6, 1.61]}, "'dgc' ranked before 'dense'"),
         ({"dgc": [1.91, 1.92], "dgc without masking": [1.85, 1.86]}, " before 'dgc'"),
         ({"dense": [1.6, 1.61]}, " worse "),
     ):

@@ -1,13 +1,13 @@
-// Runs CUDA's kernels on the emulator against a plain reference, in one order of blocks and
-// threads.
+// Runs the CUDA kernels on the emulator and compares with a plain reference, in one order of blocks
+// and threads.
 //
 //     cases topk|step|brief|graph|infinity|packets|lean|lean_bits|lean_brief|lean_graph
 //           |dense [forward|reverse|random [seed [blocks]]]
 //
 // where `blocks` are those that make progress together.
 //
-// Prints "right", or what is wrong and ends with status 1 (wrong numbers) or 3 (what the emulator
-// found). Built plain and under sanitizers, and once for every planted mistake: tests/test_cuda.py.
+// Prints "right", or the failure, and exits with status 1 (wrong numbers) or 3 (an error of the
+// emulator). Built plain and under sanitizers, and once for every planted mistake.
 #include "cases.hpp"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What every case of the kernels needs: arrays on the emulated device, and one way to disagree.
+// Shared by all cases: arrays on the emulated device, and check().
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,7 +32,7 @@ inline void check_cuda(cudaError_t error) {
   std::_Exit(3);
 }
 
-// The stream of a case; the default stream would order more than a caller's stream does.
+// The stream of a case; the default stream would order more operations than a caller's stream.
 inline cudaStream_t stream() {
   static cudaStream_t one = [] {
     cudaStream_t s = nullptr;

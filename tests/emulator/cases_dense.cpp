@@ -8,7 +8,7 @@
 namespace cases {
 namespace {
 
-// What is under test, all of it.
+// The code under test.
 using namespace pycomm;  // NOLINT(google-build-using-namespace): a program
 
 cuda::CudaKernels& kernels() {
@@ -94,7 +94,7 @@ void try_integers(std::mt19937& random, Dtype dtype, size_t skew) {
   }
 }
 
-// There and back again: what 16 bits have is kept, whatever lies between.
+// A round trip keeps every 16-bit value, through any wider dtype.
 void try_halves(std::mt19937& random, Dtype half, size_t skew) {
   constexpr size_t kCount = 517;
   std::vector<float> x(kCount);

@@ -1,5 +1,5 @@
-// Lean packets against the processor's: the same bytes; back again; and whatever bytes, refused on
-// both or on neither.
+// Compact packets compared with the CPU's: the same bytes, round trips, and arbitrary bytes, which
+// both or neither refuse.
 #include <numeric>
 
 #include "cases.hpp"
@@ -10,7 +10,7 @@
 namespace cases {
 namespace {
 
-// What is under test, all of it.
+// The code under test.
 using namespace pycomm;  // NOLINT(google-build-using-namespace): a program
 
 using Bytes = std::vector<std::byte>;
@@ -156,7 +156,7 @@ void try_codes(std::mt19937& random, const Set& set, int spoilt) {
   }
 }
 
-// Indices that do not ascend within the array: no packet, and nothing changes.
+// Indices that do not ascend within the array: no packet, and no change.
 void try_wrong(std::mt19937& random) {
   for (const auto& indices : std::vector<std::vector<int32_t>>{{3, 3}, {4, 2}, {-1, 2}, {1, 90}}) {
     const Set set{90, indices, {1.0f, 2.0f}};
@@ -232,7 +232,7 @@ void run_lean_graph(std::mt19937& random) {
     Bytes packet = out.read();
     packet.resize(bytes.read()[0]);
     check(packet == wanted, "a replay wrote other bytes");
-    check((refused.read()[0] == 0) == (wanted.size() == length), "a replay judged another length");
+    check((refused.read()[0] == 0) == (wanted.size() == length), "a replay used another length");
     if (wanted.size() == length) check(found.read() == set.indices, "a replay read other indices");
   }
   check_cuda(cudaGraphExecDestroy(made));

@@ -9,7 +9,7 @@
 namespace cases {
 namespace {
 
-// What is under test, all of it.
+// The code under test.
 using namespace pycomm;  // NOLINT(google-build-using-namespace): a program
 
 cuda::CudaKernels& kernels() {
@@ -17,7 +17,7 @@ cuda::CudaKernels& kernels() {
   return all;
 }
 
-// What one rank sends, on the device and as it is.
+// The packet of one rank, on the device and in host memory.
 struct Sent {
   Sent(std::mt19937& random, size_t count, size_t k)
       : values(numbers(random, k)),

@@ -8,7 +8,7 @@
 namespace cases {
 namespace {
 
-// What is under test, all of it.
+// The code under test.
 using namespace pycomm;  // NOLINT(google-build-using-namespace): a program
 
 cuda::CudaKernels& kernels() {
@@ -211,7 +211,7 @@ void run_topk(std::mt19937& random) {
       if (k > 0) try_topk(x, k, count % 2);
   }
   try_topk(numbers(random, 45000), 300, 0);          // through a sample
-  try_topk(std::vector<float>(20000, 0.25f), 7, 1);  // nothing but ties: more than the pool holds
+  try_topk(std::vector<float>(20000, 0.25f), 7, 1);  // only ties: more than the pool holds
 }
 
 void run_brief(std::mt19937& random) {
@@ -238,8 +238,8 @@ void run_step(std::mt19937& random) {
   for (const auto& list : lists)
     for (const Setting how : {Setting{false, false, true, false}, {true, true, false, true}}) {
       Steps steps(random, list, how);
-      // Steady; none; a jump beyond the lower bound; and down again, where the pool is
-      // short.
+      // Steady; none; a jump that the threshold does not expect; and down again, with a short
+      // pool.
       for (const float size : {0.1f, 0.1f, 0.f, 5.f, 0.01f, 0.01f})
         steps.run(size, ++number % 4 == 3);
     }

@@ -1,8 +1,8 @@
-// What a kernel sees under the emulator: CUDA's built-in names, and the functions behind gpu::.
+// The environment of a kernel under the emulator: CUDA's built-in names, and the functions of
+// gpu::.
 //
 // CUDA's own headers, compiled as plain C++, supply the types; no library of NVIDIA's is linked.
-// Only what kernels of the project use stands here: what is missing does not compile. Included by
-// csrc/gpu.hpp and by nothing else.
+// Defines only the names that kernels of the project use. Included only by csrc/gpu.hpp.
 #pragma once
 
 #include <algorithm>
@@ -71,7 +71,7 @@ template <class T>
 T load_fresh(const T* p) {
   return load(p);
 }
-// Flags are what loops poll: another thread gets its turn first.
+// Loops poll flags: another thread runs first.
 inline unsigned load_acquire(const unsigned* p, Where where = Where::current()) {
   spin(where);
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);

@@ -29,7 +29,7 @@ using pycomm::NcclQueue;
 using pycomm::NcclResult;
 using pycomm::ReduceOp;
 
-constexpr int kAsks = 2;  // how often who does not block hears "in progress" after each call
+constexpr int kAsks = 2;  // "in progress" answers of a non-blocking communicator after each call
 
 // By NcclDtype. Reductions of those without a counterpart here are refused.
 struct Type {
@@ -49,8 +49,8 @@ constexpr std::array<Type, 10> kTypes{{{1, static_cast<int>(Dtype::int8)},
 constexpr std::array kOps{ReduceOp::sum, ReduceOp::product, ReduceOp::max, ReduceOp::min,
                           ReduceOp::avg};
 
-// ThreadSanitizer does not see this lock, as this folder is not instrumented. One that it saw would
-// order streams and threads that nothing orders on a GPU, and hide a missing event.
+// ThreadSanitizer does not see this lock, as this folder is not instrumented. A visible lock would
+// order streams and threads that a GPU does not order, and hide a missing event.
 class Lock {
  public:
   void lock() {
@@ -68,7 +68,7 @@ struct Comm {
   Wires wires;
   const bool blocking;
   bool connecting = true, busy = false, finalizing = false;
-  int asks_left = 0;  // before it is through with the last call
+  int asks_left = 0;  // before it completes the last call
   uint64_t issued = 0, finished = 0;
   NcclResult error = NcclResult::success;
   std::string message;
@@ -93,7 +93,7 @@ size_t bytes_of(const Call& call) {
   return call.header.count * kTypes.at(static_cast<size_t>(call.header.dtype)).bytes;
 }
 
-// A collective: everybody's part in its slot, then what becomes of them.
+// A collective: each rank's part in its slot, then the results.
 class Collective {
  public:
   Collective(const Call& call, const Wires& wires)
@@ -165,7 +165,7 @@ bool step_all(std::vector<Transfer>& transfers, Wires& wires) {
   return transfers.empty();
 }
 
-// A group on its way: first its messages, all at once, then its collectives, one by one.
+// A running group: first its messages, all at once, then its collectives, one by one.
 struct Running {
   std::vector<Transfer> messages;
   std::vector<Collective> collectives;

@@ -1,10 +1,10 @@
 // A stand-in for NCCL between threads or processes of one machine, over the emulated runtime.
 //
-// It does what NCCL's documents promise and no more, and refuses what they forbid: a communicator
-// that does not block is asked until it is through before it takes the next call, a handle that is
-// gone is no handle, ranks have devices of their own, the calls of a group stand on one stream. A
-// send waits for its receive, counts and dtypes are compared, a rank that dies gives remote_error,
-// an abort ends what is under way. As with NCCL, a rank that never comes is waited for without end.
+// It gives only the guarantees of NCCL's documentation, and refuses what that forbids. A
+// non-blocking communicator must be polled to completion before its next call, a destroyed handle
+// is invalid, each rank has its own device, and the calls of a group use one stream. A send waits
+// for its receive, counts and dtypes are compared, a dead rank gives remote_error, and an abort
+// ends running operations. As with NCCL, the wait for a missing rank has no limit.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace fake_nccl {
 
-// What went through it. `groups` are launches: what one group_end put on a stream.
+// Counters. `groups` are launches: one for each group_end that enqueued work.
 struct Counts {
   uint64_t groups = 0, sends = 0, receives = 0, bytes_sent = 0, collectives = 0;
 };
@@ -53,7 +53,7 @@ class FakeNccl final : public pycomm::NcclApi {
 
  private:
   struct State;
-  std::shared_ptr<State> state_;  // operations that are under way hold it too
+  std::shared_ptr<State> state_;  // running operations hold it too
 };
 
 }  // namespace fake_nccl

@@ -17,7 +17,7 @@ namespace {
 
 using pycomm::NcclResult;
 
-constexpr int kLook = 5;  // ms: how often who waits to meet others looks whether he still should
+constexpr int kLook = 5;  // ms between checks for an abort while ranks connect
 constexpr char kYes = 1, kNo = 2;
 
 struct Hello {
@@ -26,7 +26,7 @@ struct Hello {
 
 socklen_t address(sockaddr_un& at, const pycomm::NcclId& id, int rank) {
   at = {};
-  at.sun_family = AF_UNIX;  // a name that begins with 0 is no file and goes with its socket
+  at.sun_family = AF_UNIX;  // an abstract name: no file, closed with its socket
   const int n = std::snprintf(at.sun_path + 1, sizeof at.sun_path - 1, "fake-nccl-%.32s-%d",
                               id.bytes.data(), rank);
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<size_t>(n));
@@ -49,7 +49,7 @@ int call(const sockaddr_un& at, socklen_t length, const std::function<bool()>& g
     if (::connect(fd, reinterpret_cast<const sockaddr*>(&at), length) == 0) return fd;
     close(fd);
     heed(given_up);
-    poll(nullptr, 0, kLook);  // nobody tells when the peer begins to listen
+    poll(nullptr, 0, kLook);  // there is no event for the start of a peer's listener
   }
 }
 
@@ -109,7 +109,7 @@ void Wires::connect(const pycomm::NcclId& id, int device, const std::function<bo
   }
 }
 
-// Moves some of what this stage has to move; true when all of it has.
+// Moves some bytes of this stage; true when all have moved.
 bool Transfer::move(int fd, void* at, size_t bytes, bool out) {
   while (done_ < bytes) {
     auto* p = static_cast<std::byte*>(at) + done_;

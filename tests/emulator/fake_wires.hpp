@@ -1,8 +1,8 @@
 // The connections of a fake NCCL communicator: sockets between threads or processes of one machine,
 // and one message over them.
 //
-// Stricter than NCCL: a send is over only when its receive has taken all of it, and both must agree
-// on what travels. Used by fake_nccl.cpp alone.
+// Stricter than NCCL: a send ends only when its receive has taken all of it, and both must agree on
+// the contents.
 #pragma once
 
 #include <cstddef>
@@ -42,8 +42,7 @@ class Wires {
   Wires(const Wires&) = delete;
   Wires& operator=(const Wires&) = delete;
 
-  // Meets all ranks, each of which has a device of its own. Waits; `given_up` ends that. Throws
-  // Failed.
+  // Connects to all ranks, each with its own device. Blocks; `given_up` ends that. Throws Failed.
   void connect(const pycomm::NcclId& id, int device, const std::function<bool()>& given_up);
   void hang_up();
 
@@ -61,7 +60,7 @@ class Transfer {
  public:
   Transfer(Header header, int peer, std::byte* data, size_t bytes, bool sends)
       : header_(header), peer_(peer), data_(data), bytes_(bytes), sends_(sends) {}
-  // True when the message has moved whole. Throws Failed: a mismatch, or a peer that has gone.
+  // True when the whole message has moved. Throws Failed: a mismatch, or a peer that has gone.
   bool step(Wires& wires);
   int peer() const { return peer_; }
   bool sends() const { return sends_; }

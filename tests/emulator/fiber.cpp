@@ -1,4 +1,4 @@
-// Switching stacks on x86-64, and telling the sanitizers.
+// Switches stacks on x86-64, and reports that to the sanitizers.
 #include "fiber.hpp"
 
 #include <sys/mman.h>
@@ -95,7 +95,7 @@ Fiber::Fiber(void (*entry)()) {
 
 Fiber::~Fiber() {
   if (mapping_ == nullptr) return;
-  // What is unmapped may become another thread's stack, where nothing may stay poisoned.
+  // Unmapped memory may become another thread's stack, which must not be poisoned.
   if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(mapping_ + kGuard, bytes_);
   munmap(mapping_, kGuard + bytes_);
   if (__tsan_destroy_fiber) __tsan_destroy_fiber(tsan_);

@@ -25,7 +25,7 @@ extern "C" {
 [[gnu::weak]] void __sanitizer_finish_switch_fiber(void* save, const void** low, size_t* bytes);
 }
 
-// A place in the happens-before order of ThreadSanitizer: who acquires sees what was released.
+// A point in the happens-before order of ThreadSanitizer: an acquire sees earlier releases.
 class Token {
  public:
   void release() {
@@ -39,10 +39,10 @@ class Token {
   char place_ = 0;
 };
 
-// An operation runs in its stream's place of the happens-before order, but on the stack and with
-// the heap of whichever thread is at hand, in no such order. While this lives ThreadSanitizer sees
-// nothing of the calling fiber but what device_reads() and device_writes() tell: the memory of the
-// device. Kernels run on fibers of their own and are seen.
+// An operation has its stream's place in the happens-before order, but runs on the stack and heap
+// of any thread, without that order. During the lifetime of this object ThreadSanitizer sees only
+// the device memory that device_reads() and device_writes() report. Kernels run on their own fibers
+// and stay visible.
 class Unseen {
  public:
   Unseen();
@@ -55,7 +55,7 @@ void device_writes(void* at, size_t bytes);
 
 inline constexpr unsigned kNoSync = 1;  // a switch between fibers orders nothing
 
-// The default constructed one stands for the thread that calls, which has its stack already.
+// The default constructor represents the calling thread, which has a stack already.
 class Fiber {
  public:
   Fiber() = default;
@@ -66,10 +66,10 @@ class Fiber {
 
   // Leaves `from`, which must be running, for this one.
   void run(Fiber& from);
-  // The first thing that `entry` does; `from` is who ran it. Tells the sanitizers where `from`
-  // lies.
+  // `entry` calls it first; `from` is the fiber that switched to it. Reports the stack of `from` to
+  // the sanitizers.
   static void arrived(Fiber& from);
-  // A thread's own fiber learns what ThreadSanitizer calls it.
+  // Stores ThreadSanitizer's handle of a thread's own fiber.
   void adopt();
 
  private:

@@ -1,5 +1,4 @@
-// Blocks and threads: which fiber runs next, barriers, shared memory, and what to say when none
-// can.
+// Blocks and threads: the next fiber to run, barriers, shared memory, and the report of a deadlock.
 #include "grid.hpp"
 
 #include <sys/mman.h>
@@ -32,7 +31,7 @@ Lane& self() {
 
 void leave(Lane& lane) { grid->main.run(*lane.fiber); }
 
-// What every fiber runs, for ever: one CUDA thread after the other.
+// The loop of every fiber: one CUDA thread after the other.
 void live() {
   Fiber::arrived(grid->main);
   for (;;) {
@@ -108,7 +107,7 @@ void start(Block& block, unsigned index) {
   block.running = true;
 }
 
-// Visits 0 .. count-1 once each, in the order that the options ask for.
+// Visits 0 .. count-1 once each, in the order of the options.
 class Walk {
  public:
   explicit Walk(unsigned count) : count_(count) {
@@ -130,7 +129,7 @@ class Walk {
   unsigned count_, at_ = 0, step_ = 1;
 };
 
-// Runs each thread of the block that can run, once. Whether any could.
+// Runs each thread of the block that can run, once. Returns whether any could.
 bool pass(Block& block) {
   Walk walk(grid->shape.threads);
   bool ran = false;
@@ -190,7 +189,7 @@ void run() {
 
 }  // namespace
 
-// What is unmapped may become another thread's stack, where nothing may stay poisoned.
+// Unmapped memory may become another thread's stack, which must not be poisoned.
 Block::~Block() {
   if (arena == nullptr) return;
   if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(arena, kArena);
@@ -288,7 +287,7 @@ void spin(Where where) {
   if (current == nullptr) return;
   learn();
   if (++grid->spins > options().most_spins)
-    fail("no progress: threads spin for something that nobody does", where);
+    fail("no progress: threads spin for a condition that no thread sets", where);
   leave(self());
 }
 

@@ -1,8 +1,8 @@
-// The emulator's inside: runs one grid of CUDA threads on the calling thread, a fiber for each.
+// The core of the emulator: runs one grid of CUDA threads on the calling thread, a fiber for each.
 //
-// What kernels see of it stands in emulator.hpp; streams, events and memory in runtime.cpp. The
-// sources of this folder are never instrumented: they talk to the sanitizers themselves, so that a
-// sanitizer sees CUDA's happens-before and not the scheduler's.
+// emulator.hpp is its interface for kernels; runtime.cpp has streams, events and memory. The
+// sources of this folder are never instrumented: they call the sanitizers themselves, so that a
+// sanitizer sees CUDA's happens-before order and not the scheduler's.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,12 +18,12 @@ using Where = std::source_location;
 
 enum class Order : uint8_t { forward, reverse, random };
 
-// How grids are run. A program sets it before it launches; tests go through all orders.
+// Options of a run. A program sets them before it launches; tests try all orders.
 struct Options {
   Order order = Order::forward;
   uint64_t seed = 1;
   unsigned resident_blocks = 4;  // blocks that make progress together
-  unsigned char poison = 0xff;   // what fresh shared and device memory holds
+  unsigned char poison = 0xff;   // the contents of fresh shared and device memory
   uint64_t most_spins = 1u << 20;
   bool eager = false;  // an operation runs when it is enqueued, for callers that never wait
 };
@@ -58,7 +58,7 @@ struct WarpCall {
 // for a mistake: a deadlock, barriers that diverge, a mask that cannot be, too much shared memory.
 void run_grid(const Shape& shape, void (*entry)(void*), void* argument);
 
-// Called by kernels, through emulator.hpp.
+// The functions behind emulator.hpp.
 unsigned sync_block(bool predicate, Where where);  // how many threads' predicate held
 uint64_t warp(const WarpCall& call);
 void spin(Where where);  // lets every other thread of the grid run; inside each spin loop

@@ -1,5 +1,5 @@
-// Work on the host that a stream waits for, over the emulated runtime: its place between what the
-// stream held and what follows, in graphs too, and its end. Part of the program `streams`.
+// Host work that a stream waits for, over the emulated runtime: its order with earlier and later
+// operations, also in graphs, and its end. Part of the program `streams`.
 #include "device/host_callback_thread.h"
 
 #include <cuda_runtime.h>
@@ -46,7 +46,7 @@ struct Bench {
     relay.stream_wait();
     device->copy(out, shared, kCount * sizeof(int), stream.raw());
   }
-  void fill(int value) {  // from memory that nothing else writes meanwhile
+  void fill(int value) {  // from memory that no other operation writes meanwhile
     kept.push_back(std::make_unique<std::vector<int>>(kCount, value));
     device->copy(in, kept.back()->data(), kCount * sizeof(int), stream.raw());
   }
@@ -60,12 +60,12 @@ struct Bench {
   std::vector<std::unique_ptr<std::vector<int>>> kept;
 };
 
-const Test kBetween{"what the host does stands between what a stream held and what follows", [] {
+const Test kBetween{"host work is ordered between earlier and later operations of a stream", [] {
                       Bench bench;
                       for (int turn = 0; turn < 20; ++turn) {
                         bench.fill(turn);
                         bench.add_one();
-                        bench.fill(-1);  // behind all of it
+                        bench.fill(-1);  // after all of it
                         if (turn % 3 == 0) bench.expect_out(turn + 1);
                       }
                       bench.expect_out(20);
@@ -89,7 +89,7 @@ const Test kReplayed{"... in each run of a graph", [] {
                        cudaGraphDestroy(graph);
                      }};
 
-const Test kStopped{"a stream goes on when the host gives up, and nothing begins after it", [] {
+const Test kStopped{"a stream continues when the host aborts, and no later work begins", [] {
                       std::latch inside(1), go_on(1);
                       std::atomic<int> began = 0;
                       Bench bench;

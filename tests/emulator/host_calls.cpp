@@ -1,5 +1,5 @@
-// What the host has to do with streams: functions that they call, memory that both see, words that
-// they wait for. Part of the CUDA runtime of runtime.hpp.
+// The host's interface to streams: functions that they call, shared memory, words that they wait
+// for. Part of the CUDA runtime of runtime.hpp.
 #include <cuda.h>
 
 #include <atomic>
@@ -16,8 +16,8 @@ namespace {
 
 thread_local bool inside = false;
 
-// A function of the host's that a stream has come to: on a thread of its own, as CUDA does it, so
-// that ThreadSanitizer sees what it does.
+// A host function that a stream has reached: it runs on a separate thread, as in CUDA, so that
+// ThreadSanitizer sees it.
 class HostCall {
  public:
   HostCall(cudaHostFn_t function, void* data) {

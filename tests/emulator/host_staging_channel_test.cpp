@@ -1,5 +1,5 @@
 // Plans and messages of ranks whose communicators join those of their host alone, over the emulated
-// runtime: what crosses hosts goes by bridges, in graphs too, and ends. Part of the program
+// runtime: data between hosts uses bridges, also in graphs, and ends. Part of the program
 // `streams`.
 #include "device/host_staging_channel.h"
 
@@ -99,7 +99,7 @@ const Test kReplayed{
                 {0, 1});
     }};
 
-// A post that does what a test says.
+// A post with a test's function.
 class Told final : public HostTransport {
  public:
   std::function<void()> body;
@@ -124,7 +124,7 @@ struct Bench {
 };
 
 const Test kTrouble{
-    "why messages have not arrived is known when the stream goes on", [] {
+    "the reason of missing messages is known when the stream continues", [] {
       Bench bench;
       bench.post->body = [] { throw PeerLost("rank 1 died", {.peer = 1}); };
       expect(!bench.bridge.trouble(), "nothing has happened");
@@ -136,10 +136,10 @@ const Test kTrouble{
       bench.post->body = [] { throw Timeout("late"); };
       bench.cross();
       bench.device->finish(bench.stream.raw());
-      expect(bench.bridge.trouble()->kind() == ErrorKind::peer_lost, "the first one stays");
+      expect(bench.bridge.trouble()->kind() == ErrorKind::peer_lost, "the first error stays");
     }};
 
-const Test kAborted{"abort() ends what is under way, and lets the stream go on", [] {
+const Test kAborted{"abort() ends running operations, and the stream continues", [] {
                       Bench bench;
                       Told& post = *bench.post;
                       std::atomic<bool> inside{false};
@@ -152,7 +152,7 @@ const Test kAborted{"abort() ends what is under way, and lets the stream go on",
                       while (!inside)  // lets the emulated stream work
                         (void)cudaStreamQuery(static_cast<cudaStream_t>(bench.stream.raw()));
                       bench.bridge.abort("enough");
-                      expect(post.aborted, "what is under way is told");
+                      expect(post.aborted, "the running operation is notified");
                       bench.device->finish(bench.stream.raw());
                     }};
 

@@ -1,4 +1,4 @@
-// Warp operations once all their lanes have come, and the words for a grid that is stuck.
+// Warp operations once all their lanes have arrived, and the report of a deadlocked grid.
 #include "lanes.hpp"
 
 #include <algorithm>

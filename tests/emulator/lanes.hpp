@@ -1,4 +1,4 @@
-// The state of blocks and lanes, shared by grid.cpp (who runs) and lanes.cpp (warp operations).
+// The state of blocks and lanes, shared by grid.cpp (scheduling) and lanes.cpp (warp operations).
 #pragma once
 
 #include <array>
@@ -28,8 +28,8 @@ struct Lane : Thread {
   std::unique_ptr<Fiber> fiber;
 };
 
-// What orders the threads of one block. New for every block, as who comes later to the same place
-// would otherwise see all that was released there before.
+// The order of the threads of one block. New for every block: a later block would otherwise see
+// the earlier releases.
 struct Tokens {
   Token started;
   std::array<Token, 2> barrier;               // by parity of the round
@@ -71,7 +71,7 @@ class Random {
 };
 
 struct Grid {
-  ~Grid() { finished.acquire(); }  // whose thread ends has waited for its lanes
+  ~Grid() { finished.acquire(); }  // the thread has waited for its lanes
 
   Fiber main;
   Shape shape{};
@@ -85,7 +85,7 @@ struct Grid {
   Token finished;
 };
 
-// Lets the lanes of `mask` go on when all of them have come. Whether they had.
+// Lets the lanes of `mask` continue when all have arrived. Returns whether they had.
 bool complete(Block& block, unsigned warp, unsigned mask);
 void open_barrier(Block& block);
 

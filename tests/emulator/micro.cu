@@ -1,5 +1,5 @@
-// One small kernel per kind of mistake, each with and without it: what the emulator must find, and
-// what it must not complain about. tests/test_emulator.py builds and runs this.
+// One small kernel per kind of mistake, with and without it: the errors that the emulator must
+// report, and correct code that it must accept.
 //
 //     micro NAME good|bad [forward|reverse|random [seed]]
 #include <cstdio>
@@ -27,7 +27,7 @@ struct Buffers {
 };
 
 template <bool kBad>
-__global__ void barrier(Buffers b) {  // neighbours read before everybody wrote
+__global__ void barrier(Buffers b) {  // neighbours read before all threads wrote
   auto& tile = gpu::shared<Tile>();
   tile.at[threadIdx.x] = b.in[threadIdx.x];
   if (!kBad) __syncthreads();
@@ -102,7 +102,7 @@ __global__ void mask(Buffers b) {  // a lane outside its own mask
 }
 
 template <bool kBad>
-__global__ void spinning(Buffers b) {  // waits for a flag that nobody sets
+__global__ void spinning(Buffers b) {  // waits for a flag that no thread sets
   if (threadIdx.x != 0) return;
   if (blockIdx.x == 0) {
     while (gpu::load_acquire(&b.flags[0]) == 0) gpu::pause();

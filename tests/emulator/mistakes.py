@@ -1,8 +1,8 @@
-"""Mistakes to plant in the text of the kernels, and how each is found.
+"""Mistakes to plant in the text of the kernels, and the detection of each.
 
-A row: name, file of csrc/cuda, the text (found there once), what takes its place, the kind of build
-and the case of cases.cpp that find it, and what is said then. "race" is ThreadSanitizer's word; a
-plain build finds wrong numbers and what the emulator itself refuses. Called by tests/test_cuda.py.
+A row: name, file of csrc/cuda, the text (found there once), its replacement, the kind of build and
+the case of cases.cpp that detect it, and the expected message. "race" is ThreadSanitizer's word; a
+plain build finds wrong numbers and errors of the emulator.
 """
 
 import programs
@@ -11,7 +11,7 @@ RACE = r"data race"
 WRONG = r"WRONG: "
 STUCK = r"deadlock|has returned|meet at different|no progress"
 
-# ruff: noqa: E501 - a text to find stands as the source has it, on one line
+# ruff: noqa: E501 - source text is quoted exactly, on one line
 ROWS = [
     # ---- a missing barrier
     (
@@ -303,7 +303,7 @@ ROWS = [
         "step",
         WRONG,
     ),
-    # ---- lean packets
+    # ---- compact packets
     (
         "remainders_unordered",
         "lean_write.cuh",

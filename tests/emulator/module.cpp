@@ -1,9 +1,9 @@
-// _emulated: what _cuda offers, over the emulator, for tests in Python: the functions of `kernels`
-// on host memory, devices, and the fake NCCL. `runtime` is what a program has of CUDA besides:
-// memory, streams, graphs.
+// _emulated: the interface of _cuda over the emulator, for tests in Python: the functions of
+// `kernels` on host memory, devices, and the fake NCCL. `runtime` has the rest of CUDA: memory,
+// streams, graphs.
 //
-// For kernels alone, each of which is over when it returns, it is eager; for groups it is not, so
-// that what nobody orders shows.
+// For kernels alone, each of which is complete when it returns, it is eager; for groups it is not,
+// so that missing ordering shows.
 #include <pybind11/pybind11.h>
 
 #include <atomic>
@@ -65,7 +65,7 @@ uintptr_t allocate(size_t bytes) {
   return reinterpret_cast<uintptr_t>(made);
 }
 
-// `host` lives on until the copy is made.
+// `host` must stay alive until the copy is made.
 void put(uintptr_t to, const py::bytes& host, uintptr_t stream) {
   auto text = std::make_shared<std::string>(host);
   expect(emulator::enqueue(stream_at(stream), [to, text] {
@@ -74,7 +74,7 @@ void put(uintptr_t to, const py::bytes& host, uintptr_t stream) {
   }));
 }
 
-// Waits until the stream is through with all before it.
+// Waits until the stream has completed all earlier operations.
 py::bytes get(uintptr_t from, size_t bytes, uintptr_t stream) {
   std::string text(bytes, '\0');
   {
@@ -94,7 +94,7 @@ uintptr_t end_capture(uintptr_t stream) {
   return reinterpret_cast<uintptr_t>(made);
 }
 
-// What a stream waits for until somebody opens it.
+// A gate at which a stream waits until it is opened.
 class Gate {
  public:
   explicit Gate(uintptr_t stream) {

@@ -1,4 +1,4 @@
-"""Builds what runs CUDA's kernels without a GPU, and what nvcc makes of them.
+"""Builds the programs that run CUDA kernels without a GPU, and nvcc's output for them.
 
     python tests/emulator/programs.py [target ...]
 
@@ -9,12 +9,11 @@ Targets, in build/emulator/:
                                    with their streams, and the fake NCCL
     _emulated_torch.so             torch tensors on the devices of _emulated.so
     mutants/<name>/cases           cases.<kind> with one change in the text of a kernel
-    ptx/<unit>.<front>.ptx         what nvcc makes of it, for 7.5 or for 8.0 and newer
+    ptx/<unit>.<front>.ptx         nvcc's output, for 7.5 or for 8.0 and newer
     cubin/<unit>.<arch>.cubin      ptxas' code, with <unit>.<arch>.log: registers, spills
 
 The emulator itself is never instrumented; kernels are. Ninja builds only what has changed, and a
-mutant compiles one file. CUDA's headers come with nvcc; without it nothing of this can be built.
-Called by tests/test_emulator.py and tests/test_cuda.py.
+mutant compiles one file. CUDA's headers come with nvcc; nothing of this can be built without it.
 """
 
 import fcntl
@@ -51,12 +50,12 @@ FLAGS = [
     *("-Werror", "-Wno-restrict", "-Wno-unknown-pragmas"),  # nvcc knows `unroll`
 ]
 EMULATOR = ("fiber", "grid", "lanes", "runtime", "host_calls")
-FAKE_NCCL = ("fake_nccl", "fake_wires")  # of the emulator, for those who talk to other ranks
+FAKE_NCCL = ("fake_nccl", "fake_wires")  # of the emulator, for programs with several ranks
 ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
     *("collectives/*.cpp", "device/*.cpp", "nccl/*.cpp", "kernels/reducers.cpp"),
     *("kernels/cpu/reduce.cpp", "kernels/cpu/isa.cpp"),
 )
-# Of ENGINE, for _emulated.so: the arithmetic of the fake, and what NCCL's errors say.
+# Of ENGINE, for _emulated.so: the arithmetic of the fake, and the texts of NCCL's errors.
 ARITHMETIC = ("kernels_reducers", "cpu_reduce", "cpu_isa", "nccl_library")
 MODULE = tuple(
     CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp", "cuda_bandwidth.cpp")
@@ -108,7 +107,7 @@ def nvcc() -> str | None:
 
 @cache
 def cuda_include() -> Path:
-    """The folder of cuda_runtime.h, as nvcc tells it."""
+    """The folder of cuda_runtime.h, from nvcc."""
     done = subprocess.run(
         [str(nvcc()), "--dryrun", "-c", "-x", "cu", "/dev/null", "-o", "/dev/null"],
         capture_output=True, text=True, check=False,
@@ -158,12 +157,12 @@ def units() -> list[str]:
 
 
 def engine_sources() -> list[Path]:
-    """The files that ENGINE stands for."""
+    """The files of ENGINE."""
     return sorted(path for pattern in ENGINE for path in CSRC.glob(pattern))
 
 
 def ninja_binary() -> str:
-    """The ninja of the PyPI package, wherever that lies, else the one on PATH."""
+    """The ninja of the PyPI package if installed, else the one on PATH."""
     for file in importlib.metadata.distribution("ninja").files or []:
         if file.name == "ninja" and file.parent.name == "bin":
             return str(file.locate())
@@ -239,13 +238,13 @@ def _rules(mutants: Iterable[Mutant]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Leaves the file, and its time, alone if it says this already."""
+    """Writes the file; keeps it, and its time, if it has this text already."""
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
 
-# A mutant of step.cu has float32 alone, which compiles in a fraction of the time.
+# A mutant of step.cu has only float32, which compiles in a fraction of the time.
 FLOAT32_ALONE = (
     "      return f(Type<Half>{});\n",
     "      return f(Type<Bfloat16>{});\n",
@@ -275,7 +274,7 @@ def build(targets: Iterable[str], mutants: Iterable[Mutant] = ()) -> list[Path]:
     """Builds these targets; their paths. `mutants` are all there are, whichever is built.
 
     Raises:
-        BuildFailed: with what the compiler said.
+        BuildFailed: with the output of the compiler.
     """
     OUT.mkdir(parents=True, exist_ok=True)
     targets, mutants = list(targets), list(mutants)

@@ -124,7 +124,7 @@ void submit(CUstream_st* s, Run run, std::vector<Point> after = {}) {
   ++s->submitted;
 }
 
-// Runs the first operation of a stream in the stream's own place of the happens-before order.
+// Runs the first operation of a stream at the stream's place in the happens-before order.
 void step(CUstream_st* s) {
   Operation& op = *s->queue.front();
   void* host = nullptr;
@@ -152,7 +152,7 @@ void step(CUstream_st* s) {
   if (host != nullptr) emulator::__tsan_switch_to_fiber(host, emulator::kNoSync);
 }
 
-// One operation of some stream that may run. Whether there was one.
+// Runs one operation of any stream. Returns whether there was one.
 bool progress() {
   std::vector<CUstream_st*> ready;
   for (CUstream_st* s : state().streams) {
@@ -190,7 +190,7 @@ Point last_of(CUstream_st* s) {
   return {s, s->submitted};
 }
 
-// What must not happen while a stream is captured.
+// Records a call that is forbidden while a stream is captured.
 cudaError_t refuse_capture() {
   for (CUstream_st* s : state().streams)
     if (s->captured && s->device == current_device) s->captured->broken = true;
@@ -341,7 +341,7 @@ cudaError_t cudaStreamCreate(cudaStream_t* s) { return cudaStreamCreateWithFlags
 cudaError_t cudaStreamDestroy(cudaStream_t s) {
   const cudaError_t error = wait(last_of(s));
   const std::lock_guard lock(state().mutex);
-  std::erase(state().streams, s);  // not deleted: an event may still point at it
+  std::erase(state().streams, s);  // not deleted: an event may still refer to it
   return error;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -363,7 +363,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t event, unsigned) {
   CUstream_st* waits = resolve(s);
   if (event->captured) return wait_captured(waits, *event);
   if (waits->captured) {
-    waits->captured->broken = true;  // what is not part of it cannot be waited for in it
+    waits->captured->broken = true;  // a capture cannot wait for operations outside it
     return cudaErrorStreamCaptureIsolation;
   }
   submit(waits, nullptr, {event->point});

@@ -1,9 +1,9 @@
 // The part of the CUDA runtime that the project calls, over host memory: streams, events, memory,
 // graphs. NVIDIA's headers declare it; runtime.cpp defines it under the same names.
 //
-// A stream is a queue of operations. Nothing runs at once: whoever waits (a synchronisation, a
-// query) runs what may run by then, in an order that the seed of options() picks, so that a missing
-// event shows. An operation that is not ready (a peer has not arrived) says so and is asked again.
+// A stream is a queue of operations. Nothing runs at once: a waiting call (a synchronisation, a
+// query) runs the operations that may run by then, in an order from the seed of options(), so that
+// a missing event shows. An operation that is not ready (a peer is missing) is retried.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@ namespace emulator {
 // node of the graph instead.
 cudaError_t enqueue(cudaStream_t stream, std::function<void()> operation);
 
-// The same for work that can be not ready yet: it returns whether it is done. The room for NCCL.
+// The same for work that may not be ready yet: it returns whether it is done. Used for NCCL.
 cudaError_t enqueue_polled(cudaStream_t stream, std::function<bool()> operation);
 
 // Whether the thread is one of cudaLaunchHostFunc, which must not call CUDA.
@@ -27,7 +27,7 @@ bool inside_host_call();
 uint64_t events_made();
 uint64_t queries();
 
-// The text behind cudaErrorLaunchFailure: what the emulator found. Empty when nothing failed.
+// The text for cudaErrorLaunchFailure: the emulator's error. Empty when nothing failed.
 const char* failure();
 void forget_failure();
 

@@ -1,6 +1,5 @@
-// Ranks as threads that run plans on emulated streams: each with a device, a stream and a fake NCCL
-// of its own, and to ranks of other hosts a mailbox. Used by streams_test.cpp and
-// host_staging_channel_test.cpp.
+// Ranks as threads that run plans on emulated streams: each with its own device, stream and fake
+// NCCL, and a mailbox to ranks of other hosts.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -67,7 +66,7 @@ class Floats {
   float* at_ = nullptr;
 };
 
-// What is on its way between ranks that no communicator joins.
+// Data in transit between ranks without a common communicator.
 class Mail {
  public:
   void put(int from, int to, std::vector<std::byte> bytes) {
@@ -141,7 +140,7 @@ struct Rank {
   }
 };
 
-// Whom a rank's communicators join where `hosts`, by rank, are several; and how it reaches others.
+// The ranks of a rank's communicators where `hosts`, by rank, are several, and its path to others.
 inline RemoteRanks far_ranks(int rank, const std::vector<int>& hosts,
                              const std::array<std::shared_ptr<Mail>, 2>& mails) {
   RemoteRanks far;

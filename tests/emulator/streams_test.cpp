@@ -1,9 +1,6 @@
 // The stream engine over the emulated runtime and the fake NCCL: every plan and NCCL's own
-// collectives give the sums, launch and send what the plan says, stand between events, are captured
-// in a graph; mismatches, missing ranks, deaths and aborts end.
-//
-// Built plain and under
-// sanitizers by programs.py; called by tests/test_streams.py.
+// collectives give the sums, launch and send as planned, keep the order of events, and are captured
+// in a graph; mismatches, missing ranks, deaths and aborts end. Built plain and under sanitizers.
 #include <cuda_runtime.h>
 
 #include <array>
@@ -29,7 +26,7 @@ using namespace stream_ranks;
 
 namespace {
 
-const Test kPlans{"every plan moves what it says and gives the sum", [] {
+const Test kPlans{"every plan sends its elements and gives the sum", [] {
                     for (const int size : {1, 2, 3, 5})
                       each_rank(size, [](Rank& r) {
                         for (const Operation operation : kCollectives)
@@ -72,7 +69,7 @@ const Test kRing{"a ring is 2 (n - 1) groups of a send and a receive and no coll
                    });
                  }};
 
-const Test kBits{"sums have the bits of the processor's, avg among them", [] {
+const Test kBits{"sums have the same bits as on the CPU, also avg", [] {
                    each_rank(3, [](Rank& r) {
                      constexpr size_t kCount = 100;
                      const auto odd = [](int rank, size_t i) {
@@ -135,7 +132,7 @@ const Test kNccl{
     }};
 
 const Test kOrder{
-    "a call stands between what the caller's stream held and what follows", [] {
+    "a call is ordered between earlier and later operations of the caller's stream", [] {
       each_rank(2, [](Rank& r) {
         Floats x(100), copy(100);
         const Lanes stages = stages_of(r, Algorithm::ring, 100);
@@ -180,7 +177,7 @@ const Test kGraph{
     }};
 
 const Test kCaptureScratch{
-    "what would allocate in a capture is refused with a way out", [] {
+    "an allocation in a capture is refused with a remedy", [] {
       each_rank(2, [](Rank& r) {
         Floats x(64);
         const Lanes stages = stages_of(r, Algorithm::ring, 64);
@@ -193,7 +190,7 @@ const Test kCaptureScratch{
       });
     }};
 
-// A call of several launches may hear of the error before it is through with them.
+// A call of several launches may get the error before its last launch.
 void try_run(Rank& r, const StreamJob& job) {
   try {
     r.run(job);
@@ -214,7 +211,7 @@ NcclResult error_of(Rank& r) {
 }
 
 const Test kMismatch{
-    "counts that differ are told to both, with both counts", [] {
+    "both ranks report different counts", [] {
       each_rank(2, [](Rank& r) {
         const size_t count = r.rank == 0 ? 64 : 60;
         Floats x(64, 0);
@@ -250,7 +247,7 @@ const Test kAbort{"an abort ends what waits for a rank that does not call", [] {
                     });
                   }};
 
-const Test kGone{"who waits for a rank that has gone hears of it", [] {
+const Test kGone{"waiting for a rank that left ends with an error", [] {
                    each_rank(3, [](Rank& r) {
                      if (r.rank == 2) return;
                      Floats x(64, 0);
@@ -262,7 +259,7 @@ const Test kGone{"who waits for a rank that has gone hears of it", [] {
                    });
                  }};
 
-const Test kMissing{"a rank that never comes is given up at the deadline", [] {
+const Test kMissing{"waiting for a missing rank ends at the deadline", [] {
                       FakeNccl names;
                       NcclId id{};
                       (void)names.get_unique_id(id);
@@ -299,9 +296,9 @@ const Test kStrict{
         NcclComm* comm = nullptr;
         const NcclData data{x.bytes(), x.bytes(), 8, NcclDtype::float32};
         expect(nccl.all_reduce(data, NcclOp::sum, {comm, r.stream}) == NcclResult::invalid_argument,
-               "a handle that is none");
+               "an invalid handle");
         expect(nccl.group_end() == NcclResult::invalid_usage, "no group");
-        // a call before the last one is through
+        // a call before the last one is complete
         NcclComm* raw = nullptr;
         r.engine.communicators().front()->launch(
             [&](NcclApi&, NcclComm* mine) {
@@ -312,7 +309,7 @@ const Test kStrict{
         expect(nccl.all_reduce(data, NcclOp::sum, {raw, r.stream}) == NcclResult::in_progress,
                "does not block");
         expect(nccl.all_reduce(data, NcclOp::sum, {raw, r.stream}) == NcclResult::invalid_usage,
-               "not through with the last");
+               "the last call is not complete");
         expect(nccl.comm_destroy(raw) == NcclResult::invalid_usage, "in use");
         r.finish();
       });

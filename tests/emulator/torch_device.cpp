@@ -1,11 +1,10 @@
 // Torch tensors on emulated GPUs: torch's device type for others ("privateuseone") over the same
-// streams and memory as _emulated's, so that what torch does around a call of the backend is tested
-// where there is no GPU.
+// streams and memory as _emulated's. It tests torch's operations around a call of the backend
+// without a GPU.
 //
-// An operation runs on the processor: it waits for the thread's current stream, and what it writes
-// is put on that stream. Memory that is dropped is written over, in the order of the stream on
-// which it was taken, and given out again there, as torch's own allocator for GPUs may do at once:
-// what still needs it then shows. tests/torch_devices.py loads it.
+// An operation runs on the CPU: it waits for the thread's current stream, and its results are
+// enqueued there. Freed memory is overwritten in the order of the stream that allocated it, and
+// reused there, as in torch's GPU allocator: a use after free shows.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -46,7 +45,7 @@ c10::Device device_at(DeviceIndex index) { return {kType, index}; }
 thread_local DeviceIndex current_device = 0;
 thread_local std::array<c10::StreamId, kDevices> current_streams{};
 
-// What one device has. Never destroyed: a process may end with work in a stream.
+// The state of a device. Never destroyed: a process may end with work in a stream.
 struct Side {
   std::shared_ptr<Device> device;
   std::array<void*, kStreams> streams{};
@@ -123,7 +122,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
-// What the engine of autograd asks before it runs on streams.
+// The queries of the autograd engine before it runs on streams.
 class Hooks final : public at::PrivateUse1HooksInterface {
  public:
   bool isBuilt() const override { return true; }
@@ -173,7 +172,7 @@ class Memory final : public c10::Allocator {
 Memory memory;
 REGISTER_ALLOCATOR(kType, &memory)
 
-// What is on its way from the processor to a device.
+// Data in transit from the CPU to a device.
 class Uploads {
  public:
   void put(void* to, std::vector<std::byte> data, const c10::Stream& stream) {
@@ -218,7 +217,7 @@ OnHost garbage_like(const at::Tensor& x) {
   return {std::move(data), view};
 }
 
-// With its elements, when the current stream is through with all before.
+// With its elements, after all earlier operations of the current stream.
 OnHost on_host(const at::Tensor& x) {
   Guard().synchronizeStream(current(x.device().index()));
   OnHost made = garbage_like(x);
@@ -226,7 +225,7 @@ OnHost on_host(const at::Tensor& x) {
   return made;
 }
 
-// What is contiguous is written without a look at what is there, and without waiting.
+// A contiguous tensor is written without reading or waiting.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   const c10::Stream stream = current((to.is_cpu() ? from : to).device().index());
   const bool whole = !to.is_cpu() && to.is_contiguous();
@@ -316,7 +315,7 @@ c10::StreamId use_stream(int device, c10::StreamId id) {
 }  // namespace
 
 PYBIND11_MODULE(_emulated_torch, module) {
-  at::RegisterPrivateUse1HooksInterface(new Hooks);  // torch's, for good
+  at::RegisterPrivateUse1HooksInterface(new Hooks);  // torch keeps it
   module.def("add", &add);
   module.def("stream", &stream_of_thread);
   module.def("use_stream", &use_stream);

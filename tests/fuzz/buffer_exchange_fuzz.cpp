@@ -1,7 +1,7 @@
-// Offers of a meeting: where a rank of this host says that its arrays lie. If they are mapped, this
-// rank works on them in place, so they must lie where it says they do.
+// Offers of arrays: the location of another rank's arrays on this host. If they are mapped, this
+// rank works on them in place, so the location must be valid.
 //
-// The first byte of the input says which call; the rest lies where the other rank's offer should.
+// The first byte of the input selects the call; the rest is the other rank's offer.
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -16,7 +16,7 @@ namespace {
 
 using namespace pycomm;
 
-constexpr size_t kCount = 5000, kHeapBytes = 64 << 10;  // what is mapped begins at 16 KiB
+constexpr size_t kCount = 5000, kHeapBytes = 64 << 10;  // arrays are mapped from 16 KiB on
 
 void add(void* out, const void* a, const void* b, size_t count) {
   for (size_t i = 0; i < count; ++i)
@@ -42,7 +42,7 @@ std::vector<std::unique_ptr<Channel>> has_no_listener() {
   return std::vector<std::unique_ptr<Channel>>(2);
 }
 
-// A rank, as far as the task asks for one.
+// The parts of a rank that the task needs.
 struct Rank {
   Rank(int rank, const std::vector<std::shared_ptr<Segment>>& segments,
        const std::vector<HeapView>& heaps, Operation operation)
@@ -58,7 +58,7 @@ struct Rank {
     header.count = job.count;
     region.begin(header);
     region.reaches = SharedMemoryRegion::Reach::all;
-    region.read_tuner(operation, job.count * sizeof(float)).turns = 1;  // would rather read
+    region.read_tuner(operation, job.count * sizeof(float)).turns = 1;  // prefers to read
     task.emplace(engine, region, job, header);
   }
   Engine engine;

@@ -1,8 +1,8 @@
-// What a rank of the group says on a connection that stands: an engine that calls while its peer
-// sends anything, cut anywhere, and then hangs up.
+// Bytes of a rank on an established connection: an engine makes calls while its peer sends
+// arbitrary bytes, split anywhere, and then closes.
 //
-// The first byte of the input says what this rank calls, the second how much arrives at a time; the
-// rest arrives.
+// The first byte of the input selects the call, the second the size of each chunk; the rest is
+// sent.
 #include <sys/eventfd.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ using namespace pycomm;
 using namespace std::chrono_literals;
 
 constexpr size_t kCount = 40;
-constexpr int kCalls = 3;  // a group goes on after a disagreement
+constexpr int kCalls = 3;  // a group continues after a disagreement
 
 // Gives what is on the tape, `grain` bytes at a time.
 class Tape final : public Channel {
@@ -49,7 +49,7 @@ class Tape final : public Channel {
   bool closed_ = false;
 };
 
-// What arrives lies anywhere, so that no float may be looked at in place.
+// Received bytes may be unaligned: floats must not be read in place.
 void add(void* out, const void* a, const void* b, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     float one, other;
@@ -116,7 +116,8 @@ void fuzz::one(Input input) {
       call(engine, what);
     } catch (const Error& error) {
       if (error.kind() == ErrorKind::internal) std::fprintf(stderr, "%s\n", error.what());
-      demand(error.kind() != ErrorKind::internal, "another rank's bytes are called our own bug");
+      demand(error.kind() != ErrorKind::internal,
+             "another rank's bytes are reported as an internal error");
       if (error.kind() != ErrorKind::mismatch) break;
     }
   }

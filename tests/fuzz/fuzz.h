@@ -1,5 +1,5 @@
-// What a fuzz target is: one() for one input, from libFuzzer. Whatever it throws, and whatever the
-// sanitizers see, is a find. Targets are *_fuzz.cpp; fuzzers.py builds them, hunt.py runs them.
+// A fuzz target defines one(), called for each input of libFuzzer. Any exception and any sanitizer
+// report is a finding. Targets are *_fuzz.cpp; fuzzers.py builds them, hunt.py runs them.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace fuzz {
 
 using Input = std::span<const std::byte>;
 
-// Written by each target.
+// Defined by each target.
 void one(Input input);
 
 inline std::string text_of(Input input) {

@@ -2,10 +2,9 @@
 
     python tests/fuzz/fuzzers.py [target ...]     builds, prints the binaries
 
-A target is its own file with main.cpp and those files of csrc that NEEDS names for it; objects and
-binaries lie in build/fuzz/. Raises BuildFailed with a sentence where no clang is fit for it: one
-that has libFuzzer and knows C++20 and the processor's features by name, which 14 to 16 do not.
-Called by tests/fuzz/hunt.py and tests/test_fuzz.py.
+A target is its own file with main.cpp and its files of csrc in NEEDS; objects and binaries are in
+build/fuzz/. Raises BuildFailed without a suitable clang: it must have libFuzzer, C++20 and the
+processor's features by name, which 14 to 16 lack.
 """
 
 import fcntl
@@ -50,7 +49,7 @@ NEEDS = {
     ],
     "store": [],
 }
-# csrc's files tell libFuzzer where they have been; main() is its own.
+# Files of csrc report their coverage to libFuzzer, which has its own main().
 RULES = """\
 rule compile
   command = $cxx -MMD -MF $out.d $flags -fsanitize=fuzzer-no-link -c $in -o $out
@@ -74,7 +73,7 @@ def targets() -> list[str]:
 
 @cache
 def clang() -> str:
-    """The first clang that is fit. Raises BuildFailed."""
+    """The first suitable clang. Raises BuildFailed."""
     for name in CLANGS:
         command = [name, "-std=c++20", "-fsanitize=address", "-x", "c++", "-", "-o", "/dev/null"]
         try:

@@ -1,9 +1,9 @@
-// What a connection hears before it believes anybody: both ends of a handshake, with a stranger
-// between them or alone with one of them.
+// Bytes that a connection receives before authentication: both ends of a handshake with an attacker
+// between them, or one end and an unauthenticated client.
 //
-// The first byte of the input says who is there. 0: both ends hold the key, and the rest of the
-// input is what the bytes that travel are changed by (exclusive or), in the order in which they
-// travel. 1, 2: the rest is what a stranger says to a listener, to a connector.
+// The first byte of the input selects the ends. 0: both ends hold the key, and the rest of the
+// input changes the transmitted bytes in order (exclusive or). 1, 2: the rest is sent by an
+// unauthenticated client to a listener, to a connector.
 #include <sys/socket.h>
 
 #include <cstring>
@@ -67,9 +67,9 @@ void stand_between(fuzz::Input changes) {
     }
   const bool both = connector.step == Step::done && listener.step == Step::done;
   fuzz::demand(!(changed && (both || listener.step == Step::done)),
-               "a conversation that was changed on its way was believed");
-  fuzz::demand(both || passed > 0, "nobody spoke");
-  if (changes.empty()) fuzz::demand(both, "two that hold the key did not come together");
+               "a changed conversation was accepted");
+  fuzz::demand(both || passed > 0, "no peer spoke");
+  if (changes.empty()) fuzz::demand(both, "two ends with the key did not connect");
 }
 
 void talk_to(Role role, fuzz::Input said) {
@@ -82,9 +82,9 @@ void talk_to(Role role, fuzz::Input said) {
     if (at == said.size()) end.outside.reset();
     end.step = end.handshake->advance();
   }
-  fuzz::demand(end.over(), "a handshake goes on without anybody");
-  fuzz::demand(end.step == Step::refused, "a stranger was believed");
-  fuzz::demand(!end.handshake->why().empty(), "a stranger was refused without a word");
+  fuzz::demand(end.over(), "a handshake continues without a peer");
+  fuzz::demand(end.step == Step::refused, "an unauthenticated client was accepted");
+  fuzz::demand(!end.handshake->why().empty(), "a client was refused without a reason");
 }
 
 }  // namespace

@@ -3,10 +3,9 @@
     python tests/fuzz/hunt.py [--seconds 60] [--targets frames,store] [--keep]
 
 Each target (tests/fuzz/*_fuzz.cpp) begins with its corpus, tests/fuzz/corpus/<target>/, and looks
-for new inputs for so many seconds; a progress bar goes along, a table comes at the end, and the
-status is 1 where something was found. An input that breaks a target is left in build/fuzz/found/.
+for new inputs for --seconds; a progress bar runs meanwhile, and a table follows. The exit status is
+1 if something was found. An input that breaks a target is stored in build/fuzz/found/.
 --keep: puts those inputs into the corpus that reach code which no other reaches.
-`make fuzz` calls this; tests/test_fuzz.py calls fuzz() for some seconds.
 """
 
 import argparse
@@ -34,7 +33,7 @@ LOOK_S = 0.25  # between two looks at a fuzzer that runs
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one target."""
+    """The outcome of one target."""
 
     target: str
     inputs: int  # tried
@@ -49,8 +48,8 @@ def fuzz(target: str, binary: Path, seconds: int, more: Path) -> Report:
     FOUND.mkdir(parents=True, exist_ok=True)
     limits = [f"-timeout={SLOWEST_S}", f"-rss_limit_mb={MOST_MB}", "-print_final_stats=1"]
     limits += [f"-max_total_time={seconds}"] if seconds else ["-runs=0"]
-    # By way of a shell: libFuzzer limits the peak of its memory, which is at first that of the
-    # process that it was forked from.
+    # Through a shell: libFuzzer limits its peak memory, which starts at that of the process that
+    # forked it.
     command = ["sh", "-c", '"$0" "$@"; exit $?', str(binary), *limits]
     command += [f"-artifact_prefix={FOUND}/{target}-", str(more), str(corpus)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -66,7 +65,7 @@ def fuzz(target: str, binary: Path, seconds: int, more: Path) -> Report:
 
 
 def keep(target: str, binary: Path, more: Path) -> None:
-    """Puts what `more` has, and the corpus does not reach, into the corpus."""
+    """Adds the inputs of `more` that reach new code to the corpus."""
     with tempfile.TemporaryDirectory() as merged:
         command = [str(binary), "-merge=1", merged, str(CORPUS / target), str(more)]
         subprocess.run(command, capture_output=True, check=True)
@@ -75,7 +74,7 @@ def keep(target: str, binary: Path, more: Path) -> None:
 
 
 def while_waiting(target: str, seconds: int, work: Callable[[], Report]) -> Report:
-    """Calls `work` on a thread and draws how far it should be."""
+    """Calls `work` on a thread and draws the expected progress."""
     from concurrent.futures import ThreadPoolExecutor
 
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -119,7 +118,7 @@ def main() -> None:
         shown = one.find or "nothing"
         print(f"{one.target:10} {one.inputs:10,} {one.kept:7} {one.reached:6}  {shown}")
     if any(one.find for one in reports):
-        sys.exit(f"the inputs lie in {os.path.relpath(FOUND)}")
+        sys.exit(f"the inputs are in {os.path.relpath(FOUND)}")
 
 
 if __name__ == "__main__":

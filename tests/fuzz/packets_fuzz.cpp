@@ -1,4 +1,4 @@
-// Encoded packets, raw and lean, as they arrive from other ranks.
+// Encoded packets, raw and compact, as they arrive from other ranks.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -20,12 +20,12 @@ constexpr size_t kMostCount = 1 << 16;  // of what is encoded again: a bitmap ha
 void demand_sound(std::span<const int32_t> indices, size_t count) {
   int64_t before = -1;
   for (const int32_t index : indices) {
-    fuzz::demand(index > before && static_cast<size_t>(index) < count, "indices that are none");
+    fuzz::demand(index > before && static_cast<size_t>(index) < count, "invalid indices");
     before = index;
   }
 }
 
-// What the kernels read of a packet whose header and indices are sound, every byte of it.
+// Every byte that the kernels read of a packet with a valid header and valid indices.
 void read_raw(std::span<const std::byte> bytes) {
   const PacketHeader header = read_packet_header(bytes);
   fuzz::demand(header.k <= bytes.size(), "a packet of more elements than bytes");

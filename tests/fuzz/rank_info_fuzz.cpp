@@ -1,4 +1,4 @@
-// What ranks leave for each other while a group forms: notes, and the addresses in them.
+// The rank info that ranks publish while a group forms, and its addresses.
 #include <sys/socket.h>
 
 #include "core/errors.h"
@@ -17,7 +17,7 @@ void read_info(const std::string& text) {
   } catch (const InternalError&) {
     return;
   }
-  fuzz::demand(encode(info) == text, "a note is written in another way than notes are");
+  fuzz::demand(encode(info) == text, "rank info has another encoding");
 }
 
 void read_address(const std::string& text) {

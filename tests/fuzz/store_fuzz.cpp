@@ -1,5 +1,4 @@
-// The frames of the store. The first byte of the input says whether the rest is a request or a
-// reply.
+// The frames of the store. The first byte of the input selects a request or a reply, the rest.
 #include "fuzz.h"
 #include "rendezvous/store_frame.h"
 
@@ -24,7 +23,8 @@ void check(std::string_view bytes, Parser parse) {
   fuzz::demand(parsed.needed == bytes.size(), "bytes behind a frame were taken for it");
   fuzz::demand(encode(parsed.frame) == bytes, "a frame comes back as another");
   for (size_t n = 0; n < std::min<size_t>(bytes.size(), 64); ++n)
-    fuzz::demand(parse(bytes.substr(0, n)).parse == Parse::more, "a part of a frame is no part");
+    fuzz::demand(parse(bytes.substr(0, n)).parse == Parse::more,
+                 "a truncated frame is not recognised");
 }
 
 }  // namespace

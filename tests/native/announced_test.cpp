@@ -1,5 +1,5 @@
-// Messages between devices as the host sees them: who sends announces, who receives answers, and
-// both go on or neither does. What moves between the devices then is not here.
+// Messages between devices on the host side: the sender announces, the receiver answers, and both
+// continue or neither does. The transfer between the devices is not tested here.
 #include <future>
 #include <string>
 
@@ -33,7 +33,7 @@ Call take(int from, size_t count, uint32_t tag = 0) {
   return message(Operation::recv, from, count, tag);
 }
 
-// A message goes through afterwards, whatever came before.
+// A later message must succeed after any earlier outcome.
 void expect_sound(Group& group) {
   const int rank = group.rank();
   if (rank == 0) group.run(offer(1, 1'000'000, 99));
@@ -60,8 +60,7 @@ const ByTransport kAgree{
       });
     }};
 
-const ByTransport kAnyPeer{"who receives from anybody is told from whom",
-                           [](const std::string& by) {
+const ByTransport kAnyPeer{"a receive from any rank reports the sender", [](const std::string& by) {
                              ranks::run_groups(3, by, [](Group& group) {
                                for (int i = 0; i < 10; ++i) {
                                  group.run({.operation = Operation::barrier});
@@ -83,7 +82,8 @@ const ByTransport kAnyPeer{"who receives from anybody is told from whom",
                            }};
 
 const ByTransport kUnlike{
-    "a message of another kind is told to both, and the group goes on", [](const std::string& by) {
+    "both ranks report a message of another kind, and the group continues",
+    [](const std::string& by) {
       ranks::run_groups(2, by, [](Group& group) {
         Call of_ints = take(0, 8), staged = take(0, 8);
         of_ints.dtype = Dtype::int32;
@@ -104,7 +104,7 @@ const ByTransport kUnlike{
     }};
 
 const ByTransport kPlaces{
-    "a device and host memory are no match, and messages of both keep their order",
+    "device and host messages do not match each other, and each keep their order",
     [](const std::string& by) {
       ranks::run_groups(2, by, [](Group& group) {
         Array array(Dtype::float32, 1000);
@@ -145,7 +145,7 @@ const ByTransport kPlaces{
     }};
 
 const ByTransport kBothSend{
-    "two that send to each other first hear it at once, and go on", [](const std::string& by) {
+    "two ranks that both send first fail at once, and continue", [](const std::string& by) {
       ranks::run_groups(2, by, [](Group& group) {
         for (int i = 0; i < 20; ++i) {
           const int peer = 1 - group.rank();
@@ -160,8 +160,7 @@ const ByTransport kBothSend{
     }};
 
 const ByTransport kNoRank{
-    "who waits for an answer hears of the limit, and of a rank that leaves",
-    [](const std::string& by) {
+    "waiting for an answer ends at the limit, or when the rank leaves", [](const std::string& by) {
       for (const bool leaves : {false, true}) {
         std::promise<void> over;
         ranks::World world{.size = 2, .transport = by};

@@ -6,10 +6,9 @@ VARIANT is plain, product, asan, tsan or aarch64. product links the objects of t
 `make build` left them, so that only the suites are compiled.
 
 A suite is its own file with harness.cpp, the other files of this folder and all of csrc that needs
-no Python. Objects are shared by the suites of one sanitizer and lie in build/native/<sanitizer>/
-with the binaries; only what has changed is built. No suppression files: a report is a failure.
-aarch64 is a cross build that qemu-aarch64 runs. It has no simulation, whose fibers are x86-64's.
-Called by tests/test_native.py and tests/test_aarch64.py.
+no Python. The suites of one sanitizer share objects, in build/native/<sanitizer>/ with the
+binaries; only changed files are built. No suppression files: a sanitizer report is a failure.
+aarch64 is a cross build for qemu-aarch64, without the simulation, whose fibers need x86-64.
 """
 
 import fcntl
@@ -36,7 +35,7 @@ CROSS_COMPILER = "aarch64-linux-gnu-g++"
 FLAGS = [
     *("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"),
     *("-Wall", "-Wextra", "-Werror"),
-    "-Wno-restrict",  # g++ 12 sees ghosts in std::string
+    "-Wno-restrict",  # g++ 12 reports false positives in std::string
 ]
 RULES = """\
 rule compile
@@ -60,7 +59,7 @@ def suites() -> list[str]:
 
 
 def ninja_binary() -> str:
-    """The ninja of the PyPI package, wherever that lies, else the one on PATH."""
+    """The ninja of the PyPI package if installed, else the one on PATH."""
     for file in importlib.metadata.distribution("ninja").files or []:
         if file.name == "ninja" and file.parent.name == "bin":
             return str(file.locate())
@@ -68,8 +67,8 @@ def ninja_binary() -> str:
 
 
 def write_ninja(folder: Path, sanitizer: str) -> None:
-    """Writes build.ninja into `folder`. What is no suite goes into one archive: a suite links what
-    it uses, main() of harness.cpp with the rest."""
+    """Writes build.ninja into `folder`. All other objects form one archive, with main() of
+    harness.cpp; a suite links the objects that it uses."""
     flags = [*FLAGS, *SANITIZERS[sanitizer], f"-I{CSRC}", f"-I{HERE}", f"-I{HERE.parent}"]
     apart = (CSRC / "bindings", CSRC / "cuda")
     library = [p for p in sorted(CSRC.rglob("*.cpp")) if not any(a in p.parents for a in apart)]

@@ -1,7 +1,5 @@
 // A collective call as a case: its arrays, what they must become by a plain model, and what it may
-// send. In place, with counts by rank, and with the arrays that a rank does not need left out.
-//
-// Called by the suites that run verbs: group_test.cpp, verbs_test.cpp and hosts_test.cpp.
+// send. In place, with counts by rank, and without the arrays that a rank does not need.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +45,7 @@ struct Case {
     const int at = operation == pycomm::Operation::all_to_all ? from * size + to : from;
     return counts[static_cast<size_t>(at)];
   }
-  // As the call of `rank` tells them.
+  // As passed to the call of `rank`.
   std::vector<size_t> told_counts(int rank, int size) const {
     if (operation != pycomm::Operation::all_to_all || counts.empty()) return counts;
     std::vector<size_t> told;
@@ -183,7 +181,7 @@ struct Arrays {
   pycomm::Call call;
 };
 
-// All that a call must have done; the input must be as it was unless it is the output.
+// Checks the result of a call; the input must be as it was unless it is the output.
 inline void expect_result(const Case& c, Arrays& arrays, int rank, int size) {
   Array want = wanted(c, rank, size);
   Arrays fresh(c, rank, size);

@@ -5,7 +5,7 @@
 namespace pycomm {
 namespace {
 
-// A case's counts as rank `rank` is told them.
+// The counts of a case as rank `rank` passes them.
 std::vector<size_t> counts_of(int rank, int size, const Case& what) {
   if (what.operation != Operation::all_to_all || what.counts.empty()) return what.counts;
   const auto n = static_cast<size_t>(size), r = static_cast<size_t>(rank);

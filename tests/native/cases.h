@@ -1,4 +1,4 @@
-// What the suites that prove plans share: the plans of all ranks for a case, and its name.
+// Shared by the suites that prove plans: the plans of all ranks for a case, and its name.
 #pragma once
 
 #include <string>

@@ -102,8 +102,8 @@ void hosts_test() {
 }
 const Test kHosts{"ranks that share hosts make two levels", hosts_test};
 
-// What is chosen where there are many ranks needs few links: 2 log2(size) of a rank, not all. A
-// part for every rank from every rank cannot do with less, nor can a fold.
+// With many ranks the chosen algorithm needs few links: 2 log2(size) for each rank. all_to_all and
+// a fold are exceptions: they need all links.
 void links_test() {
   for (const Operation operation :
        {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
@@ -159,7 +159,7 @@ void unsupported_test() {
   expect_throws<InternalError>([] { choose({.operation = Operation::recv}); });
   expect(algorithms_for(Operation::send).empty(), "send has no plans");
 }
-const Test kUnsupported{"a pair without a plan is refused with the ones there are",
+const Test kUnsupported{"an unsupported pair is rejected with the supported ones",
                         unsupported_test};
 
 }  // namespace

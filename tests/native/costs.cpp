@@ -26,7 +26,7 @@ size_t under(int node, int size) {
   return nodes;
 }
 
-// What an announcement costs each rank.
+// The cost of an announcement for each rank.
 Cost announcement_cost(int size) {
   const auto n = static_cast<size_t>(size), log = static_cast<size_t>(log_of(size));
   if (size == 2) return {};
@@ -184,7 +184,7 @@ Cost halving_cost(int rank, int size, const Case& what) {
   return {};
 }
 
-// hierarchical with one host: what the plan of one level costs that it falls to.
+// hierarchical on one host: the cost of the one-level plan that it uses instead.
 Cost one_level_cost(int rank, int size, const Case& what) {
   const bool parts =
       what.operation == Operation::all_gather || what.operation == Operation::reduce_scatter;
@@ -214,7 +214,7 @@ Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what) {
     case Algorithm::automatic:
     case Algorithm::shared_memory:  // no plan
     case Algorithm::nccl:
-    case Algorithm::staged:  // nor this
+    case Algorithm::staged:  // no plan
       break;
   }
   return {};

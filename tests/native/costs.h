@@ -1,4 +1,4 @@
-// What the comment above each plan promises, worked out apart from the plans.
+// The costs in the comment above each plan, computed independently of the plans.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// A rank that dies in the middle of a call, after any number of bytes: the others either have all
-// that the call needs, or learn who it was. Engines over channels that are cut on purpose.
+// A rank that dies during a call, after any number of bytes: the others either have all data of the
+// call, or an error that names the rank. Engines over channels that are disconnected on purpose.
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -69,8 +69,8 @@ void expect_known(const Error& error, const Scene& scene) {
          scene.text() + text);
 }
 
-// A survivor's call ends right or with the name of the dead; what comes after it ends with an
-// error.
+// A survivor's call gives the right result or an error that names the dead rank; the next call
+// fails.
 void survive(Engine& engine, const Scene& scene) {
   Array array(Dtype::float32, scene.count), want(Dtype::float32, scene.count);
   array.fill([&](size_t i) { return element(engine.rank(), i); });
@@ -93,7 +93,8 @@ void survive(Engine& engine, const Scene& scene) {
 void play(const std::string& transport, const Scene& scene) {
   Channels all(scene.size, transport, scene.mortal, scene.lifetime);
   std::mutex mutex;
-  std::vector<std::unique_ptr<Engine>> engines;  // kept: who succeeds must not leave before others
+  std::vector<std::unique_ptr<Engine>>
+      engines;  // kept: a rank that succeeds must not leave before the others
   ranks::run(scene.size, [&](int rank) {
     Engine* engine = nullptr;
     {
@@ -110,12 +111,12 @@ void play(const std::string& transport, const Scene& scene) {
       return;
     }
     const std::lock_guard lock(mutex);
-    all.life.end();  // it had nothing more to send: it dies behind its call
+    all.life.end();  // nothing more to send: it dies after its call
   });
 }
 
 const ByTransport kEverywhere{
-    "a death after any number of bytes is noticed by all", [](const std::string& by) {
+    "all ranks detect a death after any number of bytes", [](const std::string& by) {
       constexpr size_t kCount = 60'000;  // 240 KB: more than a ring holds
       for (const Operation operation : {Operation::all_reduce, Operation::broadcast})
         for (const Algorithm algorithm : algorithms_for(operation))
@@ -127,7 +128,7 @@ const ByTransport kEverywhere{
           }
     }};
 
-// Rank 0 makes calls in which it only sends, to a rank that has gone in one way or another.
+// Rank 0 only sends, to a rank that left or died in one of several ways.
 void send_on(const std::string& by, void (*go)(Engine&, Life&), std::string_view why) {
   const Scene scene{Operation::broadcast, Algorithm::direct, 2, 60'000, 1, SIZE_MAX};
   Channels all(scene.size, by, scene.mortal, scene.lifetime);
@@ -145,11 +146,11 @@ void send_on(const std::string& by, void (*go)(Engine&, Life&), std::string_view
       return;
     }
   }
-  expect(false, "a thousand calls have sent to somebody who has gone");
+  expect(false, "a thousand calls sent to a rank that left");
 }
 
 const ByTransport kSenders{
-    "who only sends learns that nobody receives", [](const std::string& by) {
+    "a rank that only sends detects that its receiver left", [](const std::string& by) {
       send_on(by, [](Engine&, Life& life) { life.end(); }, "the connection closed unexpectedly");
       send_on(by, [](Engine& gone, Life&) { gone.leave(); }, "it closed the group");
       send_on(
@@ -157,9 +158,9 @@ const ByTransport kSenders{
           "no more (as rank 1 reports)");
     }};
 
-// Nobody reads before both ends of it are there: the goodbye waits behind a full connection.
+// No rank reads until both ends exist: the goodbye message waits behind a full connection.
 const ByTransport kHeardLate{
-    "who gives up is not taken for dead by a rank that has long read nothing",
+    "a rank that aborts is not taken for dead by a rank that has long read nothing",
     [](const std::string& by) {
       const Scene scene{Operation::broadcast, Algorithm::direct, 3, 4'000'000, 2, SIZE_MAX};
       Channels all(scene.size, by, scene.mortal, scene.lifetime);
@@ -172,11 +173,11 @@ const ByTransport kHeardLate{
       expect(cause.is(ErrorKind::peer_lost) && cause.says("rank 2 died"), cause.text());
       const auto told = ranks::ending_of([&] { run_call(*busy, scene, array); });
       expect(told.is(ErrorKind::peer_lost) && told.says("rank 2 died"), told.text());
-      expect(told.error->fields().peer == 2, "somebody else is blamed");
-      expect(busy->lost() == std::vector<int>{2}, "who lives is taken for lost");
+      expect(told.error->fields().peer == 2, "another rank is named");
+      expect(busy->lost() == std::vector<int>{2}, "a live rank is counted as lost");
     }};
 
-// What is no frame, behind one that nobody takes now, and then perhaps a hang-up.
+// Bytes that are no frame, behind a frame that is not received yet; then perhaps a close.
 void send_garbage(Channel& channel, Header before, bool hangs_up) {
   const std::vector<std::byte> noise(64, std::byte{'G'});
   const auto head = std::as_bytes(std::span(&before, 1));
@@ -195,11 +196,10 @@ void wait_for_end(Channel& channel) {
 }
 
 const ByTransport kGarbage{
-    "who sends what nobody can read is to blame for it, wherever it is found",
-    [](const std::string& by) {
+    "the sender of an invalid frame is named, wherever it is found", [](const std::string& by) {
       for (const bool hangs_up : {true, false}) {
         ranks::Ends ends = ranks::channel_pair(by, size_t{64} << 10);
-        // Of a call to come, or of a disagreement to come, which ends no wait.
+        // Of a later call or a later disagreement, which ends no wait.
         Header header{.kind = hangs_up ? FrameKind::data : FrameKind::mismatch};
         header.epoch = hangs_up ? 0 : 7;
         header.sequence = 7;
@@ -227,10 +227,9 @@ const ByTransport kGarbage{
       }
     }};
 
-// For who is there between calls; of those that are not awaited the next call will learn it.
+// check_for_failures() between calls: the next call reports ranks that are not awaited.
 const ByTransport kHeeded{
-    "who waits elsewhere for a rank hears that it has died, and of no other",
-    [](const std::string& by) {
+    "a wait outside a call reports the death of the awaited rank only", [](const std::string& by) {
       Channels all(3, by, 2, SIZE_MAX);
       const auto waiting = all.engine(0), other = all.engine(1), dead = all.engine(2);
       waiting->check_for_failures(0s, {0, 1, 2});
@@ -242,13 +241,13 @@ const ByTransport kHeeded{
           waiting->check_for_failures(0s, awaited);
         });
       };
-      expect(!heed({0, 1}).error, "a rank that is not awaited ends what it is no part of");
+      expect(!heed({0, 1}).error, "the death of a rank that is not awaited ended the wait");
       const auto ending = heed({0, 2});
       expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 2 died"), ending.text());
-      expect(ending.error->fields().peer == 2, "somebody else is blamed");
+      expect(ending.error->fields().peer == 2, "another rank is named");
     }};
 
-// A peer whose end is seen when it has been looked for a few times.
+// A peer whose close is visible only after a few checks.
 class Late final : public Channel {
  public:
   std::string_view transport() const override { return "late"; }
@@ -268,7 +267,7 @@ class Late final : public Channel {
   int looks_ = 0;
 };
 
-const Test kHeededLate{"who waits elsewhere hears of a death that comes within its limit", [] {
+const Test kHeededLate{"a wait outside a call reports a death within its limit", [] {
                          for (const auto limit : {0s, 60s}) {
                            std::vector<std::unique_ptr<Channel>> channels(2);
                            channels[1] = std::make_unique<Late>();
@@ -282,13 +281,13 @@ const Test kHeededLate{"who waits elsewhere hears of a death that comes within i
                          }
                        }};
 
-// Rank 0 has made a call that rank 1 will make later, if it can, and ends in one way or another.
+// Rank 0 made a call that rank 1 makes later, if it can, and then ends in one of several ways.
 const ByTransport kHeededBehind{
-    "who waits elsewhere hears of an end that stands behind a frame of a later call",
+    "a wait outside a call reports an end behind a frame of a later call",
     [](const std::string& by) {
       struct End {
         void (*go)(Engine&, Life&);
-        std::string_view says;  // empty: what it sent is still wanted
+        std::string_view says;  // empty: its data is still needed
       };
       for (const End& end : std::initializer_list<End>{
                {[](Engine&, Life& life) { life.end(); }, "rank 0 died"},
@@ -304,7 +303,7 @@ const ByTransport kHeededBehind{
         waiting->check_for_failures(0s, {0, 1});
         end.go(*gone, all.life);
         wait_for_end(line);
-        waiting->check_for_failures(0s, {1});  // who does not await it takes no notice
+        waiting->check_for_failures(0s, {1});  // not awaited: no error
         const auto ending = ranks::ending_of([&] { waiting->check_for_failures(0s, {0, 1}); });
         if (!end.says.empty()) {
           expect(ending.error && ending.says(std::string(end.says)), ending.text());
@@ -318,7 +317,7 @@ const ByTransport kHeededBehind{
 
 // A ring whose writer says that it has written more than fits: before a frame, or inside one.
 const Test kSpoiltRing{
-    "who spoils the ring that it shares is to blame for it", [] {
+    "a rank that corrupts its shared ring is named", [] {
       constexpr size_t kRing = size_t{64} << 10;
       for (const bool inside : {false, true}) {
         const auto ring = [&](const Fd& memory) {
@@ -326,9 +325,10 @@ const Test kSpoiltRing{
         };
         const Fd in = make_shared_memory(RingMemory::file_bytes(kRing));
         const Fd out = make_shared_memory(RingMemory::file_bytes(kRing));
-        int bells[2];
-        expect(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, bells) == 0, "two bells");
-        RingChannel peer("shm", ring(out), ring(in), Fd(bells[1]));
+        int wake_ups[2];
+        expect(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, wake_ups) == 0,
+               "a pair of sockets");
+        RingChannel peer("shm", ring(out), ring(in), Fd(wake_ups[1]));
         const Header header{.kind = FrameKind::data,
                             .dtype = static_cast<uint8_t>(Dtype::float32),
                             .bytes = 64,
@@ -337,7 +337,7 @@ const Test kSpoiltRing{
         const auto memory = ring(in);
         reinterpret_cast<RingHead*>(memory->head())->written += kRing + 1;
         std::vector<std::unique_ptr<Channel>> channels(2);
-        channels[1] = std::make_unique<RingChannel>("shm", ring(in), ring(out), Fd(bells[0]));
+        channels[1] = std::make_unique<RingChannel>("shm", ring(in), ring(out), Fd(wake_ups[0]));
         EngineOptions options;
         options.names = {"rank 0", "rank 1"};
         Engine engine(std::move(channels), options);
@@ -352,21 +352,20 @@ const Test kSpoiltRing{
       }
     }};
 
-const ByTransport kPartings{"who has left in peace is known to be lost, though nobody had looked",
-                            [](const std::string& by) {
-                              Channels all(3, by, 1, SIZE_MAX);
-                              Channel& unread = *all.channels[0][2];
-                              const auto left = all.engine(0), gone = all.engine(2);
-                              gone->leave();
-                              const Deadline deadline(20s);
-                              while (unread.peek(1).empty() && !deadline.expired()) {
-                                pollfd polled = unread.arm({true, false});
-                                ::poll(&polled, 1, 10);
-                                unread.disarm(0);  // of the end nothing is told
-                              }
-                              left->fail(PeerLost("no more", {.peer = 1}));
-                              expect(left->lost() == std::vector<int>{1, 2},
-                                     "who has left is waited for");
-                            }};
+const ByTransport kPartings{
+    "a rank that left cleanly counts as lost, even if no rank checked", [](const std::string& by) {
+      Channels all(3, by, 1, SIZE_MAX);
+      Channel& unread = *all.channels[0][2];
+      const auto left = all.engine(0), gone = all.engine(2);
+      gone->leave();
+      const Deadline deadline(20s);
+      while (unread.peek(1).empty() && !deadline.expired()) {
+        pollfd polled = unread.arm({true, false});
+        ::poll(&polled, 1, 10);
+        unread.disarm(0);  // no notice of the end
+      }
+      left->fail(PeerLost("no more", {.peer = 1}));
+      expect(left->lost() == std::vector<int>{1, 2}, "the call waits for a rank that left");
+    }};
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The records of transport/encrypted.h: what an attacker between two ends can do to them, and that
-// nothing of it is taken for what the other end sent.
+// The records of transport/encrypted.h: an attacker between two ends changes them, and no changed
+// record is accepted.
 #include "transport/encrypted.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ using Wire = std::deque<std::byte>;
 constexpr size_t kOverhead = 20;   // of a record: its length and its tag
 constexpr int kTries = 1'000'000;  // of a loop that must end
 
-// A channel that takes at most `room` bytes at a time, and none while the wire holds `limit`.
+// A channel that takes at most `room` bytes a call, and none while the wire holds `limit`.
 class Pipe final : public Channel {
  public:
   Pipe(Wire& out, Wire& in, size_t room, size_t limit)
@@ -51,7 +51,9 @@ class Pipe final : public Channel {
   bool is_closed() const override { return false; }
   pollfd arm(Want) override { return {-1, 0, 0}; }
   void disarm(short) override {}
-  void close(ConstBytes owed) override { out_.insert(out_.end(), owed.begin(), owed.end()); }
+  void close(ConstBytes pending) override {
+    out_.insert(out_.end(), pending.begin(), pending.end());
+  }
 
  private:
   Wire &out_, &in_;
@@ -73,7 +75,7 @@ Buffer pattern(size_t bytes, int seed = 0) {
   return buffer;
 }
 
-// All that the channel gives.
+// All bytes that the channel delivers.
 Buffer drained(Channel& channel) {
   Buffer all, into(1000);
   while (const size_t n = channel.receive(into))
@@ -101,13 +103,13 @@ void attack(const std::string& what, size_t good,
     const Buffer one = pattern(100, static_cast<int>(i));
     wanted.insert(wanted.end(), one.begin(), one.end());
   }
-  expect(got == wanted, what + ": what was given out");
-  expect(line.listener->is_closed(), what + ": the channel goes on");
+  expect(got == wanted, what + ": delivered bytes");
+  expect(line.listener->is_closed(), what + ": the channel is still open");
   expect(line.listener->protocol_error().find("altered, replayed") != std::string_view::npos,
          what + ": the reason");
   const Buffer more = record(line, pattern(10));
   line.there.assign(more.begin(), more.end());
-  expect(drained(*line.listener).empty(), what + ": bytes behind it were given out");
+  expect(drained(*line.listener).empty(), what + ": bytes behind it were delivered");
 }
 
 Buffer joined(const std::vector<Buffer>& records) {
@@ -148,12 +150,12 @@ const Test kAttacks{"a record that was changed, replayed, moved or dropped ends 
                       });
                     }};
 
-const Test kReflected{"what an end sent is no record for it, and another secret's neither", [] {
+const Test kReflected{"an end rejects its own records and those of another secret", [] {
                         Line line;
                         const Buffer own = record(line, pattern(100));
                         line.back.assign(own.begin(), own.end());
                         expect(drained(*line.connector).empty() && line.connector->is_closed(),
-                               "its own record was taken");
+                               "it accepted its own record");
                         Line other(SIZE_MAX, SIZE_MAX, "another");
                         (void)other.connector->send(pattern(100), {});
                         expect(drained(*other.listener).empty() && other.listener->is_closed(),
@@ -176,7 +178,7 @@ const Test kHidden{"the same plaintext is never the same on the wire, nor seen t
                    }};
 
 const Test kCut{
-    "any stream arrives whole, wherever records and sends are cut", [] {
+    "any stream arrives whole, however records and sends are split", [] {
       std::mt19937 random(7);
       for (const size_t room : {1, 7, 1000, 100'000}) {
         Line line(room, 50'000);
@@ -194,20 +196,21 @@ const Test kCut{
       }
     }};
 
-const Test kOwed{
-    "what is owed at the end follows a record that was half sent", [] {
-      Line line(10, 10);
-      const Buffer plain = pattern(500);
-      expect_equal(line.connector->send(plain, {}), size_t{499}, "taken, but for a byte");
-      expect_equal(line.connector->send(ConstBytes(plain).last(1), {}), size_t{0}, "no room");
-      const Buffer behind = pattern(100'000, 3);
-      Buffer owed{plain.back()};
-      owed.insert(owed.end(), behind.begin(), behind.end());
-      line.connector->close(owed);
-      Buffer wanted = plain;
-      wanted.insert(wanted.end(), behind.begin(), behind.end());
-      expect(drained(*line.listener) == wanted, "what arrived");
-    }};
+const Test kPending{"pending bytes at the end follow a half-sent record", [] {
+                      Line line(10, 10);
+                      const Buffer plain = pattern(500);
+                      expect_equal(line.connector->send(plain, {}), size_t{499},
+                                   "taken, but for a byte");
+                      expect_equal(line.connector->send(ConstBytes(plain).last(1), {}), size_t{0},
+                                   "the wire is full");
+                      const Buffer behind = pattern(100'000, 3);
+                      Buffer pending{plain.back()};
+                      pending.insert(pending.end(), behind.begin(), behind.end());
+                      line.connector->close(pending);
+                      Buffer wanted = plain;
+                      wanted.insert(wanted.end(), behind.begin(), behind.end());
+                      expect(drained(*line.listener) == wanted, "what arrived");
+                    }};
 
 const Test kLibrary{"without OpenSSL's library the error says so", [] {
                       const std::string text = expect_throws<Unsupported>(

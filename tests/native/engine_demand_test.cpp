@@ -1,5 +1,4 @@
-// The suite of engine_test.cpp, what it does when something goes wrong, once more with ranks that
-// connect when they first need each other.
+// The suite of engine_test.cpp (failures), with ranks that connect on demand.
 #include "ranks.h"
 
 namespace {

@@ -1,5 +1,5 @@
-// What a group does when something goes wrong and it is nobody's death: ranks that disagree, that
-// do not come, that abort or leave. Deaths are in death_test.cpp.
+// Failures of a group other than deaths: ranks that disagree, do not join, abort or leave. Deaths
+// are in death_test.cpp.
 #include <algorithm>
 #include <functional>
 #include <future>
@@ -39,7 +39,7 @@ struct Arrays {
   Array input, output;
 };
 
-// The same call as most ranks make, but for one thing.
+// The call of most ranks with one difference.
 std::vector<Call> variants_of(const Call& call) {
   std::vector<Call> others;
   const auto add = [&](auto change) {
@@ -67,7 +67,7 @@ std::vector<Call> variants_of(const Call& call) {
   return others;
 }
 
-// The calls in which every rank hears of every other.
+// The calls in which every rank receives from every other.
 std::vector<Call> two_way_calls(size_t count) {
   std::vector<Call> calls{{.operation = Operation::barrier}};
   for (const Operation operation :
@@ -80,7 +80,7 @@ std::vector<Call> two_way_calls(size_t count) {
   return calls;
 }
 
-// A correct call, which must work after all that went wrong before.
+// A correct call, which must work after earlier failures.
 void expect_sound(Group& group, size_t count, int call = 0) {
   Array array(Dtype::float32, count), want(Dtype::float32, count);
   array.fill([&](size_t i) { return element(group.rank(), i, call); });
@@ -99,7 +99,7 @@ void expect_sound(Group& group, size_t count, int call = 0) {
   expect(array == want, "a correct call after a failed one is wrong");
 }
 
-// One rank calls another thing than the rest: all must hear of it, and no array may change.
+// One rank makes another call than the rest: all must report it, and no array may change.
 void disagree(Group& group, const Call& call, const Call& other, int odd) {
   const Call mine = group.rank() == odd ? other : call;
   Arrays arrays(group.size(), mine);
@@ -116,7 +116,7 @@ void disagree(Group& group, const Call& call, const Call& other, int odd) {
   expect(arrays == Arrays(group.size(), mine), what + "an array was changed");
 }
 
-const ByTransport kDisagree{"whatever one rank calls otherwise, all hear of it and go on",
+const ByTransport kDisagree{"all ranks report any difference in one rank's call, and continue",
                             [](const std::string& by) {
                               for (int size = 2; size <= 4; ++size)
                                 ranks::run_groups(size, by, [](Group& group) {
@@ -134,7 +134,7 @@ const ByTransport kDisagree{"whatever one rank calls otherwise, all hear of it a
                             }};
 
 const ByTransport kDisagreeLarge{
-    "frames that are half sent when ranks disagree do no harm", [](const std::string& by) {
+    "frames that are half sent at a disagreement do no harm", [](const std::string& by) {
       for (const int size : {2, 4})
         ranks::run_groups(size, by, [](Group& group) {
           std::mt19937 random(5);
@@ -165,7 +165,7 @@ const ByTransport kDisagreeOften{
       });
     }};
 
-const ByTransport kAllDiffer{"every rank calls something else", [](const std::string& by) {
+const ByTransport kAllDiffer{"every rank makes another call", [](const std::string& by) {
                                ranks::run_groups(4, by, [](Group& group) {
                                  for (int i = 0; i < 10; ++i) {
                                    Call call{.operation = Operation::all_reduce,
@@ -203,7 +203,7 @@ const ByTransport kOneWay{
                   group.run({.operation = Operation::barrier});
                 });
                 expect(ending.is(ErrorKind::mismatch) && ending.says("broadcast("), ending.text());
-                expect(group.rank() != odd || odd == 0 || !through, "the odd rank went through");
+                expect(group.rank() != odd || odd == 0 || !through, "the odd rank succeeded");
                 expect((group.rank() != odd && odd != 0) || arrays.output == before,
                        "an array was changed");
                 expect_sound(group, count, odd);
@@ -213,7 +213,7 @@ const ByTransport kOneWay{
     }};
 
 const ByTransport kInOrder{
-    "a message on its way is not cut by a disagreement", [](const std::string& by) {
+    "a message in transit is not truncated by a disagreement", [](const std::string& by) {
       ranks::run_groups(3, by, [](Group& group) {
         for (int i = 0; i < 5; ++i) {
           Array array(Dtype::float32, kLarge);
@@ -234,7 +234,7 @@ const ByTransport kInOrder{
           if (group.rank() == 1) {
             array = Array(Dtype::float32, kLarge);
             move(Operation::recv, 0);
-            expect(array == truth, "the message was cut");
+            expect(array == truth, "the message was truncated");
           }
         }
         expect_sound(group, kSmall);
@@ -242,7 +242,7 @@ const ByTransport kInOrder{
     }};
 
 const ByTransport kUncut{
-    "a notice of an earlier call does not cut a message", [](const std::string& by) {
+    "a notice of an earlier call does not truncate a message", [](const std::string& by) {
       ranks::run_groups(2, by, [](Group& group) {
         for (int i = 0; i < 5; ++i) {
           Array array(Dtype::float32, kLarge);
@@ -255,7 +255,7 @@ const ByTransport kUncut{
                          .algorithm = Algorithm::tree};
           Call message{.dtype = Dtype::float32, .count = kLarge, .peer = 1 - group.rank()};
           if (group.rank() == 0) {
-            group.run(broadcast);  // the root hears nothing of rank 1's other count yet
+            group.run(broadcast);  // the root does not know rank 1's other count yet
             message.operation = Operation::send;
             message.input = array.data();
             group.run(message);
@@ -269,7 +269,7 @@ const ByTransport kUncut{
             message.operation = Operation::recv;
             message.output = array.data();
             group.run(message);
-            expect(array == truth, "the message was cut");
+            expect(array == truth, "the message was truncated");
           }
           expect_sound(group, kSmall);
         }
@@ -300,7 +300,7 @@ const ByTransport kBothSend{
       });
     }};
 
-// All but `missing` make the call, which times out; `missing` comes when they have given up.
+// All but `missing` make the call, which times out; `missing` calls after that.
 void expect_timeout(const std::string& by, int size, int missing, const Call& call) {
   std::vector<std::promise<void>> over(static_cast<size_t>(size));
   ranks::run_groups(size, by, [&](Group& group) {
@@ -310,11 +310,11 @@ void expect_timeout(const std::string& by, int size, int missing, const Call& ca
     if (group.rank() == missing) {
       for (int rank = 0; rank < size; ++rank)
         if (rank != missing) over[static_cast<size_t>(rank)].get_future().wait();
-      // What was sent before they gave up may be all that the call needs; the next tells.
+      // The data sent before the timeout may complete this call; the next one must fail.
       const Ending late = ending_of([&] {
         for (int i = 0; i < 2; ++i) group.run(mine);
       });
-      expect(late.error && late.says("imed out"), "who comes too late: " + late.text());
+      expect(late.error && late.says("imed out"), "the late rank:  " + late.text());
       return;
     }
     const Ending ending = ending_of([&] { group.run(mine); });
@@ -322,14 +322,14 @@ void expect_timeout(const std::string& by, int size, int missing, const Call& ca
     expect(ending.is(ErrorKind::timeout), ending.text());
     expect(ending.says("rank " + std::to_string(missing) + " ") &&
                ending.error->fields().peer == missing,
-           "who is missing is named: " + ending.text());
+           "the missing rank is named:  " + ending.text());
     expect(ending.seconds < 1.1, "it took " + std::to_string(ending.seconds) + " s");
     const Ending again = ending_of([&] { group.run({.operation = Operation::barrier}); });
     expect(again.is(ErrorKind::group_broken) && again.says("imed out"), again.text());
   });
 }
 
-const ByTransport kTimeout{"who does not come is named by all, in time", [](const std::string& by) {
+const ByTransport kTimeout{"all ranks name a missing rank in time", [](const std::string& by) {
                              expect_timeout(by, 2, 1, {.operation = Operation::barrier});
                              expect_timeout(by, 4, 2, {.operation = Operation::barrier});
                              for (const Algorithm algorithm : algorithms_for(Operation::all_reduce))
@@ -341,7 +341,7 @@ const ByTransport kTimeout{"who does not come is named by all, in time", [](cons
                            }};
 
 const ByTransport kLonely{
-    "a message that nobody sends or takes times out", [](const std::string& by) {
+    "a message without a sender or a receiver times out", [](const std::string& by) {
       for (const Operation operation : {Operation::send, Operation::recv}) {
         std::promise<void> over;
         ranks::run_groups(2, by, [&](Group& group) {
@@ -375,8 +375,8 @@ const ByTransport kAbort{
           });
           group.abort("twice is fine");
         } else if (group.rank() == 1) {
-          // Held until the error is read: the library's count of who holds an error is hidden from
-          // the thread sanitizer, the work's is not.
+          // Held until the error is read: the thread sanitizer does not see the C++ library's
+          // reference count of an exception, but it sees that of the work.
           const auto work = group.start(call, {});
           const Ending ending = ending_of([&] { work->wait(); });
           over.set_value();
@@ -385,7 +385,7 @@ const ByTransport kAbort{
         } else {
           done.wait();
         }
-        // What was sent before the abort may be all that a first call needs.
+        // The data sent before the abort may complete a first call.
         const Ending later = ending_of([&] {
           for (int i = 0; i < 2; ++i) group.run(call);
         });
@@ -393,29 +393,29 @@ const ByTransport kAbort{
       });
     }};
 
-const ByTransport kLeave{
-    "who leaves is missed only by those who need it", [](const std::string& by) {
-      ranks::run_groups(2, by, [&](Group& group) {
-        const Call call{.operation = Operation::barrier};
-        expect_sound(group, kLarge);
-        if (group.rank() == 1) {
-          group.close();
-          group.close();
-          for (const bool async : {false, true})
-            expect(ending_of([&] {
-                     async ? (void)group.start(call, {}) : group.run(call);
-                   }).is(ErrorKind::group_broken),
-                   "a call after close");
-          return;
-        }
-        const Ending ending = ending_of([&] { group.run(call); });
-        expect(ending.is(ErrorKind::peer_lost) && ending.says("left") &&
-                   ending.error->fields().peer == 1,
-               ending.text());
-        const Ending again = ending_of([&] { group.run(call); });
-        expect(again.is(ErrorKind::group_broken) && again.says("left"), again.text());
-      });
-    }};
+const ByTransport kLeave{"only ranks that need a rank that left fail", [](const std::string& by) {
+                           ranks::run_groups(2, by, [&](Group& group) {
+                             const Call call{.operation = Operation::barrier};
+                             expect_sound(group, kLarge);
+                             if (group.rank() == 1) {
+                               group.close();
+                               group.close();
+                               for (const bool async : {false, true})
+                                 expect(ending_of([&] {
+                                          async ? (void)group.start(call, {}) : group.run(call);
+                                        }).is(ErrorKind::group_broken),
+                                        "a call after close");
+                               return;
+                             }
+                             const Ending ending = ending_of([&] { group.run(call); });
+                             expect(ending.is(ErrorKind::peer_lost) && ending.says("left") &&
+                                        ending.error->fields().peer == 1,
+                                    ending.text());
+                             const Ending again = ending_of([&] { group.run(call); });
+                             expect(again.is(ErrorKind::group_broken) && again.says("left"),
+                                    again.text());
+                           });
+                         }};
 
 const ByTransport kCloseInside{
     "closing ends the call of another thread", [](const std::string& by) {
@@ -433,12 +433,12 @@ const ByTransport kCloseInside{
             group.run(
                 {.operation = Operation::recv, .output = array.data(), .count = 1, .peer = 1});
           });
-          expect(ending.error.has_value(), "the call went on without its group");
+          expect(ending.error.has_value(), "the call continued without its group");
         });
       });
     }};
 
-const Test kFromThen{"what a callback does to its own group does not hang", [] {
+const Test kFromThen{"a callback that ends its own group does not hang", [] {
                        ranks::run_groups(2, "local", [](Group& group) {
                          std::promise<void> aborted;
                          const auto work = group.start({}, [&](std::exception_ptr) {
@@ -455,7 +455,7 @@ const Test kFromThen{"what a callback does to its own group does not hang", [] {
                          std::promise<void> gone;
                          auto* held = new std::shared_ptr<Group>(group);
                          const auto work = group->start({}, [&, held](std::exception_ptr) {
-                           delete held;  // perhaps the last that holds the group
+                           delete held;  // perhaps the last reference to the group
                            gone.set_value();
                          });
                          group.reset();
@@ -464,7 +464,7 @@ const Test kFromThen{"what a callback does to its own group does not hang", [] {
                      }};
 
 const Test kForming{
-    "a group that does not form says who is missing, in time", [] {
+    "a group that does not form names the missing ranks in time", [] {
       ranks::World world{.size = 3, .transport = "tcp", .timeout = 400ms};
       ranks::run(2, [&](int rank) {
         const Ending ending = ending_of([&] { (void)world.join(rank); });

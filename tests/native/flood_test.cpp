@@ -1,6 +1,6 @@
-// A rank far away gets in beside a flood of hostile connections: at the listener of a group and at
-// the store. The round trip is emulated: the rank's proof is sent that much later than the answer
-// came, as over a long network. How long it takes is measured by benchmarks/connection_flood.py.
+// A distant rank connects during a flood of hostile connections: to the listener of a group and to
+// the store. The round trip is emulated: the rank sends its proof that much after the answer.
+// benchmarks/connection_flood.py measures the time.
 #include <poll.h>
 
 #include <algorithm>
@@ -27,8 +27,8 @@ using namespace std::chrono_literals;
 
 constexpr size_t kHeldOpen = 300;
 
-// Connects to an address so many times a second, from one address of this host or from many, and
-// says a whole greeting in every second call.
+// Connects to an address at a given rate, from one address of this host or from many, and sends a
+// whole greeting on every second connection.
 class Flood {
  public:
   Flood(const Address& to, double per_s, bool many)
@@ -46,7 +46,7 @@ class Flood {
     const auto begin = Clock::now();
     while (!ending_) {
       const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-      // What this machine could not do in time is not made up for all at once.
+      // A backlog is not sent as one burst.
       const auto due = static_cast<size_t>(std::min(seconds * per_s_, called_ + 50.0));
       while (called_ < due && !ending_) call();
       ::poll(nullptr, 0, 1);
@@ -86,7 +86,7 @@ struct Far {
 };
 constexpr Far kFar[] = {{10ms, 8000}, {50ms, 1500}, {100ms, 800}};
 
-// One attempt of a rank that is so far away.
+// One attempt of a rank at this distance.
 bool attempt(const Address& to, const std::string& key, const HandshakeParams& params,
              const Far& far) {
   Handshake shake(start_connect(to), Handshake::Role::connector, key, params);
@@ -102,7 +102,7 @@ bool attempt(const Address& to, const std::string& key, const HandshakeParams& p
   }
 }
 
-// `params_of`: as whom it comes for the n-th time.
+// `params_of`: its parameters at the n-th attempt.
 void expect_in(const Address& to, const std::string& key,
                const std::function<HandshakeParams(int)>& params_of) {
   int time = 0;
@@ -110,19 +110,19 @@ void expect_in(const Address& to, const std::string& key,
     for (const Far& far : kFar) {
       const HandshakeParams params = params_of(time++);
       const Flood flood(to, far.per_s, many);
-      while (flood.called() < 1000) ::poll(nullptr, 0, 1);  // it is in full course
+      while (flood.called() < 1000) ::poll(nullptr, 0, 1);  // the flood runs at its full rate
       const Deadline deadline(10s * ranks::kSlowdown);
       for (int tries = 1; !attempt(to, key, params, far); ++tries) {
         expect(!deadline.expired(), std::to_string(far.round_trip.count()) + " ms away, " +
                                         (many ? "many addresses: " : "one address: ") +
                                         std::to_string(tries) + " attempts failed");
-        ::poll(nullptr, 0, 50);  // as a rank's pause before it calls again
+        ::poll(nullptr, 0, 50);  // as a rank's pause before it connects again
       }
     }
   }
 }
 
-const Test kListener{"a distant rank gets in beside a flood at the listener of a group", [] {
+const Test kListener{"a distant rank connects during a flood of a group's listener", [] {
                        Connector::Options request;
                        request.rank = 1;
                        request.key = "key";
@@ -140,7 +140,7 @@ const Test kListener{"a distant rank gets in beside a flood at the listener of a
                        });
                        std::string failure;
                        try {
-                         expect_in(to, "key", [](int time) {  // a rank is wanted once
+                         expect_in(to, "key", [](int time) {  // a rank is expected once
                            return HandshakeParams{
                                .context = "test", .rank = 2 + time, .expected = 1};
                          });
@@ -152,7 +152,7 @@ const Test kListener{"a distant rank gets in beside a flood at the listener of a
                        expect(failure.empty(), failure);
                      }};
 
-const Test kStore{"a distant rank gets in beside a flood at the store", [] {
+const Test kStore{"a distant rank connects during a flood of the store", [] {
                     const std::string key(32, 'k');
                     const auto server = TcpStore::serve("127.0.0.1", 0, key);
                     expect_in(tcp_address("127.0.0.1", server->port()), key, [](int) {
@@ -162,7 +162,7 @@ const Test kStore{"a distant rank gets in beside a flood at the store", [] {
                   }};
 
 const Test kChoice{
-    "who gives way: of the largest source, who has not greeted, then by chance", [] {
+    "eviction: from the largest source, without a greeting, then at random", [] {
       std::minstd_rand random(1);
       std::vector<Pending> pending(64);
       for (size_t i = 0; i < 64; ++i) pending[i] = {i, i % 2 == 0};
@@ -172,12 +172,12 @@ const Test kChoice{
         expect_equal(static_cast<bool>(chosen[i]), i % 2 == 1, "place " + std::to_string(i));
       for (size_t i = 0; i < 20; ++i) pending[i] = {99, true};
       for (int i = 0; i < 1000; ++i)
-        expect(choose_evicted(pending, random) < 20, "who holds more than its share gives way");
+        expect(choose_evicted(pending, random) < 20, "a source above its share is evicted");
       expect(max_pending() >= 64 && max_pending() <= 1024, "how many are held");
     }};
 
-// What an evicted rank sees: its call is taken, and cut off.
-const Test kCut{"a call that is cut off before the answer is made again, and does not count", [] {
+// As an evicted rank sees it: its connection is accepted, then closed.
+const Test kCut{"a connection closed before the answer is retried, and does not count", [] {
                   const Fd door = listen_on(tcp_address("127.0.0.1", 0));
                   Connector::Options request;
                   request.rank = 1;
@@ -196,7 +196,7 @@ const Test kCut{"a call that is cut off before the answer is made again, and doe
                     for (const ConnectResult& arrival : guest.poll(10ms, also))
                       expect(false, "lost after " + std::to_string(cut) + " calls: " + arrival.why);
                     if (accept_from(door.get())) ++cut;
-                    expect(!deadline.expired(), "it does not call again");
+                    expect(!deadline.expired(), "it does not connect again");
                   }
                 }};
 

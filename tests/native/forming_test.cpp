@@ -1,5 +1,5 @@
-// A group that does not form: whoever learns why tells those that it has met, be they still forming
-// or standing already. What is left in the store is in store_keys_test.cpp.
+// A group that does not form: a rank that learns the reason tells its peers, whether these still
+// form the group or are done. store_keys_test.cpp tests the keys that stay in the store.
 #include <atomic>
 #include <latch>
 #include <optional>
@@ -26,8 +26,7 @@ using namespace std::chrono_literals;
 
 constexpr int kSize = 3;
 
-// The notes of ranks that are there, and for rank 2 one that is as good as rank 1's. It will not
-// call.
+// The rank info of present ranks, and for rank 2 a copy of rank 1's. Rank 2 will not connect.
 struct Notes {
   std::latch left{kSize - 1};
   std::vector<std::string> texts = std::vector<std::string>(kSize);
@@ -54,7 +53,7 @@ MeshRequest request_of(int rank, const std::string& by) {
           .log = {}};
 }
 
-const Test kLate{"who gives up forming says why", [] {
+const Test kLate{"a rank that aborts forming says why", [] {
                    for (const std::string by : {"shm", "tcp"}) {
                      Notes infos;
                      ranks::run(kSize - 1, [&](int rank) {
@@ -91,7 +90,7 @@ std::vector<std::unique_ptr<Channel>> meet_rank_1(Notes& infos, const MeshReques
   Connector meeting(std::move(connector));
   std::vector<std::unique_ptr<Channel>> channels(kSize);
   for (const Deadline deadline(60s); !channels[1];) {
-    expect(!deadline.expired(), "rank 1 does not call");
+    expect(!deadline.expired(), "rank 1 does not connect");
     std::vector<pollfd> also;
     for (ConnectResult& arrival : meeting.poll(100ms, also))
       channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
@@ -99,9 +98,9 @@ std::vector<std::unique_ptr<Channel>> meet_rank_1(Notes& infos, const MeshReques
   return channels;
 }
 
-// Rank 1 has met rank 0 alone when rank 0 hangs up.
+// Rank 1 has met only rank 0 when rank 0 closes its connection.
 const Test kGone{
-    "who has hung up while a group forms is named, with what it said", [] {
+    "a rank that closes during forming is named, with its message", [] {
       for (const bool speaks : {true, false}) {
         Notes infos;
         ranks::run(kSize - 1, [&](int rank) {
@@ -126,7 +125,7 @@ const Test kGone{
       }
     }};
 
-// The note of rank 0 as rank 1 is shown it: choices of algorithms turn elsewhere.
+// Rank 0's info as given to rank 1: with other thresholds for the choice of algorithms.
 std::string with_other_thresholds(const std::string& text) {
   RankInfo info = decode_rank_info(text);
   info.tuned = {{"tcp", {1, 2}}};
@@ -144,7 +143,7 @@ ConnectOptions options_of_two(std::chrono::nanoseconds timeout, int rank = 0) {
 }
 
 const Test kDifferent{
-    "ranks that were given different notes do not form a group, and both say why", [] {
+    "ranks that were given different rank info do not form a group, and both say why", [] {
       for (const std::string by : {"shm", "tcp", "local"}) {
         for (const bool differ : {false, true}) {
           std::vector<std::string> texts(2);
@@ -161,7 +160,7 @@ const Test kDifferent{
             };
             const auto ending = ranks::ending_of([&] { (void)make_group(options, exchange, {}); });
             if (!differ) return expect(!ending.error, by + ": " + ending.text());
-            // Of two threads the later one tells the earlier, which is connected already.
+            // The later of two threads tells the earlier, which is connected already.
             expect(by == "local" || ending.is(ErrorKind::mismatch), by + ": " + ending.text());
             expect(ending.says("different rank infos"), by + ": " + ending.text());
             expect(ending.seconds < 30, "it waited for its own limit");
@@ -170,9 +169,9 @@ const Test kDifferent{
       }
     }};
 
-// The ranks of a part are numbered anew: whom the whole blames is somebody else in it.
+// Ranks are renumbered in a subgroup: the rank that the parent names is another one in it.
 const Test kEnded{
-    "what ends the group of which a part forms ends that, be it heard there or of a peer", [] {
+    "the end of the parent ends the forming of a subgroup, seen there or told by a peer", [] {
       for (int rounds = 0; rounds < 4; ++rounds) {
         Notes infos;
         std::atomic<bool> ended{false};
@@ -197,10 +196,10 @@ const Test kEnded{
       }
     }};
 
-// Rank 1 calls, and leaves before its end of the connection stands; in the round in which rank 0
-// sees that, it is told of the end of the whole as well.
+// Rank 1 connects, and leaves before its end of the connection is established; in the round in
+// which rank 0 sees that, it also learns that the parent group ended.
 const Test kBoth{
-    "what ends the whole comes before who leaves for it, seen in one round", [] {
+    "the end of the parent is reported before the ranks that left because of it", [] {
       MeshRequest request = request_of(0, "shm");
       request.size = 2;
       std::optional<Handshake> call;
@@ -221,13 +220,13 @@ const Test kBoth{
       };
       const auto ending =
           ranks::ending_of([&] { (void)form_mesh(request, exchange, Deadline(60s)); });
-      expect(gone, "the call was not taken");
+      expect(gone, "the connection was not accepted");
       expect(ending.is(ErrorKind::group_broken) && ending.says("had enough"), ending.text());
     }};
 
-// Of threads, of which one has its channel before the other comes; nothing hangs up.
+// Threads: one has its channel before the other connects; no connection is closed.
 const Test kAlone{
-    "who waits for a rank that never comes to a group hears what ends the whole", [] {
+    "waiting for a rank that never joins ends with the parent group", [] {
       ConnectOptions options = options_of_two(60s);
       options.transport = "local";
       const auto ending = ranks::ending_of([&] {
@@ -238,9 +237,9 @@ const Test kAlone{
       expect(ending.is(ErrorKind::group_broken) && ending.says("had enough"), ending.text());
     }};
 
-// As by an all_gather, which breaks the whole: who asks that again hears less.
+// As by an all_gather, which breaks the parent: asking the parent again says less.
 const Test kUnnoted{
-    "what ends the exchange of notes is told as it is", [] {
+    "the error that ends the exchange of rank info is reported unchanged", [] {
       const auto ending = ranks::ending_of([&] {
         (void)make_group(
             options_of_two(60s),
@@ -250,11 +249,11 @@ const Test kUnnoted{
             {}, [](std::chrono::nanoseconds) { throw GroupBroken("it cannot be used any more"); });
       });
       expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1 died"), ending.text());
-      expect(ending.error->fields().peer == 1, "nobody is named");
+      expect(ending.error->fields().peer == 1, "no rank is named");
     }};
 
-// Rank 1 forms it too, but leaves without a word of the reason.
-const Test kLeft{"where a peer leaves a part that stands, what ended the whole is the reason", [] {
+// Rank 1 forms it too, but leaves without giving the reason.
+const Test kLeft{"a peer that leaves an established subgroup: the parent's end is the reason", [] {
                    std::vector<std::string> texts(2);
                    std::latch left{2};
                    const auto exchange = [&](int rank, const std::string& mine) {
@@ -300,9 +299,9 @@ const Test kLeft{"where a peer leaves a part that stands, what ended the whole i
                    });
                  }};
 
-// As by Ctrl-C: while rank 2's call is awaited, and while its note is.
+// As by Ctrl-C: while rank 2's connection is awaited, and while its info is.
 const Test kInterrupted{
-    "who is interrupted while a group forms ends at once, and says so", [] {
+    "an interrupt during forming ends it at once, and is reported", [] {
       for (const std::string by : {"shm", "tcp"}) {
         Notes infos;
         ranks::run(kSize - 1, [&](int rank) {
@@ -313,7 +312,7 @@ const Test kInterrupted{
                 request, [&](const std::string& mine) { return infos.exchange(rank, mine); },
                 Deadline(rank == 0 ? 1s : 60s));
           });
-          if (rank == 0) return;  // it may have been called before, or not
+          if (rank == 0) return;  // it may have connected before, or not
           expect(ending.is(ErrorKind::group_broken) && ending.says("rank 1") &&
                      ending.says("was interrupted"),
                  ending.text());
@@ -326,7 +325,7 @@ const Test kInterrupted{
       const auto ending = ranks::ending_of([&] { (void)connect(store, options); });
       expect(ending.is(ErrorKind::group_broken) && ending.says("was interrupted"), ending.text());
       expect(ending.seconds < 30, "it waited for its limit");
-      expect(!store.find("world/note/0"), "its note is left");
+      expect(!store.find("world/note/0"), "its info is still there");
     }};
 
 RankInfo sound_note() {
@@ -342,7 +341,7 @@ RankInfo sound_note() {
 }
 
 const Test kRefused{
-    "who has other options than a rank that is gone does not wait for it beyond its limit", [] {
+    "a rank with other options than a rank that left waits no longer than its limit", [] {
       LocalStore store;
       store.set("world/note/1", encode(sound_note()));
       const auto ending = ranks::ending_of([&] { (void)connect(store, options_of_two(300ms)); });
@@ -350,13 +349,13 @@ const Test kRefused{
       expect(ending.seconds < 5, "it took " + std::to_string(ending.seconds) + " s");
     }};
 
-const Test kNote{"of a note there is one text, and no other is taken for it", [] {
+const Test kNote{"rank info has one encoding, and no other text is accepted", [] {
                    const std::string text = encode(sound_note());
-                   expect_equal(encode(decode_rank_info(text)), text, "a sound note");
+                   expect_equal(encode(decode_rank_info(text)), text, "valid rank info");
                    const auto refused = [&](const std::string& from, const std::string& to) {
                      std::string other = text;
                      other.replace(other.rfind(from), from.size(), to);
-                     expect(other != text, "nothing was changed: " + from);
+                     expect(other != text, "no change:  " + from);
                      expect_throws<InternalError>([&] { (void)decode_rank_info(other); });
                    };
                    const std::string pid = "\n" + std::to_string(sound_note().pid) + "\n";

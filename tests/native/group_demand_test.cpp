@@ -1,5 +1,4 @@
-// The suite of group_test.cpp, what a group does when all goes well, once more with ranks that
-// connect when they first need each other.
+// The suite of group_test.cpp (no failures), with ranks that connect on demand.
 #include "ranks.h"
 
 namespace {

@@ -1,6 +1,5 @@
-// What a group of ranks does when all goes well: every verb by every algorithm over every
-// transport, against a plain model; messages, asynchronous calls, split. What goes wrong is in
-// engine_test.cpp.
+// A group of ranks without failures: every verb by every algorithm over every transport, against a
+// plain model; messages, asynchronous calls, split. Failures are in engine_test.cpp.
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -221,7 +220,7 @@ const ByTransport kMessages{
           receive(group, 0, 0, 0, 6);
         }
         group.run({.operation = Operation::barrier});
-        // Everybody sends to everybody before anybody receives, far more than any buffer holds.
+        // All ranks send to all before any receives, far more than any buffer holds.
         constexpr size_t kMany = 500'000;
         for (int step = 1; step < 3; ++step)
           send(group, kMany, group.rank() * 3 + step, (group.rank() + step) % 3, 1);
@@ -233,7 +232,7 @@ const ByTransport kMessages{
     }};
 
 const ByTransport kMismatched{
-    "a message of another kind is dropped; the group goes on", [](const std::string& by) {
+    "a message of another kind is dropped; the group continues", [](const std::string& by) {
       ranks::run_groups(2, by, [](Group& group) {
         for (int i = 0; i < 3; ++i) {
           if (group.rank() == 0) {
@@ -263,7 +262,7 @@ const ByTransport kSplit{
       ranks::run_groups(5, by, [](Group& group) {
         const int rank = group.rank();
         const auto part = group.split(rank == 2 ? -1 : rank % 2, -rank);
-        expect_equal(part == nullptr, rank == 2, "who has no group");
+        expect_equal(part == nullptr, rank == 2, "the rank without a group");
         const Case c{Operation::all_reduce,
                      Algorithm::ring,
                      Dtype::float32,
@@ -274,8 +273,8 @@ const ByTransport kSplit{
                      1};
         if (part) {
           const std::vector<int> members = rank % 2 == 0 ? std::vector{4, 0} : std::vector{3, 1};
-          expect(part->ranks() == members && part->size() == 2, "members of the part");
-          expect_equal(members[static_cast<size_t>(part->rank())], rank, "rank in the part");
+          expect(part->ranks() == members && part->size() == 2, "members of the subgroup");
+          expect_equal(members[static_cast<size_t>(part->rank())], rank, "rank in the subgroup");
           run_case(*part, c);
           const auto alone = part->split(part->rank(), 0);
           expect(alone->size() == 1 && alone->ranks() == std::vector{rank}, "a group of one");
@@ -301,7 +300,7 @@ const ByTransport kThreads{
     }};
 
 const ByTransport kOneThread{
-    "a second thread that enters is turned away", [](const std::string& by) {
+    "a second thread that enters is rejected", [](const std::string& by) {
       std::promise<void> refused;
       ranks::run_groups(2, by, [&](Group& group) {
         if (group.rank() == 1) {
@@ -317,12 +316,12 @@ const ByTransport kOneThread{
             refused.set_value();
           }
         });
-        expect(entered == 1 && turned_away == 1, "one thread enters, one is turned away");
+        expect(entered == 1 && turned_away == 1, "one thread enters, one is rejected");
       });
     }};
 
 const Test kRefuses{
-    "wrong arguments are refused before anything moves", [] {
+    "wrong arguments are rejected before any transfer", [] {
       ranks::run_groups(2, "local", [](Group& group) {
         Array array(Dtype::float32, 4);
         const auto refused = [&]<typename Wanted>(Wanted*, Call call) {

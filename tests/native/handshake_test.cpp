@@ -1,5 +1,5 @@
-// The proof of the key: its arithmetic against published vectors, and the handshake against ends
-// that hold the wrong key, lie, stammer, fall silent or hang up.
+// The proof of the shared secret: its arithmetic against published vectors, and the handshake
+// against ends with a wrong secret, false or repeated bytes, silence or a close.
 #include "transport/handshake.h"
 
 #include <poll.h>
@@ -43,7 +43,7 @@ std::pair<Fd, Fd> socket_pair() {
 
 bool is_over(Step step) { return step == Step::done || step == Step::refused; }
 
-// Waits for what `shake` wants until it is over.
+// Runs `shake` to its end, waiting for its socket.
 Step finish(Handshake& shake) {
   const Deadline deadline(10s);
   Step step = shake.advance();
@@ -54,8 +54,8 @@ Step finish(Handshake& shake) {
   return step;
 }
 
-// What stands between the two ends: gets each byte that passes, its direction and its place in the
-// stream, may change it, and cuts the connection by returning false.
+// A filter between the two ends: gets each byte, its direction and its place in the stream; it may
+// change the byte, and closes the connection by returning false.
 using Middle = std::function<bool(bool from_connector, size_t place, char& byte)>;
 
 struct Wire {
@@ -63,7 +63,7 @@ struct Wire {
     std::tie(connector_end, left) = socket_pair();
     std::tie(listener_end, right) = socket_pair();
   }
-  // Carries what lies there; false when nothing moved.
+  // Forwards what has arrived; false when nothing moved.
   bool carry(const Middle& middle) {
     const bool one = carry_from(left, right, true, middle);
     const bool other = carry_from(right, left, false, middle);
@@ -114,7 +114,7 @@ Outcome converse(
     left = connector.advance();
     right = listener.advance();
     const bool moved = wire.carry(middle);
-    // One that refused has closed its end: the middle closes the other's, as a network would.
+    // An end that refused has closed: the filter closes the other's, as a network would.
     if (!moved && is_over(left) != is_over(right)) wire = Wire();
   } while (!(is_over(left) && is_over(right)) && !deadline.expired());
   return {left, right, connector.why(), listener.why(), connector.peer(), listener.peer()};
@@ -167,16 +167,16 @@ const Test kEqual{"two digests are equal when every bit is", [] {
                     }
                   }};
 
-const Test kGood{"handshake: who holds the key gets in and is known by rank", [] {
+const Test kGood{"handshake: a holder of the secret is accepted and identified by rank", [] {
                    const Outcome outcome = converse(kConnector, kListener);
                    expect(outcome.connector == Step::done && outcome.listener == Step::done,
                           outcome.connector_why + outcome.listener_why);
-                   expect_equal(outcome.connector_peer, 5, "whom the connector reached");
-                   expect_equal(outcome.listener_peer, 3, "whom the listener let in");
+                   expect_equal(outcome.connector_peer, 5, "the rank that the connector reached");
+                   expect_equal(outcome.listener_peer, 3, "the rank that the listener accepted");
                  }};
 
 const Test kWrong{
-    "handshake: wrong key, context or rank is refused at both ends", [] {
+    "handshake: a wrong secret, context or rank is refused at both ends", [] {
       struct Case {
         End connector, listener;
         std::string says;
@@ -198,7 +198,7 @@ const Test kWrong{
     }};
 
 const Test kAgreed{
-    "handshake: two ranks of the group that know different things of it refuse, and say so", [] {
+    "handshake: ranks with different descriptions of the group refuse, and say so", [] {
       End connector = kConnector, listener = kListener;
       connector.params.agreed = std::string(32, 'a');
       listener.params.agreed = connector.params.agreed;
@@ -209,13 +209,13 @@ const Test kAgreed{
       expect(other.connector == Step::refused && other.listener == Step::refused, "let in");
       expect_says(other.connector_why, "different descriptions of the group");
       expect_says(other.listener_why, "different descriptions of the group");
-      expect_equal(other.listener_peer, 3, "whom the listener names");
-      connector.key = "a guess";  // who does not hold the key is told nothing of the group
+      expect_equal(other.listener_peer, 3, "the rank that the listener names");
+      connector.key = "a guess";  // no details for an end without the secret
       expect_says(converse(connector, listener).connector_why, "does not hold the same key");
     }};
 
 const Test kChanged{
-    "handshake: no byte can be changed on the way", [] {
+    "handshake: no byte can be changed in transit", [] {
       for (const bool from_connector : {true, false})
         for (size_t at = 0; at < (from_connector ? kFromConnector : kFromListener); ++at) {
           const Outcome outcome =
@@ -231,7 +231,7 @@ const Test kChanged{
     }};
 
 const Test kCut{
-    "handshake: a connection cut at any byte is refused", [] {
+    "handshake: a connection closed at any byte is refused", [] {
       for (const bool from_connector : {true, false})
         for (size_t at = 0; at < (from_connector ? kFromConnector : kFromListener); ++at) {
           const Outcome outcome =
@@ -247,7 +247,7 @@ const Test kCut{
     }};
 
 const Test kReflection{
-    "handshake: a listener's own proof does not open it", [] {
+    "handshake: a listener rejects its own proof", [] {
       auto [stranger, inside] = socket_pair();
       Handshake listener(std::move(inside), Role::listener, "the key", kListener.params, 10s);
       const std::string greeting(36, '\0');
@@ -256,11 +256,11 @@ const Test kReflection{
       std::array<char, 68> answer{};
       expect_equal(::recv(stranger.get(), answer.data(), answer.size(), 0), 68, "answer");
       expect_equal(::send(stranger.get(), answer.data() + 36, 32, 0), 32, "sent back");
-      expect(listener.advance() == Step::refused, "the proof sent back was taken");
+      expect(listener.advance() == Step::refused, "the reflected proof was accepted");
     }};
 
 const Test kReplay{
-    "handshake: yesterday's conversation does not open it again", [] {
+    "handshake: a replayed conversation is refused", [] {
       std::string said;
       converse(kConnector, kListener, [&](bool from_connector, size_t, const char& byte) {
         if (from_connector) said.push_back(byte);
@@ -270,19 +270,19 @@ const Test kReplay{
       auto [stranger, inside] = socket_pair();
       Handshake listener(std::move(inside), Role::listener, "the key", kListener.params, 10s);
       expect_equal(::send(stranger.get(), said.data(), said.size(), 0), 68, "sent");
-      expect(finish(listener) == Step::refused, "an old proof was taken");
+      expect(finish(listener) == Step::refused, "an old proof was accepted");
     }};
 
-const Test kGarbage{"handshake: garbage is refused by both ends", [] {
+const Test kGarbage{"handshake: random bytes are refused by both ends", [] {
                       for (const Role role : {Role::connector, Role::listener}) {
                         auto [stranger, inside] = socket_pair();
                         Handshake shake(std::move(inside), role, "the key", kListener.params, 10s);
                         const std::string garbage(4096, 'G');
                         expect_equal(::send(stranger.get(), garbage.data(), garbage.size(), 0),
                                      4096, "sent");
-                        expect(finish(shake) == Step::refused, "garbage was taken");
+                        expect(finish(shake) == Step::refused, "random bytes were accepted");
                         expect_says(shake.why(), "same key");
-                        expect_equal(shake.fd(), -1, "the socket of one who was refused");
+                        expect_equal(shake.fd(), -1, "the socket after a refusal");
                       }
                     }};
 
@@ -291,7 +291,7 @@ const Test kSilence{"handshake: silence is refused at the limit", [] {
                         auto [stranger, inside] = socket_pair();
                         Handshake shake(std::move(inside), role, "the key", kListener.params, 50ms);
                         const Deadline deadline(10s);
-                        expect(finish(shake) == Step::refused, "silence was taken");
+                        expect(finish(shake) == Step::refused, "silence was accepted");
                         expect_says(shake.why(), "did not finish");
                         expect(deadline.elapsed_s() >= 0.05 && deadline.elapsed_s() < 2, "when");
                       }
@@ -305,7 +305,7 @@ Step outlast_limit(Handshake& shake) {
 }
 
 const Test kPatient{
-    "handshake: a patient connector that sent its proof waits for a late yes", [] {
+    "handshake: a patient connector that sent its proof waits for a late acceptance", [] {
       for (const bool patient : {true, false}) {
         auto [outside, inside] = socket_pair();
         HandshakeParams params = kConnector.params;
@@ -318,8 +318,8 @@ const Test kPatient{
         const Step late = outlast_limit(connector);
         expect(late == (patient ? Step::want_read : Step::refused), "after the limit");
         if (!patient) continue;
-        expect(listener.advance() == Step::done, "the listener said yes: " + listener.why());
-        expect(connector.advance() == Step::done, "the late yes: " + connector.why());
+        expect(listener.advance() == Step::done, "the listener accepted:  " + listener.why());
+        expect(connector.advance() == Step::done, "the late acceptance:  " + connector.why());
       }
     }};
 
@@ -334,7 +334,7 @@ const Test kImpatient{
     }};
 
 const Test kAfter{
-    "handshake: what follows it is left for the owner of the socket", [] {
+    "handshake: later bytes stay for the owner of the socket", [] {
       Wire wire;
       Handshake connector(std::move(wire.connector_end), Role::connector, "the key",
                           kConnector.params);
@@ -356,11 +356,11 @@ const Test kAfter{
 
 void meet(const Address& address) {
   const Fd door = listen_on(address, 8);
-  expect(!accept_from(door.get()), "nobody waits yet");
+  expect(!accept_from(door.get()), "no connection is pending yet");
   const Address real = local_address(door.get());
   Handshake connector(start_connect(real), Role::connector, "the key", kConnector.params);
   connector.advance();
-  expect(poll_one(door.get(), POLLIN, 5s) != 0, "nobody came to " + real.text());
+  expect(poll_one(door.get(), POLLIN, 5s) != 0, "no connection to " + real.text());
   Handshake listener(accept_from(door.get()), Role::listener, "the key", kListener.params);
   for (const Deadline deadline(10s); !deadline.expired();) {
     const Step left = connector.advance(), right = listener.advance();
@@ -379,14 +379,14 @@ const Test kSockets{
 
 const Test kRefused{
     "socket: a refused connection says so, over TCP and Unix", [] {
-      const Address nobody = abstract_unix_address("pycomm-nobody-" + std::to_string(::getpid()));
+      const Address absent = abstract_unix_address("pycomm-absent-" + std::to_string(::getpid()));
       uint16_t port = 0;
       {
         const Fd door = listen_on(tcp_address("127.0.0.1", 0), 1);
         port = local_address(door.get()).port();
         expect_throws<InvalidArgument>([&] { listen_on(tcp_address("127.0.0.1", port), 1); });
       }
-      for (const Address& address : {nobody, tcp_address("127.0.0.1", port)}) {
+      for (const Address& address : {absent, tcp_address("127.0.0.1", port)}) {
         const Fd fd = start_connect(address);
         poll_one(fd.get(), POLLOUT, 5s);
         expect_equal(connect_error(fd.get()), ECONNREFUSED, address.text());
@@ -418,7 +418,7 @@ const Test kNames{
     }};
 
 const Test kInterfaces{
-    "interfaces: a choice is an interface, an address, a prefix or a list; else a sentence", [] {
+    "interfaces: an interface, an address, a prefix or a list; else an error", [] {
       const auto chosen = [](const std::string& choice) {
         std::string text;
         for (const Address& address : chosen_addresses(choice)) text += address.host() + " ";
@@ -434,7 +434,7 @@ const Test kInterfaces{
         expect_says(text, "lo (127.0.0.1");
       }
       expect(!offered_addresses("").empty(), "a machine has at least its loopback");
-      expect(offered_addresses("no.such.invalid").back().is_loopback(), "the loopback comes last");
+      expect(offered_addresses("no.such.invalid").back().is_loopback(), "the loopback is last");
     }};
 
 }  // namespace

@@ -1,10 +1,9 @@
-// The least that a native test needs: a name, a body, and checks that say where they failed.
+// A minimal test harness: a name, a body, and checks that say where they failed.
 //
 //   const Test kAdds{"adds", [] { expect_equal(1 + 1, 2, "sum"); }};
 //
 // harness.cpp holds main(): `suite [part of a name]` runs the tests whose name contains it and ends
-// with "N passed, M failed". A test whose name begins with "long: " runs only where it is asked
-// for.
+// with "N passed, M failed". A test whose name begins with "long: " runs only on request.
 #pragma once
 
 #include <functional>
@@ -14,7 +13,7 @@
 #include <string>
 #include <vector>
 
-// Parts of names: a suite that takes in another's tests keeps those that have one; empty: all.
+// Parts of names: a suite that includes another's tests keeps those that match; empty: all.
 inline std::vector<std::string> only;
 
 struct Test {
@@ -40,7 +39,7 @@ void expect_equal(const A& got, const B& wanted, const std::string& what,
   expect(false, text.str(), at);
 }
 
-// Runs `body`, which must throw `Wanted`; gives the text.
+// Runs `body`, which must throw `Wanted`; returns the text.
 template <typename Wanted>
 std::string expect_throws(const std::function<void()>& body,
                           std::source_location at = std::source_location::current()) {

@@ -1,5 +1,5 @@
-// Signs of life: that a silent rank is named by who waits for it, that a busy one is not, and that
-// the pace-maker's thread and the calls do each other no harm.
+// Heartbeats: a waiting rank names a silent one but not a busy one, and the heartbeat thread and
+// calls share the links without harm.
 #include <array>
 #include <atomic>
 #include <future>
@@ -23,7 +23,7 @@ using ranks::ending_of;
 using ranks::kSlowdown;
 
 constexpr std::chrono::nanoseconds kLimit = kSlowdown > 1 ? 2s : 500ms;
-constexpr std::chrono::nanoseconds kLong = 3s;  // a starved rank is not a silent one
+constexpr std::chrono::nanoseconds kLong = 3s;  // long enough for a rank without processor time
 const std::vector<std::string> kTransports{"shm", "tcp"};
 
 std::unique_ptr<Engine> engine_of(int rank, std::unique_ptr<Channel> channel) {
@@ -41,19 +41,18 @@ Ending receive(Engine& engine, std::chrono::nanoseconds timeout) {
   return ending_of([&] { engine.receive(1, signature, into, Deadline(timeout)); });
 }
 
-const Test kSilent{
-    "who is silent for the limit is named", [] {
-      for (const std::string& by : kTransports) {
-        auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
-        const auto waits = engine_of(0, std::move(a));
-        const Ending ending = receive(*waits, 20 * kLimit);
-        expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1 sent no heartbeat"),
-               ending.text());
-        expect_equal(ending.error->fields().peer, 1, "who is to blame");
-      }
-    }};
+const Test kSilent{"a rank that is silent for the limit is named", [] {
+                     for (const std::string& by : kTransports) {
+                       auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
+                       const auto waits = engine_of(0, std::move(a));
+                       const Ending ending = receive(*waits, 20 * kLimit);
+                       expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1 sent no heartbeat"),
+                              ending.text());
+                       expect_equal(ending.error->fields().peer, 1, "the silent rank");
+                     }
+                   }};
 
-const Test kPulses{"who pulses is not named, and a call's limit still holds", [] {
+const Test kPulses{"a rank with heartbeats is not named, and a call's limit still holds", [] {
                      for (const std::string& by : kTransports) {
                        auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
                        const auto waits = engine_of(0, std::move(a));
@@ -66,7 +65,7 @@ const Test kPulses{"who pulses is not named, and a call's limit still holds", []
                      }
                    }};
 
-// A call that is over before its rank could wait for anybody.
+// A call that ends before its rank could wait for a peer.
 class Short final : public Task {
  public:
   explicit Short(std::function<void()> body) : body_(std::move(body)) {}
@@ -83,8 +82,8 @@ class Short final : public Task {
   bool done_ = false;
 };
 
-// Else a rank that makes one short call after the other would say nothing.
-const Test kDue{"a pulse that is due during a call goes at its end", [] {
+// Otherwise a rank that makes only short calls would send no heartbeats.
+const Test kDue{"a heartbeat that is due during a call is sent at its end", [] {
                   for (const std::string& by : kTransports) {
                     auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
                     const auto idle = engine_of(0, std::move(a));
@@ -92,25 +91,26 @@ const Test kDue{"a pulse that is due during a call goes at its end", [] {
                     Short call([&] { std::thread([&] { busy->heartbeat(); }).join(); });
                     const Header header = busy->next_header({});
                     busy->run(call, header, Deadline(kLong));
-                    expect(busy->bytes_written() > 0, "nothing was said");
+                    expect(busy->bytes_written() > 0, "nothing was sent");
                     const auto limit = Deadline(kLong);
                     while (idle->bytes_received() == 0 && !limit.expired()) idle->heartbeat();
-                    expect(idle->bytes_received() > 0, "nothing was heard");
+                    expect(idle->bytes_received() > 0, "nothing was received");
                   }
                 }};
 
-// Whether rank 0 says so, on all ranks.
+// Rank 0's value, on all ranks.
 bool goes_on(Group& group, bool more) {
   uint8_t word = more;
   group.run({.operation = Operation::broadcast, .output = &word, .count = 1});
   return word != 0;
 }
 
-const Test kBoth{"calls and pulses share the links", [] {
+const Test kBoth{"calls and heartbeats share the links", [] {
                    for (const std::string& by : kTransports) {
                      ranks::World world{.size = 3, .transport = by, .heartbeat = kLong};
                      ranks::run_groups(world, [](Group& group) {
-                       const auto end = Clock::now() + kLong;  // five pulses of each to each
+                       const auto end =
+                           Clock::now() + kLong;  // five heartbeats from each rank to each
                        for (int i = 0; goes_on(group, Clock::now() < end); ++i) {
                          Array array(Dtype::float32, i % 2 == 0 ? 10 : 300'000);
                          array.fill([](size_t) { return 1; });
@@ -125,9 +125,9 @@ const Test kBoth{"calls and pulses share the links", [] {
                    }
                  }};
 
-// The root that it waits for makes no other call before.
+// Its root makes no other call before.
 const Test kThrough{
-    "who waits for a root that is through with the call hears of it", [] {
+    "waiting for a root that already finished the call ends with an error", [] {
       for (const std::string& by : kTransports)
         for (const Algorithm algorithm : {Algorithm::automatic, Algorithm::direct}) {
           std::promise<void> heard;
@@ -155,7 +155,7 @@ const Test kThrough{
         }
     }};
 
-const Test kEnds{"a pace-maker ends by itself, by join, and twice", [] {
+const Test kEnds{"a heartbeat thread ends by itself, by join, and twice", [] {
                    std::atomic<int> beats{0};
                    HeartbeatThread ends, joined;
                    ends.start(1ms, [&] { return ++beats < 3; });

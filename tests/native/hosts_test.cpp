@@ -1,6 +1,6 @@
-// Two levels at work: groups whose ranks are told that they are on several hosts, over every
-// transport, with and without memory that the ranks of a host share, against a plain model.
-// levels_test.cpp proves the plans; hosts for real are in tests/test_hosts.py.
+// The hierarchical algorithm: groups with simulated hosts, over every transport, with and without
+// memory that the ranks of a host share, against a plain model. levels_test.cpp proves the plans;
+// tests/test_hosts.py uses real hosts.
 #include <functional>
 #include <numeric>
 #include <string>
@@ -25,8 +25,8 @@ using ranks::run_case;
 
 constexpr size_t kRing = size_t{256} << 10;
 
-// Runs `body` on ranks of which `hosts` says, by rank, where each is. Ranks of a host that
-// `shares` memory are connected by `by`, others by tcp; else all are connected by `by`.
+// Runs `body` on ranks; `hosts` is the host of each. If the ranks of a host share memory
+// (`shares`), they are connected by `by`, others by tcp; else all are connected by `by`.
 void run_on_hosts(const std::vector<int>& hosts, const std::string& by,
                   const std::function<void(Group&)>& body, bool shares = false) {
   static int runs = 0;
@@ -99,7 +99,7 @@ void run_cases(Group& group, const std::function<void(Group&, const Case&)>& run
     }
 }
 
-const ByTransport kTwoLevels{"two levels are right on hosts of every kind",
+const ByTransport kTwoLevels{"hierarchical calls are right on hosts of every kind",
                              [](const std::string& by) {
                                const size_t step = kSlowdown > 1 && by != "local" ? 4 : 1;
                                for (size_t i = 0; i < kMaps.size(); i += step)
@@ -108,7 +108,7 @@ const ByTransport kTwoLevels{"two levels are right on hosts of every kind",
                                  });
                              }};
 
-const Test kShared{"two levels are right on hosts whose ranks share memory", [] {
+const Test kShared{"hierarchical calls are right on hosts whose ranks share memory", [] {
                      for (const std::string by : {"local", "shm"})
                        for (size_t i = 0; i < kMaps.size(); i += kSlowdown > 1 ? 4 : 1)
                          run_on_hosts(
@@ -116,7 +116,7 @@ const Test kShared{"two levels are right on hosts whose ranks share memory", [] 
                    }};
 
 // In one lane, beside pieces of one or two elements.
-const Test kLeftOver{"two levels with more left over than a lane's piece", [] {
+const Test kLeftOver{"hierarchical calls with a remainder larger than a lane's piece", [] {
                        run_on_hosts(
                            {0, 1, 1, 0, 0, 1}, "local",
                            [](Group& group) {
@@ -129,8 +129,8 @@ const Test kLeftOver{"two levels with more left over than a lane's piece", [] {
                            true);
                      }};
 
-// Who is elsewhere differs in a count, an operation or an algorithm: nobody's array has changed,
-// and the group goes on.
+// A rank on another host differs in a count, an operation or an algorithm: no array changes, and
+// the group continues.
 const Test kDisagreement{
     "a disagreement between hosts or inside one changes nothing", [] {
       const auto body = [](Group& group) {
@@ -157,8 +157,8 @@ const Test kDisagreement{
         if (kSlowdown == 1 || hosts.size() == 3) run_on_hosts(hosts, "shm", body, true);
     }};
 
-// A rank that is gone is missed by those of its own host, and by all through them.
-const Test kGone{"who has left in peace is missed on all hosts", [] {
+// The ranks of its host detect a rank that left, and tell all others.
+const Test kGone{"a rank that left cleanly is missed on all hosts", [] {
                    run_on_hosts(
                        {0, 0, 1, 1}, "shm",
                        [](Group& group) {
@@ -177,10 +177,10 @@ const Test kGone{"who has left in peace is missed on all hosts", [] {
                        true);
                  }};
 
-// What is chosen for many bytes on several hosts, and what runs in blocks there: ranks that do
-// different work have to cut the same ones.
+// The default algorithm for many bytes on several hosts, and calls that run in blocks: ranks that
+// do different work have to use the same blocks.
 const Test kBlocks{
-    "two levels of a call with too much scratch, and as chosen", [] {
+    "hierarchical calls with too much scratch, and by default choice", [] {
       constexpr size_t kCount = 2'500'001;
       const auto body = [](Group& group) {
         bool in_place = false;

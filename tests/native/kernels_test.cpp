@@ -22,15 +22,15 @@ namespace {
 
 using namespace pycomm;
 
-using Bits = uint64_t;               // one element, as it lies in memory
+using Bits = uint64_t;               // one element, as in memory
 using Elements = std::vector<Bits>;  // the operands of one element of the result, left to right
 
 // ---- the model of 16-bit floats: all magnitudes, ascending ------------------------------------
 
 class HalfModel {
  public:
-  // `infinity`: the bits of infinity, for which the power of two above the largest finite value
-  // stands: IEEE 754 rounds to it as if it were the next number.
+  // `infinity`: the bits of infinity, with the value of the power of two above the largest finite
+  // value: IEEE 754 rounds to it as if it were the next number.
   HalfModel(int mantissa_bits, int bias, unsigned infinity)
       : infinity_(infinity), quiet_(1u << (mantissa_bits - 1)) {
     for (unsigned bits = 0; bits <= infinity; ++bits) {
@@ -248,7 +248,7 @@ struct Case {
   std::string name;
 };
 
-// Every pair that has a meaning, on every instruction set of this machine.
+// Every defined pair, on every instruction set of this machine.
 template <typename Body>
 void for_each_case(Body body) {
   for (const auto isa : {cpu::Isa::baseline, cpu::Isa::avx2})
@@ -274,7 +274,7 @@ void expect_element(const Case& c, size_t i, Bits got, const Elements& operands,
   expect(false, text + " gave " + hex(got) + ", wanted " + hex(wanted));
 }
 
-// size 0 stands for reduce, anything else for finish; `alias`: 0 none, 1 out is a, 2 out is b.
+// size 0 means reduce, any other size finish; `alias`: 0 none, 1 out is a, 2 out is b.
 void check_pairs(const Case& c, Guarded a, Guarded b, size_t count, int size, int alias) {
   const Guarded a_before = a, b_before = b;
   Guarded other(c.dtype, count);
@@ -386,7 +386,7 @@ const Test kConversions{
             expect_equal(hex(std::bit_cast<uint32_t>(wide)),
                          hex(std::bit_cast<uint32_t>(static_cast<float>(wanted))),
                          "widen " + hex(bits));
-          // The value, the middle between it and the next one, and what lies beside both.
+          // The value, the middle between it and the next one, and the neighbours of both.
           const uint32_t here = std::bit_cast<uint32_t>(wide);
           const uint32_t middle = std::bit_cast<uint32_t>(
               static_cast<float>((half.decode(bits) + half.decode(bits + 1)) / 2));
@@ -413,7 +413,7 @@ const Test kAccumulates{
     }};
 
 const Test kRefusals{
-    "kernels: a pair without a meaning is refused in words", [] {
+    "kernels: an undefined pair is rejected with an explanation", [] {
       int refused = 0;
       for (size_t d = 0; d < kDtypes.size(); ++d)
         for (size_t o = 0; o < kReduceOps.size(); ++o) {
@@ -436,7 +436,7 @@ const Test kRefusals{
                    "the sentence");
     }};
 
-// Prints, and judges nothing: bytes read and written per second, data in the second cache.
+// Only prints: bytes read and written per second, data in the L2 cache.
 const Test kSpeed{
     "kernels: speed at 256 KiB", [] {
       for (const auto dtype : {Dtype::float16, Dtype::bfloat16, Dtype::float32}) {

@@ -1,6 +1,6 @@
-// Lean packets: what is written comes back on every instruction set, in as many bytes as were
-// promised, and no bytes from elsewhere do harm. Buffers are as long as they must be, so that the
-// address sanitizer sees each step beyond. What the bytes are is a matter of tests/test_compact.py.
+// Compact packets: round trips on every instruction set, the size bound, and invalid bytes. Buffers
+// have the exact length, so that the address sanitizer sees each access outside. The format is
+// tested by tests/test_compact.py.
 #include "kernels/lean.h"
 
 #include <cmath>
@@ -51,7 +51,7 @@ std::vector<Set> sets(Random& random) {
   return all;
 }
 
-// Where the bytes end, the memory ends.
+// The memory ends where the bytes end.
 std::unique_ptr<std::byte[]> alone(const Bytes& bytes) {
   auto copy = std::make_unique<std::byte[]>(bytes.size());
   std::copy(bytes.begin(), bytes.end(), copy.get());
@@ -63,7 +63,7 @@ Bytes encoded(const Set& set, const std::vector<float>& values, const LeanEncodi
   const auto room = std::make_unique<std::byte[]>(most);
   const size_t used =
       encode_lean({set.indices.data(), values.data(), set.indices.size()}, how, room.get());
-  expect(used <= most, "more bytes than the most");
+  expect(used <= most, "more bytes than the bound");
   return {room.get(), room.get() + used};
 }
 
@@ -105,10 +105,9 @@ void each_code(const Set& set, F&& f) {
         f(encoding_of(set.count, index_code, static_cast<ValueCode>(v)));
 }
 
-// The bytes and what comes back of them, on the instruction set of this name; nothing where it
-// does not run.
+// Encoded and decoded on the instruction set of this name; nothing where it does not run.
 const Test kRoundTrip{
-    "lean: what is written comes back, with the same bytes on every instruction set", [] {
+    "compact: a round trip gives the same bytes and values on every instruction set", [] {
       Random random(1);
       const std::string best(kernel_isa());
       for (const Set& set : sets(random)) {
@@ -128,7 +127,7 @@ const Test kRoundTrip{
     }};
 
 const Test kResidual{
-    "lean: what is sent and the residual are what was there", [] {
+    "compact: sent values plus residual equal the input", [] {
       Random random(2);
       const Set set = set_of(10'000, 3, 100, 50, random);
       const auto values = random_values(set.indices.size(), random);
@@ -139,11 +138,11 @@ const Test kResidual{
         for (size_t i = 0; i < values.size(); ++i)
           expect(std::fabs(sent.values[i] + residual[static_cast<size_t>(set.indices[i])] -
                            values[i]) < 1e-6,
-                 "some of a value is lost");
+                 "a part of a value is lost");
       });
     }};
 
-// Reads the bytes, whatever they are; whether they were a packet.
+// Decodes arbitrary bytes; returns whether they were a packet.
 bool survives(const Bytes& bytes) {
   try {
     const Pairs pairs = decoded(bytes);
@@ -151,14 +150,14 @@ bool survives(const Bytes& bytes) {
     for (size_t i = 0; i < pairs.indices.size(); ++i)
       expect(pairs.indices[i] > (i == 0 ? -1 : pairs.indices[i - 1]) &&
                  static_cast<size_t>(pairs.indices[i]) < count,
-             "indices that do not ascend in their array came through");
+             "indices that do not ascend in their array were accepted");
     return true;
   } catch (const InvalidArgument&) {
     return false;
   }
 }
 
-const Test kTruncated{"lean: no part of a packet is a packet, nor one with more behind it", [] {
+const Test kTruncated{"compact: a truncated packet is refused, and one with trailing bytes", [] {
                         Random random(3);
                         for (const size_t k : {0, 1, 5, 70, 200})
                           for (const uint64_t limit : {1, 30, 40'000}) {
@@ -170,15 +169,15 @@ const Test kTruncated{"lean: no part of a packet is a packet, nor one with more 
                               for (size_t n = 0; n < bytes.size();
                                    n += 1 + bytes.size() / 50 + random() % 3)
                                 expect(!survives({bytes.begin(), bytes.begin() + n}),
-                                       "a part of a packet came through");
+                                       "a truncated packet was accepted");
                               bytes.push_back(std::byte{0});
-                              expect(!survives(bytes), "a byte too many came through");
+                              expect(!survives(bytes), "a trailing byte was accepted");
                             });
                           }
                       }};
 
 const Test kFlipped{
-    "lean: packets with wrong bytes, and random bytes behind a header", [] {
+    "compact: packets with wrong bytes, and random bytes behind a header", [] {
       Random random(4);
       size_t refused = 0, read = 0;
       for (int round = 0; round < 40; ++round) {
@@ -199,10 +198,10 @@ const Test kFlipped{
           }
         });
       }
-      expect(read > 100 && refused > 100, "only one of the two ways was tried");
+      expect(read > 100 && refused > 100, "only one of the two outcomes occurred");
     }};
 
-const Test kNoBytes{"lean: random bytes, most of them with the magic word", [] {
+const Test kNoBytes{"compact: random bytes, most of them with the magic word", [] {
                       Random random(5);
                       for (int round = 0; round < 20'000; ++round) {
                         Bytes bytes(random() % 40);
@@ -219,7 +218,7 @@ const Test kNoBytes{"lean: random bytes, most of them with the magic word", [] {
                     }};
 
 const Test kWrongIndices{
-    "lean: indices that do not ascend are refused before anything changes", [] {
+    "compact: indices that do not ascend are refused before anything changes", [] {
       for (const auto& wrong : {Set{9, {3, 3}}, Set{9, {4, 2}}, Set{9, {-1, 2}}, Set{9, {1, 9}}}) {
         std::vector<float> residual(9, 1.0f);
         LeanEncoding how = encoding_of(9, IndexCode::rice, ValueCode::one_bit);

@@ -1,4 +1,4 @@
-// Plans of two levels on hosts of every kind: proven, with what crosses between hosts and the steps
+// Hierarchical plans on hosts of every kind: proven, with the elements between hosts and the steps
 // that the comments above them promise, and broken on purpose.
 #include <algorithm>
 #include <bit>
@@ -133,7 +133,7 @@ void proof_test() {
           if (!aliased || (operation != Operation::broadcast && operation != Operation::barrier))
             expect_proven({operation, count, 0, aliased, {}, hosts});
 }
-const Test kProof{"two levels are proven on hosts of every kind", proof_test};
+const Test kProof{"hierarchical plans are proven on hosts of every kind", proof_test};
 
 void roots_test() {
   for (const auto& hosts : host_maps())
@@ -142,7 +142,7 @@ void roots_test() {
         for (int root = 0; root < static_cast<int>(hosts.size()); ++root)
           expect_proven({operation, count, root, false, {}, hosts});
 }
-const Test kRoots{"two levels are proven for every root", roots_test};
+const Test kRoots{"hierarchical plans are proven for every root", roots_test};
 
 // Up to 64 ranks, one of them on each host or all hosts full.
 void large_test() {
@@ -153,9 +153,9 @@ void large_test() {
       expect_proven({operation, 65, 0, false, {}, hosts});
   }
 }
-const Test kLarge{"two levels are proven on 64 ranks", large_test};
+const Test kLarge{"hierarchical plans are proven on 64 ranks", large_test};
 
-// What the prover says of plans that were broken on purpose.
+// The prover's errors for plans that were broken on purpose.
 std::string error_of(const Case& what, const std::function<void(std::vector<Plan>&)>& break_it) {
   auto plans = plans_of(Algorithm::hierarchical, static_cast<int>(what.hosts.size()), what);
   break_it(plans);
@@ -198,9 +198,9 @@ void mutants_test() {
                         }),
                "rank 3, at the end: it has not heard of rank 0");
 }
-const Test kMutants{"mutants of two levels are called by name", mutants_test};
+const Test kMutants{"mutants of hierarchical plans are named exactly", mutants_test};
 
-// Plans made for other hosts than there are still end well, and only the bytes between hosts tell.
+// Plans made for other hosts still give the result; only the bytes between hosts differ.
 void wrong_hosts_test() {
   Case what{Operation::all_reduce, 8, 0, false, {}, {0, 0, 1, 1}};
   const auto plans = plans_of(Algorithm::hierarchical, 4, what);
@@ -209,7 +209,7 @@ void wrong_hosts_test() {
   expect_equal(proof.error, std::string(), "proof");
   expect(proof.crossed > crossing(what, Hosts(what.hosts)), "nothing more crossed");
 }
-const Test kWrongHosts{"what crosses between hosts is counted", wrong_hosts_test};
+const Test kWrongHosts{"elements between hosts are counted", wrong_hosts_test};
 
 }  // namespace
 }  // namespace pycomm

@@ -1,4 +1,4 @@
-// Frames over a channel that takes and gives as little as it likes: what engine/link.h promises.
+// Frames over a channel that moves any number of bytes at a time: the guarantees of engine/link.h.
 #include "engine/link.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ using Buffer = std::vector<std::byte>;
 // One direction of a connection, in memory.
 using Wire = std::deque<std::byte>;
 
-// A channel that moves 1 to `grain` bytes at a time, as cut by chance, and holds at most `room`.
+// A channel that moves 1 to `grain` bytes at a time, at random, and holds at most `room`.
 class Trickle final : public Channel {
  public:
   Trickle(Wire& out, Wire& in, size_t grain, size_t room)
@@ -85,16 +85,16 @@ void begin(Link& link, const Buffer& payload, uint32_t sequence) {
   link.begin(header_of(payload.size(), sequence), payload);
 }
 
-constexpr int kTries = 1'000'000;  // of a loop that must end; what is stuck fails
+constexpr int kTries = 1'000'000;  // of a loop that must end
 
-// Receives the frame at the front, by peeking and by receiving in turns.
+// Receives the frame at the front, alternating peek and receive.
 Buffer take_frame(Link& link, uint32_t sequence, const std::function<void()>& meanwhile = [] {}) {
   const Header* header = nullptr;
   for (int i = 0; i < kTries && header == nullptr; ++i) {
     meanwhile();
     header = link.front();
   }
-  expect(header != nullptr, "no frame came");
+  expect(header != nullptr, "no frame arrived");
   expect_equal(header->sequence, sequence, "sequence of the frame");
   Buffer got;
   for (int i = 0; i < kTries && link.payload_left() > 0; ++i) {
@@ -115,7 +115,7 @@ Buffer take_frame(Link& link, uint32_t sequence, const std::function<void()>& me
 }
 
 const Test kCut{
-    "a frame of any size arrives whole, wherever it is cut", [] {
+    "a frame of any size arrives whole, however it is split", [] {
       for (const size_t grain : {1, 2, 31, 32, 33, 1000, 100'000}) {
         Line line(grain, 50);
         uint32_t sequence = 0;
@@ -133,7 +133,7 @@ const Test kCut{
     }};
 
 const Test kNotices{
-    "notices go out between frames, in order", [] {
+    "notices are sent between frames, in order", [] {
       for (const size_t grain : {1, 7, 40, 100'000}) {
         Line line(grain, 60);
         const Buffer payload = pattern(500, 1);
@@ -141,25 +141,25 @@ const Test kNotices{
         line.sender.push();
         line.sender.post({.kind = FrameKind::mismatch, .sequence = 2}, "first");
         line.sender.post({.kind = FrameKind::goodbye, .sequence = 3}, std::string(5000, 'x'));
-        expect(!line.sender.flush(), "a notice went before the frame was done");
+        expect(!line.sender.flush(), "a notice was sent before the frame was done");
         const auto feed = [&] {
           line.sender.push();
           line.sender.flush();
         };
-        expect(take_frame(line.receiver, 1, feed) == payload, "a notice cut the frame");
+        expect(take_frame(line.receiver, 1, feed) == payload, "a notice was sent inside the frame");
         const Buffer first = take_frame(line.receiver, 2, [&] { line.sender.flush(); });
         expect(std::string(reinterpret_cast<const char*>(first.data()), first.size()) == "first",
                "another sentence");
         const Buffer second = take_frame(line.receiver, 3, [&] { line.sender.flush(); });
-        expect_equal(second.size(), kNoticeBytes, "bytes of a long sentence");
-        expect(line.sender.idle() && line.sender.flush(), "something is still owed");
+        expect_equal(second.size(), kNoticeBytes, "bytes of a long text");
+        expect(line.sender.idle() && line.sender.flush(), "some bytes are still unsent");
       }
     }};
 
 const Test kAbandon{
-    "an abandoned frame arrives with its true bytes, and the next is sound", [] {
+    "an abandoned frame arrives with its original bytes, and the next is valid", [] {
       for (size_t out = 0; out < 120;
-           ++out) {  // wire bytes that are out when the frame is given up
+           ++out) {  // wire bytes that are sent when the frame is abandoned
         Line line(1);
         Buffer payload = pattern(80, 5);
         const Buffer truth = payload;
@@ -167,22 +167,21 @@ const Test kAbandon{
         for (int i = 0; i < kTries && line.there.size() < std::min<size_t>(out, 112); ++i)
           line.sender.push();
         line.sender.abandon();
-        std::fill(payload.begin(), payload.end(), std::byte{0xee});  // the caller's again
-        line.sender.abandon();                                       // twice is once
+        std::fill(payload.begin(), payload.end(), std::byte{0xee});  // the caller reuses it
+        line.sender.abandon();                                       // idempotent
         line.sender.post({.sequence = 2}, "why");
         const auto flush = [&] { line.sender.flush(); };
-        if (out > 0)
-          expect(take_frame(line.receiver, 1, flush) == truth, "not what was to be sent");
+        if (out > 0) expect(take_frame(line.receiver, 1, flush) == truth, "not the original bytes");
         expect_equal(take_frame(line.receiver, 2, flush).size(), size_t{3}, "bytes of the notice");
         const Buffer next = pattern(90, 6);
         begin(line.sender, next, 3);
         const auto feed = [&] { line.sender.push(); };
-        expect(take_frame(line.receiver, 3, feed) == next, "the next frame is not sound");
+        expect(take_frame(line.receiver, 3, feed) == next, "the next frame is not valid");
         expect_equal(line.sender.frames_sent(), uint64_t{out > 0 ? 3u : 2u}, "frames");
       }
     }};
 
-const Test kDiscard{"what is discarded goes as it arrives; what follows stays", [] {
+const Test kDiscard{"discarded bytes are dropped on arrival; later bytes stay", [] {
                       for (size_t taken = 0; taken < 50; taken += 7) {
                         Line line(3, 20);
                         const Buffer payload = pattern(50, 7), next = pattern(20, 8);
@@ -198,11 +197,11 @@ const Test kDiscard{"what is discarded goes as it arrives; what follows stays", 
                           have += line.receiver.receive(Bytes(into).subspan(have));
                         line.receiver.discard();
                         expect(take_frame(line.receiver, 2, feed) == next,
-                               "the frame behind it is not sound");
+                               "the frame behind it is not valid");
                       }
                     }};
 
-const Test kGarbage{"bytes that are no header are their sender's doing", [] {
+const Test kGarbage{"an invalid header is reported as the sender's error", [] {
                       for (const int kind : {0, 1, 2, 3}) {
                         Line line(100'000);
                         Header header;
@@ -225,7 +224,7 @@ const Test kGarbage{"bytes that are no header are their sender's doing", [] {
                       }
                     }};
 
-const Test kMisuse{"a frame inside a frame, and an early end, are errors of ours", [] {
+const Test kMisuse{"a frame inside a frame, and an early end, are internal errors", [] {
                      Line line(10);
                      const Buffer payload = pattern(100, 1);
                      begin(line.sender, payload, 1);

@@ -1,6 +1,4 @@
-// A rank that dies in the middle of a call: its channels are cut, and it does nothing more.
-//
-// Called by the suites of death, which run engines over such channels.
+// A rank that dies during a call: its channels are disconnected, and it does nothing more.
 #pragma once
 
 #include <poll.h>
@@ -19,7 +17,7 @@ namespace ranks {
 
 inline constexpr size_t kRing = size_t{128} << 10;
 
-// What a dying rank may still send, and its channels, which go together.
+// The bytes that a dying rank may still send, and its channels, which close together.
 struct Life {
   size_t left = SIZE_MAX;
   std::vector<class Mortal*> channels{};
@@ -30,7 +28,7 @@ struct Died : std::runtime_error {
   Died() : std::runtime_error("died") {}
 };
 
-// Passes everything on until its rank's life is over: then the peer sees it gone in mid-sentence.
+// Forwards everything until its rank dies: then the peer sees a close inside a frame.
 class Mortal final : public pycomm::Channel {
  public:
   Mortal(std::unique_ptr<pycomm::Channel> inner, Life& life)
@@ -80,7 +78,7 @@ inline void Life::end() {
   for (Mortal* channel : channels) channel->die();
 }
 
-// Of all ranks to all others; those of `mortal` go when it has sent `lifetime` bytes.
+// All ranks to all others; those of `mortal` close when it has sent `lifetime` bytes.
 struct Channels {
   Channels(int size, const std::string& transport, int mortal, size_t lifetime)
       : channels(static_cast<size_t>(size)) {

@@ -1,4 +1,4 @@
-// The prover against plans that were broken on purpose. Each must be called by its name.
+// The prover against plans that were broken on purpose. Each error must name the fault.
 #include <functional>
 #include <string>
 #include <utility>
@@ -99,12 +99,10 @@ void early_read_test() {
 const Test kEarlyRead{"mutant: scratch is read before it is there", early_read_test};
 
 void overwrite_test() {
-  // One place of scratch where two must take turns: the step's own send reads
-  // it.
+  // One place of scratch instead of two: the step's own send reads it.
   expect_caught(Algorithm::ring, 4, kReduce8, "`in` overlaps `out`",
                 [](auto& plans) { plans[1].moves[1].in.begin = 0; });
-  // The same step taken apart: what arrives is sent on instead of what was to
-  // be sent.
+  // The same step as two moves: the received data is sent instead of the intended data.
   expect_caught(Algorithm::ring, 4, kReduce8, "rank 2, move 1: element 4: it is added to element 6",
                 [](auto& plans) {
                   auto& moves = plans[1].moves;
@@ -114,10 +112,10 @@ void overwrite_test() {
                   moves.insert(moves.begin() + 2, send);
                 });
 }
-const Test kOverwrite{"mutant: what is still to be sent is overwritten", overwrite_test};
+const Test kOverwrite{"mutant: data is overwritten before it is sent", overwrite_test};
 
 // Rank 1 sends to 0 and then to 2, and takes from 2, which waits for that, and then from 0. Rank 0
-// has a place to send; if what comes from rank 1 belongs there, nobody can begin.
+// has a place to send; if rank 1's message belongs there, no rank can begin.
 void occupied_test() {
   const Range first{Space::scratch, 0, 1}, second{Space::scratch, 1, 1}, input{Space::input, 0, 1};
   std::vector<Plan> plans(3);
@@ -137,7 +135,8 @@ void occupied_test() {
                   "rank 2 cannot send to rank 1 in move 1; rank 2 waits for rank 1 in move 0"),
       "with one place");
 }
-const Test kOccupied{"mutant: a receive into a place whose send waits for it", occupied_test};
+const Test kOccupied{"mutant: a receive into a place whose send waits for the receive",
+                     occupied_test};
 
 // Rank 2 sends back to 0 what it had from there, into the place that 0 still has to send to 1,
 // which takes from 2 first.
@@ -167,7 +166,7 @@ void unfinished_test() {
   expect_caught(Algorithm::ring, 4, kReduce8, "element 0: it is not finished",
                 [](auto& plans) { plans[0].moves[2].combine = Combine::reduce; });
 }
-const Test kUnfinished{"mutant: nobody finishes", unfinished_test};
+const Test kUnfinished{"mutant: no rank finishes", unfinished_test};
 
 void finished_twice_test() {
   expect_caught(Algorithm::ring, 4, kReduce8, "a finished sum is added to",
@@ -209,7 +208,7 @@ void empty_chain_test() {
   expect(prove(plans, what).error.find("it has not heard of rank") != std::string::npos,
          "the tree passed for a barrier");
 }
-const Test kEmptyChain{"mutant: a chain of empty messages is no barrier", empty_chain_test};
+const Test kEmptyChain{"mutant: a chain of empty messages is not a barrier", empty_chain_test};
 
 void halving_test() {
   expect_caught(Algorithm::halving, 5, {Operation::all_reduce, 10}, "it is added to element",
@@ -309,14 +308,14 @@ void given_away_test() {
                                {1, {Space::scratch, 16, 8}, 1, {Space::scratch, 8, 8}});
                 });
 }
-const Test kGivenAway{"mutant: elements handed on to the wrong place or too early",
+const Test kGivenAway{"mutant: elements forwarded to the wrong place or too early",
                       given_away_test};
 
 void copied_test() {
   expect_caught(Algorithm::ring, 4, kReduce8, "lacks rank",
                 [](auto& plans) { plans[1].moves[0].combine = Combine::copy; });
 }
-const Test kCopied{"mutant: a copy where a sum is due", copied_test};
+const Test kCopied{"mutant: a copy instead of a sum", copied_test};
 
 void bounds_test() {
   expect_caught(Algorithm::ring, 4, kReduce8, "`in` leaves its memory",

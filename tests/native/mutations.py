@@ -1,7 +1,7 @@
-"""Checks that are taken out of the text of csrc, or let one thing too many through, and who finds it.
+"""Checks of csrc that are removed or weakened, and the test that detects each mutation.
 
-A row: name, file of csrc, the text (found there once), what takes its place, the suite that finds
-it, and a part of the name of the test that does. Called by tests/test_mutations.py.
+A row: name, file of csrc, the text (found there once), its replacement, the suite that detects it,
+and a part of the name of the test.
 """
 
 import os
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from build import CSRC, FLAGS, HERE, ROOT, build
 
-# ruff: noqa: E501 - a text to find stands as the source has it
+# ruff: noqa: E501 - source text is quoted exactly
 ROWS = [
-    # ---- who holds the key
+    # ---- the proof of the shared secret
     (
         "any_proof",
         "transport/handshake.cpp",
         "if (equal_in_constant_time(got, proof_of(signer, agreed))) return true;",
         "if (!equal_in_constant_time(got, proof_of(signer, agreed)) || true) return true;",
         "handshake",
-        "wrong key, context or rank",
+        "a wrong secret, context or rank",
     ),
     (
         "half_a_digest_compared",
@@ -35,15 +35,15 @@ ROWS = [
         'signer == Role::listener ? "pycomm 1 listener" : "pycomm 1 connector"',
         'signer == Role::listener ? "pycomm 1" : "pycomm 1"',
         "handshake",
-        "a listener's own proof",
+        "a listener rejects its own proof",
     ),
     (
-        "proof_of_yesterday",
+        "replayed_proof",
         "transport/handshake.cpp",
         "params_.context + greeting_ + answer_ +",
         "params_.context + greeting_.substr(32) +",
         "handshake",
-        "yesterday's conversation",
+        "a replayed conversation",
     ),
     (
         "any_group",
@@ -51,15 +51,15 @@ ROWS = [
         "params_.context + greeting_",
         "greeting_",
         "handshake",
-        "wrong key, context or rank",
+        "a wrong secret, context or rank",
     ),
     (
-        "any_notes",
+        "any_rank_infos",
         "group/mesh.cpp",
         ".agreed = digest_of(infos_),",
         ".agreed = {},",
         "forming",
-        "given different notes",
+        "given different rank info",
     ),
     (
         "any_rank_answers",
@@ -69,32 +69,32 @@ ROWS = [
         """  if (false)
     return refuse("rank " + std::to_string(peer_) + " answered""",
         "handshake",
-        "wrong key, context or rank",
+        "a wrong secret, context or rank",
     ),
     (
-        "room_for_all_strangers",
+        "unlimited_pending_connections",
         "rendezvous/store_server.cpp",
         "pending >= max_pending_ &&",
         "pending >= 1000 * max_pending_ &&",
         "store",
-        "no more unproven connections than",
+        "no more pending connections than",
     ),
     (
-        "door_left_open",
+        "listener_left_open",
         "rendezvous/store_server.cpp",
         "  listener_.reset();\n  std::erase_if",
         "  std::erase_if",
         "store_keys",
         "after settle the public port is closed",
     ),
-    # ---- what arrives
+    # ---- received data
     (
         "any_magic",
         "engine/link.cpp",
         "in_.magic != Header::kMagic || ",
         "",
         "link",
-        "bytes that are no header",
+        "an invalid header",
     ),
     (
         "any_version",
@@ -102,7 +102,7 @@ ROWS = [
         "in_.version != Header::kVersion || ",
         "",
         "link",
-        "bytes that are no header",
+        "an invalid header",
     ),
     (
         "one_byte_too_many",
@@ -110,15 +110,15 @@ ROWS = [
         "in_.bytes > kSegmentBytes)",
         "in_.bytes > kSegmentBytes + 1)",
         "link",
-        "bytes that are no header",
+        "an invalid header",
     ),
     (
-        "note_in_other_words",
+        "rank_info_in_another_encoding",
         "group/rank_info.cpp",
         "check(encode(info) == text,",
         "check(!text.empty(),",
         "forming",
-        "of a note there is one text",
+        "rank info has one encoding",
     ),
     (
         "memory_of_any_size",
@@ -126,7 +126,7 @@ ROWS = [
         "!is_shared_memory(memory.get(), memory_bytes_))",
         "!memory)",
         "transport",
-        "memory that is not what was agreed",
+        "memory other than agreed",
     ),
     (
         "ring_of_any_size",
@@ -134,7 +134,7 @@ ROWS = [
         "if (!is_shared_memory(theirs.get(), RingMemory::file_bytes(ring_bytes_)) ||",
         "if (!theirs ||",
         "transport",
-        "memory that is not what was agreed",
+        "memory other than agreed",
     ),
     (
         "message_of_any_kind",
@@ -150,7 +150,7 @@ ROWS = [
         "if (!same_call(message->header, one->signature))",
         "if (message->header.peer != one->signature.peer)",
         "verbs",
-        "local: ... and one that is not as asked for",
+        "local: ... and one with another signature",
     ),
     (
         "announced_of_any_kind",
@@ -158,23 +158,23 @@ ROWS = [
         "if (same_call(answer, wanted)) return;",
         "if (is_answer(answer)) return;",
         "announced",
-        "local: a message of another kind is told to both",
+        "local: both ranks report a message of another kind",
     ),
     (
-        "announced_to_nobody",
+        "mismatch_not_answered",
         "engine/messages.cpp",
         "if (announced) send(from, answer_of(signature), {}, deadline);",
         "if (announced && same_call(message.header, signature))\n    send(from, answer_of(signature), {}, deadline);",
         "announced",
-        "local: a message of another kind is told to both",
+        "local: both ranks report a message of another kind",
     ),
     (
-        "both_send_for_ever",
+        "both_send_without_end",
         "engine/messages.cpp",
         "if (is_answer(wanted) && is_agreement(message) && !is_answer(message)) return true;",
         "",
         "announced",
-        "local: two that send to each other first",
+        "local: two ranks that both send first",
     ),
     (
         "announced_in_the_past",
@@ -182,15 +182,15 @@ ROWS = [
         "if (is_agreement(header) && header.epoch != epoch_)",
         "if (false)",
         "simulation",
-        "while one goes astray",
+        "while one makes another call",
     ),
     (
-        "announced_and_given_up",
+        "abandoned_announcement",
         "engine/failure.cpp",
         "std::erase_if(state.messages, [](const Message& m) { return is_agreement(m.header); });",
         "size_t{0};",
         "simulation",
-        "while one goes astray",
+        "while one makes another call",
     ),
     (
         "offered_and_withdrawn",
@@ -198,7 +198,7 @@ ROWS = [
         "return is_answer(awaited_.front().signature) && awaited_peer() != peer;",
         "return awaited_peer() == -100 - peer;",
         "simulation",
-        "while one goes astray",
+        "while one makes another call",
     ),
     (
         "ring_of_any_content",
@@ -206,16 +206,16 @@ ROWS = [
         "if (written - read_ > in_->bytes()) {",
         "if (false) {",
         "death",
-        "who spoils the ring",
+        "a rank that corrupts its shared ring",
     ),
-    # ---- whether ranks call the same
+    # ---- agreement of calls
     (
         "any_count",
         "engine/engine.cpp",
         " && a.count == b.count;",
         ";",
         "engine",
-        "whatever one rank calls otherwise",
+        "all ranks report any difference",
     ),
     (
         "any_reduce_op",
@@ -223,18 +223,18 @@ ROWS = [
         " && a.op == b.op &&",
         " &&",
         "engine",
-        "whatever one rank calls otherwise",
+        "all ranks report any difference",
     ),
     (
-        "past_forgotten",
+        "past_calls_ignored",
         "engine/engine.cpp",
         "if (header.context != running_->context) throw_mismatch_on_past(peer);",
         "",
         "verbs",
-        "who sees nothing of a wrong root",
+        "a rank that a wrong root does not affect",
     ),
     (
-        "signature_of_nothing",
+        "constant_signature",
         "shared/flag_task.cpp",
         "hash = (hash ^ word) * 0x9e3779b97f4a7c15;",
         "hash = (hash ^ (word & 0)) * 0x9e3779b97f4a7c15;",
@@ -247,7 +247,7 @@ ROWS = [
         "if (options_.size > 1 && !call.counts_fit) check_splits(call, job.signature, deadline);",
         "",
         "verbs",
-        "every rank learns of splits that do not fit",
+        "every rank reports splits that do not fit",
     ),
     (
         "any_options",
@@ -257,14 +257,14 @@ ROWS = [
         "engine",
         "ranks with different options",
     ),
-    # ---- what a call is given
+    # ---- arguments of calls
     (
         "one_rank_too_many",
         "group/check.cpp",
         "call.peer < 0 || call.peer >= size",
         "call.peer < 0 || call.peer > size",
         "group",
-        "wrong arguments are refused",
+        "wrong arguments are rejected",
     ),
     (
         "no_address",
@@ -272,24 +272,24 @@ ROWS = [
         "if (missing > 0)",
         "if (missing > 1'000'000)",
         "group",
-        "wrong arguments are refused",
+        "wrong arguments are rejected",
     ),
-    # ---- who is missed
+    # ---- lost ranks
     (
         "end_behind_a_frame",
         "engine/failure.cpp",
         "(header == nullptr || !closed_cleanly(peer))",
         "header == nullptr",
         "death",
-        "an end that stands behind a frame",
+        "an end behind a frame",
     ),
     (
-        "peace_taken_for_death",
+        "clean_end_taken_for_death",
         "engine/failure.cpp",
         "!closed_cleanly(peer)",
         "true",
         "death",
-        "an end that stands behind a frame",
+        "an end behind a frame",
     ),
     (
         "one_look_for_an_end",
@@ -297,15 +297,15 @@ ROWS = [
         "    while (!deadline.expired()) {\n      wait_for_close(awaited);",
         "    if (false) {\n      wait_for_close(awaited);",
         "death",
-        "comes within its limit",
+        "reports a death within its limit",
     ),
     (
-        "cause_asked_for_again",
+        "cause_replaced",
         "group/connect.cpp",
         "    if (!exchanged) throw;\n",
         "",
         "forming",
-        "what ends the exchange of notes",
+        "the error that ends the exchange of rank info",
     ),
     (
         "reason_after_its_consequence",
@@ -333,31 +333,31 @@ ROWS = [
       if (request_.check_aborted) request_.check_aborted({});
 """,
         "forming",
-        "what ends the whole comes before who leaves for it",
+        "the end of the parent is reported before",
     ),
     (
-        "silence_for_ever",
+        "silence_without_limit",
         "engine/heartbeat.cpp",
         "now - at(peer).last_received_at >= options_.heartbeat)",
         "now - at(peer).last_received_at >= 100 * options_.heartbeat)",
         "heartbeat",
-        "who is silent for the limit",
+        "a rank that is silent for the limit",
     ),
 ]
 
 
 def mutated(row: tuple[str, ...]) -> Path:
-    """The suite of a row with its weak check, as a program. Raises BuildFailed."""
+    """Builds the suite of a row with its weakened check. Raises BuildFailed."""
     name, file, old, new, suite, _ = row
     text = (CSRC / file).read_text()
-    assert text.count(old) == 1, f"{name}: its text stands {text.count(old)} times in {file}"
+    assert text.count(old) == 1, f"{name}: its text occurs {text.count(old)} times in {file}"
     build("plain", [suite])
     plain = ROOT / "build" / "native" / "plain"
     folder = ROOT / "build" / "native" / "mutated" / name
     folder.mkdir(parents=True, exist_ok=True)
     source, program = folder / Path(file).name, folder / suite
     source.write_text(text.replace(old, new))
-    # The object comes before the archive, which is then not asked for what it has.
+    # The object precedes the archive, so the linker does not take the original.
     ways = [f"-I{CSRC}", f"-I{HERE}", f"-I{HERE.parent}"]
     flags = [*(flag for flag in FLAGS if flag not in ("-O1", "-g", "-Werror")), "-O0", *ways]
     compiler = os.environ.get("CXX", "g++")

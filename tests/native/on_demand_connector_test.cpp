@@ -1,6 +1,5 @@
-// Ranks that meet on demand: two that call each other at once, strangers at the door, whom nobody
-// answers; the engine before it has a link; a wide group, and how little it opens; processes that
-// die. What a group does otherwise is in group_demand_test.cpp and engine_demand_test.cpp.
+// Ranks that connect on demand: two that connect to each other at once, unauthenticated clients at
+// the listener. Calls of such groups are in group_demand_test.cpp and engine_demand_test.cpp.
 #include "group/on_demand_connector.h"
 
 #include <signal.h>
@@ -39,7 +38,7 @@ struct BySocket {
   }
 };
 
-// What `size` ranks need to meet by one transport; those with another key are strangers.
+// `size` ranks that connect by one transport; ranks with another key are not authenticated.
 std::vector<Connector::Options> requests(int size, const std::string& transport) {
   std::vector<Connector::Options> all(static_cast<size_t>(size));
   std::string why;
@@ -58,7 +57,7 @@ std::vector<Connector::Options> requests(int size, const std::string& transport)
   return all;
 }
 
-// What one end sends the other end receives, in both directions.
+// Each end receives the data of the other, in both directions.
 void expect_joined(Channel& a, Channel& b, const std::string& what) {
   const Deadline deadline(10s);
   for (Channel* from : {&a, &b}) {
@@ -73,7 +72,8 @@ void expect_joined(Channel& a, Channel& b, const std::string& what) {
 }
 
 const BySocket kAtOnce{
-    "two ranks that call each other at any moment hold one connection", [](const std::string& by) {
+    "two ranks that connect to each other at any time hold one connection",
+    [](const std::string& by) {
       int both = 0;
       for (uint32_t seed = 0; seed < 300 / (ranks::kSlowdown > 1 ? 3 : 1); ++seed) {
         std::mt19937 random(seed);
@@ -82,7 +82,7 @@ const BySocket kAtOnce{
         std::vector<std::unique_ptr<Connector>> connectors;
         for (auto& request : all)
           connectors.push_back(std::make_unique<Connector>(std::move(request)));
-        // Each calls before one of its first rounds; at times one of them never does.
+        // Each connects before one of its first rounds; sometimes one of them never does.
         int calls_in[2] = {static_cast<int>(random() % 8), static_cast<int>(random() % 8)};
         const size_t silent = random() % 4;
         both += silent > 1;
@@ -100,31 +100,31 @@ const BySocket kAtOnce{
           }
         }
         expect_joined(*met[0], *met[1], what);
-        for (int i = 0; i < 20; ++i) {  // and no second one follows
+        for (int i = 0; i < 20; ++i) {  // no second connection follows
           std::vector<pollfd> also;
           expect(connectors[random() % 2]->poll(0ns, also).empty(), what + ": they meet again");
         }
       }
-      expect(both > 10, "both called at times");
+      expect(both > 10, "sometimes both connected");
     }};
 
 const BySocket kThreads{
-    "doormen find each other from all sides", [](const std::string& by) {
+    "all connectors find each other", [](const std::string& by) {
       constexpr int kSize = 5;
       for (int repeat = 0; repeat < 10; ++repeat) {
         auto all = requests(kSize, by);
-        std::vector<std::unique_ptr<OnDemandConnector>> doormen;
+        std::vector<std::unique_ptr<OnDemandConnector>> connectors;
         for (auto& request : all)
-          doormen.push_back(std::make_unique<OnDemandConnector>(std::move(request), kRing));
+          connectors.push_back(std::make_unique<OnDemandConnector>(std::move(request), kRing));
         std::vector<std::vector<std::unique_ptr<Channel>>> met(kSize);
         ranks::run(kSize, [&](int rank) {
           const auto me = static_cast<size_t>(rank);
           met[me].resize(kSize);
           for (int peer = 0; peer < kSize; ++peer)
-            if (peer != rank) doormen[me]->request(peer);
+            if (peer != rank) connectors[me]->request(peer);
           for (int missing = kSize - 1; missing > 0;) {
-            expect(poll_one(doormen[me]->descriptor(), POLLIN, 20s) != 0, "somebody is not met");
-            for (ConnectResult& arrival : doormen[me]->take()) {
+            expect(poll_one(connectors[me]->descriptor(), POLLIN, 20s) != 0, "a peer is missing");
+            for (ConnectResult& arrival : connectors[me]->take()) {
               auto& place = met[me][static_cast<size_t>(arrival.peer)];
               expect(arrival.channel && !place, "met twice, or lost: " + arrival.why);
               place = std::move(arrival.channel);
@@ -134,8 +134,9 @@ const BySocket kThreads{
         });
         for (size_t i = 0; i < kSize; ++i)
           for (size_t j = i + 1; j < kSize; ++j) expect_joined(*met[i][j], *met[j][i], "a pair");
-        for (auto& connector : doormen) connector->close();
-        for (auto& connector : doormen) expect(connector->take().empty(), "nobody is met twice");
+        for (auto& connector : connectors) connector->close();
+        for (auto& connector : connectors)
+          expect(connector->take().empty(), "no peer is met twice");
       }
     }};
 
@@ -146,7 +147,7 @@ ConnectResult wait_for_one(OnDemandConnector& connector) {
   return std::move(arrivals[0]);
 }
 
-const BySocket kNoRank{"whoever has gone is given up within two seconds",
+const BySocket kNoRank{"a rank that left is reported within two seconds",
                        [](const std::string& by) {
                          auto all = requests(2, by);
                          all.pop_back();  // its listener closes
@@ -159,8 +160,7 @@ const BySocket kNoRank{"whoever has gone is given up within two seconds",
                        }};
 
 const BySocket kStrangers{
-    "strangers, and ranks with another key, do not get in and keep nobody out",
-    [](const std::string& by) {
+    "unauthenticated clients are refused, and do not keep any rank out", [](const std::string& by) {
       auto all = requests(3, by);
       const auto address = all[1].transports[0]->address();
       const auto caller = by == "shm" ? nullptr : make_tcp("127.0.0.1", "");
@@ -180,13 +180,13 @@ const BySocket kStrangers{
       OnDemandConnector host(std::move(all[1]), kRing);
       std::vector<pollfd> also;
       for (int i = 0; i < 20; ++i)
-        expect(thief.poll(10ms, also).empty(), "a rank with another key was let in");
-      expect(host.take().empty(), "a stranger was let in");
+        expect(thief.poll(10ms, also).empty(), "a rank with another key was accepted");
+      expect(host.take().empty(), "an unauthenticated client was accepted");
       more();
       OnDemandConnector guest(std::move(all[0]), kRing);
       guest.request(1);
       const ConnectResult a = wait_for_one(guest), b = wait_for_one(host);
       expect(a.channel && b.channel && a.peer == 1 && b.peer == 0, a.why + b.why);
-      expect_joined(*a.channel, *b.channel, "behind strangers");
+      expect_joined(*a.channel, *b.channel, "behind unauthenticated clients");
     }};
 }  // namespace

@@ -1,5 +1,5 @@
-// Peers that keep a rank busy without end: none of them holds up a signal, a call's limit, an
-// abort, or the signs of life by which others know that the rank is not dead.
+// Peers that keep a rank busy without end do not delay a signal, a call's limit, an abort, or its
+// heartbeats.
 #include <atomic>
 #include <cstring>
 #include <future>
@@ -23,7 +23,7 @@ using ranks::ending_of;
 using ranks::kSlowdown;
 
 constexpr auto kHeartbeat = kSlowdown > 1 ? 2s : 1s;
-constexpr double kSoon = 1.0 * kSlowdown;  // seconds; without the cure these calls never end
+constexpr double kSoon = 1.0 * kSlowdown;  // seconds; a call that ignores its limit never ends
 
 // A peer whose bytes never end.
 class Endless : public Channel {
@@ -43,7 +43,7 @@ class Endless : public Channel {
   }
 };
 
-// One byte of a message comes whenever the rank is about to sleep, and none else.
+// One byte of a message arrives whenever the rank is about to sleep.
 class Drip final : public Endless {
  public:
   ConstBytes peek(size_t) override { return {}; }
@@ -65,7 +65,7 @@ class Drip final : public Endless {
   bool here_ = false;
 };
 
-// Frames of a call that failed long ago, as fast as they are taken.
+// Frames of a call that failed before, as fast as they are received.
 class Flood final : public Endless {
  public:
   ConstBytes peek(size_t) override { return {}; }
@@ -85,7 +85,7 @@ class Flood final : public Endless {
   size_t sent_ = 0;
 };
 
-// A call that gets on by a step whenever its rank is about to sleep.
+// A call that makes a step whenever its rank is about to sleep.
 class Crawl final : public Task {
  public:
   bool advance() override { return std::exchange(ready_, false); }
@@ -100,7 +100,7 @@ class Crawl final : public Task {
 
 using Wait = std::function<void(Engine&, const Deadline&)>;
 
-// Rank 0 of two waits for the other in each way in which that keeps it busy.
+// The ways in which rank 1 of two keeps rank 0 busy while it waits.
 struct Busy {
   std::string how;
   std::function<std::unique_ptr<Channel>()> channel;
@@ -118,9 +118,10 @@ std::vector<Busy> all_busy() {
     Crawl task;
     engine.run(task, engine.next_header({}), deadline);
   };
-  return {{"its bytes trickle", [] { return std::make_unique<Drip>(); }, wait_for_message},
-          {"it floods", [] { return std::make_unique<Flood>(); }, wait_for_message},
-          {"the call crawls", [] { return std::make_unique<Flood>(); }, crawl}};
+  return {
+      {"its bytes arrive one at a time", [] { return std::make_unique<Drip>(); }, wait_for_message},
+      {"it floods", [] { return std::make_unique<Flood>(); }, wait_for_message},
+      {"the call makes tiny steps", [] { return std::make_unique<Flood>(); }, crawl}};
 }
 
 std::unique_ptr<Engine> engine_of(std::unique_ptr<Channel> channel,
@@ -137,7 +138,7 @@ void expect_end(const Ending& ending, ErrorKind kind, const Busy& busy, double l
   expect(ending.seconds < limit_s, busy.how + ": it took " + std::to_string(ending.seconds) + " s");
 }
 
-const Test kLimit{"a busy peer does not hold up the call's limit", [] {
+const Test kLimit{"a busy peer does not delay the call's limit", [] {
                     for (const Busy& busy : all_busy()) {
                       const auto engine = engine_of(busy.channel());
                       const auto ending = ending_of([&] { busy.wait(*engine, Deadline(200ms)); });
@@ -146,7 +147,7 @@ const Test kLimit{"a busy peer does not hold up the call's limit", [] {
                     }
                   }};
 
-const Test kSignal{"a busy peer does not hold up a signal", [] {
+const Test kSignal{"a busy peer does not delay a signal", [] {
                      for (const Busy& busy : all_busy()) {
                        const auto engine = engine_of(busy.channel(), [] { return true; });
                        const auto ending = ending_of([&] { busy.wait(*engine, Deadline(1h)); });
@@ -155,7 +156,7 @@ const Test kSignal{"a busy peer does not hold up a signal", [] {
                      }
                    }};
 
-const Test kAbort{"a busy peer does not hold up an abort", [] {
+const Test kAbort{"a busy peer does not delay an abort", [] {
                     for (const Busy& busy : all_busy()) {
                       std::promise<void> begun;
                       // Asked once the call waits.
@@ -176,7 +177,7 @@ const Test kAbort{"a busy peer does not hold up an abort", [] {
 
 // Rank 0 waits for rank 2, which keeps it busy, and rank 1 for rank 0.
 const Test kAccused{
-    "whom a peer keeps busy is not taken for dead", [] {
+    "a rank that a peer keeps busy is not taken for dead", [] {
       for (const Busy& busy : all_busy())
         for (const std::string by : {"shm", "tcp"}) {
           auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
@@ -192,7 +193,7 @@ const Test kAccused{
           auto works = std::async(std::launch::async, [&] {
             return ending_of([&] {
               std::byte into{};
-              if (busy.how == "the call crawls") return busy.wait(middle, Deadline(1h));
+              if (busy.how == "the call makes tiny steps") return busy.wait(middle, Deadline(1h));
               (void)middle.receive(2,
                                    {.operation = static_cast<uint8_t>(Operation::send), .count = 1},
                                    {&into, 1}, Deadline(1h));

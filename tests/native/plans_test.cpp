@@ -14,7 +14,7 @@
 namespace pycomm {
 namespace {
 
-// Sanitizers watch the code, not the plans, and are slow.
+// Sanitizers check the code, not the plans, and are slow.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr int kMaxSize = 24;
 #else
@@ -117,11 +117,11 @@ const Test kLarge{"large arrays are proven, past 2^32 elements", large_test};
 
 void broadcast_is_cut() {
   expect_equal(ring_broadcast_pieces(3, 0), size_t{1}, "nothing to cut");
-  expect_equal(ring_broadcast_pieces(2, 1 << 30), size_t{1}, "nobody to pass it on to");
+  expect_equal(ring_broadcast_pieces(2, 1 << 30), size_t{1}, "no rank to forward to");
   expect_equal(ring_broadcast_pieces(10, 4 * 16384), size_t{4}, "no piece is small");
   expect_equal(ring_broadcast_pieces(10, 1 << 30), size_t{64}, "eight for each of eight hops");
 }
-const Test kPieces{"a ring broadcast is cut for its hops", broadcast_is_cut};
+const Test kPieces{"a ring broadcast is split for its hops", broadcast_is_cut};
 
 }  // namespace
 }  // namespace pycomm

@@ -1,4 +1,4 @@
-// The least patient engine there can be, on symbols.
+// An engine without any buffering, on symbols.
 #include "prove.h"
 
 #include <algorithm>
@@ -131,7 +131,7 @@ bool Prover::may_overlap(const Rank& at, Range a, Range b) const {
   return overlap(at, a, b);
 }
 
-// What can be said of a move by looking at it alone.
+// Checks of a single move.
 void Prover::check_move(const Rank& at, const Move& move) const {
   const auto fits = [&](const Range& range) {
     return range.begin + range.count <= at.reach[index_of(range.space)];
@@ -161,7 +161,7 @@ void Prover::check_move(const Rank& at, const Move& move) const {
     violate("it folds what comes from a peer");
 }
 
-// What lies in `range`, counted from its begin.
+// The contents of `range`, counted from its begin.
 std::vector<Run> Prover::look(Rank& at, const Range& range) {
   const size_t begin = at.base[index_of(range.space)] + range.begin;
   std::vector<Run> found;
@@ -179,7 +179,7 @@ std::vector<Run> Prover::look(Rank& at, const Range& range) {
   return found;
 }
 
-// Whether everything that the next send reads is there.
+// Whether all data of the next send is there.
 bool Prover::readable(const Rank& at) const {
   const auto& moves = at.plan->moves;
   for (size_t i = at.receiving; i < at.sending; ++i)

@@ -1,15 +1,15 @@
 // Proves plans: runs those of all ranks in one thread on symbols, with no buffer, thread or clock.
 //
-// What a place of memory holds is an expression over ranks, such as (0 + 2) + 1, and the number of
-// the element that it is about. Sums are commutative here and never associative, as floating point
+// A place of memory holds an expression over ranks, such as (0 + 2) + 1, and the number of its
+// element. Sums are commutative here and never associative, as floating point
 // is, so two ranks whose expressions differ could hold different bits. A whole run of elements that
 // share an expression is one entry: the cost of a proof depends on the moves, hardly on the count.
 //
-// The run is the engine's at its least patient: a send is over only when its receiver has come to
-// the matching receive (nothing is buffered), sends and receives each keep their order, a send
+// The run is that of an engine without buffers: a send ends only when its receiver has reached
+// the matching receive, sends and receives each keep their order, a send
 // waits for the moves before it that write what it reads, and a write for the sends before it that
-// read what it overwrites, or would if input and output were one array. Which rank goes first
-// changes nothing, so one run stands for all.
+// read what it overwrites, or would if input and output were one array. The order of
+// ranks changes nothing, so one run proves all.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,5 @@
-// Ranks as threads of the test: start them, join them, and keep what became of each. And the arrays
-// that they pass: filled by a formula, with guard bytes around them.
-//
-// Called by the suites that need more than one rank at a time.
+// Ranks as threads of the test: start them, join them, and keep the outcome of each. And their
+// arrays: filled by a formula, with guard bytes around them.
 #pragma once
 
 #include <netinet/in.h>
@@ -79,21 +77,21 @@ inline void run(int size, const std::function<void(int)>& body) {
   }
 }
 
-// Open in this process now.
+// Descriptors that are open in this process now.
 inline long descriptors() {
   const std::filesystem::directory_iterator all("/proc/self/fd");
   return std::distance(begin(all), end(all)) - 1;  // without the one that reads
 }
 
-// Of every world that says nothing else; a suite that runs another's tests on demand sets it to 0.
+// The default of every world; a suite that runs another's tests on demand sets it to 0.
 inline int full_mesh = pycomm::ConnectOptions{}.full_mesh;
 
-// A place where groups of one test meet.
+// The rendezvous of the groups of one test.
 struct World {
   int size = 1;
   std::string transport;
   std::chrono::nanoseconds timeout = std::chrono::seconds(30);  // far beyond any call that works
-  std::chrono::nanoseconds heartbeat{0};  // none: frames are counted; who tests silence sets it
+  std::chrono::nanoseconds heartbeat{0};  // none, as frames are counted; heartbeat tests set it
   std::string name = "world";
   pycomm::LocalStore store{};
 
@@ -121,7 +119,7 @@ inline void run_groups(World& world, const std::function<void(pycomm::Group&)>& 
     {
       const struct Arrive {
         std::latch& joined;
-        ~Arrive() { joined.count_down(); }  // also who does not come to a group
+        ~Arrive() { joined.count_down(); }  // also for a rank that fails to join
       } arrive{joined};
       group = world.join(rank);
     }
@@ -199,10 +197,10 @@ inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
   expect(caller && listener, why);
   Fd out = caller->call(listener->address());
   const int door = listener->listeners().at(0);
-  expect((poll_one(door, POLLIN, 10s) & POLLIN) != 0, "nobody called");
+  expect((poll_one(door, POLLIN, 10s) & POLLIN) != 0, "no connection arrived");
   Fd in = accept_from(door);
-  while (in && !is_mine(in.get(), out.get())) {  // a stranger, as tests send them to all listeners
-    expect((poll_one(door, POLLIN, 10s) & POLLIN) != 0, "nobody but strangers called");
+  while (in && !is_mine(in.get(), out.get())) {  // tests/attack.py connects to all listeners
+    expect((poll_one(door, POLLIN, 10s) & POLLIN) != 0, "only other clients connected");
     in = accept_from(door);
   }
   expect(in && (poll_one(out.get(), POLLOUT, 10s) & POLLOUT) != 0, "no connection");
@@ -253,7 +251,7 @@ class Array {
   std::vector<std::byte> bytes_;
 };
 
-// Element `i` of what rank `rank` brings to call `call`: small, so that sums are exact.
+// Element `i` of rank `rank`'s input to call `call`: small, so that sums are exact.
 inline int element(int rank, size_t i, int call = 0) {
   return static_cast<int>((i * 3 + static_cast<size_t>(rank) * 5 + static_cast<size_t>(call)) % 7);
 }

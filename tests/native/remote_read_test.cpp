@@ -1,6 +1,6 @@
-// Calls on private arrays in one host: the ranks read each other's processes, or go through slots,
-// as the lowest of them finds faster. The ranks are of one process and thread, so that each stands
-// where a test wants it; tests/test_shared_arrays.py has real processes.
+// Calls on private arrays in one host: the ranks read each other's processes, or use slots, as the
+// lowest rank finds faster. The ranks share one process and thread, so that a test controls the
+// order of their steps; tests/test_shared_arrays.py has real processes.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -41,7 +41,7 @@ struct Rank {
   std::optional<SharedCall> call;
 };
 
-// What ranks of one host share.
+// The shared memory of the ranks of one host.
 class Host {
  public:
   explicit Host(int size) {
@@ -84,8 +84,8 @@ class Host {
     ++calls_;
   }
 
-  // Each rank in turn takes a step, or as many as it can; false once nobody can do anything. Who is
-  // done uses its arrays for something else.
+  // Each rank in turn takes a step, or as many as it can; false once no rank can step. A finished
+  // rank reuses its arrays.
   bool advance(bool as_far_as_it_can = false) {
     bool moved = false;
     for (const auto& rank : ranks_) {
@@ -103,15 +103,15 @@ class Host {
     return moved;
   }
 
-  // The whole call, its results, and the way that all of them took.
+  // Runs the whole call, checks its results, and returns the access mode of all ranks.
   AccessMode run(Operation operation, size_t count, bool in_place = false) {
     begin(operation, count, in_place);
     while (advance(calls_ % 3 > 0)) {
     }
     for (int i = 0; i < size(); ++i) {
-      expect(of(i).call->done(), "rank " + std::to_string(i) + " does not come to its end");
+      expect(of(i).call->done(), "rank " + std::to_string(i) + " does not finish");
       expect(of(i).call->access_mode() == of(0).call->access_mode(),
-             "the ranks took different ways");
+             "the ranks used different access modes");
       expect_result(i);
     }
     const AccessMode mode = *of(0).call->access_mode();
@@ -142,12 +142,12 @@ class Host {
   uint32_t calls_ = 0;
 };
 
-// Until every slot was in use: before that nothing is tried. The first call finds who may read
-// whom.
+// Until every slot was in use there are no trials. The first call finds which ranks may read each
+// other.
 void warm(Host& host) {
   while (!host.of(0).region.is_warm())
     expect(host.run(Operation::all_reduce, 65'539) == AccessMode::staged,
-           "tried while slots are new");
+           "a trial while slots are new");
 }
 
 void verbs_test() {
@@ -157,15 +157,15 @@ void verbs_test() {
       for (const size_t count : {size_t{65'539}, kCount}) {
         Host host(size);
         expect(host.run(operation, count) == AccessMode::staged,
-               "read before they knew that they may");
+               "read before the permission was known");
         warm(host);
         std::vector<AccessMode> ways;
         for (int i = 0; i < 8; ++i) ways.push_back(host.run(operation, count, i % 2 == 0));
-        expect_equal(std::ranges::count(ways, AccessMode::remote_read), 4, "tries by reading");
-        expect_equal(std::ranges::count(ways, AccessMode::staged), 4, "tries through slots");
+        expect_equal(std::ranges::count(ways, AccessMode::remote_read), 4, "trials by reading");
+        expect_equal(std::ranges::count(ways, AccessMode::staged), 4, "trials through slots");
       }
 }
-const Test kVerbs{"private arrays are read where they lie, in half of the tries", verbs_test};
+const Test kVerbs{"private arrays are read in place, in half of the trials", verbs_test};
 
 void small_test() {
   Host host(2);
@@ -173,9 +173,9 @@ void small_test() {
   for (int i = 0; i < 10; ++i)
     expect(host.run(Operation::all_reduce, 65'535, i % 2 == 0) == AccessMode::staged, "is read");
 }
-const Test kSmall{"what is less than the kernel's calls cost goes through slots", small_test};
+const Test kSmall{"small arrays, cheaper to copy than the system calls, use slots", small_test};
 
-// Where pieces of all chunks are of one length: else ranks sum a few elements more or less.
+// With pieces of one length in all chunks: else ranks sum a few elements more or less.
 void counters_test() {
   for (const Operation operation : {Operation::all_reduce, Operation::broadcast,
                                     Operation::all_gather, Operation::reduce_scatter}) {
@@ -197,24 +197,24 @@ void counters_test() {
       by_way[mode == AccessMode::remote_read ? 1 : 0] = moved;
     }
     expect(by_way[0] == by_way[1] && !by_way[0].empty(),
-           std::string(name_of(operation)) + ": the ways count differently");
+           std::string(name_of(operation)) + ": the access modes count differently");
   }
 }
-const Test kCounters{"bytes are counted alike, whatever the way", counters_test};
+const Test kCounters{"both access modes count the same bytes", counters_test};
 
-// Runs until all know that they may read each other, and the next call will.
+// Runs until all ranks know that they may read each other, so that the next call reads.
 void until_pulled(Host& host) {
   warm(host);
-  expect(host.run(Operation::all_reduce, kCount) == AccessMode::staged, "the first try");
+  expect(host.run(Operation::all_reduce, kCount) == AccessMode::staged, "the first trial");
 }
 
 void trials_test() {
   OnlineTuner trials(256, 8);
   for (const auto& [first, prefers_second] : {std::pair{2.0, 1.0}, {1.0, 2.0}}) {
     for (uint64_t i = 0; i < 256; ++i, ++trials.turns) {
-      expect_equal(trials.tries(trials.turns), i < 8, "whether it is a try");
+      expect_equal(trials.tries(trials.turns), i < 8, "whether it is a trial");
       if (i >= 8)
-        expect_equal(trials.uses_second(trials.turns), prefers_second < first, "the faster way");
+        expect_equal(trials.uses_second(trials.turns), prefers_second < first, "the faster mode");
       if (i >= 8) continue;
       const double luck = i < 4 ? 5 : 0;
       trials.record_cost(trials.turns,
@@ -222,19 +222,18 @@ void trials_test() {
     }
   }
 }
-const Test kTrials{"the way whose fastest try was faster is taken until the next ones",
-                   trials_test};
+const Test kTrials{"the mode with the fastest trial is used until the next trials", trials_test};
 
 void unreached_test() {
   Host host(3);
   host.of(1).region.reaches = SharedMemoryRegion::Reach::not_all;
   for (int i = 0; i < 10; ++i)
     expect(host.run(Operation::all_reduce, kCount) == AccessMode::staged,
-           "read what not all may read");
+           "read although not all ranks may");
 }
-const Test kUnreached{"where one rank may not read the others, none does", unreached_test};
+const Test kUnreached{"if one rank may not read the others, none does", unreached_test};
 
-// A process of another namespace may have the number that a rank has in its own.
+// A process of another namespace may have the process id of a rank.
 void stranger_test() {
   Host host(2);
   host.begin(Operation::all_reduce, kCount, true);
@@ -244,11 +243,11 @@ void stranger_test() {
   }
   for (int rank = 0; rank < 2; ++rank)
     expect(host.of(rank).region.reaches == SharedMemoryRegion::Reach::not_all,
-           "takes another one's memory");
+           "reads another process");
 }
-const Test kStranger{"a process that does not hold the token is not read", stranger_test};
+const Test kStranger{"a process without the token is not read", stranger_test};
 
-// A page that nobody can read stands for a device's memory.
+// An unreadable page simulates a device's memory.
 void unreadable_test() {
   const size_t bytes = kCount * sizeof(float) / page_bytes() * page_bytes() + page_bytes();
   void* const memory =
@@ -259,7 +258,7 @@ void unreadable_test() {
   expect(!is_readable(at, bytes) && is_readable(at, bytes - page_bytes()), "is_readable");
   std::vector<std::byte> into(bytes);
   const auto address = reinterpret_cast<uintptr_t>(at);
-  expect(!read_process(getpid(), address, into.data(), bytes), "read to an end that is not there");
+  expect(!read_process(getpid(), address, into.data(), bytes), "read beyond the end");
   expect(read_process(getpid(), address, into.data(), bytes - page_bytes()), "read");
   for (const bool output : {false, true}) {
     Host host(2);
@@ -274,14 +273,14 @@ void unreadable_test() {
     for (int step = 0; step < 2; ++step) expect(host.advance(), "an offer, and what all offer");
     for (int rank = 0; rank < 2; ++rank)
       expect(host.of(rank).call->access_mode() == AccessMode::staged,
-             "would read a page that nobody can read");
+             "would read an unreadable page");
   }
   munmap(memory, bytes);
 }
-const Test kUnreadable{"what nobody can read is not read", unreadable_test};
+const Test kUnreadable{"an unreadable array is not read", unreadable_test};
 
-// Before its offer is answered, in the midst of its sum, behind it, and when its piece is
-// collected. Its next call is of another epoch, whose flags are ahead of all that this one waits
+// It aborts before its offer is answered, during its sum, after it, and when its piece is
+// collected. Its next call has another epoch, whose flags are ahead of those that this call waits
 // for.
 void left_test() {
   for (const int steps : {1, 4, 7, 8}) {
@@ -298,10 +297,10 @@ void left_test() {
     SharedCall& late = *host.of(1).call;
     while (!late.done() && late.advance()) {
     }
-    expect(!late.done(), "takes what the other has left for a result");
-    expect_equal(late.receiving_from(), 0, "whom it waits for");
+    expect(!late.done(), "takes the other's leftover for a result");
+    expect_equal(late.receiving_from(), 0, "the rank that it waits for");
   }
 }
-const Test kLeft{"who gave up is not taken for one who was there", left_test};
+const Test kLeft{"an aborted rank is not taken for a finished one", left_test};
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What each operation means to the prover: how long a rank's arrays are, which elements its input
-// holds, and what has to be in its output. For prove.cpp alone.
+// Each operation for the prover: the lengths of a rank's arrays, the elements of its input, and the
+// required contents of its output.
 #pragma once
 
 #include <cstddef>
@@ -23,9 +23,9 @@ struct Shape {
   size_t input = 0, output = 0;
   size_t element = 0;        // the number of the input's first element
   bool gives = true;         // whether the input, or in broadcast the output, holds anything yet
-  bool one_way = false;      // output may be written before all have been heard of
-  size_t own_in_output = 0;  // where the input lies in the output, if they are one array
-  size_t own_in_input = 0;   // where the output lies in the input
+  bool one_way = false;      // output may be written before data of all ranks
+  size_t own_in_output = 0;  // offset of the input in the output, if they are one array
+  size_t own_in_input = 0;   // offset of the output in the input
   std::vector<Wanted> wanted{};  // after one another, the whole output
 };
 
@@ -33,7 +33,7 @@ inline size_t total(std::span<const size_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), size_t{0});
 }
 
-// Of the parts that rank `r` gives or gets: how many elements, and how many before it.
+// Of the part that rank `r` gives or gets: its elements, and the elements before it.
 struct Parts {
   const Case& what;
   size_t size;

@@ -1,6 +1,5 @@
-// A rank that dies in a call on arrays in heaps, which nothing is sent for, or on two levels; in
-// the middle of an addition, if there is one. The others learn who it was, and nobody waits for
-// ever.
+// A rank that dies in a call on arrays in heaps (no messages) or in a hierarchical call; during an
+// addition, if there is one. The error of the others names it, and no rank waits without end.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -19,7 +18,7 @@ namespace {
 using namespace pycomm;
 using namespace std::chrono_literals;
 
-// On the mortal rank's thread: additions until its end; below 0 there is none.
+// On the mortal rank's thread: additions until it dies; below 0: it does not die.
 thread_local int additions_left = -1;
 thread_local ranks::Life* life = nullptr;
 
@@ -31,7 +30,7 @@ void count_addition() {
 
 const Reducer& sum() { return reducer(Dtype::float32, ReduceOp::sum); }
 
-// A sum in which who is mortal dies.
+// A sum during which the mortal rank dies.
 constexpr Reducer kFatal{.reduce =
                              [](void* out, const void* a, const void* b, size_t count) {
                                count_addition();
@@ -50,7 +49,7 @@ struct Scene {
   std::vector<int> hosts;
   size_t count;
   int mortal;
-  int additions;  // that it finishes; -1: it does not come to the call at all
+  int additions;  // that it finishes; -1: it does not make the call at all
   std::string text() const {
     return "rank " + std::to_string(mortal) + " of " + std::to_string(hosts.size()) +
            " dies after " + std::to_string(additions) + " additions: ";
@@ -96,7 +95,7 @@ void run_shared(Engine& engine, SharedMemoryRegion* region, Operation operation,
   region->begin(header);
   SharedCall run(engine, *region, job, header);
   engine.run(run, header, Deadline(20s));
-  expect(run.access_mode() == mode, "the call takes another way");
+  expect(run.access_mode() == mode, "the call uses another access mode");
 }
 
 void all_reduce_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
@@ -107,7 +106,7 @@ void all_reduce_pulled(Engine& engine, SharedMemoryRegion* region, const Scene& 
   std::vector<float> own(x, x + scene.count);
   region->reaches = SharedMemoryRegion::Reach::all;
   region->read_tuner(Operation::all_reduce, scene.count * sizeof(float)).turns =
-      1;  // tried by reading
+      1;  // a trial by reading
   run_shared(engine, region, Operation::all_reduce, own.data(), own.data(), scene.count,
              AccessMode::remote_read);
 }
@@ -149,7 +148,8 @@ void survive(const Scene& scene, const std::function<void()>& call) {
   expect(ending.is(ErrorKind::peer_lost) && ending.error->fields().peer == scene.mortal &&
              ending.says("rank " + std::to_string(scene.mortal)),
          scene.text() + ending.text());
-  expect(ranks::ending_of(call).is(ErrorKind::group_broken), scene.text() + "the group goes on");
+  expect(ranks::ending_of(call).is(ErrorKind::group_broken),
+         scene.text() + "the group still works");
 }
 
 void play(const Scene& scene, Body body) {
@@ -183,24 +183,23 @@ void mapped_test() {
   for (const Body body : {broadcast_mapped, all_gather_mapped})
     play({{0, 0, 0}, 200'003, mortal++ % 3, -1}, body);
 }
-const Test kMapped{"a death in a call on arrays in heaps is noticed by all", mapped_test};
+const Test kMapped{"all ranks detect a death in a call on arrays in heaps", mapped_test};
 
 void pulled_test() {
   int mortal = 0;
   for (const int additions : {-1, 0, 1, 30, 65})
     play({{0, 0, 0}, 200'003, mortal++ % 3, additions}, all_reduce_pulled);
 }
-const Test kPulled{"a death among ranks that read each other's arrays is noticed by all",
-                   pulled_test};
+const Test kPulled{"all ranks detect a death while they read each other's arrays", pulled_test};
 
 // Blocks of 1 MiB: the first sum inside, one while the first block crosses, the last.
 void two_levels_test() {
   int mortal = 0;
   for (const int additions : {0, 20, 80, 150})
     play({{0, 0, 1, 1}, 700'001, mortal++ % 4, additions}, all_reduce_two_levels);
-  play({{0, 0, 1}, 700'001, 1, -1}, all_reduce_two_levels);  // who carries nothing between hosts
-  play({{0, 1, 1}, 700'001, 0, 10}, all_reduce_two_levels);  // who is alone on its host
+  play({{0, 0, 1}, 700'001, 1, -1}, all_reduce_two_levels);  // sends nothing between hosts
+  play({{0, 1, 1}, 700'001, 0, 10}, all_reduce_two_levels);  // the only rank of its host
 }
-const Test kTwoLevels{"a death in a sum on two levels is noticed by all", two_levels_test};
+const Test kTwoLevels{"all ranks detect a death in a hierarchical sum", two_levels_test};
 
 }  // namespace

@@ -1,5 +1,5 @@
 // The shared_memory strategy through whole groups: every verb at sizes about its thresholds, in
-// place and not, sums in rank order, disagreements of every kind, and ranks that come late or die.
+// place and not, sums in rank order, disagreements of every kind, and ranks that are late or die.
 #include <cmath>
 #include <latch>
 #include <numeric>
@@ -162,8 +162,8 @@ void half_test() {
 }
 const Test kHalf{"16-bit sums are rounded once", half_test};
 
-// Ranks disagree in every way, and the group goes on: within the strategy (the signature), across
-// strategies (the page that says who is in which call), tiny and large.
+// Ranks disagree in every way, and the group continues: within the strategy (the signature), across
+// strategies (the page with the call of each rank), tiny and large.
 void disagreement_test() {
   const auto reduce = [](size_t count, Algorithm algorithm = Algorithm::shared_memory) {
     return Call{.operation = Operation::all_reduce,
@@ -196,10 +196,10 @@ void disagreement_test() {
         }
     });
 }
-const Test kDisagreement{"a disagreement changes nothing, and the group goes on",
+const Test kDisagreement{"a disagreement changes nothing, and the group continues",
                          disagreement_test};
 
-// One rank waits for data of a root that all others have had no doubt about, and have gone on.
+// One rank waits for data of a root on which all others agreed; they have continued.
 void one_way_test() {
   for (const std::string& by : kShared)
     for (const Operation operation : {Operation::scatter, Operation::broadcast}) {
@@ -225,9 +225,9 @@ void one_way_test() {
       });
     }
 }
-const Test kOneWay{"who waits for a root that has gone on hears of it", one_way_test};
+const Test kOneWay{"waiting for a root that has continued ends with an error", one_way_test};
 
-// The others sleep by then; whoever fills a slot wakes them.
+// The others sleep by then; the rank that fills a slot wakes them.
 void late_test() {
   ranks::run_groups(3, "shm", [](Group& group) {
     for (int late = 0; late < 3; ++late)
@@ -239,14 +239,14 @@ void late_test() {
       }
   });
 }
-const Test kLate{"a rank that comes late wakes those who sleep", late_test};
+const Test kLate{"a late rank wakes the sleeping ranks", late_test};
 
 void gone_test() {
   for (const std::string& by : kShared) {
     ranks::World world{.size = 3, .transport = by};
     ranks::run(3, [&](int rank) {
       auto group = world.join(rank);
-      if (rank == 1) return group.reset();  // leaves in peace while the others need it
+      if (rank == 1) return group.reset();  // leaves cleanly while the others need it
       float x = 1;
       const auto ending = ranks::ending_of([&] {
         group->run({.operation = Operation::all_reduce,
@@ -260,7 +260,7 @@ void gone_test() {
     world.name += "again";
   }
 }
-const Test kGone{"who waits for a rank that has left hears of it", gone_test};
+const Test kGone{"waiting for a rank that left ends with an error", gone_test};
 
 void timeout_test() {
   ranks::run_groups(2, "shm", [](Group& group) {
@@ -302,6 +302,6 @@ void after_abort_test() {
     });
   }
 }
-const Test kAfterAbort{"what a rank calls after its abort is seen by nobody", after_abort_test};
+const Test kAfterAbort{"a call after an abort is invisible to other ranks", after_abort_test};
 
 }  // namespace

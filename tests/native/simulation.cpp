@@ -15,7 +15,7 @@ using namespace pycomm;
 
 namespace {
 
-// Whose fibers run; a new one has no other way to know.
+// The world whose fibers run; a new fiber has no other way to find it.
 World* current = nullptr;
 
 }  // namespace
@@ -75,12 +75,12 @@ class End final : public Channel {
     world_.at(rank_).armed = true;
     return {world_.awake_.get(), POLLIN, 0};
   }
-  // The first of a rank's channels to be told of a sleep sleeps for all of them.
+  // The first channel of a rank that prepares a sleep does so for all of them.
   void disarm(short revents) override {
     if (std::exchange(world_.at(rank_).armed, false) && revents != 0) world_.sleep(rank_);
     closed_ |= in().over;
   }
-  void close(ConstBytes) override {  // its wires have room for everything
+  void close(ConstBytes) override {  // its wires hold everything
     world_.wire(rank_, peer_).close();
     closed_ = true;
   }
@@ -115,7 +115,7 @@ World::World(int size, Fate fate, Looks looks, Body body)
 
 World::~World() = default;
 
-// All that a fiber does, which never returns.
+// The body of a fiber; it never returns.
 void World::live() {
   World& world = *current;
   emulator::Fiber::arrived(world.scheduler_);
@@ -124,7 +124,7 @@ void World::live() {
   try {
     world.body_(rank, *world.at(rank).engine);
     if (world.fate_.victim == rank) world.die(rank);
-  } catch (const Died&) {  // as was its fate
+  } catch (const Died&) {  // as the scene demands
   }
   world.at(rank).engine->leave();
   world.at(rank).ended = true;
@@ -204,21 +204,21 @@ std::string text_of(const std::vector<Step>& steps) {
   return text;
 }
 
-// Looks at a world in which nothing more is possible.
+// Checks a world in which no further step is possible.
 void check_end(World& world, const std::vector<Step>& steps,
                const std::function<void(World&)>& check) {
   const bool all = world.all_ended();
   if (!all) world.give_up();
   try {
-    expect(all, "somebody waits for ever");
+    expect(all, "a rank waits without end");
     check(world);
   } catch (const Failure& failure) {
     throw Failure(failure.what() + std::string("\n  in the order") + text_of(steps));
   }
 }
 
-// A place where several steps were possible. `asleep` are those that lead to nothing new from here:
-// they were taken before, and nothing that they depend on has happened since.
+// A point with several possible steps. `asleep` are those that lead to nothing new from here: they
+// were taken before, and no step that they depend on has happened since.
 struct Fork {
   Step taken{};
   std::vector<Step> open, asleep;
@@ -228,8 +228,8 @@ bool has(const std::vector<Step>& steps, const Step& step) {
   return std::ranges::find(steps, step) != steps.end();
 }
 
-// Runs a world along `path` and on from its end, where it adds forks. False if it came to where
-// nothing new is to be seen.
+// Runs a world along `path` and beyond its end, where it adds forks. False if it reached a state
+// from which nothing new follows.
 bool follow(World& world, std::vector<Fork>& path, std::vector<Step>& steps) {
   std::vector<Step> asleep;
   bool fresh = true;
@@ -245,7 +245,7 @@ bool follow(World& world, std::vector<Fork>& path, std::vector<Step>& steps) {
         path.push_back(std::move(fork));
       }
     }
-    const Step step = fresh ? path[i].taken : possible.front();  // else only to come to an end
+    const Step step = fresh ? path[i].taken : possible.front();  // else only to finish
     if (fresh) {
       asleep = path[i].asleep;
       std::erase_if(asleep, [&](const Step& other) { return depend(other, step); });

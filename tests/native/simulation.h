@@ -1,12 +1,11 @@
-// A group of real engines in one deterministic world: a scheduler decides, one step at a time, what
-// arrives where and who looks next. So every order in which things may happen can be tried, and a
-// seed gives the same run again.
+// A group of real engines in one deterministic world: a scheduler decides, one step at a time,
+// which data arrives and which rank checks next. So every order of events can be tried, and a seed
+// reproduces a run.
 //
-// What is real: engines, links, plans, schedules, failure. What is made up: channels, which hold
-// what was sent until the scheduler delivers it, and time, which does not pass: no call waits for
-// its limit and nobody pulses. A rank is a fiber, which runs from one sleep of its engine to the
-// next. What is sent at once arrives at once; frames that are cut are link_test.cpp's and
-// death_test.cpp's.
+// Real: engines, links, plans, schedules, failure handling. Simulated: channels, which hold data
+// until the scheduler delivers it, and time, which does not pass: no call reaches its limit and no
+// rank sends heartbeats. A rank is a fiber, which runs from one sleep of its engine to the next.
+// One send arrives as a whole; link_test.cpp and death_test.cpp test partial frames.
 #pragma once
 
 #include <deque>
@@ -21,9 +20,9 @@
 
 namespace simulation {
 
-// Of a rank that dies: at its send number `sends`, counted from 0, or when it has ended its calls.
+// The death of a rank: at its send number `sends`, counted from 0, or after its calls.
 struct Fate {
-  int victim = -1;  // nobody
+  int victim = -1;  // none
   size_t sends = 0;
 };
 
@@ -31,37 +30,37 @@ struct Died : std::runtime_error {
   Died() : std::runtime_error("died") {}
 };
 
-// What the scheduler may do next: let what `from` sent first of all that is on its way arrive at
-// `at`; or, where from is kLook, let `at` look at what has arrived.
+// A step of the scheduler: deliver the oldest data in transit from `from` to `at`; or, where from
+// is kLook, let `at` check what has arrived.
 inline constexpr int kLook = -1;
 struct Step {
   int at = 0, from = kLook;
   bool operator==(const Step&) const = default;
 };
 
-// Whether a rank looks at each thing that arrives before the next one does, or some time later.
+// Whether a rank checks each delivery before the next one, or some time later.
 enum class Looks { at_once, later };
 
-// Steps at different ranks may change places: what arrives here changes nothing there, and who
-// looks only adds behind what it has sent.
+// Steps at different ranks are independent: a delivery changes only its receiver, and a check only
+// appends to the data that its rank has sent.
 inline bool depend(const Step& a, const Step& b) { return a.at == b.at; }
 
 class World {
  public:
-  // `body` is what each rank does with its engine; it must not throw but Died.
+  // `body` runs on each rank with its engine; it may throw only Died.
   using Body = std::function<void(int rank, pycomm::Engine& engine)>;
   World(int size, Fate fate, Looks looks, Body body);
   ~World();
   World(const World&) = delete;
   World& operator=(const World&) = delete;
 
-  // What may happen now; nothing: all have ended, or wait for ever.
+  // The possible steps; empty: all ranks have ended, or wait without end.
   std::vector<Step> possible() const;
   void take(const Step& step);
   bool ended(int rank) const { return at(rank).ended; }
   bool all_ended() const;
   size_t sends(int rank) const { return at(rank).sends; }
-  // Ends those who wait for ever, with an error of their engine.
+  // Ends the ranks that wait without end, with an error of their engine.
   void give_up();
 
  private:
@@ -86,7 +85,7 @@ class World {
   Fate fate_;
   Looks looks_;
   Body body_;
-  pycomm::Fd awake_;  // always readable: nobody sleeps in the kernel
+  pycomm::Fd awake_;  // always readable: no rank sleeps in the kernel
   emulator::Fiber scheduler_;
   emulator::Token turns_;  // of fibers: one after another
   int running_ = -1;       // rank
@@ -94,14 +93,13 @@ class World {
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
-// Runs a world to its end for every order of dependent steps, each once, and gives how many there
-// were; `make` starts one, in place of the last, `check` looks at it when nothing more is possible.
-// Throws Failure with the steps where it does not hold, and where there are more than `most`
-// orders.
+// Runs a world to its end for every order of dependent steps, each once, and returns their number;
+// `make` starts one, in place of the last, `check` checks it when no step is possible. Throws
+// Failure with the steps if a check fails, and if there are more than `most` orders.
 size_t every_order(const std::function<World&()>& make, const std::function<void(World&)>& check,
                    size_t most);
 
-// The same for one order, by chance.
+// The same for one random order.
 void one_order(World& world, uint64_t seed, const std::function<void(World&)>& check);
 
 }  // namespace simulation

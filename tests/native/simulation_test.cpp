@@ -1,13 +1,12 @@
-// Calls of a group in which a rank dies, or calls another thing, in every order of events: real
+// Calls of a group in which a rank dies, or makes another call, in every order of events: real
 // engines over channels whose deliveries are decided one by one (simulation.h).
 //
-//   simulation           every order of a call of 3 ranks, some by chance of two calls of 5
+//   simulation           every order of a call of 3 ranks, some random ones of two calls of 5
 //   simulation long      every order of two calls of 3 ranks (of one where a call has many orders),
-//                        a million by chance of 5
+//                        a million random ones of 5
 //
-// Whatever the order: all ranks end; who succeeds has the right numbers; who fails names the rank
-// that died, or, where nobody died, hears of the disagreement and goes on; and nobody is held for
-// lost who is there.
+// In every order: all ranks end; a rank that succeeds has the right numbers; one that fails names
+// the dead rank or, without a death, the disagreement, and continues; no live rank counts as lost.
 #include "simulation.h"
 
 #include <algorithm>
@@ -36,7 +35,7 @@ struct Scene {
   int size = 3;
   Call call{};
   Fate fate{};
-  int stray = -1;  // calls something else first
+  int stray = -1;  // makes another call first
   int calls = 1;
 
   std::string text() const {
@@ -45,11 +44,11 @@ struct Scene {
            (fate.victim < 0 ? ""
                             : ", rank " + std::to_string(fate.victim) + " dies at send " +
                                   std::to_string(fate.sends)) +
-           (stray < 0 ? "" : ", rank " + std::to_string(stray) + " goes astray");
+           (stray < 0 ? "" : ", rank " + std::to_string(stray) + " makes another call");
   }
 };
 
-// What became of one rank.
+// The outcome of one rank.
 struct Outcome {
   std::vector<Error> errors;
   int right = 0, wrong = 0;  // calls that succeeded
@@ -119,18 +118,18 @@ void check_survivor(const Scene& scene, const Outcome& outcome) {
   expect_equal(outcome.wrong, 0, "calls with wrong numbers");
   if (outcome.errors.empty()) return expect_equal(outcome.right, scene.calls, "calls");
   const Error& error = outcome.errors.back();
-  expect(victim >= 0, std::string("it failed, though nobody died: ") + error.what());
+  expect(victim >= 0, std::string("it failed although no rank died:  ") + error.what());
   expect(error.kind() == ErrorKind::peer_lost && error.fields().peer == victim,
          std::string("it does not name the dead: ") + error.what());
-  expect(std::ranges::count(outcome.lost, victim) == 1, "the dead is not known to be lost");
+  expect(std::ranges::count(outcome.lost, victim) == 1, "the dead rank does not count as lost");
 }
 
-// Of a call that ranks disagree about: all hear of it, and the next one works.
+// A call on which ranks disagree: all report it, and the next one works.
 void check_disagreement(const Outcome& outcome) {
   expect(outcome.errors.size() == 1 && outcome.errors[0].kind() == ErrorKind::mismatch,
-         outcome.errors.empty() ? "it has not heard of the disagreement"
+         outcome.errors.empty() ? "it does not report the disagreement"
                                 : outcome.errors.back().what());
-  expect(outcome.right == 1 && outcome.wrong == 0, "the group does not go on");
+  expect(outcome.right == 1 && outcome.wrong == 0, "the group does not continue");
 }
 
 void check_play(const Play& play) {
@@ -162,7 +161,7 @@ size_t try_every_order(const Scene& scene) {
       [&](World&) { check_play(*now); }, kMostOrders);
 }
 
-// How often each rank sends where nobody dies.
+// How often each rank sends without a death.
 std::vector<size_t> sends_of(const Scene& scene) {
   Play play(scene, Looks::at_once);
   one_order(play.world, 1, [&](World&) { check_play(play); });
@@ -180,7 +179,7 @@ std::vector<Call> calls() {
   return all;
 }
 
-// Where nobody dies, and where one does, at each of its sends and behind the last one.
+// Without a death, and with one at each send of the rank and after the last one.
 size_t try_every_death(Scene scene) {
   size_t orders = try_every_order(scene);
   const auto sends = sends_of(scene);
@@ -192,13 +191,13 @@ size_t try_every_death(Scene scene) {
   return orders;
 }
 
-// Of these a call of three ranks has some 10,000 orders for each death.
+// Calls of three ranks with some 10,000 orders for each death.
 bool has_many_orders(const Call& call) {
   return call.operation == Operation::all_reduce &&
          (call.algorithm == Algorithm::owner || call.algorithm == Algorithm::halving);
 }
 
-const Test kDeaths{"every death of one of three, in every order", [] {
+const Test kDeaths{"every death of one rank of three, in every order", [] {
                      for (const Call& call : calls())
                        if (!has_many_orders(call))
                          expect(try_every_death({.call = call}) > 1, "there is but one order");
@@ -213,16 +212,16 @@ const Test kStrays{
                 {.call = {Operation::all_reduce, algorithm}, .stray = stray, .calls = 2});
     }};
 
-// Messages between devices: an act is an offer, a receive or, before them, a broadcast.
+// Messages between devices: an act is a send, a receive or, before them, a broadcast.
 enum class Verb { broadcast, offer, receive };
 struct Act {
   Verb verb = Verb::broadcast;
   int peer = 0;
   size_t count = 3;
-  bool again = false;  // as long as a disagreement about another call ends it
+  bool again = false;  // repeat while a disagreement about another call ends it
 };
 
-// Whether the act goes well.
+// Whether the act succeeds.
 bool act_once(Engine& engine, const Act& act) {
   if (act.verb == Verb::broadcast)
     return run_call(engine, {.call = {Operation::broadcast, Algorithm::direct}}, 0, act.count != 3);
@@ -240,7 +239,7 @@ bool act_once(Engine& engine, const Act& act) {
 
 using Well = std::vector<std::vector<bool>>;  // by rank and act
 
-// What ranks do, one act after the other.
+// The acts of each rank, in order.
 struct Messages {
   explicit Messages(const std::vector<std::vector<Act>>& acts)
       : well(acts.size()),
@@ -263,7 +262,7 @@ struct Messages {
   World world;
 };
 
-// For every order, `check` of what went well; gives how many there were.
+// For every order, calls `check` with the successes; returns the number of orders.
 size_t try_messages(const std::vector<std::vector<Act>>& acts,
                     const std::function<void(const Well&)>& check) {
   std::unique_ptr<Messages> now;
@@ -291,15 +290,15 @@ const Test kOffers{
       };
       expect(try_messages({{kGive, kBack}, {kTake, kReply}, {}}, wanted(true)) > 0, "no order");
       expect(try_messages({{kAnyone, kAnyone}, {kReply}, {kReply}}, wanted(true)) > 1, "orders");
-      // Who receives something else, or sends too; and the next message goes through.
+      // The peer receives another kind, or sends too; the next message succeeds.
       try_messages({{kGive, kGive}, {kOther, kTake}, {}}, wanted(false));
       try_messages({{kGive, kGive}, {kReply, kTake}, {}}, wanted(false));
     }};
 
-// The root has done its part before rank 2 hears that its call was another, and the others hear of
-// that at any moment. Where one took what the other has given up, that one would wait for ever.
+// The root finishes before rank 2 learns that its call was another, and the others learn it at any
+// time. A rank that took an abandoned message would make its peer wait without end.
 const Test kOffersAstray{
-    "messages between devices while one goes astray, of three, in every order", [] {
+    "messages between devices while one makes another call, of three, in every order", [] {
       for (const auto& [giver, taker] : {std::pair(0, 1), {1, 0}, {1, 2}, {2, 1}}) {
         std::vector<std::vector<Act>> acts(3);
         for (int rank = 0; rank < 3; ++rank)
@@ -318,7 +317,7 @@ const Test kOffersAstray{
       }
     }};
 
-const Test kMore{"long: every death of one of three in two calls, in every order", [] {
+const Test kMore{"long: every death of one rank of three in two calls, in every order", [] {
                    for (const Call& call : calls()) {
                      const Scene scene{.call = call, .calls = has_many_orders(call) ? 1 : 2};
                      const size_t orders = try_every_death(scene);
@@ -327,7 +326,7 @@ const Test kMore{"long: every death of one of three in two calls, in every order
                    }
                  }};
 
-// One of five dies at a moment and in an order that the seed decides.
+// One of five dies; the seed decides when, and in which order.
 void try_one(uint64_t seed) {
   std::mt19937_64 random(seed);
   const auto all = calls();
@@ -341,11 +340,11 @@ void try_one(uint64_t seed) {
   }
 }
 
-const Test kSome{"deaths of one of five, by chance", [] {
+const Test kSome{"random deaths of one rank of five", [] {
                    for (uint64_t seed = 0; seed < 500; ++seed) try_one(seed);
                  }};
 
-const Test kMillion{"long: a million deaths of one of five, by chance", [] {
+const Test kMillion{"long: a million random deaths of one rank of five", [] {
                       for (uint64_t seed = 0; seed < 1'000'000; ++seed) {
                         try_one(seed);
                         if (seed % 10'000 == 0)

@@ -1,8 +1,8 @@
-// The processor's kernels of sparse training under the sanitizers: on every instruction set that
+// The CPU kernels of sparse training under the sanitizers: on every instruction set that
 // runs here, with several threads and several callers, against a model of loops and sorting.
 //
-// Arrays have exactly the length that is said and lie apart, so that an access outside is one. What
-// every function means for every dtype is held by tests/test_kernels.py and test_kernel_packets.py.
+// Arrays have the exact length and are separate, so that the sanitizer sees an access outside.
+// tests/test_kernels.py and test_kernel_packets.py check the results for every dtype.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -298,7 +298,7 @@ const Test kTopk{"sparse: topk, at the ends of k and with ties", [] {
                      Floats sampled = numbers(random, 20'011, 1, false), rising(300'000);
                      mislead(sampled);
                      try_topk(sampled, 41, where);
-                     // Each pushes the least out of what is kept.
+                     // Each replaces the least of the kept ones.
                      for (size_t i = 0; i < rising.size(); ++i)
                        rising[i] = std::bit_cast<float>(0x3f000000u + static_cast<uint32_t>(i));
                      try_topk(rising, 100, where);
@@ -409,7 +409,7 @@ const Test kOnePacket{
           all.scatter_add({out.data(), kCount, Dtype::float32}, packet, Dtype::float32, 1, {});
         });
       }
-      expect(same(out, before), "refused, and yet changed");
+      expect(same(out, before), "refused, but changed");
     }};
 
 // ---- dense --------------------------------------------------------------------------------------

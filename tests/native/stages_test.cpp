@@ -1,5 +1,5 @@
-// StreamStages of every plan: no rank waits for ever, messages meet in order, nothing is lost, and
-// rings have as many stages as steps. Pure; tests/emulator/streams_test.cpp runs them.
+// StreamStages of every plan: no rank waits without end, messages match in order, nothing is lost,
+// and rings have as many stages as steps. tests/emulator/streams_test.cpp runs them.
 #include "device/stages.h"
 
 #include <map>
@@ -44,8 +44,8 @@ StreamStages stages_of(const Case& one, int rank) {
   return make_lanes(plan, rank, one.lanes).at(static_cast<size_t>(one.lane));
 }
 
-// Ranks run their stages as streams do: a stage ends when all its messages have met, and a message
-// meets its counterpart while both stand in stages that have begun.
+// Ranks run their stages as streams do: a stage ends when all its messages have matched, and a
+// message matches its counterpart while both are in stages that have begun.
 class Streams {
  public:
   explicit Streams(const Case& one) : case_(one) {
@@ -65,7 +65,7 @@ class Streams {
     }
     for (size_t rank = 0; rank < ranks_.size(); ++rank)
       expect(at_[rank] == ranks_[rank].stages.size(),
-             case_.text() + ": rank " + std::to_string(rank) + " waits for ever in stage " +
+             case_.text() + ": rank " + std::to_string(rank) + " waits without end in stage " +
                  std::to_string(at_[rank]));
   }
 
@@ -82,14 +82,14 @@ class Streams {
       for (const auto& [peer, range] : stage.sends) left_[r].sends[peer].push_back(range.count);
       for (const auto& [peer, range] : stage.receives)
         left_[r].receives[peer].push_back(range.count);
-      if (left_[r].empty()) ++at_[r];  // nothing but steps
+      if (left_[r].empty()) ++at_[r];  // only local steps
     }
   }
 
   bool meet(int rank) {
     Left& mine = left_[static_cast<size_t>(rank)];
     for (auto& [to, counts] : mine.sends) {
-      const int peer = to;  // its entry may go
+      const int peer = to;  // its entry may be erased
       Left& theirs = left_[static_cast<size_t>(peer)];
       const auto found = theirs.receives.find(rank);
       if (found == theirs.receives.end()) continue;
@@ -122,7 +122,7 @@ class Streams {
   std::vector<Left> left_;
 };
 
-// What a plan says that this rank sends, in elements.
+// Elements that this rank sends by the plan.
 size_t sent_by_plan(const Case& one, int rank) {
   size_t sent = 0;
   for (const Move& move : make_plan(one.algorithm, one.operation, one.at(rank)).moves)
@@ -155,12 +155,12 @@ void check_all(int size, const std::vector<int>& hosts) {
             check({operation, algorithm, size, count, root, hosts});
 }
 
-const Test kEveryPlan{"every plan's stages meet, whatever the size", [] {
+const Test kEveryPlan{"the stages of every plan match, at every size", [] {
                         for (int size = 1; size <= 17; ++size) check_all(size, {});
                         check_all(33, {});
                       }};
 
-const Test kLanes{"lanes of a ring meet, and together they send what it sends", [] {
+const Test kLanes{"lanes of a ring match, and together send as many elements", [] {
                     for (const Operation operation : kOperationsWithPlans)
                       for (const Algorithm algorithm : algorithms_for(operation))
                         for (const int size : {2, 3, 5})
@@ -179,14 +179,14 @@ const Test kLanes{"lanes of a ring meet, and together they send what it sends", 
                           }
                   }};
 
-const Test kHosts{"stages meet on several hosts", [] {
+const Test kHosts{"stages match on several hosts", [] {
                     check_all(4, {0, 0, 1, 1});
                     check_all(7, {0, 0, 1, 1, 1, 2, 2});
                   }};
 
 const Test kRing{
-    "a ring has a stage for each of its steps, what is sent to all has one", [] {
-      for (int size = 2; size <= 8; ++size)  // above, gathers send tokens
+    "a ring has a stage for each step, a send to all has one", [] {
+      for (int size = 2; size <= 8; ++size)  // with more ranks, gathers send tokens
         for (int rank = 0; rank < size; ++rank) {
           const auto steps = static_cast<size_t>(size - 1);
           const auto stages = [&](const Plan& plan) {
@@ -202,7 +202,7 @@ const Test kRing{
         }
     }};
 
-const Test kScratch{"what arrives to be added lies behind the plan's scratch, aligned", [] {
+const Test kScratch{"received summands are stored behind the plan's scratch, aligned", [] {
                       const Plan plan = ring_all_reduce(0, 3, 100);
                       const StreamStages stages = make_stream_stages(plan, 0);
                       for (const StreamStage& stage : stages.stages)

@@ -1,5 +1,5 @@
-// The stores: numbers that are added to, keys that are taken away, a closed door, and groups that
-// meet in one store under one name again and again.
+// The stores: counters, removed keys, a closed listener, and groups that form again and again in
+// one store under one name.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -48,7 +48,7 @@ const Test kAdd{"store: every addition counts once, from every end", [] {
                 }};
 
 const Test kAddWrong{
-    "store: what is no number, or none of 64 bits, cannot be added to", [] {
+    "store: add() rejects a value that is no 64-bit number", [] {
       with_each_store([](Store& here, Store& there) {
         here.set("word", "12x");
         here.set("most", "9223372036854775807");
@@ -61,7 +61,7 @@ const Test kAddWrong{
       });
     }};
 
-const Test kRemove{"store: a key that is removed is given to one and gone", [] {
+const Test kRemove{"store: remove() gives the value to one caller only", [] {
                      with_each_store([](Store& here, Store& there) {
                        expect(!there.remove("key").has_value(), "nothing is there");
                        here.set("key", "value");
@@ -78,14 +78,14 @@ const Test kRemove{"store: a key that is removed is given to one and gone", [] {
                            });
                          for (auto& taker : takers) taker.join();
                        }
-                       expect_equal(taken.load(), 20, "takers of 20 prizes");
+                       expect_equal(taken.load(), 20, "20 values, each removed once");
                      });
                    }};
 
-const Test kClaim{"store: of several who claim a key all are given the first one's value", [] {
+const Test kClaim{"store: all callers that claim a key get the first one's value", [] {
                     with_each_store([](Store& here, Store& there) {
                       here.set("taken", "before");
-                      expect(there.claim("taken", "mine") == "before", "what was set stands");
+                      expect(there.claim("taken", "mine") == "before", "an existing value stays");
                       for (int round = 0; round < 20; ++round) {
                         const std::string key = "round " + std::to_string(round);
                         std::array<std::string, 4> given;
@@ -96,24 +96,24 @@ const Test kClaim{"store: of several who claim a key all are given the first one
                           });
                         for (auto& claimer : claimers) claimer.join();
                         for (const std::string& one : given)
-                          expect(one == given[0], "all are given the same");
-                        expect(here.get(key, within(1s)) == given[0], "and it stands");
+                          expect(one == given[0], "all get the same value");
+                        expect(here.get(key, within(1s)) == given[0], "and it is stored");
                       }
                     });
                     LocalStore full;
-                    expect(!full.claim_within("n", "123456", 6).has_value(), "there is no room");
+                    expect(!full.claim_within("n", "123456", 6).has_value(), "the store is full");
                   }};
 
-const Test kRoom{"local store: what is removed makes room, what is added takes it", [] {
+const Test kRoom{"local store: a removal frees space, an addition uses it", [] {
                    LocalStore store;
                    expect(store.add_within("n", 12345, 6).has_value(), "6 bytes fit");
-                   expect(!store.add_within("n", 900'000, 6).has_value(), "one more does not");
+                   expect(!store.add_within("n", 900'000, 6).has_value(), "one more does not fit");
                    expect(store.remove("n") == "12345", "the sum is as it was");
-                   expect(store.set_within("key", "123", 6), "the room is free again");
+                   expect(store.set_within("key", "123", 6), "the space is free again");
                  }};
 
 const Test kSettled{
-    "tcp store: after settle the public port is closed, and clients that came can go on", [] {
+    "tcp store: after settle the public port is closed, and present clients continue", [] {
       const auto server = TcpStore::serve(kHost, 0, kKey);
       const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
       const auto other = TcpStore::connect(kHost, server->port(), kKey, within(10s));
@@ -125,19 +125,19 @@ const Test kSettled{
       expect_says(expect_throws<Timeout>(
                       [&] { TcpStore::connect(kHost, server->port(), kKey, within(100ms)); }),
                   "Connection refused");
-      // One connection, two threads: the get that waits does not keep the set from coming.
+      // One connection, two threads: a waiting get does not delay a set.
       auto got = std::async(std::launch::async, [&] { return client->get("later", within(20s)); });
       expect_throws<Timeout>([&] { client->get("nothing", within(150ms)); });
       client->set("later", "come");
       expect_equal(got.get(), "come", "to the thread that waited");
       expect_equal(other->add("count", 1), 1, "the other client");
-      // Its port is free for the next run while these connections stand.
+      // Its port is free for the next run while these connections are open.
       const auto next = TcpStore::serve(kHost, server->port(), kKey);
       expect_equal(client->add("count", 1), 2, "beside the next run");
     }};
 
 const Test kSettledGone{
-    "tcp store: a settled client whose server goes is told, in every thread", [] {
+    "tcp store: a settled client without its server gets an error in every thread", [] {
       auto server = TcpStore::serve(kHost, 0, kKey);
       const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
       client->settle();
@@ -154,22 +154,22 @@ const Test kSettledGone{
       expect_throws<PeerLost>([&] { client->set("key", "value"); });
     }};
 
-const Test kForked{"tcp store: a forked child lets go of its parent's server and leaves it", [] {
-                     auto server = TcpStore::serve(kHost, 0, kKey);
-                     const auto client =
-                         TcpStore::connect(kHost, server->port(), kKey, within(10s));
-                     const pid_t child = ::fork();
-                     if (child == 0) {
-                       ::alarm(20);
-                       server.reset();
-                       ::_exit(7);
-                     }
-                     int status = 0;
-                     ::waitpid(child, &status, 0);
-                     expect(WIFEXITED(status) && WEXITSTATUS(status) == 7, "the child ends");
-                     client->set("key", "value");
-                     expect_equal(server->get("key", within(1s)), "value", "the parent serves");
-                   }};
+const Test kForked{
+    "tcp store: a forked child releases its parent's server, which keeps serving", [] {
+      auto server = TcpStore::serve(kHost, 0, kKey);
+      const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+      const pid_t child = ::fork();
+      if (child == 0) {
+        ::alarm(20);
+        server.reset();
+        ::_exit(7);
+      }
+      int status = 0;
+      ::waitpid(child, &status, 0);
+      expect(WIFEXITED(status) && WEXITSTATUS(status) == 7, "the child ends");
+      client->set("key", "value");
+      expect_equal(server->get("key", within(1s)), "value", "the parent serves");
+    }};
 
 ConnectOptions options_of(int rank, int size, std::chrono::nanoseconds timeout) {
   ConnectOptions options;
@@ -179,7 +179,7 @@ ConnectOptions options_of(int rank, int size, std::chrono::nanoseconds timeout) 
   return options;
 }
 
-// One rank's part in `rounds` groups of one name after one another.
+// One rank in `rounds` groups of one name, one after another.
 std::vector<std::string> form_again(Store& store, int rank, int size, int rounds) {
   std::vector<std::string> names;
   for (int round = 0; round < rounds; ++round) {
@@ -192,7 +192,7 @@ std::vector<std::string> form_again(Store& store, int rank, int size, int rounds
                 .count = 1});
     expect_equal(sum, size, "ranks that took part");
     names.push_back(group->name());
-    // Who comes out first begins the next group at once, while the others still leave this one.
+    // The first rank to finish begins the next group while the others still leave this one.
   }
   return names;
 }
@@ -211,21 +211,21 @@ void all_form_again(const std::vector<Store*>& stores) {
 }
 
 const Test kLocalAgain{
-    "store: five groups of one name after one another in one local store", [] {
+    "store: five groups of one name, one after another, in one local store", [] {
       LocalStore store;
       all_form_again({&store, &store, &store});
       for (const std::string key : {"world/note/0", "world#2/note/1", "world/key", "world#5/key"})
-        expect(!store.find(key).has_value(), key + " is left behind");
+        expect(!store.find(key).has_value(), key + " is still there");
     }};
 
-const Test kTcpAgain{"store: five groups of one name after one another in one tcp store", [] {
+const Test kTcpAgain{"store: five groups of one name, one after another, in one tcp store", [] {
                        const auto server = TcpStore::serve(kHost, 0, kKey);
                        const auto one = TcpStore::connect(kHost, server->port(), kKey, within(10s));
                        const auto two = TcpStore::connect(kHost, server->port(), kKey, within(10s));
                        all_form_again({server.get(), one.get(), two.get()});
                      }};
 
-const Test kFailedForming{"store: a forming that fails does not count, and leaves no note", [] {
+const Test kFailedForming{"store: a failed forming does not count, and leaves no rank info", [] {
                             LocalStore store;
                             const ConnectOptions alone = options_of(0, 2, 50ms);
                             for (int i = 0; i < 2; ++i)
@@ -269,9 +269,9 @@ class Watched final : public Store {
   std::string last_got_;
 };
 
-// Rank 1 reads the notes only when rank 0 has read them and acted on what they say.
+// Rank 1 reads the rank info only after rank 0 has read it and reacted.
 const Test kOtherOptions{
-    "store: all ranks hear of different options, whoever reads the notes last", [] {
+    "store: all ranks report different options, in any order of reading", [] {
       LocalStore store;
       Watched first(store), last(store);
       std::promise<void> acted;
@@ -291,15 +291,15 @@ const Test kOtherOptions{
       other.get();
       for (const std::string key :
            {"world/note/0", "world/note/1", "world/key", "world/refused", "world/refused/all"})
-        expect(!store.find(key).has_value(), key + " is left behind");
+        expect(!store.find(key).has_value(), key + " is still there");
       auto again = std::async(std::launch::async,
                               [&] { return connect(store, options_of(1, 2, 5s))->name(); });
       expect_equal(connect(store, options_of(0, 2, 5s))->name(), "world#2", "the next");
       expect_equal(again.get(), "world#2", "the next of the other");
     }};
 
-// What rank 1 would tidy up behind the forming has gone with rank 0.
-const Test kLeft{"store: rank 0 may leave, and its store with it, once the group stands", [] {
+// The keys that rank 1 would remove after forming are gone with rank 0.
+const Test kLeft{"store: rank 0 and its store may leave once the group is established", [] {
                    LocalStore store;
                    Watched end(store);
                    end.after_change = [](const std::string& last_got) {

@@ -1,4 +1,4 @@
-// The stores: what every store promises, the TCP store's bytes, and the TCP store among strangers.
+// The stores: the guarantees of every store, the TCP store's bytes, and unauthenticated clients.
 #include "rendezvous/store.h"
 
 #include <fcntl.h>
@@ -63,7 +63,7 @@ const Test kWaits{"store: get waits for set, from either end", [] {
                         expect_throws<Timeout>([&] { setter->get("nothing", within(30ms)); });
                         setter->set(key, "come");
                         expect_equal(got.get(), "come", "what the waiting get gave");
-                        expect(deadline.elapsed_s() < 5, "a get must hear of the set at once");
+                        expect(deadline.elapsed_s() < 5, "a get must return at once after the set");
                       }
                     });
                   }};
@@ -82,7 +82,7 @@ const Test kTimeout{
       });
     }};
 
-const Test kThreads{"store: eight threads leave and find each other's values", [] {
+const Test kThreads{"store: eight threads set and get each other's values", [] {
                       with_each_store([](Store& here, Store& there) {
                         std::atomic<int> wrong{0};
                         std::vector<std::thread> threads;
@@ -108,7 +108,7 @@ const Test kThreads{"store: eight threads leave and find each other's values", [
                     }};
 
 const Test kLimits{
-    "tcp store: what is too large or empty is refused before it is sent", [] {
+    "tcp store: too large or empty values are rejected before they are sent", [] {
       const auto server = TcpStore::serve(kHost, 0, kKey);
       const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
       for (TcpStore* store : {server.get(), client.get()}) {
@@ -121,7 +121,7 @@ const Test kLimits{
       expect_throws<InvalidArgument>([&] { TcpStore::serve(kHost, server->port(), kKey); });
     }};
 
-const Test kReuse{"tcp store: calls one after another use one connection", [] {
+const Test kReuse{"tcp store: consecutive calls use one connection", [] {
                     const auto server = TcpStore::serve(kHost, 0, kKey);
                     const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
                     client->set("key", "value");
@@ -133,17 +133,17 @@ const Test kReuse{"tcp store: calls one after another use one connection", [] {
                     expect_equal(open_descriptors(), before, "descriptors");
                   }};
 
-const Test kFull{"local store: counts what it holds", [] {
+const Test kFull{"local store: counts its bytes", [] {
                    LocalStore store;
                    expect(store.set_within("key", "12345", 10), "8 bytes fit in 10");
                    expect(!store.set_within("other", "x", 10), "14 do not");
                    expect(store.set_within("key", "1234567", 10),
-                          "the old value's room is free again");
-                   expect(!store.find("other").has_value(), "what was refused is not there");
+                          "the old value's space is free again");
+                   expect(!store.find("other").has_value(), "the rejected value is not stored");
                  }};
 
 const Test kOrder{
-    "tcp store: a client may come before its server", [] {
+    "tcp store: a client may start before its server", [] {
       const uint16_t port = free_port();
       std::unique_ptr<TcpStore> server;
       std::vector<std::string> lines;
@@ -166,7 +166,7 @@ const Test kOrder{
       expect_equal(server->get("key", within(1s)), "value", "through the late server");
     }};
 
-const Test kNoRank{"tcp store: where no server is, the wait ends in time with the reason", [] {
+const Test kNoRank{"tcp store: without a server the wait ends in time with the reason", [] {
                      const Deadline deadline = within(200ms);
                      const std::string text = expect_throws<Timeout>(
                          [&] { TcpStore::connect(kHost, free_port(), kKey, deadline); });
@@ -175,7 +175,7 @@ const Test kNoRank{"tcp store: where no server is, the wait ends in time with th
                      expect(deadline.elapsed_s() < 1, "when");
                    }};
 
-const Test kWrongKey{"tcp store: a wrong key is refused and told so", [] {
+const Test kWrongKey{"tcp store: a wrong key is refused with the reason", [] {
                        const auto server = TcpStore::serve(kHost, 0, kKey);
                        const std::string text = expect_throws<Timeout>([&] {
                          TcpStore::connect(kHost, server->port(), "a guess", within(200ms));
@@ -197,7 +197,7 @@ const Test kGone{
         TcpStore::connect(kHost, port, kKey, within(10s))->set("key", "value");
         server.reset();
         expect_says(text.get(), "has gone");
-        // It does not come back: a call that would open a connection does not try for its 30 s.
+        // The server does not return: a call that would connect does not try for its 30 s.
         expect_says(expect_throws<PeerLost>([&] { client->remove("key"); }), "has gone");
       }
       expect_throws<Timeout>([&] { TcpStore::connect(kHost, port, kKey, within(10ms)); });
@@ -218,27 +218,29 @@ const Test kFrames{
       const auto parsed = store_frame::parse_request(set);
       expect(parsed.parse == Parse::complete && parsed.frame.key == "key" &&
                  parsed.frame.value == "value" && parsed.frame.wait_ms == 7,
-             "a request comes back");
-      expect_equal(store_frame::parse_reply(reply).frame.value, "value", "a reply comes back");
+             "a request survives a round trip");
+      expect_equal(store_frame::parse_reply(reply).frame.value, "value",
+                   "a reply survives a round trip");
       for (size_t cut = 0; cut < set.size(); ++cut)
         expect(store_frame::parse_request(set.substr(0, cut)).parse == Parse::more,
-               "a cut request");
+               "a truncated request");
       for (size_t cut = 0; cut < reply.size(); ++cut)
-        expect(store_frame::parse_reply(reply.substr(0, cut)).parse == Parse::more, "a cut reply");
+        expect(store_frame::parse_reply(reply.substr(0, cut)).parse == Parse::more,
+               "a truncated reply");
       expect(store_frame::parse_request(set + "x").parse == Parse::broken, "a byte too many");
       for (const char bad : {0, 7}) {
         std::string other = set;
         other[0] = bad;
-        expect(store_frame::parse_request(other).parse == Parse::broken, "no verb of ours");
+        expect(store_frame::parse_request(other).parse == Parse::broken, "an unknown verb");
         other = reply;
         other[0] = bad;
-        expect(store_frame::parse_reply(other).parse == Parse::broken, "no status of ours");
+        expect(store_frame::parse_reply(other).parse == Parse::broken, "an unknown status");
       }
       for (const char verb : {2, 4}) {
         std::string get = set;
         get[0] = verb;
         expect(store_frame::parse_request(get).parse == Parse::broken,
-               "a get or remove that brings a value");
+               "a get or remove with a value");
       }
 
       std::mt19937 random(1);
@@ -250,12 +252,12 @@ const Test kFrames{
         bytes.resize(random() % (bytes.size() + 1));
         const auto request = store_frame::parse_request(bytes);
         expect(request.needed <= store_frame::kRequestHeadBytes + 1024 + (1 << 20),
-               "how much a request may make us hold");
+               "the largest buffer for a request");
         expect(store_frame::parse_reply(bytes).needed <= 5 + (1 << 20), "and a reply");
       }
     }};
 
-// Shakes hands as a client of the store does.
+// Performs the handshake of a client of the store.
 Fd friendly_socket(uint16_t port) {
   Handshake shake(
       start_connect(tcp_address(kHost, port)), Handshake::Role::connector, kKey,
@@ -281,7 +283,7 @@ const Test kAbsent{
     }};
 
 const Test kNonsense{
-    "tcp store: a client that speaks nonsense loses its connection alone", [] {
+    "tcp store: invalid bytes end only the connection of their client", [] {
       const auto server = TcpStore::serve(kHost, 0, kKey);
       const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
       std::mt19937 random(2);
@@ -293,13 +295,13 @@ const Test kNonsense{
         bytes.resize(std::max<size_t>(bytes.size(), store_frame::kRequestHeadBytes));
         ::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
         expect(poll_one(fd.get(), POLLIN, 5s) != 0,
-               "the server keeps a client that speaks nonsense");
+               "the server keeps a client that sends invalid bytes");
       }
       client->set("key", "value");
       expect_equal(server->get("key", within(1s)), "value", "another client");
     }};
 
-// Another process, so that its descriptors are its own: `body` gives the exit status.
+// Another process with its own descriptors: `body` returns the exit status.
 class Child {
  public:
   explicit Child(const std::function<int(uint16_t)>& body) {
@@ -340,7 +342,7 @@ class Child {
   pid_t pid_ = -1;
 };
 
-// While it lives, this process may have only so many descriptors more than it has.
+// During its lifetime this process may open only this many further descriptors.
 class FewDescriptors {
  public:
   explicit FewDescriptors(int more) {
@@ -357,7 +359,7 @@ class FewDescriptors {
   rlimit old_{};
 };
 
-// One of 2,000: garbage, silence, half a connection, a greeting and no more, or gone at once. The
+// One of 2,000: random bytes, silence, half a close, a greeting only, or an immediate close. The
 // last 500 stay open.
 void be_hostile(uint16_t port, int number, std::vector<Fd>& kept) {
   Fd fd;
@@ -376,8 +378,8 @@ void be_hostile(uint16_t port, int number, std::vector<Fd>& kept) {
   if (kept.size() > 500) kept.erase(kept.begin());
 }
 
-// A server with few descriptors, a process full of strangers, and in it one client that holds the
-// key.
+// A server with few descriptors, and a process with unauthenticated clients and one client that
+// holds the key.
 void survive_strangers(int descriptors) {
   Child child([](uint16_t port) {
     std::vector<Fd> kept;
@@ -398,31 +400,31 @@ void survive_strangers(int descriptors) {
     server->set("from the server", "hello");
     expect_equal(server->get("from the client", within(30s)), "came through", "the client's value");
     expect_equal(child.wait(), 0, "the client");
-    // The strangers have gone with their process: the server lets go of each.
+    // The clients ended with their process: the server closes each connection.
     const Deadline deadline = within(10s);
     while (open_descriptors() > serving && !deadline.expired())
       expect_throws<Timeout>([&] { server->get("pause", within(10ms)); });
-    expect_equal(open_descriptors(), serving, "descriptors once the strangers have gone");
+    expect_equal(open_descriptors(), serving, "descriptors after the clients have ended");
   }
-  expect_equal(open_descriptors(), before, "descriptors once the server has gone");
+  expect_equal(open_descriptors(), before, "descriptors after the server has ended");
 }
 
-const Test kFlood{"tcp store: 2,000 strangers do not keep a client out",
+const Test kFlood{"tcp store: a client connects beside 2,000 unauthenticated clients",
                   [] { survive_strangers(200); }};
 
-const Test kExhausted{"tcp store: nor when they take every descriptor",
+const Test kExhausted{"tcp store: the same when they take every descriptor",
                       [] { survive_strangers(12); }};
 
-const Test kSilent{"tcp store: a silent stranger is shown out at the limit, and not before", [] {
+const Test kSilent{"tcp store: a silent client is disconnected at the limit, and not before", [] {
                      StoreServer server(tcp_address(kHost, 0), kKey, 100ms);
                      const Fd stranger = start_connect(tcp_address(kHost, server.port()));
                      const Deadline deadline = within(10s);
                      expect(poll_one(stranger.get(), POLLIN, deadline.left()) != 0,
-                            "it stays for ever");
+                            "it stays connected");
                      expect(deadline.elapsed_s() > 0.09 && deadline.elapsed_s() < 5, "when");
                    }};
 
-const Test kFew{"tcp store: no more unproven connections than the descriptors allow are held", [] {
+const Test kFew{"tcp store: no more pending connections than the descriptors allow are held", [] {
                   rlimit limit{};
                   ::getrlimit(RLIMIT_NOFILE, &limit);
                   const rlimit few{256, limit.rlim_max};
@@ -435,10 +437,10 @@ const Test kFew{"tcp store: no more unproven connections than the descriptors al
                     strangers.push_back(start_connect(tcp_address(kHost, server->port())));
                     poll_one(strangers.back().get(), POLLOUT, 5s);
                   }
-                  // The last in the queue: when it is in, all the others have been let in before.
+                  // The last in the queue: once it is accepted, so are all the others.
                   const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
                   const int inside = open_descriptors() - serving - 100 - 2;
-                  expect(inside <= 64, std::to_string(inside) + " strangers stand inside");
+                  expect(inside <= 64, std::to_string(inside) + " clients are connected");
                   client->set("key", "value");
                 }};
 
@@ -446,14 +448,14 @@ const Test kAcceptExhausted{
     "socket: accept says when no descriptor is left", [] {
       const Fd door = listen_on(tcp_address(kHost, 0), 8);
       const Fd caller = start_connect(local_address(door.get()));
-      expect(poll_one(door.get(), POLLIN, 5s) != 0, "the caller came");
+      expect(poll_one(door.get(), POLLIN, 5s) != 0, "the client connected");
       bool exhausted = false;
       {
         const FewDescriptors none(0);
         expect(!accept_from(door.get(), &exhausted), "no descriptor, no connection");
       }
       expect(exhausted, "it must say so");
-      expect(static_cast<bool>(accept_from(door.get(), &exhausted)), "the caller still waits");
+      expect(static_cast<bool>(accept_from(door.get(), &exhausted)), "the client still waits");
       expect(!exhausted, "no longer");
     }};
 

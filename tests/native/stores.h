@@ -1,4 +1,4 @@
-// What the suites of the stores share: a key, a place, and each kind of store with two ends.
+// Shared by the suites of the stores: a key, an address, and each kind of store with two ends.
 #pragma once
 
 #include <fcntl.h>

@@ -1,5 +1,4 @@
-// What the prover's memory holds: expressions over ranks, and runs of places that share one. For
-// prove.cpp alone.
+// The prover's memory: expressions over ranks, and runs of places that share one.
 #pragma once
 
 #include <algorithm>
@@ -28,12 +27,13 @@ inline size_t first_of(uint64_t ranks) { return static_cast<size_t>(std::countr_
 // Expressions by number; equal expressions have equal numbers.
 class Expressions {
  public:
-  // `wide` is an addition inside a fold, where nothing is rounded: other bits than a plain one.
+  // `wide` is an addition inside a fold, where nothing is rounded: with other bits than a plain
+  // one.
   enum class Kind : uint8_t { leaf, add, wide, finish };
 
   int leaf(int rank) { return number({Kind::leaf, rank, 0}, {bit(rank), false}); }
 
-  // What no rank gave: zeros that say only who has been heard of.
+  // No rank's data: zeros that only carry the set of ranks heard of.
   int token() { return number({Kind::leaf, -1, 0}, {0, false}); }
 
   int add(Kind kind, int a, int b) {
@@ -70,8 +70,8 @@ struct Run {
   size_t begin = 0, count = 0;
   int expression = 0;
   size_t element = 0;
-  uint64_t heard = 0;  // the ranks that its holder had heard of when it got it
-  int landed = 0;      // the step after which it was there
+  uint64_t heard = 0;  // the ranks that its holder had heard of on receipt
+  int landed = 0;      // the step after which it was available
   int read = 0;        // the last step in which it was sent
 };
 
@@ -83,7 +83,7 @@ inline Run part_of(const Run& run, size_t begin, size_t count) {
   return part;
 }
 
-// Runs `work`; a violation in it is one of `where()`.
+// Runs `work`; its violations are prefixed by `where()`.
 template <typename Where, typename Work>
 auto blame(Where where, Work work) {
   try {
@@ -106,7 +106,7 @@ void in_pairs(const std::vector<Run>& a, const std::vector<Run>& b, Use use) {
   }
 }
 
-// The memory of one rank: what lies where. Places that nothing was written to are in no run.
+// The memory of one rank. Places that were never written are in no run.
 class Memory {
  public:
   // The runs between two places, cut to fit.

@@ -1,5 +1,5 @@
-// What every transport promises (transport/transport.h), held against all of them; and what shm
-// refuses from a peer.
+// The guarantees of every transport (transport/transport.h), checked on all of them; and the
+// memory that shm refuses from a peer.
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -33,11 +33,11 @@ using namespace std::chrono_literals;
 using Buffer = std::vector<std::byte>;
 
 constexpr size_t kRing = size_t{128} << 10;
-constexpr size_t kPeekBytes = size_t{64} << 10;  // what peek() promises
+constexpr size_t kPeekBytes = size_t{64} << 10;  // the guarantee of peek()
 
 using Pair = ranks::Ends;
 
-// Both ends with a fault that is in force from the first byte on.
+// Both ends with a fault from the first byte on.
 Pair faulty_pair(const std::string& transport, const Fault& fault) {
   Pair pair = ranks::channel_pair(transport, kRing);
   pair.a = make_faulty(std::move(pair.a), 1, make_faults({fault}));
@@ -45,7 +45,7 @@ Pair faulty_pair(const std::string& transport, const Fault& fault) {
   return pair;
 }
 
-// Each end behind a line of its own, slow enough that much of a test waits for it.
+// Each end behind a rate-limited link, slow enough that much of a test waits for it.
 Pair throttled_pair(const std::string& transport) {
   Pair pair = ranks::channel_pair(transport, kRing);
   pair.a = make_rate_limited(std::move(pair.a), std::make_shared<RateLimitedLink>(100e6));
@@ -53,7 +53,7 @@ Pair throttled_pair(const std::string& transport) {
   return pair;
 }
 
-// Under keys that change often.
+// With keys that change often.
 Pair encrypted_pair() {
   Pair pair = ranks::channel_pair("tcp", kRing);
   pair.a = make_encrypted(std::move(pair.a), {"a secret", true, 3});
@@ -61,8 +61,8 @@ Pair encrypted_pair() {
   return pair;
 }
 
-// One test for each transport, as it is, encrypted, behind lines, and under faults that lose
-// nothing.
+// One test for each transport: plain, encrypted, behind rate-limited links, and with faults that
+// lose nothing.
 struct Conformance {
   Conformance(const std::string& name, void (*body)(Pair)) {
     for (const std::string& transport : ranks::kTransports)
@@ -79,14 +79,14 @@ struct Conformance {
 };
 
 // Sleeps in poll(2) until `progress` is true, as an engine does; a wake-up that is lost fails.
-// `progress` goes on until nothing moves: nobody wakes a sleeper for bytes that it left lying.
+// `progress` must run until nothing moves: there is no wake-up for bytes that it left unread.
 void sleep_until(Channel& channel, Want want, const std::function<bool()>& progress) {
   while (!progress()) {
     pollfd armed = channel.arm(want);
     const bool came = progress();
     const int woken = came ? 1 : ::poll(&armed, 1, 10'000);
     channel.disarm(came ? short{0} : armed.revents);
-    expect(woken > 0, "nobody woke a sleeper");
+    expect(woken > 0, "a wake-up was lost");
     if (came) return;
   }
 }
@@ -108,7 +108,7 @@ void expect_bytes(ConstBytes got, uint64_t from, uint64_t stream) {
       expect(false, "byte " + std::to_string(from + i) + " of the stream is wrong");
 }
 
-// Everything, whatever it takes.
+// Sends everything.
 void send_all(Channel& channel, ConstBytes bytes) {
   sleep_until(channel, {.send = true}, [&] {
     for (size_t n = 1; n > 0 && !bytes.empty(); bytes = bytes.subspan(n))
@@ -128,8 +128,8 @@ Buffer receive_all(Channel& channel, size_t bytes) {
   return buffer;
 }
 
-// One end of a conversation: random cuts on both ways at once, head and body, and every way to
-// receive.
+// One end of a conversation: random sizes in both directions at once, head and body, and every way
+// to receive.
 class Talker {
  public:
   Talker(Channel& channel, uint64_t total, uint64_t mine, uint64_t theirs)
@@ -154,7 +154,7 @@ class Talker {
     }
     const ConstBytes bytes = pending_;
     const size_t n = channel_.send(bytes.first(head_), bytes.subspan(head_));
-    expect(n <= bytes.size(), "more was taken than there was");
+    expect(n <= bytes.size(), "more was received than available");
     sent_ += n;
     head_ -= std::min(n, head_);
     pending_.erase(pending_.begin(), pending_.begin() + static_cast<std::ptrdiff_t>(n));
@@ -195,7 +195,7 @@ const Conformance kTalks{
     }};
 
 const Conformance kShows{
-    "peek shows at least 64 KiB of what was sent, wherever it lies", [](Pair pair) {
+    "peek shows at least 64 KiB of the sent bytes, at any offset", [](Pair pair) {
       uint64_t sent = 0, taken = 0;
       for (const size_t take : {size_t{1}, size_t{4095}, size_t{32}, kPeekBytes, size_t{70'001}}) {
         const Buffer more = make_bytes(sent, 100'000 - (sent - taken), 3);
@@ -246,11 +246,11 @@ const Conformance kWakesWriters{"no wake-up of a writer is lost", [](Pair pair) 
                                   });
                                 }};
 
-const Conformance kEmpty{"nothing is there before anything was sent", [](Pair pair) {
+const Conformance kEmpty{"nothing arrives before a send", [](Pair pair) {
                            expect(pair.a->peek(1).empty(), "something to peek at");
                            Buffer into(64);
                            expect_equal(pair.a->receive(into), size_t{0}, "bytes received");
-                           expect(!pair.a->is_closed() && !pair.b->is_closed(), "hung up");
+                           expect(!pair.a->is_closed() && !pair.b->is_closed(), "closed");
                            expect_equal(pair.a->send({}, {}), size_t{0}, "bytes of nothing");
                            pollfd armed = pair.a->arm({.receive = true});
                            expect_equal(::poll(&armed, 1, 0), 0, "events without a cause");
@@ -262,53 +262,55 @@ void expect_last_words(Pair& pair, const std::function<void()>& end) {
   send_all(*pair.a, words);
   end();
   sleep_until(*pair.b, {}, [&] { return pair.b->is_closed(); });
-  expect(receive_all(*pair.b, words.size()) == words, "what was sent before is not there");
+  expect(receive_all(*pair.b, words.size()) == words, "bytes sent before are missing");
   expect(pair.b->peek(1).empty(), "more arrived than was sent");
   expect_equal(pair.b->send(words, words), 2 * words.size(), "bytes swallowed");
 }
 
-const Conformance kHangsUp{"the peer sees who hangs up, after all that was sent",
+const Conformance kHangsUp{"the peer sees a close, after all sent bytes",
                            [](Pair pair) { expect_last_words(pair, [&] { pair.a->close({}); }); }};
 
 const Conformance kHangsUpForked{
-    "the peer sees who hangs up although a forked process has the descriptor", [](Pair pair) {
+    "the peer sees a close although a forked process has the descriptor", [](Pair pair) {
       const Fd childs(::dup(pair.a->arm({}).fd));
       pair.a->disarm(0);
       expect_last_words(pair, [&] { pair.a->close({}); });
     }};
 
-const Conformance kDies{"the peer sees who is gone, after all that was sent",
+const Conformance kDies{"the peer sees a destroyed channel, after all sent bytes",
                         [](Pair pair) { expect_last_words(pair, [&] { pair.a.reset(); }); }};
 
-// A TCP socket that is closed while bytes are unread, or come later, is reset, and what was sent
-// and not delivered yet would be lost.
-const Conformance kUnread{
-    "all that was sent arrives although its sender left the peer's bytes unread", [](Pair pair) {
-      const Buffer block = make_bytes(0, size_t{1} << 20, 5);
-      uint64_t sent = 0;
-      for (size_t n = 1; n > 0; sent += n)
-        n = pair.a->send({}, ConstBytes(block).subspan(sent % block.size()));
-      send_all(*pair.b, make_bytes(0, 1000, 6));
-      pair.a->close({});
-      pair.b->send({}, make_bytes(0, 1000, 6));
-      pair.a.reset();
-      Buffer all(sent);
-      uint64_t got = 0;
-      for (const Deadline deadline(10s); got < sent && !deadline.expired();)
-        got += pair.b->receive(Bytes(all).subspan(got));
-      expect_equal(got, sent, "bytes that arrived");
-      for (uint64_t i = 0; i < sent; ++i)
-        if (all[i] != block[i % block.size()]) expect(false, "byte " + std::to_string(i));
-    }};
+// A TCP socket that is closed with unread bytes, or that receives later ones, is reset, and sent
+// bytes that are not delivered yet would be lost.
+const Conformance kUnread{"all sent bytes arrive although the sender left the peer's bytes unread",
+                          [](Pair pair) {
+                            const Buffer block = make_bytes(0, size_t{1} << 20, 5);
+                            uint64_t sent = 0;
+                            for (size_t n = 1; n > 0; sent += n)
+                              n = pair.a->send({}, ConstBytes(block).subspan(sent % block.size()));
+                            send_all(*pair.b, make_bytes(0, 1000, 6));
+                            pair.a->close({});
+                            pair.b->send({}, make_bytes(0, 1000, 6));
+                            pair.a.reset();
+                            Buffer all(sent);
+                            uint64_t got = 0;
+                            for (const Deadline deadline(10s); got < sent && !deadline.expired();)
+                              got += pair.b->receive(Bytes(all).subspan(got));
+                            expect_equal(got, sent, "bytes that arrived");
+                            for (uint64_t i = 0; i < sent; ++i)
+                              if (all[i] != block[i % block.size()])
+                                expect(false, "byte " + std::to_string(i));
+                          }};
 
-// The peer reads when the sender has gone; it may have been woken without end before.
+// The peer reads after the sender has closed; before that it may have been woken without end.
 const Conformance kOwed{
-    "last words arrive behind what fills the connection", [](Pair pair) {
+    "a goodbye message arrives behind a full connection", [](Pair pair) {
       const Buffer block = make_bytes(0, size_t{1} << 16, 5);
       Buffer want, words = make_bytes(0, 70'000, 6);
       for (size_t n = 1; n > 0;) {
         n = pair.a->send({}, block);
-        if (n > 0) words[0] = block[n % block.size()];  // that was not taken comes first
+        if (n > 0)
+          words[0] = block[n % block.size()];  // bytes that were not accepted are sent first
         want.insert(want.end(), block.begin(), block.begin() + static_cast<std::ptrdiff_t>(n));
       }
       for (int i = 0; i < 10'000; ++i) pair.a->wake_peer();
@@ -327,12 +329,12 @@ const Conformance kOwed{
       expect_equal(pair.b->peek(last).size(), last, "bytes in one run");
       for (size_t n = 1; n > 0; got += n) n = receive();
       expect_equal(got, all.size(), "bytes that arrived");
-      expect(all == want, "the words are others");
+      expect(all == want, "the message differs");
       expect(pair.b->peek(1).empty(), "more arrived than was sent");
     }};
 
-// Such a peer has not hung up yet: who believed it would give up what it sent before. The line lets
-// nothing more through than its first burst, of which `left` bytes are still to come.
+// Such a peer is not closed yet: to report that would lose the bytes that it sent before. The link
+// lets only its first burst through, of which `left` bytes are still in transit.
 void expect_held_back(const std::string& transport, size_t left,
                       const std::function<size_t(Channel&, Bytes)>& get) {
   Pair pair = ranks::channel_pair(transport, kRing);
@@ -344,13 +346,13 @@ void expect_held_back(const std::string& transport, size_t left,
   sleep_until(inner, {}, [&] { return inner.is_closed(); });
   line->in.take(line->in.available() - left);
   Buffer into(1000);
-  expect_equal(get(*pair.b, into), left, "bytes that the line lets through");
+  expect_equal(get(*pair.b, into), left, "bytes that the link lets through");
   expect_bytes(ConstBytes(into).first(left), 0, 7);
-  expect(pair.b->is_closed() == (left == 1000), "hung up while the line holds something back");
+  expect(pair.b->is_closed() == (left == 1000), "closed while the link holds bytes back");
 }
 
 const ranks::ByTransport kHeldBack{
-    "who hangs up behind a line is there until all has come", [](const std::string& transport) {
+    "a peer behind a link is open until all bytes have arrived", [](const std::string& transport) {
       const auto receive = [](Channel& channel, Bytes into) { return channel.receive(into); };
       const auto peek = [](Channel& channel, Bytes into) {
         const ConstBytes there = channel.peek(into.size());
@@ -363,7 +365,7 @@ const ranks::ByTransport kHeldBack{
       }
     }};
 
-const Conformance kFull{"a writer whose peer dies is not stuck", [](Pair pair) {
+const Conformance kFull{"a writer whose peer dies does not hang", [](Pair pair) {
                           const Buffer block(size_t{1} << 20);
                           while (pair.a->send({}, block) > 0) {
                           }
@@ -375,13 +377,13 @@ const Conformance kFull{"a writer whose peer dies is not stuck", [](Pair pair) {
                                          "bytes swallowed");
                         }};
 
-const Conformance kWakesAtTheEnd{"hanging up wakes whoever sleeps for nothing else", [](Pair pair) {
+const Conformance kWakesAtTheEnd{"a close wakes a peer that sleeps only for that", [](Pair pair) {
                                    std::thread peer([&] { pair.b->close({}); });
                                    sleep_until(*pair.a, {}, [&] { return pair.a->is_closed(); });
                                    peer.join();
                                  }};
 
-// Sends one byte and perhaps descriptors, as an offer does.
+// Sends one byte and perhaps descriptors, as an offer of shared memory.
 void pass(int socket, const std::vector<int>& fds) {
   char byte = 0;
   iovec data{&byte, 1};
@@ -408,7 +410,7 @@ Fd unsealed_memory(size_t bytes) {
   return fd;
 }
 
-// What shm makes of an offer.
+// The outcome of an offer in shm.
 template <typename Wanted>
 void expect_offer_refused(const std::function<void(Fd&)>& offer) {
   std::string why;
@@ -435,11 +437,12 @@ const Test kUsers{"shm passes no memory to a process of another user", [] {
                     expect_equal(made, 0, "socketpair");
                     const Fd mine(ends[0]), theirs(ends[1]);
                     expect_throws<PeerLost>([&] { transport->send_memory(mine.get()); });
-                    expect_equal(poll_one(theirs.get(), POLLIN, 0ns), short{0}, "what was passed");
+                    expect_equal(poll_one(theirs.get(), POLLIN, 0ns), short{0},
+                                 "passed descriptors");
                   }};
 
 const Test kRefuses{
-    "shm refuses memory that is not what was agreed", [] {
+    "shm refuses memory other than agreed", [] {
       const size_t page = page_bytes(), ring = RingMemory::file_bytes(kRing);
       const Fd right_ring = make_shared_memory(ring), right_page = make_shared_memory(page);
       const auto refused = [](int offered_ring, int offered_page) {
@@ -469,8 +472,7 @@ const Test kRefuses{
     }};
 
 const Test kAlone{
-    "local: an end that nobody comes for goes with the other, and a rank that comes late sees it",
-    [] {
+    "local: an end without a peer closes with the other, and a late rank sees it", [] {
       const long before = ranks::descriptors();
       for (int i = 0; i < 2000; ++i) {
         const std::string meeting = "alone " + std::to_string(i);
@@ -486,7 +488,7 @@ const Test kAlone{
         pollfd armed = late->arm({.receive = true});
         ::poll(&armed, 1, 0);
         late->disarm(armed.revents);
-        expect(late->is_closed(), "the other has gone");
+        expect(late->is_closed(), "the other has closed");
       }
       auto first = local_channel("both", 0, 1, kRing), second = local_channel("both", 1, 0, kRing);
       first.reset();

@@ -1,5 +1,5 @@
-// What verbs do beyond group_test.cpp: counts by rank, long arrays, messages from anybody, and
-// ranks that disagree about a root, a list or an operation, after which the group goes on.
+// Verbs beyond group_test.cpp: counts by rank, long arrays, messages from any rank, and ranks that
+// disagree about a root, a list or an operation, after which the group continues.
 #include <algorithm>
 #include <deque>
 #include <latch>
@@ -25,7 +25,7 @@ using ranks::ending_of;
 using ranks::kSlowdown;
 using ranks::run_case;
 
-// A correct call, which must work after all that went wrong before.
+// A correct call, which must work after earlier failures.
 void expect_sound(Group& group) {
   const Case c{
       Operation::all_reduce, Algorithm::direct, Dtype::float32, ReduceOp::sum, 50, 0, true, 1};
@@ -92,9 +92,9 @@ void disagree(Group& group, const Call& mine, const std::string& what) {
 }
 
 const ByTransport kDifferent{
-    "other roots, ops and counts: all hear of it by the next barrier", [](const std::string& by) {
+    "other roots, ops and counts: all report it by the next barrier", [](const std::string& by) {
       for (int size = 2; size <= 4; ++size) {
-        // Two that wait for each other learn it from pulses, of which there are five in this time.
+        // Two that wait for each other learn it from heartbeats: five are sent in this time.
         ranks::World world{.size = size, .transport = by, .heartbeat = std::chrono::seconds(5)};
         ranks::run_groups(world, [&](Group& group) {
           const auto size = static_cast<size_t>(group.size());
@@ -125,10 +125,11 @@ const ByTransport kDifferent{
       }
     }};
 
-// Calls in which nobody waits for anybody, so that all are through them, and some rank neither gets
-// too much nor too little: what it hears is that the others have made other calls than it.
+// Calls in which no rank waits for another, so that all finish them, and some rank gets neither too
+// much nor too little: it only learns that the others made other calls.
 const ByTransport kThrough{
-    "who sees nothing of a wrong root hears of it by the next barrier", [](const std::string& by) {
+    "a rank that a wrong root does not affect reports it by the next barrier",
+    [](const std::string& by) {
       struct Story {
         Operation operation;
         Algorithm algorithm;
@@ -159,7 +160,7 @@ const ByTransport kThrough{
     }};
 
 const ByTransport kLists{
-    "lists that do not fit are found while arrays are whole", [](const std::string& by) {
+    "lists that do not fit are reported before arrays change", [](const std::string& by) {
       ranks::run_groups(3, by, [](Group& group) {
         for (const bool to_all : {false, true}) {
           Array in(Dtype::int64, 30), out(Dtype::int64, 30);
@@ -185,8 +186,7 @@ const ByTransport kLists{
 
 // Only one pair differs: the counts of the other ranks fit, and so do all frames that they receive.
 const ByTransport kSplits{
-    "every rank learns of splits that do not fit, and no output changes",
-    [](const std::string& by) {
+    "every rank reports splits that do not fit, and no output changes", [](const std::string& by) {
       for (const size_t size : {2, 3, 4})
         ranks::run_groups(static_cast<int>(size), by, [&](Group& group) {
           const auto me = static_cast<size_t>(group.rank());
@@ -238,7 +238,7 @@ const ByTransport kEqualSplits{
     }};
 
 const ByTransport kAnyPeer{
-    "a message from anybody", [](const std::string& by) {
+    "a message from any rank", [](const std::string& by) {
       ranks::run_groups(4, by, [](Group& group) {
         constexpr int kEach = 20;
         Array array(Dtype::int64, 1000);
@@ -280,7 +280,8 @@ const ByTransport kAnyPeer{
     }};
 
 const ByTransport kAnybodyElse{
-    "anybody's message of another count is dropped, and all may leave", [](const std::string& by) {
+    "a message from any rank with another count is dropped, and all may leave",
+    [](const std::string& by) {
       ranks::run_groups(3, by, [](Group& group) {
         Array array(Dtype::int64, 8);
         const auto move = [&](Operation operation, size_t count, int peer) {
@@ -331,7 +332,7 @@ struct Letter {
   Call call;
 };
 
-// Two to and from everybody, of which the second may be as long, short or empty.
+// Two to and from every rank; the second may be as long, short or empty.
 std::deque<Letter> letters_of(const Group& group, size_t count) {
   std::deque<Letter> letters;
   const int me = group.rank();
@@ -354,7 +355,7 @@ std::vector<Call> calls_of(const std::deque<Letter>& letters) {
 }
 
 const ByTransport kAtOnce{
-    "messages that travel at once, larger than what is in between", [](const std::string& by) {
+    "concurrent messages, larger than the buffers between ranks", [](const std::string& by) {
       ranks::run_groups(3, by, [](Group& group) {
         for (const size_t count : {kMuch, size_t{5}, size_t{70'000}}) {
           const auto letters = letters_of(group, count);
@@ -368,7 +369,7 @@ const ByTransport kAtOnce{
       });
     }};
 
-const ByTransport kSlowOne{"... who is slow keeps nobody waiting", [](const std::string& by) {
+const ByTransport kSlowOne{"... a slow rank does not delay the others", [](const std::string& by) {
                              std::latch other_has_it(1);
                              ranks::run_groups(3, by, [&](Group& group) {
                                const int me = group.rank();
@@ -387,8 +388,7 @@ const ByTransport kSlowOne{"... who is slow keeps nobody waiting", [](const std:
                            }};
 
 const ByTransport kNotAsAsked{
-    "... and one that is not as asked for is dropped, when the others are over",
-    [](const std::string& by) {
+    "... and one with another signature is dropped after the others", [](const std::string& by) {
       ranks::run_groups(3, by, [](Group& group) {
         const int me = group.rank();
         auto letters = letters_of(group, 70'000);
@@ -411,7 +411,7 @@ const ByTransport kNotAsAsked{
     }};
 
 const ByTransport kOneGone{
-    "... or ends where one of its ranks has left", [](const std::string& by) {
+    "... or ends when one of its ranks has left", [](const std::string& by) {
       ranks::run_groups(3, by, [](Group& group) {
         if (group.rank() == 2) return group.close();
         const auto letters = letters_of(group, 70'000);
@@ -423,7 +423,7 @@ const ByTransport kOneGone{
     }};
 
 const Test kNoExchange{
-    "what is no message of one rank to another is not exchanged", [] {
+    "exchange() rejects calls other than messages between two ranks", [] {
       ranks::run_groups(2, "local", [](Group& group) {
         Array array(Dtype::uint8, 8);
         for (const Call& call : {Call{.operation = Operation::barrier},
@@ -438,7 +438,7 @@ const Test kNoExchange{
     }};
 
 const Test kRefuses{
-    "counts and roots that make no sense are refused", [] {
+    "invalid counts and roots are rejected", [] {
       ranks::run_groups(2, "local", [](Group& group) {
         Array array(Dtype::uint8, 64);
         const auto refused = [&](Call call) {

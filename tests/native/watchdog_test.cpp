@@ -1,5 +1,5 @@
-// What a group on devices makes of calls that were enqueued: over only where nothing has given them
-// up, else ended by the first cause. Devices and what carries calls are played.
+// The enqueued calls of a group on devices: complete unless they were aborted, else ended by the
+// first cause. Devices and executors are simulated.
 #include "group/watchdog.h"
 
 #include <latch>
@@ -17,7 +17,7 @@ namespace {
 using namespace pycomm;
 using namespace std::chrono_literals;
 
-// A device on which every event passes when it is said so.
+// A device whose events pass on command.
 class PlayedDevice final : public Device {
  public:
   bool through = false;
@@ -81,7 +81,7 @@ struct Watched {
   }
 };
 
-const Test kOver{"a call is over when its event has passed", [] {
+const Test kOver{"a call is complete when its event has passed", [] {
                    Watched all;
                    const auto over = all.add();
                    expect(!all.watchdog.is_over(*over), "under way");
@@ -89,17 +89,17 @@ const Test kOver{"a call is over when its event has passed", [] {
                    expect(all.watchdog.is_over(*over), "passed");
                    expect(all.watchdog.idle(), "and forgotten");
                    all.executor.troubled = true;
-                   expect(all.watchdog.is_over(*over), "what comes later is not about it");
-                   expect(!all.watchdog.look(), "nor about nothing");
+                   expect(all.watchdog.is_over(*over), "a later look concerns no finished call");
+                   expect(!all.watchdog.look(), "a look without calls found something");
                  }};
 
-const Test kGivenUp{"... but not where it was given up, until that is told", [] {
+const Test kGivenUp{"... but not if it was aborted, until that is reported", [] {
                       Watched all;
                       const auto over = all.add();
                       all.executor.troubled = true;
-                      all.device->through = true;  // as its stream goes on then
-                      expect(!all.watchdog.is_over(*over), "not told yet");
-                      expect(!all.told, "nobody was");
+                      all.device->through = true;  // as its stream continues then
+                      expect(!all.watchdog.is_over(*over), "not reported yet");
+                      expect(!all.told, "no rank was notified");
                       const auto error = all.watchdog.look();
                       expect(error && error->kind() == ErrorKind::peer_lost, "why");
                       expect(std::string(error->what()).starts_with("all_reduce(of"), "which");
@@ -108,7 +108,7 @@ const Test kGivenUp{"... but not where it was given up, until that is told", [] 
                       expect(all.watchdog.is_over(*over), "and over");
                     }};
 
-const Test kLate{"a call that is not over at its limit is named", [] {
+const Test kLate{"a call that is not complete at its limit is named", [] {
                    Watched all;
                    (void)all.add(1ns);
                    const auto error = all.watchdog.look();
@@ -118,7 +118,7 @@ const Test kLate{"a call that is not over at its limit is named", [] {
                    expect(said.find("did not complete on the device") != std::string::npos, said);
                  }};
 
-const Test kNeeded{"a rank that leaves is missed by the calls that need it, and by no others", [] {
+const Test kNeeded{"a rank that leaves ends the calls that need it, and no others", [] {
                      ranks::World world{.size = 3, .transport = "tcp", .heartbeat = 500ms};
                      std::latch over(1);
                      ranks::run_groups(world, [&](Group& group) {
@@ -139,7 +139,7 @@ const Test kNeeded{"a rank that leaves is missed by the calls that need it, and 
                        }
                        expect(!message.watchdog.look(), "it needs rank 1 alone");
                        expect(missed && missed->kind() == ErrorKind::peer_lost, "it needs rank 2");
-                       expect_equal(missed->fields().peer, 2, "who is missed");
+                       expect_equal(missed->fields().peer, 2, "the lost rank");
                      });
                    }};
 

@@ -1,5 +1,5 @@
-// What a large group opens, of 70 ranks that meet when they first need each other: the connections
-// of the plans that have run and no other, a few descriptors besides, and nothing once it is gone.
+// The connections of a large group, 70 ranks that connect on demand: those of the plans that have
+// run and no other, a few more descriptors, and none after its end.
 #include <algorithm>
 #include <filesystem>
 #include <set>
@@ -23,7 +23,7 @@ constexpr size_t kCount = 1000;
 
 using Pairs = std::set<std::pair<int, int>>;  // lower rank, higher
 
-// Who meets whom in a plan, of all ranks.
+// The pairs of ranks that a plan connects.
 void add_pairs(Pairs& pairs, Algorithm algorithm, Operation operation, size_t count) {
   for (int rank = 0; rank < kSize; ++rank)
     for (const Move& move :
@@ -42,8 +42,8 @@ long sockets() {
   return count;
 }
 
-// Calls that were given up in favour of the peer's go a moment after the last rank is through, and
-// a closed tcp connection when the peer has all of it.
+// A connection that was dropped for the peer's closes a moment after the last rank is done, and a
+// closed tcp connection when the peer has all of it.
 long settled(long wanted, long (*count)()) {
   const Deadline deadline(10s * ranks::kSlowdown);
   while (count() != wanted && !deadline.expired()) std::this_thread::yield();
@@ -68,7 +68,7 @@ void expect_sum(Group& group, Algorithm algorithm) {
   expect(std::ranges::count(out, kSize * (kSize - 1) / 2.0F) == kCount, "the sum");
 }
 
-// `listeners`: sockets of a rank that are no connection.
+// `listeners`: listening sockets of a rank.
 void expect_little(const std::string& transport, long listeners) {
   const long before = ranks::descriptors(), sockets_before = sockets();
   Pairs pairs;

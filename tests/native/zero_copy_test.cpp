@@ -1,5 +1,5 @@
-// Calls on arrays that lie in heaps: what is done where they lie, calls in which some arrays do
-// not, disagreements, and the heap itself.
+// Calls on arrays in heaps: zero-copy calls, calls with some private arrays, disagreements, and the
+// heap itself.
 #include <array>
 #include <cstdio>
 #include <cstring>
@@ -47,7 +47,7 @@ class Floats {
     for (size_t i = 0; i < count_; ++i) data()[i] = value(rank, i);
   }
   static float value(int rank, size_t i) { return static_cast<float>((i % 97 + 1) * (rank + 1)); }
-  // Which hold the sums of `size` ranks, or what `rank` filled in.
+  // Checks for the sums of `size` ranks, or the values of `rank`.
   void expect_sums(int size) { expect_scaled(static_cast<float>(size * (size + 1) / 2)); }
   void expect_own(int rank) { expect_scaled(static_cast<float>(rank + 1)); }
   void expect_margin() {
@@ -75,7 +75,7 @@ Call sum_of(Floats& input, Floats& output, size_t count) {
           .count = count};
 }
 
-// What this rank writes into others' memory when nothing is staged.
+// Bytes that this rank writes into others' memory in a zero-copy call.
 uint64_t mapped_bytes(const Group& group, size_t count) {
   const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
   return (size - 1) * (count / size + (rank < count % size ? 1 : 0)) * sizeof(float);
@@ -99,10 +99,10 @@ void sums_test() {
           }
       });
 }
-const Test kSums{"arrays in heaps are summed where they lie", sums_test};
+const Test kSums{"arrays in heaps are summed in place", sums_test};
 
-// A call whose arrays lie in heaps as far as they must, but for those of rank `odd`; with the
-// smaller one inside the larger one, if `in_place`.
+// A call whose arrays are in heaps where required, except those of rank `odd`; with the smaller
+// array inside the larger one, if `in_place`.
 struct Scene {
   Operation operation;
   size_t count;
@@ -110,7 +110,7 @@ struct Scene {
   bool in_place;
 };
 
-// Bytes by which the two ways differ: sent by who gives to all, received in a broadcast.
+// Bytes that tell the two paths apart: sent by the rank that gives to all, received in a broadcast.
 uint64_t moved(const Group& group, Operation operation) {
   const Stats stats = group.stats();
   return operation == Operation::broadcast ? stats.bytes_received : stats.bytes_sent;
@@ -163,10 +163,10 @@ void verbs_test() {
                 play(group, {operation, count, odd, in_place});
       });
 }
-const Test kVerbs{"the other verbs work on arrays in heaps where they lie, or all go through slots",
+const Test kVerbs{"the other verbs use arrays in heaps in place, or all ranks use slots",
                   verbs_test};
 
-// Whose array is private, and in which of its two places.
+// The rank with a private array, and which of its two arrays.
 void mixed_test() {
   for (const std::string& by : kShared)
     ranks::run_groups(3, by, [](Group& group) {
@@ -184,7 +184,7 @@ void mixed_test() {
           }
     });
 }
-const Test kMixed{"one private array, and all go the ordinary way", mixed_test};
+const Test kMixed{"with one private array all ranks use slots", mixed_test};
 
 void half_test() {
   ranks::run_groups(3, "local", [](Group& group) {
@@ -203,7 +203,7 @@ void half_test() {
 }
 const Test kHalf{"16-bit sums in heaps are rounded once", half_test};
 
-// A sum in an array of its own, which goes right after the call.
+// A sum in a separate array, which is freed right after the call.
 void sum_once(Group& group, size_t count) {
   Floats x(count, true);
   x.fill(group.rank());
@@ -231,16 +231,16 @@ void disagreement_test() {
 }
 const Test kDisagreement{"a disagreement about arrays in heaps changes none", disagreement_test};
 
-// An array is freed as soon as this rank's call is over; what comes into its place is not touched.
+// An array is freed as soon as this rank's call is over; its reused memory is not touched.
 void lifetime_test() {
   ranks::run_groups(2, "shm", [](Group& group) {
     for (int i = 0; i < 200; ++i) sum_once(group, 50'000);
   });
 }
-const Test kLifetime{"arrays that go right after their call", lifetime_test};
+const Test kLifetime{"arrays that are freed right after their call", lifetime_test};
 
-// Two ranks on one thread, so that each stands where the test wants it: rank 0 gives up when rank 1
-// has done so many steps of its own. By then it has made its offer, or met rank 1 too, or done all
+// Two ranks on one thread, so that the test controls the order of their steps: rank 0 aborts after
+// a given number of rank 1's steps. By then it has made its offer, or met rank 1 too, or done all
 // its work.
 enum class Gone { offered, met, worked };
 void left_test(int steps_before, Gone gone_has) {
@@ -279,17 +279,17 @@ void left_test(int steps_before, Gone gone_has) {
   }
   gone.run.reset();
   if (gone_has != Gone::worked) gone.x.fill(0);
-  for (int i = 0; i < 10; ++i) expect(!late.run->advance(), "goes on without the other");
-  expect(!late.run->done(), "takes what the other has left for a result");
-  expect_equal(late.run->receiving_from(), 0, "whom it waits for");
+  for (int i = 0; i < 10; ++i) expect(!late.run->advance(), "continues without the other");
+  expect(!late.run->done(), "takes the other's leftover for a result");
+  expect_equal(late.run->receiving_from(), 0, "the rank that it waits for");
   if (gone_has != Gone::worked) gone.x.expect_own(0);
 }
-const Test kLeft{"nothing is written into the array of a rank that has given up", [] {
+const Test kLeft{"nothing is written into the array of a rank that aborted", [] {
                    left_test(1, Gone::met);
                    left_test(0, Gone::offered);
                  }};
 // 800 kB in steps of 256 KiB: the last one was under way, and may have read anything.
-const Test kLeftLast{"who gave up in the others' last step is not taken for one who was there",
+const Test kLeftLast{"a rank that aborts in the others' last step is not taken for a finished one",
                      [] { left_test(4, Gone::worked); }};
 
 void lost_test() {
@@ -304,7 +304,7 @@ void lost_test() {
     x.expect_own(rank);
   });
 }
-const Test kLost{"who never came has changed nothing", lost_test};
+const Test kLost{"a rank that never joined the call has changed nothing", lost_test};
 
 // Mappings of this process that are as large as a heap.
 int heaps_mapped() {
@@ -335,7 +335,7 @@ void demand_test() {
     ranks::full_mesh = before;
   }
 }
-const Test kDemand{"who meets on demand maps no heaps", demand_test};
+const Test kDemand{"ranks that connect on demand map no heaps", demand_test};
 
 void heap_test() {
   const size_t page = page_bytes();
@@ -382,6 +382,6 @@ void view_test() {
   memory.get()[7] = std::byte{9};
   expect(again.base.get()[*view.offset_of(memory.get(), 8) + 7] == std::byte{9}, "the same memory");
 }
-const Test kView{"a heap as others see it", view_test};
+const Test kView{"a heap as seen by other ranks", view_test};
 
 }  // namespace
