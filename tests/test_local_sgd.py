@@ -247,7 +247,7 @@ def test_adaptive_without_an_interval_raises_everywhere(wrong: str) -> None:
             if step == 2:
                 if wrong == "rate" and group.rank == 0:
                     optimizer.param_groups[0]["lr"] = 0.0
-                with pytest.raises(InvalidArgument, match="invalid loss or learning rate"):
+                with pytest.raises(InvalidArgument, match="no interval follows from loss"):
                     local.step(loss.get(wrong, (1.0, 1.0))[1])
             else:
                 local.step(loss.get(wrong, (1.0, 1.0))[0])
@@ -421,7 +421,7 @@ def test_bad_arguments() -> None:
                 pycomm.LocalSGD(model, sgd(model), **wrong)
         with pytest.raises(InvalidArgument, match="SGD"):
             pycomm.LocalSGD(model, adam(model), momentum="averaged")
-        with pytest.raises(InvalidArgument, match="pass its inner module"):
+        with pytest.raises(InvalidArgument, match="pass the module inside it"):
             pycomm.LocalSGD(pycomm.DataParallel(model), sgd(model))
         for wrong in ({"rule": "torch"}, {"reference": "last"}, {"init_k_steps": 17}):
             with pytest.raises(InvalidArgument):

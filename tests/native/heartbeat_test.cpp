@@ -41,16 +41,17 @@ Ending receive(Engine& engine, std::chrono::nanoseconds timeout) {
   return ending_of([&] { engine.receive(1, signature, into, Deadline(timeout)); });
 }
 
-const Test kSilent{"a rank that is silent for the limit is named", [] {
-                     for (const std::string& by : kTransports) {
-                       auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
-                       const auto waits = engine_of(0, std::move(a));
-                       const Ending ending = receive(*waits, 20 * kLimit);
-                       expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1 sent no heartbeat"),
-                              ending.text());
-                       expect_equal(ending.error->fields().peer, 1, "the silent rank");
-                     }
-                   }};
+const Test kSilent{
+    "a rank that is silent for the limit is named", [] {
+      for (const std::string& by : kTransports) {
+        auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
+        const auto waits = engine_of(0, std::move(a));
+        const Ending ending = receive(*waits, 20 * kLimit);
+        expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1 sent no heartbeat"),
+               ending.text());
+        expect_equal(ending.error->fields().peer, 1, "the silent rank");
+      }
+    }};
 
 const Test kPulses{"a rank with heartbeats is not named, and a call's limit still holds", [] {
                      for (const std::string& by : kTransports) {

@@ -220,7 +220,7 @@ void one_way_test() {
           if (!odd) gone_on.count_down();
           group.run({.operation = Operation::barrier});
         });
-        expect(ending.is(ErrorKind::mismatch) && ending.says("gone on to"), ending.text());
+        expect(ending.is(ErrorKind::mismatch) && ending.says("continued with"), ending.text());
         run_once(group, {.operation = Operation::all_reduce, .count = 70'000});
       });
     }
