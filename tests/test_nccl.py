@@ -115,7 +115,7 @@ def test_unusable_libraries_are_named_and_skipped(tmp_path):
     assert str(raised.value) == (
         f"NCCL 2.14.0 or newer was not found (old: {old} is NCCL 2.13.4; "
         f"ancient: {ancient} is NCCL 2.8.4; lacking: it has no ncclCommAbort; "
-        f"broken: ncclGetVersion gave 3; absent: {absent}: cannot open shared object file: "
+        f"broken: ncclGetVersion returned 3; absent: {absent}: cannot open shared object file: "
         "No such file or directory; package: not installed; left open: none); "
         "pip install nvidia-nccl-cu13"
     )

@@ -43,9 +43,9 @@ def test_wrong_arguments() -> None:
     for shape in (None, (2.5,), "12", ((1, 2), 3)):
         with pytest.raises(errors.InvalidArgument, match="invalid shape"):
             pycomm.empty(shape, "float32")  # type: ignore[arg-type]  # on purpose
-    with pytest.raises(errors.InvalidArgument, match="no room"):
+    with pytest.raises(errors.InvalidArgument, match="no free range"):
         pycomm.empty(1 << 60, "uint8")
-    with pytest.raises(errors.InvalidArgument, match="no room"):
+    with pytest.raises(errors.InvalidArgument, match="no free range"):
         pycomm.empty(1 << 62, "float64")
 
 

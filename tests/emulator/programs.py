@@ -61,7 +61,7 @@ MODULE = tuple(
     CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp", "cuda_bandwidth.cpp")
 )
 CASES = ("cases", "cases_step", "cases_packets", "cases_lean", "cases_dense")
-CODEC = ("compact", "index_codes", "value_codes", "isa")  # of kernels/cpu, to compare with
+CODEC = ("lean", "index_codes", "value_codes", "isa")  # of kernels/cpu, to compare with
 
 RULES = """\
 ninja_required_version = 1.5
