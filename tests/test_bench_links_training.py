@@ -66,7 +66,7 @@ def test_rate_limited_link_delays_data() -> None:
     burst = 0.02 * speed
     for seconds in run_ranks(2, program, transport="tcp", link_bytes_per_s=speed)[1]:
         assert seconds > (4 * count - 2 * burst) / speed
-    with pytest.raises(InvalidArgument, match="link_bytes_per_s=0"):
+    with pytest.raises(InvalidArgument, match="invalid link_bytes_per_s: got 0"):
         run_ranks(2, program, link_bytes_per_s=0)
 
 
