@@ -75,7 +75,7 @@ def _late() -> None:
     part = _halves("split")
     with pytest.raises(Timeout, match="of 3 ranks these did not join: 2"):
         part.merge_remote_group(_store("late"), 3, timedelta(seconds=1), "late")
-    with pytest.raises(InvalidArgument, match="the group has 1: give each merge a store"):
+    with pytest.raises(InvalidArgument, match="the group has 1: use a separate store"):
         part.merge_remote_group(_store("late"), 1, timedelta(seconds=1), "late")
     dist.barrier()
 
