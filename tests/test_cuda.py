@@ -162,14 +162,14 @@ def body(text, name):
 
 def test_hot_kernels_move_sixteen_bytes_at_a_time():
     """In PTX, since nvcc alone has no disassembler: a vector access there is one access."""
-    step, topk, dense, packets, stream = (
+    step, topk, dense, packets, bandwidth = (
         path.read_text()
         for path in programs.build(
-            [f"ptx/{unit}.80.ptx" for unit in ("step", "topk", "dense", "packets", "stream")]
+            [f"ptx/{unit}.80.ptx" for unit in ("step", "topk", "dense", "packets", "bandwidth")]
         )
     )
     for loop, counts in (("step", (12, 8)), ("copy", (4, 4)), ("read", (4, 0))):
-        (text,) = body(stream, rf"entry \w*{loop}_loop\w*")
+        (text,) = body(bandwidth, rf"entry \w*{loop}_loop\w*")
         found = [len(re.findall(rf"{way}\.global\.cs\.v4", text)) for way in ("ld", "st")]
         assert tuple(found) == counts
     (update,) = body(step, r"entry \w*6updateILb0Efff\w*")
