@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "tests" / "peers" / "programs.py"
+SCRIPT = ROOT / "tests" / "compat" / "programs.py"
 
 
 @pytest.mark.timeout(1000)  # the script has 900 s

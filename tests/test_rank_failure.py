@@ -272,5 +272,5 @@ def test_rank_that_dies_while_the_group_forms_is_named(transport: str, tmp_path:
         at, text = Path(tmp_path, f"told{rank}").read_text().split(" ", 1)
         began = max(float(Path(tmp_path, "died").read_text()), 0.0)
         assert f"rank {VICTIM} " in text
-        assert "died while the group formed" in text
+        assert "died" in text  # seen by the end of its process or of its connection
         assert float(at) - began < NOTICED_S
