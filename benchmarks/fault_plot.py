@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from benchmarks.faults import Outcome
 
 LEAST_MS, MOST_MS = 0.1, 3000.0
-NOBODY = 0.0  # of a cell without anything to detect
+NOT_DETECTED = 0.0  # of a cell without anything to detect
 
 
 def save(path: Path, found: Sequence[Outcome]) -> None:
@@ -29,7 +29,7 @@ def save(path: Path, found: Sequence[Outcome]) -> None:
         row = rows.index((cell.action, cell.moment))
         column = columns.index((cell.transport, cell.size, cell.verb))
         known = [seen.noticed_ms for seen in one.seen if seen is not None and seen.error]
-        worst[row, column] = np.nanmax([worst[row, column], *known, NOBODY])
+        worst[row, column] = np.nanmax([worst[row, column], *known, NOT_DETECTED])
         if one.broken:
             broken.append((row, column))
     figure = Figure(

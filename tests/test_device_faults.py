@@ -309,7 +309,7 @@ def reduce_without_threads(group: pycomm.Group, device: Any) -> tuple[str, bool]
     with no_new_threads():
         try:
             pycomm.all_reduce(x, group=group, timeout_s=20)
-        except errors.Unsupported as error:
+        except errors.Unsupported as error:  # the result: its text is asserted
             refused = str(error)
         pycomm.barrier(group=group)
     pycomm.all_reduce(x, group=group, timeout_s=20)

@@ -20,7 +20,7 @@ RUN_LIMIT_S = 200
 def test_suite_against_the_product(suite: str) -> None:
     try:
         (binary,) = build("product", [suite])
-    except BuildFailed as error:
+    except BuildFailed as error:  # the compiler's text, without a traceback
         pytest.fail(str(error), pytrace=False)
     done = subprocess.run(
         [str(binary)], capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False

@@ -94,13 +94,13 @@ void OnDemandConnector::loop() noexcept {
   try {
     serve();
   } catch (const std::exception& error) {
-    std::vector<ConnectResult> nobody;
+    std::vector<ConnectResult> lost;
     for (size_t i = 0; i < local_.size(); ++i)
       if (!local_[i])
-        nobody.push_back(
+        lost.push_back(
             {.peer = static_cast<int>(i),
              .why = std::string("this rank can no longer connect to peers: ") + error.what()});
-    add_results(std::move(nobody));
+    add_results(std::move(lost));
   }
 }
 

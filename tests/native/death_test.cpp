@@ -234,15 +234,15 @@ const ByTransport kHeeded{
       const auto waiting = all.engine(0), other = all.engine(1), dead = all.engine(2);
       waiting->check_for_failures(0s, {0, 1, 2});
       all.life.end();
-      const auto heed = [&](const std::vector<int>& awaited) {
+      const auto check = [&](const std::vector<int>& awaited) {
         return ranks::ending_of([&] {
           for (const Deadline deadline(20s); !deadline.expired() && awaited.back() == 2;)
             waiting->check_for_failures(0s, awaited);
           waiting->check_for_failures(0s, awaited);
         });
       };
-      expect(!heed({0, 1}).error, "the death of a rank that is not awaited ended the wait");
-      const auto ending = heed({0, 2});
+      expect(!check({0, 1}).error, "the death of a rank that is not awaited ended the wait");
+      const auto ending = check({0, 2});
       expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 2 died"), ending.text());
       expect(ending.error->fields().peer == 2, "another rank is named");
     }};

@@ -65,8 +65,8 @@ class Mortal final : public pycomm::Channel {
   void wake_peer() override {
     if (inner_) inner_->wake_peer();
   }
-  void close(pycomm::ConstBytes owed) override {
-    if (inner_) inner_->close(owed);
+  void close(pycomm::ConstBytes unsent) override {
+    if (inner_) inner_->close(unsent);
   }
 
  private:
