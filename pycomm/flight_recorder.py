@@ -1,6 +1,6 @@
 """Reads the flight recorder: the ranks' calls in memory, in flight records and in traces.
 
-All three have one layout (csrc/group/flight_recorder.h): a header and a record of 64 bytes for each
+All three have one layout (csrc/observe/flight_recorder.h): a header and a record of 64 bytes for each
 call. Any bytes give a FlightRecord or InvalidArgument. `flight_report`, `trace` and `top` show
 them.
 """
@@ -46,7 +46,7 @@ CALL = np.dtype(
 )
 MEMORY_BYTES = (
     HEAD_BYTES + 256 * CALL.itemsize
-)  # of a rank's memory: csrc/group/flight_recorder.cpp
+)  # of a rank's memory: csrc/observe/flight_recorder.cpp
 TABLES = {
     "operation": _core.OPERATIONS,
     "dtype": _core.DTYPES,

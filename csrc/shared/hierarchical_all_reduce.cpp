@@ -1,4 +1,4 @@
-#include "group/hierarchical_all_reduce.h"
+#include "shared/hierarchical_all_reduce.h"
 
 #include <algorithm>
 #include <optional>

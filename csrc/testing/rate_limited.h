@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -35,5 +36,9 @@ struct RateLimitedLink {
 // `inner`, limited by `link`.
 std::unique_ptr<Channel> make_rate_limited(std::unique_ptr<Channel> inner,
                                            std::shared_ptr<RateLimitedLink> link);
+
+// make_rate_limited() with one link of this rate for all channels, for a group's options.
+std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> rate_limiter(
+    double bytes_per_s);
 
 }  // namespace pycomm

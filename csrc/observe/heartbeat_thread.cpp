@@ -1,4 +1,4 @@
-#include "group/heartbeat_thread.h"
+#include "observe/heartbeat_thread.h"
 
 #include <utility>
 

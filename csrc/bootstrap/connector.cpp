@@ -1,4 +1,4 @@
-#include "group/connector.h"
+#include "bootstrap/connector.h"
 
 #include <algorithm>
 #include <utility>

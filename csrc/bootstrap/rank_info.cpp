@@ -1,4 +1,4 @@
-#include "group/rank_info.h"
+#include "bootstrap/rank_info.h"
 
 #include <sys/stat.h>
 #include <unistd.h>

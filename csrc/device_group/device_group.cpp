@@ -1,4 +1,4 @@
-#include "group/device_group.h"
+#include "device_group/device_group.h"
 
 #include <algorithm>
 #include <array>
@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
+#include "device_group/device_executor.h"
+#include "device_group/watchdog.h"
 #include "engine/engine.h"
 #include "group/check.h"
-#include "group/device_executor.h"
-#include "group/heartbeat_thread.h"
-#include "group/watchdog.h"
+#include "observe/heartbeat_thread.h"
 
 namespace pycomm {
 namespace {

@@ -1,4 +1,4 @@
-#include "group/mesh.h"
+#include "bootstrap/mesh.h"
 
 #include <algorithm>
 #include <bit>
@@ -9,11 +9,11 @@
 #include <span>
 #include <utility>
 
+#include "bootstrap/connector.h"
+#include "bootstrap/on_demand_connector.h"
+#include "bootstrap/rank_info.h"
 #include "core/sha256.h"
 #include "engine/engine.h"
-#include "group/connector.h"
-#include "group/on_demand_connector.h"
-#include "group/rank_info.h"
 #include "os/process.h"
 #include "os/random.h"
 #include "transport/local.h"

@@ -12,7 +12,7 @@
 #include "core/errors.h"
 #include "device/device.h"
 #include "device/stages.h"
-#include "group/device_group.h"
+#include "device_group/device_options.h"
 #include "group/group.h"
 #include "nccl/nccl.h"
 

@@ -13,7 +13,7 @@
 #include "core/deadline.h"
 #include "core/errors.h"
 #include "device/device.h"
-#include "group/device_executor.h"
+#include "device_group/device_executor.h"
 #include "group/group.h"
 
 namespace pycomm {

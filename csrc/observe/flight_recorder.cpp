@@ -1,4 +1,4 @@
-#include "group/flight_recorder.h"
+#include "observe/flight_recorder.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>

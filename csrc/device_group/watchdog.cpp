@@ -1,4 +1,4 @@
-#include "group/watchdog.h"
+#include "device_group/watchdog.h"
 
 #include <algorithm>
 #include <chrono>

@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "bootstrap/connector.h"
 #include "engine/peer_connector.h"
-#include "group/connector.h"
 #include "transport/local.h"
 
 namespace pycomm {

@@ -1,4 +1,4 @@
-#include "group/on_demand_connector.h"
+#include "bootstrap/on_demand_connector.h"
 
 #include <sys/eventfd.h>
 #include <unistd.h>

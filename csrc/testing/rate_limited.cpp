@@ -1,5 +1,5 @@
 // See rate_limited.h.
-#include "transport/rate_limited.h"
+#include "testing/rate_limited.h"
 
 #include <sys/timerfd.h>
 
@@ -114,6 +114,14 @@ void TokenBucket::take(size_t bytes) {
 std::unique_ptr<Channel> make_rate_limited(std::unique_ptr<Channel> inner,
                                            std::shared_ptr<RateLimitedLink> link) {
   return std::make_unique<RateLimited>(std::move(inner), std::move(link));
+}
+
+std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> rate_limiter(
+    double bytes_per_s) {
+  const auto link = std::make_shared<RateLimitedLink>(bytes_per_s);
+  return [link](std::unique_ptr<Channel> inner, int) {
+    return make_rate_limited(std::move(inner), link);
+  };
 }
 
 }  // namespace pycomm

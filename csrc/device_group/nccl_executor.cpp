@@ -11,8 +11,8 @@
 
 #include "collectives/choose.h"
 #include "device/stream_engine.h"
+#include "device_group/device_executor.h"
 #include "group/check.h"
-#include "group/device_executor.h"
 
 namespace pycomm {
 namespace {

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -45,5 +46,9 @@ std::shared_ptr<Faults> make_faults(const std::vector<Fault>& faults);
 // thread at a time.
 std::unique_ptr<Channel> make_faulty(std::unique_ptr<Channel> inner, int peer,
                                      std::shared_ptr<Faults> faults);
+
+// make_faulty() with these faults, for a group's options.
+std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> fault_injector(
+    const std::vector<Fault>& faults);
 
 }  // namespace pycomm

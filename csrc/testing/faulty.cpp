@@ -1,4 +1,4 @@
-#include "transport/faulty.h"
+#include "testing/faulty.h"
 
 #include <fcntl.h>
 #include <sys/timerfd.h>
@@ -352,6 +352,13 @@ std::shared_ptr<Faults> make_faults(const std::vector<Fault>& faults) {
 std::unique_ptr<Channel> make_faulty(std::unique_ptr<Channel> inner, int peer,
                                      std::shared_ptr<Faults> faults) {
   return std::make_unique<Faulty>(std::move(inner), peer, std::move(faults));
+}
+
+std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> fault_injector(
+    const std::vector<Fault>& faults) {
+  return [state = make_faults(faults)](std::unique_ptr<Channel> inner, int peer) {
+    return make_faulty(std::move(inner), peer, state);
+  };
 }
 
 }  // namespace pycomm

@@ -13,8 +13,8 @@
 
 #include "device/growable_buffer.h"
 #include "device/host_callback_thread.h"
+#include "device_group/device_executor.h"
 #include "group/check.h"
-#include "group/device_executor.h"
 
 namespace pycomm {
 namespace {

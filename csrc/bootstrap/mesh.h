@@ -11,10 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "bootstrap/rank_info.h"
 #include "core/deadline.h"
+#include "core/member.h"
 #include "engine/peer_connector.h"
-#include "group/group.h"
-#include "group/rank_info.h"
 #include "os/shared_heap.h"
 #include "transport/transport.h"
 
