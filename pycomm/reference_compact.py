@@ -1,6 +1,6 @@
 """The definition of compact packets in NumPy, to read and to compare with.
 
-csrc/kernels/lean.h defines the layout and the choice of parameters. `encode` writes the bytes of
+csrc/codec/compact.h defines the layout and the choice of parameters. `encode` writes the bytes of
 `pycomm.kernels.encode`; `unpack` reads packets without validation.
 """
 

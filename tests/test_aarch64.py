@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "native"))
 from build import CROSS_COMPILER, BuildFailed, build
 
 EMULATOR = "qemu-aarch64"
-SUITES = ["kernels", "lean", "plans", "link"]
+SUITES = ["kernels", "compact", "plans", "link"]
 
 pytestmark = [
     pytest.mark.no_attack("the suites run without ranks"),

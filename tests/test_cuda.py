@@ -28,9 +28,9 @@ pytestmark = [
 ]
 
 CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense"]
-CASES += ["lean", "lean_bits", "lean_brief", "lean_graph"]
+CASES += ["compact", "compact_bits", "compact_brief", "compact_graph"]
 # A thousand packets take minutes; the other cases cover the same code.
-TOO_SLOW = ("tsan", "lean_bits")
+TOO_SLOW = ("tsan", "compact_bits")
 MOST_REGISTERS = 128  # of a hot kernel in float32: 2 blocks of 256 threads on every architecture
 HOT = ("update", "collect", "select", "pack", "decode")
 
@@ -218,5 +218,5 @@ def test_coverage_of_the_kernels():
         print(f"{name:14} {share:6.2f} % of {lines} lines")
     hot = ("begin.cuh", "block.cuh", "decode.cuh", "pack.cuh", "select.cuh", "update.cuh")
     hot += ("bandwidth.cu",)
-    hot += tuple(f"lean_{name}.cuh" for name in ("bits", "read", "values", "write"))
+    hot += tuple(f"compact_{name}.cuh" for name in ("bits", "read", "values", "write"))
     assert {name: best[name] for name in hot if best[name][0] < 90} == {}

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "native"))
 from build import BuildFailed, build
 
-QUICK = ["choose", "handshake", "lean", "levels", "link", "mutants", "plans", "stages"]
+QUICK = ["choose", "handshake", "compact", "levels", "link", "mutants", "plans", "stages"]
 RUN_LIMIT_S = 200
 
 

@@ -1,4 +1,4 @@
-"""Compact packets: fewer bytes for the same (index, value) pairs. csrc/kernels/lean.h defines the
+"""Compact packets: fewer bytes for the same (index, value) pairs. csrc/codec/compact.h defines the
 layout, pycomm/reference_compact.py the meaning.
 
 packets.py validates arguments, except those of `codec_workspace`. The length and the validity of a

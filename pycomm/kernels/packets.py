@@ -1,7 +1,7 @@
 """Sparse packets: encoding, decoding, and sums or updates from the packets of all ranks.
 
 A packet is a pair (indices int32 [k] ascending, values [k]) or a uint8 array that `encode` wrote,
-raw or compact. csrc/kernels/device_kernels.h has the formulas, csrc/kernels/packet.h the layout.
+raw or compact. csrc/kernels/device_kernels.h has the formulas, csrc/codec/packet.h the layout.
 """
 
 from __future__ import annotations

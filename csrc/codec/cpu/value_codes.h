@@ -1,10 +1,10 @@
-// Encodes and decodes values with the codes of lean.h, in independent blocks of 4096.
+// Encodes and decodes values with the codes of compact.h, in independent blocks of 4096.
 #pragma once
 
 #include <cstddef>
 #include <span>
 
-#include "kernels/lean_layout.h"
+#include "codec/format.h"
 
 namespace pycomm::cpu {
 

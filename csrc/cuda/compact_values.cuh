@@ -3,7 +3,7 @@
 // then added in pairs.
 #pragma once
 
-#include "cuda/lean_write.cuh"
+#include "cuda/compact_write.cuh"
 
 namespace pycomm::cuda {
 
@@ -12,7 +12,7 @@ inline constexpr unsigned kNaNLevel = 0x7fc0;    // bfloat16
 inline constexpr unsigned kMostLevel = 0x7f7f;   // the largest finite bfloat16
 inline constexpr unsigned kGridReach = 8 * 128;  // range of the levels of 3bit values
 
-// As in kernels/lean.h.
+// As in codec/compact.h.
 enum : unsigned { kFloat32, kBfloat16, kInt8, kTwoBit, kOneBit, kThreeBit, kValueCodeCount };
 
 // For a whole block.

@@ -3,9 +3,9 @@
 #include <numeric>
 
 #include "cases.hpp"
+#include "codec/compact.h"
 #include "core/errors.h"
 #include "cuda/cuda_kernels.h"
-#include "kernels/lean.h"
 
 namespace cases {
 namespace {
@@ -37,22 +37,22 @@ Set set_of(std::mt19937& random, size_t count, size_t k) {
   return {count, all, numbers(random, k)};
 }
 
-std::string name_of(const Set& set, const LeanEncoding& how) {
+std::string name_of(const Set& set, const CompactEncoding& how) {
   return std::to_string(set.indices.size()) + " of " + std::to_string(set.count) + ", " +
          std::string(how.automatic ? "auto" : kIndexCodes[size_t(how.index_code)]) + ", " +
          std::string(kValueCodes[size_t(how.value_code)]);
 }
 
-Bytes encode_there(const Set& set, LeanEncoding how, std::vector<float>& residual) {
+Bytes encode_there(const Set& set, CompactEncoding how, std::vector<float>& residual) {
   const size_t k = set.indices.size();
   Device<int32_t> indices(set.indices);
   Device<float> values(set.values), rest(residual);
-  Device<std::byte> out(most_lean_bytes(k, how), 1);
+  Device<std::byte> out(most_compact_bytes(k, how), 1);
   Device<uint64_t> bytes(1);
-  Device<std::byte> room(kernels().lean_workspace_bytes(k, 0));
+  Device<std::byte> room(kernels().compact_workspace_bytes(k, 0));
   how.residual = rest.at();
-  kernels().encode_lean({indices.at(), values.at(), k}, how,
-                        {out.at(), bytes.at(), {room.at(), room.size()}}, queue());
+  kernels().encode_compact({indices.at(), values.at(), k}, how,
+                           {out.at(), bytes.at(), {room.at(), room.size()}}, queue());
   residual = rest.read();
   Bytes packet = out.read();
   packet.resize(bytes.read()[0]);
@@ -70,19 +70,19 @@ Decoded decode_there(const Bytes& packet, size_t k, size_t count) {
   Device<int32_t> indices(k);
   Device<float> values(k);
   Device<uint32_t> refused(1);
-  Device<std::byte> room(kernels().lean_workspace_bytes(k, packet.size()));
-  kernels().decode_lean({{bytes.at(), packet.size()}, k, count},
-                        {indices.at(), values.at(), refused.at(), {room.at(), room.size()}},
-                        queue());
+  Device<std::byte> room(kernels().compact_workspace_bytes(k, packet.size()));
+  kernels().decode_compact({{bytes.at(), packet.size()}, k, count},
+                           {indices.at(), values.at(), refused.at(), {room.at(), room.size()}},
+                           queue());
   return {refused.read()[0] != 0, indices.read(), values.read()};
 }
 
 Decoded decode_here(const Bytes& packet, size_t k, size_t count) {
   Decoded found{false, std::vector<int32_t>(k), std::vector<float>(k)};
   try {
-    const LeanHeader header = read_lean_header(packet);
+    const CompactHeader header = read_compact_header(packet);
     found.refused = header.k != k || header.count != count;
-    if (!found.refused) decode_lean(packet, found.indices.data(), found.values.data());
+    if (!found.refused) decode_compact(packet, found.indices.data(), found.values.data());
   } catch (const InvalidArgument&) {
     found.refused = true;
   }
@@ -110,14 +110,14 @@ void spoil(std::mt19937& random, Bytes packet, size_t k, size_t count, const std
   check_decoding(packet, k, count, what + ", spoilt");
 }
 
-void try_set(std::mt19937& random, const Set& set, const LeanEncoding& how, int spoilt) {
+void try_set(std::mt19937& random, const Set& set, const CompactEncoding& how, int spoilt) {
   const std::string what = name_of(set, how);
   const size_t k = set.indices.size();
   std::vector<float> here = numbers(random, set.count), there = here;
-  LeanEncoding own = how;
+  CompactEncoding own = how;
   own.residual = here.data();
-  Bytes wanted(most_lean_bytes(k, how));
-  wanted.resize(encode_lean({set.indices.data(), set.values.data(), k}, own, wanted.data()));
+  Bytes wanted(most_compact_bytes(k, how));
+  wanted.resize(encode_compact({set.indices.data(), set.values.data(), k}, own, wanted.data()));
   check(encode_there(set, how, there) == wanted, what + ": other bytes");
   check(same_bits(here, there), what + ": another residual");
   check_decoding(wanted, k, set.count, what);
@@ -127,12 +127,12 @@ void try_set(std::mt19937& random, const Set& set, const LeanEncoding& how, int 
 }  // namespace
 
 // Every packet that differs from a small one in one bit.
-void run_lean_bits(std::mt19937& random) {
+void run_compact_bits(std::mt19937& random) {
   for (const auto& [count, k] : {std::pair<size_t, size_t>{9, 4}, {90, 3}})
     for (const IndexCode code : {IndexCode::list, IndexCode::bitmap, IndexCode::rice}) {
       const Set set = set_of(random, count, k);
       const ValueCode values = code == IndexCode::list ? ValueCode::three_bit : ValueCode::one_bit;
-      const LeanEncoding how{count, Dtype::float32, false, code, values, nullptr};
+      const CompactEncoding how{count, Dtype::float32, false, code, values, nullptr};
       std::vector<float> rest(count);
       Bytes packet = encode_there(set, how, rest);
       for (size_t bit = 0; bit < 8 * packet.size(); ++bit) {
@@ -147,7 +147,7 @@ namespace {
 
 void try_codes(std::mt19937& random, const Set& set, int spoilt) {
   for (size_t code = 0; code < kValueCodes.size(); ++code) {
-    LeanEncoding how{set.count, Dtype::float32, true, IndexCode::list, ValueCode(code), nullptr};
+    CompactEncoding how{set.count, Dtype::float32, true, IndexCode::list, ValueCode(code), nullptr};
     if (code > 0) {  // each index code beside each of two value codes is enough
       how.automatic = false;
       how.index_code = static_cast<IndexCode>((code + set.indices.size()) % 3);
@@ -160,7 +160,8 @@ void try_codes(std::mt19937& random, const Set& set, int spoilt) {
 void try_wrong(std::mt19937& random) {
   for (const auto& indices : std::vector<std::vector<int32_t>>{{3, 3}, {4, 2}, {-1, 2}, {1, 90}}) {
     const Set set{90, indices, {1.0f, 2.0f}};
-    const LeanEncoding how{90, Dtype::float32, true, IndexCode::list, ValueCode::one_bit, nullptr};
+    const CompactEncoding how{90,     Dtype::float32, true, IndexCode::list, ValueCode::one_bit,
+                              nullptr};
     std::vector<float> residual = numbers(random, 90);
     const std::vector<float> before = residual;
     check(encode_there(set, how, residual).empty(), "wrong indices made a packet");
@@ -170,7 +171,7 @@ void try_wrong(std::mt19937& random) {
 
 }  // namespace
 
-void run_lean(std::mt19937& random) {
+void run_compact(std::mt19937& random) {
   for (const auto& [count, k] : std::vector<std::pair<size_t, size_t>>{{1, 0},
                                                                        {1, 1},
                                                                        {70, 64},
@@ -184,7 +185,7 @@ void run_lean(std::mt19937& random) {
 }
 
 // For the slow sanitizers: two runs of the Rice code, and one that ends within a byte.
-void run_lean_brief(std::mt19937& random) {
+void run_compact_brief(std::mt19937& random) {
   const Set set = set_of(random, 50'000, 2113);
   for (const ValueCode code : {ValueCode::two_bit, ValueCode::int8, ValueCode::three_bit})
     try_set(random, set, {set.count, Dtype::float32, false, IndexCode::rice, code, nullptr}, 2);
@@ -196,14 +197,14 @@ void run_lean_brief(std::mt19937& random) {
 }
 
 // Captured once, replayed with other numbers in the same places.
-void run_lean_graph(std::mt19937& random) {
+void run_compact_graph(std::mt19937& random) {
   constexpr size_t kCount = 3000, kEach = 200;
-  const LeanEncoding how{kCount,          Dtype::float32,     true,
-                         IndexCode::list, ValueCode::two_bit, nullptr};
+  const CompactEncoding how{kCount,          Dtype::float32,     true,
+                            IndexCode::list, ValueCode::two_bit, nullptr};
   Device<int32_t> indices(kEach), found(kEach);
   Device<float> values(kEach), numbers_found(kEach);
-  const size_t most = most_lean_bytes(kEach, how);
-  Device<std::byte> out(most), room(kernels().lean_workspace_bytes(kEach, most));
+  const size_t most = most_compact_bytes(kEach, how);
+  Device<std::byte> out(most), room(kernels().compact_workspace_bytes(kEach, most));
   Device<uint64_t> bytes(1);
   Device<uint32_t> refused(1);
   const size_t length =
@@ -213,11 +214,11 @@ void run_lean_graph(std::mt19937& random) {
         return encode_there(set, how, rest).size();
       }();
   check_cuda(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
-  kernels().encode_lean({indices.at(), values.at(), kEach}, how,
-                        {out.at(), bytes.at(), {room.at(), room.size()}}, queue());
-  kernels().decode_lean({{out.at(), length}, kEach, kCount},
-                        {found.at(), numbers_found.at(), refused.at(), {room.at(), room.size()}},
-                        queue());
+  kernels().encode_compact({indices.at(), values.at(), kEach}, how,
+                           {out.at(), bytes.at(), {room.at(), room.size()}}, queue());
+  kernels().decode_compact({{out.at(), length}, kEach, kCount},
+                           {found.at(), numbers_found.at(), refused.at(), {room.at(), room.size()}},
+                           queue());
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t made = nullptr;
   check_cuda(cudaStreamEndCapture(stream(), &graph));
@@ -228,7 +229,8 @@ void run_lean_graph(std::mt19937& random) {
     values.write(set.values);
     check_cuda(cudaGraphLaunch(made, stream()));
     Bytes wanted(most);
-    wanted.resize(encode_lean({set.indices.data(), set.values.data(), kEach}, how, wanted.data()));
+    wanted.resize(
+        encode_compact({set.indices.data(), set.values.data(), kEach}, how, wanted.data()));
     Bytes packet = out.read();
     packet.resize(bytes.read()[0]);
     check(packet == wanted, "a replay wrote other bytes");

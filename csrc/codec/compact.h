@@ -1,4 +1,4 @@
-// A compact packet ("lean" in C++ names): k pairs (index, value) in few bytes. The raw packet of
+// A compact packet: k pairs (index, value) in few bytes. The raw packet of
 // packet.h has a size that depends on k only, and its arrays are readable in place. The size of a
 // compact packet depends on its indices, and it is decoded into arrays. Little-endian; no field is
 // aligned.
@@ -32,27 +32,17 @@
 // encoder and decoder are prefix sums.
 #pragma once
 
-#include <array>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string_view>
 
+#include "codec/format.h"
+#include "codec/packet.h"
 #include "core/dtype.h"
-#include "kernels/device_kernels.h"
 
 namespace pycomm {
 
-inline constexpr std::array<char, 3> kLeanMagic{'P', 'L', 1};
-
-enum class IndexCode : uint8_t { list, bitmap, rice };
-enum class ValueCode : uint8_t { float32, bfloat16, int8, two_bit, one_bit, three_bit };
-inline constexpr std::array<std::string_view, 3> kIndexCodes{"list", "bitmap", "rice"};
-inline constexpr std::array<std::string_view, 6> kValueCodes{"float32", "bfloat16", "int8",
-                                                             "2bit",    "1bit",     "3bit"};
-
-struct LeanHeader {
+struct CompactHeader {
   IndexCode index_code;
   ValueCode value_code;
   size_t k;
@@ -61,18 +51,18 @@ struct LeanHeader {
 };
 
 // Whether the bytes start with the magic of a compact packet, of any version.
-bool is_lean(std::span<const std::byte> bytes);
+bool is_compact(std::span<const std::byte> bytes);
 
 // Reads the header of arbitrary bytes; throws InvalidArgument unless every field is valid. Of a
 // packet of `size` bytes it needs only the first ones, up to the maximum size of a header.
-LeanHeader read_lean_header(std::span<const std::byte> bytes, size_t size);
-inline LeanHeader read_lean_header(std::span<const std::byte> bytes) {
-  return read_lean_header(bytes, bytes.size());
+CompactHeader read_compact_header(std::span<const std::byte> bytes, size_t size);
+inline CompactHeader read_compact_header(std::span<const std::byte> bytes) {
+  return read_compact_header(bytes, bytes.size());
 }
 
 // Options of the encoder. `automatic` selects the index code with the fewest bytes, the first of
 // the enum if equal.
-struct LeanEncoding {
+struct CompactEncoding {
   size_t count;
   Dtype dtype;  // of the values and of the residual: float32 or float64
   bool automatic;
@@ -82,22 +72,16 @@ struct LeanEncoding {
 };
 
 // Maximum size of such a packet of k elements.
-size_t most_lean_bytes(size_t k, const LeanEncoding& encoding);
+size_t most_compact_bytes(size_t k, const CompactEncoding& encoding);
 
-// Writes a packet to `out`, of most_lean_bytes(), and returns its size. Values are rounded to
+// Writes a packet to `out`, of most_compact_bytes(), and returns its size. Values are rounded to
 // float32 first. Throws InvalidArgument, before any change, unless the indices ascend in
 // 0..count-1.
-size_t encode_lean(const Packet& packet, const LeanEncoding& encoding, std::byte* out);
+size_t encode_compact(const Packet& packet, const CompactEncoding& encoding, std::byte* out);
 
 // Decodes a packet into indices [k] and values [k]. Throws InvalidArgument unless the size matches
 // the header, padding is zero and the indices ascend in 0..count-1; the arrays may have changed
 // then.
-void decode_lean(std::span<const std::byte> bytes, int32_t* indices, float* values);
-
-// The integer part of log2(ln 2 * count / k), or 0: near the parameter of k equal gaps.
-constexpr int rice_start(size_t k, size_t count) {
-  const uint64_t scaled = (uint64_t{count} * 45426 / k) >> 16;  // ln 2 = 45426 / 65536
-  return scaled == 0 ? 0 : static_cast<int>(std::bit_width(scaled)) - 1;
-}
+void decode_compact(std::span<const std::byte> bytes, int32_t* indices, float* values);
 
 }  // namespace pycomm

@@ -25,6 +25,13 @@ namespace pycomm {
 
 static_assert(std::endian::native == std::endian::little, "packets are written in host byte order");
 
+// A packet in memory: `count` pairs (index, value).
+struct Packet {
+  const int32_t* indices;
+  const void* values;
+  size_t count;
+};
+
 inline constexpr size_t kPacketHeaderBytes = 32;
 inline constexpr std::array<char, 8> kPacketMagic{'P', 'Y', 'C', 'O', 'M', 'M', 'P', 'K'};
 

@@ -75,4 +75,10 @@ auto run_on([[maybe_unused]] Isa isa, Args... args) {
   return On<Isa::baseline>::run<Loop>(args...);
 }
 
+// The instruction set of the CPU loops: "baseline", "avx2" or "avx512"; by default the best one
+// available. Results do not depend on it; tests select it. Throws Unsupported for one that this
+// processor lacks.
+void set_kernel_isa(std::string_view name);
+std::string_view kernel_isa();
+
 }  // namespace pycomm::cpu

@@ -17,7 +17,7 @@
 
 #include "core/dtype.h"
 #include "core/reduce_op.h"
-#include "kernels/cpu/half.h"
+#include "cpu/half.h"
 
 namespace pycomm::cpu {
 

@@ -17,7 +17,7 @@
 
 #include "core/dtype.h"
 #include "core/errors.h"
-#include "kernels/cpu/arithmetic.h"
+#include "cpu/arithmetic.h"
 
 namespace pycomm::cpu {
 

@@ -7,12 +7,12 @@
 //                    whole words, because a byte has bits of several blocks
 //   copy_quotients   copies that array to its unaligned position after the values
 //
-// lean_values.cuh encodes the values. If the indices do not ascend, `settle` records it, and later
-// launches write nothing.
+// compact_values.cuh encodes the values. If the indices do not ascend, `settle` records it, and
+// later launches write nothing.
 #pragma once
 
+#include "cuda/compact_bits.cuh"
 #include "cuda/decode.cuh"
-#include "cuda/lean_bits.cuh"
 
 namespace pycomm::cuda {
 
@@ -33,7 +33,7 @@ struct Choice {
 };
 
 // Arguments of every launch. `code` 3: choose the smallest.
-inline constexpr unsigned kLeanHead = 14;
+inline constexpr unsigned kCompactHead = 14;
 struct Writing {
   const int32_t* indices;
   const void* values;
@@ -50,7 +50,7 @@ struct Writing {
   unsigned code, value_code;
   unsigned start;  // the predecessor of the first parameter
   unsigned head_bytes;
-  uint8_t head[kLeanHead];  // of index code 0
+  uint8_t head[kCompactHead];  // of index code 0
 };
 
 // The gaps 2 * lane and 2 * lane + 1 of a block; 0 after its end.
@@ -103,14 +103,14 @@ struct MeasureSpace {
   GapBits block[kRunBlocks + 1];  // of a run, after the block before it
 };
 
-__global__ void __launch_bounds__(kLeanThreads) measure(const __grid_constant__ Writing w) {
+__global__ void __launch_bounds__(kCompactThreads) measure(const __grid_constant__ Writing w) {
   auto& found = gpu::shared<MeasureSpace>().block;
   const unsigned lane = gpu::lane_id(), run = blockIdx.x, first = run * kRunBlocks;
-  for (unsigned i = run * kLeanThreads + threadIdx.x; i < w.word_count;
-       i += gridDim.x * kLeanThreads)
+  for (unsigned i = run * kCompactThreads + threadIdx.x; i < w.word_count;
+       i += gridDim.x * kCompactThreads)
     w.ones[i] = 0;
   bool bad = false;
-  for (unsigned j = threadIdx.x / 32; j <= kRunBlocks; j += kLeanWarps) {
+  for (unsigned j = threadIdx.x / 32; j <= kRunBlocks; j += kCompactWarps) {
     GapBits bits{w.start, 0};
     if (first + j > 0 && first + j <= w.block_count) {
       const unsigned block = first + j - 1;
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kTableThreads) settle(const __grid_constant__ 
 }
 
 struct RemainderSpace {
-  unsigned number[kLeanWarps][kGaps];
+  unsigned number[kCompactWarps][kGaps];
 };
 
 // Writes the remainders of a block, `width` bits each. Called by a warp.
@@ -234,8 +234,8 @@ __device__ __forceinline__ void write_block(const Writing& w, const RunBits& all
 __device__ __forceinline__ void write_bitmap(const Writing& w, uint8_t* to) {
   const unsigned bytes = static_cast<unsigned>(bytes_for(w.count));
   const Entries indices{w.indices, nullptr, w.k};
-  for (unsigned at = 4 * (blockIdx.x * kLeanThreads + threadIdx.x); at < bytes;
-       at += 4 * gridDim.x * kLeanThreads) {
+  for (unsigned at = 4 * (blockIdx.x * kCompactThreads + threadIdx.x); at < bytes;
+       at += 4 * gridDim.x * kCompactThreads) {
     const int64_t begin = int64_t{at} * 8;
     unsigned word = 0;
     for (unsigned i = lower_bound(indices, begin); i < w.k && w.indices[i] < begin + 32; ++i)
@@ -244,12 +244,13 @@ __device__ __forceinline__ void write_bitmap(const Writing& w, uint8_t* to) {
   }
 }
 
-__global__ void __launch_bounds__(kLeanThreads) write_indices(const __grid_constant__ Writing w) {
+__global__ void __launch_bounds__(kCompactThreads)
+    write_indices(const __grid_constant__ Writing w) {
   const Choice choice = *w.choice;
   if (choice.all.bad) return;
   uint8_t* const to = w.out + w.head_bytes + w.value_bytes;
-  const unsigned thread = blockIdx.x * kLeanThreads + threadIdx.x;
-  const unsigned threads = gridDim.x * kLeanThreads;
+  const unsigned thread = blockIdx.x * kCompactThreads + threadIdx.x;
+  const unsigned threads = gridDim.x * kCompactThreads;
   if (choice.code == 0)
     for (unsigned i = thread; i < w.k; i += threads)
       store_bytes(to + size_t{4} * i, static_cast<unsigned>(w.indices[i]), 4);
@@ -259,14 +260,15 @@ __global__ void __launch_bounds__(kLeanThreads) write_indices(const __grid_const
       write_block(w, choice.all, block);
 }
 
-__global__ void __launch_bounds__(kLeanThreads) copy_quotients(const __grid_constant__ Writing w) {
+__global__ void __launch_bounds__(kCompactThreads)
+    copy_quotients(const __grid_constant__ Writing w) {
   const Choice choice = *w.choice;
   if (choice.all.bad || choice.code != 2) return;
   uint8_t* const to = w.out + w.head_bytes + w.value_bytes;
   const auto bytes =
       static_cast<unsigned>(bytes_for(uint64_t{choice.all.steps} + choice.all.quotients));
-  for (unsigned i = blockIdx.x * kLeanThreads + threadIdx.x; i < bytes;
-       i += gridDim.x * kLeanThreads)
+  for (unsigned i = blockIdx.x * kCompactThreads + threadIdx.x; i < bytes;
+       i += gridDim.x * kCompactThreads)
     to[i] = static_cast<uint8_t>(w.ones[i / 4] >> 8 * (i % 4));
 }
 

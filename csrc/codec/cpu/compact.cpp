@@ -1,6 +1,6 @@
 // Compact packets on the CPU: the header, the choice of the smallest index code, and the values.
 // Values are coded block by block, so the residual is updated while the block is in the cache.
-#include "kernels/lean.h"
+#include "codec/compact.h"
 
 #include <algorithm>
 #include <array>
@@ -8,13 +8,12 @@
 #include <optional>
 #include <string>
 
+#include "codec/cpu/index_codes.h"
+#include "codec/cpu/indices.h"
+#include "codec/cpu/value_codes.h"
+#include "codec/format.h"
 #include "core/errors.h"
-#include "kernels/cpu/floats.h"
-#include "kernels/cpu/index_codes.h"
-#include "kernels/cpu/indices.h"
-#include "kernels/cpu/kernels.h"
-#include "kernels/cpu/value_codes.h"
-#include "kernels/lean_layout.h"
+#include "cpu/floats.h"
 
 namespace pycomm {
 namespace {
@@ -36,7 +35,7 @@ std::optional<size_t> read_varint(std::span<const std::byte> bytes, size_t& at) 
 
 // Writes the values, and adds their rounding errors to the residual.
 template <typename Real>
-void write_all_values(const Packet& packet, const LeanEncoding& encoding, std::byte* out) {
+void write_all_values(const Packet& packet, const CompactEncoding& encoding, std::byte* out) {
   const ExactFloats exact;
   const auto* const values = static_cast<const Real*>(packet.values);
   auto* const residual = static_cast<Real*>(encoding.residual);
@@ -62,23 +61,23 @@ void write_all_values(const Packet& packet, const LeanEncoding& encoding, std::b
 
 }  // namespace
 
-bool is_lean(std::span<const std::byte> bytes) {
-  return bytes.size() >= 2 && std::memcmp(bytes.data(), kLeanMagic.data(), 2) == 0;
+bool is_compact(std::span<const std::byte> bytes) {
+  return bytes.size() >= 2 && std::memcmp(bytes.data(), kCompactMagic.data(), 2) == 0;
 }
 
-LeanHeader read_lean_header(std::span<const std::byte> bytes, size_t size) {
-  if (!is_lean(bytes)) refuse("its magic word is invalid", size);
-  if (bytes.size() < kLeanMagic.size() + 3) refuse("it is shorter than its header", size);
-  if (std::memcmp(bytes.data(), kLeanMagic.data(), kLeanMagic.size()) != 0)
+CompactHeader read_compact_header(std::span<const std::byte> bytes, size_t size) {
+  if (!is_compact(bytes)) refuse("its magic word is invalid", size);
+  if (bytes.size() < kCompactMagic.size() + 3) refuse("it is shorter than its header", size);
+  if (std::memcmp(bytes.data(), kCompactMagic.data(), kCompactMagic.size()) != 0)
     refuse("its version is unknown", size);
-  size_t at = kLeanMagic.size();
+  size_t at = kCompactMagic.size();
   const auto codes = std::to_integer<unsigned>(bytes[at++]);
   if (codes % 16 >= kIndexCodes.size() || codes / 16 >= kValueCodes.size())
     refuse("its codec is unknown", size);
   const auto k = read_varint(bytes, at), count = read_varint(bytes, at);
   if (!k || !count || *k > *count) refuse("its k or count is out of range", size);
-  const LeanHeader header{static_cast<IndexCode>(codes % 16), static_cast<ValueCode>(codes / 16),
-                          *k, *count, at};
+  const CompactHeader header{static_cast<IndexCode>(codes % 16), static_cast<ValueCode>(codes / 16),
+                             *k, *count, at};
   const size_t least = at + value_bytes(header.value_code, *k);
   if (size < least + least_index_bytes(header.index_code, *k, *count) ||
       size > least + most_index_bytes(header.index_code, *k, *count))
@@ -86,13 +85,13 @@ LeanHeader read_lean_header(std::span<const std::byte> bytes, size_t size) {
   return header;
 }
 
-size_t most_lean_bytes(size_t k, const LeanEncoding& encoding) {
+size_t most_compact_bytes(size_t k, const CompactEncoding& encoding) {
   const IndexCode code = encoding.automatic ? IndexCode::list : encoding.index_code;
   return kMostHead + value_bytes(encoding.value_code, k) +
          most_index_bytes(code, k, encoding.count);
 }
 
-size_t encode_lean(const Packet& packet, const LeanEncoding& encoding, std::byte* out) {
+size_t encode_compact(const Packet& packet, const CompactEncoding& encoding, std::byte* out) {
   const std::span indices(packet.indices, packet.count);
   check_indices(indices, encoding.count);
   IndexCode code = encoding.index_code;
@@ -102,7 +101,7 @@ size_t encode_lean(const Packet& packet, const LeanEncoding& encoding, std::byte
     const std::array bytes{indices.size_bytes(), bitmap_bytes(encoding.count), plan.bytes()};
     code = static_cast<IndexCode>(std::min_element(bytes.begin(), bytes.end()) - bytes.begin());
   }
-  const LeanHead head = lean_head(packet.count, encoding.count, code, encoding.value_code);
+  const CompactHead head = compact_head(packet.count, encoding.count, code, encoding.value_code);
   std::byte* at = std::copy_n(head.bytes.begin(), head.size, out);
   with_real(encoding.dtype,
             [&](auto dtype) { write_all_values<Stored<dtype()>>(packet, encoding, at); });
@@ -121,8 +120,8 @@ size_t encode_lean(const Packet& packet, const LeanEncoding& encoding, std::byte
   return static_cast<size_t>(at - out);
 }
 
-void decode_lean(std::span<const std::byte> bytes, int32_t* indices, float* values) {
-  const LeanHeader header = read_lean_header(bytes);
+void decode_compact(std::span<const std::byte> bytes, int32_t* indices, float* values) {
+  const CompactHeader header = read_compact_header(bytes);
   const auto body = bytes.subspan(header.bytes);
   const auto coded = body.first(value_bytes(header.value_code, header.k));
   if (!values_end_in_zeros(header.value_code, coded, header.k))
@@ -135,22 +134,5 @@ void decode_lean(std::span<const std::byte> bytes, int32_t* indices, float* valu
                 {values + first, n});
   }
 }
-
-void cpu::CpuKernels::encode_lean(const Packet& packet, const LeanEncoding& encoding,
-                                  const LeanRoom& room, Queue) {
-  *room.bytes = pycomm::encode_lean(packet, encoding, room.out);
-}
-
-void cpu::CpuKernels::decode_lean(const LeanPacket& packet, const LeanArrays& to, Queue) {
-  const LeanHeader header = read_lean_header(packet.bytes);
-  if (header.k != packet.k || header.count != packet.count)
-    refuse(std::to_string(header.k) + " of " + std::to_string(header.count) + " elements and not " +
-               std::to_string(packet.k) + " of " + std::to_string(packet.count),
-           packet.bytes.size());
-  pycomm::decode_lean(packet.bytes, to.indices, to.values);
-  *to.refused = 0;
-}
-
-size_t cpu::CpuKernels::lean_workspace_bytes(size_t, size_t) { return 0; }
 
 }  // namespace pycomm

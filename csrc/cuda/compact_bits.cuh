@@ -1,7 +1,8 @@
 // Shared by the encoder and the decoder of compact packets: bits in unaligned bytes, and sums that
 // one block computes over all rows of a table.
 //
-// kernels/lean.h has the format. Bit positions are unsigned: the quotients of k gaps take at most k
+// codec/compact.h has the format. Bit positions are unsigned: the quotients of k gaps take at most
+// k
 // + count bits, their parameters 61 per 64 gaps, so both together less than 2^32.
 #pragma once
 
@@ -10,8 +11,8 @@
 
 namespace pycomm::cuda {
 
-inline constexpr unsigned kLeanThreads = 256;
-inline constexpr unsigned kLeanWarps = kLeanThreads / 32;
+inline constexpr unsigned kCompactThreads = 256;
+inline constexpr unsigned kCompactWarps = kCompactThreads / 32;
 inline constexpr unsigned kGaps = 64;            // in a block of the Rice code: two per lane
 inline constexpr unsigned kRunBlocks = 32;       // in a run: one per lane
 inline constexpr unsigned kTableThreads = 1024;  // of the one block that sums a table

@@ -1,4 +1,4 @@
-// Encodes and decodes index sets with the codes of lean.h.
+// Encodes and decodes index sets with the codes of compact.h.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "kernels/lean.h"
+#include "codec/compact.h"
 
 namespace pycomm::cpu {
 

@@ -1,6 +1,6 @@
-// The value codes. The order of arithmetic is that of lean.h and the reference: sums over a block
-// use float64, in 128 lanes that are then added in pairs.
-#include "kernels/cpu/value_codes.h"
+// The value codes. The order of arithmetic is that of compact.h and the reference: sums over a
+// block use float64, in 128 lanes that are then added in pairs.
+#include "codec/cpu/value_codes.h"
 
 #include <algorithm>
 #include <array>
@@ -10,8 +10,8 @@
 #include <limits>
 
 #include "core/dtype.h"
-#include "kernels/cpu/floats.h"
-#include "kernels/cpu/isa.h"
+#include "cpu/floats.h"
+#include "cpu/isa.h"
 
 namespace pycomm::cpu {
 namespace {

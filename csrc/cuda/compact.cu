@@ -1,22 +1,22 @@
-// Compact packets on the device. kernels/lean.h has the format, kernels/device_kernels.h the
+// Compact packets on the device. codec/compact.h has the format, kernels/device_kernels.h the
 // contract of the calls.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
 
+#include "codec/format.h"
+#include "cuda/compact_read.cuh"
+#include "cuda/compact_values.cuh"
+#include "cuda/compact_write.cuh"
 #include "cuda/cuda_kernels.h"
 #include "cuda/host.hpp"
 #include "cuda/layout.hpp"
-#include "cuda/lean_read.cuh"
-#include "cuda/lean_values.cuh"
-#include "cuda/lean_write.cuh"
-#include "kernels/lean_layout.h"
 
 namespace pycomm::cuda {
 namespace {
 
 static_assert(kGaps == kRiceBlock && kLevelled == kValueBlock && kShared == kScaled);
-static_assert(kMostWidth == kMostParameter && kLeanHead == kMostHead);
+static_assert(kMostWidth == kMostParameter && kCompactHead == kMostHead);
 static_assert(kThreeBit == static_cast<unsigned>(ValueCode::three_bit));
 static_assert(kValueCodeCount == kValueCodes.size() && kGridReach == kReach);
 
@@ -59,20 +59,20 @@ unsigned start_of(size_t k, size_t count) {
 }
 
 template <class Arguments>
-void set_head(Arguments& to, const LeanHead& head) {
+void set_head(Arguments& to, const CompactHead& head) {
   to.head_bytes = static_cast<unsigned>(head.size);
   std::memcpy(to.head, head.bytes.data(), head.size);
 }
 
 }  // namespace
 
-void CudaKernels::encode_lean(const Packet& packet, const LeanEncoding& encoding,
-                              const LeanRoom& room, Queue queue) {
+void CudaKernels::encode_compact(const Packet& packet, const CompactEncoding& encoding,
+                                 const CompactOutput& room, Queue queue) {
   const OnDevice on(queue);
   const size_t k = packet.count;
   Writing w{};
   check(lay_out(w, k, room.workspace.data) <= room.workspace.bytes,
-        "encode_lean: the workspace is too small");
+        "encode_compact: the workspace is too small");
   w.indices = packet.indices;
   w.values = packet.values;
   w.residual = encoding.residual;
@@ -83,28 +83,29 @@ void CudaKernels::encode_lean(const Packet& packet, const LeanEncoding& encoding
   w.code = encoding.automatic ? 3 : static_cast<unsigned>(encoding.index_code);
   w.value_code = static_cast<unsigned>(encoding.value_code);
   w.start = start_of(k, encoding.count);
-  set_head(w, lean_head(k, encoding.count, IndexCode::list, encoding.value_code));
+  set_head(w, compact_head(k, encoding.count, IndexCode::list, encoding.value_code));
   cudaStream_t const stream = stream_of(queue);
-  launch("measure", measure, {w.run_count, kLeanThreads, stream}, w);
+  launch("measure", measure, {w.run_count, kCompactThreads, stream}, w);
   launch("settle", settle, {1, kTableThreads, stream}, w);
   // One warp per block of gaps, or one thread per 32 bits of a bitmap.
   const size_t items = std::max<size_t>(size_t{32} * w.block_count, encoding.count / 32);
-  const gpu::Launch shape{blocks_for(items, kLeanThreads), kLeanThreads, stream};
+  const gpu::Launch shape{blocks_for(items, kCompactThreads), kCompactThreads, stream};
   launch("write_indices", write_indices, shape, w);
   launch("copy_quotients", copy_quotients,
-         {blocks_for(size_t{4} * w.word_count, kLeanThreads), kLeanThreads, stream}, w);
+         {blocks_for(size_t{4} * w.word_count, kCompactThreads), kCompactThreads, stream}, w);
   with_wide(encoding.dtype, [&](auto type) {
     launch("write_values", write_values<typename decltype(type)::type>,
            {blocks_for(k, kLevelled), kValueThreads, stream}, w);
   });
 }
 
-void CudaKernels::decode_lean(const LeanPacket& packet, const LeanArrays& to, Queue queue) {
+void CudaKernels::decode_compact(const CompactPacket& packet, const CompactArrays& to,
+                                 Queue queue) {
   const OnDevice on(queue);
   const size_t k = packet.k;
   Reading r{};
   check(lay_out(r, k, packet.bytes.size(), to.workspace.data) <= to.workspace.bytes,
-        "decode_lean: the workspace is too small");
+        "decode_compact: the workspace is too small");
   r.bytes = reinterpret_cast<const uint8_t*>(packet.bytes.data());
   r.size = packet.bytes.size();
   r.indices = to.indices;
@@ -118,23 +119,23 @@ void CudaKernels::decode_lean(const LeanPacket& packet, const LeanArrays& to, Qu
   }
   r.count = static_cast<unsigned>(packet.count);
   r.start = start_of(k, packet.count);
-  set_head(r, lean_head(k, packet.count, IndexCode::list, ValueCode::float32));
+  set_head(r, compact_head(k, packet.count, IndexCode::list, ValueCode::float32));
   cudaStream_t const stream = stream_of(queue);
-  const gpu::Launch chunks{r.chunk_count, kLeanThreads, stream};
+  const gpu::Launch chunks{r.chunk_count, kCompactThreads, stream};
   const gpu::Launch one{1, kTableThreads, stream};
   launch("count_ones", count_ones, chunks, r);
   launch("sum_ones", sum_ones, one, r);
   launch("place_ones", place_ones, chunks, r);
   if (k > 0) {
     launch("read_parameters", read_parameters, one, r);
-    launch("sum_gaps", sum_gaps, {r.run_count, kLeanThreads, stream}, r);
+    launch("sum_gaps", sum_gaps, {r.run_count, kCompactThreads, stream}, r);
   }
   launch("sum_runs", sum_runs, one, r);
   launch("read_indices", read_indices,
-         {blocks_for(size_t{32} * r.block_count, kLeanThreads), kLeanThreads, stream}, r);
+         {blocks_for(size_t{32} * r.block_count, kCompactThreads), kCompactThreads, stream}, r);
 }
 
-size_t CudaKernels::lean_workspace_bytes(size_t k, size_t bytes) {
+size_t CudaKernels::compact_workspace_bytes(size_t k, size_t bytes) {
   Writing w{};
   Reading r{};
   return std::max(lay_out(w, k, nullptr), lay_out(r, k, bytes, nullptr));

@@ -13,11 +13,11 @@
 // workspace, and an index is written only after it was validated.
 #pragma once
 
-#include "cuda/lean_values.cuh"
+#include "cuda/compact_values.cuh"
 
 namespace pycomm::cuda {
 
-inline constexpr unsigned kChunk = 4 * kLeanThreads;  // bytes per block in count_ones
+inline constexpr unsigned kChunk = 4 * kCompactThreads;  // bytes per block in count_ones
 
 // A block of gaps.
 struct BlockPlace {
@@ -50,7 +50,7 @@ struct Reading {
   unsigned block_count, run_count, chunk_count;
   unsigned start;
   unsigned head_bytes;
-  uint8_t head[kLeanHead];  // without the codes
+  uint8_t head[kCompactHead];  // without the codes
 };
 
 // Whether the bits after the last value are zero.
@@ -83,7 +83,7 @@ __device__ __forceinline__ unsigned word_at(const Reading& r, const Verdict& v, 
 }
 
 // Grid: one block per chunk.
-__global__ void __launch_bounds__(kLeanThreads) count_ones(const __grid_constant__ Reading r) {
+__global__ void __launch_bounds__(kCompactThreads) count_ones(const __grid_constant__ Reading r) {
   auto& found = gpu::shared<Verdict>();
   if (threadIdx.x == 0) {
     found = read_head(r);
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kLeanThreads) count_ones(const __grid_constant
   const Verdict v = found;
   if (v.bad != 0 || v.index_code == 0) return;
   const auto ones = static_cast<unsigned>(__popc(word_at(r, v, blockIdx.x)));
-  const unsigned upto = scan_block<kLeanThreads>(ones);
-  if (threadIdx.x == kLeanThreads - 1) r.chunks[blockIdx.x] = upto;
+  const unsigned upto = scan_block<kCompactThreads>(ones);
+  if (threadIdx.x == kCompactThreads - 1) r.chunks[blockIdx.x] = upto;
 }
 
 __global__ void __launch_bounds__(kTableThreads) sum_ones(const __grid_constant__ Reading r) {
@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kTableThreads) sum_ones(const __grid_constant_
 
 __device__ __forceinline__ void read_list(const Reading& r, const Verdict& v) {
   const uint8_t* const from = r.bytes + v.index_at;
-  for (unsigned i = blockIdx.x * kLeanThreads + threadIdx.x; i < r.k;
-       i += gridDim.x * kLeanThreads) {
+  for (unsigned i = blockIdx.x * kCompactThreads + threadIdx.x; i < r.k;
+       i += gridDim.x * kCompactThreads) {
     const auto index = static_cast<int32_t>(load_bytes(from + size_t{4} * i, 4));
     const int32_t before =
         i == 0 ? -1 : static_cast<int32_t>(load_bytes(from + size_t{4} * i - 4, 4));
@@ -127,13 +127,13 @@ __device__ __forceinline__ void read_list(const Reading& r, const Verdict& v) {
 }
 
 // Grid: one block per chunk.
-__global__ void __launch_bounds__(kLeanThreads) place_ones(const __grid_constant__ Reading r) {
+__global__ void __launch_bounds__(kCompactThreads) place_ones(const __grid_constant__ Reading r) {
   if (r.verdict->bad != 0) return;
   const Verdict v{0, 0, r.verdict->index_code, 0, r.verdict->index_at, r.verdict->index_bytes, 0};
   if (v.index_code == 0) return read_list(r, v);
   unsigned word = word_at(r, v, blockIdx.x);
   const auto ones = static_cast<unsigned>(__popc(word));
-  unsigned rank = r.chunks[blockIdx.x] + scan_block<kLeanThreads>(ones) - ones;
+  unsigned rank = r.chunks[blockIdx.x] + scan_block<kCompactThreads>(ones) - ones;
   const unsigned wanted = v.index_code == 1 ? r.k : r.block_count + r.k;
   const unsigned begin = 8 * (blockIdx.x * kChunk + 4 * threadIdx.x);
   for (; word != 0 && rank < wanted; word &= word - 1, ++rank) {
@@ -220,13 +220,13 @@ struct SumSpace {
 };
 
 // Grid: one block per run.
-__global__ void __launch_bounds__(kLeanThreads) sum_gaps(const __grid_constant__ Reading r) {
+__global__ void __launch_bounds__(kCompactThreads) sum_gaps(const __grid_constant__ Reading r) {
   if (r.verdict->bad != 0 || r.verdict->index_code != 2) return;
   const Verdict v{
       0, 0, 2, 0, r.verdict->index_at, r.verdict->index_bytes, r.verdict->quotient_bytes};
   auto& sums = gpu::shared<SumSpace>().sum;
   const unsigned lane = gpu::lane_id(), first = blockIdx.x * kRunBlocks;
-  for (unsigned j = threadIdx.x / 32; j < kRunBlocks; j += kLeanWarps) {
+  for (unsigned j = threadIdx.x / 32; j < kRunBlocks; j += kCompactWarps) {
     uint64_t sum = 0;
     const unsigned block = first + j;
     if (block < r.block_count) {
@@ -279,10 +279,10 @@ __device__ __forceinline__ void read_block(const Reading& r, const Verdict& v, u
   if (i + 1 < r.k) r.indices[i + 1] = static_cast<int32_t>(upto - 1);
 }
 
-__global__ void __launch_bounds__(kLeanThreads) read_indices(const __grid_constant__ Reading r) {
+__global__ void __launch_bounds__(kCompactThreads) read_indices(const __grid_constant__ Reading r) {
   const Verdict v = *r.verdict;
-  const unsigned thread = blockIdx.x * kLeanThreads + threadIdx.x;
-  const unsigned threads = gridDim.x * kLeanThreads;
+  const unsigned thread = blockIdx.x * kCompactThreads + threadIdx.x;
+  const unsigned threads = gridDim.x * kCompactThreads;
   if (v.bad == 0 && v.index_code == 2)
     for (unsigned block = thread / 32; block < r.block_count; block += threads / 32)
       read_block(r, v, block);

@@ -1,16 +1,16 @@
 // The index codes: sizes, encoders and decoders. The Rice code is written in two passes, the first
 // of which finds the parameters; both process blocks in registers and the L1 cache.
-#include "kernels/cpu/index_codes.h"
+#include "codec/cpu/index_codes.h"
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <string>
 
+#include "codec/cpu/bits.h"
+#include "codec/cpu/indices.h"
 #include "core/errors.h"
-#include "kernels/cpu/bits.h"
-#include "kernels/cpu/indices.h"
-#include "kernels/cpu/isa.h"
+#include "cpu/isa.h"
 
 namespace pycomm::cpu {
 namespace {

@@ -11,7 +11,7 @@
 #include <span>
 #include <utility>
 
-#include "kernels/lean_layout.h"
+#include "codec/format.h"
 
 namespace pycomm::cpu {
 
