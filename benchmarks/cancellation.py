@@ -118,7 +118,7 @@ def _forming_in_a_store_of_ours() -> Wait:
 def _forming_in_a_store_of_torch() -> Wait:
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs hide it
 
-    from pycomm.rendezvous import TorchStore
+    from pycomm._bootstrap.rendezvous import TorchStore
 
     return _forming(TorchStore(HashStore()))
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from benchmarks.comparison import Array, Call, Traffic
 from benchmarks.gpu import gpus
-from pycomm import _core, arrays
+from pycomm import _core
+from pycomm._core_api import arrays, devices
 from pycomm.errors import Unsupported
-from pycomm.kernels import devices
 
 STREAMS = {
     "step": Traffic(12, 8),

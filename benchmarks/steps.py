@@ -16,9 +16,9 @@ ways to train run one after another:
     local     LocalSGD, models averaged every 8 steps
 
 A figure is the slowest rank's median step, of LocalSGD the mean; Paddle's ratio is what its page of
-DGC gives. The table also has the estimate of `pycomm plan` (pycomm/planner.py) for that link,
-from the step without communication and the kernels as measured here. With --json an interrupted
-run continues.
+DGC gives. The table also has the estimate of `pycomm plan` (pycomm/tuning/planner.py) for that
+link, from the step without communication and the kernels as measured here. With --json an
+interrupted run continues.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ from torch.multiprocessing.spawn import ProcessException
 import pycomm
 from benchmarks.peers import OURS, Groups
 from benchmarks.plot import COLORS
-from pycomm import collectives, planner
+from pycomm import collectives
 from pycomm.compress.cost_model import Coding, measure_coding
 from pycomm.compress.schedule import Load, code_at, to_send
 from pycomm.demo import machine, processes
 from pycomm.demo.netns import RATE, Network, missing
 from pycomm.errors import Error
 from pycomm.testing import run_ranks
+from pycomm.tuning import planner
 
 LAYERS = 20
 UNSHAPED = "none"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import device_groups
+from pycomm._core_api import device_groups
 
 sys.path.insert(0, str(Path(__file__).parent / "emulator"))
 import programs

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import pycomm
-from pycomm.communicators import CommunicatorPool
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.errors import Error
 
 TIMEOUT_S = 60.0

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from pycomm import reference
-from pycomm.kernels import devices
+from pycomm._core_api import devices
 
 sys.path.insert(0, str(Path(__file__).parent / "emulator"))
 import programs

@@ -379,7 +379,8 @@ def test_processes_rendezvous_by_environment_variables(secret: str) -> None:
 
 
 def test_without_secret_and_torch_init_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pycomm import config, rendezvous
+    from pycomm import config
+    from pycomm._bootstrap import rendezvous
 
     monkeypatch.setattr(rendezvous.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch.distributed", None)

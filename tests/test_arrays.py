@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import Group, arrays, device_groups, errors
+from pycomm import Group, errors
 from pycomm._core import DTYPES
+from pycomm._core_api import arrays, device_groups
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.testing import run_ranks
 

@@ -22,7 +22,7 @@ from benchmarks import composed, device_timing, kernels, libraries
 from benchmarks.kernel_table import Row
 from benchmarks.residuals import WORKERS
 from pycomm import _core
-from pycomm.kernels import devices
+from pycomm._core_api import devices
 
 sys.path.insert(0, str(Path(__file__).parent / "emulator"))
 import programs

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_devices import MARKS, run_fixture, share_a_device  # noqa: F401 - the fixture "run"
 from torch_ranks import Run, values
 
-from pycomm import device_groups, errors, torch_backend
+from pycomm import errors, torch_backend
+from pycomm._core_api import device_groups
 
 pytestmark = MARKS
 

@@ -187,7 +187,7 @@ IMPORTS = """
 import sys
 import {first}
 import {second}
-from pycomm import calls
+from pycomm._core_api import calls
 assert calls.profiler is sys.modules["torch.autograd.profiler"], calls.profiler
 """
 

@@ -1,4 +1,4 @@
-"""Compact packets against pycomm.reference_compact, bit by bit, and their size."""
+"""Compact packets against pycomm.reference.compact, bit by bit, and their size."""
 
 from math import lgamma, log
 from typing import Any
@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_devices import KINDS, SETTINGS, made, same
 
-from pycomm import _core, kernels, reference, reference_compact
+from pycomm import _core, kernels, reference
 from pycomm.errors import InvalidArgument
+from pycomm.reference import compact as reference_compact
 
 CODECS = ("auto", *reference_compact.INDEX_CODES)
 VALUES = reference_compact.VALUE_CODES

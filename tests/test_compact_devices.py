@@ -1,4 +1,4 @@
-"""Compact packets on every device: the bytes of pycomm.reference_compact. Arbitrary bytes are
+"""Compact packets on every device: the bytes of pycomm.reference.compact. Arbitrary bytes are
 rejected exactly where the CPU rejects them.
 """
 
@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from kernel_devices import SETTINGS, made, same
 from test_compact import CASES, CODECS, MOST, SHAPES, VALUES, indices_of, uniform
 
-from pycomm import _core, kernels, reference_compact
-from pycomm.arrays import as_array_ref
+from pycomm import _core, kernels
+from pycomm._core_api.arrays import as_array_ref
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import compact
+from pycomm.reference import compact as reference_compact
 
 seeds = st.integers(0, 2**32 - 1)
 counts = st.sampled_from([1, 2, 63, 64, 65, 2048, 2049, 4097, 9001])

@@ -20,7 +20,7 @@ from mistakes import MISTAKES
 from test_emulator import run
 
 from pycomm import kernels
-from pycomm.kernels import devices
+from pycomm._core_api import devices
 
 pytestmark = [
     pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc"),

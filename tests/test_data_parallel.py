@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
-from pycomm.communicators import CommunicatorPool
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.errors import InvalidArgument, Mismatch, Unsupported
 from pycomm.testing import run_ranks
 

@@ -16,7 +16,7 @@ from group_devices import machine_fixture  # noqa: F401 - fixture
 
 import pycomm
 from pycomm import kernels
-from pycomm.kernels import devices
+from pycomm._core_api import devices
 
 pytestmark = pytest.mark.timeout(300)
 

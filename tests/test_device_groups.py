@@ -16,8 +16,9 @@ import pytest
 from group_devices import EMULATED, machine_fixture, numbers, odd, on  # noqa: F401 - fixture
 
 import pycomm
-from pycomm import errors, nccl
-from pycomm.communicators import CommunicatorPool
+from pycomm import errors
+from pycomm._core_api import nccl
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)

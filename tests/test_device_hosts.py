@@ -19,7 +19,8 @@ from test_device_groups import every_verb, same_bits
 from test_device_messages import from_any_source, round_trip
 
 import pycomm
-from pycomm import device_groups, errors, nccl
+from pycomm import errors
+from pycomm._core_api import device_groups, nccl
 from pycomm.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)

@@ -16,7 +16,7 @@ from test_dgc_steps import compressed, sgd
 from torch import Tensor, nn
 
 import pycomm
-from pycomm.communicators import CommunicatorPool
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress import cost_model
 from pycomm.compress.cost_model import Coding, Link, predicted
 from pycomm.compress.schedule import Load, code_at, received_bytes

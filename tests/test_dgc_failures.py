@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pycomm
-from pycomm.communicators import CommunicatorPool
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress import transaction
 from pycomm.compress.bucket import CompressionBucket
 from pycomm.errors import Error

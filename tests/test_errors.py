@@ -15,7 +15,7 @@ import pytest
 
 import pycomm
 from pycomm import Group, _core, config, errors
-from pycomm.rendezvous import TorchStore
+from pycomm._bootstrap.rendezvous import TorchStore
 from pycomm.testing import _join, run_ranks
 
 BUILT_IN = {

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
-from pycomm import errors, flight_recorder, flight_report
+from pycomm import errors
+from pycomm.observe import flight_recorder, flight_report
 from pycomm.testing import FaultPlan, run_ranks
 
 X = np.ones(1000, np.float32)

@@ -12,8 +12,8 @@ import pytest
 
 import pycomm
 from pycomm import errors
+from pycomm._bootstrap.rendezvous import TorchStore
 from pycomm.launch import failure, rank
-from pycomm.rendezvous import TorchStore
 from pycomm.testing import _join
 
 dist = pytest.importorskip("torch.distributed")

@@ -12,8 +12,8 @@ import torch
 
 import pycomm
 from pycomm import _core, kernels, reference
+from pycomm._core_api import devices
 from pycomm.errors import InvalidArgument, Unsupported
-from pycomm.kernels import devices
 
 ROOT = Path(__file__).resolve().parent.parent
 F32 = np.float32

@@ -16,7 +16,8 @@ import pytest
 from test_launch import CLEAN, LAUNCH, LIMIT_S, launch
 
 from benchmarks.unauthenticated import descendants, inodes
-from pycomm import config, secret
+from pycomm import _secret as secret
+from pycomm import config
 from pycomm.errors import InvalidArgument
 
 pytestmark = pytest.mark.no_attack  # counts listeners, and reads what is left of processes

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -104,31 +105,28 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 # Modules and packages of pycomm, lowest layer first: each may import itself and lower layers.
 LAYERS = [
     ["_core", "_cuda", "_c10d"],
-    ["errors"],
-    ["secret"],
-    ["arrays", "config", "flight_recorder", "nccl", "serialization"],
-    ["launcher_watch", "rendezvous", "shrink", "thresholds"],
-    ["group", "kernels"],
-    ["device_groups"],
-    ["calls", "memory"],
-    ["collectives", "reference"],
-    ["objects", "communicators", "coalesced", "shrink_result", "reference_compact"],
+    ["errors", "reference"],
+    ["_secret"],
+    ["config"],
+    ["_bootstrap"],
+    ["group"],
+    ["_core_api"],
+    ["kernels", "memory", "collectives", "_torch_autoload"],
+    ["objects", "elastic", "_training"],
     ["compress", "data", "metrics", "checkpoint", "printing"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],
-    ["flight_report", "info", "planner", "top", "trace", "tuning"],
+    ["observe", "tuning"],
     ["__init__"],
     ["demo"],
     ["__main__"],
 ]
-# The small module that torch imports as a backend plugin.
-SAME_MODULE = {"_torch_autoload": "torch_backend"}
 MAY_IMPORT_TORCH = [
-    *("torch_backend", "demo"),
-    "rendezvous",  # inside a function, to join torch's own store
-    *("coalesced", "shrink_result", "compress", "data", "metrics", "checkpoint", "parallel"),
-    "optim",
-    *("functional", "launch", "planner"),
+    "pycomm/_bootstrap/rendezvous.py",  # inside a function, to join torch's own store
+    *("pycomm/_torch_autoload.py", "pycomm/torch_backend.py", "pycomm/demo/", "pycomm/launch/"),
+    *("pycomm/_training/coalesced.py", "pycomm/checkpoint.py", "pycomm/compress/"),
+    *("pycomm/data/", "pycomm/elastic.py", "pycomm/functional.py", "pycomm/metrics.py"),
+    *("pycomm/optim/", "pycomm/parallel/", "pycomm/tuning/planner.py"),
 ]
 # Modules that read the environment. Launchers pass it on to children.
 MAY_SEE_ENVIRONMENT = [
@@ -268,11 +266,7 @@ def is_pycomm(dotted: str) -> bool:
 
 def module_of(path: Path) -> str:
     """The module or package of pycomm that a file belongs to."""
-    return known_as(path.relative_to(PYCOMM).parts[0].removesuffix(".py"))
-
-
-def known_as(module: str) -> str:
-    return SAME_MODULE.get(module, module)
+    return path.relative_to(PYCOMM).parts[0].removesuffix(".py")
 
 
 def layer_of(module: str) -> int:
@@ -288,17 +282,25 @@ def test_python_folders_import_only_lower_layers() -> None:
         module = module_of(path)
         for line, name in imports(path):
             first, *rest = name.split(".")
-            seen = known_as(rest[0]) if rest else "__init__"
+            seen = rest[0] if rest else "__init__"
             if first == "pycomm" and seen != module and layer_of(seen) >= layer_of(module):
                 wrong.append(f"{name_of(path)}:{line} may not import {name}")
     assert wrong == []
+
+
+def test_python_modules_form_no_circle() -> None:
+    graph = {}
+    for path in PYTHON:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        graph[module] = {name for _, name in imports(path) if name.startswith("pycomm.")}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 def test_torch_is_imported_by_the_adaptor_and_the_training_layer_only() -> None:
     wrong = [
         f"{name_of(path)}:{line} imports {name}"
         for path in PYTHON
-        if module_of(path) not in MAY_IMPORT_TORCH
+        if not begins(name_of(path), MAY_IMPORT_TORCH)
         for line, name in imports(path)
         if name.split(".")[0] == "torch"
     ]

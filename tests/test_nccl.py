@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "emulator"))
 import programs
 
-from pycomm import nccl
+from pycomm._core_api import nccl
 from pycomm.errors import Unsupported
 
 pytestmark = [
@@ -57,7 +57,8 @@ def alone(code: str) -> str:
 
 def test_the_real_library_loads_and_runs_up_to_the_driver():
     said = alone("""if True:
-        from pycomm import _cuda, nccl
+        from pycomm import _cuda
+        from pycomm._core_api import nccl
         from pycomm.errors import Unsupported
 
         loaded, package, _ = nccl.places()

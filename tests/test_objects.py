@@ -15,8 +15,8 @@ import pytest
 from ports import free_port
 
 import pycomm
-from pycomm import Group, _core, errors, serialization
-from pycomm.objects import MAX_KEY_BYTES, MAX_VALUE_BYTES
+from pycomm import Group, _core, errors
+from pycomm.objects import MAX_KEY_BYTES, MAX_VALUE_BYTES, serialization
 from pycomm.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("torch_first_store")
@@ -306,7 +306,7 @@ def test_powers_of_two_are_valid_keys() -> None:
 def test_successive_groups_of_one_name_share_a_torch_store(kind: str, tmp_path: Any) -> None:
     """The first rank that leaves a group begins the next one, while others use the last."""
     dist = pytest.importorskip("torch.distributed")
-    from pycomm.rendezvous import TorchStore
+    from pycomm._bootstrap.rendezvous import TorchStore
     from pycomm.testing import _join
 
     make = {

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_devices import SETTINGS, same
 
-from pycomm import kernels, reference_compact
+from pycomm import kernels
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import PacketBatch
+from pycomm.reference import compact as reference_compact
 
 CODECS = ("auto", *reference_compact.INDEX_CODES)
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import pycomm
-from pycomm import planner
 from pycomm.__main__ import main
 from pycomm.compress.cost_model import Coding
 from pycomm.compress.schedule import Load
 from pycomm.errors import InvalidArgument
-from pycomm.planner import Expected, best, expected
+from pycomm.tuning import planner
+from pycomm.tuning.planner import Expected, best, expected
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 GBIT = {"100mbit": 0.1, "1gbit": 1.0, "10gbit": 10.0}

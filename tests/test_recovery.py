@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import Group, coalesced, errors, testing
+from pycomm import Group, errors, testing
+from pycomm._training import coalesced
 from pycomm.compress import state
 from pycomm.compress.packet_exchange import AllGatherExchange
 from pycomm.compress.sharded import ShardedExchange, Sharding

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import Group, errors, shrink, testing
+from pycomm import Group, errors, testing
+from pycomm._bootstrap import shrink
 from pycomm.testing import FaultPlan, run_ranks
 
 TRANSPORTS = ["shm", "tcp"]

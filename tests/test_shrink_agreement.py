@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import pycomm
-from pycomm import Group, _core, shrink
+from pycomm import Group, _core
+from pycomm._bootstrap import shrink
 from pycomm.demo.netns import Network, missing
 from pycomm.testing import run_ranks
 from tests.test_hosts import Run

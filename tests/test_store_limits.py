@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pycomm import _core, errors
-from pycomm.rendezvous import TorchStore
+from pycomm._bootstrap.rendezvous import TorchStore
 from pycomm.testing import _join
 
 dist = pytest.importorskip("torch.distributed")

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 import pycomm
-from pycomm import flight_recorder, top
+from pycomm.observe import flight_recorder, top
 from pycomm.testing import run_ranks
 
 LIMIT_S = 60.0  # against hanging

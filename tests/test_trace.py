@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import errors, flight_recorder, trace
+from pycomm import errors
+from pycomm.observe import flight_recorder, trace
 from pycomm.testing import run_ranks
 
 MS = 1_000_000  # nanoseconds

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import _core, thresholds, tuning
+from pycomm import _core
+from pycomm._bootstrap import thresholds
 from pycomm.group import Group
+from pycomm.tuning import tune
 
 SMALL, MIDDLE = 1 << 18, 1 << 22
 
@@ -116,14 +118,14 @@ def test_threshold_minimizes_the_loss(
     first: list[float], second: list[float], turns_at: int
 ) -> None:
     pairs = list(zip(first, second, strict=True))
-    assert tuning.threshold([1, 2, 4, 8], pairs) == turns_at
+    assert tune.threshold([1, 2, 4, 8], pairs) == turns_at
 
 
 def test_command_measures_and_stores_thresholds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tuning.main([]) == 0
+    assert tune.main([]) == 0
     [(by, small, middle)] = thresholds.thresholds()
     assert (by, middle) == ("tcp", thresholds.BUILT_IN[1])  # 4 ranks cannot measure it
-    assert small in (0, *tuning.SIZES)
+    assert small in (0, *tune.SIZES)
     told = capsys.readouterr().out
     assert f"small_bytes {small}" in told
     assert str(thresholds.path()) in told
@@ -131,4 +133,4 @@ def test_command_measures_and_stores_thresholds(capsys: pytest.CaptureFixture[st
 
 def test_one_rank_has_nothing_to_tune() -> None:
     with pytest.raises(SystemExit):
-        tuning.main(["--ranks", "1"])
+        tune.main(["--ranks", "1"])

@@ -10,7 +10,7 @@ import pytest
 import pycomm
 from pycomm import Group, errors
 from pycomm._core import DTYPES
-from pycomm.communicators import CommunicatorPool
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.testing import run_ranks
 
 TRANSPORTS = ["local", "shm", "tcp"]

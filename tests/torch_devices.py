@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch_ranks import Pools, Run
 
-from pycomm import device_groups
-from pycomm.kernels import devices
+from pycomm._core_api import device_groups, devices
 
 sys.path.insert(0, str(Path(__file__).parent / "emulator"))
 import programs

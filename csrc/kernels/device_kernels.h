@@ -1,5 +1,5 @@
 // The interface of the sparse-training kernels: formula, shapes and aliasing of each. kernels/cpu/
-// implements it for the CPU, cuda/ for CUDA, with identical bits. pycomm/reference.py defines every
+// implements it for the CPU, cuda/ for CUDA, with identical bits. pycomm/reference/ defines every
 // kernel in NumPy.
 //
 // Rules for all kernels:

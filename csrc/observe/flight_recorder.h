@@ -4,7 +4,7 @@
 // The memory is a memfd: it has no name and disappears with the process. `pycomm top` finds it in
 // /proc. The flight record is a copy, written when the group fails. The trace holds every call and
 // is written in batches. All three consist of a FlightRecorderHead and CallRecords, which
-// pycomm/flight_recorder.py parses. One thread at a time may call.
+// pycomm/observe/flight_recorder.py parses. One thread at a time may call.
 #pragma once
 
 #include <array>

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.calls import Work
+from pycomm._core_api.calls import Work
 from pycomm.compress.bucket import CompressionBucket, Pair, ReceivedPackets
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import PacketBatch

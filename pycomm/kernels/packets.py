@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import _core, arrays
-from pycomm.arrays import ArrayRef
+from pycomm import _core
+from pycomm._core_api import arrays, devices
+from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import compact, devices, inputs
+from pycomm.kernels import compact, inputs
 from pycomm.kernels.batch import PacketBatch, elements_of, rows_of
 from pycomm.kernels.rows import Rows
 

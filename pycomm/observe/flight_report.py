@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pycomm import flight_recorder
-from pycomm.flight_recorder import FlightRecord
+from pycomm.observe import flight_recorder
+from pycomm.observe.flight_recorder import FlightRecord
 
 __all__ = ["report"]
 

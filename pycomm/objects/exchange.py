@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import calls, serialization
+from pycomm._core_api import calls
 from pycomm.collectives import all_gather_v
 from pycomm.errors import InvalidArgument, Timeout
 from pycomm.group import Group, default
+from pycomm.objects import serialization
 
 __all__ = [
     "MAX_KEY_BYTES",

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pycomm import _core
-from pycomm.arrays import Device, current_stream
+from pycomm._core_api.arrays import Device, current_stream
 from pycomm.errors import Unsupported
 
 HOW_TO_BUILD = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pycomm.reference import cast
+from pycomm.reference.kernels import cast
 
 __all__ = ["INDEX_CODES", "VALUE_CODES", "encode", "unpack"]
 

@@ -14,8 +14,9 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 import numpy as np
 
-from pycomm import _core, arrays, device_groups
-from pycomm.arrays import View
+from pycomm import _core
+from pycomm._core_api import arrays, device_groups
+from pycomm._core_api.arrays import View
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group, default
 

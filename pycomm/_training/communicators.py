@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import arrays, calls, collectives
-from pycomm.calls import Work
+from pycomm import collectives
+from pycomm._core_api import arrays, calls
+from pycomm._core_api.calls import Work
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
 

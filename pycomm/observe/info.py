@@ -8,7 +8,8 @@ import platform
 
 import numpy as np
 
-from pycomm import _core, collectives, config, errors, nccl, testing
+from pycomm import _core, collectives, config, errors, testing
+from pycomm._core_api import nccl
 
 __all__ = ["report"]
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pycomm import collectives, config, group, testing, thresholds
+from pycomm import collectives, config, group, testing
+from pycomm._bootstrap import thresholds
 from pycomm.group import Group
 
 SIZES = [2**power for power in range(10, 22)]  # 1 KiB to 2 MiB

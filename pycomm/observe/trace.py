@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import _core, flight_recorder
+from pycomm import _core
 from pycomm.errors import InvalidArgument
-from pycomm.flight_recorder import FlightRecord
+from pycomm.observe import flight_recorder
+from pycomm.observe.flight_recorder import FlightRecord
 
 __all__ = ["Timeline", "main", "merge"]
 

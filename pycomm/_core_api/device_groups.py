@@ -13,11 +13,11 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pycomm import _core, arrays, config, nccl
-from pycomm.arrays import Device
+from pycomm import _core, config
+from pycomm._core_api import arrays, devices, nccl
+from pycomm._core_api.arrays import Device
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
-from pycomm.kernels import devices
 
 __all__ = [
     "check_channels",

@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pycomm import flight_recorder
-from pycomm.flight_recorder import FlightRecord
+from pycomm.observe import flight_recorder
+from pycomm.observe.flight_recorder import FlightRecord
 
 __all__ = ["main", "view"]
 
