@@ -26,7 +26,7 @@ from pycomm.demo import machine
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 NO_GPU = 3  # the exit status
-SUITES = ("channels", "dgc", "faults", "groups", "messages")  # of tests/test_device_*.py
+SUITES = ("channels", "dgc", "faults", "groups", "messages")  # of tests/devices/test_device_*.py
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def parts(count: int, results: Path) -> list[Part]:
     """The parts for `count` GPUs, the short and informative ones first."""
     python = sys.executable
     ranks = min(count, 8)
-    suites = ("kernels", "compact_devices", *(f"device_{name}" for name in SUITES))
-    tests = [f"tests/test_{name}.py" for name in suites]
+    tests = [f"tests/unit/test_{name}.py" for name in ("kernels", "compact_devices")]
+    tests += [f"tests/devices/test_device_{name}.py" for name in SUITES]
     own = [python, "-m", "benchmarks.gpu_ranks"]
     bench = [python, "-m", "pycomm", "bench"]
     stored = ["--json", str(results / "kernels.json"), "--plot", str(results / "kernels.png")]

@@ -1,6 +1,6 @@
 // Compact packets: round trips on every instruction set, the size bound, and invalid bytes. Buffers
 // have the exact length, so that the address sanitizer sees each access outside. The format is
-// tested by tests/test_compact.py.
+// tested by tests/unit/test_compact.py.
 #include "codec/compact.h"
 
 #include <cmath>

@@ -2,7 +2,7 @@
 // runs here, with several threads and several callers, against a model of loops and sorting.
 //
 // Arrays have the exact length and are separate, so that the sanitizer sees an access outside.
-// tests/test_kernels.py and test_kernel_packets.py check the results for every dtype.
+// tests/unit/test_kernels.py and test_kernel_packets.py check the results for every dtype.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
