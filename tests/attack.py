@@ -28,7 +28,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.unauthenticated import (
+from benchmarks.reliability.unauthenticated import (
     MANNERS,
     Address,
     UnauthenticatedClients,

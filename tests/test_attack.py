@@ -18,7 +18,7 @@ import attack
 import pytest
 from attack import BACKLOG, MANY, Attack, Result, no_attack, unrecognizable
 
-from benchmarks.unauthenticated import ANSWER, MANNERS, UnauthenticatedClients
+from benchmarks.reliability.unauthenticated import ANSWER, MANNERS, UnauthenticatedClients
 from pycomm import _core
 
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm.demo.netns import Network, missing
+from pycomm.bench.support.netns import Network, missing
 from pycomm.errors import Error, InvalidArgument
 from pycomm.launch.function import RankFailed
 

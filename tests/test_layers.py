@@ -90,13 +90,14 @@ LAYERS = [
     ["launch", "torch_backend", "testing"],
     ["flight_report", "info", "planner", "top", "trace", "tuning"],
     ["__init__"],
+    ["bench"],
     ["demo"],
     ["__main__"],
 ]
 # The small module that torch imports as a backend plugin.
 SAME_MODULE = {"_torch_autoload": "torch_backend"}
 MAY_IMPORT_TORCH = [
-    *("torch_backend", "demo"),
+    *("torch_backend", "bench", "demo"),
     "rendezvous",  # inside a function, to join torch's own store
     *("coalesced", "shrink_result", "compress", "data", "metrics", "checkpoint", "parallel"),
     "optim",
@@ -107,7 +108,7 @@ MAY_SEE_ENVIRONMENT = [
     "pycomm/config.py",
     "pycomm/launch/",
     "pycomm/demo/processes.py",
-    "pycomm/demo/netns.py",
+    "pycomm/bench/support/netns.py",
 ]
 
 LONGEST_FILE = 500

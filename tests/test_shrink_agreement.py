@@ -10,7 +10,7 @@ import pytest
 
 import pycomm
 from pycomm import Group, _core, shrink
-from pycomm.demo.netns import Network, missing
+from pycomm.bench.support.netns import Network, missing
 from pycomm.testing import run_ranks
 from tests.test_hosts import Run
 
