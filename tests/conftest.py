@@ -16,7 +16,7 @@ import pytest
 from attack import AttackPlugin, no_attack
 from tiers import tier_of
 
-from benchmarks.leak_check import leaked, resources
+from benchmarks.reliability.leak_check import leaked, resources
 
 EXCUSE = re.compile(r"needs (a GPU|\d+ GPUs)")
 _skips: dict[str, str] = {}

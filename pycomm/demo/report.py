@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from pycomm.demo.machine import describe
+from pycomm.bench.support.machine import describe
 from pycomm.demo.rows import Row
 from pycomm.demo.training import Outcome, Settings
 

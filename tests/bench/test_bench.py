@@ -14,23 +14,14 @@ import torch
 from paths import ROOT
 
 from benchmarks import __main__ as command
-from benchmarks import (
-    collectives,
-    deepspeed,
-    limits,
-    link_rank,
-    links,
-    mpi,
-    peers,
-    table,
-    training,
-    verbs,
-    worker,
-)
-from benchmarks.models import TASKS
-from benchmarks.sizes import format_size, parse_size, parse_sizes
-from benchmarks.worker import Times
-from pycomm.demo import netns
+from benchmarks.collectives import link_rank, links
+from benchmarks.training import training
+from benchmarks.training.models import TASKS
+from pycomm.bench.collectives import benchmark as collectives
+from pycomm.bench.collectives import deepspeed, limits, mpi, peers, table, verbs, worker
+from pycomm.bench.collectives.worker import Times
+from pycomm.bench.support import netns
+from pycomm.bench.support.sizes import format_size, parse_size, parse_sizes
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import codec as bench
-from benchmarks.residuals import Residuals, store
+from benchmarks.kernels import codec as bench
 from pycomm import _core, kernels
+from pycomm.bench.kernels.residuals import Residuals, store
 
 
 def test_tiny_run_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

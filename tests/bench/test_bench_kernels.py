@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import pycomm
-from benchmarks import comparison, composed, device_timing, single_kernels, sparse
-from benchmarks import kernels as bench
-from benchmarks.kernel_table import Row
-from benchmarks.residuals import STEPS, WORKERS, Residuals, load, store
 from pycomm import _core, kernels
+from pycomm.bench.kernels import benchmark as bench
+from pycomm.bench.kernels import comparison, device_timing, single_kernels, sparse, torch_steps
+from pycomm.bench.kernels.residuals import STEPS, WORKERS, Residuals, load, store
+from pycomm.bench.kernels.table import Row
 
 PARAMETERS = 20_000  # of a window
 TRAINING = {"DGC", "decode_update", "dgc_step", "topk"}
@@ -145,7 +145,7 @@ def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
     found, here = comparisons(), device_timing.Host()
     assert {c.kernel: c.calls.keys() - {"pycomm"} for c in found} == ALONE
     recorded = load(write_residuals(tmp_path / "residuals.npz", 2_000))
-    steps, choices = {"eager": composed.eager}, {"torch.topk": composed.torch_topk}
+    steps, choices = {"eager": torch_steps.eager}, {"torch.topk": torch_steps.torch_topk}
     found += sparse.comparisons(sparse.Case(recorded, 9_000), steps, choices)
     for one in found:
         assert comparison.wrong(one, here) == ""

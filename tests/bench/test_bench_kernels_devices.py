@@ -18,11 +18,12 @@ import torch
 from test_bench_kernels import ALONE, TRAINING, write_residuals
 from without_gpus import python
 
-from benchmarks import composed, device_timing, kernels, libraries
-from benchmarks.kernel_table import Row
-from benchmarks.residuals import WORKERS
 from pycomm import _core
 from pycomm._core_api import devices
+from pycomm.bench.kernels import benchmark as kernels
+from pycomm.bench.kernels import device_timing, libraries, torch_steps
+from pycomm.bench.kernels.residuals import WORKERS
+from pycomm.bench.kernels.table import Row
 
 PARAMETERS = 1200  # of a window
 needs_nvcc = pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc")
@@ -301,10 +302,10 @@ def test_unavailable_comparators_are_named_and_pycomm_is_required() -> None:
 
 
 def test_installed_libraries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = libraries.Library("CUB", composed.eager, composed.torch_topk)
+    library = libraries.Library("CUB", torch_steps.eager, torch_steps.torch_topk)
     monkeypatch.setitem(libraries.LOADERS, "CUB", lambda: library)
     steps, choices, missing = kernels.comparators(["eager", "CUB"])
-    assert steps == {"eager": composed.eager, "CUB": composed.eager}
+    assert steps == {"eager": torch_steps.eager, "CUB": torch_steps.eager}
     assert choices.keys() == {"torch.topk", "CUB"}
     assert missing == []
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import pycomm
-from benchmarks import links, residuals, steps, wire
-from pycomm.demo import netns
-from pycomm.demo.model import CharGPT, Shape
+from benchmarks.collectives import links
+from benchmarks.training import received_bytes, steps
+from pycomm.bench.kernels import residuals
+from pycomm.bench.support import netns
+from pycomm.bench.support.model import CharGPT, Shape
 from pycomm.errors import InvalidArgument
 from pycomm.testing import run_ranks
 
@@ -113,7 +115,10 @@ def random_residuals(windows: int = 16) -> residuals.Residuals:
 def test_a_wider_model_has_its_parameters_in_order() -> None:
     """Each window's indices stay within their parameter; the first window is the model itself."""
     found = random_residuals()
-    one, three = wire.Sets(found, 0.99, 1), wire.Sets(found, 0.99, 3 * found.v.shape[1])
+    one, three = (
+        received_bytes.Sets(found, 0.99, 1),
+        received_bytes.Sets(found, 0.99, 3 * found.v.shape[1]),
+    )
     assert three.count == 3 * one.count
     narrow, values = one.of(5)
     wide, more = three.of(5)
@@ -134,7 +139,7 @@ def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[
     residuals.store(random_residuals(), real)
     words = [str(real), "--elements", "400000", "--ranks", "4,32", "--json", str(stored)]
     words += ["--processes", "2", "--counted", "1000000"]
-    assert wire.main([*words, "--plot", str(drawn)]) == 0
+    assert received_bytes.main([*words, "--plot", str(drawn)]) == 0
     assert drawn.stat().st_size > 0
     content = json.loads(stored.read_text())
     few, many = content["ranks"]

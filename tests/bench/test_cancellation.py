@@ -1,5 +1,6 @@
-"""Ctrl-C in every wait of a rank (benchmarks/cancellation.py). tests/native/patience_test.cpp tests
-the waits for a busy peer.
+"""Ctrl-C in every wait of a rank (benchmarks/reliability/cancellation.py).
+
+tests/native/patience_test.cpp tests the waits for a busy peer.
 """
 
 import json
@@ -7,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cancellation
-from benchmarks.cancellation import WAITS, took_ms
+from benchmarks.reliability import cancellation
+from benchmarks.reliability.cancellation import WAITS, took_ms
 
 LIMIT_MS = 1000.0  # the promised limit is 200, on a machine with less load than that of the tests
 

@@ -1,11 +1,14 @@
-"""The cost of the checks (benchmarks/check_overhead.py): both programs work. No speed is tested."""
+"""The cost of the checks (benchmarks/reliability/check_overhead.py): both programs work.
+
+No speed is tested.
+"""
 
 import json
 
 import pytest
 
-from benchmarks import check_overhead
-from benchmarks.check_overhead import Case, Cost, NotBuilt
+from benchmarks.reliability import check_overhead
+from benchmarks.reliability.check_overhead import Case, Cost, NotBuilt
 
 
 def test_both_programs_make_their_calls(tmp_path, monkeypatch):

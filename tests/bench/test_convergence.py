@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import convergence, workloads
-from benchmarks.convergence import Run
-from benchmarks.workloads import WORKLOADS
+from benchmarks.training import convergence, workloads
+from benchmarks.training.convergence import Run
+from benchmarks.training.workloads import WORKLOADS
 from pycomm.testing import run_ranks
 
 METHODS = ["dense", "dgc", "top-k without feedback", "local 2", "local adaptive"]

@@ -1,4 +1,5 @@
-"""The fault matrix (benchmarks/faults.py): all cells that run among threads, some with processes.
+"""The fault matrix (benchmarks/reliability/faults.py): all cells that run among
+threads, some with processes.
 
 `make faults` runs all of it.
 """
@@ -10,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import faults, rank_failure
-from benchmarks.fault_rank import Seen
-from benchmarks.faults import (
+from benchmarks.reliability import faults, rank_failure
+from benchmarks.reliability.fault_rank import Seen
+from benchmarks.reliability.faults import (
     COUNTS,
     MOMENTS,
     PROCESSES,

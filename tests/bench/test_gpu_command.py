@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from without_gpus import python
 
-from benchmarks import collectives, gpu, gpu_ranks
-from pycomm.demo import processes
+from benchmarks.gpu import gpu, gpu_ranks
+from pycomm.bench.collectives import benchmark as collectives
+from pycomm.bench.support import processes
 
 
 def test_every_part_is_an_existing_command() -> None:

@@ -1,5 +1,5 @@
-"""The soak (benchmarks/soak.py; `make soak` runs it for an hour), for some seconds; and that it
-detects violations.
+"""The soak (benchmarks/reliability/soak.py; `make soak` runs it for an hour), for some seconds;
+and that it detects violations.
 """
 
 import json
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import pycomm
-from benchmarks import leak_check, soak, soak_rank
-from benchmarks.soak import FAULTS, Tally, setting
+from benchmarks.reliability import leak_check, soak, soak_rank
+from benchmarks.reliability.soak import FAULTS, Tally, setting
 from pycomm import Group, errors
 
 SEED = 20

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import connection_flood, distant
-from benchmarks.connection_flood import Cycles, Flood
-from benchmarks.connection_flood_rank import Held
-from benchmarks.distant import Distant
+from benchmarks.reliability import connection_flood, delayed_flood
+from benchmarks.reliability.connection_flood import Cycles, Flood
+from benchmarks.reliability.connection_flood_rank import Held
+from benchmarks.reliability.delayed_flood import DelayedFlood
 
 KEPT = Flood("pycomm", 900, 100, 0.1, 0.1, 1000.0, 990.0, 20, 20)
 CLEAN = Cycles("pycomm", 10, [], Held(20, 3, 100), Held(20, 3, 100))
@@ -22,7 +22,7 @@ def server() -> None:
     """The server that multiprocessing keeps permanently, with the modules that the command
     preloads."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.connection_flood_rank"])
+    context.set_forkserver_preload(["benchmarks.reliability.connection_flood_rank"])
     forkserver.ensure_running()
 
 
@@ -75,12 +75,12 @@ def test_leaking_cycle_is_detected(found: Cycles, clean: bool) -> None:
     assert connection_flood._clean(found) == clean
 
 
-@pytest.mark.skipif(bool(distant.missing()), reason=distant.missing() or "it is there")
-@pytest.mark.parametrize("where", distant.FORMING)
+@pytest.mark.skipif(bool(delayed_flood.missing()), reason=delayed_flood.missing() or "it is there")
+@pytest.mark.parametrize("where", delayed_flood.FORMING)
 def test_a_distant_rank_joins_beside_a_flood(where: str) -> None:
     """The benchmark checks the time: here the machine may be busy."""
-    found = Distant(where, 50, 500)
-    distant._form(found)
+    found = DelayedFlood(where, 50, 500)
+    delayed_flood._form(found)
     assert min(*found.quiet_s, *found.flooded_s) > 2 * 0.05, "packets were not delayed"
     assert found.reached_per_s[0] > 0
 
@@ -88,11 +88,11 @@ def test_a_distant_rank_joins_beside_a_flood(where: str) -> None:
 @pytest.mark.parametrize(
     ("found", "kept"),
     [
-        (Distant("mesh", 10, 8000, quiet_s=[0.2, 0.3, 9.0], flooded_s=[0.4, 2.2]), True),
-        (Distant("mesh", 10, 8000, quiet_s=[0.2, 0.3, 9.0], flooded_s=[0.4, 2.4]), False),
-        (Distant("mesh", 10, 8000, quiet_s=[0.2], flooded_s=[0.4], error="PeerLost"), False),
-        (Distant("mesh", 10, 8000, quiet_s=[0.2]), False),
+        (DelayedFlood("mesh", 10, 8000, quiet_s=[0.2, 0.3, 9.0], flooded_s=[0.4, 2.2]), True),
+        (DelayedFlood("mesh", 10, 8000, quiet_s=[0.2, 0.3, 9.0], flooded_s=[0.4, 2.4]), False),
+        (DelayedFlood("mesh", 10, 8000, quiet_s=[0.2], flooded_s=[0.4], error="PeerLost"), False),
+        (DelayedFlood("mesh", 10, 8000, quiet_s=[0.2]), False),
     ],
 )
-def test_flood_that_delays_distant_ranks_is_detected(found: Distant, kept: bool) -> None:
+def test_flood_that_delays_distant_ranks_is_detected(found: DelayedFlood, kept: bool) -> None:
     assert found.kept() == kept

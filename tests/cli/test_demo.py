@@ -19,7 +19,8 @@ from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessException
 
 from pycomm import demo
-from pycomm.demo import model, netns, processes, report, rows, text, traffic, training
+from pycomm.bench.support import model, netns, processes, text
+from pycomm.demo import report, rows, traffic, training
 
 STEPS = 3
 MB = 2**20

@@ -16,7 +16,7 @@ import pytest
 from paths import ROOT, SUPPORT
 from ports import free_port
 
-from pycomm.demo.netns import Network, missing
+from pycomm.bench.support.netns import Network, missing
 from pycomm.errors import InvalidArgument
 from pycomm.launch import failure, worker_setup
 from pycomm.launch.failure import Failure

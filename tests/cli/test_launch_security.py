@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from test_launch import CLEAN, LAUNCH, LIMIT_S, launch
 
-from benchmarks.unauthenticated import descendants, inodes
+from benchmarks.reliability.unauthenticated import descendants, inodes
 from pycomm import _secret as secret
 from pycomm import config
 from pycomm.errors import InvalidArgument

@@ -12,7 +12,7 @@ import pytest
 from paths import ROOT
 
 import pycomm
-from pycomm.demo.netns import Network, missing
+from pycomm.bench.support.netns import Network, missing
 from pycomm.errors import Error, InvalidArgument
 from pycomm.launch.function import RankFailed
 

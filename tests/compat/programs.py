@@ -235,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
         named = f"{program}, {result['package']} {result.get('version', '')}".rstrip()
         print(f"{named} on {given.backend}: {result['status']} {result['reason']}", flush=True)
     if given.json:
-        from pycomm.demo.machine import describe
+        from pycomm.bench.support.machine import describe
 
         content = {"machine": describe(), "backend": given.backend, "programs": results}
         Path(given.json).write_text(json.dumps(content, indent=1) + "\n")

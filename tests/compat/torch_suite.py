@@ -279,7 +279,7 @@ def write(path: str, options: Options, outcomes: dict[str, Outcome], seconds: fl
     """The results as JSON, with the machine."""
     import torch
 
-    from pycomm.demo.machine import describe
+    from pycomm.bench.support.machine import describe
 
     content = {
         "machine": describe(),

@@ -16,7 +16,7 @@ from small_models import batch, equal, parameters, perceptron, step_on
 from torch import Tensor, nn
 
 import pycomm
-from benchmarks.wire_ranks import moved
+from benchmarks.training.received_bytes_ranks import moved
 from pycomm.compress.schedule import (
     VALUE_DTYPES,
     Load,

@@ -1,4 +1,4 @@
-"""Ranks on different hosts: network namespaces joined by bridges (pycomm/demo/netns.py).
+"""Ranks on different hosts: network namespaces joined by bridges (pycomm/bench/support/netns.py).
 
 A namespace has its own interfaces and its own abstract sockets, so each is a host to pycomm. Needs
 root and iproute2. The programs of the ranks are in host_ranks.py.
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from host_runs import LIMIT_S, Run
 
-from benchmarks.unauthenticated import MANNERS
-from pycomm.demo.netns import Counters, Host, Network, missing
+from benchmarks.reliability.unauthenticated import MANNERS
+from pycomm.bench.support.netns import Counters, Host, Network, missing
 
 WHY_NOT = missing()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)

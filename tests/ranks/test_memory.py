@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import pycomm
-from benchmarks import soak
-from benchmarks.leak_check import leaked, resources
+from benchmarks.reliability import soak
+from benchmarks.reliability.leak_check import leaked, resources
 from pycomm import errors, testing
 
 MOST = 16 << 20  # bytes of a rank, as documented

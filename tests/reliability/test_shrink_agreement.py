@@ -12,7 +12,7 @@ from host_runs import Run
 import pycomm
 from pycomm import Group, _core
 from pycomm._bootstrap import shrink
-from pycomm.demo.netns import Network, missing
+from pycomm.bench.support.netns import Network, missing
 from pycomm.testing import run_ranks
 
 WHY_NOT = missing()

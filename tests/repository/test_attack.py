@@ -19,7 +19,7 @@ import pytest
 from attack import BACKLOG, MANY, Attack, Result, no_attack, unrecognizable
 from paths import ROOT, SUPPORT, TESTS
 
-from benchmarks.unauthenticated import ANSWER, MANNERS, UnauthenticatedClients
+from benchmarks.reliability.unauthenticated import ANSWER, MANNERS, UnauthenticatedClients
 from pycomm import _core
 
 LIMIT_S = 60.0

@@ -118,12 +118,14 @@ LAYERS = [
     ["launch", "torch_backend", "testing"],
     ["observe", "tuning"],
     ["__init__"],
+    ["bench"],
     ["demo"],
     ["__main__"],
 ]
 MAY_IMPORT_TORCH = [
     "pycomm/_bootstrap/rendezvous.py",  # inside a function, to join torch's own store
-    *("pycomm/_torch_autoload.py", "pycomm/torch_backend.py", "pycomm/demo/", "pycomm/launch/"),
+    *("pycomm/_torch_autoload.py", "pycomm/torch_backend.py", "pycomm/launch/"),
+    *("pycomm/bench/", "pycomm/demo/"),
     *("pycomm/_training/coalesced.py", "pycomm/checkpoint.py", "pycomm/compress/"),
     *("pycomm/data/", "pycomm/elastic.py", "pycomm/functional.py", "pycomm/metrics.py"),
     *("pycomm/optim/", "pycomm/parallel/", "pycomm/tuning/planner.py"),
@@ -133,7 +135,7 @@ MAY_SEE_ENVIRONMENT = [
     "pycomm/config.py",
     "pycomm/launch/",
     "pycomm/demo/processes.py",
-    "pycomm/demo/netns.py",
+    "pycomm/bench/support/netns.py",
 ]
 
 LONGEST_FILE = 500

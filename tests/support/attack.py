@@ -30,7 +30,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from benchmarks.unauthenticated import (
+from benchmarks.reliability.unauthenticated import (
     MANNERS,
     Address,
     UnauthenticatedClients,

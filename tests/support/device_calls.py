@@ -27,7 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import pycomm
-from pycomm.demo.machine import describe
+from pycomm.bench.support.machine import describe
 
 __all__ = ["CALLS", "Cost", "main", "page", "programs"]
 
