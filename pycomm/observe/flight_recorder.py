@@ -1,7 +1,7 @@
 """Reads the flight recorder: the ranks' calls in memory, in flight records and in traces.
 
-All three have one layout (csrc/observe/flight_recorder.h): a header and a record of 64 bytes for each
-call. Any bytes give a FlightRecord or InvalidArgument. `flight_report`, `trace` and `top` show
+All three have one layout (csrc/observe/flight_recorder.h): a header and a record of 64 bytes for
+each call. Any bytes give a FlightRecord or InvalidArgument. `flight_report`, `trace` and `top` show
 them.
 """
 

@@ -183,7 +183,7 @@ def test_listener_error_ends_the_run() -> None:
 
 def test_killed_parent_leaves_no_orphans() -> None:
     code = (
-        "from pycomm.demo import processes; from test_demo import linger\n"
+        "from pycomm.bench.support import processes; from test_demo import linger\n"
         "if __name__ == '__main__':\n"
         "    processes.run(linger, (), 2, lambda rank, said: print(said, flush=True))"
     )

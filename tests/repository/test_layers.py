@@ -134,7 +134,7 @@ MAY_IMPORT_TORCH = [
 MAY_SEE_ENVIRONMENT = [
     "pycomm/config.py",
     "pycomm/launch/",
-    "pycomm/demo/processes.py",
+    "pycomm/bench/support/processes.py",
     "pycomm/bench/support/netns.py",
 ]
 

@@ -1,6 +1,7 @@
-"""The host time of a call with device arrays: emulated devices, a fake NCCL.
+r"""The host time of a call with device arrays: emulated devices, a fake NCCL.
 
-    PYTHONPATH=tests/emulator python tests/support/device_calls.py --json benchmarks/results/device_calls.json
+    PYTHONPATH=tests/emulator python tests/support/device_calls.py \
+        --json benchmarks/results/device_calls.json
 
 Each rank is a process. Its device is blocked by a gate in the caller's stream while a call is
 timed, and the ranks begin together. The time therefore includes Python, the agreement of the ranks

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pycomm.demo.netns import Network
+from pycomm.bench.support.netns import Network
 
 RANKS = Path(__file__).with_name("host_ranks.py")
 PORT = 29511
