@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.comparison import OURS
 from benchmarks.sizes import format_size
-from pycomm.demo import machine
+from pycomm.demo import machine, summaries
 
 HEADER = (
     f"{'# kernel':17} {'elements':>9} {'peer':>16} {'time (ms)':>10} {'% limit':>8} {'pycomm':>8} "
@@ -72,7 +71,7 @@ def store(
         "rows": [asdict(row) for row in rows],
         "missing": [asdict(one) for one in missing],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    summaries.write(path, content)
 
 
 def draw(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ from benchmarks.peers import ENCRYPTED
 from benchmarks.plot import COLORS
 from benchmarks.sizes import format_size, parse_sizes
 from benchmarks.verbs import VERBS
-from pycomm.demo import machine
+from pycomm.demo import machine, summaries
 from pycomm.demo.netns import RATE, Network, missing
 
 UNSHAPED = "none"
@@ -59,7 +59,8 @@ class Row:
     ratio: float | None  # times faster than gloo; None without it
     cpu_s_per_gb: float
     wrong: int
-    round_medians_ms: list[list[float]]  # [rank][round]
+    worst_ms: float  # the largest median of a round, of any rank
+    rounds: int
 
 
 def main(argv: Sequence[str]) -> int:
@@ -186,10 +187,9 @@ def rows_of(rate: str, hosts: int, by_rank: Sequence[Said]) -> list[Row]:
                 ratio=None,
                 cpu_s_per_gb=cpu_s / hosts / sent * 1e9,
                 wrong=sum(one.wrong[name] for one in by_rank),
-                round_medians_ms=[
-                    [statistics.median(calls) * 1e3 for calls in one.seconds[name]]
-                    for one in by_rank
-                ],
+                worst_ms=1e3
+                * max(statistics.median(calls) for one in by_rank for calls in one.seconds[name]),
+                rounds=len(said.seconds[name]),
             )
         )
     gloo = next((row.time_ms for row in rows if row.peer == "gloo"), None)
@@ -227,7 +227,7 @@ def _store(found: Sequence[Row], options: argparse.Namespace) -> None:
             name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rounds", "peers")
         }
         content = {"machine": where, "settings": settings, "rows": [asdict(row) for row in found]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(options.json, content)
     if options.plot:
         shape = f"{options.hosts} hosts x {options.ranks_per_host} ranks"
         draw(options.plot, found, f"{shape}, {where['cpu']}, {where['cores']} cores")

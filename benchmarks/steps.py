@@ -24,7 +24,6 @@ run continues.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -47,7 +46,7 @@ from benchmarks.plot import COLORS
 from pycomm import collectives, planner
 from pycomm.compress.cost_model import Coding, measure_coding
 from pycomm.compress.schedule import Load, code_at, to_send
-from pycomm.demo import machine, processes
+from pycomm.demo import machine, processes, summaries
 from pycomm.demo.netns import RATE, Network, missing
 from pycomm.errors import Error
 from pycomm.testing import run_ranks
@@ -171,7 +170,7 @@ def stored(path: Path | None, settings: dict[str, object]) -> list[Row]:
     """The rows of an interrupted run with the same settings."""
     if path is None or not path.exists():
         return []
-    content = json.loads(path.read_text())
+    content = summaries.read(path)
     return [Row(**row) for row in content["rows"]] if content["settings"] == settings else []
 
 
@@ -180,7 +179,7 @@ def store(path: Path | None, settings: dict[str, object], found: Sequence[Row]) 
     if path is not None:
         rows = [asdict(row) for row in found]
         content = {"machine": machine.describe(), "settings": settings, "rows": rows}
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(path, content)
 
 
 def measure(

@@ -12,7 +12,6 @@ those of the fake NCCL. With `--device cuda` it runs on the GPUs of this machine
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import pycomm
+from pycomm.demo import summaries
 from pycomm.demo.machine import describe
 
 __all__ = ["CALLS", "Cost", "main", "page", "programs"]
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rounds": args.rounds,
             "costs": [asdict(cost) for cost in costs],
         }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        summaries.write(args.json, report)
     return 0
 
 

@@ -1,7 +1,6 @@
 """The benchmark of the kernels: a tiny run on random residuals, and errors that fail a run."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from benchmarks import kernels as bench
 from benchmarks.kernel_table import Row
 from benchmarks.residuals import STEPS, WORKERS, Residuals, load, store
 from pycomm import _core, kernels
+from pycomm.demo import summaries
 
 PARAMETERS = 20_000  # of a window
 TRAINING = {"DGC", "decode_update", "dgc_step", "topk"}
@@ -68,7 +68,7 @@ def test_tiny_run_is_stored_and_plotted(
 ) -> None:
     stored, drawn = tmp_path / "out.json", tmp_path / "out.png"
     status = run(residuals, "--json", str(stored), "--plot", str(drawn))
-    content: dict[str, Any] = json.loads(stored.read_text())
+    content: dict[str, Any] = summaries.read(stored)
     rows = [Row(**row) for row in content["rows"]]
     others = {(r.kernel, r.peer) for r in rows if r.peer != "pycomm"}
     assert {("dgc_step", "eager"), ("topk", "torch.topk"), ("DGC", "through p.grad")} < others

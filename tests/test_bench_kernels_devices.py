@@ -4,7 +4,6 @@ whose times are meaningless, and with a stand-in for torch.cuda.
 
 import contextlib
 import ctypes
-import json
 import re
 import sys
 import time
@@ -22,6 +21,7 @@ from benchmarks import composed, device_timing, kernels, libraries
 from benchmarks.kernel_table import Row
 from benchmarks.residuals import WORKERS
 from pycomm import _core
+from pycomm.demo import summaries
 from pycomm.kernels import devices
 
 sys.path.insert(0, str(Path(__file__).parent / "emulator"))
@@ -136,7 +136,7 @@ def test_whole_command_with_emulated_kernels(
     )
     assert emulated.take_traffic()[2] > 100  # launches
     said = capsys.readouterr().out
-    content: dict[str, Any] = json.loads(stored.read_text())
+    content: dict[str, Any] = summaries.read(stored)
     assert content["settings"]["device"] == "emulated"
     assert ", on emulated\n" in said
     rows = [Row(**row) for row in content["rows"]]
@@ -219,7 +219,7 @@ def test_size_that_exceeds_device_memory_is_skipped(
     assert run(tmp_path, "--peers", "", "--json", str(stored)) == 0
     torch.set_num_threads(before[0])
     _core.set_kernel_threads(before[1])
-    content = json.loads(stored.read_text())
+    content = summaries.read(stored)
     assert content["rows"] == []
     assert "and 0.0 are free" in capsys.readouterr().out
 

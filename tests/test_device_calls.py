@@ -1,10 +1,11 @@
 """The command that measures the host time of calls with device arrays: device_calls.py."""
 
-import json
 from pathlib import Path
 
 import device_calls
 import pytest
+
+from pycomm.demo import summaries
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -17,7 +18,7 @@ def test_small_measurement(tmp_path, capsys):
         pytest.skip("needs nvcc, for the headers of CUDA")
     path = tmp_path / "calls.json"
     assert device_calls.main(["--ranks", "3", "--rounds", "3", "--json", str(path)]) == 0
-    costs = [device_calls.Cost(**row) for row in json.loads(path.read_text())["costs"]]
+    costs = [device_calls.Cost(**row) for row in summaries.read(path)["costs"]]
     assert len(costs) == len(device_calls.CALLS)
     assert all(0 < one.low_us <= one.host_us <= one.high_us for one in costs)
     given = {(one.verb, one.algorithm): one for one in costs if one.bytes}
@@ -28,6 +29,6 @@ def test_small_measurement(tmp_path, capsys):
 
 
 def test_page_contains_the_stored_table():
-    report = json.loads(STORED.read_text())
+    report = summaries.read(STORED)
     costs = [device_calls.Cost(**row) for row in report["costs"]]
     assert device_calls.page(costs) in (ROOT / "docs" / "cuda.md").read_text()

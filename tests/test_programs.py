@@ -3,13 +3,14 @@
 tests/compat/programs.py runs them, with any backend.
 """
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from pycomm.demo import summaries
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "compat" / "programs.py"
@@ -28,7 +29,7 @@ def test_runs_unchanged(program: str, tmp_path: Path) -> None:
         command, env=env, capture_output=True, text=True, timeout=960, check=False
     )
     assert stored.exists(), done.stderr[-4000:]
-    result = json.loads(stored.read_text())["programs"][program]
+    result = summaries.read(stored)["programs"][program]
     if result["status"] == "left out":
         pytest.skip(result["reason"])
     assert result["status"] == "runs", result["reason"]
