@@ -29,7 +29,7 @@ import pycomm
 from pycomm.demo import summaries
 from pycomm.demo.machine import describe
 
-__all__ = ["CALLS", "Cost", "main", "page", "programs"]
+__all__ = ["CALLS", "Cost", "main", "programs"]
 
 LIMIT_S = 300.0  # of the calls of one number of ranks
 BYTES = 1 << 20
@@ -131,12 +131,6 @@ def cells(cost: Cost) -> list[str]:
     counts = (cost.groups, cost.sends, cost.collectives)
     counted = ("" if n is None else str(n) for n in counts)
     return [str(cost.ranks), name, f"{cost.bytes:,}", time_, *counted]
-
-
-def page(costs: Sequence[Cost]) -> str:
-    """The table of docs/cuda.md."""
-    lines = [HEADS, ["---"] * len(HEADS), *map(cells, costs)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

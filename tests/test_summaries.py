@@ -27,7 +27,7 @@ def test_content_is_read_as_it_was_written(tmp_path: Path) -> None:
     content = {"settings": {"ranks": 2}, "rows": [{"a": 1, "b": None}, {"a": 0.25, "b": "x"}]}
     summaries.write(path, content | {"empty": []})
     assert summaries.read(path) == content | {"empty": []}
-    assert path.read_text().count("\n") == 7  # one row a line
+    assert path.read_text().count("\n") == 8  # one row a line
     summaries.write(path, {"rows": [{"a": 0.1234567891234, "b": True}]})
     assert summaries.read(path)["rows"] == [{"a": 0.123456789, "b": True}]
     with pytest.raises(ValueError, match="rows with different fields"):
