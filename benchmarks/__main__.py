@@ -5,23 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import (
+from benchmarks.collectives import links
+from benchmarks.gpu import gpu
+from benchmarks.kernels import codec
+from benchmarks.reliability import (
     cancellation,
     check_overhead,
-    codec,
-    collectives,
     connection_flood,
-    convergence,
     faults,
-    gpu,
-    kernels,
-    links,
     rank_failure,
-    residuals,
     soak,
-    training,
-    wire,
 )
+from benchmarks.training import convergence, training
+from benchmarks.training import received_bytes as wire
+from pycomm.bench.collectives import benchmark as collectives
+from pycomm.bench.kernels import benchmark as kernels
+from pycomm.bench.kernels import residuals
 
 SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "check_overhead": check_overhead.main,

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from pycomm import _core, _torch_autoload, config, device_groups, rendezvous, thresholds
+from pycomm import _core, _torch_autoload, config
 from pycomm import group as groups
+from pycomm._bootstrap import rendezvous, thresholds
+from pycomm._core_api import device_groups
 from pycomm.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:

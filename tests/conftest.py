@@ -16,7 +16,7 @@ import pytest
 from attack import AttackPlugin, no_attack
 from tiers import tier_of
 
-from benchmarks.leak_check import leaked, resources
+from benchmarks.reliability.leak_check import leaked, resources
 
 EXCUSE = re.compile(r"needs (a GPU|\d+ GPUs)")
 _skips: dict[str, str] = {}
@@ -24,7 +24,7 @@ _skips: dict[str, str] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the option --no-attack."""
-    text = "no unauthenticated clients call where the run listens, while it does: tests/attack.py"
+    text = "no unauthenticated clients connect to the listeners of the run: attack.py"
     parser.addoption("--no-attack", action="store_true", help=text)
 
 

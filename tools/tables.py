@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pycomm.demo import summaries  # noqa: E402 - the path of the repository comes first
+from pycomm.bench.support import summaries  # noqa: E402 - the path of the repository comes first
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "internals" / "performance_tables.md"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from pycomm import collectives, kernels
-from pycomm.communicators import CommunicatorPool
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.hierarchical import hosts_of
 from pycomm.compress.schedule import Load, between, received_bytes
 from pycomm.group import Group

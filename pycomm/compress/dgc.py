@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycomm import arrays, coalesced, collectives
-from pycomm.communicators import CommunicatorPool
+from pycomm import collectives
+from pycomm._core_api import arrays
+from pycomm._training import coalesced
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress import state
 from pycomm.compress.exchange_policy import DENSE, EXCHANGES, Chooser, Level
 from pycomm.compress.hierarchical import Hosts

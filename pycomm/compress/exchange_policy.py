@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from pycomm import collectives
-from pycomm.communicators import CommunicatorPool
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress import cost_model
 from pycomm.compress.hierarchical import hosts_of
 from pycomm.compress.parameter_state import ParameterState

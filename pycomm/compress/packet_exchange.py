@@ -4,7 +4,7 @@ A bucket's packet has a variable length, so the lengths are exchanged first: int
 rank. Then one message of each rank has its packets, concatenated. Both follow the last gradient of
 a step. Packets are sent through host memory: a GPU's packets are encoded on the GPU, copied to the
 host, and copied back before they are decoded.
-docs/compression.md has the meaning, csrc/kernels/lean.h the layout of packets.
+docs/compression.md has the meaning, csrc/codec/compact.h the layout of packets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.calls import Work
+from pycomm._core_api.calls import Work
 from pycomm.compress.bucket import CompressionBucket, Pair, ReceivedPackets
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import PacketBatch

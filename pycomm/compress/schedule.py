@@ -26,7 +26,7 @@ __all__ = [
 
 K_RULES = ("round", "paddle", "ceil")
 INDEX_BYTES = 4
-# With the scales and levels of a block, see csrc/kernels/lean.h.
+# With the scales and levels of a block, see csrc/codec/compact.h.
 VALUE_BITS = {
     "float32": 32,
     "bfloat16": 16,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives, kernels
-from pycomm.calls import Work
-from pycomm.communicators import CommunicatorPool
+from pycomm._core_api.calls import Work
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.dense import apply_momentum, clip_averaged
 from pycomm.compress.hierarchical import Hosts

@@ -13,7 +13,8 @@ from pathlib import Path
 
 def main(argv: Sequence[str]) -> int:
     """Runs the demo; returns 0 if every row completed with equal replicas on all ranks."""
-    from pycomm.demo import netns, rows
+    from pycomm.bench.support import netns
+    from pycomm.demo import rows
 
     parser = argparse.ArgumentParser(prog="pycomm demo", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=500, help="training steps per row")

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from pycomm.demo import summaries
-from pycomm.demo.machine import describe
+from pycomm.bench.support import summaries
+from pycomm.bench.support.machine import describe
 from pycomm.demo.rows import Row
 from pycomm.demo.training import Outcome, Settings
 

@@ -11,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from torch.multiprocessing.spawn import ProcessException
 
-from pycomm.demo import netns, processes, report, training
+from pycomm.bench.support import netns, processes
+from pycomm.demo import report, training
 from pycomm.demo.rows import Row
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from pycomm.demo import text
-from pycomm.demo.model import CharGPT, Shape
-from pycomm.demo.processes import Rank
+from pycomm.bench.support import text
+from pycomm.bench.support.model import CharGPT, Shape
+from pycomm.bench.support.processes import Rank
 from pycomm.demo.rows import ROWS
 from pycomm.demo.traffic import bytes_sent
 

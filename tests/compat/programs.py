@@ -234,8 +234,8 @@ def main(argv: Sequence[str]) -> int:
         named = f"{program}, {result['package']} {result.get('version', '')}".rstrip()
         print(f"{named} on {given.backend}: {result['status']} {result['reason']}", flush=True)
     if given.json:
-        from pycomm.demo import summaries
-        from pycomm.demo.machine import describe
+        from pycomm.bench.support import summaries
+        from pycomm.bench.support.machine import describe
 
         content = {"machine": describe(), "backend": given.backend, "programs": results}
         summaries.write(Path(given.json), content)

@@ -278,8 +278,8 @@ def write(path: str, options: Options, outcomes: dict[str, Outcome], seconds: fl
     """Counts, the machine, and each test that ran and did not pass."""
     import torch
 
-    from pycomm.demo import summaries
-    from pycomm.demo.machine import describe
+    from pycomm.bench.support import summaries
+    from pycomm.bench.support.machine import describe
 
     content = {
         "machine": describe(),

@@ -1,6 +1,6 @@
 // A distant rank connects during a flood of hostile connections: to the listener of a group and to
 // the store. The round trip is emulated: the rank sends its proof that much after the answer.
-// benchmarks/connection_flood.py measures the time.
+// benchmarks/reliability/connection_flood.py measures the time.
 #include <poll.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "group/connector.h"
+#include "bootstrap/connector.h"
 #include "harness.h"
 #include "os/socket.h"
 #include "ranks.h"

@@ -1,0 +1,1 @@
+"""Collectives between simulated hosts; `pycomm.bench.collectives` measures those within a host."""

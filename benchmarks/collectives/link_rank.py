@@ -1,0 +1,114 @@
+"""One rank of links.py, which gives its request on stdin as JSON.
+
+Checks every case, then times the contestants in turn. It writes a line of JSON for each case to
+stdout. The ranks use a store on rank 0's host as rendezvous, and start each call together by a
+mapped file, as all hosts are on this machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
+
+from benchmarks.collectives import sockets
+from pycomm.bench.collectives.peers import ENCRYPTED, OURS, PEERS, Groups
+from pycomm.bench.collectives.verbs import VERBS, Arrays, Call, Case
+from pycomm.bench.collectives.worker import Barrier
+
+PORT = 29400
+TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The request of a rank."""
+
+    rank: int
+    size: int
+    master: str
+    address: str  # of this rank's host
+    flags: str  # the file of worker.Barrier
+    peers: list[str]
+    cases: list[tuple[str, int, int]]  # verb, bytes, calls of each round
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Said:
+    """Of one case; `seconds[name][round]` and `cpu_s[name][round]` are lists of single calls."""
+
+    verb: str
+    size_bytes: int
+    wrong: dict[str, int]
+    seconds: dict[str, list[list[float]]]
+    cpu_s: dict[str, list[list[float]]]  # of all threads, and of the kernel for them
+
+
+def main() -> None:
+    """Runs the request on stdin."""
+    orders = Orders(**json.loads(sys.stdin.readline()))
+    torch.set_num_threads(1)
+    store = TCPStore(
+        orders.master, PORT, is_master=orders.rank == 0, wait_for_workers=False, timeout=TIMEOUT
+    )
+    known = OURS | PEERS | {ENCRYPTED.name: ENCRYPTED}
+    peers = [known[name] for name in orders.peers if name != sockets.NAME]
+    groups = Groups(peers, store, orders.rank, orders.size)
+    ring = None
+    if sockets.NAME in orders.peers:
+        ring = sockets.Ring(store, orders.rank, orders.size, orders.address)
+    barrier = Barrier(Path(orders.flags), orders.rank, orders.size)
+    for verb, size_bytes, calls in orders.cases:
+        arrays = Arrays(Case(verb, "float32", size_bytes, orders.size), orders.rank)
+        contestants = {peer.name: groups.call(peer, arrays) for peer in peers}
+        said = Said(verb, arrays.case.bytes, {}, {}, {})
+        if ring:
+            sent = int(arrays.case.bytes * VERBS[verb].bus_factor(orders.size))
+            contestants[sockets.NAME] = ring.call(
+                memoryview(bytes(sent)), memoryview(bytearray(sent))
+            )
+        for name, call in contestants.items():
+            barrier()
+            wrong = arrays.wrong(call)
+            said.wrong[name] = wrong if name != sockets.NAME else 0  # it computes nothing
+            said.seconds[name], said.cpu_s[name] = [], []
+        for turn in range(orders.rounds):
+            names = list(contestants)
+            first = turn % len(names)  # no contestant always follows the same one
+            for name in names[first:] + names[:first]:
+                seconds, cpu_s = _series(contestants[name], arrays, barrier, calls)
+                said.seconds[name].append(seconds)
+                said.cpu_s[name].append(cpu_s)
+        print(json.dumps(asdict(said)), flush=True)
+    barrier()
+    dist.destroy_process_group()
+
+
+def _series(
+    call: Call, arrays: Arrays, barrier: Barrier, calls: int
+) -> tuple[list[float], list[float]]:
+    """Seconds and processor seconds of each of `calls` calls, after one that warms up."""
+    seconds, cpu_s = [], []
+    gc.disable()
+    for _ in range(calls + 1):
+        arrays.rewrite()
+        barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        call()
+        cpu_s.append(time.process_time() - cpu_start)
+        seconds.append(time.perf_counter() - start)
+    gc.enable()
+    return seconds[1:], cpu_s[1:]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""`python -m benchmarks links`: collectives between hosts, over links of a given rate.
+
+Hosts are network namespaces of this machine (pycomm.bench.support.netns), joined by veth and held
+to a rate by `tc tbf`; "none" leaves them as fast as the kernel is. At each rate fresh ranks
+(link_rank.py) hold a group of every contestant, check every case and take turns. Needs root.
+
+    bytes       that a host must send in a case: S times nccl-tests' bus factor for hosts
+    % of line   bytes / time, of the rate
+    CPU s/GB    processor seconds of all ranks of a host, the kernel's among them, / bytes (10^9)
+
+`--peers sockets` is no contestant but a bound: the same bytes through plain sockets (sockets.py).
+`--peers pycomm,pycomm-encrypted` compares `Options(encrypt=True)` with plain connections.
+With --training it measures training steps instead, with other options
+(benchmarks/training/steps.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.collectives import sockets
+from benchmarks.collectives.link_rank import Orders, Said
+from benchmarks.training import steps
+from pycomm.bench.collectives import table, worker
+from pycomm.bench.collectives.peers import ENCRYPTED
+from pycomm.bench.collectives.plot import COLORS
+from pycomm.bench.collectives.verbs import VERBS
+from pycomm.bench.support import machine, summaries
+from pycomm.bench.support.netns import RATE, Network, missing
+from pycomm.bench.support.sizes import format_size, parse_sizes
+
+UNSHAPED = "none"
+MBIT = {"mbit": 1, "gbit": 1000}
+CONTESTANTS = ["pycomm", "pycomm-direct", ENCRYPTED.name, "gloo", sockets.NAME]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant in one case; times are the slowest rank's medians, a GB is 10^9 bytes."""
+
+    rate: str
+    verb: str
+    size_bytes: int
+    peer: str
+    time_ms: float
+    bandwidth_gbs: float  # of the bytes that a host must send
+    line_percent: float | None  # None if the link has no rate
+    ratio: float | None  # times faster than gloo; None without it
+    cpu_s_per_gb: float
+    wrong: int
+    worst_ms: float  # the largest median of a round, of any rank
+    rounds: int
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, stores; returns the exit status: 2 if hosts are impossible here."""
+    if "--training" in argv:
+        return steps.main([word for word in argv if word != "--training"])
+    parser = _parser()
+    options = parser.parse_args(argv)
+    lists = {"rates": None, "ops": VERBS, "peers": CONTESTANTS}
+    for name, known in lists.items():
+        chosen = [word.strip() for word in getattr(options, name).split(",") if word.strip()]
+        bad = [w for w in chosen if w not in (known or [UNSHAPED]) and (known or not RATE.match(w))]
+        if not chosen or bad:
+            parser.error(f"--{name} takes some of {', '.join(known or ['10gbit', UNSHAPED])}")
+        setattr(options, name, chosen)
+    if options.hosts < 2 or min(options.ranks_per_host, options.rounds) < 1:
+        parser.error("at least 2 hosts, 1 rank on each and 1 round are needed")
+    if options.ranks_per_host > 1 and sockets.NAME in options.peers:
+        parser.error(f"--peers {sockets.NAME} is for one rank on each host")
+    if why := missing():
+        print(f"pycomm bench links {why}", file=sys.stderr)
+        return 2
+    console = Console(soft_wrap=True, highlight=False)
+    found: list[Row] = []
+    try:
+        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+            cases = len(options.ops) * len(options.sizes)
+            task = bar.add_task("", total=cases * len(options.rates))
+            console.print(HEADER)
+            for rate in options.rates:
+                bar.update(task, description=rate)
+                for rows in measure(rate, options):
+                    found += rows
+                    for row in rows:
+                        console.print(text(row))
+                    bar.advance(task)
+    except RuntimeError as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    _store(found, options)
+    return 1 if any(row.wrong for row in found) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pycomm bench links", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--rates", default="1gbit,10gbit,none", help="(%(default)s)")
+    parser.add_argument("--sizes", type=parse_sizes, default="1M:64M:4", help="(%(default)s)")
+    parser.add_argument("--ops", default="all_reduce", help=",".join(VERBS))
+    parser.add_argument("--peers", default="pycomm,gloo", help=",".join(CONTESTANTS))
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
+    parser.add_argument("--json", type=Path, help="where to store all figures")
+    parser.add_argument("--plot", type=Path, help="where to draw bandwidth over size")
+    return parser
+
+
+def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """The rows of each case at one rate, as soon as all ranks have reported.
+
+    Raises RuntimeError if a rank failed; its output is on this process's stderr.
+    """
+    size = options.hosts * options.ranks_per_host
+    cases = [
+        (verb, size_bytes, max(1, min(20, 2**26 // size_bytes)))
+        for verb in options.ops
+        for size_bytes in options.sizes
+    ]
+    with Network(options.hosts, ipv6=False) as net, tempfile.NamedTemporaryFile() as flags:
+        if rate != UNSHAPED:
+            net.shape(0, rate)
+        flags.write(bytes(8 * size * worker.SLOT))
+        flags.flush()
+        ranks = []
+        key = secrets.token_hex(32)
+        for rank in range(size):
+            host = net.hosts[rank // options.ranks_per_host]
+            orders = Orders(
+                *(rank, size, net.hosts[0].ipv4(), host.ipv4(), flags.name),
+                *(options.peers, cases, options.rounds),
+            )
+            process = host.start(
+                [sys.executable, "-m", "benchmarks.collectives.link_rank"],
+                {"GLOO_SOCKET_IFNAME": "eth0", "PYCOMM_SECRET": key},
+                stdin=subprocess.PIPE,
+                stderr=None,
+            )
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(asdict(orders)) + "\n")
+            process.stdin.flush()
+            ranks.append(process)
+        for _ in cases:
+            yield rows_of(rate, options.hosts, [_hear(process) for process in ranks])
+
+
+def _hear(process: subprocess.Popen[str]) -> Said:
+    assert process.stdout is not None
+    if line := process.stdout.readline():
+        return Said(**json.loads(line))
+    raise RuntimeError(f"a rank ended with exit status {process.wait()}; its output is above")
+
+
+def rows_of(rate: str, hosts: int, by_rank: Sequence[Said]) -> list[Row]:
+    """The rows of one case, from the reports of all ranks."""
+    said = by_rank[0]
+    sent = said.size_bytes * VERBS[said.verb].bus_factor(hosts)
+    rows = []
+    for name in said.seconds:
+        time_s = max(table.typical(one.seconds[name]) for one in by_rank)
+        cpu_s = sum(table.typical(one.cpu_s[name]) for one in by_rank)
+        rows.append(
+            Row(
+                rate=rate,
+                verb=said.verb,
+                size_bytes=said.size_bytes,
+                peer=name,
+                time_ms=time_s * 1e3,
+                bandwidth_gbs=sent / time_s / 1e9,
+                line_percent=None if rate == UNSHAPED else 100 * sent / time_s / bytes_s(rate),
+                ratio=None,
+                cpu_s_per_gb=cpu_s / hosts / sent * 1e9,
+                wrong=sum(one.wrong[name] for one in by_rank),
+                worst_ms=1e3
+                * max(statistics.median(calls) for one in by_rank for calls in one.seconds[name]),
+                rounds=len(said.seconds[name]),
+            )
+        )
+    gloo = next((row.time_ms for row in rows if row.peer == "gloo"), None)
+    return [replace(row, ratio=gloo / row.time_ms if gloo else None) for row in rows]
+
+
+def bytes_s(rate: str) -> float:
+    """Bytes per second of a rate such as "10gbit"."""
+    match = RATE.fullmatch(rate)
+    assert match, rate
+    return int(match[1]) * MBIT[match[2]] * 1e6 / 8
+
+
+HEADER = (
+    f"{'# rate':8} {'verb':>14} {'size':>6} {'peer':>14} {'time (ms)':>10} {'GB/s':>6} "
+    f"{'% of line':>9} {'vs gloo':>8} {'CPU s/GB':>8} {'#wrong':>6}"
+)
+
+
+def text(row: Row) -> str:
+    """One line under HEADER."""
+    line = "-" if row.line_percent is None else f"{row.line_percent:.1f}"
+    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}x"
+    return (
+        f"{row.rate:8} {row.verb:>14} {format_size(row.size_bytes):>6} {row.peer:>14} "
+        f"{row.time_ms:>10.3f} {row.bandwidth_gbs:>6.3f} {line:>9} {ratio:>8} "
+        f"{row.cpu_s_per_gb:>8.2f} {row.wrong:>6}"
+    )
+
+
+def _store(found: Sequence[Row], options: argparse.Namespace) -> None:
+    where = machine.describe()
+    if options.json:
+        settings = {
+            name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rounds", "peers")
+        }
+        content = {"machine": where, "settings": settings, "rows": [asdict(row) for row in found]}
+        summaries.write(options.json, content)
+    if options.plot:
+        shape = f"{options.hosts} hosts x {options.ranks_per_host} ranks"
+        draw(options.plot, found, f"{shape}, {where['cpu']}, {where['cores']} cores")
+
+
+def draw(path: Path, found: Sequence[Row], caption: str) -> None:
+    """Bandwidth over size, a panel for each rate and verb, with the rate of the link."""
+    panels = list(dict.fromkeys((row.rate, row.verb) for row in found))
+    figure = Figure(figsize=(4.2 * len(panels), 3.8), layout="constrained")
+    for axes, (rate, verb) in zip(
+        figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True
+    ):
+        chosen = [row for row in found if (row.rate, row.verb) == (rate, verb)]
+        for peer in dict.fromkeys(row.peer for row in chosen):
+            own = [row for row in chosen if row.peer == peer]
+            sizes, speeds = [r.size_bytes for r in own], [r.bandwidth_gbs for r in own]
+            axes.plot(sizes, speeds, marker="o", ms=3.5, color=COLORS.get(peer), label=peer)
+        if rate != UNSHAPED:
+            axes.axhline(bytes_s(rate) / 1e9, ls="--", lw=1, color="#d93025", label="line")
+        axes.set(xscale="log", xlabel="bytes", ylabel="GB/s of a host", title=f"{verb}, {rate}")
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(sorted({row.size_bytes for row in chosen}), minor=False)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_size(int(x))))
+        axes.minorticks_off()
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False)
+    figure.suptitle(caption, fontsize=9, color="#5f6368")
+    figure.savefig(path, dpi=150)

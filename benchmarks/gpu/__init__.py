@@ -1,0 +1,1 @@
+"""All tests and benchmarks that need a GPU, as one command."""

@@ -1,0 +1,159 @@
+"""`python -m benchmarks gpu`, or `make gpu`: everything that needs a GPU, part by part.
+
+Each part is a separate command with a time limit, after which it is killed with its child
+processes, so that a hanging part does not block the others. The output of a part is shown and
+stored in benchmarks/results/gpu/, with a summary in gpu.json. Exits with 0 if every part succeeded,
+with 1 if one failed, with 3 without a GPU. docs/internals/cuda_testing.md explains the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pycomm.bench.support import machine
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+NO_GPU = 3  # the exit status
+SUITES = ("channels", "dgc", "faults", "groups", "messages")  # of tests/devices/test_device_*.py
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command and its time limit."""
+
+    name: str
+    command: list[str]
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a part; `said` is the reason of a failure."""
+
+    name: str
+    command: str
+    seconds: float
+    said: str = field(default="")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the requested parts; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
+    parser.add_argument("--list", action="store_true", help="name the parts and run none")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="a folder (%(default)s)")
+    options = parser.parse_args(argv)
+    names, why = gpus()
+    chosen = parts(max(1, len(names)), options.results)
+    unknown = set(options.only or ()) - {part.name for part in chosen}
+    if unknown:
+        parser.error(f"no such part here: {', '.join(sorted(unknown))}")
+    chosen = [part for part in chosen if options.only is None or part.name in options.only]
+    if options.list:
+        for part in chosen:
+            print(f"{part.name:20} at most {part.limit_s:4.0f} s   {' '.join(part.command)}")
+        return 0
+    if why:
+        print(f"no part was run, as no GPU can be used here: {why}", file=sys.stderr)
+        return NO_GPU
+    return run(chosen, options.results, names)
+
+
+def gpus() -> tuple[list[str], str]:
+    """The names of the GPUs that all parts can use, or the reason why there is none."""
+    import torch
+
+    if importlib.util.find_spec("pycomm._cuda") is None:
+        return [], "pycomm._cuda is not built; put nvcc on PATH and run `make build`"
+    why: str = importlib.import_module("pycomm._cuda").why_not()
+    if why:
+        return [], why
+    if not torch.cuda.is_available():
+        return [], f"torch {torch.__version__} finds none; a CUDA build of torch is needed"
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], ""
+
+
+def parts(count: int, results: Path) -> list[Part]:
+    """The parts for `count` GPUs, the short and informative ones first."""
+    python = sys.executable
+    ranks = min(count, 8)
+    tests = [f"tests/unit/test_{name}.py" for name in ("kernels", "compact_devices")]
+    tests += [f"tests/devices/test_device_{name}.py" for name in SUITES]
+    own = [python, "-m", "benchmarks.gpu.gpu_ranks"]
+    bench = [python, "-m", "pycomm", "bench"]
+    stored = ["--json", str(results / "kernels.json"), "--plot", str(results / "kernels.png")]
+    found = [
+        Part("tests", [python, "-m", "pytest", "-q", "-k", "cuda", *tests], 1500),
+        Part("nccl", [*own, "alone"], 120),
+        # Two ranks that share a GPU under NCCL, by each way to allow it.
+        Part("shared-multi-rank", [*own, "shared", "--way", "multi-rank"], 120),
+        Part("shared-host-id", [*own, "shared", "--way", "host-id"], 120),
+        Part("training", [*own, "training", "--ranks", str(ranks)], 600),
+        Part("bench-kernels", [*bench, "kernels", "--device", "cuda", *stored], 2400),
+    ]
+    if count < 2:
+        return found
+    collectives = [*bench, "collectives", "--device", "cuda", "--peers", "nccl"]
+    collectives += ["--ranks", str(ranks), "--json", str(results / "collectives.json")]
+    return [*found, Part("bench-collectives", collectives, 1200)]
+
+
+def run(chosen: Sequence[Part], results: Path, names: Sequence[str]) -> int:
+    """Runs the parts one after the other and stores their outcomes; 1 if one failed, else 0."""
+    results.mkdir(parents=True, exist_ok=True)
+    found = []
+    for part in chosen:
+        print(f"== {part.name}: {' '.join(part.command)}", flush=True)
+        found.append(run_part(part, results / f"{part.name}.txt"))
+        print(f"== {part.name}: {found[-1].said or 'fine'}, {found[-1].seconds:.0f} s", flush=True)
+    summary = {
+        "machine": machine.describe(),
+        "gpus": list(names),
+        "parts": [asdict(outcome) for outcome in found],
+    }
+    (results / "gpu.json").write_text(json.dumps(summary, indent=1) + "\n")
+    failed = [outcome.name for outcome in found if outcome.said]
+    print(f"{len(found) - len(failed)} of {len(found)} parts are fine; {results} has all output")
+    if failed:
+        print(f"not fine: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def run_part(part: Part, log: Path) -> Outcome:
+    """Runs one part, its output to the screen and to `log`."""
+    start = time.monotonic()
+    said = ""
+    with subprocess.Popen(["tee", str(log)], stdin=subprocess.PIPE) as copy:
+        process = subprocess.Popen(
+            part.command,
+            cwd=ROOT,
+            stdout=copy.stdin,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        try:
+            status = process.wait(part.limit_s)
+            if status:
+                said = f"ended with {status}" if status > 0 else f"killed by signal {-status}"
+        except subprocess.TimeoutExpired:
+            said = f"not over after {part.limit_s:.0f} s, and killed"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all processes have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Outcome(part.name, " ".join(part.command), time.monotonic() - start, said)

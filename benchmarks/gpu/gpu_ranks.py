@@ -1,0 +1,152 @@
+"""The multi-rank parts of `python -m benchmarks gpu`: NCCL alone, two ranks that share a GPU, and
+training over pycomm and torch's DDP over nccl.
+
+    python -m benchmarks.gpu.gpu_ranks {alone,shared,training} [options]
+
+Exits with 0 if all is as expected. The caller must end a hang. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm.bench.support import processes
+from pycomm.bench.support.processes import Rank
+
+# NCCL refuses two ranks on one GPU, with two exceptions: 2.30.3 and newer have an option for it
+# (experimental), and ranks that appear to be on different hosts communicate through sockets.
+WAYS = {
+    "multi-rank": lambda rank: {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+    "host-id": lambda rank: {"NCCL_HOSTID": f"pycomm-{rank}", "NCCL_P2P_DISABLE": "1"},
+}
+STEPS = 20
+TRAINED = {
+    "nccl": "torch's DDP over nccl",
+    "pycomm": "torch's DDP over pycomm",
+    "DataParallel": "pycomm's own wrapper",
+    "DGC": "the same, with 1 % of each gradient",
+}
+"""Ways to train. Without a GPU there is also the backend gloo."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one of the programs; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.gpu_ranks", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("what", choices=("alone", "shared", "training"))
+    parser.add_argument("--way", choices=tuple(WAYS), default="multi-rank")
+    parser.add_argument("--ranks", type=int, default=1)
+    options = parser.parse_args(argv)
+    if options.what == "alone":
+        return alone()
+    if options.what == "shared":
+        return shared(options.way)
+    return training(options.ranks)
+
+
+def alone() -> int:
+    """Prints the loaded NCCL, and makes a communicator."""
+    from pycomm._core_api import nccl
+
+    library = nccl.load()
+    print(f"NCCL {library.version} from {library.origin}")
+    library.try_communicator()
+    print("a communicator of one rank was made and ended")
+    return 0
+
+
+def shared(way: str) -> int:
+    """Sums on two ranks whose GPU is the first one."""
+    right: dict[int, bool] = {}
+    processes.run(_share, (way,), 2, right.__setitem__)
+    print(f"two ranks on one GPU, {way}: {'right' if all(right.values()) else 'wrong'}: {right}")
+    return 0 if len(right) == 2 and all(right.values()) else 1
+
+
+def _share(rank: Rank, way: str) -> None:
+    os.environ.update(WAYS[way](rank.rank))
+    dist.init_process_group("pycomm", store=rank.store, rank=rank.rank, world_size=rank.size)
+    fine = True
+    for count in (1, 1000, 1 << 20):
+        x = torch.full((count,), float(rank.rank + 1), device="cuda:0")
+        dist.all_reduce(x)
+        fine = fine and bool((x == 3).all().item())
+    rank.say(fine)
+
+
+def training(ranks: int) -> int:
+    """Compares the losses of every way to train with those of nccl, within rounding."""
+    losses: dict[str, list[float]] = {}
+    for way, said in TRAINED.items():
+        heard: dict[int, list[float]] = {}
+        processes.run(train, (way, "cuda"), ranks, heard.__setitem__)
+        losses[way] = heard[0]
+        print(f"{said}: {' '.join(f'{loss:.6f}' for loss in heard[0])}", flush=True)
+    return judge(losses)
+
+
+def judge(losses: Mapping[str, Sequence[float]]) -> int:
+    """0 if all losses fall and match the first; DGC, which sends a part of each gradient, may
+    lag behind."""
+    first = next(iter(losses))
+    fine = True
+    for way, ours in losses.items():
+        if len(ours) != len(losses[first]) or not ours[-1] < ours[0]:
+            print(f"{way}: the losses do not fall, or are not as many")
+            fine = False
+        elif way not in (first, "DGC"):
+            worst = max(abs(a - b) / abs(b) for a, b in zip(ours, losses[first], strict=True))
+            print(f"{way}: largest difference of a loss to {first}: {worst:.1e}")
+            fine = fine and worst < 1e-3
+    return 0 if fine else 1
+
+
+def train(rank: Rank, way: str, kind: str) -> None:
+    """STEPS steps of a small model; sends the losses, each the mean over ranks."""
+    backend = way if way in ("nccl", "gloo") else "pycomm"
+    device = torch.device(kind, rank.rank) if kind != "cpu" else torch.device(kind)
+    bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(
+        backend, store=rank.store, rank=rank.rank, world_size=rank.size, **bound
+    )
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 10))
+    net = torch.nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    model = _wrapped(net, optimizer, way)
+    made = torch.Generator().manual_seed(rank.rank)
+    x = torch.randn(64, 256, generator=made).to(device)
+    target = torch.randint(0, 10, (64,), generator=made).to(device)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), target)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / rank.size)
+    rank.say(losses)
+
+
+def _wrapped(net: torch.nn.Module, optimizer: torch.optim.SGD, way: str) -> torch.nn.Module:
+    """The model whose gradients are averaged, in small buckets."""
+    if way not in ("DataParallel", "DGC"):
+        device = next(net.parameters()).device
+        ids = [device.index] if device.type == "cuda" else None
+        return torch.nn.parallel.DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=0.1)
+    pycomm.init()  # torch's default group
+    dgc = pycomm.DGC(optimizer, sparsity=[0.99], min_count=0) if way == "DGC" else None
+    return pycomm.DataParallel(net, compression=dgc, bucket_mb=0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

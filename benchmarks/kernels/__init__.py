@@ -1,0 +1,1 @@
+"""The packet codec; `pycomm.bench.kernels` measures the other kernels."""

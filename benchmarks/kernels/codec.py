@@ -1,0 +1,195 @@
+"""`python -m benchmarks codec`: bytes and seconds of compact packets, on one thread.
+
+Index sets are those of a uniform choice, of which the entropy is known, and, with --residuals, the
+largest elements of real ones (`python -m benchmarks residuals`). Each is encoded with values of
+every code; the decoded result is checked before any timing. A rate counts whole packets: indices,
+values, headers, and every check. The comparison is a copy of the pairs (8 bytes each).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pycomm
+from pycomm import _core, kernels
+from pycomm.bench.kernels import residuals
+from pycomm.bench.support import machine, summaries
+from pycomm.kernels.compact import VALUES
+
+SPARSITIES = (0.75, 0.9375, 0.984375, 0.996, 0.999, 0.9999)
+INDICES = ("list", "bitmap", "rice")
+Array = Any  # of NumPy
+
+
+@dataclass(frozen=True)
+class Row:
+    """One set of indices with values of one code."""
+
+    data: str
+    sparsity: float
+    count: int
+    k: int
+    values: str
+    indices: str  # the code that was chosen
+    bytes_each: float  # of a kept element, headers included
+    index_bits: float
+    entropy_bits: float  # of a uniform choice
+    encode_rate: float  # millions of elements in a second, of the median call
+    decode_rate: float
+    copy_rate: float
+    encode_best: float  # of the fastest call
+    decode_best: float
+    copy_best: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, stores; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="pycomm bench codec", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--count", type=int, default=2**24, help="elements (%(default)s)")
+    parser.add_argument("--most", type=int, default=2**20, help="kept elements (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=21, help="(%(default)s)")
+    parser.add_argument("--values", default=",".join(VALUES), help="codes (%(default)s)")
+    parser.add_argument("--residuals", type=Path, help="of `python -m benchmarks residuals`")
+    parser.add_argument("--json", type=Path, help="where to store all figures")
+    options = parser.parse_args(argv)
+    values = options.values.split(",")
+    if unknown := [code for code in values if code not in VALUES]:
+        parser.error(f"{unknown[0]!r} is not among {', '.join(VALUES)}")
+    before = _core.kernel_threads()
+    pycomm.set_num_threads(1)
+    rows = []
+    print(HEADER)
+    for name, sparsity, count, indices in _sets(options.count, options.most, options.residuals):
+        for code in values:
+            row = measured((name, sparsity, count), indices, code, options.rounds)
+            rows.append(row)
+            print(text(row), flush=True)
+    pycomm.set_num_threads(before)
+    if options.json:
+        content = {
+            "machine": machine.describe(),
+            "settings": {"threads": 1, "rounds": options.rounds, "isa": _core.kernel_isa()},
+            "rows": [asdict(row) for row in rows],
+        }
+        summaries.write(options.json, content)
+    return 0
+
+
+def _sets(count: int, most: int, stored: Path | None) -> Iterator[tuple[str, float, int, Array]]:
+    """(name, sparsity, count, indices): of fewer elements where they would be more than `most`."""
+    rng = np.random.default_rng(0)
+    for sparsity in SPARSITIES:
+        share = 1 - sparsity
+        some = min(count, round(most / share))
+        chosen = rng.choice(some, max(1, round(some * share)), replace=False)
+        yield "uniform", sparsity, some, np.sort(chosen).astype(np.int32)
+    if stored:
+        v = residuals.load(stored).v.reshape(-1)
+        for sparsity in SPARSITIES:
+            some = v[: min(v.size, round(most / (1 - sparsity)))]
+            k = max(1, round(some.size * (1 - sparsity)))
+            yield "residuals", sparsity, some.size, kernels.topk(some, k)[0]
+
+
+def measured(named: tuple[str, float, int], indices: Array, code: str, rounds: int) -> Row:
+    """All in turn, round by round; the first round is not timed."""
+    name, sparsity, count = named
+    k = indices.size
+    magnitudes = 1 + np.random.default_rng(1).exponential(size=k)
+    values = (magnitudes * np.random.default_rng(2).choice([-1, 1], k)).astype(np.float32)
+    room = np.empty(kernels.packet_bytes(k, code, codec="auto", count=count), np.uint8)
+    packet = kernels.encode(indices, values, count, code, codec="auto", out=room).copy()
+    back, _ = kernels.unpack(packet)
+    if back.tobytes() != indices.tobytes():
+        raise AssertionError(f"{name} at {sparsity}, {code}: other indices came back")
+    pairs = indices.copy(), values.copy()
+    targets = np.empty_like(indices), np.empty_like(values)
+    refused = np.empty(1, np.int32)
+
+    def copy() -> None:
+        for target, source in zip(targets, pairs, strict=True):
+            np.copyto(target, source)
+
+    def decode() -> None:
+        kernels.unpack(packet, count=count, into=(*targets, refused))
+
+    def encode() -> None:
+        kernels.encode(indices, values, count, code, codec="auto", out=room)
+
+    medians, bests = _rates(k, rounds, [encode, decode, copy])
+    head = 4 + _varint_bytes(k) + _varint_bytes(count)
+    longest_head = kernels.packet_bytes(0, code, codec="list")
+    coded = kernels.packet_bytes(k, code, codec="list") - longest_head - 4 * k
+    index_bytes = packet.nbytes - head - coded
+    return Row(
+        data=name,
+        sparsity=sparsity,
+        count=count,
+        k=k,
+        values=code,
+        indices=INDICES[int(packet[3]) % 16],
+        bytes_each=packet.nbytes / k,
+        index_bits=8 * index_bytes / k,
+        entropy_bits=entropy_bits(count, k),
+        encode_rate=medians[0],
+        decode_rate=medians[1],
+        copy_rate=medians[2],
+        encode_best=bests[0],
+        decode_best=bests[1],
+        copy_best=bests[2],
+    )
+
+
+def _varint_bytes(number: int) -> int:
+    return max(1, -(-number.bit_length() // 7))
+
+
+def _rates(
+    k: int, rounds: int, calls: Sequence[Callable[[], object]]
+) -> tuple[list[float], list[float]]:
+    """Millions of elements in a second, of the median call and of the fastest; short calls are
+    repeated."""
+    repeats = max(1, min(100, 200_000 // k))
+    seconds: list[list[float]] = [[] for _ in calls]
+    for turn in range(rounds + 1):
+        for call, own in zip(calls, seconds, strict=True):
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            if turn:
+                own.append((time.perf_counter() - begin) / repeats)
+    medians = [k / statistics.median(own) / 1e6 for own in seconds]
+    return medians, [k / min(own) / 1e6 for own in seconds]
+
+
+def entropy_bits(count: int, k: int) -> float:
+    """Of an index, where all sets of k indices are alike: log2 C(count, k) / k."""
+    ways = math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
+    return ways / math.log(2) / k
+
+
+HEADER = (
+    f"{'# data':11} {'sparsity':>9} {'kept':>8} {'values':>9} {'indices':>8} {'B each':>7} "
+    f"{'bits/index':>11} {'entropy':>8} {'encode M/s':>11} {'best':>5} {'decode M/s':>11} "
+    f"{'best':>5} {'copy M/s':>9} {'best':>5}"
+)
+
+
+def text(row: Row) -> str:
+    """One line under HEADER."""
+    return (
+        f"{row.data:11} {row.sparsity:>9} {row.k:>8} {row.values:>9} {row.indices:>8} "
+        f"{row.bytes_each:>7.3f} {row.index_bits:>11.3f} {row.entropy_bits:>8.3f} "
+        f"{row.encode_rate:>11.0f} {row.encode_best:>5.0f} {row.decode_rate:>11.0f} "
+        f"{row.decode_best:>5.0f} {row.copy_rate:>9.0f} {row.copy_best:>5.0f}"
+    )

@@ -1,0 +1,1 @@
+"""Fault injection, rank failures, unauthenticated clients, cancellation, soak, cost of checks."""

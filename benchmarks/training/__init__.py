@@ -1,0 +1,1 @@
+"""Training steps, convergence, and the bytes that training receives."""

@@ -1,0 +1,388 @@
+"""`python -m benchmarks convergence`: what each technique costs in accuracy and saves in bytes.
+
+Simulated workers, ranks as threads, train the same model on the same batches by each method, with
+pycomm.DGC, pycomm.LocalSGD and pycomm.DataParallel, so that a step has the bits of one between
+processes. A run in --json is not repeated: a long series can be interrupted. Scores are compared
+with expected_costs.py; the exit status is 1 if one is worse or replicas differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from torch import nn
+
+import pycomm
+from benchmarks.training.expected_costs import WANTED, disordered, judged
+from benchmarks.training.workloads import WORKLOADS, Workload, missing
+from pycomm.bench.support import machine, summaries
+from pycomm.testing import run_ranks
+
+RAMP = (0.75, 0.9375, 0.984375, 0.996)
+GENTLE = (0.25, 0.5, *RAMP[:3])  # the first steps matter most
+RAMP_TO_HUNDREDTH = [*RAMP[:3], 0.99]
+# After the warm-up a rank sends at least 500 times fewer bytes, headers and lengths included, with
+# both models: to all ranks, and through owners. Owners keep a residual of what they do not forward,
+# which is smaller if they forward more elements than each rank has sent.
+COMPACT = {"sparsity": [*RAMP[:3], 0.9945], "value_dtype": "2bit", "exchange": "gather"}
+SHARDED = {"sparsity": [*RAMP[:3], 0.9965], "value_dtype": "2bit", "exchange": "sharded"}
+SHARDED_HUNDREDTH = {**SHARDED, "sparsity": RAMP_TO_HUNDREDTH}
+SHARDED_4K = {**SHARDED, "sparsity": [*RAMP[:3], 0.9974], "owner_k_factor": 4, "masking": False}
+THREE_BITS = {"value_dtype": "3bit", "masking": False}
+GENTLY = {**COMPACT, **THREE_BITS, "sparsity": [*GENTLE, 0.995]}
+SHARDED_GENTLY = {**SHARDED, **THREE_BITS, "sparsity": [*GENTLE, 0.9968]}
+# 75 times fewer bytes after the warm-up.
+SEVENTY_FIVE = {**COMPACT, **THREE_BITS, "sparsity": [*GENTLE[:3], 0.9, 0.951]}
+MB = 2**20
+
+
+@dataclass(frozen=True)
+class Method:
+    """DGC's options, or LocalSGD's, or neither: dense."""
+
+    name: str
+    dgc: dict[str, Any] | None = None
+    local: dict[str, Any] | None = None
+    feedback: bool = True  # False: no residual, unsent elements are dropped
+    ramp: float = 0.25  # fraction of the run
+    clip: bool = True  # if dense clips
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("dense"),
+        Method("dgc", {"sparsity": [*RAMP, 0.999]}),
+        Method("dgc without masking", {"sparsity": [*RAMP, 0.999], "masking": False}),
+        Method(
+            "dgc without momentum correction",
+            {"sparsity": [*RAMP, 0.999], "momentum_correction": False},
+        ),
+        Method("dgc without ramp", {"sparsity": [0.999]}, ramp=0.0),
+        Method(
+            "top-k without feedback",
+            {"sparsity": [*RAMP, 0.999], "momentum_correction": False},
+            feedback=False,
+        ),
+        Method("dgc 0.99", {"sparsity": RAMP_TO_HUNDREDTH}),
+        Method("dgc 0.99 without masking", {"sparsity": RAMP_TO_HUNDREDTH, "masking": False}),
+        Method("dgc compact", COMPACT),
+        Method("dgc compact without masking", {**COMPACT, "masking": False}),
+        Method(
+            "dgc compact without masking over a long ramp", {**COMPACT, "masking": False}, ramp=0.5
+        ),
+        Method("dgc compact over a gentle ramp", GENTLY, ramp=0.5),
+        Method("dgc 75x", SEVENTY_FIVE, ramp=0.5, clip=False),
+        Method("dgc sharded", SHARDED),
+        Method("dgc sharded without masking", {**SHARDED, "masking": False}),
+        Method(
+            "dgc sharded without masking over a long ramp", {**SHARDED, "masking": False}, ramp=0.5
+        ),
+        Method(
+            "dgc sharded 0.99 without masking over a long ramp",
+            {**SHARDED_HUNDREDTH, "masking": False},
+            ramp=0.5,
+        ),
+        Method("dgc sharded over a gentle ramp", SHARDED_GENTLY, ramp=0.5),
+        Method("dgc sharded 4 k without masking", SHARDED_4K),
+        *(Method(f"local {k}", local={"k_steps": k}) for k in (2, 4, 8, 16)),
+        Method("local adaptive", local={"init_k_steps": 4}),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    workload: str
+    method: str
+    seed: int
+    ranks: int
+    steps: int
+    score: float  # accuracy in per cent, or loss in nats
+    sent_mb: float  # sent by each rank in all steps
+    dense_mb: float
+    seconds: float
+    replicas_equal: bool
+    losses: list[float]  # means of the parts of the run (summaries.ends), of rank 0's batches
+    mb: list[float]  # sent so far, at the end of each part
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains, prints, stores; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="pycomm bench convergence", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="(%(default)s)")
+    parser.add_argument("--methods", default=",".join(METHODS), help="(%(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
+    parser.add_argument("--steps", type=int, help="instead of the workload's own")
+    parser.add_argument("--json", type=Path, help="where figures are stored, and taken up again")
+    parser.add_argument("--plot", type=Path, help="where to draw loss over steps and over MB")
+    options = parser.parse_args(argv)
+    workloads, methods = options.workloads.split(","), options.methods.split(",")
+    for given, known in ((workloads, WORKLOADS), (methods, METHODS)):
+        for name in given:
+            if name not in known:
+                parser.error(f"no {name!r}: choose among {', '.join(known)}")
+    for name in workloads:
+        if why := missing(name):
+            parser.error(why)
+    console = Console(soft_wrap=True, highlight=False)
+    found = _stored(options.json)
+    for seed, name, method in itertools.product(range(options.seeds), workloads, methods):
+        steps = options.steps or WORKLOADS[name].steps
+        key = (name, method, seed, options.ranks, steps)
+        if any(key == (r.workload, r.method, r.seed, r.ranks, r.steps) for r in found):
+            continue
+        found.append(train(WORKLOADS[name], METHODS[method], seed, options.ranks, steps))
+        console.print(_said(found[-1]))
+        _store(options.json, found)
+    lines, good = summary(found)
+    for line in lines:
+        console.print(line)
+    if options.plot:
+        draw(options.plot, found)
+    return 0 if good else 1
+
+
+def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int) -> Run:
+    """One run, on `ranks` threads."""
+    models = [workload.model(seed) for _ in range(ranks)]  # here: threads share torch's generator
+    workload.batch(ranks, torch.Generator())  # reads the data, once for all threads
+    start = time.perf_counter()
+    names = workload.name, method.name
+    gc.freeze()  # otherwise each collection scans all objects of torch
+    told = run_ranks(ranks, rank_runs, names, seed, steps, models, timeout_s=600, heartbeat_s=600)
+    gc.unfreeze()
+    seconds = time.perf_counter() - start
+    losses, sent, first = told[0]
+    return Run(
+        workload=workload.name,
+        method=method.name,
+        seed=seed,
+        ranks=ranks,
+        steps=steps,
+        score=workload.score(models[0]),
+        sent_mb=sent[-1] / MB,
+        dense_mb=steps * first.nbytes / MB,
+        seconds=seconds,
+        replicas_equal=all(torch.equal(parameters, first) for _, _, parameters in told),
+        losses=summaries.curve(losses),
+        mb=[sent[end - 1] / MB for end in summaries.ends(steps)],
+    )
+
+
+@dataclass(frozen=True)
+class _Parallel:
+    """A model made parallel by one method."""
+
+    forward: nn.Module
+    step: Callable[[torch.Tensor], object]  # after backward, with this rank's loss
+    sent_bytes: Callable[[], int]  # bytes that this rank sent in the last step
+    end: Callable[[], object] = lambda: None
+
+
+def rank_runs(
+    group: pycomm.Group,
+    names: tuple[str, str],
+    seed: int,
+    steps: int,
+    models: list[nn.Module],
+) -> tuple[list[float], list[int], torch.Tensor]:
+    """Trains one rank: losses of its batches, bytes sent so far, both by step; all parameters.
+
+    `names` are those of the workload and the method, so that this can be sent to a process.
+    """
+    torch.set_num_threads(1)  # of the process; how a sum is split decides its bits
+    workload, model = WORKLOADS[names[0]], models[group.rank]
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.0, momentum=0.9, weight_decay=workload.weight_decay
+    )
+    parallel = _parallel(model, optimizer, workload, METHODS[names[1]], steps)
+    random = torch.Generator().manual_seed(1000 * seed + group.rank)
+    losses: list[float] = []
+    sent: list[int] = []
+    for step in range(steps):
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = workload.rate_at(step, steps)
+        loss = workload.loss(parallel.forward, *workload.batch(group.size, random))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        parallel.step(loss.detach())
+        losses.append(loss.item())
+        sent.append(parallel.sent_bytes() + (sent[-1] if sent else 0))
+    parallel.end()
+    return losses, sent, nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def _parallel(
+    model: nn.Module,
+    optimizer: torch.optim.SGD,
+    workload: Workload,
+    method: Method,
+    steps: int,
+) -> _Parallel:
+    whole = sum(p.nbytes for p in model.parameters())
+    limit = workload.clip_norm
+
+    def clip() -> None:
+        if limit is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+    if method.local is not None:
+        adaptive = "init_k_steps" in method.local
+        kind: Any = pycomm.AdaptiveLocalSGD if adaptive else pycomm.LocalSGD
+        local = kind(model, optimizer, **method.local)
+
+        def local_step(loss: torch.Tensor) -> None:
+            clip()
+            local.step(loss) if adaptive else local.step()
+
+        averaged = lambda: whole * (local.last_sync == local.step_count)  # noqa: E731 - read as one line
+        return _Parallel(model, local_step, averaged, local.average)
+    if method.dgc is None:
+
+        def dense_step(_: torch.Tensor) -> None:
+            clip()
+            optimizer.step()
+
+        return _Parallel(pycomm.DataParallel(model), dense_step, lambda: whole)
+    dgc = pycomm.DGC(
+        optimizer,
+        rampup_step=max(1, int(steps * method.ramp)),
+        clip_norm=limit if method.clip else None,
+        clip="global",
+        select="model",
+        min_count=0,
+        **method.dgc,
+    )
+
+    def sparse_step(_: torch.Tensor) -> None:
+        optimizer.step()
+        for memory in () if method.feedback else dgc.memories.values():
+            if memory.v is not None:
+                memory.v.zero_()
+
+    parallel = pycomm.DataParallel(model, compression=dgc)
+    return _Parallel(parallel, sparse_step, lambda: int(dgc.stats()["sent_bytes"]))
+
+
+def _said(run: Run) -> str:
+    return (
+        f"{run.workload} {run.method}, seed {run.seed}: {run.score:.3f}, "
+        f"{run.dense_mb / run.sent_mb:.0f}x fewer bytes, {run.seconds:.0f} s"
+    )
+
+
+def summary(found: Sequence[Run]) -> tuple[list[str], bool]:
+    """Lines of a table, mean and deviation over seeds, and whether all results are as expected.
+
+    "cost": of accuracy in points or of loss in nats, against dense with the same seeds. "bytes":
+    times fewer than dense in the whole run; "later": in its second half, after the warm-up. Bands
+    hold for runs of the workload's own length with 8 ranks.
+    """
+    lines = [
+        f"{'# workload':10} {'method':42} {'runs':>4} {'score':>7} {'+-':>6} {'cost':>7} "
+        f"{'wanted':>7} {'+-':>6} {'':6} {'bytes':>7} {'later':>7} replicas"
+    ]
+    good = True
+    for workload in dict.fromkeys(run.workload for run in found):
+        own = [run for run in found if run.workload == workload]
+        methods = list(dict.fromkeys(run.method for run in own))
+        costs = {method: _costs(own, method) for method in methods}
+        for method in methods:
+            line, fits = _row([run for run in own if run.method == method], costs[method])
+            lines.append(line)
+            good = good and fits
+        for better, worse in disordered(workload, costs) if _whole(own) else ():
+            lines.append(f"{workload}: {worse!r} ranked before {better!r}")
+            good = False
+    return lines, good
+
+
+def _whole(runs: Sequence[Run]) -> bool:
+    return all((run.steps, run.ranks) == (WORKLOADS[run.workload].steps, 8) for run in runs)
+
+
+def _costs(runs: Sequence[Run], method: str) -> list[float]:
+    """The loss of a method against dense, for each seed that both have."""
+    sign = -1 if WORKLOADS[runs[0].workload].higher_is_better else 1
+    dense = {run.seed: run.score for run in runs if run.method == "dense"}
+    return [
+        sign * (run.score - dense[run.seed])
+        for run in runs
+        if run.method == method and run.seed in dense
+    ]
+
+
+def _row(runs: Sequence[Run], costs: Sequence[float]) -> tuple[str, bool]:
+    workload, method = runs[0].workload, runs[0].method
+    scores = [run.score for run in runs]
+    spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    band = WANTED.get((workload, method)) if costs and _whole(runs) else None
+    said = judged(workload, method, costs) if band else ""
+    equal = all(run.replicas_equal for run in runs)
+    line = (
+        f"{workload:10} {method:42} {len(runs):>4} {statistics.mean(scores):>7.3f} {spread:>6.3f} "
+        f"{f'{statistics.mean(costs):.3f}' if costs else '':>7} "
+        f"{f'{band.cost:.3f}' if band else '':>7} "
+        f"{f'{band.reach(len(costs)):.3f}' if band else '':>6} {said:6} "
+        f"{statistics.mean(run.dense_mb / run.sent_mb for run in runs):>6.1f}x "
+        f"{statistics.mean(map(_later, runs)):>6.1f}x {'equal' if equal else 'DIFFER'}"
+    )
+    return line, equal and said != "worse"
+
+
+def _later(run: Run) -> float:
+    """Times fewer bytes than dense in the second half of a run."""
+    half = len(run.mb) // 2 - 1
+    dense = run.dense_mb * (1 - (half + 1) / len(run.mb))
+    return dense / max(run.mb[-1] - run.mb[half], 1e-12) if half >= 0 else math.nan
+
+
+def draw(path: Path, found: Sequence[Run]) -> None:
+    """Training loss, a mean over a twentieth of the run, over steps and over MB; seed 0."""
+    workloads = list(dict.fromkeys(run.workload for run in found))
+    figure = Figure(figsize=(13, 4 * len(workloads)), layout="constrained")
+    colors = matplotlib.colormaps["tab20"]
+    grid = figure.subplots(len(workloads), 2, squeeze=False)
+    for workload, (over_steps, over_mb) in zip(workloads, grid, strict=True):
+        for run in found:
+            if run.workload != workload or run.seed != 0:
+                continue
+            place = list(METHODS).index(run.method)
+            style: dict[str, Any] = {"lw": 1.3, "color": colors(place % 20)}
+            style["ls"] = "--" if place >= 20 else "-"
+            over_steps.plot(summaries.ends(run.steps), run.losses, **style)
+            over_mb.plot(run.mb, run.losses, label=run.method, **style)
+        over_steps.set(title=workload, xlabel="step", ylabel="training loss (nats)")
+        over_mb.set(xlabel="MB sent by a rank", xscale="log")
+        over_mb.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=150)
+
+
+def _stored(path: Path | None) -> list[Run]:
+    if path is None or not path.exists():
+        return []
+    return [Run(**row) for row in summaries.read(path)["rows"]]
+
+
+def _store(path: Path | None, found: Sequence[Run]) -> None:
+    if path is not None:
+        content = {"machine": machine.describe(), "rows": [asdict(run) for run in found]}
+        summaries.write(path, content)

@@ -1,0 +1,366 @@
+"""`pycomm bench links --training`: seconds of a training step between hosts, over links of a rate.
+
+The gradient has the size of FasterRCNN's, 41 M elements or 165 MB of float32, in 20 equal layers;
+forward and backward are real products of matrices, of as many rows as take `--compute-s` where no
+rank waits for another. Hosts are network namespaces behind `tc tbf` (netns.py of
+pycomm.bench.support), "none" as fast as the kernel is. Without root, or with --throttle, ranks of
+one host use token buckets in pycomm's transport instead (testing/rate_limited.h), and the table
+says so. The
+ways to train run one after another:
+
+    compute   no communication: what every rank does by itself, all at the same time
+    dense     one sum of all gradients behind the backward pass
+    overlap   pycomm.DataParallel: sums during the backward pass
+    dgc       DGC at 99.9 %, raw packets, fused
+    compact      the same with 2-bit values, exchange="auto"
+    tuned     the same, exchange="auto_time"
+    local     LocalSGD, models averaged every 8 steps
+
+A figure is the slowest rank's median step, of LocalSGD the mean; Paddle's ratio is what its page of
+DGC gives. The table also has the estimate of `pycomm plan` (pycomm/tuning/planner.py) for that
+link, from the step without communication and the kernels as measured here. With --json an
+interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+from torch.multiprocessing.spawn import ProcessException
+
+import pycomm
+from pycomm import collectives
+from pycomm.bench.collectives.peers import OURS, Groups
+from pycomm.bench.collectives.plot import COLORS
+from pycomm.bench.support import machine, processes, summaries
+from pycomm.bench.support.netns import RATE, Network, missing
+from pycomm.compress.cost_model import Coding, measure_coding
+from pycomm.compress.schedule import Load, code_at, to_send
+from pycomm.errors import Error
+from pycomm.testing import run_ranks
+from pycomm.tuning import planner
+
+LAYERS = 20
+UNSHAPED = "none"
+PADDLE = {"1gbit": 6.533, "10gbit": 1.467, "100gbit": 0.993}
+EVERY = 8  # steps between the sums of LocalSGD
+SPARSITY = 0.999
+# The planner's names of the ways.
+PLANNED = {"dense": "dense", "dgc": "dgc gather", "compact": "dgc 2bit gather"}
+PLANNED |= {"local": f"local {EVERY}"}
+GBIT = {"mbit": 1e-3, "gbit": 1.0}
+ONE_BUCKET_MB = 1 << 20
+BUCKET = "token bucket in the transport"
+FIRST = 2  # steps that are not counted
+LINE_WITHIN = 0.1  # of its rate
+LIMIT_S = 600  # of a call, against hangs
+
+
+class Steps(Protocol):
+    """The end of a step: an optimizer, or LocalSGD."""
+
+    def step(self) -> object:
+        """Ends it."""
+
+
+Wrapped = tuple[nn.Module, Steps]
+
+
+def _dgc(model: nn.Module, options: dict[str, object]) -> Wrapped:
+    optimizer = _sgd(model)
+    dgc = pycomm.DGC(optimizer, sparsity=[SPARSITY], fused=True, **options)  # type: ignore[arg-type]  # of several types
+    return pycomm.DataParallel(model, compression=dgc), optimizer
+
+
+def _local(model: nn.Module) -> Wrapped:
+    return model, pycomm.LocalSGD(model, _sgd(model), EVERY)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+
+
+WAYS: dict[str, Callable[[nn.Module], Wrapped]] = {
+    "compute": lambda model: (model, _sgd(model)),
+    "dense": lambda model: (pycomm.DataParallel(model, bucket_mb=ONE_BUCKET_MB), _sgd(model)),
+    "overlap": lambda model: (pycomm.DataParallel(model), _sgd(model)),
+    "dgc": lambda model: _dgc(model, {}),
+    "compact": lambda model: _dgc(model, {"value_dtype": "2bit"}),
+    "auto_time": lambda model: _dgc(model, {"value_dtype": "2bit", "exchange": "auto_time"}),
+    "local": _local,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way over one link."""
+
+    rate: str
+    way: str
+    step_s: float  # of the slowest rank
+    over_compute_percent: float
+    ratio: float  # times faster than overlap
+    expected_s: float | None = None  # by the planner; None: it has no such link or way
+    line_of_rate: float | None = None  # of a token bucket: counted bytes a second over its rate
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, stores; returns the exit status: 2 if hosts are impossible here."""
+    parser = argparse.ArgumentParser(prog="pycomm bench links --training", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rates", default="100mbit,1gbit,10gbit,none", help="(%(default)s)")
+    parser.add_argument("--ways", default=",".join(WAYS), help="(%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="of each way; 1 where it takes seconds"
+    )
+    parser.add_argument("--width", type=int, default=1432, help="of a layer (%(default)s)")
+    parser.add_argument("--compute-s", type=float, default=0.3725, help="a step's (%(default)s)")
+    parser.add_argument("--throttle", action="store_true", help="token buckets, not tc")
+    parser.add_argument("--json", type=Path, help="where to store all figures")
+    parser.add_argument("--plot", type=Path, help="where to draw seconds per step")
+    options = parser.parse_args(argv)
+    rates, ways = options.rates.split(","), options.ways.split(",")
+    if not all(rate == UNSHAPED or RATE.fullmatch(rate) for rate in rates):
+        parser.error(f"--rates takes some like 10gbit, or {UNSHAPED}")
+    if not {"compute", "overlap"} <= {*ways} <= {*WAYS}:
+        parser.error(f"--ways takes compute, overlap and some of {', '.join(WAYS)}")
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 140  # a file has no width, and columns would be cut
+    if not options.throttle and (why := missing()):
+        console.print(f"tc {why}: each line is a {BUCKET}", markup=False)
+        options.throttle = True
+    settings = {name: getattr(options, name) for name in ("hosts", "steps", "compute_s")}
+    settings |= {"elements": LAYERS * options.width**2, "ways": ways}
+    if options.throttle:
+        settings["lines"] = BUCKET
+    found = stored(options.json, settings)
+    rates = [rate for rate in rates if all(row.rate != rate for row in found)]
+    try:
+        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+            task = bar.add_task("", total=len(rates) * len(ways))
+            for rate in rates:
+                bar.update(task, description=rate)
+                found += measure(rate, ways, options, lambda: bar.advance(task))
+                store(options.json, settings, found)
+    except (ProcessException, Error) as error:
+        console.print(f"a rank failed\n{error}", style="red", markup=False)
+        return 1
+    console.print(table(found, BUCKET if options.throttle else ""))
+    if options.plot:
+        where = machine.describe()
+        hosts = f"{options.hosts} ranks, {BUCKET}" if options.throttle else f"{options.hosts} hosts"
+        draw(options.plot, found, f"{hosts}, {where['cpu']}, {where['cores']} cores")
+    return 0
+
+
+def stored(path: Path | None, settings: dict[str, object]) -> list[Row]:
+    """The rows of an interrupted run with the same settings."""
+    if path is None or not path.exists():
+        return []
+    content = summaries.read(path)
+    return [Row(**row) for row in content["rows"]] if content["settings"] == settings else []
+
+
+def store(path: Path | None, settings: dict[str, object], found: Sequence[Row]) -> None:
+    """Writes all rows."""
+    if path is not None:
+        rows = [asdict(row) for row in found]
+        content = {"machine": machine.describe(), "settings": settings, "rows": rows}
+        summaries.write(path, content)
+
+
+def measure(
+    rate: str, ways: list[str], options: argparse.Namespace, advance: Callable[[], object]
+) -> list[Row]:
+    """The rows of one link."""
+    took: dict[str, list[float]] = {}
+    codings: list[tuple[Coding, Coding]] = []
+    speed = None if rate == UNSHAPED else gbit_of(rate) * 1e9 / 8
+
+    def hear(rank: int, said: tuple[str, float] | tuple[Coding, Coding]) -> None:
+        if isinstance(said[0], Coding):
+            codings.append(said)
+            return
+        way, seconds = said
+        took.setdefault(way, []).append(seconds)
+        if rank == 0:
+            advance()
+
+    args = (ways, options.steps, options.width, options.compute_s)
+    if options.throttle:
+        limits: dict[str, Any] = {"timeout_s": LIMIT_S, "link_bytes_per_s": speed}
+        told = run_ranks(
+            options.hosts, throttled, speed, *args, transport="tcp", processes=True, **limits
+        )
+        for rank, sayings in enumerate(told):
+            for said in sayings:
+                hear(rank, said)
+    else:
+        with Network(options.hosts, ipv6=False) as net:
+            if rate != UNSHAPED:
+                net.shape(0, rate)
+            hosts = [host.name for host in net.hosts]
+            processes.run(work, args, options.hosts, hear, hosts)
+    slowest = {way: max(took[way]) for way in ways}
+    found = max(took["line"]) if "line" in took and speed else None
+    expected: dict[str, float] = {}
+    if rate != UNSHAPED:
+        where = options.hosts, gbit_of(rate)
+        loads = loads_of(LAYERS * options.width**2)
+        expected = planner.expected(slowest["compute"], loads, codings[0], where, EVERY)
+    return [
+        Row(
+            rate=rate,
+            way=way,
+            step_s=seconds,
+            over_compute_percent=100 * (seconds / slowest["compute"] - 1),
+            ratio=slowest["overlap"] / seconds,
+            expected_s=expected.get(PLANNED.get(way, "")),
+            line_of_rate=None if found is None or speed is None else found / speed,
+        )
+        for way, seconds in slowest.items()
+    ]
+
+
+def gbit_of(rate: str) -> float:
+    """Of a rate as tc spells it: 0.1 of "100mbit"."""
+    return float(rate[:-4]) * GBIT[rate[-4:]]
+
+
+def loads_of(count: int) -> tuple[Load, Load]:
+    """Bytes that DGC sends for `count` elements: raw, and with 2-bit values."""
+    k = to_send(count, SPARSITY)
+    return Load([k], [count], 4, None), Load([k], [count], 4, code_at("2bit", 1 - SPARSITY))
+
+
+def work(rank: processes.Rank, *args: Any) -> None:
+    """A rank on its own host."""
+    Groups([OURS["pycomm"]], rank.store, rank.rank, rank.size)
+    measured(rank.say, *args)
+
+
+def throttled(group: pycomm.Group, speed: float | None, *args: Any) -> list[Any]:
+    """A rank behind a token bucket: its reports, and the rate of its link."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
+    said: list[Any] = [("line", line_speed(group, speed))] if speed else []
+    measured(said.append, *args)
+    return said
+
+
+def line_speed(group: pycomm.Group, speed: float) -> float:
+    """Bytes a second that this rank writes in sums of about a second altogether, headers counted;
+    the first has emptied the bucket."""
+    x = torch.zeros(int(speed / 4 / 8))
+    collectives.all_reduce(x, group=group)
+    before, start = group.stats(), time.perf_counter()
+    for _ in range(8):
+        collectives.all_reduce(x, group=group)
+    seconds = time.perf_counter() - start
+    return (group.stats().bytes_written - before.bytes_written) / seconds
+
+
+def measured(
+    say: Callable[[object], None], ways: list[str], steps: int, width: int, compute_s: float
+) -> None:
+    """Reports the coding rate of this rank, all ranks at once, and (way, seconds of a step)."""
+    raw, compact = loads_of(LAYERS * width**2)
+    collectives.barrier()
+    say((measure_coding(raw), measure_coding(compact)))
+    rows = rows_of(compute_s, width)
+    for way in ways:
+        say((way, seconds_of(way, (rows, width), steps)))
+
+
+def rows_of(compute_s: float, width: int) -> int:
+    """Collective: how many rows make a step without communication take so long, all at once."""
+    rows = 32
+    for _ in range(2):  # the second time close to the result
+        rows = max(1, round(rows * compute_s / seconds_of("compute", (rows, width), 3)))
+        said = torch.tensor([rows])
+        rows = int(collectives.broadcast(said, 0)[0])
+    return rows
+
+
+def seconds_of(way: str, shape: tuple[int, int], steps: int) -> float:
+    """The median of `steps` steps of a new model, of one where they are long; of LocalSGD, whose
+    steps differ, the mean."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(shape[1], shape[1], bias=False) for _ in range(LAYERS)]
+    model, steps_of = WAYS[way](nn.Sequential(*layers))
+    x = torch.randn(shape)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        steps_of.step()
+
+    for _ in range(FIRST):
+        collectives.barrier()
+        start = time.perf_counter()
+        step()
+    last = torch.tensor([time.perf_counter() - start])
+    long = float(collectives.all_reduce(last, "max")) > 2  # seconds
+    count = 1 if long else steps
+    if way == "local":  # whole turns, with one sum in each
+        count = EVERY * -(-steps // EVERY)
+    seconds = []
+    for _ in range(count):
+        collectives.barrier()
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return statistics.mean(seconds) if way == "local" else statistics.median(seconds)
+
+
+def table(found: Sequence[Row], lines: str = "") -> Table:
+    """Seconds per step, a line for each rate; the ratio of overlap to DGC beside Paddle's. `lines`
+    says what they are, where not tc's."""
+    ways = list(dict.fromkeys(row.way for row in found))
+    title = "seconds per step" + (f", each line a {lines}" if lines else "")
+    shown = Table(title=title, box=None, title_justify="left")
+    for name in ("line", *ways, "overlap/dgc", "Paddle's"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for rate in dict.fromkeys(row.rate for row in found):
+        own = {row.way: row for row in found if row.rate == rate}
+        share = next(iter(own.values())).line_of_rate
+        ratio = f"{own['dgc'].ratio:.2f}x" if "dgc" in own else "-"
+        paddle = f"{PADDLE[rate]}x" if rate in PADDLE else "-"
+        shown.add_row(rate, *(f"{own[way].step_s:.3f}" for way in ways), ratio, paddle)
+        planned = [own[way].expected_s for way in ways]
+        if share is not None:
+            holds = "" if abs(share - 1) <= LINE_WITHIN else ": outside of the tolerance"
+            shown.add_row(f"{100 * share:.0f} % of it{holds}")
+        if any(planned):
+            shown.add_row("planned", *("" if s is None else f"{s:.3f}" for s in planned), "", "")
+    return shown
+
+
+def draw(path: Path, found: Sequence[Row], caption: str) -> None:
+    """Bars of seconds per step, a panel for each line."""
+    rates = list(dict.fromkeys(row.rate for row in found))
+    figure = Figure(figsize=(3.8 * len(rates), 3.8), layout="constrained")
+    for axes, rate in zip(figure.subplots(1, len(rates), squeeze=False).flat, rates, strict=True):
+        own = [row for row in found if row.rate == rate]
+        colors = [COLORS.get(row.way, "#1a73e8") for row in own]
+        bars = axes.bar([row.way for row in own], [row.step_s for row in own], color=colors)
+        axes.bar_label(bars, [f"{row.step_s:.2f}" for row in own], fontsize=8)
+        axes.set(title=rate, ylabel="seconds per step")
+        axes.tick_params(axis="x", labelrotation=45)
+        axes.margins(y=0.12)
+    figure.suptitle(f"41 M parameters, {caption}", fontsize=9)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,281 @@
+"""`python -m benchmarks training`: a step of data-parallel training with each backend.
+
+Every rank holds each model once for every backend, in torch's DistributedDataParallel, once in
+pycomm.DataParallel (`wrapper`), and there with DGC at 99.9 % (`dgc`) and with fused=True (`fused`);
+all take their turns in one run, step by step the same work. `fake` communicates nothing: no backend
+can be faster. `alone` is one rank without DistributedDataParallel while the others rest. With
+--rates every rank is on a host of its own (pycomm.bench.support.netns), behind a link of each of
+those rates in turn; needs root. The last table shows seconds per step, rate by rate.
+
+    efficiency = samples per second of N ranks / (N * samples per second of one alone)
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.multiprocessing.spawn import ProcessException
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import pycomm
+from benchmarks.training.models import TASKS, Task
+from pycomm.bench.collectives import table
+from pycomm.bench.collectives.peers import OURS, PEERS, Groups
+from pycomm.bench.collectives.plot import COLORS
+from pycomm.bench.support import machine, netns, processes, summaries
+
+BACKENDS = ("gloo", "pycomm", "fake")
+ALONE = "alone"
+Step = Callable[[], None]
+
+
+def _compressed(model: nn.Module, optimizer: torch.optim.Optimizer, fused: bool) -> nn.Module:
+    dgc = pycomm.DGC(optimizer, sparsity=[0.999], fused=fused)
+    return pycomm.DataParallel(model, compression=dgc)
+
+
+OWN: dict[str, Callable[[nn.Module, torch.optim.Optimizer], nn.Module]] = {
+    "wrapper": lambda model, _: pycomm.DataParallel(model),
+    "dgc": functools.partial(_compressed, fused=False),
+    "fused": functools.partial(_compressed, fused=True),
+}
+CONTESTANTS = (*BACKENDS[:2], *OWN, *BACKENDS[2:])
+
+
+@dataclass(frozen=True)
+class Said:
+    """The report of every rank after each model: seconds of single steps, by backend and round."""
+
+    task: str
+    samples: int  # of one rank and step
+    seconds: dict[str, list[list[float]]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backend on one model; the time is the slowest rank's median."""
+
+    rate: str  # of the hosts' lines, or "": one host
+    model: str
+    backend: str  # or one of OWN, or ALONE
+    step_ms: float
+    samples_per_second: float  # of all ranks together
+    ratio: float  # times faster than gloo
+    of_fake_percent: float  # of the speed that a backend without communication has
+    efficiency_percent: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, stores; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="pycomm bench training", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--models", default=",".join(TASKS), help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
+    parser.add_argument("--steps", type=int, default=10, help="of each turn (%(default)s)")
+    parser.add_argument("--rates", help='"1gbit,10gbit": a host for each rank, behind such lines')
+    parser.add_argument("--json", type=Path, help="where to store all figures")
+    parser.add_argument("--plot", type=Path, help="where to draw samples per second")
+    options = parser.parse_args(argv)
+    names = [name.strip() for name in options.models.split(",") if name.strip()]
+    if not names or any(name not in TASKS for name in names):
+        parser.error(f"--models takes some of {', '.join(TASKS)}")
+    if min(options.ranks - 1, options.rounds, options.steps) < 1:
+        parser.error("at least 2 ranks, 1 round and 1 step are needed")
+    rates: Sequence[str] = [""]
+    if options.rates is not None:
+        rates = [rate.strip() for rate in options.rates.split(",")]
+        if not all(map(netns.RATE.fullmatch, rates)):
+            parser.error("--rates takes some like 1gbit, with commas between")
+        if why := netns.missing():
+            parser.error(f"--rates {why}")
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        found = [row for rate in rates for row in _measure(console, names, rate, options)]
+    except ProcessException as error:
+        console.print(f"a rank failed\n{error}", style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    if options.rates:
+        console.print(by_rate(found))
+    where = machine.describe()
+    if options.json:
+        settings = {name: getattr(options, name) for name in ("ranks", "rounds", "steps", "rates")}
+        content = {"machine": where, "settings": settings, "rows": [asdict(row) for row in found]}
+        summaries.write(options.json, content)
+    if options.plot:
+        draw(options.plot, found, f"{options.ranks} ranks, {where['cpu']}, {where['cores']} cores")
+    return 0
+
+
+HEADER = (
+    f"{'# model':8} {'backend':>8} {'step (ms)':>10} {'samples/s':>10} {'vs gloo':>8} "
+    f"{'% of fake':>9} {'efficiency %':>12}"
+)
+
+
+def text(row: Row) -> str:
+    """One line under HEADER."""
+    return (
+        f"{row.model:8} {row.backend:>8} {row.step_ms:>10.2f} {row.samples_per_second:>10.1f} "
+        f"{row.ratio:>7.2f}x {row.of_fake_percent:>9.1f} {row.efficiency_percent:>12.1f}"
+    )
+
+
+def by_rate(found: Sequence[Row]) -> str:
+    """Seconds per step: a line for each model and rate, a column for each backend."""
+    lines = [f"{'# s/step':8} {'rate':>8} " + " ".join(f"{name:>8}" for name in CONTESTANTS)]
+    for model, rate in dict.fromkeys((row.model, row.rate) for row in found):
+        took = {r.backend: r.step_ms / 1e3 for r in found if (r.model, r.rate) == (model, rate)}
+        lines.append(
+            f"{model:8} {rate:>8} " + " ".join(f"{took[name]:8.4f}" for name in CONTESTANTS)
+        )
+    return "\n".join(lines)
+
+
+def rows(rate: str, by_rank: Sequence[Said]) -> list[Row]:
+    """The rows of one model, from the reports of all ranks."""
+    said, size = by_rank[0], len(by_rank)
+    slowest = {
+        name: max(table.typical(one.seconds[name]) for one in by_rank if name in one.seconds)
+        for name in said.seconds
+    }
+    return [
+        Row(
+            rate=rate,
+            model=said.task,
+            backend=name,
+            step_ms=seconds * 1e3,
+            samples_per_second=(1 if name == ALONE else size) * said.samples / seconds,
+            ratio=slowest["gloo"] / seconds,
+            of_fake_percent=100 * slowest["fake"] / seconds,
+            efficiency_percent=100 * slowest[ALONE] / seconds,
+        )
+        for name, seconds in slowest.items()
+    ]
+
+
+def draw(path: Path, found: Sequence[Row], caption: str) -> None:
+    """Bars of samples per second, a panel for each model and rate, in the format of the suffix."""
+    panels = list(dict.fromkeys((row.model, row.rate) for row in found))
+    figure = Figure(figsize=(3.6 * len(panels), 3.6), layout="constrained")
+    for axes, panel in zip(
+        figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True
+    ):
+        own = [row for row in found if (row.model, row.rate) == panel and row.backend != ALONE]
+        bars = axes.bar(
+            [row.backend for row in own],
+            [row.samples_per_second for row in own],
+            color=[COLORS.get(row.backend) for row in own],
+        )
+        axes.bar_label(bars, [f"{row.ratio:.2f}x" for row in own])
+        axes.set(title=" ".join(panel), ylabel="samples per second")
+        axes.margins(y=0.12)
+    figure.suptitle(f"a training step under DistributedDataParallel, {caption}", fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _measure(
+    console: Console, names: list[str], rate: str, options: argparse.Namespace
+) -> list[Row]:
+    found: list[Row] = []
+    waiting: dict[str, dict[int, Said]] = {}
+    console.print(HEADER + (f"   {rate}" if rate else ""))
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("training", total=len(names) * options.rounds)
+
+        def hear(rank: int, said: Said | None) -> None:
+            if said is None:  # rank 0 finished a round
+                bar.advance(task)
+                return
+            by_rank = waiting.setdefault(said.task, {})
+            by_rank[rank] = said
+            if len(by_rank) == options.ranks:
+                new = rows(rate, [by_rank[r] for r in range(options.ranks)])
+                found.extend(new)
+                for row in new:
+                    console.print(text(row))
+
+        args = (names, options.rounds, options.steps)
+        with netns.behind(rate, options.ranks) as hosts:
+            processes.run(work, args, options.ranks, hear, hosts)
+    return found
+
+
+def work(rank: processes.Rank, names: list[str], rounds: int, steps: int) -> None:
+    """A rank: reports one Said for each model, and rank 0 None after each round."""
+    groups = Groups(
+        [OURS["pycomm"], PEERS["gloo"], PEERS["fake"]], rank.store, rank.rank, rank.size
+    )
+    for name in names:
+        task = TASKS[name]
+        torch.manual_seed(rank.rank)
+        contestants = {backend: step_of(task, groups.of(backend)) for backend in BACKENDS}
+        contestants |= {name: step_of(task, None, wrap=wrap) for name, wrap in OWN.items()}
+        seconds: dict[str, list[list[float]]] = {name: [] for name in CONTESTANTS}
+        if rank.rank == 0:
+            contestants[ALONE] = step_of(task, None, alone=True)
+            seconds[ALONE] = []
+        for turn in range(rounds):
+            first = turn % len(CONTESTANTS)  # no contestant always follows the same one
+            for who in CONTESTANTS[first:] + CONTESTANTS[:first]:
+                dist.barrier()
+                seconds[who].append(_series(contestants[who], steps))
+            dist.barrier()
+            if rank.rank == 0:
+                seconds[ALONE].append(_series(contestants[ALONE], steps))
+                rank.say(None)
+            dist.barrier()
+        rank.say(Said(name, len(task.batch()[0]), seconds))
+
+
+def step_of(
+    task: Task,
+    group: dist.ProcessGroup | None,
+    alone: bool = False,
+    wrap: Callable[[nn.Module, torch.optim.Optimizer], nn.Module] | None = None,
+) -> Step:
+    """One step of training a new model, `alone`, in `wrap` or in DistributedDataParallel."""
+    model = task.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    wrapped: nn.Module = model
+    if wrap is not None:
+        wrapped = wrap(model, optimizer)
+    elif not alone:
+        wrapped = DistributedDataParallel(model, process_group=group)
+        if dist.get_backend(group) == "fake":  # its calls give no result to wait for
+            wrapped.register_comm_hook(None, noop_hook)
+    x, y = task.batch()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(wrapped(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+
+    return step
+
+
+def _series(step: Step, steps: int) -> list[float]:
+    """Seconds of each of `steps` steps after two that warm up."""
+    seconds = []
+    for _ in range(steps + 2):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return seconds[2:]

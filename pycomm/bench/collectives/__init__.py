@@ -1,0 +1,1 @@
+"""`pycomm bench collectives`."""

@@ -1,0 +1,216 @@
+"""`python -m benchmarks collectives`: pycomm's collectives and other libraries', in one run.
+
+Two worker processes (or --ranks of them) hold a process group of every contestant. Each case is
+checked against the exact answer; then the contestants are timed in turn, round by round, together
+with the copy that gives the limit. Exits with 1 if an answer was wrong or a contestant was faster
+than the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.multiprocessing.spawn import ProcessException
+
+from pycomm.bench.collectives import deepspeed, mpi, plot, table, worker
+from pycomm.bench.collectives.peers import OURS, PEERS, Peer
+from pycomm.bench.collectives.verbs import DTYPES, VERBS, Case
+from pycomm.bench.support import machine, processes, summaries
+from pycomm.bench.support.sizes import format_size, parse_sizes
+
+
+@dataclass(frozen=True)
+class Run:
+    """The requested run."""
+
+    ranks: int
+    cases: list[Case]
+    peers: list[Peer]
+    rounds: int
+    busy: bool = False  # a thread of each rank computes in Python meanwhile
+    device: str = "cpu"
+
+    @property
+    def mpi(self) -> str:
+        """The MPI among the peers, or ""."""
+        return next((peer.name for peer in self.peers if peer.name in mpi.PACKAGES), "")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, stores; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    peers = [OURS[name] for name in options.ours] + [PEERS[name] for name in options.peers]
+    if not peers or options.ranks < 2 or options.rounds < 1:
+        parser.error("nothing to measure: at least one contestant, 2 ranks and 1 round are needed")
+    if why := _misplaced(options):
+        parser.error(why)
+    mpis = [name for name in options.peers if name in mpi.PACKAGES]
+    if len(mpis) > 1:
+        parser.error(f"one MPI at a time, not {' and '.join(mpis)}: a process can load only one")
+    if mpis and (why := mpi.missing(mpis[0])):
+        parser.error(why)
+    if deepspeed.NAME in options.peers and (why := deepspeed.missing()):
+        parser.error(why)
+    cases = [
+        Case(verb, dtype, size, options.ranks)
+        for verb in options.ops
+        for dtype in options.dtypes
+        for size in options.sizes
+    ]
+    run = Run(
+        options.ranks,
+        list(dict.fromkeys(cases)),
+        peers,
+        options.rounds,
+        options.busy,
+        options.device,
+    )
+    console = Console(soft_wrap=True, highlight=False)
+    try:
+        found = _measure(console, run)
+    except (ProcessException, RuntimeError) as error:
+        console.print(f"a rank failed\n{error}", style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    _store(run, found, options.json, options.plot)
+    said = table.faults(found)
+    for sentence in said:
+        console.print(sentence, style="red", markup=False)
+    return 1 if said else 0
+
+
+def _misplaced(options: argparse.Namespace) -> str:
+    """The part of the request that the device does not support, or ""."""
+    if options.device == "cpu":
+        return "nccl takes arrays on devices: --device cuda" if "nccl" in options.peers else ""
+    hosts = [name for name in options.peers if name not in ("nccl", "fake")]
+    if hosts:
+        return f"{' and '.join(hosts)}: here for arrays in host memory; --peers nccl"
+    if options.ranks > torch.cuda.device_count():
+        return (
+            f"{options.ranks} ranks need as many GPUs, and torch finds {torch.cuda.device_count()}"
+        )
+    return ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pycomm bench collectives", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--sizes", type=_sizes, default="4:64M", help="first:last[:factor] or a list (%(default)s)"
+    )
+    parser.add_argument("--ops", type=_names(VERBS), default="all_reduce", help=",".join(VERBS))
+    parser.add_argument("--dtypes", type=_names(DTYPES), default="float32", help=",".join(DTYPES))
+    parser.add_argument("--peers", type=_names(PEERS), default="gloo", help=",".join(PEERS))
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the arrays"
+    )
+    parser.add_argument(
+        "--ours",
+        type=_names(OURS),
+        default=",".join(OURS),
+        help="pycomm through torch.distributed, called directly, and on arrays of pycomm.empty "
+        "(%(default)s)",
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="beside each rank, a thread of its process computes in Python all the time",
+    )
+    parser.add_argument("--json", type=Path, help="where to store all figures")
+    parser.add_argument("--plot", type=Path, help="where to draw bandwidth over size")
+    return parser
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return parse_sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    names = list(known)
+
+    def parse(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
+        for name in chosen:
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"{name!r} is not among {', '.join(names)}")
+        return chosen
+
+    return parse
+
+
+def _measure(console: Console, run: Run) -> list[table.Line]:
+    """Runs all cases on fresh processes; prints the lines of each as soon as all ranks have it."""
+    found: list[table.Line] = []
+    waiting: dict[Case, dict[int, worker.Times]] = {}
+    bar = Progress(
+        TextColumn("{task.description:24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    heading = table.header([peer.name for peer in run.peers])
+    task = bar.add_task("starting", total=len(run.cases))
+
+    def hear(rank: int, said: worker.Times) -> None:
+        by_rank = waiting.setdefault(said.case, {})
+        by_rank[rank] = said
+        if len(by_rank) < run.ranks:
+            return
+        new = table.lines([by_rank[r] for r in range(run.ranks)])
+        if not found or (found[-1].verb, found[-1].dtype) != (said.case.verb, said.case.dtype):
+            console.print(f"# {said.case.verb} {said.case.dtype}\n{heading}")
+        found.extend(new)
+        for line in new:
+            console.print(table.text(line))
+        for name, why in said.refused.items():
+            console.print(f"# {name} refuses {said.case.verb} {said.case.dtype}: {why}")
+        bar.update(task, advance=1, description=f"{said.case.verb} {format_size(said.case.bytes)}")
+
+    with bar, tempfile.NamedTemporaryFile() as flags:
+        flags.write(bytes(8 * run.ranks * worker.SLOT))
+        flags.flush()
+        args = (Path(flags.name), run.peers, run.cases, run.rounds, run.busy, run.device)
+        if run.mpi:
+            mpi.run(run.mpi, worker.work, args, run.ranks, hear)
+        else:
+            processes.run(worker.work, args, run.ranks, hear)
+    return found
+
+
+def _store(
+    run: Run, found: Sequence[table.Line], json_to: Path | None, plot_to: Path | None
+) -> None:
+    where = machine.describe()
+    if json_to:
+        settings = {
+            "ranks": run.ranks,
+            "rounds": run.rounds,
+            "busy": run.busy,
+            "device": run.device,
+            "peers": [p.name for p in run.peers],
+        }
+        content = {"machine": where, "settings": settings, "rows": [asdict(x) for x in found]}
+        summaries.write(json_to, content)
+    if plot_to and found:
+        cpu, cores, torch_version = where["cpu"], where["cores"], where["torch"]
+        caption = f"{run.ranks} ranks, {cpu}, {cores} cores, torch {torch_version}, {where['date']}"
+        plot.save(plot_to, found, caption)

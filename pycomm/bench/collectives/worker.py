@@ -1,0 +1,192 @@
+"""A rank of a benchmark run: checks every case, then times all contestants in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pycomm.bench.collectives.limits import copies
+from pycomm.bench.collectives.peers import Groups, Peer
+from pycomm.bench.collectives.verbs import Arrays, Call, Case
+from pycomm.bench.support.processes import Rank
+
+BUSY_CALLS = 5
+"""Of a round beside a busy thread, where each costs milliseconds of waiting for the interpreter."""
+
+WARM_UP = 20
+"""Calls of each contestant before any is timed, as other benchmarks of collectives have: pycomm may
+run its trials in them."""
+
+SLOT = 8  # int64 of a cache line: each rank's flag has its own
+
+
+@dataclass(frozen=True)
+class Times:
+    """A rank's report of a case; `seconds[name][round]` is a list of single calls."""
+
+    case: Case
+    wrong: dict[str, int]  # by contestant
+    refused: dict[str, str]  # why, by contestant that cannot do this case
+    seconds: dict[str, list[list[float]]]  # contestants and copies
+
+
+class Barrier:
+    """A barrier of the ranks of one host, within about a microsecond, independent of contestants.
+
+    `flags` is a file of size * SLOT int64, zero at first: how often each rank has arrived.
+    """
+
+    def __init__(self, flags: Path, rank: int, size: int) -> None:
+        with flags.open("r+b") as file:
+            self._flags = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        self._mine = rank * SLOT
+        self._others = [other * SLOT for other in range(size) if other != rank]
+        self._times = 0
+
+    def __call__(self) -> None:
+        self._times += 1
+        self._flags[self._mine] = self._times
+        for other in self._others:
+            looks = 0
+            while self._flags[other] < self._times:
+                looks += 1
+                if looks > 100:  # the other may need this core
+                    os.sched_yield()
+
+
+def work(
+    rank: Rank,
+    flags: Path,
+    peers: list[Peer],
+    cases: list[Case],
+    rounds: int,
+    busy: bool = False,
+    kind: str = "cpu",
+) -> None:
+    """Reports one Times for each case; `busy`: while another thread computes in Python.
+
+    `kind` is the device of the arrays: "cpu", or "cuda", where each rank has the GPU of its number.
+    """
+    torch.set_num_threads(1)
+    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    groups = Groups(peers, rank.store, rank.rank, rank.size)
+    barrier = Barrier(flags, rank.rank, rank.size)
+    with busy_thread() if busy else contextlib.nullcontext():
+        for case in cases:
+            calls = min(calls_per_round(case.bytes), BUSY_CALLS if busy else sys.maxsize)
+            rank.say(
+                measure(case, peers, groups.call, barrier, (rounds, calls), (rank.rank, device))
+            )
+    barrier()  # no rank leaves while another still needs it
+
+
+@contextlib.contextmanager
+def busy_thread() -> Iterator[threading.Thread]:
+    """Within it, a thread of this process wants a processor and the interpreter at all times."""
+    over = threading.Event()
+
+    def compute() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        over.set()
+        thread.join()
+
+
+def calls_per_round(count_bytes: int) -> int:
+    """Many for small sizes, that p99 means something; at least 2."""
+    return max(2, min(100, 2**24 // count_bytes))
+
+
+def measure(
+    case: Case,
+    peers: list[Peer],
+    call_of: Callable[[Peer, Arrays], Call],
+    barrier: Callable[[], None],
+    rounds_and_calls: tuple[int, int],
+    place: tuple[int, torch.device],
+) -> Times:
+    """One case; `place` is the rank, and the device of its arrays."""
+    rank, device = place
+    private = Arrays(case, rank, device=device)
+    contestants: dict[str, tuple[Call, Callable[[], object]]] = {}
+    times = Times(case, {}, {}, {})
+    for peer in peers:
+        barrier()
+        try:
+            arrays = private
+            if peer.shares:
+                if device.type != "cpu":
+                    raise NotImplementedError("memory that ranks map is the host's")
+                arrays = Arrays(case, rank, shares=True)
+            call = call_of(peer, arrays)
+            wrong = arrays.wrong(call)
+            times.wrong[peer.name] = wrong if peer.communicates else 0
+        except (
+            RuntimeError,
+            ValueError,
+            NotImplementedError,
+        ) as error:  # the table shows the reason
+            times.refused[peer.name] = str(error).splitlines()[0]
+        else:
+            contestants[peer.name] = call, arrays.rewrite
+    limit = copies(case.bytes, device)
+    contestants |= {name: (copy, limit.rewrite) for name, copy in limit.ways.items()}
+    for call, rewrite in contestants.values():
+        _series(call, rewrite, barrier, WARM_UP, device)
+    names = list(contestants)
+    times.seconds.update({name: [] for name in names})
+    rounds, calls = rounds_and_calls
+    for turn in range(rounds):
+        first = turn % len(names)  # no contestant always follows the same one
+        for name in names[first:] + names[:first]:
+            call, rewrite = contestants[name]
+            series = _series(call, rewrite, barrier, calls, device)
+            times.seconds[name].append(series)
+    return times
+
+
+def _series(
+    call: Call,
+    rewrite: Callable[[], object],
+    barrier: Callable[[], None],
+    calls: int,
+    device: torch.device,
+) -> list[float]:
+    """Seconds of each of `calls` calls after one that warms up; all ranks start each together.
+
+    On a device the time ends when the device is done; every contestant waits in the same way.
+    """
+    seconds = []
+    through: Callable[[], object] = lambda: None  # noqa: E731 - what there is to wait for here
+    if device.type != "cpu":
+        through = functools.partial(torch.get_device_module(device.type).synchronize, device)
+    gc.disable()
+    for _ in range(calls + 1):
+        rewrite()
+        through()
+        barrier()
+        start = time.perf_counter()
+        call()
+        through()
+        seconds.append(time.perf_counter() - start)
+    gc.enable()
+    return seconds[1:]

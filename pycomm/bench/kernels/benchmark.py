@@ -1,0 +1,209 @@
+"""`python -m benchmarks kernels`: the kernels of sparse training, other libraries, and the limit.
+
+The data are those of residuals.py. Each kernel is checked against pycomm.reference, bit by bit;
+then all are timed in turn, round by round, together with compiled loops that only move memory
+(bandwidth.h of csrc/kernels and csrc/cuda) and give the limit. Exits with 1 if a bit was wrong or a
+contestant was faster than the limit. Contestants that cannot run are listed with the reason.
+
+The limit of a kernel is the longest of three times: for the bytes that it reads, at the fastest
+that any loop read; for those that it writes, at the fastest that any wrote; and for all of them, at
+the best rate of copying and of 3 reads and 2 writes. Reading counts too where twice as much is read
+as written, and filling in the opposite case. sparse.py and single_kernels.py define the counted
+bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, zip_longest
+from pathlib import Path
+
+import torch
+
+import pycomm
+from pycomm.bench.collectives.limits import TOLERANCE
+from pycomm.bench.kernels import libraries, residuals, single_kernels, sparse
+from pycomm.bench.kernels.comparison import OURS, Call, Comparison, Traffic, wrong
+from pycomm.bench.kernels.device_timing import PLACES, STREAMS, Host, Spent
+from pycomm.bench.kernels.residuals import STEPS
+from pycomm.bench.kernels.sparse import Case
+from pycomm.bench.kernels.table import HEADER, Missing, Row, draw, missing_text, store, text
+from pycomm.bench.kernels.torch_steps import TORCH_STEPS, Choose, Step, torch_topk
+from pycomm.bench.support.sizes import format_size
+from pycomm.errors import Unsupported
+
+SIZES = {
+    "cpu": [2**18, 2**20, 2**22, 2**24],
+    "cuda": [2**20, 2**22, 2**24, 25_600_000, 110_000_000, 2**28],
+}
+BYTES_EACH = 360
+"""Bytes of all arrays of all comparisons together, for an element."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, stores; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="pycomm bench kernels", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
+    parser.add_argument(
+        "--residuals", type=Path, help="of `python -m benchmarks residuals`; else made first"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of 5 steps each (%(default)s)")
+    parser.add_argument("--sizes", type=_numbers, help="elements, with commas")
+    parser.add_argument("--peers", help="of dgc_step, with commas (all)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="where to store all figures")
+    parser.add_argument("--plot", type=Path, help="where to draw the fraction of the limit")
+    options = parser.parse_args(argv)
+    known = [*TORCH_STEPS, *(libraries.LOADERS if options.device == "cuda" else ())]
+    names = known if options.peers is None else [n for n in options.peers.split(",") if n]
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"{unknown[0]!r} is not among {', '.join(known)}")
+    try:
+        place = PLACES[options.device]()
+    except Unsupported as error:
+        parser.error(f"--device {options.device}: no GPU can be used here: {error}")
+    recorded = residuals.load(options.residuals) if options.residuals else residuals.record()
+    torch.set_num_threads(options.threads)
+    pycomm.set_num_threads(options.threads)
+    settings = {
+        **place.describe(),
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "residuals": recorded.digest,
+    }
+    print(f"# {recorded.u.size} elements recorded, SHA-256 {recorded.digest}, on {place.name}")
+    print(HEADER)
+    steps, choices, missing = comparators(names)
+    if place.name != "cpu":
+        missing.append(Missing("DGC", OURS, "its ranks communicate in host memory: no kernel time"))
+    rows: list[Row] = []
+    for size in options.sizes or SIZES[options.device]:
+        if why := place.no_room(BYTES_EACH * size):
+            missing.append(Missing(f"all of {format_size(size)}", "all", why))
+            continue
+        case = Case(recorded, size, place.device)
+        comparisons = sparse.comparisons(case, steps, choices)
+        comparisons += single_kernels.comparisons(case.v, case.packets, case.gradients)
+        if place.name == "cpu":
+            comparisons.append(sparse.whole_step(case))
+        comparisons, refused = able(comparisons)
+        missing += [one for one in refused if one not in missing]
+        if said := next(filter(None, (wrong(one, place) for one in comparisons)), ""):
+            print(f"{case.count} elements: {said}")
+            return 1
+        new = measured(place, case.count, comparisons, options.rounds)
+        rows += new
+        print("\n".join(text(row) for row in new), flush=True)
+        del case, comparisons
+        place.forget()
+    for one in missing:
+        print(missing_text(one))
+    if options.json:
+        store(options.json, rows, missing, settings)
+    if options.plot:
+        draw(options.plot, rows, settings)
+    fast = [r for r in rows if r.limit_percent > 100 * TOLERANCE]
+    for row in fast:
+        said = f"{row.peer}: {row.kernel} of {row.count} runs at {row.limit_percent:.0f} %"
+        print(f"{said}: the limit is wrong")
+    return 1 if fast else 0
+
+
+def comparators(names: Sequence[str]) -> tuple[dict[str, Step], dict[str, Choose], list[Missing]]:
+    """The other implementations of dgc_step and topk, and those that are missing here."""
+    found, absent = libraries.found([name for name in names if name in libraries.LOADERS])
+    steps = {name: TORCH_STEPS[name] for name in names if name in TORCH_STEPS}
+    steps |= {library.name: library.step for library in found}
+    choices = {library.name: library.choose for library in found if library.choose is not None}
+    missing = [Missing("dgc_step", name, why) for name, why in absent.items()]
+    return steps, {"torch.topk": torch_topk} | choices, missing
+
+
+def able(comparisons: Sequence[Comparison]) -> tuple[list[Comparison], list[Missing]]:
+    """The comparisons without the peers that cannot run them here."""
+    left, missing = [], []
+    for one in comparisons:
+        calls = {}
+        for peer, call in one.calls.items():
+            try:
+                call(0)
+            except Exception as error:  # any error of another library: it is listed as left out
+                if peer == OURS:
+                    raise
+                missing.append(Missing(one.kernel, peer, f"{type(error).__name__}: {error}"))
+            else:
+                calls[peer] = call
+        one.restart()
+        left.append(replace(one, calls=calls))
+    return left, missing
+
+
+def measured(place: Host, count: int, comparisons: Sequence[Comparison], rounds: int) -> list[Row]:
+    """All contestants in turn; each round runs the recorded steps once. The first step, after the
+    reset to the recorded state, is not timed."""
+    by_kernel = {one.kernel: one for one in comparisons}
+    waiting = {f"{one.kernel}/{peer}" for one in comparisons for peer in one.waits}
+    calls = _between(place.streams(count), comparisons)
+    timers = {name: place.timer(call, waits=name in waiting) for name, call in calls.items()}
+    spent: dict[str, list[Spent]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for one in comparisons:
+            one.restart()
+        for step in range(STEPS):
+            for name, timer in timers.items():
+                found = timer(step)
+                if step:
+                    spent[name].append(found)
+    medians = {name: statistics.median(s.seconds for s in all) for name, all in spent.items()}
+    speeds = {
+        name: Traffic(*(each * count / medians[name] for each in STREAMS[name]))
+        for name in STREAMS.keys() & calls.keys()
+    }
+    rows = []
+    for name in calls.keys() - STREAMS.keys():
+        kernel, peer = name.split("/")
+        moved = by_kernel[kernel].more.get(peer, by_kernel[kernel].traffic)
+        limit = _limit(speeds, moved)
+        rows.append(
+            Row(
+                kernel=kernel,
+                count=count,
+                peer=peer,
+                time_ms=medians[name] * 1e3,
+                best_ms=min(spent[name]).seconds * 1e3,
+                limit_bytes=sum(moved),
+                limit_ms=limit * 1e3,
+                limit_percent=100 * limit / medians[name],
+                ratio=medians[name] / medians[f"{kernel}/{OURS}"],
+                step_percent=100 * medians[name] / medians[f"dgc_step/{OURS}"],
+                host_us=statistics.median(s.host_s for s in spent[name]) * 1e6,
+                replayed=place.replays and name not in waiting,
+            )
+        )
+    return sorted(rows, key=lambda r: (r.kernel, r.ratio))
+
+
+def _limit(speeds: dict[str, Traffic], moved: Traffic) -> float:
+    """The least seconds in which these bytes can be moved; of each loop, the bytes that it read and
+    wrote in a second."""
+    others = {"read": moved.read >= 2 * moved.written, "fill": moved.written >= 2 * moved.read}
+    mixed = max(sum(speed) for name, speed in speeds.items() if others.get(name, True))
+    read = max(speed.read for speed in speeds.values())
+    written = max(speed.written for speed in speeds.values())
+    return max(sum(moved) / mixed, moved.read / read, moved.written / written)
+
+
+def _between(streams: dict[str, Call], comparisons: Sequence[Comparison]) -> dict[str, Call]:
+    """Adds the calls of the comparisons: pycomm's first and the others last, so that the data of
+    one contestant has left the caches before another of its comparison runs."""
+    turns = [[(f"{c.kernel}/{peer}", call) for peer, call in c.calls.items()] for c in comparisons]
+    first, *others = (filter(None, turn) for turn in zip_longest(*turns))
+    return dict(first) | streams | dict(chain(*others))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

@@ -1,0 +1,101 @@
+"""The results of `bench kernels` as lines of a table, as JSON, and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from pycomm.bench.kernels.comparison import OURS
+from pycomm.bench.support import machine, summaries
+from pycomm.bench.support.sizes import format_size
+
+HEADER = (
+    f"{'# kernel':17} {'elements':>9} {'peer':>16} {'time (ms)':>10} {'% limit':>8} {'pycomm':>8} "
+    f"{'% of a step':>12} {'host (us)':>10}"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant in one case."""
+
+    kernel: str
+    count: int
+    peer: str
+    time_ms: float  # median over rounds
+    best_ms: float
+    limit_bytes: float  # that must be read and written
+    limit_ms: float
+    limit_percent: float
+    ratio: float  # how many times faster pycomm is
+    step_percent: float  # of the time of pycomm's dgc_step
+    host_us: float  # median, until the call returned to the host
+    replayed: bool = False  # as a graph
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A contestant that is left out, and why."""
+
+    kernel: str
+    peer: str
+    why: str
+
+
+def text(row: Row) -> str:
+    """One line under HEADER."""
+    return (
+        f"{row.kernel:17} {format_size(row.count):>9} {row.peer:>16} {row.time_ms:>10.3f} "
+        f"{row.limit_percent:>8.1f} {f'{row.ratio:.2f}x':>8} {row.step_percent:>12.1f} "
+        f"{row.host_us:>10.1f}"
+    )
+
+
+def missing_text(missing: Missing) -> str:
+    """The same for one that is left out."""
+    return f"{missing.kernel:17} {'':>9} {missing.peer:>16}   left out: {missing.why}"
+
+
+def store(
+    path: Path, rows: Sequence[Row], missing: Sequence[Missing], settings: Mapping[str, Any]
+) -> None:
+    """Writes all of it as JSON."""
+    content = {
+        "machine": machine.describe(),
+        "settings": settings,
+        "rows": [asdict(row) for row in rows],
+        "missing": [asdict(one) for one in missing],
+    }
+    summaries.write(path, content)
+
+
+def draw(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:
+    """The fraction of the limit over size, one panel for each kernel."""
+    where = machine.describe()
+    place = settings.get("gpu") or f"{where['cpu']}, {settings['threads']} threads"
+    names = list(dict.fromkeys(r.kernel for r in rows))
+    figure = Figure(figsize=(14, 2.8 * -(-len(names) // 4)), layout="constrained")
+    panels = figure.subplots(-(-len(names) // 4), 4, sharex=True, squeeze=False).flat
+    for axes, name in zip_longest(panels, names):
+        if name is None:
+            axes.set_visible(False)
+            continue
+        peers = {r.peer for r in rows if r.kernel == name}
+        for peer in sorted(peers, key=lambda p: (p != OURS, p)):  # pycomm in one colour
+            own = [r for r in rows if (r.kernel, r.peer) == (name, peer)]
+            axes.plot(
+                [r.count for r in own], [r.limit_percent for r in own], "o-", ms=3, label=peer
+            )
+        axes.set(xscale="log", ylim=(0, 105), title=name)
+        axes.axhline(100, ls="--", lw=1, color="#d93025")
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+    figure.supxlabel("elements")
+    figure.supylabel("% of the memory's limit")
+    figure.suptitle(f"{place}, {where['date']}", fontsize=9)
+    figure.savefig(path, dpi=150)
