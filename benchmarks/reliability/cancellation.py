@@ -8,7 +8,6 @@ docs/errors.md guarantees.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import socket
@@ -269,11 +268,10 @@ def main(argv: Sequence[str]) -> int:
         shown.add_row(row.wait, f"{row.median_ms:.1f}", f"{row.worst_ms:.1f}")
     console.print(shown)
     if options.json:
-        from pycomm.bench.support import machine
+        from pycomm.bench.support import machine, summaries
 
         content = {"machine": machine.describe(), "rows": [vars(row) for row in rows]}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(options.json, content)
     return 1 if any(row.worst_ms > PROMISED_MS for row in rows) else 0
 
 

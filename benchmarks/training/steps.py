@@ -25,7 +25,6 @@ interrupted run continues.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -46,7 +45,7 @@ import pycomm
 from pycomm import collectives
 from pycomm.bench.collectives.peers import OURS, Groups
 from pycomm.bench.collectives.plot import COLORS
-from pycomm.bench.support import machine, processes
+from pycomm.bench.support import machine, processes, summaries
 from pycomm.bench.support.netns import RATE, Network, missing
 from pycomm.compress.cost_model import Coding, measure_coding
 from pycomm.compress.schedule import Load, code_at, to_send
@@ -173,7 +172,7 @@ def stored(path: Path | None, settings: dict[str, object]) -> list[Row]:
     """The rows of an interrupted run with the same settings."""
     if path is None or not path.exists():
         return []
-    content = json.loads(path.read_text())
+    content = summaries.read(path)
     return [Row(**row) for row in content["rows"]] if content["settings"] == settings else []
 
 
@@ -182,7 +181,7 @@ def store(path: Path | None, settings: dict[str, object], found: Sequence[Row]) 
     if path is not None:
         rows = [asdict(row) for row in found]
         content = {"machine": machine.describe(), "settings": settings, "rows": rows}
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(path, content)
 
 
 def measure(

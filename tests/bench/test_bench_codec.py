@@ -1,6 +1,5 @@
 """The benchmark of compact packets: a tiny run, and errors that fail a run."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from benchmarks.kernels import codec as bench
 from pycomm import _core, kernels
 from pycomm.bench.kernels.residuals import Residuals, store
+from pycomm.bench.support import summaries
 
 
 def test_tiny_run_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +19,7 @@ def test_tiny_run_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     words = ["--count", "20000", "--most", "3000", "--rounds", "1", "--values", "2bit,float32"]
     assert bench.main([*words, "--residuals", str(real), "--json", str(stored)]) == 0
     assert _core.kernel_threads() == threads
-    rows = [bench.Row(**row) for row in json.loads(stored.read_text())["rows"]]
+    rows = [bench.Row(**row) for row in summaries.read(stored)["rows"]]
     assert [r.data for r in rows] == 12 * ["uniform"] + 12 * ["residuals"]
     for row in rows:
         assert row.indices in ("rice", "list")

@@ -1,7 +1,6 @@
 """The benchmark of the kernels: a tiny run on random residuals, and errors that fail a run."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from pycomm.bench.kernels import benchmark as bench
 from pycomm.bench.kernels import comparison, device_timing, single_kernels, sparse, torch_steps
 from pycomm.bench.kernels.residuals import STEPS, WORKERS, Residuals, load, store
 from pycomm.bench.kernels.table import Row
+from pycomm.bench.support import summaries
 
 PARAMETERS = 20_000  # of a window
 TRAINING = {"DGC", "decode_update", "dgc_step", "topk"}
@@ -68,7 +68,7 @@ def test_tiny_run_is_stored_and_plotted(
 ) -> None:
     stored, drawn = tmp_path / "out.json", tmp_path / "out.png"
     status = run(residuals, "--json", str(stored), "--plot", str(drawn))
-    content: dict[str, Any] = json.loads(stored.read_text())
+    content: dict[str, Any] = summaries.read(stored)
     rows = [Row(**row) for row in content["rows"]]
     others = {(r.kernel, r.peer) for r in rows if r.peer != "pycomm"}
     assert {("dgc_step", "eager"), ("topk", "torch.topk"), ("DGC", "through p.grad")} < others

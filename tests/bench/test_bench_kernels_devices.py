@@ -4,7 +4,6 @@ whose times are meaningless, and with a stand-in for torch.cuda.
 
 import contextlib
 import ctypes
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from pycomm.bench.kernels import benchmark as kernels
 from pycomm.bench.kernels import device_timing, libraries, torch_steps
 from pycomm.bench.kernels.residuals import WORKERS
 from pycomm.bench.kernels.table import Row
+from pycomm.bench.support import summaries
 
 PARAMETERS = 1200  # of a window
 needs_nvcc = pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc")
@@ -134,7 +134,7 @@ def test_whole_command_with_emulated_kernels(
     )
     assert emulated.take_traffic()[2] > 100  # launches
     said = capsys.readouterr().out
-    content: dict[str, Any] = json.loads(stored.read_text())
+    content: dict[str, Any] = summaries.read(stored)
     assert content["settings"]["device"] == "emulated"
     assert ", on emulated\n" in said
     rows = [Row(**row) for row in content["rows"]]
@@ -217,7 +217,7 @@ def test_size_that_exceeds_device_memory_is_skipped(
     assert run(tmp_path, "--peers", "", "--json", str(stored)) == 0
     torch.set_num_threads(before[0])
     _core.set_kernel_threads(before[1])
-    content = json.loads(stored.read_text())
+    content = summaries.read(stored)
     assert content["rows"] == []
     assert "and 0.0 are free" in capsys.readouterr().out
 

@@ -1,6 +1,5 @@
 """The benchmark of steps between hosts and the count of bytes: a tiny run of each."""
 
-import json
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pycomm
 from benchmarks.collectives import links
 from benchmarks.training import received_bytes, steps
 from pycomm.bench.kernels import residuals
-from pycomm.bench.support import netns
+from pycomm.bench.support import netns, summaries
 from pycomm.bench.support.model import CharGPT, Shape
 from pycomm.errors import InvalidArgument
 from pycomm.testing import run_ranks
@@ -27,7 +26,7 @@ def test_steps_between_hosts(
     words += ["--width", "128", "--json", str(stored), "--plot", str(drawn)]
     assert links.main([*words, "--rates", "10gbit"]) == 0
     assert drawn.stat().st_size > 0
-    before = json.loads(stored.read_text())["rows"]
+    before = summaries.read(stored)["rows"]
     assert [row["way"] for row in before] == ["compute", "overlap", "dgc"]
     assert all(row["step_s"] > 0 for row in before)
     compute, overlap, dgc = before
@@ -40,7 +39,7 @@ def test_steps_between_hosts(
 
     monkeypatch.setattr(steps, "measure", nothing)
     assert links.main([*words, "--rates", "10gbit"]) == 0
-    assert json.loads(stored.read_text())["rows"] == before
+    assert summaries.read(stored)["rows"] == before
     out = capsys.readouterr().out
     assert "1.467x" in out
     assert f"{dgc['expected_s']:.3f}" in out
@@ -90,7 +89,7 @@ def test_steps_behind_token_buckets(
     words += ["--width", "256", "--json", str(stored), "--rates", "100mbit"]
     assert links.main(words) == 0
     assert steps.BUCKET in " ".join(capsys.readouterr().out.split())
-    content = json.loads(stored.read_text())
+    content = summaries.read(stored)
     assert content["settings"]["lines"] == steps.BUCKET
     compute, overlap, compact = content["rows"]
     bytes_ = 20 * 256**2 * 4  # which each of two ranks sends once
@@ -141,7 +140,7 @@ def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[
     words += ["--processes", "2", "--counted", "1000000"]
     assert received_bytes.main([*words, "--plot", str(drawn)]) == 0
     assert drawn.stat().st_size > 0
-    content = json.loads(stored.read_text())
+    content = summaries.read(stored)
     few, many = content["ranks"]
     assert [few["size"], many["size"]] == [4, 32]
     assert many["gather"] > 7 * few["gather"]

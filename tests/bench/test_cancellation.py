@@ -3,13 +3,13 @@
 tests/native/patience_test.cpp tests the waits for a busy peer.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.reliability import cancellation
 from benchmarks.reliability.cancellation import WAITS, took_ms
+from pycomm.bench.support import summaries
 
 LIMIT_MS = 1000.0  # the promised limit is 200, on a machine with less load than that of the tests
 
@@ -27,6 +27,6 @@ def test_the_command_measures_and_stores(
     monkeypatch.setattr(cancellation, "took_ms", lambda name: next(took))
     path = tmp_path / "cancellation.json"
     assert cancellation.main(["--rounds", "2", "--json", str(path)]) == 1  # one took too long
-    rows = json.loads(path.read_text())["rows"]
+    rows = summaries.read(path)["rows"]
     assert rows[0] == {"wait": "here", "median_ms": 125.5, "worst_ms": 250.0, "rounds": 2}
     assert "125.5" in capsys.readouterr().out

@@ -3,12 +3,11 @@
 No speed is tested.
 """
 
-import json
-
 import pytest
 
 from benchmarks.reliability import check_overhead
 from benchmarks.reliability.check_overhead import Case, Cost, NotBuilt
+from pycomm.bench.support import summaries
 
 
 def test_both_programs_make_their_calls(tmp_path, monkeypatch):
@@ -18,7 +17,7 @@ def test_both_programs_make_their_calls(tmp_path, monkeypatch):
     assert (
         check_overhead.main(["--rounds", "2", "--json", str(path)]) == 0
     )  # no limit is promised for these
-    costs = json.loads(path.read_text())["costs"]
+    costs = summaries.read(path)["costs"]
     assert [(c["transport"], c["bytes"]) for c in costs] == [("shm", 4), ("tcp", 4096)]
     assert all(c["with_ns"] > 0 and c["without_ns"] > 0 for c in costs)
 

@@ -1,7 +1,6 @@
 """The convergence benchmark: its runs, its results, and equality of threads and processes."""
 
 import gzip
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from benchmarks.training import convergence, workloads
 from benchmarks.training.convergence import Run
 from benchmarks.training.workloads import WORKLOADS
+from pycomm.bench.support import summaries
 from pycomm.testing import run_ranks
 
 METHODS = ["dense", "dgc", "top-k without feedback", "local 2", "local adaptive"]
@@ -21,7 +21,7 @@ def run(path: Path, methods: list[str], *more: str) -> list[dict[str, Any]]:
     words = ["--ranks", "2", "--steps", "4", "--workloads", "text", "--seeds", "1"]
     words += ["--methods", ",".join(methods), "--json", str(path), *more]
     assert convergence.main(words) == 0
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    rows: list[dict[str, Any]] = summaries.read(path)["rows"]
     return rows
 
 

@@ -4,8 +4,7 @@ threads, some with processes.
 `make faults` runs all of it.
 """
 
-import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from benchmarks.reliability.faults import (
     matrix,
     outcome,
 )
+from pycomm.bench.support import summaries
 
 TRANSPORTS = ["shm", "tcp"]
 
@@ -144,21 +144,28 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
     chosen = ["--actions", "wrong root", "--sizes", "tiny", "--transports", "tcp"]
     drawn = ["--plot", str(tmp_path / "faults.png")]
     assert faults.main([*chosen, "--json", str(path), *drawn]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["cell"]["verb"] for row in rows] == ["reduce", "broadcast", "gather", "scatter"]
-    left_out = json.loads(path.read_text())["left_out"]
-    assert sum(gap["cells"] for gap in left_out) + len(rows) == len(MOMENTS["kill"]) * len(VERBS)
+    rows = summaries.read(path)["rows"]
+    (row,) = rows
+    assert (row["action"], row["transport"], row["violations"]) == ("wrong root", "tcp", 0)
+    assert row["cells"] == len(("reduce", "broadcast", "gather", "scatter"))
+    assert row["noticed_ms"]["count"] == 3 * row["cells"]
+    assert 0 < row["noticed_ms"]["median"] <= row["noticed_ms"]["worst"]
+    left_out = summaries.read(path)["left_out"]
+    assert sum(gap["cells"] for gap in left_out) + row["cells"] == len(MOMENTS["kill"]) * len(VERBS)
     assert all(gap["why"] for gap in left_out)
     assert (tmp_path / "faults.png").stat().st_size > 0
-    assert {seen["error"] for row in rows for seen in row["seen"]} == {"Mismatch"}
     shown = capsys.readouterr().out
-    # Again, with a failure there alone: the other results stay as stored.
-    rows[2]["broken"], rows[3]["seconds"] = "by hand", 1234.0
-    path.write_text(json.dumps({"rows": rows}))
-    assert faults.main([*chosen, "--json", str(path), "--again"]) == 0
-    again = json.loads(path.read_text())["rows"]
-    assert (again[2]["broken"], again[2]["before"]) == ("", "by hand")
-    assert again[3]["seconds"] == 1234.0
+    # Again, with one violation: the times stay as stored.
+    cell = cell_of("wrong root", "idle", "gather")
+    violation = asdict(cell) | {"broken": "by hand", "before": ""}
+    changed = summaries.read(path) | {"rows": [row | {"violations": 1}], "violations": [violation]}
+    for _ in range(2):  # a cell that was repeated without a violation is not run a third time
+        summaries.write(path, changed)
+        assert faults.main([*chosen, "--json", str(path), "--again"]) == 0
+        changed = summaries.read(path)
+        assert changed["rows"] == rows
+        (repeated,) = changed["violations"]
+        assert (repeated["broken"], repeated["before"]) == ("", "by hand")
     assert "wrong root" in shown
     assert "Mismatch 12" in shown
 
@@ -181,11 +188,13 @@ def test_survivors_of_a_torch_job_name_the_dead_rank(
     chosen = ["--ranks", "3", "--peers", "pycomm-tcp", "--rounds", "1", "--json", str(path)]
     chosen += ["--plot", str(tmp_path / "rank_failure.png")]
     assert rank_failure.main(chosen) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["moment"] for row in rows] == [
-        name for name in rank_failure.MOMENTS for _ in range(2)
-    ]
-    assert all(row["named"] and 0 <= row["noticed_ms"] < row["works_ms"] for row in rows)
+    rows = summaries.read(path)["rows"]
+    assert [row["moment"] for row in rows] == list(rank_failure.MOMENTS)
+    for row in rows:
+        noticed, works = row["noticed_ms"], row["works_ms"]
+        assert row["named"] == row["survivors"] == noticed["count"] == works["count"] == 2
+        assert 0 <= noticed["median"] < works["median"], row
+        assert noticed["worst"] < works["worst"], row
     for row in rows:
         assert ("all_reduce" in row["text"]) == (row["moment"] != "group_creation"), row
     assert "named" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """`pycomm bench connection_flood`: it runs and stores, and broken promises are reported."""
 
-import json
 import multiprocessing
 from dataclasses import replace
 from multiprocessing import forkserver
@@ -12,6 +11,7 @@ from benchmarks.reliability import connection_flood, delayed_flood
 from benchmarks.reliability.connection_flood import Cycles, Flood
 from benchmarks.reliability.connection_flood_rank import Held
 from benchmarks.reliability.delayed_flood import DelayedFlood
+from pycomm.bench.support import summaries
 
 KEPT = Flood("pycomm", 900, 100, 0.1, 0.1, 1000.0, 990.0, 20, 20)
 CLEAN = Cycles("pycomm", 10, [], Held(20, 3, 100), Held(20, 3, 100))
@@ -32,7 +32,7 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
     chosen = ["--peers", "pycomm", "--connections", "200", "--cycles", "24"]
     chosen += ["--rounds", "0", "--json", str(path)]
     connection_flood.main(chosen)  # its exit status includes the speed, on a shared machine
-    stored = json.loads(path.read_text())
+    stored = summaries.read(path)
     (flood,), (cycles,) = stored["flood"], stored["cycles"]
     assert flood["error"] == ""
     assert flood["stood"] >= 100, "clients connect while the group forms"

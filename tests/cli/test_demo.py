@@ -1,6 +1,5 @@
 """The demo: three steps of each row, its stored results, and that its processes end."""
 
-import json
 import math
 import multiprocessing
 import os
@@ -19,7 +18,7 @@ from torch.distributed import TCPStore
 from torch.multiprocessing.spawn import ProcessException
 
 from pycomm import demo
-from pycomm.bench.support import model, netns, processes, text
+from pycomm.bench.support import model, netns, processes, summaries, text
 from pycomm.demo import report, rows, traffic, training
 
 STEPS = 3
@@ -35,7 +34,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     status = demo.main(["--steps", str(STEPS), "--rows", request.param, "--out", str(out)])
     assert status == 0
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
-    return json.loads((out / "demo.json").read_text())
+    return summaries.read(out / "demo.json")
 
 
 def test_row_has_every_column(stored: Any) -> None:
@@ -66,7 +65,7 @@ def test_bytes_sent_of_a_row(stored: Any) -> None:
 def test_pycomm_and_gloo_train_equally(rate_mbit: int, tmp_path: Path) -> None:
     args = ["--steps", str(STEPS), "--rows", "gloo,pycomm", "--out", str(tmp_path)]
     assert demo.main([*args, *(["--rate", f"{rate_mbit}mbit"] if rate_mbit else [])]) == 0
-    gloo, ours = json.loads((tmp_path / "demo.json").read_text())["rows"]
+    gloo, ours = summaries.read(tmp_path / "demo.json")["rows"]
     if rate_mbit:  # with two ranks each sends as many bytes as the gradients have
         on_the_line_s = gloo["parameters"] * 4 / (rate_mbit * 1e6 / 8)
         assert min(gloo["seconds_per_step"], ours["seconds_per_step"]) > 0.9 * on_the_line_s

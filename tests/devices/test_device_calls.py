@@ -1,14 +1,11 @@
 """The command that measures the host time of calls with device arrays: device_calls.py."""
 
-import json
-
 import device_calls
 import pytest
-from paths import ROOT
+
+from pycomm.bench.support import summaries
 
 pytestmark = pytest.mark.timeout(300)
-
-STORED = ROOT / "benchmarks" / "results" / "device_calls.json"
 
 
 def test_small_measurement(tmp_path, capsys):
@@ -16,7 +13,7 @@ def test_small_measurement(tmp_path, capsys):
         pytest.skip("needs nvcc, for the headers of CUDA")
     path = tmp_path / "calls.json"
     assert device_calls.main(["--ranks", "3", "--rounds", "3", "--json", str(path)]) == 0
-    costs = [device_calls.Cost(**row) for row in json.loads(path.read_text())["costs"]]
+    costs = [device_calls.Cost(**row) for row in summaries.read(path)["costs"]]
     assert len(costs) == len(device_calls.CALLS)
     assert all(0 < one.low_us <= one.host_us <= one.high_us for one in costs)
     given = {(one.verb, one.algorithm): one for one in costs if one.bytes}
@@ -24,9 +21,3 @@ def test_small_measurement(tmp_path, capsys):
     assert (ring.groups, ring.sends, ring.collectives) == (4, 4, 0)
     assert (whole.sends, whole.collectives) == (0, 1)
     assert "all_reduce, ring" in capsys.readouterr().out
-
-
-def test_page_contains_the_stored_table():
-    report = json.loads(STORED.read_text())
-    costs = [device_calls.Cost(**row) for row in report["costs"]]
-    assert device_calls.page(costs) in (ROOT / "docs" / "cuda.md").read_text()

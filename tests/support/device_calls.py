@@ -13,7 +13,6 @@ those of the fake NCCL. With `--device cuda` it runs on the GPUs of this machine
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -28,9 +27,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 import pycomm
+from pycomm.bench.support import summaries
 from pycomm.bench.support.machine import describe
 
-__all__ = ["CALLS", "Cost", "main", "page", "programs"]
+__all__ = ["CALLS", "Cost", "main", "programs"]
 
 LIMIT_S = 300.0  # of the calls of one number of ranks
 BYTES = 1 << 20
@@ -134,12 +134,6 @@ def cells(cost: Cost) -> list[str]:
     return [str(cost.ranks), name, f"{cost.bytes:,}", time_, *counted]
 
 
-def page(costs: Sequence[Cost]) -> str:
-    """The table of docs/cuda.md."""
-    lines = [HEADS, ["---"] * len(HEADS), *map(cells, costs)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -167,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rounds": args.rounds,
             "costs": [asdict(cost) for cost in costs],
         }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        summaries.write(args.json, report)
     return 0
 
 

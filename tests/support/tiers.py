@@ -12,7 +12,8 @@ UNIT = {
     "test_arrays", "test_buckets", "test_compact", "test_data", "test_dgc_exchange_policy",
     "test_dtypes", "test_flight_recorder", "test_kernel_inputs", "test_kernel_packets",
     "test_kernel_rows", "test_kernels", "test_local_sgd", "test_metrics", "test_misuse",
-    "test_packet_batches", "test_planner", "test_save", "test_top", "test_trace", "test_tuning",
+    "test_packet_batches", "test_planner", "test_save", "test_summaries", "test_top", "test_trace",
+    "test_tuning",
 }  # fmt: skip
 QUICK = {
     "test_api", "test_c10d", "test_data_parallel", "test_dgc", "test_dgc_compact", "test_dgc_fused",

@@ -3,7 +3,6 @@
 tests/compat/programs.py runs them, with any backend.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+
+from pycomm.bench.support import summaries
 
 SCRIPT = ROOT / "tests" / "compat" / "programs.py"
 
@@ -28,7 +29,7 @@ def test_runs_unchanged(program: str, tmp_path: Path) -> None:
         command, env=env, capture_output=True, text=True, timeout=960, check=False
     )
     assert stored.exists(), done.stderr[-4000:]
-    result = json.loads(stored.read_text())["programs"][program]
+    result = summaries.read(stored)["programs"][program]
     if result["status"] == "left out":
         pytest.skip(result["reason"])
     assert result["status"] == "runs", result["reason"]

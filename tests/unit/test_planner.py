@@ -10,6 +10,7 @@ from torch import nn
 
 import pycomm
 from pycomm.__main__ import main
+from pycomm.bench.support import summaries
 from pycomm.compress.cost_model import Coding
 from pycomm.compress.schedule import Load
 from pycomm.errors import InvalidArgument
@@ -23,7 +24,7 @@ MEASURED = {"dense": "dense", "dgc gather": "dgc", "dgc 2bit gather": "compact",
 
 def coding() -> Coding:
     """Of raw packets, from the stored results of the kernels on the same kind of machine."""
-    rows = json.loads((RESULTS / "kernels.json").read_text())["rows"]
+    rows = summaries.read(RESULTS / "kernels.json")["rows"]
     largest = max(row["count"] for row in rows)
     took = {
         row["kernel"]: row["time_ms"] / 1e3 / row["count"]
@@ -35,7 +36,7 @@ def coding() -> Coding:
 
 def test_estimate_is_within_a_fifth_of_the_measurement() -> None:
     """`bench links --training`: 41 M elements, 2 hosts, 0.1 to 10 Gbit/s."""
-    stored = json.loads((RESULTS / "links_training.json").read_text())
+    stored = summaries.read(RESULTS / "links_training.json")
     count = stored["settings"]["elements"]
     load = Load([count // 1000], [count], 4, None)
     compact = Load([count // 1000], [count], 4, "2bit")

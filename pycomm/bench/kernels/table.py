@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -12,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from pycomm.bench.kernels.comparison import OURS
-from pycomm.bench.support import machine
+from pycomm.bench.support import machine, summaries
 from pycomm.bench.support.sizes import format_size
 
 HEADER = (
@@ -72,7 +71,7 @@ def store(
         "rows": [asdict(row) for row in rows],
         "missing": [asdict(one) for one in missing],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    summaries.write(path, content)
 
 
 def draw(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:
