@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
         described = json.dumps(machine.describe())
         options.json.write_text(f'{{"machine": {described},\n"rows": [\n{rows}\n]}}\n')
     if options.plot:
-        rank_failure_plot.save(options.plot, found)
+        rank_failure_plot.save(options.plot, [asdict(failure) for failure in found])
     ours = [failure for failure in found if failure.backend != "gloo"]
     return 0 if all(failure.named and failure.works_ms >= 0 for failure in ours) else 1
 

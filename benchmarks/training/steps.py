@@ -4,8 +4,8 @@ The gradient has the size of FasterRCNN's, 41 M elements or 165 MB of float32, i
 forward and backward are real products of matrices, of as many rows as take `--compute-s` where no
 rank waits for another. Hosts are network namespaces behind `tc tbf` (netns.py of
 pycomm.bench.support), "none" as fast as the kernel is. Without root, or with --throttle, ranks of
-one host use token buckets in pycomm's transport instead (transport/rate_limited.h), and the table says so. The
-ways to train run one after another:
+one host use token buckets in pycomm's transport instead (transport/rate_limited.h), and the table
+says so. The ways to train run one after another:
 
     compute   no communication: what every rank does by itself, all at the same time
     dense     one sum of all gradients behind the backward pass
