@@ -134,8 +134,10 @@ MAY_IMPORT_TORCH = [
 MAY_SEE_ENVIRONMENT = [
     "pycomm/config.py",
     "pycomm/launch/",
-    "pycomm/bench/support/processes.py",
+    "pycomm/bench/collectives/deepspeed.py",
+    "pycomm/bench/collectives/mpi.py",
     "pycomm/bench/support/netns.py",
+    "pycomm/bench/support/processes.py",
 ]
 
 LONGEST_FILE = 500
