@@ -36,7 +36,7 @@ from benchmarks import residuals, wire_plot, wire_ranks
 from benchmarks.codec import entropy_bits
 from pycomm import kernels
 from pycomm.compress.bucket import Pair
-from pycomm.compress.packet_exchange import decode, encode
+from pycomm.compress.packet_codec import decode, encode
 from pycomm.compress.schedule import code_at
 from pycomm.compress.sharded import Sharding
 from pycomm.demo import machine

@@ -15,12 +15,12 @@ from pycomm.communicators import CommunicatorPool
 from pycomm.compress import state
 from pycomm.compress.exchange_policy import DENSE, EXCHANGES, Chooser, Level
 from pycomm.compress.hierarchical import Hosts
-from pycomm.compress.packet_exchange import AllGatherExchange
+from pycomm.compress.packet_exchange import AllGatherExchange, PacketExchange
 from pycomm.compress.parameter_state import AdoptedMomentum, ParameterState
 from pycomm.compress.schedule import K_RULES, VALUE_DTYPES, check_ramp, level_at
 from pycomm.compress.sharded import ShardedExchange
 from pycomm.compress.staleness import Ages
-from pycomm.compress.transaction import PacketExchange, Plan, Step
+from pycomm.compress.transaction import Plan, Step
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
-from pycomm.compress.bucket import between
+from pycomm.compress.bucket import elements_between
 from pycomm.compress.hierarchical import Hosts, hosts_of
 from pycomm.compress.parameter_state import ParameterState
 from pycomm.compress.sharded import Sharding
@@ -226,7 +226,7 @@ def _with_owner_residual(source: Mapping[str, Any]) -> Mapping[str, Any]:
         places = owner_residual.nonzero().flatten()
         indices = share.whole(rank, places)
         for name in names:
-            here, values = between(
+            here, values = elements_between(
                 indices, owner_residual[places], offset, offset + v[name].numel()
             )
             v[name][here] += values
