@@ -29,6 +29,7 @@ from torch import nn
 import pycomm
 from benchmarks.bands import WANTED, disordered, judged
 from benchmarks.workloads import WORKLOADS, Workload, missing
+from pycomm.compress.dgc import compressor_of
 from pycomm.demo import machine
 from pycomm.testing import run_ranks
 
@@ -278,7 +279,7 @@ def _parallel(
 
     def sparse_step(_: torch.Tensor) -> None:
         optimizer.step()
-        for memory in () if method.feedback else dgc.memories.values():
+        for memory in () if method.feedback else compressor_of(dgc).state.memories.values():
             if memory.v is not None:
                 memory.v.zero_()
 

@@ -27,6 +27,7 @@ from benchmarks.comparison import OURS, Array, Call, Comparison, Packet, Traffic
 from benchmarks.composed import SAMPLED, Choose, Step, Tensors
 from benchmarks.residuals import MOMENTUM, SPARSITY, STEPS, WORKERS, Residuals
 from pycomm import kernels, reference
+from pycomm.compress.dgc import compressor_of
 
 WAITS = (SAMPLED, "CuPy")  # a graph of torch cannot hold CuPy's allocations
 LEARNING_RATE = 0.1
@@ -292,12 +293,13 @@ def _dgc(
     parameter = torch.nn.Parameter(case.u.clone())
     optimizer = torch.optim.SGD([parameter], lr=1e-3, momentum=MOMENTUM)
     dgc = pycomm.DGC(optimizer, sparsity=[SPARSITY], min_count=1, fused=fused)
-    memory = dgc.memories[parameter]
+    compressor = compressor_of(dgc)
+    memory = compressor.state.memories[parameter]
 
     def step(i: int) -> None:
         parameter.grad = gradients[i]
-        dgc.buckets.add(gradients[i], [parameter], [gradients[i]])
-        dgc.buckets.finish()
+        compressor.add(gradients[i], [parameter], [gradients[i]])
+        compressor.finish()
         optimizer.step()
 
     def restart() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import pycomm
 from benchmarks.wire_ranks import moved
+from pycomm.compress.dgc import compressor_of
 from pycomm.compress.schedule import (
     VALUE_DTYPES,
     Load,
@@ -97,7 +98,7 @@ def test_cuda_kernels_change_no_bit(exchange: str, value_dtype: str) -> None:
 
 def residual_by_owner(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
     """The owner residual of this rank, at its coordinates; of a DGC with one parameter."""
-    (memory,) = dgc.memories.values()
+    (memory,) = compressor_of(dgc).state.memories.values()
     found = torch.zeros(memory.count, dtype=torch.float64)
     for residual in dgc.state_dict()["owner_residual"].values():
         places = residual.nonzero().flatten()
@@ -124,7 +125,7 @@ def trained_alone(
         optimizer.zero_grad()
         model(gradient).sum().backward()
         optimizer.step()
-    (memory,) = dgc.memories.values()
+    (memory,) = compressor_of(dgc).state.memories.values()
     assert memory.v is not None
     here = memory.v.double() + residual_by_owner(dgc, group)
     return layer.weight.detach()[0], pycomm.all_reduce(total), pycomm.all_reduce(here)
@@ -262,9 +263,10 @@ def test_at_another_number_of_ranks_the_residual_is_the_same(
             step_on(model, batch(group.rank, step), optimizer)
         state = dgc.gather_state()
         assert any(bool(x.any()) for x in dgc.state_dict()["owner_residual"].values())
-        names = [memory.name for memory in dgc.memories.values()]
+        memories = list(compressor_of(dgc).state.memories.values())
+        names = [memory.name for memory in memories]
         wanted = torch.cat([dgc.state_dict()["v"][name].double() for name in names])
-        counts = [memory.count for memory in dgc.memories.values()]
+        counts = [memory.count for memory in memories]
         ends = dict(zip(names, itertools.accumulate(counts), strict=True))
         for name, residual in dgc.state_dict()["owner_residual"].items():
             count = sum(counts) if select == "model" else dgc.state_dict()["v"][name].numel()
@@ -279,7 +281,8 @@ def test_at_another_number_of_ranks_the_residual_is_the_same(
     def second(group: pycomm.Group) -> Tensor:
         model, optimizer, dgc = compressed(perceptron(), exchange=exchange, select=select)
         dgc.load_state_dict(state)
-        found = torch.cat([m.v.double() for m in dgc.memories.values() if m.v is not None])
+        memories = compressor_of(dgc).state.memories.values()
+        found = torch.cat([m.v.double() for m in memories if m.v is not None])
         assert not dgc.state_dict()["owner_residual"]
         step_on(model, batch(group.rank, 3), optimizer)
         return pycomm.all_reduce(found, "avg")

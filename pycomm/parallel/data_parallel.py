@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pycomm import arrays, collectives
 from pycomm.coalesced import bcast_list_, bcast_value
 from pycomm.communicators import CommunicatorPool
-from pycomm.compress.dgc import DGC
+from pycomm.compress.dgc import DGC, compressor_of
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 from pycomm.parallel.buckets import Limits, slots_of
@@ -95,9 +95,9 @@ class DataParallel(nn.Module):
             self._broadcast_all(0)
         exchange: Exchange = Mean(made)
         if compression is not None:
-            exchange = compression.exchange(
-                {s.name: s.parameter for s in slots if not s.sparse}, made
-            )
+            compressor = compressor_of(compression)
+            compressor.attach({s.name: s.parameter for s in slots if not s.sparse}, made)
+            exchange = compressor
         for slot in slots:
             slot.kind = not slot.sparse and exchange.compresses(slot.parameter)
         self._exchange = exchange
