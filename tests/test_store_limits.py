@@ -15,7 +15,7 @@ import pytest
 
 from pycomm import _core, errors
 from pycomm.rendezvous import TorchStore
-from pycomm.testing import _join
+from pycomm.testing.threads import join
 
 dist = pytest.importorskip("torch.distributed")
 KEY = "0123456789abcdef"
@@ -127,7 +127,7 @@ def test_group_creation_times_out_when_the_store_is_silent(made: Callable[[], An
         silent.set()
         begin = time.monotonic()
         with pytest.raises(errors.Timeout):
-            _join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
+            join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
         assert time.monotonic() - begin < 1.0 + LATE_S
 
 
@@ -141,7 +141,7 @@ def test_group_creation_times_out_when_the_store_becomes_silent(
         end.start()
         begin = time.monotonic()
         with pytest.raises(errors.Timeout):
-            _join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
+            join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
         end.join()
         assert time.monotonic() - begin < 1.0 + LATE_S
 
@@ -150,7 +150,7 @@ def test_group_creation_times_out_when_the_store_becomes_silent(
 def test_shrink_times_out_when_the_store_becomes_silent(made: Callable[[], Any]) -> None:
     with made() as (store, silent):
         options = {"size": 1, "timeout_s": 10.0, "transport": "tcp", "secret": KEY}
-        group = _join(store, 0, options)
+        group = join(store, 0, options)
         silent.set()
         begin = time.monotonic()
         with pytest.raises(errors.Timeout):

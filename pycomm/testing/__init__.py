@@ -11,20 +11,14 @@ and `status` shows the state of every peer.
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing as mp
-import pickle
-import secrets
-import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from pycomm import _core, config
-from pycomm.errors import Error, InvalidArgument, PeerLost, Timeout
-from pycomm.group import Group, as_thread_default
+from pycomm.errors import InvalidArgument
+from pycomm.group import Group
+from pycomm.testing.faults import FaultPlan
+from pycomm.testing.processes import ProcessRanks
+from pycomm.testing.threads import ThreadRanks
 
 __all__ = ["FaultPlan", "run_ranks", "status"]
 
@@ -105,12 +99,12 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
             raise InvalidArgument(
                 f"the fault {fault.action!r} would end the test: pass processes=True"
             )
-    ranks: _Processes | _Threads
+    ranks: ProcessRanks | ThreadRanks
     if processes:
         limit_s = EXIT_TIMEOUT_S if exit_timeout_s is None else exit_timeout_s
-        ranks = _Processes(n, fn, args, options, limit_s)
+        ranks = ProcessRanks(n, fn, args, options, limit_s)
     else:
-        ranks = _Threads(n, fn, args, options)
+        ranks = ThreadRanks(n, fn, args, options)
     ranks.run()
     if not return_exceptions and ranks.failures:
         first = _first_cause(ranks.failures, ranks.results)
@@ -163,225 +157,3 @@ def status(group: Group) -> dict[str, Any]:
         if rank != group.rank
     ]
     return {"rank": group.rank, "current_call": known["current_call"], "peers": peers}
-
-
-ACTIONS = ("disconnect", "kill", "stop", "delay", "throttle", "corrupt")
-
-
-@dataclass(frozen=True)
-class FaultPlan:
-    """A fault on one rank, after a number of bytes on its channels.
-
-    Args:
-        rank: the rank that has the fault.
-        action: "disconnect" (closes its connections, as if it died), "kill" (SIGKILL), "stop"
-            (SIGSTOP), "delay" (received data is visible `seconds` later), "throttle" (at most
-            `chunk_bytes` received bytes are visible at a time), "corrupt" (sends 32 random bytes
-            before the next frame).
-        at: count the data frames of this operation only; None: all bytes, from the forming on.
-        after_bytes: bytes sent and received before the fault, with headers.
-        peer: count and act on the channel to this rank only; None: on all.
-        seconds: of a delay.
-        chunk_bytes: bytes that a throttled channel shows at a time.
-        timestamp_file: the rank writes time.monotonic() of the fault (noise: of its sending) to
-            this file before the others can notice it; "": none.
-
-    The fault affects the group that run_ranks makes. Subgroups of split() have channels of their
-    own, without counting or faults; a killed or stopped rank is so in all groups.
-
-    Raises:
-        InvalidArgument: there is no such action or operation, or chunk_bytes is below 1.
-    """
-
-    rank: int
-    action: str
-    at: str | None = None
-    after_bytes: int = 0
-    peer: int | None = None
-    seconds: float = 0.01
-    chunk_bytes: int = 1
-    timestamp_file: str = ""
-
-    def __post_init__(self) -> None:
-        if self.action not in ACTIONS:
-            raise InvalidArgument(
-                f"invalid action: got {self.action!r}, expected one of {', '.join(ACTIONS)}"
-            )
-        if self.at is not None and self.at not in _core.OPERATIONS:
-            raise InvalidArgument(
-                f"invalid at: got {self.at!r}, expected one of {', '.join(_core.OPERATIONS)}"
-            )
-        if self.chunk_bytes < 1:
-            raise InvalidArgument(
-                f"invalid chunk_bytes: got {self.chunk_bytes}, expected 1 or more"
-            )
-
-    def _for_core(self) -> tuple[str, str, int, int, float, int, str]:
-        peer = -1 if self.peer is None else self.peer
-        named = self.action, self.at or "", self.after_bytes, peer
-        return *named, self.seconds, self.chunk_bytes, self.timestamp_file
-
-
-def _join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
-    """Connects this rank to the group."""
-    key = options.get("secret", "")
-    named = {"name": "world", "address": "", "route_hint": "", "reproducible": False, "log": False}
-    options = dict(options)
-    hosts = options.pop("hosts", ())
-    faults = [fault._for_core() for fault in options.get("faults", ()) if fault.rank == rank]
-    given = {**named, **config.flight_recorder_files(), "secret": key, **options, "faults": faults}
-    if hosts:
-        given["host"] = hosts[rank]
-    core = _core.connect(store, rank=rank, **given)
-    return Group(core, store, options["timeout_s"])
-
-
-class _Threads:
-    """Ranks as threads that meet in an in-memory store."""
-
-    def __init__(
-        self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
-        self.results: list[Any] = [None] * n
-        self.failures: list[int] = []  # ranks, in the order in which they failed
-        key = {"secret": secrets.token_hex(32)} if options["encrypt"] else {}
-        self._fn, self._args, self._options = fn, args, {**options, **key}
-        self._store = _core.LocalStore()
-        self._groups: list[Group] = []
-        self._lock = threading.Lock()
-
-    def run(self) -> None:
-        """Returns when every rank has ended."""
-        threads = [
-            threading.Thread(target=self._one, args=(rank,), name=f"rank {rank}", daemon=True)
-            for rank in range(len(self.results))
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        except BaseException as error:  # Ctrl-C
-            self._abort(f"the test was stopped: {type(error).__name__}")
-            raise
-
-    def _one(self, rank: int) -> None:
-        try:
-            group = _join(self._store, rank, self._options)
-            with self._lock:
-                self._groups.append(group)
-            with as_thread_default(group):
-                self.results[rank] = self._fn(group, *self._args)
-            group.close()
-        except BaseException as error:  # of any kind: raised in the caller
-            with self._lock:
-                self.failures.append(rank)
-            self.results[rank] = error
-            self._abort(f"rank {rank} failed: {type(error).__name__}: {error}")
-
-    def _abort(self, reason: str) -> None:
-        with self._lock:
-            groups = list(self._groups)
-        for group in groups:
-            group.abort(reason)
-
-
-class _Processes:
-    """Ranks as processes that meet in a store of this process; pipes return the results."""
-
-    def __init__(
-        self,
-        n: int,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        exit_timeout_s: float,
-    ) -> None:
-        self.results: list[Any] = [None] * n
-        self.failures: list[int] = []
-        self._job = pickle.dumps((fn, args))
-        self._options = {**options, "secret": secrets.token_hex(32)}
-        self._exit_timeout_s = exit_timeout_s
-
-    def run(self) -> None:
-        """Returns when every rank has ended; after a failure kills those that do not."""
-        server = _core.TcpStore.serve("127.0.0.1", 0, self._options["secret"])
-        context = mp.get_context("spawn")
-        running: dict[Connection, tuple[int, Any]] = {}
-        started: list[Any] = []
-        try:
-            for rank in range(len(self.results)):
-                ours, theirs = context.Pipe(duplex=False)
-                arguments = (theirs, server.port, rank, self._options, self._job)
-                process = context.Process(target=_rank_process, args=arguments, daemon=True)
-                process.start()
-                theirs.close()
-                started.append(process)
-                running[ours] = (rank, process)
-            self._collect(running)
-        finally:
-            for process in started:
-                process.kill()
-                process.join()
-
-    def _collect(self, running: dict[Connection, tuple[int, Any]]) -> None:
-        end: float | None = None  # no limit before something has failed
-        while running:
-            left = None if end is None else max(0.0, end - time.monotonic())
-            ready = wait(list(running), left)
-            if not ready:
-                for rank, _ in running.values():
-                    self._fail(rank, Timeout(f"rank {rank} did not exit after another rank failed"))
-                return
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank, process = running.pop(pipe)
-                self._receive(rank, process, pipe)
-            if self.failures and end is None:
-                end = time.monotonic() + self._exit_timeout_s
-
-    def _receive(self, rank: int, process: Any, pipe: Connection) -> None:
-        try:
-            failed, value = pickle.loads(pipe.recv_bytes())
-        except EOFError:  # the process ended without an answer
-            process.join()
-            how = f"rank {rank} (pid {process.pid}) ended with exit code {process.exitcode}"
-            failed, value = True, PeerLost(how, peer=rank)
-        if failed:
-            self._fail(rank, value)
-        else:
-            self.results[rank] = value
-
-    def _fail(self, rank: int, error: BaseException) -> None:
-        self.failures.append(rank)
-        self.results[rank] = error
-
-
-def _rank_process(
-    pipe: Connection, port: int, rank: int, options: dict[str, Any], job: bytes
-) -> None:
-    """The main function of a rank's process: joins, runs the function, sends the result."""
-    group: Group | None = None
-    try:
-        fn, args = pickle.loads(job)
-        store = _core.TcpStore.connect("127.0.0.1", port, options["secret"], options["timeout_s"])
-        group = _join(store, rank, options)
-        with as_thread_default(group):
-            answer = pickle.dumps((False, fn(group, *args)))
-        group.close()
-    except BaseException as error:  # of any kind: raised in the caller
-        if group is not None:
-            group.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
-        answer = _pickled(error)
-    with contextlib.suppress(BrokenPipeError):
-        pipe.send_bytes(answer)
-
-
-def _pickled(error: BaseException) -> bytes:
-    """A failure as bytes; an error that cannot be pickled becomes an Error of the same text."""
-    try:
-        answer = pickle.dumps((True, error))
-        pickle.loads(answer)
-    except Exception:  # of the error's own __reduce__ or __init__, which may raise anything
-        answer = pickle.dumps((True, Error(f"{type(error).__name__}: {error}")))
-    return answer
