@@ -128,6 +128,19 @@ struct Member {
   int64_t started = 0;
 };
 
+// What does not change while a group exists.
+struct GroupInfo {
+  int rank = 0, size = 1;
+  std::string name;
+  std::vector<Member> members;  // by rank
+  std::vector<int> ranks;       // by rank: its rank in the world group
+  std::vector<int> hosts;       // by rank: its host, from 0 in order of the hosts' lowest ranks
+  int local_rank = 0;           // index among the ranks of this host
+  int local_size = 1, host_count = 1;
+  bool encrypted = false;     // whether traffic between hosts is
+  bool reproducible = false;  // sums in rank order for every size
+};
+
 class Group {
  public:
   virtual ~Group() = default;  // sends goodbye first, as close() does
