@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import arrays, calls, collectives
+from pycomm import _core, calls, collectives
 from pycomm.calls import Work
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
@@ -106,12 +106,8 @@ class CommunicatorPool:
         return self._uneven("all_to_all", x, out, [*give, *take])
 
     def _uneven(self, verb: str, x: Any, out: Any, counts: Sequence[int]) -> Work:
-        source, target = arrays.view(x), arrays.view(out, write=True)
-        call = (verb, source.dtype, "sum", source.pointer, target.pointer, 0, 0, 0, "auto")
-        to_all = verb == "all_to_all"
-        work: Work = calls.dispatch(
-            self._next(), call, None, True, source, target, out, counts, to_all
-        )
+        call = _core.Call(verb, counts=counts, counts_fit=verb == "all_to_all")
+        work: Work = calls.run(self._next(), call, x, out, out, True)
         return work
 
     def _next(self) -> Group:

@@ -72,6 +72,12 @@ class Handle {
   unsigned born_;
 };
 
+inline constexpr auto kDtypeNames = [] {
+  std::array<std::string_view, kDtypes.size()> names{};
+  for (size_t i = 0; i < names.size(); ++i) names[i] = kDtypes[i].name;
+  return names;
+}();
+
 template <size_t kSize>
 std::string list(const std::array<std::string_view, kSize>& names) {
   std::string text;

@@ -1,4 +1,4 @@
-// A group and its asynchronous calls, for Python.
+// A group and its totals, for Python.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -6,7 +6,6 @@
 #include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "bindings/core.h"
 
@@ -30,100 +29,6 @@ std::shared_ptr<Group> guarded(std::shared_ptr<Group> group) {
               group.reset();
             }
           }};
-}
-
-constexpr auto kDtypeNames = [] {
-  std::array<std::string_view, kDtypes.size()> names{};
-  for (size_t i = 0; i < names.size(); ++i) names[i] = kDtypes[i].name;
-  return names;
-}();
-
-// Reads one or two counts for each rank.
-std::vector<size_t> counts_from(const py::handle& given) {
-  if (given.is_none()) return {};
-  std::vector<size_t> counts;
-  for (const py::handle count : py::reinterpret_borrow<py::sequence>(given)) {
-    if (py::cast<int64_t>(count) < 0)
-      throw InvalidArgument("invalid count " + std::string(py::str(count)) +
-                            ": it must be at least 0");
-    counts.push_back(py::cast<size_t>(count));
-  }
-  if (counts.empty())
-    throw InvalidArgument("invalid counts: got an empty list, expected one count for each rank");
-  return counts;
-}
-
-// The arguments of run() and start(), in the order of _core.pyi.
-Call call_from(const py::args& args) {
-  check(args.size() >= 10 && args.size() <= 13, "a call requires ten to thirteen arguments");
-  const auto text = [&](size_t i) { return args[i].cast<std::string_view>(); };
-  Call call;
-  call.operation = find<Operation>(kOperations, text(0), "operation");
-  call.dtype = find<Dtype>(kDtypeNames, text(1), "dtype");
-  call.op = find<ReduceOp>(kReduceOps, text(2), "op");
-  call.input = reinterpret_cast<const void*>(args[3].cast<uintptr_t>());
-  call.output = reinterpret_cast<void*>(args[4].cast<uintptr_t>());
-  call.count = args[5].cast<size_t>();
-  call.peer = args[6].cast<int>();
-  call.tag = args[7].cast<uint32_t>();
-  call.algorithm = find<Algorithm>(kAlgorithms, text(8), "algorithm");
-  call.timeout = nanoseconds(args[9].cast<double>());
-  if (args.size() > 10) call.counts = counts_from(args[10]);
-  if (args.size() > 11) call.stream = reinterpret_cast<void*>(args[11].cast<uintptr_t>());
-  if (args.size() > 12) call.counts_fit = args[12].cast<bool>();
-  return call;
-}
-
-// Returns the sender for a recv, otherwise None.
-py::object run(const Handle& handle, const py::args& args) {
-  Call call = call_from(args);
-  Group& group = handle.group();
-  int source = kAnySource;
-  if (call.operation == Operation::recv) call.source = &source;
-  {
-    const Blocking blocking;
-    group.run(call);
-  }
-  throw_pending();
-  return call.source == nullptr ? py::none() : py::object(py::int_(source));
-}
-
-// A call in progress, and where a recv stores its sender.
-struct Started {
-  std::shared_ptr<Work> work;
-  std::shared_ptr<int> source;
-};
-
-Started start(Handle& handle, const py::object& arrays, const py::args& args) {
-  Call call = call_from(args);
-  Started started;
-  if (call.operation == Operation::recv) {
-    started.source = std::make_shared<int>(kAnySource);
-    call.source = started.source.get();
-  }
-  Group& group = handle.group();
-  {
-    const Blocking blocking;  // during a graph capture, start() waits for the other ranks
-    started.work = group.start(call, [kept = started.source](const std::exception_ptr&) {});
-  }
-  handle.keep(started.work, arrays);  // first: the call continues even if a signal handler raised
-  throw_pending();
-  return started;
-}
-
-void wait(const Started& started, double timeout_s) {
-  const auto limit = nanoseconds(timeout_s);
-  {
-    const Blocking blocking;
-    started.work->wait(limit);
-  }
-  throw_pending();
-}
-
-// The sender for a recv; None for other calls, or if the call is not complete or failed.
-py::object source_of(const Started& started) {
-  const bool known = started.source && started.work->done() && !started.work->error();
-  return known ? py::object(py::int_(*started.source)) : py::none();
 }
 
 py::object split(const Handle& handle, int color, int key) {
@@ -243,14 +148,6 @@ void bind_group(py::module_& module) {
   module.attr("DTYPES") = names(kDtypeNames);
   module.attr("REDUCE_OPS") = names(kReduceOps);
   module.attr("ALGORITHMS") = names(kAlgorithms);
-  py::class_<Started>(module, "Work")
-      .def("done", [](const Started& started) { return started.work->done(); })
-      .def("wait", &wait)
-      .def("precede",
-           [](const Started& started, uintptr_t stream) {
-             started.work->make_stream_wait(reinterpret_cast<void*>(stream));
-           })
-      .def_property_readonly("source", &source_of);
   py::class_<Handle>(module, "Group")
       .def_property_readonly("rank", [](const Handle& h) { return h.group().rank(); })
       .def_property_readonly("size", [](const Handle& h) { return h.group().size(); })
@@ -269,8 +166,6 @@ void bind_group(py::module_& module) {
              return SharedMemory{std::move(memory), bytes};
            })
       .def_property_readonly("forked", &Handle::in_child)
-      .def("run", &run)
-      .def("start", &start)
       .def("split", &split)
       .def("lost", [](const Handle& h) { return h.group().lost(); })
       .def("stats", [](const Handle& h) { return h.group().stats(); })
