@@ -195,14 +195,14 @@ Call call_of(PyObject* self, Arguments given) {
     throw py::type_error("expected a group, an input, an output and perhaps a stream");
   Call call = reinterpret_cast<CallObject*>(self)->call;
   if (given.size() == 4)
-    call.stream = reinterpret_cast<void*>(py::handle(given[3]).cast<uintptr_t>());
+    call.device.stream = reinterpret_cast<void*>(py::handle(given[3]).cast<uintptr_t>());
   return call;
 }
 
 PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   return with_errors([&] {
     Call call = call_of(self, {given, static_cast<size_t>(count)});
-    Group& group = py::handle(given[0]).cast<const Handle&>().group();
+    Collectives& group = py::handle(given[0]).cast<const Handle&>().collectives();
     if (!set_arrays(call, given[1], given[2], group.size())) return Py_NewRef(Py_False);
     {
       const Blocking blocking;
@@ -223,7 +223,7 @@ PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   return with_errors([&] {
     Call call = call_of(self, {given, static_cast<size_t>(count)});
     auto& handle = py::handle(given[0]).cast<Handle&>();
-    Group& group = handle.group();
+    Collectives& group = handle.collectives();
     if (!set_arrays(call, given[1], given[2], group.size())) return Py_NewRef(Py_None);
     Started started;
     if (call.operation == Operation::recv) {

@@ -28,7 +28,7 @@ void CallRunner::check(const Call& call) const {
 }
 
 Algorithm CallRunner::algorithm_for(const Call& call) const {
-  if (call.agreement) return call.algorithm;
+  if (call.device.agreement) return call.algorithm;
   if (!is_plan(call.operation)) return Algorithm::direct;
   if (info_.size == 1 && call.algorithm == Algorithm::shared_memory) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
@@ -53,7 +53,7 @@ void CallRunner::run(const PreparedCall& prepared) {
   const Call& call = prepared.call;
   if (!prepared.messages.empty()) return engine_.exchange(prepared.messages, prepared.deadline);
   if (!is_plan(call.operation)) return run_message(prepared);
-  if (call.agreement) return agree(prepared);
+  if (call.device.agreement) return agree(prepared);
   const auto* const input = static_cast<const std::byte*>(call.input);
   auto* const output = static_cast<std::byte*>(call.output);
   if (prepared.algorithm == Algorithm::shared_memory)
@@ -102,13 +102,13 @@ void CallRunner::run(const PreparedCall& prepared) {
 
 void CallRunner::run_message(const PreparedCall& prepared) {
   const Call& call = prepared.call;
-  const size_t bytes = call.agreement ? 0 : call.count * bytes_of(call.dtype);
+  const size_t bytes = call.device.agreement ? 0 : call.count * bytes_of(call.dtype);
   if (call.operation == Operation::recv) {
     const int source =
         engine_.receive(call.peer == kAnySource ? kAnyPeer : call.peer, prepared.header,
                         {static_cast<std::byte*>(call.output), bytes}, prepared.deadline);
     if (call.source != nullptr) *call.source = source;
-  } else if (call.agreement) {
+  } else if (call.device.agreement) {
     engine_.announce_send(call.peer, prepared.header, prepared.deadline);
   } else {
     engine_.send(call.peer, prepared.header, {static_cast<const std::byte*>(call.input), bytes},

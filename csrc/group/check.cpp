@@ -160,7 +160,7 @@ Header signature_of(const Call& call, Algorithm algorithm) {
   header.dtype = static_cast<uint8_t>(call.dtype);
   header.op = reduces(call.operation) ? static_cast<uint8_t>(call.op) : 0;
   header.algorithm = static_cast<uint8_t>(algorithm);
-  if (call.agreement) header.algorithm |= kOnDevice;
+  if (call.device.agreement) header.algorithm |= kOnDevice;
   header.count = call.count;
   if (message) header.peer = call.tag;
   if (is_rooted(call.operation)) header.peer = static_cast<uint32_t>(call.peer);

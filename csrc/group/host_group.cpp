@@ -132,7 +132,7 @@ HostGroup::~HostGroup() { close(); }
 
 // Returns the reducer of a call that adds, else null.
 const Reducer* HostGroup::check(const Call& call) const {
-  if (call.agreement) return nullptr;  // the device group checked it
+  if (call.device.agreement) return nullptr;  // the device group checked it
   const Reducer* const reducer = check_call(call, info_.rank, info_.size);
   runner_.check(call);
   return reducer;
@@ -156,7 +156,7 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
 void HostGroup::exchange(std::span<const Call> calls) {
   std::vector<MessageRequest> posted;
   for (const Call& call : calls) {
-    if (is_plan(call.operation) || call.agreement || call.peer == kAnySource)
+    if (is_plan(call.operation) || call.device.agreement || call.peer == kAnySource)
       throw InvalidArgument(
           "exchange() accepts send and recv only, and each recv needs an explicit source rank",
           {.op = std::string(name_of(call.operation)), .rank = info_.rank});

@@ -26,18 +26,7 @@ class HostGroup final : public Group {
   HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks);
   ~HostGroup() override;
 
-  int rank() const override { return info_.rank; }
-  int size() const override { return info_.size; }
-  const std::string& name() const override { return info_.name; }
-  const std::vector<Member>& members() const override { return info_.members; }
-  const std::vector<int>& ranks() const override { return info_.ranks; }
-  int local_rank() const override { return info_.local_rank; }
-  int local_size() const override { return info_.local_size; }
-  int host_count() const override { return info_.host_count; }
-  const std::vector<int>& hosts() const override { return info_.hosts; }
-  bool encrypted() const override { return info_.encrypted; }
-  bool reproducible() const override { return info_.reproducible; }
-
+  const GroupInfo& info() const override { return info_; }
   void run(const Call& call) override;
   std::shared_ptr<Work> start(const Call& call,
                               std::function<void(std::exception_ptr)> then) override;
