@@ -47,9 +47,9 @@ class Call:
     def timeout_s(self) -> float: ...
     # An array is None, a contiguous tensor or NumPy array in host memory, or the description of any
     # array: (address, dtype, count, owner). `stream`: the caller's, for a device group.
-    def run(self, group: Group, input: Any, output: Any, stream: int = 0, /) -> bool:
+    def run(self, group: Collectives, input: Any, output: Any, stream: int = 0, /) -> bool:
         """Runs the call. False, and nothing happens, if an array needs a description."""
-    def start(self, group: Group, input: Any, output: Any, stream: int = 0, /) -> Work | None:
+    def start(self, group: Collectives, input: Any, output: Any, stream: int = 0, /) -> Work | None:
         """Like run(), on the group's worker; keeps the arrays alive until the call is complete.
         None if an array needs a description."""
 
@@ -161,7 +161,9 @@ class Work:
     def source(self) -> int | None:
         """The sender for a recv; None for another call, or before it is complete."""
 
-class Group:
+class Collectives:
+    """What groups for arrays in host memory and on devices have in common."""
+
     @property
     def rank(self) -> int: ...
     @property
@@ -185,17 +187,19 @@ class Group:
         """By rank: its host's number, from 0 in order of the hosts' lowest ranks."""
     @property
     def forked(self) -> bool: ...
+    def stats(self) -> Stats: ...
+    def close(self) -> None: ...
+    def abort(self, reason: str, /) -> None: ...
+    def _capsule(self) -> object: ...
+
+class Group(Collectives):
     def allocate(self, nbytes: int, /) -> SharedMemory | None:
         """Memory for zero-copy calls of this group; None if its ranks do not share memory."""
     def split(self, color: int, key: int, /) -> Group | None: ...
     def lost(self) -> list[int]:
         """The ranks that this rank knew to be lost when the group broke."""
-    def stats(self) -> Stats: ...
     def status(self) -> dict[str, Any]: ...
     def set_timeout(self, timeout_s: float, /) -> None: ...
-    def close(self) -> None: ...
-    def abort(self, reason: str, /) -> None: ...
-    def _capsule(self) -> object: ...
 
 def group_of(capsule: object, /) -> Group:
     """The group in a capsule of Group._capsule()."""
@@ -210,7 +214,7 @@ def on_device(
     timeout_s: float,
     limit_s: float,
     /,
-) -> Group:
+) -> Collectives:
     """Collective. The device group of the same ranks.
 
     `group`, `device` and `nccl` are capsules; the last two come from the module that has CUDA;

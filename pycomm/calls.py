@@ -112,7 +112,7 @@ def run(
         with profiler.record_function(f"pycomm:{call.operation}"):
             return run(group, call, source, output, result, async_op, recorded=True)
     group = group or default()
-    core = group._core
+    core = group.core
     if async_op:
         work = call.start(core, source, output)
         if work is not None:
@@ -134,7 +134,8 @@ def _run_described(
     if output is not source:
         written = None if output is None else arrays.view(output, write=True)
     array = _on_device(read, written)
-    core, stream = group._core, 0
+    core: _core.Collectives = group.core
+    stream = 0
     if array is not None:
         core = device_groups.core(group, array.device, call.timeout_s)
         stream = device_groups.stream(array.device, array.array)

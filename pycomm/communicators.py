@@ -41,7 +41,7 @@ class CommunicatorPool:
     def _create(self, group: Group) -> None:
         count, hierarchical = self._asked
         self.group = group
-        hosts = self.group._core.host_count
+        hosts = self.group.core.host_count
         if count is None:
             count = 1 if hosts == 1 else BETWEEN_HOSTS
         if count < 1:

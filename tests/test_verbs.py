@@ -299,7 +299,7 @@ def exchanged(group: Group) -> list[int]:
 
     def exchange(counts_fit: bool) -> None:
         call = _core.Call("all_to_all", counts=[*counts, *counts], counts_fit=counts_fit)
-        assert call.run(group._core, x, out)
+        assert call.run(group.core, x, out)
 
     calls = [
         lambda: pycomm.all_to_all(x.reshape(group.size, -1), group=group),
