@@ -82,11 +82,10 @@ size_t field_of(PyObject* keyword) {
   throw py::type_error("Call() has no field '" + py::handle(keyword).cast<std::string>() + "'");
 }
 
-// Runs `body` and converts its errors; null if it throws.
-template <typename Body>
-PyObject* with_errors(const Body& body) {
+// Converts the error that is being handled; returns null, as Python expects after an error.
+PyObject* raise_current() {
   try {
-    return body();
+    throw;
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (...) {
@@ -97,7 +96,7 @@ PyObject* with_errors(const Body& body) {
 
 // Call(operation, *, op=, peer=, ...)
 PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObject* keywords) {
-  return with_errors([&] {
+  try {
     if (PyVectorcall_NARGS(flags) != 1) throw py::type_error("Call() takes one operation");
     std::array<PyObject*, fields.size()> values{};
     const Py_ssize_t count = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
@@ -113,7 +112,9 @@ PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObje
     if (made == nullptr) throw py::error_already_set();
     new (&made->call) Call(std::move(call));
     return reinterpret_cast<PyObject*>(made);
-  });
+  } catch (...) {
+    return raise_current();
+  }
 }
 
 void free_call(PyObject* self) {
@@ -200,7 +201,7 @@ Call call_of(PyObject* self, Arguments given) {
 }
 
 PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-  return with_errors([&] {
+  try {
     Call call = call_of(self, {given, static_cast<size_t>(count)});
     Collectives& group = py::handle(given[0]).cast<const Handle&>().collectives();
     if (!set_arrays(call, given[1], given[2], group.size())) return Py_NewRef(Py_False);
@@ -210,7 +211,9 @@ PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     }
     throw_pending();
     return Py_NewRef(Py_True);
-  });
+  } catch (...) {
+    return raise_current();
+  }
 }
 
 // A call in progress, and where a recv stores its sender.
@@ -220,7 +223,7 @@ struct Started {
 };
 
 PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-  return with_errors([&] {
+  try {
     Call call = call_of(self, {given, static_cast<size_t>(count)});
     auto& handle = py::handle(given[0]).cast<Handle&>();
     Collectives& group = handle.collectives();
@@ -238,7 +241,9 @@ PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     handle.keep(started.work, py::make_tuple(py::handle(given[1]), py::handle(given[2])));
     throw_pending();
     return py::cast(std::move(started)).release().ptr();
-  });
+  } catch (...) {
+    return raise_current();
+  }
 }
 
 void wait(const Started& started, double timeout_s) {
