@@ -16,14 +16,43 @@ class SharedMemory:
 
     def __init__(self, nbytes: int, /) -> None: ...
 
-# The fast path. Returns False and does nothing unless `array` is contiguous, writable, in host
-# memory and of a supported dtype.
-def all_reduce(
-    group: Group, array: Any, op: str, algorithm: str | None, timeout_s: float, /
-) -> bool: ...
-def broadcast(
-    group: Group, array: Any, src: int, algorithm: str | None, timeout_s: float, /
-) -> bool: ...
+def inspect(array: Any, write: bool, /) -> tuple[int, str, int, tuple[int, ...], int] | None:
+    """The address, dtype, count and shape of a contiguous tensor or NumPy array, and the number of
+    its GPU or -1. None for all other arrays, and for a read-only one if `write`."""
+
+class Call:
+    """A call without its arrays. None keeps the default of `timeout_s`, `algorithm`, `counts`.
+
+    `peer`: the root, or the other rank of a message; -1: recv takes a message of any rank.
+    `counts`, elements: all_gather: of each rank's input; all_to_all: sent to each rank, then
+    received from each. `counts_fit`: the ranks exchanged these counts, so the call does not compare
+    them. `timeout_s` is 0 for the group's."""
+
+    def __init__(
+        self,
+        operation: str,
+        /,
+        *,
+        timeout_s: float | None = None,
+        op: str = "sum",
+        peer: int = 0,
+        tag: int = 0,
+        algorithm: str | None = None,
+        counts: Sequence[int] | None = None,
+        counts_fit: bool = False,
+    ) -> None: ...
+    @property
+    def operation(self) -> str: ...
+    @property
+    def timeout_s(self) -> float: ...
+    # An array is None, a contiguous tensor or NumPy array in host memory, or the description of any
+    # array: (address, dtype, count, owner). `stream`: the caller's, for a device group.
+    def run(self, group: Collectives, input: Any, output: Any, stream: int = 0, /) -> bool:
+        """Runs the call. False, and nothing happens, if an array needs a description."""
+    def start(self, group: Collectives, input: Any, output: Any, stream: int = 0, /) -> Work | None:
+        """Like run(), on the group's worker; keeps the arrays alive until the call is complete.
+        None if an array needs a description."""
+
 def rows(lists: tuple[list[Any], ...], /) -> tuple[Any, Any, tuple[str, ...], int, bool] | None:
     """Describes lists of equal length of contiguous arrays, in host memory or on one GPU: uint64
     [rows, lists + 1], addresses and elements per array of each row; uint64 [lists, rows, 2],
@@ -132,7 +161,9 @@ class Work:
     def source(self) -> int | None:
         """The sender for a recv; None for another call, or before it is complete."""
 
-class Group:
+class Collectives:
+    """What groups for arrays in host memory and on devices have in common."""
+
     @property
     def rank(self) -> int: ...
     @property
@@ -156,59 +187,19 @@ class Group:
         """By rank: its host's number, from 0 in order of the hosts' lowest ranks."""
     @property
     def forked(self) -> bool: ...
-    def allocate(self, nbytes: int, /) -> SharedMemory | None:
-        """Memory for zero-copy calls of this group; None if its ranks do not share memory."""
-    # The core's Call, with names for enums, addresses for pointers, 0 for the group's timeout.
-    # `stream`: the caller's stream, for a device group.
-    # A recv with peer -1 accepts any sender. `counts`, elements: all_gather: of each rank's input;
-    # all_to_all: sent to each rank, then received from each; `count` is then 0.
-    # `counts_fit`: the ranks exchanged these counts, so the call does not compare them.
-    def run(
-        self,
-        operation: str,
-        dtype: str,
-        op: str,
-        input: int,
-        output: int,
-        count: int,
-        peer: int,
-        tag: int,
-        algorithm: str,
-        timeout_s: float,
-        counts: Sequence[int] | None = None,
-        stream: int = 0,
-        counts_fit: bool = False,
-        /,
-    ) -> int | None:
-        """Returns the sender for a recv, and None for every other call."""
-    def start(
-        self,
-        arrays: object,
-        operation: str,
-        dtype: str,
-        op: str,
-        input: int,
-        output: int,
-        count: int,
-        peer: int,
-        tag: int,
-        algorithm: str,
-        timeout_s: float,
-        counts: Sequence[int] | None = None,
-        stream: int = 0,
-        counts_fit: bool = False,
-        /,
-    ) -> Work:
-        """Like run(), on the group's worker; keeps `arrays` alive until the call is complete."""
-    def split(self, color: int, key: int, /) -> Group | None: ...
-    def lost(self) -> list[int]:
-        """The ranks that this rank knew to be lost when the group broke."""
     def stats(self) -> Stats: ...
-    def status(self) -> dict[str, Any]: ...
-    def set_timeout(self, timeout_s: float, /) -> None: ...
     def close(self) -> None: ...
     def abort(self, reason: str, /) -> None: ...
     def _capsule(self) -> object: ...
+
+class Group(Collectives):
+    def allocate(self, nbytes: int, /) -> SharedMemory | None:
+        """Memory for zero-copy calls of this group; None if its ranks do not share memory."""
+    def split(self, color: int, key: int, /) -> Group | None: ...
+    def lost(self) -> list[int]:
+        """The ranks that this rank knew to be lost when the group broke."""
+    def status(self) -> dict[str, Any]: ...
+    def set_timeout(self, timeout_s: float, /) -> None: ...
 
 def group_of(capsule: object, /) -> Group:
     """The group in a capsule of Group._capsule()."""
@@ -223,7 +214,7 @@ def on_device(
     timeout_s: float,
     limit_s: float,
     /,
-) -> Group:
+) -> Collectives:
     """Collective. The device group of the same ranks.
 
     `group`, `device` and `nccl` are capsules; the last two come from the module that has CUDA;

@@ -64,13 +64,8 @@ def all_reduce(
         Mismatch: the ranks' calls differ; no array changed.
         Timeout, PeerLost, GroupBroken: the group failed; `x` is undefined.
     """
-    limit = 0.0 if timeout_s is None else calls.limit(timeout_s)
-    plain = not async_op and not calls.profiler._is_profiler_enabled
-    if plain and _core.all_reduce((group or default())._core, x, op, algorithm, limit):
-        return x
-    v = arrays.view(x, write=True)
-    call = ("all_reduce", v.dtype, op, v.pointer, v.pointer, v.count, 0, 0, algorithm or "auto")
-    return calls.dispatch(group, call, timeout_s, async_op, v, v, x)
+    call = _core.Call("all_reduce", op=op, algorithm=algorithm, timeout_s=timeout_s)
+    return calls.run(group, call, x, x, x, async_op)
 
 
 def reduce(
@@ -95,11 +90,8 @@ def reduce(
         Error: as all_reduce.
     """
     group = group or default()
-    root = group.rank == dst
-    v = arrays.view(x, write=root)
-    places = v.pointer, v.pointer if root else 0
-    call = ("reduce", v.dtype, op, *places, v.count, dst, 0, algorithm or "auto")
-    return calls.dispatch(group, call, timeout_s, async_op, v, v if root else None, x)
+    call = _core.Call("reduce", op=op, peer=dst, algorithm=algorithm, timeout_s=timeout_s)
+    return calls.run(group, call, x, x if group.rank == dst else None, x, async_op)
 
 
 def broadcast(
@@ -121,13 +113,8 @@ def broadcast(
     Raises:
         Error: as all_reduce.
     """
-    limit = 0.0 if timeout_s is None else calls.limit(timeout_s)
-    plain = not async_op and not calls.profiler._is_profiler_enabled
-    if plain and _core.broadcast((group or default())._core, x, src, algorithm, limit):
-        return x
-    v = arrays.view(x, write=True)
-    call = ("broadcast", v.dtype, "sum", 0, v.pointer, v.count, src, 0, algorithm or "auto")
-    return calls.dispatch(group, call, timeout_s, async_op, v, v, x)
+    call = _core.Call("broadcast", peer=src, algorithm=algorithm, timeout_s=timeout_s)
+    return calls.run(group, call, None, x, x, async_op)
 
 
 def all_gather(
@@ -158,9 +145,8 @@ def all_gather(
     out = calls.output(out, x, shape)
     source, target = arrays.view(x), arrays.view(out, write=True)
     source = calls.copy_if_overlapping(source, target, group.rank * source.nbytes)
-    places = source.pointer, target.pointer
-    call = ("all_gather", target.dtype, "sum", *places, source.count, 0, 0, algorithm or "auto")
-    return calls.dispatch(group, call, timeout_s, async_op, source, target, out)
+    call = _core.Call("all_gather", algorithm=algorithm, timeout_s=timeout_s)
+    return calls.run(group, call, source, target, out, async_op)
 
 
 def gather(
@@ -199,9 +185,8 @@ def gather(
         raise InvalidArgument(
             f"gather: out is for rank {dst} only; pass None on other ranks", op="gather"
         )
-    places = source.pointer, target.pointer if target else 0
-    call = ("gather", source.dtype, "sum", *places, source.count, dst, 0, algorithm or "auto")
-    return calls.dispatch(group, call, timeout_s, async_op, source, target, out)
+    call = _core.Call("gather", peer=dst, algorithm=algorithm, timeout_s=timeout_s)
+    return calls.run(group, call, source, target, out, async_op)
 
 
 def all_gather_v(
@@ -239,10 +224,8 @@ def all_gather_v(
         target = calls.into_list(target, parts, out)
     width = math.prod(x.shape[1:])
     counts = [length * width for length in lengths]
-    places = source.pointer, target.pointer
-    call = ("all_gather", source.dtype, "sum", *places, 0, 0, 0, algorithm or "auto")
-    result = parts if out is None else out
-    return calls.dispatch(group, call, timeout_s, async_op, source, target, result, counts)
+    call = _core.Call("all_gather", counts=counts, algorithm=algorithm, timeout_s=timeout_s)
+    return calls.run(group, call, source, target, parts if out is None else out, async_op)
 
 
 def reduce_scatter(
@@ -274,9 +257,8 @@ def reduce_scatter(
     out = calls.output(out, x, calls.rows(x, group.size, "reduce_scatter"))
     source, target = arrays.view(x), arrays.view(out, write=True)
     source = calls.copy_if_overlapping(source, target, -group.rank * target.nbytes)
-    places = source.pointer, target.pointer
-    call = ("reduce_scatter", target.dtype, op, *places, target.count, 0, 0, algorithm or "auto")
-    return calls.dispatch(group, call, timeout_s, async_op, source, target, out)
+    call = _core.Call("reduce_scatter", op=op, algorithm=algorithm, timeout_s=timeout_s)
+    return calls.run(group, call, source, target, out, async_op)
 
 
 def scatter(
@@ -317,9 +299,8 @@ def scatter(
     source, target = arrays.view(x) if root else None, arrays.view(out, write=True)
     if source:
         source = calls.copy_if_overlapping(source, target, -src * target.nbytes)
-    places = source.pointer if source else 0, target.pointer
-    call = ("scatter", target.dtype, "sum", *places, target.count, src, 0, algorithm or "auto")
-    return calls.dispatch(group, call, timeout_s, async_op, source, target, out)
+    call = _core.Call("scatter", peer=src, algorithm=algorithm, timeout_s=timeout_s)
+    return calls.run(group, call, source, target, out, async_op)
 
 
 def all_to_all(
@@ -350,9 +331,8 @@ def all_to_all(
     out = calls.output(out, x, tuple(x.shape))
     source, target = arrays.view(x), arrays.view(out, write=True)
     source = calls.copy_if_overlapping(source, target, None)
-    places, count = (source.pointer, target.pointer), source.count // group.size
-    call = ("all_to_all", target.dtype, "sum", *places, count, 0, 0, algorithm or "auto")
-    return calls.dispatch(group, call, timeout_s, async_op, source, target, out)
+    call = _core.Call("all_to_all", algorithm=algorithm, timeout_s=timeout_s)
+    return calls.run(group, call, source, target, out, async_op)
 
 
 def send(
@@ -377,9 +357,8 @@ def send(
     Raises:
         Error: as all_reduce.
     """
-    v = arrays.view(x)
-    call = ("send", v.dtype, "sum", v.pointer, 0, v.count, dst, _tag(tag), "auto")
-    return calls.dispatch(group, call, timeout_s, async_op, v, None, None)
+    call = _core.Call("send", peer=dst, tag=_tag(tag), timeout_s=timeout_s)
+    return calls.run(group, call, x, None, None, async_op)
 
 
 def recv(
@@ -402,9 +381,8 @@ def recv(
     Raises:
         Error: as all_reduce.
     """
-    v = arrays.view(x, write=True)
-    call = ("recv", v.dtype, "sum", 0, v.pointer, v.count, src, _tag(tag), "auto")
-    return calls.dispatch(group, call, timeout_s, async_op, v, v, x)
+    call = _core.Call("recv", peer=src, tag=_tag(tag), timeout_s=timeout_s)
+    return calls.run(group, call, None, x, x, async_op)
 
 
 def barrier(
@@ -418,8 +396,8 @@ def barrier(
     Raises:
         Error: as all_reduce.
     """
-    call = ("barrier", "uint8", "sum", 0, 0, 0, 0, 0, "auto")
-    return calls.dispatch(group, call, timeout_s, async_op, None, None, None)
+    call = _core.Call("barrier", timeout_s=timeout_s)
+    return calls.run(group, call, None, None, None, async_op)
 
 
 def algorithms() -> tuple[str, ...]:

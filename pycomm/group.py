@@ -50,6 +50,7 @@ class Group:
     """Ranks that call collectives together, each from one thread, all in the same order.
 
     Attributes:
+        core: the compiled group; internal, for pycomm's own modules.
         cuda_channels: channels of rings over large CUDA arrays, 1 to 8 (docs/cuda.md). Set it
             before the first call with such arrays; rank 0's value is used. split() and shrink()
             copy it.
@@ -60,13 +61,13 @@ class Group:
     __slots__ = (
         "__weakref__",
         "_aborted",
-        "_core",
         "_devices",
         "_parts",
         "_rank",
         "_size",
         "_store",
         "_timeout_s",
+        "core",
         "cuda_channels",
         "cuda_internode_transport",
     )
@@ -75,8 +76,8 @@ class Group:
         self, core: _core.Group, store: Store | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         """Wraps `core`, whose ranks met in `store`; `timeout_s` is the time limit of its calls."""
-        self._core = core
-        self._devices: dict[int, _core.Group] = {}  # by device index: see device_groups.py
+        self.core = core
+        self._devices: dict[int, _core.Collectives] = {}  # by device index: see device_groups.py
         self._rank, self._size = core.rank, core.size
         self._store, self._timeout_s = store, timeout_s
         self._aborted: str | None = None  # the reason
@@ -97,16 +98,16 @@ class Group:
     @property
     def ranks(self) -> list[int]:
         """By rank: its rank in the first group, from which split() or shrink() made this one."""
-        return self._core.ranks
+        return self.core.ranks
 
     @property
     def name(self) -> str:
         """The group's name, the same on every rank."""
-        return self._core.name
+        return self.core.name
 
     def peer_info(self) -> list[_core.Member]:
         """By rank: host, process id, and the transport between this rank and it."""
-        return self._core.members
+        return self.core.members
 
     def split(self, color: int | None, key: int | None = None) -> Group | None:
         """The subgroup of the ranks with this color, ordered by (key, rank). Collective.
@@ -118,7 +119,7 @@ class Group:
         Raises:
             Error: as pycomm.all_reduce.
         """
-        core = self._core.split(-1 if color is None else color, self._rank if key is None else key)
+        core = self.core.split(-1 if color is None else color, self._rank if key is None else key)
         if core is None:
             return None
         part = self._like(core)
@@ -164,13 +165,13 @@ class Group:
         limit_s = limit_s if timeout_s is None else timeout_s
         if not limit_s > 0:
             raise InvalidArgument(f"shrink: timeout_s: got {limit_s}, expected more than 0 seconds")
-        group = self._like(shrink.regroup(self._core, store, limit_s))
+        group = self._like(shrink.regroup(self.core, store, limit_s))
         _inherit(self, group)
         return group
 
     def stats(self) -> _core.Stats:
         """This rank's totals: bytes written to peers, calls, seconds. GroupBroken in a fork."""
-        return self._core.stats()
+        return self.core.stats()
 
     def close(self) -> None:
         """Leaves the group cleanly; later calls raise GroupBroken. Closing twice has no effect.
@@ -179,8 +180,8 @@ class Group:
         """
         for core in self._devices.values():
             core.close()
-        self._core.close()
-        if not self._core.forked:
+        self.core.close()
+        if not self.core.forked:
             self._store = None  # the last reference to rank 0's store ends it
 
     def abort(self, reason: str) -> None:
@@ -194,7 +195,7 @@ class Group:
             self._aborted, parts = reason, list(self._parts)
         for core in list(self._devices.values()):
             core.abort(reason)
-        self._core.abort(reason)
+        self.core.abort(reason)
         for part in parts:
             part.abort(reason)
 
@@ -202,14 +203,14 @@ class Group:
         """For objects/: the store of this group's keys, their prefix, and the limit in seconds.
         Raises GroupBroken if the group was closed or belongs to the parent process.
         """
-        name = self._core.name  # raises in a forked child
+        name = self.core.name  # raises in a forked child
         if self._store is None:
             raise GroupBroken("this rank has left the group: it was closed", rank=self._rank)
         return self._store, f"{name}/user/", self._timeout_s
 
     def __repr__(self) -> str:
         """For example <pycomm.Group 'world' rank 0 of 2>."""
-        name = self._core.name if not self._core.forked else "of the parent process"
+        name = self.core.name if not self.core.forked else "of the parent process"
         return f"<pycomm.Group {name!r} rank {self._rank} of {self._size}>"
 
 
@@ -271,7 +272,7 @@ def init(
     with _state.lock:
         found = _find()
         if found is not None:
-            if encrypt and not found._core.encrypted:
+            if encrypt and not found.core.encrypted:
                 raise InvalidArgument(
                     "encrypt=True, but the default group exists and is not encrypted: "
                     "pass encrypt=True where it is made"
@@ -403,17 +404,17 @@ def size() -> int:
 
 def local_rank() -> int:
     """This process's rank among the default group's ranks on this host."""
-    return default()._core.local_rank
+    return default().core.local_rank
 
 
 def local_size() -> int:
     """The number of the default group's ranks on this host."""
-    return default()._core.local_size
+    return default().core.local_size
 
 
 def host_count() -> int:
     """The number of hosts of the default group."""
-    return default()._core.host_count
+    return default().core.host_count
 
 
 def set_num_threads(n: int) -> None:
@@ -468,13 +469,13 @@ def default_core() -> _core.Group | None:
     """The engine made by `init` or `run_ranks`, for torch_backend to share; None if there is
     none."""
     group = _thread.forced or (None if _state.adopted else _state.group)
-    return None if group is None else group._core
+    return None if group is None else group.core
 
 
 def default_is_encrypted() -> bool:
     """Whether the default group, made by torch or by pycomm, is encrypted."""
     group = _thread.forced or _state.group
-    return group is not None and not group._core.forked and group._core.encrypted
+    return group is not None and not group.core.forked and group.core.encrypted
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def _lengths(shape: Any) -> tuple[int, ...]:
 
 def empty_for(group: Group, count: int, dtype: Any) -> Any:
     """A flat torch tensor in memory that the group's ranks map; None if they cannot map any."""
-    memory: Any = group._core.allocate(count * dtype.itemsize) if count > 0 else None
+    memory: Any = group.core.allocate(count * dtype.itemsize) if count > 0 else None
     if memory is None:
         return None
     return sys.modules["torch"].frombuffer(memory, dtype=dtype, count=count)

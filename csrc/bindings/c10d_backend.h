@@ -340,7 +340,7 @@ class Backend : public c10d::Backend {
     if (!job.device || job.device->is_cpu()) return nullptr;
     DeviceSide& side = device_side(*job.device);
     void* const stream = current_stream(*job.device).native_handle();
-    for (Call& call : job.calls) call.stream = stream;
+    for (Call& call : job.calls) call.device.stream = stream;
     return &side;
   }
 
@@ -381,7 +381,7 @@ class Backend : public c10d::Backend {
     std::shared_ptr<DeviceCompletion> completion;
     if (side) {
       completion = std::make_shared<DeviceCompletion>(side->completion);
-      for (Call& call : job.calls) call.follower = side->completion.native_handle();
+      for (Call& call : job.calls) call.device.follower = side->completion.native_handle();
     }
     auto work = c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job), completion);
     const size_t count = work->job().calls.size();

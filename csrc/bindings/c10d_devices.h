@@ -114,7 +114,7 @@ struct DeviceOptions {
 
 // A backend's group and completion stream for one device.
 struct DeviceSide {
-  std::shared_ptr<Group> group;
+  std::shared_ptr<Collectives> group;
   c10::Stream completion;
 };
 
@@ -130,7 +130,7 @@ inline DeviceSide make_device_side(const std::shared_ptr<Group>& host, c10::Devi
     const py::capsule made = on_device(
         in_capsule(host), c10::DeviceTypeName(device.type(), true), int{device.index()},
         std::chrono::duration<double>(timeout).count(), options.lanes, options.between_hosts);
-    return {*made.get_pointer<std::shared_ptr<Group>>(), completion};
+    return {*made.get_pointer<std::shared_ptr<Collectives>>(), completion};
   });
 }
 

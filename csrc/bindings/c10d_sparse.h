@@ -45,7 +45,7 @@ class SparseSum {
   }
 
   // The remaining steps, once the rows are exchanged.
-  void finish(Group& group, std::chrono::nanoseconds timeout) {
+  void finish(Collectives& group, std::chrono::nanoseconds timeout) {
     BelowAutograd guard;
     check_shapes();
     const int64_t indexed = own_.sparse_dim();
@@ -83,7 +83,7 @@ class SparseSum {
   }
 
   // By rank: its `mine`, which has `width` numbers for each element of the sparse tensor.
-  Tensors gather(Group& group, std::chrono::nanoseconds timeout, const at::Tensor& mine,
+  Tensors gather(Collectives& group, std::chrono::nanoseconds timeout, const at::Tensor& mine,
                  int64_t width) const {
     const Element element = moved_as(mine);
     Call call{.operation = Operation::all_gather, .dtype = element.dtype, .timeout = timeout};
@@ -120,7 +120,7 @@ inline Job all_reduce_sparse(RankSlot slot, const Tensors& tensors,
   BelowAutograd guard;
   const auto sum = std::make_shared<SparseSum>(job, slot, tensor);
   job.calls.push_back(sum->exchange_rows());
-  job.after = [sum](Group& group, std::chrono::nanoseconds timeout) {
+  job.after = [sum](Collectives& group, std::chrono::nanoseconds timeout) {
     sum->finish(group, timeout);
   };
   return job;

@@ -32,7 +32,7 @@ struct Job {
   c10::SmallVector<Call, 1> calls{};
   std::vector<at::Tensor> held{};
   // Further calls, made when the job's only call is complete; `timeout` is that call's.
-  std::function<void(Group&, std::chrono::nanoseconds)> after{};
+  std::function<void(Collectives&, std::chrono::nanoseconds)> after{};
   std::vector<std::pair<at::Tensor, at::Tensor>> copies{};  // to, from
   std::shared_ptr<int> source{};                            // recv from any source: the source
   std::optional<c10::Device> device{};                      // of its tensors, if it has any

@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "group/group.h"
 #include "os/fd.h"
@@ -47,17 +48,18 @@ struct SharedMemory {
   size_t bytes;
 };
 
-// Python's handle of a group. It keeps the arrays of asynchronous calls alive until they complete,
-// and rejects every call in a forked child, where the parent owns the group's sockets.
+// Python's handle of a group or a device group. It keeps the arrays of asynchronous calls alive
+// until they complete, and rejects every call in a forked child, where the parent owns the group's
+// sockets.
 class Handle {
  public:
-  explicit Handle(std::shared_ptr<Group> group);
+  explicit Handle(std::shared_ptr<Collectives> collectives);
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
   ~Handle();
 
-  Group& group() const;
-  const std::shared_ptr<Group>& shared() const { return group_; }
+  Collectives& collectives() const;
+  const std::shared_ptr<Collectives>& shared() const { return collectives_; }
   bool in_child() const { return forks() != born_; }
   // Keeps `arrays` alive until `work` is complete.
   void keep(std::shared_ptr<Work> work, py::object arrays);
@@ -67,10 +69,22 @@ class Handle {
     std::shared_ptr<Work> work;
     py::object arrays;
   };
-  std::shared_ptr<Group> group_;
+  std::shared_ptr<Collectives> collectives_;
   std::deque<Kept> kept_;  // in call order, which is also the order of completion
   unsigned born_;
 };
+
+class GroupHandle : public Handle {
+ public:
+  explicit GroupHandle(std::shared_ptr<Group> group) : Handle(std::move(group)) {}
+  Group& group() const { return static_cast<Group&>(collectives()); }
+};
+
+inline constexpr auto kDtypeNames = [] {
+  std::array<std::string_view, kDtypes.size()> names{};
+  for (size_t i = 0; i < names.size(); ++i) names[i] = kDtypes[i].name;
+  return names;
+}();
 
 template <size_t kSize>
 std::string list(const std::array<std::string_view, kSize>& names) {

@@ -1,6 +1,6 @@
-// Fast access to simple arrays: contiguous, writable, in host memory or on a GPU, with a supported
-// dtype. It takes a tenth of the time of pycomm._core_api.arrays, which handles all other arrays
-// and reports the errors.
+// The inspector of arrays: reads tensors and NumPy arrays that are contiguous, in host memory or on
+// a GPU, with a supported dtype. pycomm._core_api.arrays copies or describes all others and reports the
+// errors.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,17 +14,13 @@
 
 namespace pycomm::bindings {
 
-// The elements of an array. It keeps NumPy arrays alive during its lifetime; the caller keeps
-// tensors alive.
+// The elements of an array, which the caller keeps alive.
 class ContiguousArray {
  public:
   static constexpr int kHost = -1;
 
-  // Empty if `x` is not such an array. Leaves no Python error set.
-  static std::optional<ContiguousArray> of(PyObject* x);
-  ContiguousArray(ContiguousArray&& other) noexcept;
-  ContiguousArray& operator=(ContiguousArray&&) = delete;
-  ~ContiguousArray();
+  // Empty if `x` is not such an array, or `write` and it is read-only. Leaves no Python error set.
+  static std::optional<ContiguousArray> of(PyObject* x, bool write = true);
 
   std::byte* data() const { return data_; }
   Dtype dtype() const { return dtype_; }
@@ -34,15 +30,14 @@ class ContiguousArray {
 
  private:
   ContiguousArray() = default;
-  bool see_tensor(PyObject* x);
-  bool see_buffer(PyObject* x);
+  bool read_tensor(PyObject* x);
+  bool read_numpy(PyObject* x, bool write);
 
   std::byte* data_ = nullptr;
   Dtype dtype_ = Dtype::uint8;
   size_t count_ = 0;
   std::span<const int64_t> shape_;
   int gpu_ = kHost;
-  Py_buffer buffer_{};  // obj is null if unused
 };
 
 }  // namespace pycomm::bindings

@@ -1,12 +1,16 @@
-// Fast path of the most frequent calls in training: from a contiguous array to the group without
-// checks of names, views and shapes in Python. pycomm.collectives tries it first.
+// _core.Call: a call with named fields, and the only way from Python into a group.
 //
-// These functions use Python's fast calling convention: pybind11's dispatch (overloads,
-// conversions) takes a quarter of the time of a 4-byte call.
+// The type is written with Python's own interface: pybind11's dispatch (overloads, conversions)
+// takes a quarter of the time of a 4-byte call.
 #include <array>
+#include <memory>
+#include <new>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "bindings/core.h"
 #include "bindings/core_arrays.h"
@@ -16,55 +20,72 @@ namespace {
 
 using Arguments = std::span<PyObject* const>;
 
-// Like `find` in a table of names, but 0 for None.
-Algorithm algorithm_from(const py::handle& name) {
-  return name.is_none() ? Algorithm::automatic
-                        : find<Algorithm>(kAlgorithms, name.cast<std::string_view>(), "algorithm");
-}
+struct CallObject {
+  PyObject_HEAD Call call;  // without arrays, which run() and start() take
+};
 
-// Returns false and does nothing if the array is not contiguous, or on a device.
-bool go(const py::handle& handle, const py::handle& x, Call& call) {
-  const auto plain = ContiguousArray::of(x.ptr());
-  if (!plain || plain->gpu() != ContiguousArray::kHost) return false;
-  call.dtype = plain->dtype();
-  call.input = plain->data();
-  call.output = plain->data();
-  call.count = plain->count();
-  Group& group = handle.cast<const Handle&>().group();
-  {
-    const Blocking blocking;
-    group.run(call);
+// Sets a field from a keyword argument.
+struct Field {
+  const char* name;
+  void (*set)(Call& call, const py::handle& value);
+  bool optional = false;  // None keeps the default
+  PyObject* interned = nullptr;
+};
+
+// Reads one or two counts for each rank.
+std::vector<size_t> counts_from(const py::handle& given) {
+  std::vector<size_t> counts;
+  for (const py::handle count : py::reinterpret_borrow<py::sequence>(given)) {
+    if (py::cast<int64_t>(count) < 0)
+      throw InvalidArgument("invalid count " + std::string(py::str(count)) +
+                            ": it must be at least 0");
+    counts.push_back(py::cast<size_t>(count));
   }
-  throw_pending();
-  return true;
+  if (counts.empty())
+    throw InvalidArgument("invalid counts: got an empty list, expected one count for each rank");
+  return counts;
 }
 
-// group, array, op, algorithm, timeout_s
-bool all_reduce(Arguments given) {
-  Call call;
-  call.operation = Operation::all_reduce;
-  call.op = find<ReduceOp>(kReduceOps, py::handle(given[2]).cast<std::string_view>(), "op");
-  call.algorithm = algorithm_from(given[3]);
-  call.timeout = nanoseconds(py::handle(given[4]).cast<double>());
-  return go(given[0], given[1], call);
+std::chrono::nanoseconds timeout_from(const py::handle& given) {
+  const double seconds = PyFloat_AsDouble(given.ptr());
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  if (!(seconds > 0))
+    throw InvalidArgument("invalid timeout_s: got " + std::string(py::str(given)) +
+                          ", expected more than 0 seconds");
+  return nanoseconds(seconds);
 }
 
-// group, array, src, algorithm, timeout_s
-bool broadcast(Arguments given) {
-  Call call;
-  call.operation = Operation::broadcast;
-  call.peer = py::handle(given[2]).cast<int>();
-  call.algorithm = algorithm_from(given[3]);
-  call.timeout = nanoseconds(py::handle(given[4]).cast<double>());
-  return go(given[0], given[1], call);
+// In the order in which errors are reported.
+std::array<Field, 7> fields{{
+    {"timeout_s", [](Call& call, const py::handle& x) { call.timeout = timeout_from(x); }, true},
+    {"op",
+     [](Call& call, const py::handle& x) {
+       call.op = find<ReduceOp>(kReduceOps, x.cast<std::string_view>(), "op");
+     }},
+    {"peer", [](Call& call, const py::handle& x) { call.peer = x.cast<int>(); }},
+    {"tag", [](Call& call, const py::handle& x) { call.tag = x.cast<uint32_t>(); }},
+    {"algorithm",
+     [](Call& call, const py::handle& x) {
+       call.algorithm = find<Algorithm>(kAlgorithms, x.cast<std::string_view>(), "algorithm");
+     },
+     true},
+    {"counts", [](Call& call, const py::handle& x) { call.counts = counts_from(x); }, true},
+    {"counts_fit", [](Call& call, const py::handle& x) { call.counts_fit = x.cast<bool>(); }},
+}};
+
+// The position of a keyword in `fields`. Python interns the keywords of a program's text.
+size_t field_of(PyObject* keyword) {
+  for (size_t i = 0; i < fields.size(); ++i)
+    if (keyword == fields[i].interned) return i;
+  for (size_t i = 0; i < fields.size(); ++i)
+    if (PyUnicode_CompareWithASCIIString(keyword, fields[i].name) == 0) return i;
+  throw py::type_error("Call() has no field '" + py::handle(keyword).cast<std::string>() + "'");
 }
 
-// The function that Python calls: runs `kBody` with its five arguments and converts errors.
-template <bool (*kBody)(Arguments)>
-PyObject* entry(PyObject* /*module*/, PyObject* const* given, Py_ssize_t count) {
+// Converts the error that is being handled; returns null, as Python expects after an error.
+PyObject* raise_current() {
   try {
-    check(count == 5, "a fast call requires five arguments");
-    return PyBool_FromLong(kBody({given, static_cast<size_t>(count)}) ? 1 : 0);
+    throw;
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (...) {
@@ -73,20 +94,223 @@ PyObject* entry(PyObject* /*module*/, PyObject* const* given, Py_ssize_t count) 
   return nullptr;
 }
 
-template <bool (*kBody)(Arguments)>
-void bind(py::module_& module, const char* name) {
-  // Python expects fast functions cast to the type of slow ones, as its documentation shows.
-  static PyMethodDef method{
-      name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(entry<kBody>)),
-      METH_FASTCALL, nullptr};
-  module.add_object(name, py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
+// Call(operation, *, op=, peer=, ...)
+PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObject* keywords) {
+  try {
+    if (PyVectorcall_NARGS(flags) != 1) throw py::type_error("Call() takes one operation");
+    std::array<PyObject*, fields.size()> values{};
+    const Py_ssize_t count = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
+    for (Py_ssize_t i = 0; i < count; ++i)
+      values[field_of(PyTuple_GET_ITEM(keywords, i))] = given[1 + i];
+    Call call;
+    const py::handle operation = given[0];
+    call.operation = find<Operation>(kOperations, operation.cast<std::string_view>(), "operation");
+    for (size_t i = 0; i < values.size(); ++i)
+      if (values[i] != nullptr && !(fields[i].optional && values[i] == Py_None))
+        fields[i].set(call, values[i]);
+    auto* const made = PyObject_New(CallObject, reinterpret_cast<PyTypeObject*>(type));
+    if (made == nullptr) throw py::error_already_set();
+    new (&made->call) Call(std::move(call));
+    return reinterpret_cast<PyObject*>(made);
+  } catch (...) {
+    return raise_current();
+  }
+}
+
+void free_call(PyObject* self) {
+  reinterpret_cast<CallObject*>(self)->call.~Call();
+  PyObject_Free(self);
+}
+
+PyObject* operation_of(PyObject* self, void* /*closure*/) {
+  const auto name = name_of(reinterpret_cast<CallObject*>(self)->call.operation);
+  return PyUnicode_FromStringAndSize(name.data(), static_cast<Py_ssize_t>(name.size()));
+}
+
+PyObject* timeout_of(PyObject* self, void* /*closure*/) {
+  const auto timeout = reinterpret_cast<CallObject*>(self)->call.timeout;
+  return PyFloat_FromDouble(std::chrono::duration<double>(timeout).count());
+}
+
+// The memory of an argument.
+struct Memory {
+  std::byte* data = nullptr;
+  Dtype dtype = Dtype::uint8;
+  size_t count = 0;
+};
+
+// Reads None, an array in host memory, or the description of any array: (address, dtype, count,
+// owner), which pycomm.arrays makes. Empty if `x` needs such a description.
+std::optional<Memory> memory_of(PyObject* x, bool write) {
+  if (x == Py_None) return Memory{};
+  if (PyTuple_CheckExact(x)) {
+    const auto description = py::reinterpret_borrow<py::tuple>(x);
+    return Memory{
+        .data = reinterpret_cast<std::byte*>(description[0].cast<uintptr_t>()),
+        .dtype = find<Dtype>(kDtypeNames, description[1].cast<std::string_view>(), "dtype"),
+        .count = description[2].cast<size_t>()};
+  }
+  const auto array = ContiguousArray::of(x, write);
+  if (!array || array->gpu() != ContiguousArray::kHost) return std::nullopt;
+  return Memory{.data = array->data(), .dtype = array->dtype(), .count = array->count()};
+}
+
+// Call::count for these arrays.
+size_t count_of(const Call& call, const Memory& input, const Memory& output, int size) {
+  if (!call.counts.empty()) return 0;
+  switch (call.operation) {
+    case Operation::all_reduce:
+    case Operation::reduce:
+    case Operation::send:
+    case Operation::all_gather:
+    case Operation::gather:
+      return input.count;
+    case Operation::broadcast:
+    case Operation::recv:
+    case Operation::reduce_scatter:
+    case Operation::scatter:
+      return output.count;
+    case Operation::all_to_all:
+      return input.count / static_cast<size_t>(size);
+    case Operation::barrier:
+      break;
+  }
+  return 0;
+}
+
+// Sets the arrays of a call. False if one needs a description.
+bool set_arrays(Call& call, PyObject* input, PyObject* output, int size) {
+  const auto to = memory_of(output, true);
+  const auto from = input == output ? to : memory_of(input, false);
+  if (!from || !to) return false;
+  call.dtype = input == Py_None ? to->dtype : from->dtype;
+  call.input = from->data;
+  call.output = to->data;
+  call.count = count_of(call, *from, *to, size);
+  return true;
+}
+
+// The arguments of run() and start(): group, input, output, and a stream for a device group.
+Call call_of(PyObject* self, Arguments given) {
+  if (given.size() != 3 && given.size() != 4)
+    throw py::type_error("expected a group, an input, an output and perhaps a stream");
+  Call call = reinterpret_cast<CallObject*>(self)->call;
+  if (given.size() == 4)
+    call.device.stream = reinterpret_cast<void*>(py::handle(given[3]).cast<uintptr_t>());
+  return call;
+}
+
+PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  try {
+    Call call = call_of(self, {given, static_cast<size_t>(count)});
+    Collectives& group = py::handle(given[0]).cast<const Handle&>().collectives();
+    if (!set_arrays(call, given[1], given[2], group.size())) return Py_NewRef(Py_False);
+    {
+      const Blocking blocking;
+      group.run(call);
+    }
+    throw_pending();
+    return Py_NewRef(Py_True);
+  } catch (...) {
+    return raise_current();
+  }
+}
+
+// A call in progress, and where a recv stores its sender.
+struct Started {
+  std::shared_ptr<Work> work;
+  std::shared_ptr<int> source;
+};
+
+PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  try {
+    Call call = call_of(self, {given, static_cast<size_t>(count)});
+    auto& handle = py::handle(given[0]).cast<Handle&>();
+    Collectives& group = handle.collectives();
+    if (!set_arrays(call, given[1], given[2], group.size())) return Py_NewRef(Py_None);
+    Started started;
+    if (call.operation == Operation::recv) {
+      started.source = std::make_shared<int>(kAnySource);
+      call.source = started.source.get();
+    }
+    {
+      const Blocking blocking;  // during a graph capture, start() waits for the other ranks
+      started.work = group.start(call, [kept = started.source](const std::exception_ptr&) {});
+    }
+    // First: the call continues even if a signal handler raised.
+    handle.keep(started.work, py::make_tuple(py::handle(given[1]), py::handle(given[2])));
+    throw_pending();
+    return py::cast(std::move(started)).release().ptr();
+  } catch (...) {
+    return raise_current();
+  }
+}
+
+void wait(const Started& started, double timeout_s) {
+  const auto limit = nanoseconds(timeout_s);
+  {
+    const Blocking blocking;
+    started.work->wait(limit);
+  }
+  throw_pending();
+}
+
+// The sender for a recv; None for other calls, or if the call is not complete or failed.
+py::object source_of(const Started& started) {
+  const bool known = started.source && started.work->done() && !started.work->error();
+  return known ? py::object(py::int_(*started.source)) : py::none();
+}
+
+// Python expects fast functions cast to the type of slow ones, as its documentation shows.
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+void bind_call(py::module_& module) {
+  static std::array<PyMethodDef, 3> methods{
+      {{"run", fast(run), METH_FASTCALL, nullptr}, {"start", fast(start), METH_FASTCALL, nullptr}}};
+  static std::array<PyGetSetDef, 3> properties{
+      {{"operation", operation_of, nullptr, nullptr, nullptr},
+       {"timeout_s", timeout_of, nullptr, nullptr, nullptr}}};
+  static PyTypeObject type{};
+  Py_SET_REFCNT(reinterpret_cast<PyObject*>(&type), 1);  // it is never freed
+  type.tp_name = "pycomm._core.Call";
+  for (Field& field : fields) field.interned = PyUnicode_InternFromString(field.name);
+  type.tp_basicsize = sizeof(CallObject);
+  type.tp_flags = Py_TPFLAGS_DEFAULT;
+  type.tp_dealloc = free_call;
+  type.tp_methods = methods.data();
+  type.tp_getset = properties.data();
+  type.tp_vectorcall = make_call;
+  if (PyType_Ready(&type) != 0) throw py::error_already_set();
+  module.add_object("Call", reinterpret_cast<PyObject*>(&type));
+}
+
+// For pycomm.arrays: (address, dtype, count, shape, GPU or -1), or None if the array needs a closer
+// look.
+py::object inspect(const py::handle& x, bool write) {
+  const auto array = ContiguousArray::of(x.ptr(), write);
+  if (!array) return py::none();
+  const auto shape = array->shape();
+  py::tuple lengths(shape.size());
+  for (size_t i = 0; i < shape.size(); ++i) lengths[i] = py::int_(shape[i]);
+  return py::make_tuple(reinterpret_cast<uintptr_t>(array->data()), name_of(array->dtype()),
+                        array->count(), lengths, array->gpu());
 }
 
 }  // namespace
 
 void bind_calls(py::module_& module) {
-  bind<all_reduce>(module, "all_reduce");
-  bind<broadcast>(module, "broadcast");
+  py::class_<Started>(module, "Work")
+      .def("done", [](const Started& started) { return started.work->done(); })
+      .def("wait", &wait)
+      .def("precede",
+           [](const Started& started, uintptr_t stream) {
+             started.work->make_stream_wait(reinterpret_cast<void*>(stream));
+           })
+      .def_property_readonly("source", &source_of);
+  bind_call(module);
+  module.def("inspect", &inspect);
 }
 
 }  // namespace pycomm::bindings

@@ -34,7 +34,7 @@ std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& de
       .nccl_shares = nccl_shares,
       .options = {.lanes = options.first, .nccl_between_hosts = options.second}};
   const auto timeout = nanoseconds(timeout_s), limit = nanoseconds(limit_s);
-  std::shared_ptr<Group> made;
+  std::shared_ptr<Collectives> made;
   {
     const Blocking blocking;
     made = make_device_group(std::move(group), std::move(resources), timeout, limit);
@@ -47,7 +47,7 @@ std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& de
 
 void bind_devices(py::module_& module) {
   module.def("group_of", [](const py::capsule& group) {
-    return std::make_unique<Handle>(taken<Group>(group, "pycomm.Group"));
+    return std::make_unique<GroupHandle>(taken<Group>(group, "pycomm.Group"));
   });
   module.def("on_device", &on_device);
 }

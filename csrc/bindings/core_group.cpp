@@ -1,4 +1,4 @@
-// A group and its asynchronous calls, for Python.
+// A group and its totals, for Python.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -6,22 +6,19 @@
 #include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "bindings/core.h"
 
 namespace pycomm::bindings {
 namespace {
 
-constexpr const char* kCapsule = "pycomm.Group";
-
 // A group whose destruction suits Python: without the GIL, because goodbyes may wait; and not in a
 // forked child, where the goodbyes would be sent on the parent's sockets.
-std::shared_ptr<Group> guarded(std::shared_ptr<Group> group) {
-  Group* raw = group.get();
-  return {raw, [group = std::move(group), born = forks()](Group*) mutable {
+std::shared_ptr<Collectives> guarded(std::shared_ptr<Collectives> group) {
+  Collectives* raw = group.get();
+  return {raw, [group = std::move(group), born = forks()](Collectives*) mutable {
             if (forks() != born) {
-              [[maybe_unused]] auto* leaked = new std::shared_ptr<Group>(std::move(group));
+              [[maybe_unused]] auto* leaked = new std::shared_ptr<Collectives>(std::move(group));
             } else if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
               const py::error_scope pending;
               const Blocking blocking;
@@ -32,101 +29,7 @@ std::shared_ptr<Group> guarded(std::shared_ptr<Group> group) {
           }};
 }
 
-constexpr auto kDtypeNames = [] {
-  std::array<std::string_view, kDtypes.size()> names{};
-  for (size_t i = 0; i < names.size(); ++i) names[i] = kDtypes[i].name;
-  return names;
-}();
-
-// Reads one or two counts for each rank.
-std::vector<size_t> counts_from(const py::handle& given) {
-  if (given.is_none()) return {};
-  std::vector<size_t> counts;
-  for (const py::handle count : py::reinterpret_borrow<py::sequence>(given)) {
-    if (py::cast<int64_t>(count) < 0)
-      throw InvalidArgument("invalid count " + std::string(py::str(count)) +
-                            ": it must be at least 0");
-    counts.push_back(py::cast<size_t>(count));
-  }
-  if (counts.empty())
-    throw InvalidArgument("invalid counts: got an empty list, expected one count for each rank");
-  return counts;
-}
-
-// The arguments of run() and start(), in the order of _core.pyi.
-Call call_from(const py::args& args) {
-  check(args.size() >= 10 && args.size() <= 13, "a call requires ten to thirteen arguments");
-  const auto text = [&](size_t i) { return args[i].cast<std::string_view>(); };
-  Call call;
-  call.operation = find<Operation>(kOperations, text(0), "operation");
-  call.dtype = find<Dtype>(kDtypeNames, text(1), "dtype");
-  call.op = find<ReduceOp>(kReduceOps, text(2), "op");
-  call.input = reinterpret_cast<const void*>(args[3].cast<uintptr_t>());
-  call.output = reinterpret_cast<void*>(args[4].cast<uintptr_t>());
-  call.count = args[5].cast<size_t>();
-  call.peer = args[6].cast<int>();
-  call.tag = args[7].cast<uint32_t>();
-  call.algorithm = find<Algorithm>(kAlgorithms, text(8), "algorithm");
-  call.timeout = nanoseconds(args[9].cast<double>());
-  if (args.size() > 10) call.counts = counts_from(args[10]);
-  if (args.size() > 11) call.stream = reinterpret_cast<void*>(args[11].cast<uintptr_t>());
-  if (args.size() > 12) call.counts_fit = args[12].cast<bool>();
-  return call;
-}
-
-// Returns the sender for a recv, otherwise None.
-py::object run(const Handle& handle, const py::args& args) {
-  Call call = call_from(args);
-  Group& group = handle.group();
-  int source = kAnySource;
-  if (call.operation == Operation::recv) call.source = &source;
-  {
-    const Blocking blocking;
-    group.run(call);
-  }
-  throw_pending();
-  return call.source == nullptr ? py::none() : py::object(py::int_(source));
-}
-
-// A call in progress, and where a recv stores its sender.
-struct Started {
-  std::shared_ptr<Work> work;
-  std::shared_ptr<int> source;
-};
-
-Started start(Handle& handle, const py::object& arrays, const py::args& args) {
-  Call call = call_from(args);
-  Started started;
-  if (call.operation == Operation::recv) {
-    started.source = std::make_shared<int>(kAnySource);
-    call.source = started.source.get();
-  }
-  Group& group = handle.group();
-  {
-    const Blocking blocking;  // during a graph capture, start() waits for the other ranks
-    started.work = group.start(call, [kept = started.source](const std::exception_ptr&) {});
-  }
-  handle.keep(started.work, arrays);  // first: the call continues even if a signal handler raised
-  throw_pending();
-  return started;
-}
-
-void wait(const Started& started, double timeout_s) {
-  const auto limit = nanoseconds(timeout_s);
-  {
-    const Blocking blocking;
-    started.work->wait(limit);
-  }
-  throw_pending();
-}
-
-// The sender for a recv; None for other calls, or if the call is not complete or failed.
-py::object source_of(const Started& started) {
-  const bool known = started.source && started.work->done() && !started.work->error();
-  return known ? py::object(py::int_(*started.source)) : py::none();
-}
-
-py::object split(const Handle& handle, int color, int key) {
+py::object split(const GroupHandle& handle, int color, int key) {
   std::shared_ptr<Group> part;
   {
     Group& group = handle.group();
@@ -134,7 +37,7 @@ py::object split(const Handle& handle, int color, int key) {
     part = group.split(color, key);
   }
   py::object held = py::none();
-  if (part) held = py::cast(std::make_unique<Handle>(std::move(part)));
+  if (part) held = py::cast(std::make_unique<GroupHandle>(std::move(part)));
   throw_pending();
   return held;
 }
@@ -151,15 +54,26 @@ void abort(const Handle& handle, const std::string& reason) {
   handle.shared()->abort(reason);
 }
 
-py::capsule capsule(const Handle& handle) {
-  handle.group();
+template <typename T>
+py::capsule in_capsule(std::shared_ptr<T> group, const char* name) {
   const auto drop = [](PyObject* object) {
-    delete static_cast<std::shared_ptr<Group>*>(PyCapsule_GetPointer(object, kCapsule));
+    delete static_cast<std::shared_ptr<T>*>(
+        PyCapsule_GetPointer(object, PyCapsule_GetName(object)));
   };
-  return py::capsule(new std::shared_ptr<Group>(handle.shared()), kCapsule, drop);
+  return py::capsule(new std::shared_ptr<T>(std::move(group)), name, drop);
 }
 
-py::dict status(const Handle& handle) {
+py::capsule collectives_capsule(const Handle& handle) {
+  handle.collectives();
+  return in_capsule(handle.shared(), "pycomm.Collectives");
+}
+
+py::capsule group_capsule(const GroupHandle& handle) {
+  handle.group();
+  return in_capsule(std::static_pointer_cast<Group>(handle.shared()), "pycomm.Group");
+}
+
+py::dict status(const GroupHandle& handle) {
   const Status now = handle.group().status();
   py::list peers;
   for (const Status::Peer& peer : now.peers) {
@@ -216,20 +130,21 @@ void bind_records(py::module_& module) {
 
 }  // namespace
 
-Handle::Handle(std::shared_ptr<Group> group) : group_(guarded(std::move(group))), born_(forks()) {}
+Handle::Handle(std::shared_ptr<Collectives> collectives)
+    : collectives_(guarded(std::move(collectives))), born_(forks()) {}
 
 Handle::~Handle() {
-  group_.reset();  // first: no call may be in progress when the arrays are freed
+  collectives_.reset();  // first: no call may be in progress when the arrays are freed
   for (auto& kept : kept_)
     if (in_child() || !kept.work->done()) kept.arrays.release();  // the group is still in use: leak
 }
 
-Group& Handle::group() const {
+Collectives& Handle::collectives() const {
   if (in_child())
     throw GroupBroken(
         "this process was forked after the group formed, and the group belongs to the parent; "
         "start processes with spawn");
-  return *group_;
+  return *collectives_;
 }
 
 void Handle::keep(std::shared_ptr<Work> work, py::object arrays) {
@@ -243,42 +158,38 @@ void bind_group(py::module_& module) {
   module.attr("DTYPES") = names(kDtypeNames);
   module.attr("REDUCE_OPS") = names(kReduceOps);
   module.attr("ALGORITHMS") = names(kAlgorithms);
-  py::class_<Started>(module, "Work")
-      .def("done", [](const Started& started) { return started.work->done(); })
-      .def("wait", &wait)
-      .def("precede",
-           [](const Started& started, uintptr_t stream) {
-             started.work->make_stream_wait(reinterpret_cast<void*>(stream));
-           })
-      .def_property_readonly("source", &source_of);
-  py::class_<Handle>(module, "Group")
-      .def_property_readonly("rank", [](const Handle& h) { return h.group().rank(); })
-      .def_property_readonly("size", [](const Handle& h) { return h.group().size(); })
-      .def_property_readonly("name", [](const Handle& h) { return h.group().name(); })
-      .def_property_readonly("members", [](const Handle& h) { return h.group().members(); })
-      .def_property_readonly("ranks", [](const Handle& h) { return h.group().ranks(); })
-      .def_property_readonly("local_rank", [](const Handle& h) { return h.group().local_rank(); })
-      .def_property_readonly("local_size", [](const Handle& h) { return h.group().local_size(); })
-      .def_property_readonly("host_count", [](const Handle& h) { return h.group().host_count(); })
-      .def_property_readonly("encrypted", [](const Handle& h) { return h.group().encrypted(); })
-      .def_property_readonly("hosts", [](const Handle& h) { return h.group().hosts(); })
+  const auto info = [](const auto field) {
+    return [field](const Handle& handle) { return handle.collectives().info().*field; };
+  };
+  py::class_<Handle>(module, "Collectives")
+      .def_property_readonly("rank", info(&GroupInfo::rank))
+      .def_property_readonly("size", info(&GroupInfo::size))
+      .def_property_readonly("name", info(&GroupInfo::name))
+      .def_property_readonly("members", info(&GroupInfo::members))
+      .def_property_readonly("ranks", info(&GroupInfo::ranks))
+      .def_property_readonly("hosts", info(&GroupInfo::hosts))
+      .def_property_readonly("local_rank", info(&GroupInfo::local_rank))
+      .def_property_readonly("local_size", info(&GroupInfo::local_size))
+      .def_property_readonly("host_count", info(&GroupInfo::host_count))
+      .def_property_readonly("encrypted", info(&GroupInfo::encrypted))
+      .def_property_readonly("forked", &Handle::in_child)
+      .def("stats", [](const Handle& h) { return h.collectives().stats(); })
+      .def("close", &close)
+      .def("abort", &abort)
+      .def("_capsule", &collectives_capsule);
+  py::class_<GroupHandle, Handle>(module, "Group")
       .def("allocate",
-           [](const Handle& handle, size_t bytes) -> std::optional<SharedMemory> {
+           [](const GroupHandle& handle, size_t bytes) -> std::optional<SharedMemory> {
              auto memory = handle.group().allocate(bytes);
              if (!memory) return std::nullopt;
              return SharedMemory{std::move(memory), bytes};
            })
-      .def_property_readonly("forked", &Handle::in_child)
-      .def("run", &run)
-      .def("start", &start)
       .def("split", &split)
-      .def("lost", [](const Handle& h) { return h.group().lost(); })
-      .def("stats", [](const Handle& h) { return h.group().stats(); })
+      .def("lost", [](const GroupHandle& h) { return h.group().lost(); })
       .def("status", &status)
-      .def("set_timeout", [](const Handle& h, double s) { h.group().set_timeout(nanoseconds(s)); })
-      .def("close", &close)
-      .def("abort", &abort)
-      .def("_capsule", &capsule);
+      .def("set_timeout",
+           [](const GroupHandle& h, double s) { h.group().set_timeout(nanoseconds(s)); })
+      .def("_capsule", &group_capsule);
 }
 
 }  // namespace pycomm::bindings

@@ -160,7 +160,7 @@ ConnectOptions options_from(const py::kwargs& named) {
   return options;
 }
 
-std::unique_ptr<Handle> connect_from(const py::object& object, const py::kwargs& named) {
+std::unique_ptr<GroupHandle> connect_from(const py::object& object, const py::kwargs& named) {
   ConnectOptions options = options_from(named);
   PythonStore adapter(object);
   Store& store = py::isinstance<Store>(object) ? object.cast<Store&>() : adapter;
@@ -169,14 +169,14 @@ std::unique_ptr<Handle> connect_from(const py::object& object, const py::kwargs&
     const Blocking blocking;
     group = connect(store, std::move(options));
   }
-  auto handle = std::make_unique<Handle>(std::move(group));
+  auto handle = std::make_unique<GroupHandle>(std::move(group));
   throw_pending();
   return handle;
 }
 
-std::unique_ptr<Handle> regroup(const Handle& broken, const py::object& object,
-                                const std::string& name, const std::vector<int>& members,
-                                double timeout_s) {
+std::unique_ptr<GroupHandle> regroup(const GroupHandle& broken, const py::object& object,
+                                     const std::string& name, const std::vector<int>& members,
+                                     double timeout_s) {
   PythonStore adapter(object);
   Store& store = py::isinstance<Store>(object) ? object.cast<Store&>() : adapter;
   std::shared_ptr<Group> part;
@@ -186,7 +186,7 @@ std::unique_ptr<Handle> regroup(const Handle& broken, const py::object& object,
     const Blocking blocking;
     part = group.regroup(store, name, members, limit);
   }
-  auto handle = std::make_unique<Handle>(std::move(part));
+  auto handle = std::make_unique<GroupHandle>(std::move(part));
   throw_pending();
   return handle;
 }

@@ -91,7 +91,7 @@ class DeviceWork final : public Work {
 // `source`: where a receive stores the rank that it matched.
 Call agreement_about(const Call& call, int* source) {
   Call asked = call;
-  asked.agreement = true;
+  asked.device.agreement = true;
   asked.source = source;
   return asked;
 }
@@ -125,7 +125,7 @@ class CallLock {
   std::unique_lock<std::mutex> lock_;
 };
 
-class DeviceGroup final : public Group, public std::enable_shared_from_this<DeviceGroup> {
+class DeviceGroup final : public Collectives, public std::enable_shared_from_this<DeviceGroup> {
  public:
   DeviceGroup(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
               std::unique_ptr<DeviceExecutor> executor, std::chrono::nanoseconds timeout)
@@ -138,47 +138,18 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
   }
   ~DeviceGroup() override { watchdog_thread_.join(); }
 
-  int rank() const override { return host_->rank(); }
-  int size() const override { return host_->size(); }
-  const std::string& name() const override { return host_->name(); }
-  const std::vector<Member>& members() const override { return host_->members(); }
-  const std::vector<int>& ranks() const override { return host_->ranks(); }
-  int local_rank() const override { return host_->local_rank(); }
-  int local_size() const override { return host_->local_size(); }
-  int host_count() const override { return host_->host_count(); }
-  const std::vector<int>& hosts() const override { return host_->hosts(); }
-  bool encrypted() const override { return host_->encrypted(); }
-  bool reproducible() const override { return host_->reproducible(); }
+  const GroupInfo& info() const override { return host_->info(); }
 
   void run(const Call& given) override;
   std::shared_ptr<Work> start(const Call& given,
                               std::function<void(std::exception_ptr)> then) override;
-  void exchange(std::span<const Call>) override {
-    throw Unsupported("exchange() does not support CUDA arrays; use send() and recv()");
-  }
-  std::shared_ptr<Group> split(int, int) override { throw Unsupported(kUnsupported); }
-  std::shared_ptr<Group> regroup(Store&, const std::string&, const std::vector<int>&,
-                                 std::chrono::nanoseconds) override {
-    throw Unsupported(kUnsupported);
-  }
-  std::vector<int> lost() const override { return host_->lost(); }
-  std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
   Stats stats() const override;
-  Status status() const override { return host_->status(); }
-  void set_timeout(std::chrono::nanoseconds timeout) override {
-    if (timeout.count() <= 0) throw InvalidArgument("invalid timeout: it must be longer than 0 s");
-    timeout_ = timeout;
-  }
   void close() noexcept override;
-  void hear(std::chrono::nanoseconds limit) override { host_->hear(limit); }
   void abort(const std::string& reason) noexcept override {
     fail(GroupBroken("the group was aborted: " + reason, {.rank = rank()}));
   }
 
  private:
-  static constexpr const char* kUnsupported =
-      "device groups do not support split() or shrink(); call it on the parent group";
-
   DeviceCall begin(const Call& given);
   std::shared_ptr<Event> mark(void* stream);
   using Failed = std::function<void(std::exception_ptr)>;
@@ -189,7 +160,7 @@ class DeviceGroup final : public Group, public std::enable_shared_from_this<Devi
 
   std::shared_ptr<Group> host_;
   std::shared_ptr<Device> device_;
-  std::chrono::nanoseconds timeout_;
+  const std::chrono::nanoseconds timeout_;
   std::mutex turn_;           // held inside run() and start()
   mutable std::mutex mutex_;  // guards the executor and calls_
   std::unique_ptr<DeviceExecutor> executor_;
@@ -227,11 +198,11 @@ void DeviceGroup::run(const Call& given) {
   const CallLock turn(turn_);
   DeviceCall device_call = begin(given);
   const Deadline deadline(device_call.call.timeout);
-  const auto before = mark(given.stream);
+  const auto before = mark(given.device.stream);
   int source = given.peer;
   host_->run(agreement_about(device_call.call, &source));
   set_source(device_call.call, source);
-  enqueue(device_call, *before, deadline, {})->stream_wait(given.stream);
+  enqueue(device_call, *before, deadline, {})->stream_wait(given.device.stream);
 }
 
 std::shared_ptr<Work> DeviceGroup::start(const Call& given,
@@ -243,7 +214,7 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
   });
   DeviceCall device_call = begin(given);
   const Deadline deadline(device_call.call.timeout);
-  const auto before = mark(given.stream);
+  const auto before = mark(given.device.stream);
   const auto source = std::make_shared<int>(given.peer);
   auto enqueued = [self = shared_from_this(), work, device_call, before, deadline, source,
                    then = std::move(then)](std::exception_ptr error) mutable {
@@ -254,8 +225,8 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
         over = self->enqueue(device_call, *before, deadline,
                              [work](std::exception_ptr late) { work->fail(std::move(late)); });
       }
-      if (over && device_call.call.follower != nullptr)
-        over->stream_wait(device_call.call.follower);
+      if (over && device_call.call.device.follower != nullptr)
+        over->stream_wait(device_call.call.device.follower);
     } catch (...) {  // reported through the work
       error = std::current_exception();
     }
@@ -263,7 +234,7 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
     if (then) then(error);
   };
   const Call agreement = agreement_about(device_call.call, source.get());
-  if (device_->capturing(given.stream)) {  // on this thread: a capture may belong to it
+  if (device_->capturing(given.device.stream)) {  // on this thread: a capture may belong to it
     work->capture();
     host_->run(agreement);
     enqueued(nullptr);
@@ -278,7 +249,7 @@ std::shared_ptr<Event> DeviceGroup::enqueue(const DeviceCall& device_call, Event
   try {
     const std::lock_guard lock(mutex_);
     ++calls_;
-    const bool captured = device_->capturing(device_call.call.stream);
+    const bool captured = device_->capturing(device_call.call.device.stream);
     auto over = executor_->enqueue(device_call, before, deadline);
     // Calls in a graph are not watched: the program that launches the graph waits for them.
     if (!captured)
@@ -380,13 +351,13 @@ std::vector<DeviceInfo> exchange_device_info(Group& host, const DeviceResources&
 bool is_host_staged(const Group& host, const std::vector<DeviceInfo>& all) {
   std::set<std::pair<int, decltype(DeviceInfo::bus_id)>> devices;
   for (size_t rank = 0; rank < all.size(); ++rank)
-    devices.emplace(host.hosts()[rank], all[rank].bus_id);
+    devices.emplace(host.info().hosts[rank], all[rank].bus_id);
   return devices.size() < all.size() && !std::ranges::all_of(all, &DeviceInfo::nccl_shares);
 }
 
 // Throws Unsupported on all ranks if NCCL would send unencrypted data although encrypt=True.
 void check_encrypted(const Group& host, const DeviceInfo& first) {
-  if (host.encrypted() && host.host_count() > 1 && first.nccl_between_hosts)
+  if (host.info().encrypted && host.info().host_count > 1 && first.nccl_between_hosts)
     throw Unsupported(
         "encrypt=True: NCCL between hosts does not encrypt; use cuda_internode_transport=\"tcp\" "
         "for "
@@ -398,7 +369,8 @@ void check_encrypted(const Group& host, const DeviceInfo& first) {
 void check_nccl(const Group& host, const std::vector<DeviceInfo>& all,
                 const DeviceResources& resources) {
   const auto needs = [&](size_t rank) {
-    return all[0].nccl_between_hosts || std::ranges::count(host.hosts(), host.hosts()[rank]) > 1;
+    return all[0].nccl_between_hosts ||
+           std::ranges::count(host.info().hosts, host.info().hosts[rank]) > 1;
   };
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].has_nccl || !needs(rank)) continue;
@@ -411,9 +383,10 @@ void check_nccl(const Group& host, const std::vector<DeviceInfo>& all,
 
 }  // namespace
 
-std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceResources resources,
-                                         std::chrono::nanoseconds timeout,
-                                         std::chrono::nanoseconds limit) {
+std::shared_ptr<Collectives> make_device_group(std::shared_ptr<Group> host,
+                                               DeviceResources resources,
+                                               std::chrono::nanoseconds timeout,
+                                               std::chrono::nanoseconds limit) {
   const auto infos = exchange_device_info(*host, resources, limit);
   std::unique_ptr<DeviceExecutor> executor;
   if (is_host_staged(*host, infos)) {

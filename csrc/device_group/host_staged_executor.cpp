@@ -89,7 +89,7 @@ HostStagedExecutor::Layout HostStagedExecutor::layout_of(const Call& call) const
 
 DeviceCall HostStagedExecutor::prepare(const Call& call) {
   const Layout layout = layout_of(call);
-  staging_.reserve(std::max(layout.input, layout.output_at + layout.output), call.stream);
+  staging_.reserve(std::max(layout.input, layout.output_at + layout.output), call.device.stream);
   return {.call = call};
 }
 
@@ -110,7 +110,7 @@ std::shared_ptr<Event> HostStagedExecutor::enqueue(const DeviceCall& device_call
   before.stream_wait(stream_.raw());
   if (layout.input > 0) device_->copy(staging, call.input, layout.input, stream_.raw());
   if (gives_output) device_->copy(output, call.output, layout.output, stream_.raw());
-  callbacks_.begin([this, here] { run(here); }, device_->capturing(call.stream));
+  callbacks_.begin([this, here] { run(here); }, device_->capturing(call.device.stream));
   callbacks_.stream_wait();
   if (layout.output > 0 && !gives_output)
     device_->copy(call.output, output, layout.output, stream_.raw());

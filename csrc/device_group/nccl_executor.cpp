@@ -93,8 +93,8 @@ class NcclExecutor final : public DeviceExecutor {
 // If communicators connect only the ranks of one host: by rank, the index among this host's ranks,
 // or kNoRank. Otherwise empty.
 std::vector<int> NcclExecutor::local_ranks_of(const DeviceOptions& options) const {
-  if (options.nccl_between_hosts || host_->host_count() == 1) return {};
-  const std::vector<int>& hosts = host_->hosts();
+  if (options.nccl_between_hosts || host_->info().host_count == 1) return {};
+  const std::vector<int>& hosts = host_->info().hosts;
   const int mine = hosts[static_cast<size_t>(host_->rank())];
   std::vector<int> near;
   int next = 0;
@@ -108,7 +108,7 @@ std::vector<NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
                                              std::chrono::nanoseconds timeout) {
   const auto first =
       near.empty() ? size_t{0} : static_cast<size_t>(std::ranges::find(near, 0) - near.begin());
-  const auto together = near.empty() ? host_->size() : host_->local_size();
+  const auto together = near.empty() ? host_->size() : host_->info().local_size;
   const auto lanes = static_cast<size_t>(options.lanes);
   std::vector<NcclId> mine(lanes), all(lanes * static_cast<size_t>(host_->size()));
   if (static_cast<size_t>(host_->rank()) == first && together > 1)
@@ -181,16 +181,16 @@ Algorithm NcclExecutor::algorithm_for(const Call& call) const {
     throw_unsupported(call, "the algorithm host_staged is for ranks that share a GPU");
   if (call.algorithm == Algorithm::nccl && size == 1) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
-  const bool ordered = reduces(call.operation) && host_->reproducible();
+  const bool ordered = reduces(call.operation) && host_->info().reproducible;
   if (size > 1 && !ordered && own && engine_.reaches_all()) return Algorithm::nccl;
   return choose({.operation = call.operation,
                  .dtype = call.dtype,
                  .op = call.op,
                  .size = size,
                  .count = count_to_choose_by(call),
-                 .reproducible = host_->reproducible(),
+                 .reproducible = host_->info().reproducible,
                  .ragged = !call.counts.empty(),
-                 .hosts = host_->host_count()});
+                 .hosts = host_->info().host_count});
 }
 
 // The same on all ranks.
@@ -208,7 +208,7 @@ std::shared_ptr<const std::vector<StreamStages>> NcclExecutor::plan_of(const Cal
                            .count = call.count,
                            .root = is_rooted(call.operation) ? call.peer : 0,
                            .counts = call.counts,
-                           .hosts = host_->hosts()};
+                           .hosts = host_->info().hosts};
   const int lanes = channels_of(call);
   const auto made = [&] {
     const Plan plan = make_plan(call.algorithm, call.operation, at);
@@ -236,7 +236,7 @@ StreamJob NcclExecutor::job_of(const DeviceCall& device_call) {
 
 DeviceCall NcclExecutor::prepare(const Call& call) {
   DeviceCall device_call{.call = call, .plan = plan_of(call)};
-  engine_.prepare(job_of(device_call), call.stream);
+  engine_.prepare(job_of(device_call), call.device.stream);
   return device_call;
 }
 

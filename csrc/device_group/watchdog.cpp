@@ -88,7 +88,7 @@ std::optional<Error> Watchdog::lost(const Entry& oldest) {
     const bool needed = oldest.peer == kAllPeers || oldest.peer == peer;
     if (peer == host_.rank() || !needed || seen.connected || never_met) continue;
     if (!missed_for_long()) return std::nullopt;
-    const Member& who = host_.members()[static_cast<size_t>(peer)];
+    const Member& who = host_.info().members[static_cast<size_t>(peer)];
     return PeerLost(
         oldest.what + " waits on the device for rank " + std::to_string(peer) + " (" + who.host +
             ", pid " + std::to_string(who.pid) + "), which " +

@@ -9,33 +9,27 @@
 #include <string>
 #include <vector>
 
-#include "collectives/choose.h"
+#include "bootstrap/mesh.h"
+#include "group/call_runner.h"
 #include "group/check.h"
-#include "group/host_group.h"
-#include "shared/shared_call.h"
 
 namespace pycomm {
 
-void HostGroup::agree(const Call& call, const Deadline& deadline) {
-  const Header signature = signature_of(call, call.algorithm);
+void CallRunner::agree(const PreparedCall& prepared) {
+  const Call& call = prepared.call;
   // Like a barrier, this returns once all ranks have sent their counts.
   if (call.operation == Operation::all_to_all && !call.counts.empty())
-    return check_splits(call, signature, deadline);
-  if (region_ && host_count_ == 1) {
-    const SharedJob nothing{.operation = Operation::barrier, .element_bytes = 1};
-    const Header header = engine_.next_header(signature);
-    region_->begin(header);
-    SharedCall run(engine_, *region_, nothing, header);
-    return engine_.run(run, header, deadline);
-  }
+    return check_splits(prepared);
+  if (shares_one_host())
+    return run_shared({.operation = Operation::barrier, .element_bytes = 1}, prepared.header,
+                      prepared.deadline);
   const Call barrier;
-  const Algorithm by = choose({.size = options_.size, .hosts = host_count_});
-  PlanJob job;
-  job.schedule = &planned(barrier, by, 0).schedule;
-  job.signature = signature;
-  job.element_bytes = 1;
-  job.size = options_.size;
-  run_plan(job, deadline);
+  const Algorithm by = choose({.size = info_.size, .hosts = info_.host_count});
+  const PlanJob job{.schedule = &plans_.find(barrier, by, 0).schedule,
+                    .signature = prepared.header,
+                    .size = info_.size};
+  publish(job.signature);
+  engine_.run(job, prepared.deadline);
 }
 
 // Gathers the counts of all ranks in frames that carry the call's signature. The call's own frames
@@ -44,64 +38,61 @@ void HostGroup::agree(const Call& call, const Deadline& deadline) {
 // continues.
 //
 // Cost: one all_gather of 2 size() counts from each rank.
-void HostGroup::check_splits(const Call& call, const Header& signature, const Deadline& deadline) {
-  const auto size = static_cast<size_t>(options_.size);
-  const uint32_t sequence = engine_.next_header({}).sequence;
-  const std::vector<size_t> table = gather_splits(call, signature, deadline);
+void CallRunner::check_splits(const PreparedCall& prepared) {
+  const auto size = static_cast<size_t>(info_.size);
+  const std::vector<size_t> table = gather_splits(prepared);
   for (size_t from = 0; from < size; ++from)
     for (size_t to = 0; to < size; ++to) {
       const size_t sent = table[from * 2 * size + to];
       const size_t expected = table[to * 2 * size + size + from];
       if (sent == expected) continue;
       const int sender = static_cast<int>(from), receiver = static_cast<int>(to);
-      const std::string op(name_of(call.operation));
-      throw Mismatch("ranks disagree about call " + std::to_string(sequence) + ": in " + op + " " +
-                         name_of(sender, members_[from]) + " sends " + std::to_string(sent) +
-                         " elements to " + name_of(receiver, members_[to]) + ", which expects " +
+      const std::string op(name_of(prepared.call.operation));
+      throw Mismatch("ranks disagree about call " + std::to_string(prepared.header.sequence) +
+                         ": in " + op + " " + name_of(sender, info_.members[from]) + " sends " +
+                         std::to_string(sent) + " elements to " +
+                         name_of(receiver, info_.members[to]) + ", which expects " +
                          std::to_string(expected) +
                          "; no array was changed; compare the input splits of the sender with the "
                          "output splits of the receiver",
                      {.op = op,
-                      .sequence = sequence,
-                      .rank = options_.rank,
-                      .peer = options_.rank == sender ? receiver : sender});
+                      .sequence = prepared.header.sequence,
+                      .rank = info_.rank,
+                      .peer = info_.rank == sender ? receiver : sender});
     }
 }
 
 // Returns each rank's call.counts, by rank.
-std::vector<size_t> HostGroup::gather_splits(const Call& call, const Header& signature,
-                                             const Deadline& deadline) {
-  const size_t count = call.counts.size();
-  std::vector<size_t> table(count * static_cast<size_t>(options_.size));
-  const auto* input = reinterpret_cast<const std::byte*>(call.counts.data());
+std::vector<size_t> CallRunner::gather_splits(const PreparedCall& prepared) {
+  const auto& counts = prepared.call.counts;
+  const size_t count = counts.size();
+  std::vector<size_t> table(count * static_cast<size_t>(info_.size));
+  const auto* input = reinterpret_cast<const std::byte*>(counts.data());
   auto* output = reinterpret_cast<std::byte*>(table.data());
-  if (region_ && host_count_ == 1) {
-    const SharedJob shared{.operation = Operation::all_gather,
-                           .input = input,
-                           .output = output,
-                           .count = count,
-                           .element_bytes = sizeof(size_t)};
-    const Header header = engine_.next_header(signature);
-    region_->begin(header);
-    SharedCall run(engine_, *region_, shared, header);
-    engine_.run(run, header, deadline);
+  if (shares_one_host()) {
+    run_shared({.operation = Operation::all_gather,
+                .input = input,
+                .output = output,
+                .count = count,
+                .element_bytes = sizeof(size_t)},
+               prepared.header, prepared.deadline);
     return table;
   }
   const Call gather{.operation = Operation::all_gather, .dtype = Dtype::int64, .count = count};
   const Algorithm by = choose({.operation = gather.operation,
                                .dtype = gather.dtype,
-                               .size = options_.size,
+                               .size = info_.size,
                                .count = count,
-                               .hosts = host_count_,
+                               .hosts = info_.host_count,
                                .thresholds = thresholds_});
-  PlanJob job;
-  job.schedule = &planned(gather, by, count).schedule;
-  job.signature = signature;
-  job.input = input;
-  job.output = output;
-  job.element_bytes = sizeof(size_t);
-  job.size = options_.size;
-  run_plan(job, deadline);
+  const PlanJob job{.schedule = &plans_.find(gather, by, count).schedule,
+                    .signature = prepared.header,
+                    .input = input,
+                    .output = output,
+                    .element_bytes = sizeof(size_t),
+                    .size = info_.size};
+  publish(job.signature);
+  engine_.run(job, prepared.deadline);
   return table;
 }
 

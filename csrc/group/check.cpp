@@ -5,7 +5,6 @@
 #include <string>
 
 #include "collectives/choose.h"
-#include "kernels/kernels.h"
 
 namespace pycomm {
 namespace {
@@ -127,7 +126,7 @@ size_t count_to_choose_by(const Call& call) {
   return (total(call.counts) + ranks - 1) / ranks;
 }
 
-void check_call(const Call& call, int rank, int size) {
+const Reducer* check_call(const Call& call, int rank, int size) {
   const size_t factor = has_parts(call.operation) ? static_cast<size_t>(size) : 1;
   const size_t most = (SIZE_MAX >> 4) / factor / bytes_of(call.dtype);
   for (const size_t count : call.counts.empty() ? std::span(&call.count, 1) : call.counts)
@@ -142,15 +141,16 @@ void check_call(const Call& call, int rank, int size) {
   if (missing > 0)
     refuse(call, rank, "an array of " + std::to_string(missing) + " elements has no address");
   check_peer(call, rank, size);
-  if (reduces(call.operation)) (void)reducer(call.dtype, call.op);
-  if (!is_plan(call.operation) || call.algorithm == Algorithm::automatic) return;
-  if (call.algorithm == Algorithm::shared_memory && call.counts.empty()) return;
+  const Reducer* const found = reduces(call.operation) ? &reducer(call.dtype, call.op) : nullptr;
+  if (!is_plan(call.operation) || call.algorithm == Algorithm::automatic) return found;
+  if (call.algorithm == Algorithm::shared_memory && call.counts.empty()) return found;
   const bool has_counts = !call.counts.empty();
   const auto known = algorithms_for(call.operation, has_counts);
   if (std::ranges::find(known, call.algorithm) == known.end())
     throw Unsupported(std::string(name_of(call.operation)) + (has_counts ? " with counts" : "") +
                           " has no algorithm \"" + std::string(name_of(call.algorithm)) + "\"",
                       {.op = std::string(name_of(call.operation)), .rank = rank});
+  return found;
 }
 
 Header signature_of(const Call& call, Algorithm algorithm) {
@@ -160,7 +160,7 @@ Header signature_of(const Call& call, Algorithm algorithm) {
   header.dtype = static_cast<uint8_t>(call.dtype);
   header.op = reduces(call.operation) ? static_cast<uint8_t>(call.op) : 0;
   header.algorithm = static_cast<uint8_t>(algorithm);
-  if (call.agreement) header.algorithm |= kOnDevice;
+  if (call.device.agreement) header.algorithm |= kOnDevice;
   header.count = call.count;
   if (message) header.peer = call.tag;
   if (is_rooted(call.operation)) header.peer = static_cast<uint32_t>(call.peer);

@@ -7,13 +7,15 @@
 
 #include "core/deadline.h"
 #include "group/group.h"
+#include "kernels/kernels.h"
 #include "observe/flight_recorder.h"
 #include "transport/frame.h"
 
 namespace pycomm {
 
-// Throws InvalidArgument or Unsupported if rank `rank` of `size` cannot make the call.
-void check_call(const Call& call, int rank, int size);
+// Throws InvalidArgument or Unsupported if rank `rank` of `size` cannot make the call. Returns the
+// reducer of a call that adds, else null.
+const Reducer* check_call(const Call& call, int rank, int size);
 
 // Throws Unsupported with `what`, the feature that a device group lacks.
 [[noreturn]] void throw_unsupported(const Call& call, const std::string& what);

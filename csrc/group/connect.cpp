@@ -274,17 +274,18 @@ namespace {
 void announce(const Group& group, const ConnectOptions& options) {
   if (!options.log || options.rank != 0) return;
   std::map<std::string, int> peers;
-  for (const Member& member : group.members()) ++peers[member.transport];
+  for (const Member& member : group.info().members) ++peers[member.transport];
   peers.erase("self");
   std::string by;
   for (const auto& [transport, count] : peers)
     by += (by.empty() ? "" : ", ") + std::to_string(count) + " peers by " + transport;
   options.log("group \"" + options.name + "\": " + std::to_string(options.size) + " ranks on " +
-              std::to_string(group.host_count()) + " hosts; rank 0 is local rank " +
-              std::to_string(group.local_rank()) + " of " + std::to_string(group.local_size()) +
-              " on " + group.members()[0].host + ", device cpu" + (by.empty() ? "" : ", " + by) +
-              "; algorithm by size" + (options.reproducible ? ", sums in rank order" : "") +
-              (options.encrypt && group.host_count() > 1 ? ", encrypted between hosts" : ""));
+              std::to_string(group.info().host_count) + " hosts; rank 0 is local rank " +
+              std::to_string(group.info().local_rank) + " of " +
+              std::to_string(group.info().local_size) + " on " + group.info().members[0].host +
+              ", device cpu" + (by.empty() ? "" : ", " + by) + "; algorithm by size" +
+              (options.reproducible ? ", sums in rank order" : "") +
+              (options.encrypt && group.info().host_count > 1 ? ", encrypted between hosts" : ""));
 }
 
 std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& exchange,

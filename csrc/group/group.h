@@ -1,4 +1,5 @@
-// A group of ranks that call collectives together: the interface that bindings use.
+// A group of ranks that call collectives together: the interface that bindings use. Collectives is
+// what groups for arrays in host memory and on devices have in common.
 //
 // Every rank makes the same calls in the same order. One thread at a time may call: a second thread
 // gets InvalidArgument while a call runs (split the group instead). Calls made with run() execute
@@ -32,6 +33,17 @@ class Store;  // rendezvous/store.h
 // recv: any rank that sent a message with the tag.
 inline constexpr int kAnySource = -1;
 
+// The part of a call that only arrays on devices have.
+struct OnDevice {
+  // The caller's stream. The call begins after the work enqueued there, and later work on it begins
+  // after the call.
+  void* stream = nullptr;
+  // start(): a further stream whose later work begins after the call. In effect before `then` runs.
+  void* follower = nullptr;
+  // Sends no data: returns when all ranks (for a message, the peer) have made this very call.
+  bool agreement = false;
+};
+
 // One call. `count` is a number of elements: of the array (all_reduce, reduce, broadcast, send,
 // recv); of the input (all_gather, gather: the output has size() times as many); of the output
 // (reduce_scatter, scatter: the input has size() times as many); or of what one rank sends to
@@ -62,15 +74,7 @@ struct Call {
   // gathers the counts of all ranks first, so that all raise Mismatch if two differ.
   bool counts_fit = false;
   int* source = nullptr;  // recv: receives the sender's rank; may be null
-  // Device group: the caller's stream. The call begins after the work enqueued there, and later
-  // work on it begins after the call.
-  void* stream = nullptr;
-  // Device group, start(): a further stream whose later work begins after the call. In effect
-  // before `then` runs.
-  void* follower = nullptr;
-  // Sends no data: returns when all ranks (for a message, the peer) have made this very call, whose
-  // arrays are on devices.
-  bool agreement = false;
+  OnDevice device{};
 };
 
 class Work {
@@ -118,22 +122,26 @@ struct Status {
   std::vector<Peer> peers;  // by rank; default values for this rank
 };
 
-class Group {
- public:
-  virtual ~Group() = default;  // sends goodbye first, as close() does
+// What does not change while a group exists.
+struct GroupInfo {
+  int rank = 0, size = 1;
+  std::string name;
+  std::vector<Member> members;  // by rank
+  std::vector<int> ranks;       // by rank: its rank in the world group
+  std::vector<int> hosts;       // by rank: its host, from 0 in order of the hosts' lowest ranks
+  int local_rank = 0;           // index among the ranks of this host
+  int local_size = 1, host_count = 1;
+  bool encrypted = false;     // whether traffic between hosts is
+  bool reproducible = false;  // sums in rank order for every size
+};
 
-  virtual int rank() const = 0;
-  virtual int size() const = 0;
-  virtual const std::string& name() const = 0;
-  virtual const std::vector<Member>& members() const = 0;  // by rank
-  virtual const std::vector<int>& ranks() const = 0;       // by rank: its rank in the world group
-  virtual int local_rank() const = 0;                      // index among the ranks of this host
-  virtual int local_size() const = 0;
-  virtual int host_count() const = 0;
-  // By rank: its host's number, from 0 in order of the hosts' lowest ranks.
-  virtual const std::vector<int>& hosts() const = 0;
-  virtual bool encrypted() const = 0;     // whether traffic between hosts is
-  virtual bool reproducible() const = 0;  // sums in rank order for every size
+class Collectives {
+ public:
+  virtual ~Collectives() = default;
+
+  virtual const GroupInfo& info() const = 0;
+  int rank() const { return info().rank; }
+  int size() const { return info().size; }
 
   // Throws InvalidArgument and Unsupported before any data is sent.
   virtual void run(const Call& call) = 0;
@@ -141,7 +149,19 @@ class Group {
   // throw.
   virtual std::shared_ptr<Work> start(const Call& call,
                                       std::function<void(std::exception_ptr)> then = {}) = 0;
+  virtual Stats stats() const = 0;
 
+  // Leaves cleanly: peers that need nothing more from this rank are not affected. A second call has
+  // no effect. Later calls raise GroupBroken.
+  virtual void close() noexcept = 0;
+  // Any thread: the running call, here and on every peer, fails with an error that contains
+  // `reason`, and the group is broken permanently.
+  virtual void abort(const std::string& reason) noexcept = 0;
+};
+
+// For arrays in host memory. Its destructor sends goodbye first, as close() does.
+class Group : public Collectives {
+ public:
   // Several messages in parallel, as one call: each of `calls` is a send or a recv with an explicit
   // source; those of one peer stay in order. The timeout is that of the first call. Throws as run()
   // does. If a message does not fit its recv, it is dropped and the others complete.
@@ -165,20 +185,13 @@ class Group {
   // the machine's memory.
   virtual std::shared_ptr<std::byte> allocate(size_t bytes) = 0;
 
-  virtual Stats stats() const = 0;
   virtual void set_timeout(std::chrono::nanoseconds timeout) = 0;
   // Any thread, also during a call. At most a fifth of the heartbeat limit old.
   virtual Status status() const = 0;
 
-  // Leaves cleanly: peers that need nothing more from this rank are not affected. A second call has
-  // no effect. Later calls raise GroupBroken.
-  virtual void close() noexcept = 0;
   // Between calls: throws the error of a peer that aborted the group, or that a peer died. Waits up
   // to `limit` for either.
   virtual void hear(std::chrono::nanoseconds limit) = 0;
-  // Any thread: the running call, here and on every peer, fails with an error that contains
-  // `reason`, and the group is broken permanently.
-  virtual void abort(const std::string& reason) noexcept = 0;
 };
 
 }  // namespace pycomm

@@ -9,15 +9,10 @@
 
 #include "collectives/choose.h"
 #include "group/check.h"
-#include "shared/shared_call.h"
 
 namespace pycomm {
 namespace {
 
-// Scratch of one call. A call that needs more runs in blocks. With 8 MiB of rings (mesh.cpp) and a
-// segment of 1 MiB, a group uses less than 16 MiB per rank for any message size.
-constexpr size_t kScratchBytes = size_t{6} << 20;
-constexpr size_t kMaxPlans = 256;
 // Longer than a round trip between two processors (about 1 us), but short, because spinning slows
 // other processes: a small all_reduce of 2 ranks takes 5 to 8 us with a limit of 20, 50 or 200 us
 // on an idle machine, but 110, 180 and 400 us beside a busy process (benchmarks/results/spin.json).
@@ -76,82 +71,96 @@ FlightRecorderHead head_of(const ConnectOptions& options, const Mesh& mesh) {
   return head;
 }
 
+GroupInfo info_of(const ConnectOptions& options, const Mesh& mesh, std::vector<int> ranks) {
+  const auto& hosts = mesh.hosts;
+  const std::string& here = hosts[static_cast<size_t>(options.rank)];
+  GroupInfo info{.rank = options.rank,
+                 .size = options.size,
+                 .name = options.name,
+                 .members = mesh.members,
+                 .ranks = std::move(ranks),
+                 .hosts = {},
+                 .encrypted = options.encrypt,
+                 .reproducible = options.reproducible};
+  info.local_size = static_cast<int>(std::ranges::count(hosts, here));
+  info.local_rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + options.rank, here));
+  std::vector<std::string> known;
+  for (const std::string& host : hosts) {
+    const auto found = std::ranges::find(known, host);
+    info.hosts.push_back(static_cast<int>(found - known.begin()));
+    if (found == known.end()) known.push_back(host);
+  }
+  info.host_count = static_cast<int>(known.size());
+  return info;
+}
+
+// The memory that the ranks of this host share; null if there is none or this rank is alone.
+std::unique_ptr<SharedMemoryRegion> region_of(Mesh& mesh, int local_rank) {
+  std::vector<std::shared_ptr<Segment>> segments;
+  std::vector<int> here;
+  for (size_t i = 0; i < mesh.memories.size(); ++i) {
+    const auto& memory = mesh.memories[i];
+    if (memory == nullptr) continue;
+    segments.emplace_back(memory, reinterpret_cast<Segment*>(memory.get()));
+    here.push_back(static_cast<int>(i));
+  }
+  if (here.size() < 2) return nullptr;
+  auto region =
+      std::make_unique<SharedMemoryRegion>(std::move(segments), std::move(here), local_rank);
+  if (!mesh.heaps.empty()) region->set_heaps(std::move(mesh.heaps));
+  return region;
+}
+
 }  // namespace
 
 HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
     : options_(std::move(options)),
-      members_(mesh.members),
-      ranks_(std::move(ranks)),
+      info_(info_of(options_, mesh, std::move(ranks))),
+      timeout_(options_.timeout),
       connector_(std::move(mesh.connector)),
       engine_(std::move(mesh.channels), engine_options(options_, mesh, connector_.get())),
+      runner_(engine_, info_, thresholds_of(mesh), region_of(mesh, info_.local_rank),
+              !mesh.memories.empty() && info_.host_count > 1),
       recorder_(head_of(options_, mesh), options_.recorder),
       worker_(options_.interrupted) {
-  thresholds_ = thresholds_of(mesh);
   options_.tuned = std::move(mesh.tuned);  // for split()
-  const auto& hosts = mesh.hosts;
-  const auto me = static_cast<size_t>(options_.rank);
-  local_size_ = static_cast<int>(std::ranges::count(hosts, hosts[me]));
-  local_rank_ =
-      static_cast<int>(std::count(hosts.begin(), hosts.begin() + options_.rank, hosts[me]));
-  std::vector<std::string> known;
-  for (const std::string& host : hosts) {
-    const auto found = std::ranges::find(known, host);
-    hosts_.push_back(static_cast<int>(found - known.begin()));
-    if (found == known.end()) known.push_back(host);
-  }
-  host_count_ = static_cast<int>(known.size());
-  if (!mesh.memories.empty()) make_region(mesh.memories);
-  if (!region_ || mesh.heaps.empty()) return;  // heaps exist on a single host only
-  region_->set_heaps(std::move(mesh.heaps));
-  heap_ = std::move(mesh.heap);
-}
-
-void HostGroup::make_region(const std::vector<std::shared_ptr<std::byte>>& memories) {
-  std::vector<std::shared_ptr<Segment>> segments;
-  std::vector<int> here;
-  for (size_t i = 0; i < memories.size(); ++i) {
-    if (memories[i] == nullptr) continue;
-    segments.emplace_back(memories[i], reinterpret_cast<Segment*>(memories[i].get()));
-    here.push_back(static_cast<int>(i));
-  }
-  if (here.size() > 1)
-    region_ =
-        std::make_unique<SharedMemoryRegion>(std::move(segments), std::move(here), local_rank_);
-  if (host_count_ > 1) hierarchical_.emplace(engine_, region_.get());
+  // Heaps exist on a single host only.
+  if (runner_.region() != nullptr && runner_.region()->has_heaps()) heap_ = std::move(mesh.heap);
 }
 
 HostGroup::~HostGroup() { close(); }
 
-void HostGroup::check(const Call& call) const {
-  if (call.agreement) return;  // the device group checked it
-  check_call(call, options_.rank, options_.size);
-  const bool shared = region_ && host_count_ == 1;
-  if (call.algorithm == Algorithm::shared_memory && !shared && options_.size > 1)
-    throw Unsupported(
-        "the algorithm shared_memory requires all ranks on one host, with connections "
-        "that share memory",
-        {.op = std::string(name_of(call.operation)), .rank = options_.rank});
+// Returns the reducer of a call that adds, else null.
+const Reducer* HostGroup::check(const Call& call) const {
+  if (call.device.agreement) return nullptr;  // the device group checked it
+  const Reducer* const reducer = check_call(call, info_.rank, info_.size);
+  runner_.check(call);
+  return reducer;
 }
 
 void HostGroup::run(const Call& call) {
-  check(call);
-  take_turn(call, [&](auto since) { execute(call, since); });
+  const Reducer* const reducer = check(call);
+  const Worker::Turn turn = take_turn(call);
+  execute({.call = call, .reducer = reducer, .deadline = {turn.since(), limit_of(call)}});
 }
 
 std::shared_ptr<Work> HostGroup::start(const Call& call,
                                        std::function<void(std::exception_ptr)> then) {
-  check(call);
-  return worker_.start([this, call] { execute(call, {}); }, std::move(then));
+  return worker_.start(
+      [this, call, reducer = check(call)] {
+        execute({.call = call, .reducer = reducer, .deadline = Deadline(limit_of(call))});
+      },
+      std::move(then));
 }
 
 void HostGroup::exchange(std::span<const Call> calls) {
   std::vector<MessageRequest> posted;
   for (const Call& call : calls) {
-    if (is_plan(call.operation) || call.agreement || call.peer == kAnySource)
+    if (is_plan(call.operation) || call.device.agreement || call.peer == kAnySource)
       throw InvalidArgument(
           "exchange() accepts send and recv only, and each recv needs an explicit source rank",
-          {.op = std::string(name_of(call.operation)), .rank = options_.rank});
-    check(call);
+          {.op = std::string(name_of(call.operation)), .rank = info_.rank});
+    (void)check(call);
     const size_t bytes = call.count * bytes_of(call.dtype);
     posted.push_back({.peer = call.peer,
                       .signature = signature_of(call, Algorithm::direct),
@@ -160,100 +169,51 @@ void HostGroup::exchange(std::span<const Call> calls) {
                       .into = {static_cast<std::byte*>(call.output), bytes}});
   }
   if (calls.empty()) return;
-  take_turn(calls.front(), [&](auto since) {
-    engine_.check_usable();
-    execute(calls.front(), Algorithm::direct, since,
-            [&](const Deadline& deadline) { engine_.exchange(posted, deadline); });
-  });
+  const Call& first = calls.front();
+  const Worker::Turn turn = take_turn(first);
+  execute({.call = first,
+           .reducer = nullptr,
+           .deadline = {turn.since(), limit_of(first)},
+           .messages = posted});
 }
 
-// Peers made this call but it never ran here, so the group cannot continue.
-void HostGroup::take_turn(const Call& call, const Worker::Timed& body) {
+Worker::Turn HostGroup::take_turn(const Call& call) {
+  const auto limit = limit_of(call);
   try {
-    worker_.run(body, [&] { return limit_of(call); });
-  } catch (const Timeout& late) {
+    return worker_.take_turn(limit);
+  } catch (const Timeout& late) {  // the peers made this call, so the group cannot continue
     const std::string op(name_of(call.operation));
     engine_.stop(op + ": " + late.what());
-    throw Timeout(op + ": " + late.what(),
-                  {.op = op,
-                   .rank = options_.rank,
-                   .elapsed_s = std::chrono::duration<double>(limit_of(call)).count()});
+    throw Timeout(
+        op + ": " + late.what(),
+        {.op = op, .rank = info_.rank, .elapsed_s = std::chrono::duration<double>(limit).count()});
   }
 }
 
-std::chrono::nanoseconds HostGroup::limit_of(const Call& call) const {
-  if (call.timeout.count() > 0) return call.timeout;
-  const std::lock_guard lock(mutex_);
-  return options_.timeout;
-}
-
-void HostGroup::execute(const Call& call, Clock::time_point since) {
+void HostGroup::execute(PreparedCall prepared) {
   engine_.check_usable();  // before this rank publishes the call in shared memory
-  const bool chosen = is_plan(call.operation) || call.agreement;
-  const Algorithm algorithm = chosen ? algorithm_for(call) : Algorithm::direct;
-  execute(call, algorithm, since,
-          [&](const Deadline& deadline) { carry_out(call, algorithm, deadline); });
-}
-
-void HostGroup::execute(const Call& call, Algorithm algorithm, Clock::time_point since,
-                        const Body& body) {
-  std::unique_lock lock(mutex_);
-  const Deadline deadline(since == Clock::time_point{} ? Clock::now() : since,
-                          call.timeout.count() > 0 ? call.timeout : options_.timeout);
-  recorder_.begin(record_of(call, engine_.next_header(signature_of(call, algorithm)), deadline));
-  lock.unlock();
+  runner_.prepare(prepared);
+  {
+    const std::lock_guard lock(mutex_);
+    recorder_.begin(record_of(prepared.call, prepared.header, prepared.deadline));
+  }
   try {
-    body(deadline);
+    runner_.run(prepared);
   } catch (const Error& error) {
-    lock.lock();
+    const std::lock_guard lock(mutex_);
     end_call(true);
     const std::string where = record_failure(error);
     if (where.empty()) throw;
     throw Error(error.kind(), error.what() + where, error.fields());
   } catch (...) {  // out of memory, or from Python
-    lock.lock();
+    const std::lock_guard lock(mutex_);
     end_call(true);
     throw;
   }
-  lock.lock();
+  const std::lock_guard lock(mutex_);
   const auto now = end_call(false);
   ++stats_.calls;
-  stats_.seconds += std::chrono::duration<double>(now - deadline.start()).count();
-}
-
-void HostGroup::carry_out(const Call& call, Algorithm algorithm, const Deadline& deadline) {
-  if (call.agreement && is_plan(call.operation)) return agree(call, deadline);
-  const size_t bytes = call.agreement ? 0 : call.count * bytes_of(call.dtype);
-  switch (call.operation) {
-    case Operation::send:
-      if (call.agreement)
-        engine_.announce_send(call.peer, signature_of(call, algorithm), deadline);
-      else
-        engine_.send(call.peer, signature_of(call, algorithm),
-                     {static_cast<const std::byte*>(call.input), bytes}, deadline);
-      break;
-    case Operation::recv: {
-      const int source = engine_.receive(call.peer == kAnySource ? kAnyPeer : call.peer,
-                                         signature_of(call, algorithm),
-                                         {static_cast<std::byte*>(call.output), bytes}, deadline);
-      if (call.source != nullptr) *call.source = source;
-      break;
-    }
-    case Operation::all_reduce:
-    case Operation::broadcast:
-    case Operation::all_gather:
-    case Operation::reduce_scatter:
-    case Operation::barrier:
-    case Operation::reduce:
-    case Operation::gather:
-    case Operation::scatter:
-    case Operation::all_to_all:
-      if (algorithm == Algorithm::shared_memory)
-        execute_shared(call, deadline);
-      else
-        execute_plan(call, algorithm, deadline);
-      break;
-  }
+  stats_.seconds += std::chrono::duration<double>(now - prepared.deadline.start()).count();
 }
 
 // Adds the call to stats_ and the flight recorder and returns its end. Requires mutex_.
@@ -262,10 +222,10 @@ Clock::time_point HostGroup::end_call(bool failed) {
   stats_.bytes_sent = engine_.payload_sent();
   stats_.bytes_written = engine_.bytes_written();
   stats_.bytes_received = engine_.bytes_received();
-  if (region_) {
-    stats_.bytes_sent += region_->bytes_sent;
-    stats_.bytes_written += region_->bytes_sent;
-    stats_.bytes_received += region_->bytes_received;
+  if (const SharedMemoryRegion* const region = runner_.region()) {
+    stats_.bytes_sent += region->bytes_sent;
+    stats_.bytes_written += region->bytes_sent;
+    stats_.bytes_received += region->bytes_received;
   }
   const auto now = Clock::now();
   recorder_.end({.now = now,
@@ -298,131 +258,6 @@ std::string HostGroup::record_failure(const Error& error) {
   return {};
 }
 
-Algorithm HostGroup::algorithm_for(const Call& call) const {
-  if (options_.size == 1 && call.algorithm == Algorithm::shared_memory) return Algorithm::direct;
-  if (call.algorithm != Algorithm::automatic) return call.algorithm;
-  if (region_ && host_count_ == 1 && call.counts.empty()) return Algorithm::shared_memory;
-  return choose({.operation = call.operation,
-                 .dtype = call.dtype,
-                 .op = call.op,
-                 .size = options_.size,
-                 .count = count_to_choose_by(call),
-                 .reproducible = options_.reproducible,
-                 .ragged = !call.counts.empty(),
-                 .hosts = host_count_,
-                 .thresholds = thresholds_});
-}
-
-void HostGroup::execute_shared(const Call& call, const Deadline& deadline) {
-  SharedJob job{.operation = call.operation,
-                .input = static_cast<const std::byte*>(call.input),
-                .output = static_cast<std::byte*>(call.output),
-                .count = call.count,
-                .element_bytes = bytes_of(call.dtype),
-                .root = call.peer};
-  if (reduces(call.operation)) {
-    job.reducer = &reducer(call.dtype, call.op);
-    job.folds = is_half(call.dtype);
-  }
-  const Header header = engine_.next_header(signature_of(call, Algorithm::shared_memory));
-  region_->begin(header);
-  SharedCall run(engine_, *region_, job, header);
-  engine_.run(run, header, deadline);
-}
-
-void HostGroup::execute_plan(const Call& call, Algorithm algorithm, const Deadline& deadline) {
-  PlanJob job;
-  job.signature = signature_of(call, algorithm);
-  job.input = static_cast<const std::byte*>(call.input);
-  job.output = static_cast<std::byte*>(call.output);
-  job.element_bytes = bytes_of(call.dtype);
-  job.size = options_.size;
-  if (reduces(call.operation)) job.reducer = &reducer(call.dtype, call.op);
-  if (hierarchical_ && algorithm == Algorithm::hierarchical &&
-      call.operation == Operation::all_reduce)
-    return hierarchical_->all_reduce(job, place(options_.rank, call, call.count), deadline);
-  if (call.counts.empty()) return execute_blocks(call, job, deadline);
-  if (call.operation == Operation::all_to_all) {
-    if (options_.size > 1 && !call.counts_fit) check_splits(call, job.signature, deadline);
-    job.peer_counts = call.counts;
-  }
-  // Counts change between calls: their plans are not cached.
-  const Schedule schedule = schedule_of(call, algorithm, 0);
-  job.schedule = &schedule;
-  run_plan(job, deadline);
-}
-
-void HostGroup::run_plan(const PlanJob& job, const Deadline& deadline) {
-  if (region_) region_->begin(engine_.next_header(job.signature));
-  engine_.run(job, deadline);
-}
-
-void HostGroup::execute_blocks(const Call& call, PlanJob& job, const Deadline& deadline) {
-  const auto algorithm = static_cast<Algorithm>(job.signature.algorithm);
-  const size_t block = planned(call, algorithm, call.count).block;
-  size_t begin = 0;
-  do {
-    const size_t count = std::min(block, call.count - begin);
-    job.schedule = &planned(call, algorithm, count).schedule;
-    if (call.operation == Operation::reduce_scatter && count < call.count) {
-      job.piece = count;
-      job.stride = call.count;
-    }
-    run_plan(job, deadline);
-    begin += count;
-    if (job.input != nullptr) job.input += count * job.element_bytes;
-    if (job.output != nullptr) job.output += count * job.element_bytes;
-  } while (begin < call.count);
-}
-
-CollectiveShape HostGroup::place(int rank, const Call& call, size_t count) const {
-  return {.rank = rank,
-          .size = options_.size,
-          .count = count,
-          .root = is_rooted(call.operation) ? call.peer : 0,
-          .counts = call.counts,
-          .hosts = hosts_};
-}
-
-// How many elements of a call run at a time, so that scratch stays within kScratchBytes. All ranks
-// must compute the same number, so each considers the plans of all ranks, or of rank 0 only if they
-// are alike. A reduce_scatter whose ranges span chunks cannot be cut into blocks and runs whole.
-size_t HostGroup::block_of(const Call& call, Algorithm algorithm) const {
-  const bool simple = algorithm == Algorithm::ring || algorithm == Algorithm::direct;
-  if (!reduces(call.operation) || (call.operation == Operation::reduce_scatter && !simple))
-    return call.count;
-  const bool alike = call.operation != Operation::reduce &&
-                     (simple || algorithm == Algorithm::owner || algorithm == Algorithm::tree);
-  const auto scratch_of = [&](size_t block) {
-    size_t most = 0;
-    for (int rank = 0; rank < (alike ? 1 : options_.size); ++rank)
-      most = std::max(most, make_plan(algorithm, call.operation, place(rank, call, block)).scratch);
-    return most * bytes_of(call.dtype);
-  };
-  size_t block = call.count;
-  for (;;) {
-    const size_t scratch = scratch_of(block);
-    if (scratch <= kScratchBytes || block <= 1) return block;
-    block = std::max<size_t>(1, std::min(block - 1, block / (scratch / kScratchBytes + 1)));
-  }
-}
-
-Schedule HostGroup::schedule_of(const Call& call, Algorithm algorithm, size_t count) const {
-  return make_schedule(make_plan(algorithm, call.operation, place(options_.rank, call, count)),
-                       options_.rank);
-}
-
-const HostGroup::Planned& HostGroup::planned(const Call& call, Algorithm algorithm, size_t count) {
-  const auto key =
-      std::tuple(call.operation, algorithm, count, is_rooted(call.operation) ? call.peer : 0);
-  if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
-  if (plans_.size() >= kMaxPlans) plans_.clear();
-  Call asked = call;
-  asked.count = count;
-  Planned made{schedule_of(call, algorithm, count), block_of(asked, algorithm)};
-  return plans_.emplace(key, std::move(made)).first->second;
-}
-
 Stats HostGroup::stats() const {
   const std::lock_guard lock(mutex_);
   return stats_;
@@ -437,14 +272,13 @@ Status HostGroup::status() const {
                             .doing = std::move(seen.current_call),
                             .bytes_written = seen.bytes_written,
                             .bytes_received = seen.bytes_received});
-  status.peers.resize(static_cast<size_t>(options_.size));
+  status.peers.resize(static_cast<size_t>(info_.size));
   return status;
 }
 
 void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {
   if (timeout.count() <= 0) throw InvalidArgument("invalid timeout: it must be longer than 0 s");
-  const std::lock_guard lock(mutex_);
-  options_.timeout = timeout;
+  timeout_ = timeout;
 }
 
 void HostGroup::start_heartbeat() {
@@ -467,9 +301,9 @@ void HostGroup::close() noexcept {
 }
 
 void HostGroup::hear(std::chrono::nanoseconds limit) {
-  std::vector<int> others(static_cast<size_t>(options_.size));
+  std::vector<int> others(static_cast<size_t>(info_.size));
   std::iota(others.begin(), others.end(), 0);
-  std::erase(others, options_.rank);
+  std::erase(others, info_.rank);
   engine_.check_for_failures(limit, others);
 }
 

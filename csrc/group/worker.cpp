@@ -76,9 +76,9 @@ class Worker::Started final : public Work {
 
 Worker::~Worker() { join(); }
 
-// Waits for the caller's turn. Returns when the wait began, {} if there was none. The caller must
-// reset caller_inside.
-Clock::time_point Worker::enter(std::unique_lock<std::mutex>& lock, const Limit& limit) {
+// Waits for the caller's turn. Returns when the wait began. The caller must reset caller_inside.
+Clock::time_point Worker::enter(std::unique_lock<std::mutex>& lock,
+                                std::chrono::nanoseconds limit) {
   State& state = *state_;
   if (state.caller_inside) throw InvalidArgument(kSecondThread);
   if (state.ending) throw GroupBroken(kClosed);
@@ -92,12 +92,9 @@ Clock::time_point Worker::enter(std::unique_lock<std::mutex>& lock, const Limit&
   const auto our_turn = [&] {
     return state.ending || (state.queue.empty() && !state.worker_inside);
   };
-  Clock::time_point since{};
+  const auto since = Clock::now();
   if (!our_turn()) {
-    lock.unlock();
-    const Deadline deadline(limit());
-    lock.lock();
-    since = deadline.start();
+    const Deadline deadline(since, limit);
     while (!state.changed.wait_for(
         lock, std::min<std::chrono::nanoseconds>(kSlice, deadline.left()), our_turn)) {
       lock.unlock();
@@ -114,23 +111,17 @@ Clock::time_point Worker::enter(std::unique_lock<std::mutex>& lock, const Limit&
   return since;
 }
 
-void Worker::run(const Timed& body, const Limit& limit) {
+Worker::Turn Worker::take_turn(std::chrono::nanoseconds limit) {
   std::unique_lock lock(state_->mutex);
-  if (state_->thread == std::this_thread::get_id()) {
-    lock.unlock();
-    return body({});
-  }
-  const auto since = enter(lock, limit);
-  lock.unlock();
-  struct Leave {
-    State& state;
-    ~Leave() {
-      const std::lock_guard lock(state.mutex);
-      state.caller_inside = false;
-      state.changed.notify_all();
-    }
-  } const leave{*state_};
-  body(since);
+  if (state_->thread == std::this_thread::get_id()) return {nullptr, Clock::now()};
+  return {state_.get(), enter(lock, limit)};
+}
+
+Worker::Turn::~Turn() {
+  if (state_ == nullptr) return;
+  const std::lock_guard lock(state_->mutex);
+  state_->caller_inside = false;
+  state_->changed.notify_all();
 }
 
 void Worker::run_exclusive(const Body& body) {

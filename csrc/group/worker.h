@@ -15,7 +15,24 @@
 namespace pycomm {
 
 class Worker {
+  struct State;
+
  public:
+  // The turn of a call on its caller's thread; it ends with the object.
+  class Turn {
+   public:
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+    ~Turn();
+    // When the call began to wait for its turn.
+    Clock::time_point since() const { return since_; }
+
+   private:
+    friend class Worker;
+    Turn(State* state, Clock::time_point since) : state_(state), since_(since) {}
+    State* state_;  // null inside a `then`
+    Clock::time_point since_;
+  };
   using Body = std::function<void()>;
   using Then = std::function<void(std::exception_ptr)>;
 
@@ -23,14 +40,11 @@ class Worker {
   explicit Worker(std::function<bool()> interrupted) : interrupted_(std::move(interrupted)) {}
   ~Worker();
 
-  using Limit = std::function<std::chrono::nanoseconds()>;
-  // `since`: when the call began to wait for its turn; {} if it did not wait.
-  using Timed = std::function<void(Clock::time_point since)>;
-  // Runs `body` on this thread after all calls started before. Throws InvalidArgument if another
-  // thread is inside; throws Timeout without running `body` if its turn does not come within
-  // `limit`, which is called only if the call has to wait. Inside a `then`, `body` runs at once.
-  void run(const Timed& body, const Limit& limit);
-  // Inside a `then`, `body` runs at once too: a wait for the Work there must not block the thread
+  // Waits until all calls started before are complete. Throws InvalidArgument if another thread is
+  // inside, and Timeout if the turn does not come within `limit`. Inside a `then` it returns at
+  // once.
+  Turn take_turn(std::chrono::nanoseconds limit);
+  // Inside a `then`, `body` runs at once: a wait for the Work there must not block the thread
   // that would run it, and the order is the same as for a `then` that was added too late for the
   // worker and runs on the adding thread.
   std::shared_ptr<Work> start(Body body, Then then);
@@ -53,7 +67,7 @@ class Worker {
     bool caller_inside = false, worker_inside = false, ending = false;
     std::thread::id caller, thread;
   };
-  Clock::time_point enter(std::unique_lock<std::mutex>& lock, const Limit& limit);
+  Clock::time_point enter(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds limit);
   static void loop(State& state);
   static void run_next(State& state, std::unique_lock<std::mutex>& lock);
 

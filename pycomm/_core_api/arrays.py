@@ -1,9 +1,10 @@
 """A uniform view of arrays: torch tensors, NumPy arrays and other objects that expose memory.
 
-Arrays are validated here once: the core gets a pointer to contiguous elements of a dtype that it
-knows. For a collective, a non-contiguous array in host memory is copied to a contiguous one and
-back. On a device, and for kernels (`as_array_ref`), arrays are never copied and must be contiguous.
-torch and CuPy are recognised without importing them.
+The core inspects contiguous tensors and NumPy arrays itself (csrc/bindings/core_arrays.cpp). This
+module describes all others for it and reports the errors. For a collective, a non-contiguous array
+in host memory is copied to a contiguous one and back. On a device, and for kernels
+(`as_array_ref`), arrays are never copied and must be contiguous. torch and CuPy are recognised
+without importing them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,6 @@ __all__ = [
     "ArrayRef",
     "Device",
     "Like",
-    "View",
     "as_array_ref",
     "copied",
     "current_stream",
@@ -58,50 +57,6 @@ BYTES = {name: int(name.strip("abdefilnotu") or 8) // 8 for name in _core.DTYPES
 # Caches: a lookup is faster than inspecting the type or dtype again.
 _numpy_names: dict[Any, str] = {}
 _torch_names: dict[Any, str] = {}
-_torch: dict[str, Any] = {}  # constants of the module
-_viewers: dict[type, Callable[[Any, bool], View]] = {}
-
-
-class View:
-    """Contiguous elements that the core may read, and write if requested.
-
-    Attributes:
-        pointer: address of the first element.
-        dtype: a name of `_core.DTYPES`.
-        count: elements.
-        array: the object that owns the memory; keep it while the core uses the pointer.
-        target: the user's array if `array` is a contiguous copy of it, else None. May be a list of
-            the user's arrays; `array` is then a list of the slices to copy to them.
-        device: the device of the elements.
-    """
-
-    __slots__ = ("array", "count", "device", "dtype", "pointer", "target")
-
-    def __init__(
-        self,
-        pointer: int,
-        dtype: str,
-        count: int,
-        array: Any,
-        target: Any = None,
-        device: Device | None = None,
-    ) -> None:
-        self.device = device or HOST
-        self.pointer = pointer
-        self.dtype = dtype
-        self.count = count
-        self.array = array
-        self.target = target
-
-    def finish(self) -> None:
-        """Copies the elements of a contiguous copy back to the user's array."""
-        if self.target is not None:
-            _copy(self.target, self.array)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the elements in bytes."""
-        return self.count * BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -120,25 +75,41 @@ HOST = Device("cpu", 0)
 
 @dataclass(slots=True)
 class ArrayRef:
-    """Contiguous elements on any device, in place, for a kernel to read or write.
+    """Contiguous elements for the core or a kernel to read or write.
 
     Attributes:
         pointer: address of the first element, on its device.
         dtype: a name of `_core.DTYPES`.
         count: elements.
         shape: the user's shape.
-        nbytes: size of the elements in bytes.
         device: the device of the elements.
-        array: the user's array.
+        array: the object that owns the memory; keep it while the pointer is used.
+        target: the user's array if `array` is a contiguous copy of it, else None. May be a list of
+            the user's arrays; `array` is then a list of the slices to copy to them.
     """
 
     pointer: int
     dtype: str
     count: int
     shape: tuple[int, ...]
-    nbytes: int
     device: Device
     array: Any
+    target: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the elements in bytes."""
+        return self.count * BYTES[self.dtype]
+
+    @property
+    def memory(self) -> tuple[int, str, int, Any]:
+        """The description that `_core.Call` takes instead of an array."""
+        return self.pointer, self.dtype, self.count, self.array
+
+    def finish(self) -> None:
+        """Copies the elements of a contiguous copy back to the user's array."""
+        if self.target is not None:
+            _copy(self.target, self.array)
 
 
 class Like(Protocol):
@@ -162,21 +133,32 @@ def as_array_ref(x: Any, name: str, *, write: bool = False) -> ArrayRef:
         InvalidArgument: not an array, or not contiguous; or `write` and read-only.
         Unsupported: kernels do not support the dtype, device or layout.
     """
+    found = _inspect(x, write)
+    if found is not None:
+        return found
     try:
         if _is_torch(x):
-            return _locate_torch(x, name)
+            return _locate_torch(x)
         if hasattr(x, "__cuda_array_interface__"):
-            return _locate_cuda(x, name, write)
+            return _locate_cuda(x, write)
         array = _as_numpy(x, write)
-        v = _numpy_names.get(array.dtype) or _learn_numpy(array.dtype)
+        dtype = _numpy_names.get(array.dtype) or _learn_numpy(array.dtype)
     except (InvalidArgument, Unsupported) as error:
         raise type(error)(f"{name}: {error}") from None
     if not array.flags.c_contiguous:
         raise InvalidArgument(f"{name} {NOT_CONTIGUOUS} (np.ascontiguousarray)")
     if write and not array.flags.writeable:
         raise InvalidArgument(f"{name} is read-only and the call would change it: pass a copy")
-    pointer = _core.address(array)
-    return ArrayRef(pointer, v, array.size, array.shape, array.nbytes, HOST, x)
+    return ArrayRef(_core.address(array), dtype, array.size, array.shape, HOST, x)
+
+
+def _inspect(x: Any, write: bool) -> ArrayRef | None:
+    """A contiguous tensor or NumPy array; None if `x` needs a closer look."""
+    found = _core.inspect(x, write)
+    if found is None:
+        return None
+    pointer, dtype, count, shape, gpu = found
+    return ArrayRef(pointer, dtype, count, shape, HOST if gpu < 0 else Device("cuda", gpu), x)
 
 
 def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) -> Any:
@@ -204,19 +186,17 @@ def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) 
         ) from None
 
 
-def _locate_torch(x: Any, name: str) -> ArrayRef:
-    _viewers.get(type(x)) or _learn_kind(x)
-    dtype = _torch_names.get(x.dtype) or _learn_torch(x)
-    if x.layout is not _torch["strided"] or not (x.is_cpu or on_gpu(x)):
+def _locate_torch(x: Any) -> ArrayRef:
+    dtype = _torch_name(x)
+    if x.layout is not sys.modules["torch"].strided or not (x.is_cpu or on_gpu(x)):
         raise Unsupported(_why_not(x))
     if not x.is_contiguous() or x.is_neg():
         raise InvalidArgument(f"it {NOT_CONTIGUOUS} (x.contiguous())")
     device = HOST if x.is_cpu else Device("cuda", x.device.index)
-    count = x.numel()
-    return ArrayRef(x.data_ptr(), dtype, count, tuple(x.shape), count * x.element_size(), device, x)
+    return ArrayRef(x.data_ptr(), dtype, x.numel(), tuple(x.shape), device, x)
 
 
-def _locate_cuda(x: Any, name: str, write: bool) -> ArrayRef:
+def _locate_cuda(x: Any, write: bool) -> ArrayRef:
     """For CuPy's arrays and other objects with the CUDA array interface."""
     shown = x.__cuda_array_interface__
     dtype = np.dtype(shown["typestr"])
@@ -232,13 +212,11 @@ def _locate_cuda(x: Any, name: str, write: bool) -> ArrayRef:
         )
     device = Device("cuda", int(x.__dlpack_device__()[1]))
     learnt = _numpy_names.get(dtype) or _learn_numpy(dtype)
-    return ArrayRef(
-        pointer or 0, learnt, count, tuple(shown["shape"]), count * dtype.itemsize, device, x
-    )
+    return ArrayRef(pointer or 0, learnt, count, tuple(shown["shape"]), device, x)
 
 
-def view(x: Any, *, write: bool = False) -> View:
-    """The view of `x`, of any shape and strides.
+def view(x: Any, *, write: bool = False) -> ArrayRef:
+    """A reference to `x`, of any shape and strides; `x` itself if it is an ArrayRef.
 
     With `write`, finish() copies the elements back into `x` if they were copied.
 
@@ -246,8 +224,16 @@ def view(x: Any, *, write: bool = False) -> View:
         InvalidArgument: not an array; `write` and read-only, or elements share memory.
         Unsupported: pycomm does not send the dtype, device or layout.
     """
-    viewer = _viewers.get(type(x)) or _learn_kind(x)
-    return viewer(x, write)
+    if isinstance(x, ArrayRef):
+        return x
+    found = _inspect(x, write)
+    if found is not None:
+        return found
+    if _is_torch(x):
+        return _torch_view(x, write)
+    if hasattr(x, "__cuda_array_interface__"):
+        return as_array_ref(x, "the array", write=write)
+    return _numpy_view(x, write)
 
 
 def plain(x: Any) -> Any:
@@ -275,33 +261,10 @@ def parts(whole: Any, lengths: list[int]) -> list[Any]:
     return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def copied(one: View) -> View:
+def copied(one: ArrayRef) -> ArrayRef:
     """A copy of the elements in new memory; finish() does not copy it back."""
-    if _is_torch(one.array):
-        array = one.array.detach().clone()
-        return View(array.data_ptr(), one.dtype, one.count, array, device=one.device)
-    array = one.array.copy()
-    if one.device.kind != "cpu":
-        return _device_view(array, False)
-    return View(_core.address(array), one.dtype, one.count, array)
-
-
-def _learn_kind(x: Any) -> Callable[[Any, bool], View]:
-    """Selects and caches the view function for the type of `x`."""
-    kind = type(x)
-    if not _is_torch(x) and hasattr(x, "__cuda_array_interface__"):
-        _viewers[kind] = _device_view
-        return _device_view
-    if not _is_torch(x):
-        _viewers[kind] = _numpy_view
-        return _numpy_view
-    torch: Any = sys.modules["torch"]
-    # A subclass with __torch_dispatch__, such as DTensor, stores its elements in other tensors.
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise Unsupported(f"a {kind.__name__} has no memory of its own; pass the tensors inside it")
-    _torch.update(strided=torch.strided, contiguous_format=torch.contiguous_format)
-    _viewers[kind] = _torch_view
-    return _torch_view
+    copy = one.array.detach().clone() if _is_torch(one.array) else one.array.copy()
+    return as_array_ref(copy, "the array")
 
 
 def _is_torch(x: Any) -> bool:
@@ -349,7 +312,7 @@ def _refuse_devices(x: Any) -> None:
         )
 
 
-def _numpy_view(x: Any, write: bool) -> View:
+def _numpy_view(x: Any, write: bool) -> ArrayRef:
     if type(x) is not np.ndarray:
         x = _as_numpy(x, write)
     name = _numpy_names.get(x.dtype) or _learn_numpy(x.dtype)
@@ -357,11 +320,13 @@ def _numpy_view(x: Any, write: bool) -> View:
     if write and not flags.writeable:
         raise InvalidArgument("the array is read-only and the call would change it: pass x.copy()")
     if flags.c_contiguous:
-        return View(_core.address(x), name, x.size, x)
+        return ArrayRef(_core.address(x), name, x.size, x.shape, HOST, x)
     if write and _may_overlap(x.shape, x.strides, x.itemsize):
         raise InvalidArgument(OVERLAP)
     array = np.ascontiguousarray(x)
-    return View(_core.address(array), name, array.size, array, x if write else None)
+    return ArrayRef(
+        _core.address(array), name, array.size, x.shape, HOST, array, x if write else None
+    )
 
 
 def _learn_numpy(dtype: Any) -> str:
@@ -380,23 +345,22 @@ def _learn_numpy(dtype: Any) -> str:
     return str(dtype.name)
 
 
-def _device_view(x: Any, write: bool) -> View:
-    found = as_array_ref(x, "the array", write=write)
-    return View(found.pointer, found.dtype, found.count, x, device=found.device)
-
-
-def _torch_view(x: Any, write: bool) -> View:
-    name = _torch_names.get(x.dtype) or _learn_torch(x)
-    if not x.is_cpu or x.layout is not _torch["strided"]:
+def _torch_view(x: Any, write: bool) -> ArrayRef:
+    torch: Any = sys.modules["torch"]
+    name = _torch_name(x)
+    if not x.is_cpu or x.layout is not torch.strided:
         if on_gpu(x):
-            return _device_view(x, write)
+            return as_array_ref(x, "the array", write=write)
         raise Unsupported(_why_not(x))
     if x.is_contiguous() and not x.is_neg():
-        return View(x.data_ptr(), name, x.numel(), x)
+        return ArrayRef(x.data_ptr(), name, x.numel(), tuple(x.shape), HOST, x)
     if write and _may_overlap(x.shape, x.stride(), 1):
         raise InvalidArgument(OVERLAP)
-    array = x.detach().resolve_neg().clone(memory_format=_torch["contiguous_format"])
-    return View(array.data_ptr(), name, array.numel(), array, x if write else None)
+    array = x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return ArrayRef(
+        *(array.data_ptr(), name, array.numel(), tuple(x.shape), HOST, array),
+        target=x if write else None,
+    )
 
 
 def on_gpu(x: Any) -> bool:
@@ -410,8 +374,7 @@ def in_host_memory(x: Any) -> Any:
     Raises:
         Unsupported: pycomm does not send the dtype, layout or device.
     """
-    if x.dtype not in _torch_names:
-        _learn_torch(x)
+    _torch_name(x)
     if x.layout is not sys.modules["torch"].strided or not (x.is_cpu or on_gpu(x)):
         raise Unsupported(_why_not(x))
     return x.detach().cpu().contiguous().resolve_neg()
@@ -422,10 +385,19 @@ def current_stream(index: int) -> Any:
     return getattr(sys.modules["torch"], torch_kind).current_stream(index)
 
 
-def _learn_torch(x: Any) -> str:
-    """Checks and caches the name of a torch dtype; raises Unsupported if pycomm does not send
-    it."""
-    dtype, name = x.dtype, str(x.dtype).removeprefix("torch.")
+def _torch_name(x: Any) -> str:
+    """The name of the tensor's dtype.
+
+    Raises:
+        Unsupported: the tensor has no memory of its own, or pycomm does not send the dtype.
+    """
+    kind, dtype = type(x), x.dtype
+    # A subclass with __torch_dispatch__, such as DTensor, stores its elements in other tensors.
+    if kind.__torch_dispatch__ is not sys.modules["torch"].Tensor.__torch_dispatch__:
+        raise Unsupported(f"a {kind.__name__} has no memory of its own; pass the tensors inside it")
+    if dtype in _torch_names:
+        return _torch_names[dtype]
+    name = str(dtype).removeprefix("torch.")
     if dtype.is_complex:
         raise Unsupported(f"dtype {dtype}: {COMPLEX}")
     if x.is_quantized:

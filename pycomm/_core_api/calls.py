@@ -1,39 +1,34 @@
-"""Dispatch of calls: checks arrays against each other, then runs the call or starts it as a Work.
+"""Runs a `_core.Call`, or starts it as a Work, and checks arrays against each other.
 
 The public functions are in collectives.py.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 import sys
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from pycomm import _core
 from pycomm._core_api import arrays, device_groups
-from pycomm._core_api.arrays import View
+from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group, default
 
 __all__ = [
     "Work",
     "copy_if_overlapping",
-    "dispatch",
     "exchange_lengths",
     "into_list",
     "limit",
     "output",
     "rows",
+    "run",
 ]
-
-# The first arguments of the core's run() and start().
-Call: TypeAlias = tuple[str, str, str, int, int, int, int, int, str]
-P = ParamSpec("P")
 
 
 class _Off:
@@ -57,7 +52,9 @@ class Work:
 
     __slots__ = ("_array", "_core", "_output", "_result")
 
-    def __init__(self, core: _core.Work, output: View | None, result: Any, array: View | None):
+    def __init__(
+        self, core: _core.Work, output: ArrayRef | None, result: Any, array: ArrayRef | None
+    ):
         self._core = core
         self._output = output
         self._result = result
@@ -91,55 +88,70 @@ class Work:
         return self._result
 
 
-def _profiled(
-    make: Callable[Concatenate[Group | None, Call, P], Any],
-) -> Callable[Concatenate[Group | None, Call, P], Any]:
-    """Decorates `make`: records the call in torch's profiler while that is enabled."""
-
-    @functools.wraps(make)
-    def profiled(group: Group | None, call: Call, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        if not profiler._is_profiler_enabled:
-            return make(group, call, *args, **kwargs)
-        with profiler.record_function(f"pycomm:{call[0]}"):
-            return make(group, call, *args, **kwargs)
-
-    return profiled
-
-
-@_profiled
-def dispatch(
+def run(
     group: Group | None,
-    call: Call,
-    timeout_s: float | None,
-    async_op: bool,
-    source: View | None,
-    output: View | None,
+    call: _core.Call,
+    source: Any,
+    output: Any,
     result: Any,
-    counts: Sequence[int] | None = None,
-    counts_fit: bool = False,
+    async_op: bool,
+    *,
+    recorded: bool = False,
 ) -> Any:
-    """Runs the call, or starts it, and copies the result back where needed.
+    """Runs the call and returns `result`, or starts it and returns a Work.
 
-    `counts` are the elements of each rank if they differ. `counts_fit`, for all_to_all: the ranks
-    have exchanged the counts, so the call does not compare them again.
+    Args:
+        group: None: the default group.
+        call: what the core runs, without arrays.
+        source: the array that the call reads, or a reference to it; None: none.
+        output: the array that it writes, which may be `source`.
+        result: what the call returns.
+        async_op: whether to start it.
+        recorded: torch's profiler records this call already.
     """
+    if profiler._is_profiler_enabled and not recorded:
+        with profiler.record_function(f"pycomm:{call.operation}"):
+            return run(group, call, source, output, result, async_op, recorded=True)
     group = group or default()
-    limit_s = 0.0 if timeout_s is None else limit(timeout_s)
-    array = _on_device(source, output)
-    core, stream = group._core, 0
-    if array is not None:
-        core = device_groups.core(group, array.device, limit_s)
-        stream = device_groups.stream(array.device, array.array)
+    core = group.core
     if async_op:
-        work = core.start((source, output), *call, limit_s, counts, stream, counts_fit)
-        return Work(work, output, result, array)
-    core.run(*call, limit_s, counts, stream, counts_fit)
-    if output is not None and output.target is not None:
-        output.finish()
+        work = call.start(core, source, output)
+        if work is not None:
+            return Work(work, None, result, None)
+    elif call.run(core, source, output):
+        return result
+    return _run_described(group, call, source, output, result, async_op)
+
+
+def _run_described(
+    group: Group, call: _core.Call, source: Any, output: Any, result: Any, async_op: bool
+) -> Any:
+    """As run(), for arrays that the core cannot read itself: on a device, strided, of other kinds.
+
+    Copies the result back where needed.
+    """
+    read = None if source is None else arrays.view(source, write=source is output)
+    written = read
+    if output is not source:
+        written = None if output is None else arrays.view(output, write=True)
+    array = _on_device(read, written)
+    core: _core.Collectives = group.core
+    stream = 0
+    if array is not None:
+        core = device_groups.core(group, array.device, call.timeout_s)
+        stream = device_groups.stream(array.device, array.array)
+    memory = read and read.memory, written and written.memory, stream
+    if async_op:
+        work = call.start(core, *memory)
+        assert work is not None  # the core reads every description
+        return Work(work, written, result, array)
+    call.run(core, *memory)
+    if written is not None:
+        written.finish()
     return result
 
 
-def _on_device(source: View | None, output: View | None) -> View | None:
+def _on_device(source: ArrayRef | None, output: ArrayRef | None) -> ArrayRef | None:
     """The array on whose device the call runs; None: host memory."""
     if source is not None and output is not None and source.device != output.device:
         raise InvalidArgument(f"x is on {source.device}, but out is on {output.device}")
@@ -166,7 +178,7 @@ def output(out: Any, x: Any, shape: tuple[int, ...]) -> Any:
     return out
 
 
-def copy_if_overlapping(source: View, target: View, place: int | None) -> View:
+def copy_if_overlapping(source: ArrayRef, target: ArrayRef, place: int | None) -> ArrayRef:
     """`source`, or a copy if it overlaps `target` in a way that the core does not allow.
 
     `place` is the offset in bytes in `target` at which the source may begin; None: no overlap.
@@ -204,9 +216,7 @@ def exchange_lengths(group: Group, x: Any, dtype: str, timeout_s: float | None) 
     row = zlib.crc32(repr((shape[1:], dtype)).encode())
     mine = np.array([shape[0], row, math.prod(shape[1:]), _core.DTYPES.index(dtype)], np.int64)
     every = np.empty((group.size, 4), np.int64)
-    source, target = arrays.view(mine), arrays.view(every, write=True)
-    call = ("all_gather", "int64", "sum", source.pointer, target.pointer, 4, 0, 0, "auto")
-    dispatch(group, call, timeout_s, False, source, target, None)
+    run(group, _core.Call("all_gather", timeout_s=timeout_s), mine, every, None, False)
     for rank, (_, other, width, kind) in enumerate(every.tolist()):
         if other != every[0, 1]:
             first = f"rank 0 {every[0, 2]} {_core.DTYPES[every[0, 3]]}"
@@ -220,7 +230,7 @@ def exchange_lengths(group: Group, x: Any, dtype: str, timeout_s: float | None) 
     return [int(length) for length in every[:, 0]]
 
 
-def into_list(whole: View, parts: list[Any], out: Any) -> View:
+def into_list(whole: ArrayRef, parts: list[Any], out: Any) -> ArrayRef:
     """The view `whole`; its finish() copies its `parts` to the arrays of the list `out`."""
     if not isinstance(out, (list, tuple)) or len(out) != len(parts):
         raise InvalidArgument(
@@ -230,4 +240,4 @@ def into_list(whole: View, parts: list[Any], out: Any) -> View:
         output(one, part, tuple(part.shape))
         if arrays.view(one, write=True).dtype != whole.dtype:
             raise InvalidArgument(f"invalid out: an array has another dtype than x ({whole.dtype})")
-    return View(whole.pointer, whole.dtype, whole.count, parts, list(out), whole.device)
+    return dataclasses.replace(whole, array=parts, target=list(out))

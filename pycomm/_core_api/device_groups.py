@@ -39,7 +39,7 @@ class _Source:
     module: Any = None  # replaces _cuda if set
 
 
-def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Group:
+def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Collectives:
     """The device group of `group` on `device`; collective when it is made.
 
     All ranks must call within `limit_s` seconds, or the group's limit if that is 0.
@@ -50,12 +50,12 @@ def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Group:
         Timeout: not all ranks called, for example because the first call is a send or recv.
     """
     if device.kind == "cpu":
-        return group._core
+        return group.core
     found = group._devices.get(device.index)
     if found is None:
         lines = group.cuda_channels, group.cuda_internode_transport
         timeout_s = group._timeout_s
-        found = _meet(group._core._capsule(), device.index, timeout_s, limit_s or timeout_s, *lines)
+        found = _meet(group.core._capsule(), device.index, timeout_s, limit_s or timeout_s, *lines)
         group._devices[device.index] = found
     return found
 
@@ -105,7 +105,7 @@ def _meet(
     limit_s: float,
     channels: int,
     internode_transport: str,
-) -> _core.Group:
+) -> _core.Collectives:
     check_channels(channels)
     check_internode_transport(internode_transport)
     module = _compiled()

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import collectives
-from pycomm._core_api import arrays, calls
+from pycomm import _core, collectives
+from pycomm._core_api import calls
 from pycomm._core_api.calls import Work
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
@@ -42,7 +42,7 @@ class CommunicatorPool:
     def _create(self, group: Group) -> None:
         count, hierarchical = self._asked
         self.group = group
-        hosts = self.group._core.host_count
+        hosts = self.group.core.host_count
         if count is None:
             count = 1 if hosts == 1 else BETWEEN_HOSTS
         if count < 1:
@@ -107,12 +107,8 @@ class CommunicatorPool:
         return self._uneven("all_to_all", x, out, [*give, *take])
 
     def _uneven(self, verb: str, x: Any, out: Any, counts: Sequence[int]) -> Work:
-        source, target = arrays.view(x), arrays.view(out, write=True)
-        call = (verb, source.dtype, "sum", source.pointer, target.pointer, 0, 0, 0, "auto")
-        to_all = verb == "all_to_all"
-        work: Work = calls.dispatch(
-            self._next(), call, None, True, source, target, out, counts, to_all
-        )
+        call = _core.Call(verb, counts=counts, counts_fit=verb == "all_to_all")
+        work: Work = calls.run(self._next(), call, x, out, out, True)
         return work
 
     def _next(self) -> Group:

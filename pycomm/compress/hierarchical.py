@@ -26,7 +26,7 @@ __all__ = ["Hosts", "hosts_of"]
 
 def hosts_of(group: Group) -> list[int]:
     """The host of each rank; hosts are numbered from 0 in the order of their first ranks."""
-    return list(group._core.hosts)
+    return list(group.core.hosts)
 
 
 class Hosts:

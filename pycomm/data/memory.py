@@ -37,7 +37,7 @@ def share(array: Any, *, group: Group | None = None) -> Any:
             because it runs in another container (PID namespace).
     """
     group = group or default()
-    hosts = group._core.hosts
+    hosts = group.core.hosts
     leader = hosts.index(hosts[group.rank])
     note: Any = None
     descriptor = -1

@@ -144,7 +144,7 @@ def status(group: Group) -> dict[str, Any]:
     Raises:
         GroupBroken: the group was closed or belongs to the parent process.
     """
-    known = group._core.status()
+    known = group.core.status()
     peers = [
         {
             "rank": rank,

@@ -281,7 +281,7 @@ def aborted_by_the_host_group(group: pycomm.Group, device: Any) -> str:
     work.wait()
     pycomm.barrier()
     if group.rank == 2:
-        group._core.abort("enough")  # of the host group only, so that NCCL does not see it
+        group.core.abort("enough")  # of the host group only, so that NCCL does not see it
     with pytest.raises(errors.Error, match="enough"):
         while True:
             pycomm.barrier()

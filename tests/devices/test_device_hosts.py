@@ -237,7 +237,7 @@ def test_subgroups_use_the_same_transport(machine):
 
 def where(group: pycomm.Group) -> Any:
     pycomm.all_reduce(np.ones(10_000, "float32"))
-    known = group._core
+    known = group.core
     return [m.transport for m in group.peer_info()], known.local_rank, known.host_count
 
 

@@ -39,7 +39,7 @@ def every_verb(group: pycomm.Group) -> list[Any]:
     ]
     part = group.split(rank % 2)
     assert part is not None
-    assert part._core.encrypted == group._core.encrypted
+    assert part.core.encrypted == group.core.encrypted
     got.append(pycomm.all_reduce(mine, group=part))
     pycomm.barrier(group=group)
     return got

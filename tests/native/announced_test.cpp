@@ -24,7 +24,7 @@ Call message(Operation operation, int peer, size_t count, uint32_t tag = 0) {
           .peer = peer,
           .tag = tag,
           .algorithm = Algorithm::nccl,
-          .agreement = true};
+          .device = {.agreement = true}};
 }
 Call offer(int to, size_t count, uint32_t tag = 0) {
   return message(Operation::send, to, count, tag);
@@ -111,7 +111,7 @@ const ByTransport kPlaces{
         Call here =
             message(group.rank() == 0 ? Operation::send : Operation::recv, 1 - group.rank(), 1000);
         here.algorithm = Algorithm::automatic;
-        here.agreement = false;
+        here.device.agreement = false;
         here.input = here.output = array.data();
         for (int i = 0; i < 5; ++i) {
           const auto value = [&](size_t j) { return ranks::element(i, j); };

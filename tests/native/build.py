@@ -2,8 +2,8 @@
 
     python tests/native/build.py [VARIANT] [suite ...]    builds, prints the binaries
 
-VARIANT is plain, product, asan, tsan, aarch64 or odr. product links the objects of the module
-_core, as `make build` left them, so that only the suites are compiled.
+VARIANT is plain, product, unoptimized, asan, tsan, aarch64 or odr. product links the objects of the
+module _core, as `make build` left them, so that only the suites are compiled.
 
 A suite is its own file with harness.cpp, the other files of this folder and all of csrc that needs
 no Python. The suites of one sanitizer share objects, in build/native/<sanitizer>/ with the
@@ -28,6 +28,7 @@ CSRC = ROOT / "csrc"
 SANITIZERS = {
     "plain": [],
     "product": [],
+    "unoptimized": ["-O0"],  # every function has a frame, for the suite frames
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread"],
     "aarch64": ["-static"],

@@ -204,7 +204,7 @@ inline std::pair<uint64_t, uint64_t> traffic(const Case& c, const pycomm::Group&
                                       .count = c.count,
                                       .root = c.root,
                                       .counts = counts,
-                                      .hosts = group.hosts()};
+                                      .hosts = group.info().hosts};
   for (const pycomm::Move& move : make_plan(c.algorithm, c.operation, place).moves) {
     if (move.to == pycomm::kNoRank || move.to == rank) continue;
     bytes += move.out.count * bytes_of(c.dtype);

@@ -273,11 +273,11 @@ const ByTransport kSplit{
                      1};
         if (part) {
           const std::vector<int> members = rank % 2 == 0 ? std::vector{4, 0} : std::vector{3, 1};
-          expect(part->ranks() == members && part->size() == 2, "members of the subgroup");
+          expect(part->info().ranks == members && part->size() == 2, "members of the subgroup");
           expect_equal(members[static_cast<size_t>(part->rank())], rank, "rank in the subgroup");
           run_case(*part, c);
           const auto alone = part->split(part->rank(), 0);
-          expect(alone->size() == 1 && alone->ranks() == std::vector{rank}, "a group of one");
+          expect(alone->size() == 1 && alone->info().ranks == std::vector{rank}, "a group of one");
           run_case(*alone, c);
         }
         run_case(group, c);

@@ -61,7 +61,7 @@ void run_on_hosts(const std::vector<int>& hosts, const std::string& by,
     options.timeout = std::chrono::seconds(30);  // far beyond any call that works
     options.heartbeat = {};                      // frames are counted: none but those of calls
     HostGroup group(options, std::move(meshes[static_cast<size_t>(rank)]), all);
-    expect(group.hosts() == hosts, "the hosts of the group");
+    expect(group.info().hosts == hosts, "the hosts of the group");
     body(group);
   });
 }

@@ -243,8 +243,8 @@ ROWS = [
     ),
     (
         "any_splits",
-        "group/host_group.cpp",
-        "if (options_.size > 1 && !call.counts_fit) check_splits(call, job.signature, deadline);",
+        "group/call_runner.cpp",
+        "      check_splits(prepared);",
         "",
         "verbs",
         "every rank reports splits that do not fit",

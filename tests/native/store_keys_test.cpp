@@ -191,7 +191,7 @@ std::vector<std::string> form_again(Store& store, int rank, int size, int rounds
                 .output = &sum,
                 .count = 1});
     expect_equal(sum, size, "ranks that took part");
-    names.push_back(group->name());
+    names.push_back(group->info().name);
     // The first rank to finish begins the next group while the others still leave this one.
   }
   return names;
@@ -293,8 +293,8 @@ const Test kOtherOptions{
            {"world/note/0", "world/note/1", "world/key", "world/refused", "world/refused/all"})
         expect(!store.find(key).has_value(), key + " is still there");
       auto again = std::async(std::launch::async,
-                              [&] { return connect(store, options_of(1, 2, 5s))->name(); });
-      expect_equal(connect(store, options_of(0, 2, 5s))->name(), "world#2", "the next");
+                              [&] { return connect(store, options_of(1, 2, 5s))->info().name; });
+      expect_equal(connect(store, options_of(0, 2, 5s))->info().name, "world#2", "the next");
       expect_equal(again.get(), "world#2", "the next of the other");
     }};
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from pycomm import Group, errors
+from pycomm import Group, _core, errors
 from pycomm._core import DTYPES
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.testing import run_ranks
@@ -296,10 +296,14 @@ def exchanged(group: Group) -> list[int]:
     CommunicatorPool."""
     x, out = np.ones(12, np.float32), np.zeros(12, np.float32)
     counts = [12 // group.size] * group.size
-    call = ("all_to_all", "float32", "sum", x.ctypes.data, out.ctypes.data, 0, 0, 0, "auto", 0.0)
+
+    def exchange(counts_fit: bool) -> None:
+        call = _core.Call("all_to_all", counts=[*counts, *counts], counts_fit=counts_fit)
+        assert call.run(group.core, x, out)
+
     calls = [
         lambda: pycomm.all_to_all(x.reshape(group.size, -1), group=group),
-        lambda: group._core.run(*call, [*counts, *counts]),
+        lambda: exchange(False),
         lambda: CommunicatorPool(group, 1).all_to_all_v(x, out, counts, counts).wait(),
     ]
     frames = []
@@ -309,7 +313,7 @@ def exchanged(group: Group) -> list[int]:
         frames.append(group.stats().frames_sent - before)
     assert (out == 1).all()
     with pytest.raises(errors.Mismatch):  # some compare the counts and others do not
-        group._core.run(*call, [*counts, *counts], 0, group.rank == 0)
+        exchange(group.rank == 0)
     return frames
 
 

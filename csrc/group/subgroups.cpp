@@ -7,11 +7,21 @@
 #include "group/host_group.h"
 
 namespace pycomm {
+namespace {
+
+// The ranks of `members` in the world group.
+std::vector<int> world_ranks(const GroupInfo& info, const std::vector<int>& members) {
+  std::vector<int> ranks;
+  for (const int member : members) ranks.push_back(info.ranks.at(static_cast<size_t>(member)));
+  return ranks;
+}
+
+}  // namespace
 
 // The texts of all ranks, by rank. Gathers the lengths first, then the texts, padded to the
 // longest.
 std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
-  const auto size = static_cast<size_t>(options_.size);
+  const auto size = static_cast<size_t>(info_.size);
   std::vector<int64_t> lengths(size);
   const auto length = static_cast<int64_t>(mine.size());
   run({.operation = Operation::all_gather,
@@ -36,19 +46,14 @@ ConnectOptions HostGroup::subgroup_options(const std::vector<int>& members,
                                            const std::string& name) const {
   ConnectOptions part = options_;
   part.inject_faults = nullptr;  // faults count the bytes of one group
+  part.timeout = timeout_;
   part.name = name;
   part.size = static_cast<int>(members.size());
-  part.rank = static_cast<int>(std::ranges::find(members, options_.rank) - members.begin());
+  part.rank = static_cast<int>(std::ranges::find(members, info_.rank) - members.begin());
   // The label separates this key from other uses of the secret.
   const Digest digest = hmac_sha256(options_.secret, "pycomm group key\n" + name);
   part.secret.assign(digest.begin(), digest.end());
   return part;
-}
-
-std::vector<int> HostGroup::first_ranks(const std::vector<int>& members) const {
-  std::vector<int> ranks;
-  for (const int member : members) ranks.push_back(ranks_.at(static_cast<size_t>(member)));
-  return ranks;
 }
 
 std::shared_ptr<Group> HostGroup::split(int color, int key) {
@@ -56,18 +61,18 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     int32_t color, key;
   };
   const Wish wish{color, key};
-  std::vector<Wish> wishes(static_cast<size_t>(options_.size));
+  std::vector<Wish> wishes(static_cast<size_t>(info_.size));
   run({.operation = Operation::all_gather,
        .dtype = Dtype::int32,
        .input = &wish,
        .output = wishes.data(),
        .count = 2});
   std::vector<int> members;
-  for (int i = 0; i < options_.size; ++i)
+  for (int i = 0; i < info_.size; ++i)
     if (color >= 0 && wishes[static_cast<size_t>(i)].color == color) members.push_back(i);
   std::ranges::stable_sort(members, {}, [&](int i) { return wishes[static_cast<size_t>(i)].key; });
 
-  const std::string name = options_.name + "/" + std::to_string(splits_++);
+  const std::string name = info_.name + "/" + std::to_string(splits_++);
   if (color < 0) {  // the others exchange their rank infos through this rank
     (void)gather_texts({});
     return nullptr;
@@ -79,7 +84,7 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     for (const int member : members) ours.push_back(texts[static_cast<size_t>(member)]);
     return ours;
   };
-  return make_group(child, exchange, first_ranks(members),
+  return make_group(child, exchange, world_ranks(info_, members),
                     [&](auto limit) { engine_.check_for_failures(limit, members); });
 }
 
@@ -89,7 +94,7 @@ std::shared_ptr<Group> HostGroup::regroup(Store& store, const std::string& name,
   ConnectOptions child = subgroup_options(members, name);
   child.secret = options_.secret;  // the same on all survivors, whatever subgroups they formed
   const auto calls = std::exchange(child.timeout, timeout);
-  auto group = connect(store, std::move(child), first_ranks(members));
+  auto group = connect(store, std::move(child), world_ranks(info_, members));
   group->set_timeout(calls);
   return group;
 }

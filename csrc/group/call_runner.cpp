@@ -1,0 +1,140 @@
+#include "group/call_runner.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "group/check.h"
+#include "shared/shared_call.h"
+
+namespace pycomm {
+
+CallRunner::CallRunner(Engine& engine, const GroupInfo& info, const Thresholds& thresholds,
+                       std::unique_ptr<SharedMemoryRegion> region, bool uses_hosts)
+    : engine_(engine),
+      info_(info),
+      thresholds_(thresholds),
+      plans_(info),
+      region_(std::move(region)) {
+  if (uses_hosts) hierarchical_.emplace(engine_, region_.get());
+}
+
+void CallRunner::check(const Call& call) const {
+  if (call.algorithm == Algorithm::shared_memory && !shares_one_host() && info_.size > 1)
+    throw Unsupported(
+        "the algorithm shared_memory requires all ranks on one host, with connections "
+        "that share memory",
+        {.op = std::string(name_of(call.operation)), .rank = info_.rank});
+}
+
+Algorithm CallRunner::algorithm_for(const Call& call) const {
+  if (call.device.agreement) return call.algorithm;
+  if (!is_plan(call.operation)) return Algorithm::direct;
+  if (info_.size == 1 && call.algorithm == Algorithm::shared_memory) return Algorithm::direct;
+  if (call.algorithm != Algorithm::automatic) return call.algorithm;
+  if (shares_one_host() && call.counts.empty()) return Algorithm::shared_memory;
+  return choose({.operation = call.operation,
+                 .dtype = call.dtype,
+                 .op = call.op,
+                 .size = info_.size,
+                 .count = count_to_choose_by(call),
+                 .reproducible = info_.reproducible,
+                 .ragged = !call.counts.empty(),
+                 .hosts = info_.host_count,
+                 .thresholds = thresholds_});
+}
+
+void CallRunner::prepare(PreparedCall& prepared) const {
+  prepared.algorithm = algorithm_for(prepared.call);
+  prepared.header = engine_.next_header(signature_of(prepared.call, prepared.algorithm));
+}
+
+void CallRunner::run(const PreparedCall& prepared) {
+  const Call& call = prepared.call;
+  if (!prepared.messages.empty()) return engine_.exchange(prepared.messages, prepared.deadline);
+  if (!is_plan(call.operation)) return run_message(prepared);
+  if (call.device.agreement) return agree(prepared);
+  const auto* const input = static_cast<const std::byte*>(call.input);
+  auto* const output = static_cast<std::byte*>(call.output);
+  if (prepared.algorithm == Algorithm::shared_memory)
+    return run_shared({.operation = call.operation,
+                       .input = input,
+                       .output = output,
+                       .count = call.count,
+                       .element_bytes = bytes_of(call.dtype),
+                       .root = call.peer,
+                       .reducer = prepared.reducer,
+                       .folds = prepared.reducer != nullptr && is_half(call.dtype)},
+                      prepared.header, prepared.deadline);
+  PlanJob job{.signature = prepared.header,
+              .input = input,
+              .output = output,
+              .element_bytes = bytes_of(call.dtype),
+              .reducer = prepared.reducer,
+              .size = info_.size};
+  if (hierarchical_ && prepared.algorithm == Algorithm::hierarchical &&
+      call.operation == Operation::all_reduce)
+    return hierarchical_->all_reduce(job, plans_.shape_of(call, info_.rank, call.count),
+                                     prepared.deadline);
+  if (!call.counts.empty()) return run_counts(job, prepared);
+
+  const PlanCache::Planned* plan = &plans_.find(call, prepared.algorithm, call.count);
+  const size_t block = plan->block;
+  size_t planned = call.count, left = call.count;
+  for (;;) {
+    const size_t count = std::min(block, left);
+    if (count != std::exchange(planned, count))
+      plan = &plans_.find(call, prepared.algorithm, count);
+    job.schedule = &plan->schedule;
+    if (call.operation == Operation::reduce_scatter && count < call.count) {
+      job.piece = count;
+      job.stride = call.count;
+    }
+    publish(job.signature);
+    engine_.run(job, prepared.deadline);
+    left -= count;
+    if (left == 0) return;
+    job.signature = engine_.next_header(job.signature);
+    if (job.input != nullptr) job.input += count * job.element_bytes;
+    if (job.output != nullptr) job.output += count * job.element_bytes;
+  }
+}
+
+void CallRunner::run_message(const PreparedCall& prepared) {
+  const Call& call = prepared.call;
+  const size_t bytes = call.device.agreement ? 0 : call.count * bytes_of(call.dtype);
+  if (call.operation == Operation::recv) {
+    const int source =
+        engine_.receive(call.peer == kAnySource ? kAnyPeer : call.peer, prepared.header,
+                        {static_cast<std::byte*>(call.output), bytes}, prepared.deadline);
+    if (call.source != nullptr) *call.source = source;
+  } else if (call.device.agreement) {
+    engine_.announce_send(call.peer, prepared.header, prepared.deadline);
+  } else {
+    engine_.send(call.peer, prepared.header, {static_cast<const std::byte*>(call.input), bytes},
+                 prepared.deadline);
+  }
+}
+
+void CallRunner::run_shared(const SharedJob& job, const Header& header, const Deadline& deadline) {
+  publish(header);
+  SharedCall task(engine_, *region_, job, header);
+  engine_.run(task, header, deadline);
+}
+
+void CallRunner::run_counts(PlanJob& job, const PreparedCall& prepared) {
+  const Call& call = prepared.call;
+  if (call.operation == Operation::all_to_all) {
+    if (info_.size > 1 && !call.counts_fit) {
+      check_splits(prepared);
+      job.signature = engine_.next_header(job.signature);
+    }
+    job.peer_counts = call.counts;
+  }
+  const Schedule schedule = plans_.schedule_of(call, prepared.algorithm, 0);
+  job.schedule = &schedule;
+  publish(job.signature);
+  engine_.run(job, prepared.deadline);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,64 @@
+// Runs the calls of a host group: chooses the algorithm, and runs a plan on the engine, a call in
+// shared memory, a message, or the agreement about a call on devices.
+//
+// One thread at a time; HostGroup ensures that.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "collectives/choose.h"
+#include "engine/engine.h"
+#include "group/group.h"
+#include "group/plan_cache.h"
+#include "group/prepared_call.h"
+#include "shared/flag_task.h"
+#include "shared/hierarchical_all_reduce.h"
+#include "shared/shared_memory_region.h"
+
+namespace pycomm {
+
+class CallRunner {
+ public:
+  // `region`: of this host's ranks if there are several and hosts share memory, else null.
+  // `uses_hosts`: hosts share memory and there are several.
+  CallRunner(Engine& engine, const GroupInfo& info, const Thresholds& thresholds,
+             std::unique_ptr<SharedMemoryRegion> region, bool uses_hosts);
+
+  // Throws Unsupported if this group cannot run the algorithm. Requires a call that check_call()
+  // accepted.
+  void check(const Call& call) const;
+  // Sets the algorithm and the header. Call it when the call's turn has come.
+  void prepare(PreparedCall& prepared) const;
+  void run(const PreparedCall& prepared);
+
+  const SharedMemoryRegion* region() const { return region_.get(); }
+
+ private:
+  bool shares_one_host() const { return region_ && info_.host_count == 1; }
+  Algorithm algorithm_for(const Call& call) const;
+  // Publishes the call to the ranks of this host, for those that wait in another call.
+  void publish(const Header& header) {
+    if (region_) region_->begin(header);
+  }
+  void run_message(const PreparedCall& prepared);
+  void run_shared(const SharedJob& job, const Header& header, const Deadline& deadline);
+  void run_counts(PlanJob& job, const PreparedCall& prepared);
+
+  // agreement.cpp
+  void agree(const PreparedCall& prepared);
+  // For an all_to_all with counts: throws Mismatch on all ranks if one rank sends a different count
+  // than its receiver expects.
+  void check_splits(const PreparedCall& prepared);
+  std::vector<size_t> gather_splits(const PreparedCall& prepared);
+
+  Engine& engine_;
+  const GroupInfo& info_;
+  Thresholds thresholds_;  // the same on all ranks
+  PlanCache plans_;
+  std::unique_ptr<SharedMemoryRegion> region_;
+  std::optional<HierarchicalAllReduce> hierarchical_;
+};
+
+}  // namespace pycomm

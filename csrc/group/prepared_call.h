@@ -1,0 +1,24 @@
+// A call with everything that is computed once for it. It is handed down by reference.
+#pragma once
+
+#include <span>
+
+#include "core/deadline.h"
+#include "engine/engine.h"
+#include "group/group.h"
+#include "kernels/kernels.h"
+#include "transport/frame.h"
+
+namespace pycomm {
+
+struct PreparedCall {
+  const Call& call;
+  const Reducer* reducer;  // null: the call adds nothing
+  Deadline deadline;
+  std::span<const MessageRequest> messages{};  // of an exchange(), whose first call is `call`
+  // CallRunner::prepare() sets these when the call's turn comes.
+  Algorithm algorithm = Algorithm::automatic;  // never `automatic` after prepare(), except devices
+  Header header{};                             // of its frames, with epoch and sequence
+};
+
+}  // namespace pycomm

@@ -1,0 +1,57 @@
+// How many functions are on the stack when an all_reduce over TCP sends its first bytes. The
+// optimizer removes some; `python tests/native/build.py unoptimized frames` builds without it.
+#include <execinfo.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <string>
+
+#include "harness.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace pycomm;
+
+constexpr int kMost = 14;  // from HostGroup::run() to sendmsg(), both included
+
+thread_local int depth_of_body = 0, depth_of_send = 0;
+
+[[gnu::noinline]] int depth() {
+  std::array<void*, 128> frames{};
+  return ::backtrace(frames.data(), static_cast<int>(frames.size()));
+}
+
+}  // namespace
+
+// Replaces the C library's function in this program.
+extern "C" ssize_t sendmsg(int socket, const msghdr* message, int flags) {
+  if (depth_of_body > 0 && depth_of_send == 0) depth_of_send = depth();
+  return ::syscall(SYS_sendmsg, socket, message, flags);
+}
+
+namespace {
+
+const Test kFrames{"an all_reduce passes few functions before it sends", [] {
+                     ranks::run_groups(2, "tcp", [](Group& group) {
+                       float x = 1;
+                       depth_of_body = depth();
+                       group.run({.operation = Operation::all_reduce,
+                                  .dtype = Dtype::float32,
+                                  .input = &x,
+                                  .output = &x,
+                                  .count = 1,
+                                  .algorithm = Algorithm::direct});
+                       const int frames = depth_of_send - depth_of_body;
+                       depth_of_body = 0;
+                       if (group.rank() == 0) std::printf("  frames: %d\n", frames);
+                       expect(depth_of_send > 0, "nothing was sent");
+                       expect(frames > 0 && frames <= kMost,
+                              std::to_string(frames) + " functions are on the stack");
+                     });
+                   }};
+
+}  // namespace
