@@ -77,12 +77,16 @@ Engine::Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions opt
 
 Engine::~Engine() { leave(); }
 
-uint64_t Engine::sum(uint64_t (Link::*figure)() const) const {
+EngineTraffic Engine::traffic() const {
   const std::lock_guard turn(turn_);
-  uint64_t total = 0;
-  for (const PeerState& peer : peers_)
-    if (peer.link) total += (peer.link.get()->*figure)();
-  return total;
+  EngineTraffic sums{.payload_sent = payload_sent_, .waited = waited_};
+  for (const PeerState& peer : peers_) {
+    if (!peer.link) continue;
+    sums.frames_sent += peer.link->frames_sent();
+    sums.bytes_written += peer.link->bytes_written();
+    sums.bytes_received += peer.link->bytes_received();
+  }
+  return sums;
 }
 
 Bytes Engine::scratch(size_t bytes) {

@@ -112,6 +112,19 @@ struct PeerStatus {
   uint64_t bytes_written = 0, bytes_received = 0;
 };
 
+struct EngineStatus {
+  std::string current_call{};       // this rank's last call; empty: none yet
+  std::string broken{};             // the first cause; empty: not broken
+  std::vector<PeerStatus> peers{};  // by rank
+};
+
+// Sums over all links since the start. `waited` is the time in which calls made no progress,
+// without waits of a few microseconds, during which no clock is read.
+struct EngineTraffic {
+  uint64_t frames_sent = 0, payload_sent = 0, bytes_written = 0, bytes_received = 0;
+  std::chrono::nanoseconds waited{0};
+};
+
 class Engine {
  public:
   // `channels` by rank; null for this rank and, with a connector, for peers that are not connected
@@ -150,12 +163,10 @@ class Engine {
   // the engine is broken.
   bool heartbeat() noexcept;
   std::chrono::nanoseconds heartbeat_interval() const { return options_.heartbeat / 5; }
-  // From any thread, also during a call: this rank's last call, and what it knows of each rank.
-  std::string current_call() const;
-  std::vector<PeerStatus> peer_statuses() const;
+  // From any thread, also during a call.
+  EngineStatus status() const;
   // From any thread: the ranks that are known to be lost, once the engine is broken.
   std::vector<int> lost() const;
-  std::string broken() const;  // the first cause; empty: not broken
   // Throws GroupBroken if the engine is broken or has left.
   void check_usable();
   // Call between collectives while waiting outside the engine. Throws if any peer aborted the
@@ -163,13 +174,8 @@ class Engine {
   // another thread, that call checks.
   void check_for_failures(std::chrono::nanoseconds limit, const std::vector<int>& awaited);
 
-  uint64_t frames_sent() const { return sum(&Link::frames_sent); }
-  uint64_t bytes_written() const { return sum(&Link::bytes_written); }
-  uint64_t bytes_received() const { return sum(&Link::bytes_received); }
-  uint64_t payload_sent() const { return payload_sent_; }
-  // Total time in which calls made no progress, without waits of a few microseconds, during which
-  // no clock is read. For the thread whose turn it is.
-  std::chrono::nanoseconds waited() const { return waited_; }
+  // For the thread whose turn it is.
+  EngineTraffic traffic() const;
 
   // For tasks. The link to `peer` if the frame at its front belongs to the current run, else null.
   // Handles the frames in front of it that belong to no run.
@@ -292,7 +298,6 @@ class Engine {
   std::vector<int> find_lost(const Error& error);
   bool flush_all(std::chrono::nanoseconds limit);
   PeerState& at(int peer) { return peers_[static_cast<size_t>(peer)]; }
-  uint64_t sum(uint64_t (Link::*figure)() const) const;
   std::string name(int peer) const { return options_.names[static_cast<size_t>(peer)]; }
 
   EngineOptions options_;

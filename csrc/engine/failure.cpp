@@ -341,11 +341,6 @@ std::vector<int> Engine::find_lost(const Error& error) {
   return found;
 }
 
-std::string Engine::broken() const {
-  const std::lock_guard lock(mutex_);
-  return broken_;
-}
-
 std::vector<int> Engine::lost() const {
   const std::lock_guard lock(mutex_);
   return lost_;

@@ -194,14 +194,9 @@ void Engine::publish(Clock::time_point now) {
   peer_statuses_ = std::move(all);
 }
 
-std::string Engine::current_call() const {
+EngineStatus Engine::status() const {
   const std::lock_guard lock(mutex_);
-  return current_call_;
-}
-
-std::vector<PeerStatus> Engine::peer_statuses() const {
-  const std::lock_guard lock(mutex_);
-  return peer_statuses_;
+  return {.current_call = current_call_, .broken = broken_, .peers = peer_statuses_};
 }
 
 // The last known activity of a rank that is missing from a call.
