@@ -218,10 +218,11 @@ void HostGroup::execute(PreparedCall prepared) {
 
 // Adds the call to stats_ and the flight recorder and returns its end. Requires mutex_.
 Clock::time_point HostGroup::end_call(bool failed) {
-  stats_.frames_sent = engine_.frames_sent();
-  stats_.bytes_sent = engine_.payload_sent();
-  stats_.bytes_written = engine_.bytes_written();
-  stats_.bytes_received = engine_.bytes_received();
+  const EngineTraffic traffic = engine_.traffic();
+  stats_.frames_sent = traffic.frames_sent;
+  stats_.bytes_sent = traffic.payload_sent;
+  stats_.bytes_written = traffic.bytes_written;
+  stats_.bytes_received = traffic.bytes_received;
   if (const SharedMemoryRegion* const region = runner_.region()) {
     stats_.bytes_sent += region->bytes_sent;
     stats_.bytes_written += region->bytes_sent;
@@ -231,7 +232,7 @@ Clock::time_point HostGroup::end_call(bool failed) {
   recorder_.end({.now = now,
                  .bytes_written = stats_.bytes_written,
                  .bytes_received = stats_.bytes_received,
-                 .waited = engine_.waited()},
+                 .waited = traffic.waited},
                 failed);
   return now;
 }
@@ -264,8 +265,9 @@ Stats HostGroup::stats() const {
 }
 
 Status HostGroup::status() const {
-  Status status{.doing = engine_.current_call(), .broken = engine_.broken(), .peers = {}};
-  for (PeerStatus& seen : engine_.peer_statuses())
+  EngineStatus now = engine_.status();
+  Status status{.doing = std::move(now.current_call), .broken = std::move(now.broken), .peers = {}};
+  for (PeerStatus& seen : now.peers)
     status.peers.push_back({.connected = seen.connected,
                             .departed = seen.left_reason.value_or(""),
                             .silent_s = seen.last_seen_s,
