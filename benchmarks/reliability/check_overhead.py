@@ -117,7 +117,7 @@ def build(folder: Path) -> dict[str, Path]:
         raise NotBuilt("the core is not built: run `make build`")
     compile_ = _compiler_of(built)
     main = folder / "checks.o"
-    _run([*compile_, "-c", str(ROOT / "benchmarks" / "check_overhead.cpp"), "-o", str(main)])
+    _run([*compile_, "-c", str(ROOT / "benchmarks" / "reliability" / "check_overhead.cpp"), "-o", str(main)])
     instead = {}
     for path in REMOVED:
         source = folder / path
